@@ -1,0 +1,28 @@
+"""How Sallyport's processes speak to one another: JSON frames over unix sockets.
+
+This package knows nothing of policies, secrets or sandboxes. It is the one place that reads and writes bytes
+between our own processes, so its limits hold everywhere.
+
+- A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON: one object, at most `MAX_FRAME` bytes.
+- File descriptors travel beside a frame's first byte (SCM_RIGHTS), at most `MAX_FDS` of them.
+- A peer that breaks the framing is disconnected; nothing is ever resynchronised.
+"""
+
+from wire.frames import MAX_FDS, MAX_FRAME, FrameError, Message, receive, send
+from wire.rpc import Client, Handler, Peer, RemoteError, RequestError, serve_connection, serve_unix
+
+__all__ = [
+    "MAX_FDS",
+    "MAX_FRAME",
+    "Client",
+    "FrameError",
+    "Handler",
+    "Message",
+    "Peer",
+    "RemoteError",
+    "RequestError",
+    "receive",
+    "send",
+    "serve_connection",
+    "serve_unix",
+]
