@@ -1,0 +1,98 @@
+"""Listens on a wire of the demo internet and answers the one question that counts: what arrived there?
+
+A denial is never judged by what the sandbox saw, only by the frames that reached the other end.
+"""
+
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+
+from demo.internet import in_namespace
+
+_ALL = 0x0003
+_MAX_FRAMES = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One received frame: addresses and ports where it has them, and all of its bytes."""
+
+    source: str
+    destination: str
+    protocol: int
+    destination_port: int
+    data: bytes
+
+
+def parse(data: bytes) -> Frame | None:
+    """Read an Ethernet frame's IPv4 or IPv6 header; None for anything else (ARP, say)."""
+    if len(data) < 34:
+        return None
+    ethertype = struct.unpack_from("!H", data, 12)[0]
+    if ethertype == 0x0800:
+        header_length = (data[14] & 15) * 4
+        protocol = data[23]
+        source, destination = str(IPv4Address(data[26:30])), str(IPv4Address(data[30:34]))
+        offset = 14 + header_length
+    elif ethertype == 0x86DD and len(data) >= 54:
+        protocol = data[20]
+        source, destination = str(IPv6Address(data[22:38])), str(IPv6Address(data[38:54]))
+        offset = 54
+    else:
+        return None
+    port = struct.unpack_from("!H", data, offset + 2)[0] if protocol in (6, 17) and len(data) >= offset + 4 else 0
+    return Frame(source, destination, protocol, port, data)
+
+
+class Capture:
+    """Every frame that arrives on one interface, from the moment of creation. Use as a context manager."""
+
+    def __init__(self, netns: str, interface: str) -> None:
+        self._socket = in_namespace(
+            netns,
+            lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL)),
+        )
+        self._socket.bind((interface, _ALL))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+        self._frames: deque[Frame] = deque(maxlen=_MAX_FRAMES)
+        self._seen = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"capture:{interface}")
+
+    def __enter__(self) -> "Capture":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not select.select([self._socket], [], [], 0.05)[0]:
+                continue
+            data, origin = self._socket.recvfrom(65535)
+            if origin[2] == socket.PACKET_OUTGOING:
+                continue
+            frame = parse(data)
+            if frame is not None:
+                with self._lock:
+                    self._frames.append(frame)
+                    self._seen += 1
+
+    def mark(self) -> int:
+        """A position in the stream of frames, for `since`."""
+        with self._lock:
+            return self._seen
+
+    def since(self, mark: int) -> list[Frame]:
+        """The frames that arrived after `mark`."""
+        with self._lock:
+            count = min(self._seen - mark, len(self._frames))
+            return list(self._frames)[len(self._frames) - count :] if count else []

@@ -1,0 +1,44 @@
+"""Control runs: the same probes where no gate stands. A row whose control does not arrive proves nothing."""
+
+import time
+
+from demo.attempts import ATTEMPTS, Evidence, FarEnd, arrived
+from demo.capture import Capture
+from demo.far_end import GATEWAY_CANARY_PORTS, SETTLE_SECONDS, control_targets, end
+from demo.internet import DNS_ADDRESS, Internet
+from demo.privileged import PrivilegedContainer
+
+_CANARY = "control-gateway"
+
+
+def run_controls(internet: Internet) -> dict[str, int]:
+    """Run every probe from the ungated namespace.
+
+    Returns:
+        For each probe, how much arrived at its far end (frames or connections). The neighbour's frames are
+        counted on the control's own wire: a segment it does share.
+    """
+    net = internet.path(internet.net)
+    canary = internet.start_canary(net, _CANARY, *GATEWAY_CANARY_PORTS)
+    counts: dict[str, int] = {}
+    try:
+        with (
+            Capture(net, "net1") as wire,
+            PrivilegedContainer(internet.path(internet.control), control_targets(), DNS_ADDRESS) as container,
+        ):
+            for attempt in ATTEMPTS:
+                mark, host, gateway = wire.mark(), internet.canary_hits("host"), internet.canary_hits(_CANARY)
+                result = container.attempt(attempt.probe)
+                time.sleep(SETTLE_SECONDS)
+                frames = wire.since(mark)
+                evidence = Evidence(
+                    frames,
+                    frames if attempt.far_end is FarEnd.NEIGHBOUR else [],
+                    internet.canary_hits("host") - host,
+                    internet.canary_hits(_CANARY) - gateway,
+                    result,
+                )
+                counts[attempt.probe] = arrived(attempt.far_end, evidence)
+    finally:
+        end(canary)
+    return counts

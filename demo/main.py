@@ -1,0 +1,133 @@
+"""`./run demo`: the main job on real input, attacked from inside, judged at the far end.
+
+Prints a table with one row an attempt, the audit records behind it, the decisions by rule; the last line is
+`demo: ok ...` or `demo: FAILED ...`, and so is the exit status.
+"""
+
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+from demo.attempts import ATTEMPTS
+from demo.control import run_controls
+from demo.far_end import FarEndWatch
+from demo.internet import API, ATTACKER, GIT, INDEX, Internet
+from demo.sandboxes import DemoSandbox, Secrets, empty_image_works
+from demo.stack import Stack
+from demo.table import Row, print_table
+
+RUNTIMES = ("runsc", "runc")
+
+
+class Interrupted(BaseException):
+    """SIGTERM arrived; unwinds every context manager, as Ctrl-C does."""
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def make_secrets() -> Secrets:
+    """Three fresh secrets; nothing but the upstreams and the vault is ever told them."""
+    return Secrets(
+        git=f"ledger-bot:{secrets.token_hex(20)}",
+        index=f"index-bot:{secrets.token_hex(20)}",
+        api=secrets.token_urlsafe(40),
+    )
+
+
+def say(text: str) -> None:
+    """Progress, for a reader who waits."""
+    print(f"demo: {text}", flush=True)
+
+
+def demo(directory: Path) -> list[Row]:
+    """Run everything below `directory`; returns the rows of the table."""
+    rows: list[Row] = []
+    values = make_secrets()
+    say("building an internet with an attacker in it")
+    with Internet(
+        "spdemo", directory / "internet", {"git": values.git, "index": values.index, "api": values.api}
+    ) as net:
+        say("control runs: each attempt from a place without a gate")
+        controls = run_controls(net)
+        say("starting Sallyport")
+        with Stack(net, directory / "sallyport") as stack:
+            for name, host, value in (
+                ("git-login", GIT, values.git),
+                ("index-login", INDEX, values.index),
+                ("api-token", API, values.api),
+            ):
+                stack.sallyport("vault", "put", name, "--host", host, stdin=value)
+            sandboxes: list[DemoSandbox] = []
+            try:
+                for runtime in RUNTIMES:
+                    began = time.monotonic()
+                    sandboxes.append(DemoSandbox(stack, runtime, values))
+                    say(f"sandbox on {runtime}: ready after {time.monotonic() - began:.2f} s")
+                for sandbox in sandboxes:
+                    say(f"the job, on {sandbox.runtime}")
+                    rows += sandbox.work()
+                for sandbox, other in zip(sandboxes, reversed(sandboxes), strict=True):
+                    say(f"the attacks, from {sandbox.runtime}")
+                    with FarEndWatch(net, stack, sandbox, other) as watch:
+                        rows += [sandbox.attack(attempt, watch, controls[attempt.probe]) for attempt in ATTEMPTS]
+                        rows += sandbox.privileged_attacks(ATTEMPTS, watch, controls)
+                    rows += sandbox.leak_search()
+                for sandbox in sandboxes:
+                    say(f"killing the gateway worker of {sandbox.runtime}")
+                    rows.append(sandbox.kill_worker(net))
+                rows += [empty_image_works(stack, runtime) for runtime in RUNTIMES]
+            finally:
+                for sandbox in sandboxes:
+                    rows.append(sandbox.delete())
+            print_audit(stack)
+    return rows
+
+
+def print_audit(stack: Stack) -> None:
+    """The denials, the decisions by rule, and the log's own verification."""
+    records = stack.audit_records()
+    denied = [record for record in records if record.get("decision") == "deny"]
+    print(f"\naudit: the last {min(len(denied), 40)} of {len(denied)} denials")
+    for line in stack.sallyport("audit", "tail", "--denied").splitlines()[-40:]:
+        print(" ", line)
+    print("\naudit: decisions by rule")
+    counts = Counter((str(r.get("decision")), str(r.get("kind")), str(r.get("rule", "-"))) for r in records)
+    for (decision, kind, rule), count in sorted(counts.items()):
+        print(f"  {count:6d}  {decision:8} {kind:16} {rule}")
+    print("\naudit:", stack.sallyport("audit", "verify").strip().splitlines()[-1])
+
+
+def main() -> int:
+    """Run the demo; 0 when every row is as expected."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    began = time.monotonic()
+    rows: list[Row] = []
+    failure = ""
+    try:
+        with tempfile.TemporaryDirectory(prefix="sallyport-demo-", ignore_cleanup_errors=False) as directory:
+            Path(directory).chmod(0o711)
+            rows = demo(Path(directory))
+    except (KeyboardInterrupt, Interrupted):
+        failure = "interrupted"
+    except Exception as error:  # noqa: BLE001 - the demo's verdict: whatever failed, it says so and exits 1
+        failure = f"{type(error).__name__}: {error}"
+    print_table(rows)
+    wrong = sum(1 for row in rows if not row.as_expected)
+    elapsed = time.monotonic() - began
+    if failure or wrong or not rows:
+        print(f"demo: FAILED ({failure or f'{wrong} of {len(rows)} rows not as expected'}) after {elapsed:.0f} s")
+        return 1
+    places = " and ".join(RUNTIMES)
+    print(f"demo: ok, {len(rows)} rows as expected on {places}, nothing reached {ATTACKER}, {elapsed:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""A sandbox of the demo: its work, the attacks from inside it, the death of its gateway, its removal."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from opensandbox.models.execd import RunCommandOpts
+
+from demo import collect, probes
+from demo.attempts import ATTEMPTS, Attempt, FarEnd, arrived
+from demo.capture import Capture
+from demo.far_end import FarEndWatch, probe_environment, sandbox_targets
+from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, STATUS, Internet
+from demo.leaks import forms_of, leaks_in
+from demo.privileged import PrivilegedContainer
+from demo.stack import EMPTY_IMAGE, Stack, StackError
+from demo.table import Row
+
+REPLACEMENT_SECONDS = 2.0
+_HANDED_OUT = "nothing arrives"
+_PYTHON_REQUEST = """
+import json, sys, urllib.request
+kind = sys.argv[1]
+if kind == "urllib":
+    body = urllib.request.urlopen("https://api.bank.example/v1/accounts", timeout=10).read().decode()
+else:
+    import requests
+    body = requests.post("https://api.bank.example/v1/payments", json={"amount": 1}, timeout=10).text
+print(json.loads(body)["method"])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """What the vault holds: two `user:password` pairs and a bearer token."""
+
+    git: str
+    index: str
+    api: str
+
+    def __repr__(self) -> str:
+        return "Secrets(...)"
+
+    @property
+    def values(self) -> list[str]:
+        """Every string whose appearance in a sandbox would be a leak, passwords also without their user."""
+        passwords = [pair.split(":", 1)[1] for pair in (self.git, self.index)]
+        return [self.git, self.index, self.api, *passwords]
+
+
+class DemoSandbox:
+    """One sandbox, made with the unmodified SDK."""
+
+    def __init__(self, stack: Stack, runtime: str, secrets: Secrets) -> None:
+        self._stack, self.runtime, self._secrets = stack, runtime, secrets
+        self._created = time.time()
+        self._sandbox = stack.create(runtime)
+        self.id = str(self._sandbox.id)
+        self._answers: list[bytes] = []
+        for module in (probes, collect):
+            source = Path(str(module.__file__)).read_text()
+            self._sandbox.files.write_file(f"/tmp/{Path(str(module.__file__)).name}", source)
+        self._sandbox.files.write_file("/tmp/request.py", _PYTHON_REQUEST)
+
+    def run(self, command: str, **environment: str) -> tuple[int | None, str]:
+        """Run a shell command inside; returns its exit code and what it printed."""
+        options = RunCommandOpts(timeout=timedelta(seconds=120), envs=environment or None)
+        execution = self._sandbox.commands.run(command, opts=options)
+        printed = "".join(message.text for message in (*execution.logs.stdout, *execution.logs.stderr))
+        self._answers.append(printed.encode())
+        return execution.exit_code, printed
+
+    def work(self) -> list[Row]:
+        """The job: stock tools against private services, none of them holding a secret."""
+        jobs = (
+            ("git clone", f"git clone -q https://{GIT}/ledger.git /tmp/ledger && cat /tmp/ledger/ledger.txt", "ledger"),
+            (
+                "pip install",
+                f"pip install -q --disable-pip-version-check --target /tmp/site --index-url https://{INDEX}/simple/ "
+                "bank-tools && PYTHONPATH=/tmp/site python3 -c 'import bank_tools; print(bank_tools.ANSWER)'",
+                "42",
+            ),
+            ("curl, the API", f"curl -sS -i --max-time 10 https://{API}/v1/balance | tee /tmp/answer", "200"),
+            ("urllib, the API", "python3 /tmp/request.py urllib", "GET"),
+            ("requests, the API", "python3 /tmp/request.py requests", "POST"),
+            ("curl, a host without secrets", f"curl -sS --max-time 10 https://{STATUS}/", STATUS),
+        )
+        rows = []
+        for title, command, expected in jobs:
+            code, printed = self.run(command)
+            done = code == 0 and expected in printed
+            observed = "done" if done else f"exit {code}: {printed.strip()[-200:]}"
+            rows.append(Row(self.runtime, title, "works", observed, done))
+        code, printed = self.run(f"curl -sS --max-time 10 https://{API}/admin")
+        named = "api" in printed or "default" in printed
+        rows.append(Row(self.runtime, "curl, a path no rule allows", "a readable 403", printed.strip()[:60], named))
+        return rows
+
+    def attack(self, attempt: Attempt, watch: FarEndWatch, control: int) -> Row:
+        """Try one way out from the workload."""
+
+        def probe() -> str:
+            environment = probe_environment(sandbox_targets())
+            return self.run(f"python3 /tmp/probes.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
+
+        return self._judged(self.runtime, attempt, watch, control, probe)
+
+    def privileged_attacks(
+        self, attempts: tuple[Attempt, ...], watch: FarEndWatch, controls: dict[str, int]
+    ) -> list[Row]:
+        """Try the ways out again, from a privileged container in this sandbox's network namespace."""
+        netns = self._stack.netns(self.id, "sbx")
+        restored = _restore_address(netns)
+        try:
+            with PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
+                return [
+                    self._judged(
+                        f"{self.runtime}, privileged",
+                        attempt,
+                        watch,
+                        controls[attempt.probe],
+                        lambda attempt=attempt: container.attempt(attempt.probe),  # type: ignore[misc]
+                    )
+                    for attempt in attempts
+                    if attempt.privileged
+                ]
+        finally:
+            if restored:
+                _nsenter(netns, "addr", "del", "192.0.2.2/30", "dev", "eth0")
+
+    def _judged(self, place: str, attempt: Attempt, watch: FarEndWatch, control: int, probe: Callable[[], str]) -> Row:
+        mark = watch.mark()
+        result = probe()
+        count = arrived(attempt.far_end, watch.since(mark, result))
+        observed = f"{count} of {attempt.far_end.value}; control: {control}"
+        return Row(place, attempt.title, _HANDED_OUT, observed, count == 0 and control > 0)
+
+    def leak_search(self) -> list[Row]:
+        """Search everything the sandbox can read, and all it was ever answered, for any form of a secret."""
+        planted = f"planted-{self.id[-12:]}-in-environment", f"planted-{self.id[-12:]}-in-file"
+        self.run(
+            f"printf %s {planted[1]} >/tmp/planted; sleep 120 </dev/null >/dev/null 2>&1 & "
+            f"sleep 0.2; python3 /tmp/collect.py /tmp/collection {self._created - 5:.0f}; kill $!",
+            PLANTED=planted[0],
+        )
+        collection = self._sandbox.files.read_bytes("/tmp/collection")
+        everything = [collection, *self._answers]
+        found = sum(leaks_in(everything, forms_of(value)) for value in self._secrets.values)
+        control = sum(1 for value in planted if leaks_in([collection], forms_of(value)))
+        observed = f"{found} in {len(collection) >> 10} KiB and {len(self._answers)} answers; control: {control} of 2"
+        title = "secrets in env, files, /proc, answers"
+        return [Row(self.runtime, title, "none", observed, found == 0 and control == 2)]
+
+    def kill_worker(self, internet: Internet) -> Row:
+        """Kill the gateway worker: nothing gets out, and the same policy is served again in time."""
+        pid = int(self._stack.host("inspect", sandbox=self.id)["worker_pid"])
+        with Capture(internet.path(internet.net), "net0") as wire:
+            self.run(
+                f"nohup sh -c 'for i in $(seq 40); do curl -sk --max-time 1 https://{ADDRESSES[ATTACKER]}/; "
+                "sleep 0.05; done' >/dev/null 2>&1 &"
+            )
+            mark = wire.mark()
+            subprocess.run(["kill", "-KILL", str(pid)], check=True)
+            killed = time.monotonic()
+            served = None
+            while served is None and time.monotonic() - killed < 10:
+                code, printed = self.run(f"curl -sS --max-time 2 https://{API}/v1/balance")
+                if code == 0 and '"method"' in printed:
+                    served = time.monotonic() - killed
+            escaped = sum(1 for frame in wire.since(mark) if frame.destination == ADDRESSES[ATTACKER])
+        replaced = int(self._stack.host("inspect", sandbox=self.id)["worker_pid"]) != pid
+        good = served is not None and served <= REPLACEMENT_SECONDS and escaped == 0 and replaced
+        when = "never" if served is None else f"after {served:.2f} s"
+        observed = f"{escaped} frames at the attacker; policy and trusted CA back {when}"
+        return Row(self.runtime, "kill -9 the gateway worker", "closed, back within 2 s", observed, good)
+
+    def delete(self) -> Row:
+        """Delete the sandbox and look for anything it left on this machine."""
+        traces = self._stack.traces(self.id)
+        self._sandbox.kill()
+        self._sandbox.close()
+        left = traces.remaining()
+        observed = "; ".join(left) if left else f"nothing remains ({traces.described})"
+        return Row(self.runtime, "delete the sandbox", "nothing remains", observed, not left)
+
+
+def _nsenter(netns: str, *arguments: str) -> bool:
+    done = subprocess.run(["nsenter", f"--net={netns}", "ip", *arguments], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _restore_address(netns: str) -> bool:
+    """Give the host-side view of a runsc sandbox its address back (runsc takes it away); True if it had none."""
+    added = _nsenter(netns, "addr", "add", "192.0.2.2/30", "dev", "eth0")
+    _nsenter(netns, "route", "add", "default", "via", "192.0.2.1", "dev", "eth0")
+    return added
+
+
+def empty_image_works(stack: Stack, runtime: str) -> Row:
+    """execd in an image without a single file: up, and it takes and gives files."""
+    title, content = "execd in an empty image", "bytes in an empty image"
+    sandbox: Any = None
+    try:
+        sandbox = stack.create(runtime, image=EMPTY_IMAGE, policy="deny-all")
+        sandbox.files.write_file("/data/file", content)
+        good = sandbox.files.read_file("/data/file") == content
+        return Row(runtime, title, "works", "a file written and read back" if good else "other bytes", good)
+    except Exception as error:  # noqa: BLE001 - whatever the SDK raises is this row's outcome
+        return Row(runtime, title, "works", f"{type(error).__name__}: {error}"[:200], False)
+    finally:
+        if sandbox is not None:
+            sandbox.kill()
+            sandbox.close()
+
+
+__all__ = ["ATTEMPTS", "DemoSandbox", "FarEnd", "Secrets", "StackError", "empty_image_works"]

@@ -1,0 +1,357 @@
+"""The servers of the demo internet, in one process inside its namespace: real protocols, no mocks.
+
+    python -m demo.servers DIRECTORY ACCOUNTS
+
+- Each address is one host with its own certificate; each request is noted before it is answered.
+- The Git host runs the stock `git http-backend`; the index speaks PEP 503; both demand basic authentication.
+- The API demands a bearer token and reports what it received, the token included: what a careless upstream does.
+- The attacker takes whatever comes, on HTTPS, HTTP and a row of other ports, and notes it.
+"""
+
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import os
+import socket
+import socketserver
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from dnslib import QTYPE, RCODE, RR, A, DNSError, DNSRecord
+
+from demo.internet import ADDRESSES, API, ATTACKER, ATTACKER_V6, DNS_ADDRESS, GIT, INDEX, METADATA_ADDRESS, STATUS
+
+PACKAGE = "bank_tools"
+VERSION = "1.0"
+_MAX_BODY = 64 * 1024 * 1024
+
+
+class RequestLog:
+    """What arrived, one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+        self._lock = threading.Lock()
+
+    def note(self, host: str, **fields: object) -> None:
+        with self._lock:
+            self._file.write(json.dumps({"host": host, **fields}) + "\n")
+
+
+def _git_repository(parent: Path) -> Path:
+    """Make the private repository, with one commit, as a bare repository below `parent`."""
+    work, bare = parent / "work", parent / "ledger.git"
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(parent),
+        **{f"GIT_{who}_{what}": "demo" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+    }
+
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", *arguments], check=True, capture_output=True, env=environment)
+
+    git("init", "-q", "-b", "main", str(work))
+    (work / "ledger.txt").write_text("the private ledger\n")
+    git("-C", str(work), "add", ".")
+    git("-C", str(work), "commit", "-qm", "open the ledger")
+    git("clone", "-q", "--bare", str(work), str(bare))
+    return bare
+
+
+def _wheel() -> bytes:
+    """A wheel of `PACKAGE` that pip installs."""
+    info = f"{PACKAGE}-{VERSION}.dist-info"
+    files = {
+        f"{PACKAGE}.py": "ANSWER = 42\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: demo\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = ""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+            record += f"{name},sha256={digest},{len(text)}\n"
+        archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
+    return buffer.getvalue()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request of any of the hosts; the server it belongs to says which."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Host"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """The request log is the record; nothing goes to standard error."""
+
+    def _body(self) -> bytes:
+        length = int(self.headers.get("Content-Length") or 0)
+        if length:
+            return self.rfile.read(min(length, _MAX_BODY))
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return b""
+        body = bytearray()
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return bytes(body)
+
+    def _reply(self, status: int, body: bytes, kind: str = "text/plain", **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _any(self) -> None:
+        body = self._body()
+        host = self.server.name
+        self.server.log.note(
+            host,
+            port=self.server.port,
+            method=self.command,
+            target=self.path,
+            headers=self.headers.items(),
+            body=body[:65536].decode("latin-1"),
+        )
+        if host == GIT:
+            self._git(body)
+        elif host == INDEX:
+            self._index()
+        elif host == API:
+            self._api(body)
+        else:
+            self._reply(200, f"this is {host}\n".encode())
+
+    do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = do_PATCH = _any
+
+    def _authorised(self, account: str) -> bool:
+        expected = "Basic " + base64.b64encode(account.encode()).decode()
+        if self.headers.get("Authorization") == expected:
+            return True
+        self._reply(401, b"who are you?\n", WWW_Authenticate='Basic realm="bank"')
+        return False
+
+    def _git(self, body: bytes) -> None:
+        if not self._authorised(self.server.accounts["git"]):
+            return
+        parts = urlsplit(self.path)
+        environment = {
+            "PATH": os.environ["PATH"],
+            "GIT_PROJECT_ROOT": str(self.server.repositories),
+            "GIT_HTTP_EXPORT_ALL": "1",
+            "PATH_INFO": unquote(parts.path),
+            "QUERY_STRING": parts.query,
+            "REQUEST_METHOD": self.command,
+            "CONTENT_TYPE": self.headers.get("Content-Type", ""),
+            "CONTENT_LENGTH": str(len(body)),
+            "HTTP_CONTENT_ENCODING": self.headers.get("Content-Encoding", ""),
+            "HTTP_GIT_PROTOCOL": self.headers.get("Git-Protocol", ""),
+            "REMOTE_USER": "demo",
+            "HOME": str(self.server.repositories),
+        }
+        done = subprocess.run(["git", "http-backend"], input=body, capture_output=True, env=environment, check=False)
+        head, _, content = done.stdout.partition(b"\r\n\r\n")
+        fields = dict(line.split(": ", 1) for line in head.decode().split("\r\n") if ": " in line)
+        status = int(fields.pop("Status", "200").split()[0])
+        self._reply(status, content, fields.get("Content-Type", "text/plain"))
+
+    def _index(self) -> None:
+        if not self._authorised(self.server.accounts["index"]):
+            return
+        name = PACKAGE.replace("_", "-")
+        wheel = f"{PACKAGE}-{VERSION}-py3-none-any.whl"
+        if self.path == f"/simple/{name}/":
+            digest = hashlib.sha256(self.server.wheel).hexdigest()
+            page = f'<!DOCTYPE html><html><body><a href="/files/{wheel}#sha256={digest}">{wheel}</a></body></html>'
+            self._reply(200, page.encode(), "text/html")
+        elif self.path == f"/files/{wheel}":
+            self._reply(200, self.server.wheel, "application/octet-stream")
+        else:
+            self._reply(404, b"no such project\n")
+
+    def _api(self, body: bytes) -> None:
+        if self.headers.get("Authorization") != f"Bearer {self.server.accounts['api']}":
+            self._reply(401, b'{"error": "no token"}\n', "application/json")
+            return
+        received = {
+            "method": self.command,
+            "target": self.path,
+            "headers": dict(self.headers.items()),
+            "token_base64": base64.b64encode(self.server.accounts["api"].encode()).decode(),
+            "body": body.decode("latin-1"),
+        }
+        echo = self.headers["Authorization"]
+        self._reply(200, json.dumps(received).encode(), "application/json", X_Echo=echo)
+
+
+class Host(ThreadingHTTPServer):
+    """One host of the internet, on one address and port."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(
+        self,
+        name: str,
+        address: tuple[str, int],
+        log: RequestLog,
+        accounts: dict[str, str],
+        repositories: Path,
+        wheel: bytes,
+        certificate: Path | None,
+    ) -> None:
+        self.name, self.log, self.accounts = name, log, accounts
+        self.repositories, self.wheel = repositories, wheel
+        self.port = address[1]
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._context = None
+        if certificate is not None:
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(certificate)
+        super().__init__(address, Handler)
+
+    def finish_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
+        """Handshake on the request's own thread, so that a silent client holds up nobody else."""
+        request.settimeout(30)
+        with contextlib.suppress(OSError):
+            if self._context is not None:
+                request = self._context.wrap_socket(request, server_side=True)
+            super().finish_request(request, client_address)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A broken connection is the other side's affair."""
+
+
+class _TcpSink(socketserver.BaseRequestHandler):
+    """The attacker's other TCP ports: note what comes, say hello."""
+
+    server: "_TcpSinkServer"
+
+    def handle(self) -> None:
+        self.request.settimeout(5)
+        with contextlib.suppress(OSError):
+            self.request.sendall(b"hello from the attacker\n")
+            data = self.request.recv(65536)
+            self.server.log.note(ATTACKER, port=self.server.port, body=data.decode("latin-1"))
+
+
+class _TcpSinkServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], log: RequestLog) -> None:
+        self.log, self.port = log, address[1]
+        super().__init__(address, _TcpSink)
+
+
+class Names:
+    """The authoritative DNS of this internet, over UDP and TCP; it notes each question."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+
+    def answer(self, query: bytes) -> bytes | None:
+        """Answer one message; None for what is not one."""
+        try:
+            request = DNSRecord.parse(query)
+        except (DNSError, ValueError, IndexError):
+            return None
+        name = str(request.q.qname).rstrip(".").lower()
+        self._log.note(DNS_ADDRESS, question=name, type=QTYPE.get(request.q.qtype))
+        reply = request.reply()
+        if name in ADDRESSES or name == "rebind.bank.example":
+            if request.q.qtype == QTYPE.A:
+                address = ADDRESSES.get(name, METADATA_ADDRESS)
+                reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(address), ttl=60))
+        else:
+            reply.header.rcode = RCODE.NXDOMAIN
+        return bytes(reply.pack())
+
+    def serve(self) -> None:
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        udp.bind((DNS_ADDRESS, 53))
+        tcp = socket.create_server((DNS_ADDRESS, 53))
+        threading.Thread(target=self._serve_udp, args=(udp,), daemon=True).start()
+        threading.Thread(target=self._serve_tcp, args=(tcp,), daemon=True).start()
+
+    def _serve_udp(self, sock: socket.socket) -> None:
+        while True:
+            query, peer = sock.recvfrom(65535)
+            reply = self.answer(query)
+            if reply is not None:
+                sock.sendto(reply, peer)
+
+    def _serve_tcp(self, listener: socket.socket) -> None:
+        while True:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.settimeout(2)
+                length = int.from_bytes(sock.recv(2))
+                reply = self.answer(sock.recv(length))
+                if reply is not None:
+                    sock.sendall(len(reply).to_bytes(2) + reply)
+
+
+def _serve_udp_sink(log: RequestLog, address: str, port: int) -> None:
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+    sock.bind((address, port))
+
+    def run() -> None:
+        while True:
+            data, peer = sock.recvfrom(65535)
+            log.note(ATTACKER, port=port, udp=True, body=data[:2048].decode("latin-1"))
+            with contextlib.suppress(OSError):
+                sock.sendto(b"ok", peer)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def main() -> None:
+    """Serve until killed; prints `ready` once everything listens."""
+    directory, accounts_path = Path(sys.argv[1]), Path(sys.argv[2])
+    accounts = dict(line.split("=", 1) for line in accounts_path.read_text().splitlines())
+    log = RequestLog(directory / "requests.jsonl")
+    with tempfile.TemporaryDirectory(dir=directory) as parent:
+        repositories = _git_repository(Path(parent)).parent
+        wheel = _wheel()
+
+        def host(name: str, address: str, port: int, certificate: Path | None) -> None:
+            server = Host(name, (address, port), log, accounts, repositories, wheel, certificate)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        for name, address in ADDRESSES.items():
+            host(name, address, 443, directory / f"{name}.pem")
+            host(name, address, 80, None)
+        host(STATUS, ADDRESSES[STATUS], 8443, directory / f"{STATUS}.pem")
+        host(ATTACKER, ATTACKER_V6, 443, directory / f"{ATTACKER}.pem")
+        host("metadata", METADATA_ADDRESS, 80, None)
+        for port in (22, 53, 853, 8443):
+            sink = _TcpSinkServer((ADDRESSES[ATTACKER], port), log)
+            threading.Thread(target=sink.serve_forever, daemon=True).start()
+        for address in (ADDRESSES[ATTACKER], ATTACKER_V6):
+            for port in (53, 443, 9999):
+                _serve_udp_sink(log, address, port)
+        Names(log).serve()
+        print("ready", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""A whole Sallyport beside the demo internet: the processes of `sallyport serve`, driven through their public faces."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+from opensandbox.config.connection_sync import ConnectionConfigSync
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.internet import DNS_ADDRESS, Internet
+from demo.traces import Traces, take
+from wire import frames
+
+POLICY = Path(__file__).with_name("policy.yaml")
+IMAGE = "sallyport/base"
+EMPTY_IMAGE = "sallyport/empty"
+START_SECONDS = 60
+
+
+class StackError(Exception):
+    """A step of the demo did not work; the message says which."""
+
+
+class Stack:
+    """The running server. Use as a context manager; `directory` holds everything it writes but Docker's data."""
+
+    def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 18090) -> None:
+        self.internet, self.directory, self.policy, self.port = internet, directory, policy, port
+        home = Path(os.environ["SALLYPORT_HOME"])
+        self.state, self.run = directory / "state", Path(os.environ["SALLYPORT_RUN_DIR"])
+        self._docker_data = home / "docker"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = directory / "serve.log"
+
+    @property
+    def settings(self) -> str:
+        """The settings file, TOML."""
+        environment = os.environ
+        return f"""
+[server]
+host = "127.0.0.1"
+port = {self.port}
+
+[sallyport]
+state_dir = "{self.state}"
+run_dir = "{self.run}"
+policy_file = "{self.policy}"
+upstream_netns = "{self.internet.path(self.internet.up)}"
+upstream_roots = "{self.internet.roots}"
+dns_upstreams = ["{DNS_ADDRESS}:53"]
+runsc = "{environment["SALLYPORT_RUNSC"]}"
+execd = "{environment["SALLYPORT_EXECD"]}"
+
+[[sallyport.images]]
+name = "{IMAGE}"
+tar = "{environment["SALLYPORT_BASE_IMAGE"]}"
+
+[[sallyport.images]]
+name = "{EMPTY_IMAGE}"
+tar = "{environment["SALLYPORT_EMPTY_IMAGE"]}"
+
+[sallyport.docker]
+managed = true
+data_root = "{self._docker_data}"
+"""
+
+    def __enter__(self) -> "Stack":
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        self.config.write_text(self.settings)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lifecycle.cli", "serve", "--config", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "sallyport.toml"
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process is None or self._process.poll() is not None:
+                raise StackError(f"the server ended while starting:\n{self.tail()}")
+            try:
+                if httpx.get(f"{self.base}/health", timeout=2).status_code == httpx.codes.OK:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+        raise StackError(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
+
+    def tail(self) -> str:
+        """The last lines of the server's own log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+    def stop(self) -> None:
+        """Ask the server to end as Ctrl-C does, and wait until everything it started is gone."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise StackError(f"the server did not end within 60 s:\n{self.tail()}") from None
+        finally:
+            self._process = None
+
+    @property
+    def api_key(self) -> str:
+        return (self.state / "lifecycle" / "api-key").read_text().strip()
+
+    @property
+    def connection(self) -> ConnectionConfigSync:
+        """How the published SDK reaches this server."""
+        return ConnectionConfigSync(domain=f"127.0.0.1:{self.port}", api_key=self.api_key)
+
+    def create(self, runtime: str, image: str = IMAGE, policy: str = "agents", **options: Any) -> SandboxSync:
+        """Create a sandbox with the unmodified SDK."""
+        extensions = {"sallyport.runtime": runtime, "sallyport.policy": policy}
+        return SandboxSync.create(
+            image, connection_config=self.connection, extensions=extensions, timeout=timedelta(minutes=20), **options
+        )
+
+    def sallyport(self, *arguments: str, stdin: str = "") -> str:
+        """Run the `sallyport` command line against this server; returns what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "lifecycle.cli", *arguments, "--config", str(self.config)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise StackError(f"sallyport {' '.join(arguments)}: exit {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    def host(self, op: str, **parameters: Any) -> dict[str, Any]:
+        """Ask hostd directly, as root may."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+            sock.settimeout(30)
+            sock.connect(str(self.run / "hostd.sock"))
+            frames.send(sock, {"id": 1, "op": op, **parameters})
+            received = frames.receive(sock)
+        if received is None or "ok" not in received[0]:
+            raise StackError(f"hostd refused {op}: {json.dumps(received and received[0].get('error'))}")
+        result: dict[str, Any] = received[0]["ok"]
+        return result
+
+    def netns(self, sandbox: str, side: str) -> str:
+        """The namespace file of a sandbox's slot; `side` is `sbx` or `gw`."""
+        slot = self.host("inspect", sandbox=sandbox)["slot"]
+        return str(self.run / "netns" / f"{slot}-{side}")
+
+    def traces(self, sandbox: str) -> Traces:
+        """What `sandbox` has on this machine, to be looked for after its removal."""
+        container = str(self.host("inspect", sandbox=sandbox)["container"])
+        netns = [self.netns(sandbox, side) for side in ("sbx", "gw")]
+        places = (self.run, self.state / "hostd", self.state / "vault", self._docker_data / "containers")
+        return take(sandbox, container, netns, places, str(self.run / "docker.sock"))
+
+    def audit_records(self) -> list[dict[str, Any]]:
+        """Every record of the audit log, in order."""
+        records = []
+        for path in sorted((self.state / "audit").glob("audit-*.jsonl")):
+            records += [json.loads(line) for line in path.read_text().splitlines()]
+        return records
