@@ -73,7 +73,7 @@ class FarEndWatch:
     def __init__(self, internet: Internet, stack: Stack, sandbox: Any, other: Any) -> None:
         self._internet, self._stack = internet, stack
         self._gateway_netns = stack.netns(sandbox.id, "gw")
-        self._other_netns = stack.netns(other.id, "gw")
+        self._other_netns = stack.netns(other.id, "sbx")
         self._canary_name = f"gateway-{sandbox.id}"
         self._resources = ExitStack()
 
@@ -81,7 +81,7 @@ class FarEndWatch:
         with ExitStack() as resources:
             internet = self._internet
             self._wire = resources.enter_context(Capture(internet.path(internet.net), "net0"))
-            self._neighbour = resources.enter_context(Capture(self._other_netns, "gw0"))
+            self._neighbour = resources.enter_context(Capture(self._other_netns, "eth0"))
             canary = internet.start_canary(self._gateway_netns, self._canary_name, *GATEWAY_CANARY_PORTS)
             resources.callback(end, canary)
             self._resources = resources.pop_all()

@@ -44,6 +44,7 @@ def udp(address: str, port: int, data: bytes = MARKER) -> str:
     """Send one datagram; nobody waits for an answer."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         sock.sendto(data, (address, port))
     return "sent"
 
@@ -189,7 +190,7 @@ def neighbour() -> str:
         lambda: udp("192.0.2.3", 9999),
         lambda: tcp("192.0.2.1", 44772),
         lambda: udp("192.0.2.1", 9999),
-        lambda: raw_frame("192.0.2.2"),
+        lambda: raw_frame("192.0.2.2", everyone=True),
     )
 
 
@@ -197,12 +198,16 @@ def so_mark() -> str:
     return every(*[lambda mark=mark: tcp(TARGETS["attacker"], 22, mark=mark) for mark in (1, 0x15001, 0x7FFFFFFF)])
 
 
-def raw_frame(destination: str) -> str:
-    """A hand-made Ethernet frame: UDP to `destination`:9999, from our address and from a stranger's."""
+def raw_frame(destination: str, everyone: bool = False) -> str:
+    """Hand-made frames to the gateway, or to everyone: UDP to `destination`, also from a stranger's address."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
         sock.bind((TARGETS["interface"], 0x0800))
         own = sock.getsockname()[4]
-        gateway = bytes.fromhex(TARGETS["gateway_mac"].replace(":", "")) if TARGETS.get("gateway_mac") else b"\xff" * 6
+        gateway = (
+            bytes.fromhex(TARGETS["gateway_mac"].replace(":", ""))
+            if TARGETS.get("gateway_mac") and not everyone
+            else b"\xff" * 6
+        )
         for source in (TARGETS["inside"], "93.184.216.99"):
             body = struct.pack("!HHHH", 4242, 9999, 8 + len(MARKER), 0) + MARKER
             header = bytearray(

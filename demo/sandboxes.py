@@ -2,7 +2,8 @@
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any
 from opensandbox.models.execd import RunCommandOpts
 
 from demo import collect, probes
-from demo.attempts import ATTEMPTS, Attempt, FarEnd, arrived
+from demo.attempts import Attempt, arrived
 from demo.capture import Capture
 from demo.far_end import FarEndWatch, probe_environment, sandbox_targets
 from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, STATUS, Internet
 from demo.leaks import forms_of, leaks_in
 from demo.privileged import PrivilegedContainer
-from demo.stack import EMPTY_IMAGE, Stack, StackError
+from demo.stack import EMPTY_IMAGE, Stack
 from demo.table import Row
 
 REPLACEMENT_SECONDS = 2.0
@@ -114,22 +115,29 @@ class DemoSandbox:
     ) -> list[Row]:
         """Try the ways out again, from a privileged container in this sandbox's network namespace."""
         netns = self._stack.netns(self.id, "sbx")
-        restored = _restore_address(netns)
+        with self.address_restored(), PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
+            return [
+                self._judged(
+                    f"{self.runtime}, privileged",
+                    attempt,
+                    watch,
+                    controls[attempt.probe],
+                    lambda attempt=attempt: container.attempt(attempt.probe),  # type: ignore[misc]
+                )
+                for attempt in attempts
+                if attempt.privileged
+            ]
+
+    @contextmanager
+    def address_restored(self) -> Iterator[None]:
+        """Give the host-side view of a runsc sandbox its address back meanwhile (runsc takes it away)."""
+        netns = self._stack.netns(self.id, "sbx")
+        added = _nsenter(netns, "addr", "add", "192.0.2.2/30", "dev", "eth0")
+        _nsenter(netns, "route", "add", "default", "via", "192.0.2.1", "dev", "eth0")
         try:
-            with PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
-                return [
-                    self._judged(
-                        f"{self.runtime}, privileged",
-                        attempt,
-                        watch,
-                        controls[attempt.probe],
-                        lambda attempt=attempt: container.attempt(attempt.probe),  # type: ignore[misc]
-                    )
-                    for attempt in attempts
-                    if attempt.privileged
-                ]
+            yield
         finally:
-            if restored:
+            if added:
                 _nsenter(netns, "addr", "del", "192.0.2.2/30", "dev", "eth0")
 
     def _judged(self, place: str, attempt: Attempt, watch: FarEndWatch, control: int, probe: Callable[[], str]) -> Row:
@@ -178,11 +186,15 @@ class DemoSandbox:
         observed = f"{escaped} frames at the attacker; policy and trusted CA back {when}"
         return Row(self.runtime, "kill -9 the gateway worker", "closed, back within 2 s", observed, good)
 
+    def close(self) -> None:
+        """Delete the sandbox."""
+        self._sandbox.kill()
+        self._sandbox.close()
+
     def delete(self) -> Row:
         """Delete the sandbox and look for anything it left on this machine."""
         traces = self._stack.traces(self.id)
-        self._sandbox.kill()
-        self._sandbox.close()
+        self.close()
         left = traces.remaining()
         observed = "; ".join(left) if left else f"nothing remains ({traces.described})"
         return Row(self.runtime, "delete the sandbox", "nothing remains", observed, not left)
@@ -193,11 +205,12 @@ def _nsenter(netns: str, *arguments: str) -> bool:
     return done.returncode == 0
 
 
-def _restore_address(netns: str) -> bool:
-    """Give the host-side view of a runsc sandbox its address back (runsc takes it away); True if it had none."""
-    added = _nsenter(netns, "addr", "add", "192.0.2.2/30", "dev", "eth0")
-    _nsenter(netns, "route", "add", "default", "via", "192.0.2.1", "dev", "eth0")
-    return added
+def wait_for(count: Callable[[], int], seconds: float = 3.0) -> int:
+    """Ask `count` until it is positive or `seconds` have passed; returns its last answer."""
+    deadline = time.monotonic() + seconds
+    while (result := count()) == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return result
 
 
 def empty_image_works(stack: Stack, runtime: str) -> Row:
@@ -215,6 +228,3 @@ def empty_image_works(stack: Stack, runtime: str) -> Row:
         if sandbox is not None:
             sandbox.kill()
             sandbox.close()
-
-
-__all__ = ["ATTEMPTS", "DemoSandbox", "FarEnd", "Secrets", "StackError", "empty_image_works"]

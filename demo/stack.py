@@ -140,12 +140,21 @@ data_root = "{self._docker_data}"
         """How the published SDK reaches this server."""
         return ConnectionConfigSync(domain=f"127.0.0.1:{self.port}", api_key=self.api_key)
 
-    def create(self, runtime: str, image: str = IMAGE, policy: str = "agents", **options: Any) -> SandboxSync:
-        """Create a sandbox with the unmodified SDK."""
-        extensions = {"sallyport.runtime": runtime, "sallyport.policy": policy}
+    def create(self, runtime: str, image: str = IMAGE, policy: str | None = "agents", **options: Any) -> SandboxSync:
+        """Create a sandbox with the unmodified SDK, under a named policy or what `options` say."""
+        extensions = {"sallyport.runtime": runtime, **({"sallyport.policy": policy} if policy else {})}
         return SandboxSync.create(
             image, connection_config=self.connection, extensions=extensions, timeout=timedelta(minutes=20), **options
         )
+
+    def connect(self, sandbox: str) -> SandboxSync:
+        """Connect to an existing sandbox with the unmodified SDK."""
+        return SandboxSync.connect(sandbox, connection_config=self.connection)
+
+    def docker(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Docker's own client against the daemon below, as root on the host may."""
+        command = ["docker", "-H", f"unix://{self.run / 'docker.sock'}", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def sallyport(self, *arguments: str, stdin: str = "") -> str:
         """Run the `sallyport` command line against this server; returns what it printed."""

@@ -1,0 +1,73 @@
+"""One demo internet and one running Sallyport for all system and security tests of a session.
+
+These tests need root and what `./run test` prepares (dockerd, runsc, execd, images); it names them in SALLYPORT_*
+variables. Without them a system test fails: it is never skipped.
+"""
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from demo.control import run_controls
+from demo.internet import API, GIT, INDEX, Internet
+from demo.sandboxes import DemoSandbox, Secrets
+from demo.stack import Stack
+
+RUNTIMES = ("runsc", "runc")
+
+
+@pytest.fixture(scope="session", name="values")
+def _values() -> Secrets:
+    return Secrets(
+        git=f"ledger-bot:{secrets.token_hex(20)}",
+        index=f"index-bot:{secrets.token_hex(20)}",
+        api=secrets.token_urlsafe(40),
+    )
+
+
+@pytest.fixture(scope="session", name="internet")
+def _internet(tmp_path_factory: pytest.TempPathFactory, values: Secrets) -> Iterator[Internet]:
+    accounts = {"git": values.git, "index": values.index, "api": values.api}
+    with Internet("spdemo", tmp_path_factory.mktemp("internet"), accounts) as internet:
+        yield internet
+
+
+@pytest.fixture(scope="session", name="controls")
+def _controls(internet: Internet) -> dict[str, int]:
+    return run_controls(internet)
+
+
+@pytest.fixture(scope="session", name="stack")
+def _stack(tmp_path_factory: pytest.TempPathFactory, internet: Internet, values: Secrets) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    for parent in (directory, *directory.parents[:2]):
+        parent.chmod(0o711)
+    with Stack(internet, Path(directory)) as stack:
+        for name, host, value in (
+            ("git-login", GIT, values.git),
+            ("index-login", INDEX, values.index),
+            ("api-token", API, values.api),
+        ):
+            stack.sallyport("vault", "put", name, "--host", host, stdin=value)
+        yield stack
+
+
+@pytest.fixture(scope="session", name="sandboxes")
+def _sandboxes(stack: Stack, values: Secrets) -> Iterator[dict[str, DemoSandbox]]:
+    """One long-lived sandbox on each runtime; tests that break one make their own."""
+    made: dict[str, DemoSandbox] = {}
+    try:
+        for runtime in RUNTIMES:
+            made[runtime] = DemoSandbox(stack, runtime, values)
+        yield made
+    finally:
+        for sandbox in made.values():
+            sandbox.close()
+
+
+@pytest.fixture(params=RUNTIMES, name="runtime")
+def _runtime(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
