@@ -24,7 +24,7 @@ from typing import Any
 
 from wire.frames import FrameError, Message, close_all, receive_async, send_async
 
-MAX_IN_FLIGHT = 256
+MAX_IN_FLIGHT = 64
 DEFAULT_TIMEOUT = 30.0
 
 _log = logging.getLogger(__name__)
@@ -161,11 +161,34 @@ class Client:
         self._shut()
 
     async def _send(self, message: Message, fds: Sequence[int]) -> None:
-        async with self._write_lock:
-            try:
+        """Send one frame whole: a caller that is cancelled in the middle must not leave half a frame behind.
+
+        The descriptors are duplicated, so that they outlive a caller that closes its own meanwhile.
+        """
+        copies = [os.dup(fd) for fd in fds]
+        sending = asyncio.get_running_loop().create_task(self._send_whole(message, copies), name="wire-send")
+        self._tasks.add(sending)
+        sending.add_done_callback(self._sent)
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            if sending.cancelled():  # by the end of the connection, not by our caller's
+                raise ConnectionError("connection closed") from None
+            raise
+
+    def _sent(self, sending: asyncio.Task[None]) -> None:
+        self._tasks.discard(sending)
+        if not sending.cancelled() and sending.exception() is not None:
+            self._shut()  # also when the caller no longer waits to be told
+
+    async def _send_whole(self, message: Message, fds: list[int]) -> None:
+        try:
+            async with self._write_lock:
                 await send_async(self._sock, message, fds)
-            except OSError as error:
-                raise ConnectionError("peer is gone") from error
+        except (OSError, ValueError) as error:
+            raise ConnectionError("peer is gone") from error
+        finally:
+            close_all(fds)
 
     async def _read(self) -> None:
         try:

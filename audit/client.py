@@ -1,0 +1,183 @@
+"""The producers' side of the audit log: ask auditd to accept a record, and know whether it did.
+
+    audit = AuditClient.from_fd(fd)                      # inside a running loop
+    await audit.accept("request", "allow", host=..., rule=...)     # returns: it is in the log
+    audit.note("request", "info", host=..., status=200)            # an outcome; never blocks, never raises on load
+
+- `accept` returns only after auditd has confirmed the record; everything else is `AuditUnavailable`, and whoever
+  gets that must deny. A record may be in the log although `accept` raised (the answer came too late): the log may
+  show a decision that was then not carried out, never the reverse.
+- `note` is for what happened after a decision. Its queue is bounded. What does not fit, and what was on its way
+  when a connection ended, is counted, and the count goes into the log as a `gap` record before anything later.
+- Who this producer is was fixed when its channel was attached; nothing sent here can change it.
+
+It does not reconnect by itself: the owner of the channel calls `rebind` with a new one.
+"""
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from audit.records import Decision, Fields, record
+from wire import Client, RemoteError
+
+ACCEPT_TIMEOUT: Final = 5.0
+NOTE_QUEUE: Final = 1024
+NOTE_BATCH: Final = 64
+OVERFLOW: Final = "the queue of notes was full"
+IN_FLIGHT: Final = "on their way when the writer stopped answering; some may have been recorded"
+
+_log = logging.getLogger(__name__)
+
+
+class AuditUnavailable(Exception):
+    """The log did not accept the record (in time). What it was to permit must not happen."""
+
+
+class AuditClient:
+    """One producer's channel to auditd. Make it inside a running loop."""
+
+    def __init__(self, client: Client, *, timeout: float = ACCEPT_TIMEOUT, queue: int = NOTE_QUEUE) -> None:
+        """Take over `client`, already started; `timeout` (seconds) bounds each `accept`, `queue` the notes held."""
+        self._client = client
+        self._timeout = timeout
+        self._capacity = queue
+        self._notes: deque[Fields] = deque()
+        self._lost: dict[str, int] = {}
+        self._unsent = asyncio.Event()
+        self._bound = asyncio.Event()
+        self._bound.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sender: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_fd(cls, fd: int, *, timeout: float = ACCEPT_TIMEOUT, queue: int = NOTE_QUEUE) -> "AuditClient":
+        """Take over `fd`, one end of a socket pair whose other end was attached to auditd."""
+        return cls(_started(fd), timeout=timeout, queue=queue)
+
+    @property
+    def available(self) -> bool:
+        """Whether the channel is open. False is certain; True is a hope that `accept` settles."""
+        return not self._client.closed.is_set()
+
+    @property
+    def lost(self) -> int:
+        """How many notes were dropped and not yet accounted for in the log."""
+        return sum(self._lost.values())
+
+    async def wait_closed(self) -> None:
+        """Return when the present channel has ended."""
+        await self._client.closed.wait()
+
+    async def accept(self, kind: str, decision: Decision | str, *, durable: bool = False, **fields: object) -> int:
+        """Have one record accepted into the log; return its sequence number.
+
+        Args:
+            durable: return only once the record is also on disk (fdatasync).
+            fields: see `audit.records`; None values are left out.
+
+        Raises:
+            AuditUnavailable: not confirmed: the caller must deny.
+            audit.records.RecordError: no such kind, decision or field (a programming error).
+        """
+        message = _message(record(kind, decision, **fields))
+        try:
+            answer = await self._client.call("record", timeout=self._timeout, durable=durable, **message)
+        except (RemoteError, OSError) as error:  # OSError: ConnectionError and TimeoutError
+            raise AuditUnavailable(f"{kind} was not recorded: {_why(error)}") from error
+        seq = answer.get("seq")
+        if not isinstance(seq, int):
+            raise AuditUnavailable(f"{kind} was not recorded: the writer's answer is not one")
+        return seq
+
+    def note(self, kind: str, decision: Decision | str = Decision.INFO, **fields: object) -> None:
+        """Queue one outcome record; when the queue is full it is counted instead and the log will say so.
+
+        Raises:
+            audit.records.RecordError: as for `accept`.
+        """
+        item = record(kind, decision, **fields)
+        if len(self._notes) >= self._capacity:
+            self._lose(OVERFLOW, 1)
+        else:
+            self._notes.append(item)
+        self._idle.clear()
+        self._unsent.set()
+        if self._sender is None:
+            self._sender = asyncio.get_running_loop().create_task(self._send_notes(), name="audit-notes")
+
+    async def drain(self, timeout: float = ACCEPT_TIMEOUT) -> bool:
+        """Wait until all notes are in the log; False if they are not within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def rebind(self, fd: int) -> None:
+        """Go on over a new channel (auditd was restarted); queued notes and counts are kept."""
+        await self._client.close()
+        self._client = _started(fd)
+        self._bound.set()
+
+    async def close(self, timeout: float = 1.0) -> None:
+        """Send what is queued if that takes no longer than `timeout` seconds, and end the channel."""
+        if self.available:
+            await self.drain(timeout)
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.gather(self._sender, return_exceptions=True)
+        await self._client.close()
+
+    def _lose(self, reason: str, count: int) -> None:
+        self._lost[reason] = self._lost.get(reason, 0) + count
+
+    async def _send_notes(self) -> None:
+        while True:
+            if not self._notes and not self._lost:
+                self._unsent.clear()
+                self._idle.set()
+                await self._unsent.wait()
+            await self._bound.wait()
+            # The gap record goes first: it stands where the missing notes would have stood, or earlier.
+            lost, self._lost = self._lost, {}
+            gaps = [record("gap", Decision.INFO, count=count, reason=reason) for reason, count in lost.items()]
+            notes = [self._notes.popleft() for _ in range(min(NOTE_BATCH, len(self._notes)))]
+            client = self._client
+            try:
+                await client.call(
+                    "records", timeout=self._timeout, records=[_message(item) for item in (*gaps, *notes)]
+                )
+            except (RemoteError, OSError) as error:
+                for reason, count in lost.items():
+                    self._lose(reason, count)
+                if isinstance(error, RemoteError):  # refused as a whole: nothing of it was written
+                    self._notes.extendleft(reversed(notes))
+                elif notes:
+                    self._lose(IN_FLIGHT, len(notes))
+                _log.warning("audit notes not recorded: %s", _why(error))
+                if client.closed.is_set():
+                    if client is self._client:
+                        self._bound.clear()
+                else:
+                    await asyncio.sleep(0.1)
+
+
+def _started(fd: int) -> Client:
+    client = Client(socket.socket(fileno=fd))
+    client.start()
+    return client
+
+
+def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in item.items() if name not in ("kind", "decision")}
+    return {"kind": item["kind"], "decision": item["decision"], "fields": fields}
+
+
+def _why(error: Exception) -> str:
+    return error.code if isinstance(error, RemoteError) else type(error).__name__

@@ -1,0 +1,233 @@
+"""Group commit: the queue between many producers and one log.
+
+- An answer is given only after write(2) has put the record into the file; `durable` ones, and all with `always`, are
+  answered after fdatasync.
+- What was written is synced within 50 ms. If the disk takes so long that this cannot hold, records are refused.
+- What cannot be written is refused and counted, and the count enters the log as a `gap` record as soon as it can be
+  written again, by itself.
+- Producers are served in turn, a bounded number of records each: a flood waits for itself.
+
+It runs on one event loop; syncing and anchoring have a thread each.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from audit.batch import Entry, gap_entry
+from audit.file_sink import Log, LogUnwritable, Mark, sync
+from wire import RequestError
+
+SYNC_SECONDS: Final = 0.02  # from a write to the start of its sync; with the sync itself below 50 ms
+STALL_SECONDS: Final = 2.0
+ANCHOR_SECONDS: Final = 0.25
+CHECKPOINT_SECONDS: Final = 60.0
+TURN: Final = 64  # records taken from one producer before it is another's turn
+REFUSED: Final = "refused: the log could not be written"
+
+_log = logging.getLogger("auditd")
+
+
+@dataclass(slots=True)
+class _Request:
+    entries: list[Entry]
+    durable: bool
+    done: asyncio.Future[list[int]]
+    seqs: list[int] = field(default_factory=list)
+
+
+class GroupCommit:
+    """Takes requests from all producers' queues in turn, writes them in batches, syncs, anchors."""
+
+    def __init__(self, log: Log, *, always: bool) -> None:
+        self._log = log
+        self._always = always
+        self._queues: dict[object, deque[_Request]] = {}
+        self._scheduled = False
+        self._unsynced_since: float | None = None
+        self._waiting: list[_Request] = []
+        self._refused: dict[str, int] = {}
+        self._dirty = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._synced: Mark | None = None
+        self._to_anchor = asyncio.Event()
+        self._sync_thread = ThreadPoolExecutor(1, "audit-sync")
+        self._anchor_thread = ThreadPoolExecutor(1, "audit-anchor")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to sync, anchor and checkpoint."""
+        loop = asyncio.get_running_loop()
+        for name, work in (("sync", self._sync), ("anchor", self._anchor), ("checkpoint", self._checkpoint)):
+            self._tasks.append(loop.create_task(work(), name=f"audit-{name}"))
+
+    async def submit(self, producer: object, entries: Iterable[Entry], *, durable: bool) -> list[int]:
+        """Write `entries`, completely or not at all; return their sequence numbers.
+
+        Raises:
+            RequestError: `unavailable`: they are not in the log (or, if durable, perhaps not on disk).
+        """
+        loop = asyncio.get_running_loop()
+        request = _Request(list(entries), durable or self._always, loop.create_future())
+        self._queues.setdefault(producer, deque()).append(request)
+        self._schedule()
+        return await request.done
+
+    async def close_chain(self, sandbox: str) -> int:
+        """End a sandbox's chain after everything that waits is written."""
+        while self._queues:
+            self._flush()
+        try:
+            seq = self._log.close_chain(sandbox)
+        except LogUnwritable as error:
+            raise _unavailable(str(error)) from error
+        self._touched()
+        return seq
+
+    async def close(self) -> None:
+        """Write what waits, and sign off."""
+        while self._queues:
+            self._flush()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sync_thread.shutdown()
+        self._anchor_thread.shutdown()
+        self._log.close()
+        _resolve(self._waiting)
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Write one turn of every queue."""
+        self._scheduled = False
+        requests = self._take()
+        if self._queues:
+            self._schedule()
+        if not requests:
+            return
+        stalled = self._unsynced_since is not None and time.monotonic() - self._unsynced_since > STALL_SECONDS
+        if stalled:
+            self._refuse(requests, "sync stalled")
+            return
+        gaps = [gap_entry(chain, REFUSED, count) for chain, count in self._refused.items()]
+        try:
+            seqs = self._log.append([*gaps, *(entry for request in requests for entry in request.entries)])
+        except LogUnwritable as error:
+            self._refuse(requests, str(error))
+            return
+        if gaps:
+            _log.warning("the log can be written again; %d records had been refused", sum(self._refused.values()))
+            self._refused.clear()
+        place = len(gaps)
+        for request in requests:
+            request.seqs = seqs[place : place + len(request.entries)]
+            place += len(request.entries)
+        self._waiting.extend(request for request in requests if request.durable)
+        _resolve(request for request in requests if not request.durable)
+        self._touched()
+
+    def _take(self) -> list[_Request]:
+        taken: list[_Request] = []
+        for producer, queue in list(self._queues.items()):
+            count = 0
+            while queue and count < TURN:
+                request = queue.popleft()
+                count += len(request.entries)
+                taken.append(request)
+            if not queue:
+                del self._queues[producer]
+        return taken
+
+    def _touched(self) -> None:
+        if self._unsynced_since is None:
+            self._unsynced_since = time.monotonic()
+        self._dirty.set()
+        if self._waiting:
+            self._urgent.set()
+
+    def _refuse(self, requests: list[_Request], why: str) -> None:
+        if not self._refused:
+            _log.error("records are refused: %s", why)
+        for request in requests:
+            for entry in request.entries:
+                self._refused[entry.chain] = self._refused.get(entry.chain, 0) + 1
+        _fail(requests, why)
+
+    async def _sync(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._dirty.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SYNC_SECONDS):
+                    await self._urgent.wait()
+            self._dirty.clear()
+            self._urgent.clear()
+            waiting, self._waiting = self._waiting, []
+            started = time.monotonic()
+            try:
+                mark = self._log.mark()
+                await loop.run_in_executor(self._sync_thread, sync, mark)
+            except OSError as error:
+                _log.error("sync failed: %s", type(error).__name__)
+                self._log.distrust("the disk failed to sync: records accepted just before may be missing")
+                _fail(waiting, "sync failed")
+                self._unsynced_since = None
+                continue
+            except asyncio.CancelledError:
+                self._waiting = waiting + self._waiting
+                raise
+            _resolve(waiting)
+            # What was written while the sync ran has waited since then at the earliest.
+            self._unsynced_since = started if self._dirty.is_set() else None
+            self._synced = mark
+            self._to_anchor.set()
+
+    async def _anchor(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._to_anchor.wait()
+            self._to_anchor.clear()
+            mark = self._synced
+            if mark is not None:
+                try:
+                    await loop.run_in_executor(self._anchor_thread, self._log.write_anchor, mark)
+                except OSError as error:
+                    _log.warning("heads.json was not written: %s", type(error).__name__)
+                    self._to_anchor.set()
+            await asyncio.sleep(ANCHOR_SECONDS)
+
+    async def _checkpoint(self) -> None:
+        signed = self._log.position
+        while True:
+            await asyncio.sleep(CHECKPOINT_SECONDS)
+            if self._log.position != signed:
+                with contextlib.suppress(LogUnwritable):
+                    self._log.checkpoint()
+                    self._touched()
+                signed = self._log.position
+
+
+def _resolve(requests: Iterable[_Request]) -> None:
+    for request in requests:
+        if not request.done.done():
+            request.done.set_result(request.seqs)
+
+
+def _fail(requests: Iterable[_Request], why: str) -> None:
+    for request in requests:
+        if not request.done.done():
+            request.done.set_exception(_unavailable(why))
+
+
+def _unavailable(why: str) -> RequestError:
+    return RequestError("unavailable", f"the log does not accept records: {why}")

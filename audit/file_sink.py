@@ -1,0 +1,381 @@
+"""The log as files: one sequence `audit-NNNNNN.jsonl`, all chains interleaved, and `heads.json` as its anchor.
+
+    directory/  audit-000001.jsonl ...  heads.json  keys/signing.pem  keys/public.pem  lock
+
+- A `Log` is the only writer of its directory (flock) and is not thread-safe; `sync` and `write_anchor` may run in
+  another thread, on a `Mark` taken before.
+- A batch is in the files completely, by one write(2), or not at all: after a failed or short write the file is cut
+  back, no chain has moved, and `LogUnwritable` is raised. The next append tries again; nothing needs a restart.
+- The anchor never says more than what is certainly on disk.
+- Opening continues where the last writer stopped. A torn last line is cut off and kept in a `gap` record. A writer
+  killed on a running host lost nothing it had accepted; after a crash of the host every open chain gets a `gap`.
+- A log that is not what was signed is left as it is. The writer goes on in a new file whose signed first line says
+  so, and from then on no verification passes until an operator has moved the log away.
+"""
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from audit.batch import Batch, Entry, gap_entry, torn_record
+from audit.chain import (
+    CONTROL,
+    ZERO,
+    Anchor,
+    Head,
+    LineError,
+    Verifier,
+    parse_line,
+    read_anchor,
+    sign_anchor,
+)
+from audit.keys import load_or_create, sync_directory, write_atomically
+from audit.layout import HEADS_NAME, file_name, file_numbers
+from audit.records import Fields
+
+CHECKPOINT_RECORDS: Final = 1000
+
+
+class LogUnwritable(Exception):
+    """The batch is not in the log: the disk is full, read-only or failing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far the log had grown at one moment; owns a descriptor of its newest file."""
+
+    fd: int
+    first: int
+    file: int
+    offset: int
+    log: str
+    ts: str
+
+
+def sync(mark: Mark) -> None:
+    """Put everything up to `mark` on disk, and let go of its descriptor.
+
+    Raises:
+        OSError: it may not be there.
+    """
+    try:
+        os.fdatasync(mark.fd)
+    finally:
+        os.close(mark.fd)
+
+
+class Log:
+    """The open log of one directory; see the module's invariants. Make it with `Log.open`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        key: Ed25519PrivateKey,
+        *,
+        lock: int,
+        boot: str,
+        clock: Callable[[], str],
+        max_file_bytes: int,
+        max_files: int,
+    ) -> None:
+        self._directory = directory
+        self._key = key
+        self._lock = lock
+        self._boot = boot
+        self._clock = clock
+        self._max_file_bytes = max_file_bytes
+        self._max_files = max_files
+        self._anchor_lock = threading.Lock()
+        self._anchored = (0, 0)
+        self._fd = -1
+        self._first = 1
+        self._number = 0
+        self._size = 0
+        self._header_size = 0
+        self._since: dict[str, int] = {}
+        self._suspect: str | None = None
+        self.heads: dict[str, Head] = {}
+        self.log = ZERO
+        self.last_ts = ""
+
+    @classmethod
+    def open(
+        cls, directory: Path, *, boot: str, clock: Callable[[], str], max_file_bytes: int, max_files: int
+    ) -> "Log":
+        """Open or create the log in `directory` and continue it.
+
+        Args:
+            boot: what tells this run of the host from the one before.
+            clock: now, in RFC 3339 with milliseconds, UTC.
+            max_file_bytes: a file that has grown to this is followed by a new one.
+            max_files: older files are deleted; 0 keeps all.
+
+        Raises:
+            OSError: it cannot be read or written, or another writer has it.
+            audit.keys.KeyUnusable: there are records, but not the key that signed them.
+            LogUnwritable: the disk is full.
+        """
+        directory.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            numbers = file_numbers(directory)
+            heads = directory / HEADS_NAME
+            data = heads.read_bytes() if heads.exists() else None
+            key = load_or_create(directory, create=not numbers and data is None)
+            log = cls(
+                directory,
+                key,
+                lock=lock,
+                boot=boot,
+                clock=clock,
+                max_file_bytes=max_file_bytes,
+                max_files=max_files,
+            )
+            anchor = read_anchor(key.public_key(), data) if data is not None else None
+            fresh = anchor is not None and (anchor.first, anchor.file, anchor.offset, anchor.log) == (1, 1, 0, ZERO)
+            if not numbers and (data is None or fresh):
+                log._write_anchor(Mark(-1, 1, 1, 0, ZERO, clock()), clean=False)
+                log._begin_file(1, {"state": "new"})
+            else:
+                log._recover(numbers, anchor)
+        except BaseException:
+            os.close(lock)
+            raise
+        return log
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The newest file's number and size: grows with every append."""
+        return self._number, self._size
+
+    def append(self, entries: Sequence[Entry]) -> list[int]:
+        """Write `entries` in order; return their sequence numbers.
+
+        Raises:
+            LogUnwritable: none of them is in the log.
+        """
+        self._make_ready()
+        batch = self._batch()
+        seqs: list[int] = []
+        for entry in entries:
+            seqs.append(batch.add(entry))
+            since = batch.since.get(entry.chain, self._since.get(entry.chain, 0)) + 1
+            if since >= CHECKPOINT_RECORDS:
+                batch.checkpoint(entry.chain, {"log": batch.log})
+                since = 0
+            batch.since[entry.chain] = since
+        self._write(batch)
+        return seqs
+
+    def checkpoint(self) -> None:
+        """Sign the state of the whole log into the control chain. Raises `LogUnwritable`."""
+        self._make_ready()
+        self._write_checkpoint(CONTROL, {})
+
+    def close_chain(self, chain: str) -> int:
+        """End `chain` with a signed checkpoint; return its last sequence number. Raises `LogUnwritable`."""
+        self._make_ready()
+        seq = self._write_checkpoint(chain, {"closed": True})
+        self._since.pop(chain, None)
+        return seq
+
+    def mark(self) -> Mark:
+        """Return a mark of the present end, to be given to `sync`."""
+        return Mark(os.dup(self._fd), self._first, self._number, self._size, self.log, self.last_ts)
+
+    def write_anchor(self, mark: Mark) -> None:
+        """Sign that the log up to `mark`, which must have been synced, exists. Raises OSError."""
+        self._write_anchor(mark, clean=False)
+
+    def distrust(self, reason: str) -> None:
+        """Have the next append begin a new file, after a failed sync: what the old one holds is uncertain."""
+        self._suspect = reason
+
+    def close(self) -> None:
+        """Sign off: what comes after this, before the next `open`, is not the writer's."""
+        try:
+            with suppress(LogUnwritable):
+                self.checkpoint()
+            mark = self.mark()
+            sync(mark)
+            self._write_anchor(mark, clean=True)
+        finally:
+            os.close(self._fd)
+            os.close(self._lock)
+
+    def _batch(self) -> Batch:
+        return Batch(self._key, heads=self.heads, log=self.log, ts=self._clock(), last_ts=self.last_ts)
+
+    def _write_checkpoint(self, chain: str, extra: Fields) -> int:
+        batch = self._batch()
+        seq = batch.checkpoint(chain, {"log": batch.log, **extra})
+        self._write(batch)
+        return seq
+
+    def _write(self, batch: Batch) -> None:
+        data = b"".join(batch.lines)
+        try:
+            written = os.write(self._fd, data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, "short write")
+        except OSError as error:
+            with suppress(OSError):  # if even this fails, `_make_ready` tries again before the next write
+                os.ftruncate(self._fd, self._size)
+            raise LogUnwritable(errno.errorcode.get(error.errno or 0, "EIO")) from error
+        self._size += written
+        self._commit(batch)
+
+    def _commit(self, batch: Batch) -> None:
+        for chain, head in batch.heads.items():
+            if head is None:
+                self.heads.pop(chain, None)
+            else:
+                self.heads[chain] = head
+        self._since |= batch.since
+        self.log = batch.log
+        self.last_ts = batch.ts
+
+    def _make_ready(self) -> None:
+        """Rotate if it is time, and notice if anybody else has touched the file."""
+        try:
+            status = os.fstat(self._fd)
+            if status.st_size > self._size:  # the rest of a failed write, or somebody else's
+                os.ftruncate(self._fd, self._size)
+            if status.st_nlink == 0 or status.st_size < self._size:
+                raise _Changed(f"{file_name(self._number)} was deleted or cut while it was being written")
+            if self._suspect is not None:
+                self._begin_file(self._number + 1, {"state": "sync-failed"})
+                reason, self._suspect = self._suspect, None
+                try:
+                    self._gap_in_all(reason)
+                except LogUnwritable:
+                    self._suspect = reason
+                    raise
+            elif self._size >= self._max_file_bytes and self._size > self._header_size:
+                with suppress(LogUnwritable):  # then the old file grows on, if it can
+                    self._begin_file(self._number + 1, {"state": "rotated"})
+        except _Changed as error:
+            self._begin_file(self._number + 1, {"state": "changed", "mismatch": str(error)})
+        except OSError as error:
+            raise LogUnwritable(errno.errorcode.get(error.errno or 0, "EIO")) from error
+
+    def _gap_in_all(self, reason: str) -> None:
+        self.append([gap_entry(chain, reason) for chain in sorted(self.heads.keys() | {CONTROL})])
+
+    def _begin_file(self, number: int, extra: Fields) -> None:
+        """Start file `number` with the checkpoint of everything before it, and retire the oldest."""
+        path = self._directory / file_name(number)
+        batch = self._batch()
+        heads = {chain: [head.seq, head.hash] for chain, head in self.heads.items()}
+        batch.checkpoint(CONTROL, {"heads": heads, "log": self.log, "file": number, "boot": self._boot, **extra})
+        data = batch.lines[0]
+        fd = -1
+        try:
+            if self._fd >= 0:
+                os.fdatasync(self._fd)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.ftruncate(fd, 0)  # only ever a header that was not finished
+            if os.write(fd, data) != len(data):
+                raise OSError(errno.ENOSPC, "short write")
+            os.fdatasync(fd)
+            sync_directory(self._directory)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+                with suppress(OSError):
+                    path.unlink()
+            raise LogUnwritable(errno.errorcode.get(error.errno or 0, "EIO")) from error
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._number, self._size, self._header_size = fd, number, len(data), len(data)
+        self._commit(batch)
+        if self._max_files:
+            self._first = max(self._first, number - self._max_files + 1)
+        with suppress(OSError):  # the anchor then stays behind, and the old files stay
+            self._write_anchor(Mark(-1, self._first, number, self._size, self.log, self.last_ts), clean=False)
+            for old in file_numbers(self._directory):
+                if old < self._first:
+                    (self._directory / file_name(old)).unlink()
+
+    def _write_anchor(self, mark: Mark, *, clean: bool) -> None:
+        anchor = Anchor(mark.first, mark.file, mark.offset, mark.log, mark.ts, self._boot, clean)
+        with self._anchor_lock:
+            if (mark.file, mark.offset) < self._anchored:
+                return
+            write_atomically(self._directory / HEADS_NAME, sign_anchor(self._key, anchor), 0o600)
+            self._anchored = (mark.file, mark.offset)
+
+    def _recover(self, numbers: list[int], anchor: Anchor | None) -> None:
+        newest = max([*numbers, anchor.file if anchor else 0])
+        self._first = anchor.first if anchor else min(numbers)
+        try:
+            if anchor is None:
+                raise _Changed("heads.json is missing or not signed by this log's key")
+            if [n for n in numbers if n >= anchor.first] != list(range(anchor.first, newest + 1)):
+                raise _Changed("files are missing")
+            found = self._read_end(anchor, newest)
+        except _Changed as error:
+            self._begin_file(newest + 1, {"state": "changed", "mismatch": str(error)})
+            return
+        path = self._directory / file_name(newest)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.ftruncate(self._fd, found.offset)
+        os.fdatasync(self._fd)
+        self._number, self._size = newest, found.offset
+        self.heads, self.log, self.last_ts = dict(found.heads), found.log, found.last_ts
+        # From here on lines may follow: withdraw what an orderly shutdown had signed.
+        self._write_anchor(self._mark_here(), clean=False)
+        if found.offset == 0:
+            self._begin_again(newest)
+        else:
+            self._write_checkpoint(CONTROL, {"boot": self._boot, "state": "restarted"})
+        if found.torn:
+            self.append([Entry(CONTROL, torn_record(found.torn))])
+        if not anchor.clean and anchor.boot != self._boot:
+            self._gap_in_all("the host stopped without warning: records accepted just before may be missing")
+
+    def _begin_again(self, number: int) -> None:
+        os.close(self._fd)
+        self._fd = -1
+        self._begin_file(number, {"state": "restarted"})
+
+    def _mark_here(self) -> Mark:
+        return Mark(-1, self._first, self._number, self._size, self.log, self.last_ts or self._clock())
+
+    def _read_end(self, anchor: Anchor, newest: int) -> Verifier:
+        """Verify from the anchor's file on; the verifier's state is where to continue."""
+        found = Verifier(self._key.public_key(), replace(anchor, first=anchor.file))
+        crashed = anchor.boot != self._boot and not anchor.clean
+        for number in range(anchor.file, newest + 1):
+            found.begin_file(number)
+            with open(self._directory / file_name(number), "rb") as file:
+                for line in file:
+                    if crashed and found.anchored and number == newest and not _parses(line):
+                        found.torn = line + file.read()  # a crash of the host leaves anything after the last sync
+                        break
+                    found.line(line)
+        found.finish()
+        if not found.ok:
+            raise _Changed(found.findings[0])
+        return found
+
+
+class _Changed(Exception):
+    """The log is not what was signed."""
+
+
+def _parses(line: bytes) -> bool:
+    try:
+        parse_line(line)
+    except LineError:
+        return False
+    return True

@@ -1,0 +1,255 @@
+"""What one audit record may say, and the bytes it is written as.
+
+Pure: no IO, no clock, no randomness.
+
+- The field names are a closed list, each with a type and a bound. An unknown name or a wrong type is a mistake of
+  the caller's (`RecordError`); a *value* taken from traffic, however hostile, never raises: it is cut and escaped.
+- A text over its bound is cut, and `<field>_sha256` and `<field>_length` describe the whole of it.
+- A path never carries its query.
+- `bounded` is idempotent, so the client (which must keep frames small) and auditd (which trusts no client) both
+  apply it. `escape` is applied once, by auditd, when a record becomes a line.
+- A written value holds no control, bidi, zero-width, private or surrogate character: those become `\\u{hex}`. A
+  literal `\\u{` becomes `\\u{5c}u{`, so the form is unambiguous and `unescape` gives back the exact value.
+- Canonical bytes are ASCII JSON with sorted keys, no spaces, no floats, integers within 2**53.
+
+It does not know secrets: callers pass a secret's name, never its value.
+"""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+type Value = str | int | bool | list[str] | dict[str, Any]
+type Fields = dict[str, Value]
+
+MAX_INTEGER = 2**53 - 1
+MAX_ITEMS = 64
+
+
+class RecordError(ValueError):
+    """The caller named a kind, decision or field that does not exist, or gave a field another type's value."""
+
+
+class Decision(StrEnum):
+    """What was decided. `OBSERVE`: let through, but an enforcing policy would have denied it."""
+
+    ALLOW = "allow"
+    DENY = "deny"
+    OBSERVE = "observe"
+    INFO = "info"
+
+
+KINDS = frozenset({"dns", "flow", "request", "ingress", "secret.release", "secret.use", "gap"})
+"""Exact kinds a producer may write. `checkpoint` is auditd's alone."""
+
+KIND_FAMILIES = ("lifecycle", "vault", "gateway")
+"""Families open to their owners: `lifecycle.create`, `vault.rotate`, `gateway.configure`, ..."""
+
+_FAMILY = re.compile(rf"(?:{'|'.join(KIND_FAMILIES)})\.[a-z][a-z0-9_]{{0,31}}(?:\.[a-z][a-z0-9_]{{0,31}})?")
+
+TEXTS: Mapping[str, int] = {
+    # what was decided, and by what
+    "rule": 256,
+    "reason": 512,
+    "observed": 256,  # the rule that would have denied, in mode observe
+    "policy": 128,  # digest
+    "mode": 32,
+    "treatment": 32,
+    "engine": 32,
+    "action": 64,
+    "actor": 128,
+    # who
+    "sandbox": 64,  # from control-plane producers only; of a sandbox's own channel auditd fills it in
+    "lineage": 64,
+    "peer": 128,
+    "flow": 64,  # our own id of a connection
+    "request_id": 64,  # our own id of a request
+    "client_request_id": 128,  # what the client called it: untrusted
+    "client_trace": 128,
+    # where to
+    "host": 255,
+    "scheme": 16,
+    "method": 32,
+    "path": 2048,
+    "address": 64,
+    "sni": 255,
+    "alpn": 64,
+    "protocol": 32,
+    "qtype": 16,
+    "rcode": 16,
+    "user_agent": 256,
+    "fingerprint": 128,
+    "tls_version": 16,
+    # secrets: names only
+    "binding": 128,
+    "secret": 128,
+    "injection": 32,
+    # control plane
+    "name": 255,
+    "runtime": 32,
+    "image": 255,
+    "state": 64,
+    "code": 64,
+    "error": 512,
+    "digest": 128,
+    "detail": 512,
+    "torn": 2048,  # what auditd cut off the end of a log after a crash
+}
+INTEGERS = frozenset(
+    {
+        *("port", "status", "bytes_up", "bytes_down", "count", "duration_ms", "ttl", "lease_seconds", "revision"),
+        *("pid", "slot", "exit_code", "cpu_nanos", "memory_bytes", "requests", "attempt", "target_generation"),
+    }
+)
+BOOLEANS = frozenset({"plaintext", "oom", "truncated", "durable_lost", "websocket"})
+LISTS: Mapping[str, int] = {"addresses": 64, "secrets": 128, "hosts": 255, "injections": 128, "protocols": 32}
+
+_COMPANION = re.compile(r"([a-z_]+)_(sha256|length)")
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+def check_kind(kind: str) -> str:
+    """Return `kind` if a producer may write it.
+
+    Raises:
+        RecordError: it may not.
+    """
+    if kind in KINDS or _FAMILY.fullmatch(kind):
+        return kind
+    raise RecordError(f"unknown record kind {kind[:64]!r}")
+
+
+def bounded(fields: Mapping[str, object]) -> Fields:
+    """Check names and types of `fields`, strip and cut their values; fields that are None are left out.
+
+    Raises:
+        RecordError: an unknown name, or a value of another type than the name's.
+    """
+    out: Fields = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if isinstance(value, bytes):
+            value = value.decode("utf-8", "surrogateescape")
+        if name in TEXTS and isinstance(value, str):
+            _text(out, name, str(value), TEXTS[name])
+        elif name in INTEGERS and isinstance(value, int) and not isinstance(value, bool):
+            out[name] = _integer(value)
+        elif name in BOOLEANS and isinstance(value, bool):
+            out[name] = value
+        elif name in LISTS and isinstance(value, list | tuple):
+            _list(out, name, value)
+        elif not _companion(out, name, value):
+            raise RecordError(f"field {name[:64]!r} does not exist or cannot hold a {type(value).__name__}")
+    return out
+
+
+def record(kind: str, decision: str, **fields: object) -> Fields:
+    """Return the record a producer hands to auditd: kind, decision, and bounded fields.
+
+    Raises:
+        RecordError: see `check_kind` and `bounded`; or `decision` is not a `Decision`.
+    """
+    return {"kind": check_kind(kind), "decision": check_decision(decision), **bounded(fields)}
+
+
+def check_decision(decision: str) -> str:
+    """Return `decision` as a plain text.
+
+    Raises:
+        RecordError: it is not a `Decision`.
+    """
+    try:
+        return Decision(decision).value
+    except ValueError:
+        raise RecordError(f"unknown decision {str(decision)[:64]!r}") from None
+
+
+def _text(out: Fields, name: str, value: str, limit: int) -> None:
+    if name == "path":
+        value = re.split("[?#]", value, maxsplit=1)[0]
+    if len(value) > limit:
+        out[f"{name}_sha256"] = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+        out[f"{name}_length"] = len(value)
+        value = value[:limit]
+    out[name] = value
+
+
+def _integer(value: int) -> int:
+    return max(-MAX_INTEGER, min(MAX_INTEGER, value))
+
+
+def _list(out: Fields, name: str, value: list[object] | tuple[object, ...]) -> None:
+    items: list[str] = []
+    for item in value[:MAX_ITEMS]:
+        if not isinstance(item, str):
+            raise RecordError(f"field {name!r} holds texts, not a {type(item).__name__}")
+        items.append(str(item)[: LISTS[name]])
+    out[name] = items
+    if len(value) > MAX_ITEMS:
+        out[f"{name}_length"] = len(value)
+
+
+def _companion(out: Fields, name: str, value: object) -> bool:
+    """Take over `<field>_sha256` and `<field>_length`, which `bounded` itself made at the other end."""
+    match = _COMPANION.fullmatch(name)
+    if match is None or not (match[1] in TEXTS or (match[1] in LISTS and match[2] == "length")):
+        return False
+    if match[2] == "sha256" and isinstance(value, str) and _HEX.fullmatch(value):
+        out[name] = value
+        return True
+    if match[2] == "length" and isinstance(value, int) and not isinstance(value, bool):
+        out[name] = _integer(value)
+        return True
+    return False
+
+
+_INERT = re.compile(r"[ -\[\]-~]*")  # printable ASCII without the backslash
+_UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0") | {chr(c) for c in range(0xFE00, 0xFE10)}
+_ESCAPED = re.compile(r"\\u\{([0-9a-f]{1,6})\}")
+
+
+def escape(value: str) -> str:
+    """Return `value` with every character that could act on a terminal or hide from a reader made visible."""
+    if _INERT.fullmatch(value):
+        return value
+    out: list[str] = []
+    for index, char in enumerate(value):
+        if char == "\\":
+            out.append(r"\u{5c}" if value.startswith("u{", index + 1) else char)
+        elif unicodedata.category(char) in _UNSAFE or char in _INVISIBLE or 0xE0100 <= ord(char) <= 0xE01EF:
+            out.append(f"\\u{{{ord(char):x}}}")
+        else:
+            out.append(char)
+    return "".join(out)
+
+
+def unescape(value: str) -> str:
+    """Return the exact value that `escape` was given."""
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), value)
+
+
+def escaped(fields: Mapping[str, Value]) -> Fields:
+    """Return `fields` with every text escaped."""
+    out: Fields = {}
+    for name, value in fields.items():
+        if isinstance(value, str):
+            out[name] = escape(value)
+        elif isinstance(value, list):
+            out[name] = [escape(item) for item in value]
+        else:
+            out[name] = value
+    return out
+
+
+_encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, sort_keys=True, separators=(",", ":")).encode
+
+
+def canonical(value: Mapping[str, Any]) -> bytes:
+    """Return the one byte string that stands for `value`."""
+    return _encode(value).encode("ascii")

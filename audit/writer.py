@@ -1,0 +1,241 @@
+"""auditd: the one process that writes the log. `python -m audit.writer CONFIG.json`
+
+- Who speaks over a channel was said by whoever attached it, on a socket that only root and `serve` may use. What a
+  channel says about that itself is refused or overwritten.
+- A channel can record and nothing else.
+- What one producer can have waiting is bounded: one `records` request, and as many `record`s as `wire` reads ahead.
+- Killing any process, this one included, loses no accepted record.
+
+It takes no decision about writing and syncing (`commit`), nor about files (`file_sink`).
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import uvloop
+from pydantic import BaseModel, ConfigDict, Field
+
+from audit.batch import Entry
+from audit.chain import CONTROL
+from audit.commit import GroupCommit
+from audit.file_sink import Log, LogUnwritable
+from audit.keys import KeyUnusable
+from audit.records import Fields, RecordError, bounded, check_decision, check_kind, escaped
+from wire import Client, Message, RequestError, serve_unix
+from wire.frames import close_all
+
+MAX_ITEMS: Final = 128  # records in one request
+MAX_CHANNELS: Final = 16384
+_IDENT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+_log = logging.getLogger("auditd")
+
+
+class AuditConfig(BaseModel):
+    """The configuration file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    socket: str
+    directory: str
+    uids: list[int]
+    sync: Literal["group", "always"] = "group"
+    max_file_bytes: Annotated[int, Field(ge=65536)] = 64 * 1024 * 1024
+    max_files: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a channel belongs to; fixed when it is attached."""
+
+    producer: str
+    sandbox: str | None = None
+    generation: int | None = None
+
+    @property
+    def chain(self) -> str:
+        """The chain its records go into."""
+        return self.sandbox or CONTROL
+
+    def entry(self, kind: object, decision: object, fields: object) -> Entry:
+        """Return what this producer asks to record.
+
+        Raises:
+            RecordError: it is not a record.
+        """
+        if not (isinstance(kind, str) and isinstance(decision, str) and isinstance(fields, dict)):
+            raise RecordError("a record needs kind, decision and fields")
+        record: Fields = {"kind": check_kind(kind), "decision": check_decision(decision), **escaped(bounded(fields))}
+        record["producer"] = self.producer
+        if self.sandbox is not None:
+            record["sandbox"] = self.sandbox
+        if self.generation is not None:
+            record["generation"] = self.generation
+        return Entry(self.chain, record)
+
+
+class Service:
+    """The operations of the socket and of the channels."""
+
+    def __init__(self, writer: GroupCommit) -> None:
+        self._writer = writer
+        self._channels: dict[Client, Identity] = {}
+        self._batching: set[Client] = set()
+
+    async def control(self, client: Client, op: str, parameters: Message, fds: list[int]) -> Message:
+        """Answer one request of the socket, from root or `serve`."""
+        if op == "attach" and len(fds) == 1:
+            return self._attach(parameters, fds[0])
+        close_all(fds)
+        match op:
+            case "attach":
+                raise RequestError("invalid", "attach brings exactly one descriptor")
+            case "ping":
+                return {}
+            case "record" | "records":
+                identity = Identity("root" if client.peer.uid == 0 else "serve")
+                return await self._record(client, identity, op, parameters)
+            case "close_sandbox":
+                sandbox = _identifier(parameters, "sandbox")
+                for channel in [c for c, identity in self._channels.items() if identity.sandbox == sandbox]:
+                    del self._channels[channel]
+                    await channel.close()
+                return {"seq": await self._writer.close_chain(sandbox)}
+            case _:
+                raise RequestError("unknown_op", f"unknown operation {op[:64]!r}")
+
+    async def close(self) -> None:
+        """End all channels."""
+        for channel in list(self._channels):
+            await channel.close()
+
+    def _attach(self, parameters: Message, fd: int) -> Message:
+        try:
+            sandbox = None if parameters.get("sandbox") is None else _identifier(parameters, "sandbox")
+            producer = _identifier(parameters, "producer")
+            generation = parameters.get("generation")
+            if generation is not None and (type(generation) is not int or not 1 <= generation < 2**53):
+                raise RequestError("invalid", "generation is a positive integer")
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                raise RequestError("invalid", "the descriptor is not a socket")
+            self._channels = {c: who for c, who in self._channels.items() if not c.closed.is_set()}
+            if len(self._channels) >= MAX_CHANNELS:
+                raise RequestError("busy", "too many channels")
+        except BaseException:
+            os.close(fd)
+            raise
+        identity = Identity(producer, sandbox, generation)
+
+        async def channel(client: Client, op: str, parameters: Message, fds: list[int]) -> Message:
+            close_all(fds)
+            return await self._record(client, identity, op, parameters)
+
+        client = Client(socket.socket(fileno=fd), channel)
+        client.start()
+        self._channels[client] = identity
+        return {}
+
+    async def _record(self, client: Client, identity: Identity, op: str, parameters: Message) -> Message:
+        try:
+            match op:
+                case "record":
+                    entries = [_entry(identity, parameters)]
+                case "records":
+                    items = parameters.get("records")
+                    if not isinstance(items, list) or not 1 <= len(items) <= MAX_ITEMS:
+                        raise RecordError("records is a list of some records")
+                    entries = [_entry(identity, item) for item in items]
+                case "ping":
+                    return {}
+                case _:
+                    raise RequestError("unknown_op", f"unknown operation {op[:64]!r}")
+        except RecordError as error:
+            raise RequestError("invalid", str(error)) from error
+        durable = parameters.get("durable") is True
+        if op == "record":
+            return {"seq": (await self._writer.submit(client, entries, durable=durable))[-1]}
+        if client in self._batching:
+            raise RequestError("busy", "one request of many records at a time")
+        self._batching.add(client)
+        try:
+            return {"seq": (await self._writer.submit(client, entries, durable=durable))[-1]}
+        finally:
+            self._batching.discard(client)
+
+
+def _entry(identity: Identity, item: Any) -> Entry:
+    if not isinstance(item, dict):
+        raise RecordError("a record is an object")
+    return identity.entry(item.get("kind"), item.get("decision"), item.get("fields", {}))
+
+
+def _identifier(parameters: Message, name: str) -> str:
+    value = parameters.get(name)
+    if not isinstance(value, str) or not _IDENT.fullmatch(value) or (name == "sandbox" and value == CONTROL):
+        raise RequestError("invalid", f"{name} is not an identifier")
+    return value
+
+
+def now() -> str:
+    """Return the time as records have it: RFC 3339, milliseconds, UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+async def run(config: AuditConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    log = Log.open(
+        Path(config.directory),
+        boot=Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip(),
+        clock=now,
+        max_file_bytes=config.max_file_bytes,
+        max_files=config.max_files,
+    )
+    writer = GroupCommit(log, always=config.sync == "always")
+    service = Service(writer)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    writer.start()
+    accepting = await serve_unix(config.socket, service.control, allowed_uids=frozenset(config.uids), mode=0o666)
+    try:
+        await stop.wait()
+    finally:
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+        await service.close()
+        await writer.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Run auditd with the configuration file that `arguments` names."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(levelname)s: %(message)s")
+    if len(arguments) != 1:
+        _log.error("usage: python -m audit.writer CONFIG.json")
+        return 2
+    os.umask(0o077)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each channel
+    try:
+        config = AuditConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
+        uvloop.run(run(config))
+    except (OSError, ValueError, KeyUnusable, LogUnwritable) as error:
+        _log.error("cannot run: %s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

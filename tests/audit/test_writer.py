@@ -1,0 +1,525 @@
+"""auditd as a process: identity, ordering, kills, restarts, rotation, and what it does when it cannot write."""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from audit.batch import Entry
+from audit.client import AuditClient, AuditUnavailable
+from audit.file_sink import Log, sync
+from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, verify
+from wire import Client, RemoteError
+
+
+def _append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+async def test_a_channel_cannot_speak_for_another_sandbox(auditd: Auditd) -> None:
+    client = await auditd.attach(A, generation=3)
+    await client.accept("dns", "allow", sandbox=B, host="a.example")
+    (found,) = auditd.said(kind="dns")
+    assert (found["sandbox"], found["chain"], found["generation"]) == (A, A, 3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"generation": 9}, {"producer": "vault"}, {"chain": "control"}, {"seq": 1}, {"ts": "x"}, {"hash": "x"}],
+)
+async def test_a_channel_cannot_set_what_auditd_sets(auditd: Auditd, fields: dict[str, Any]) -> None:
+    raw = await _raw(auditd)
+    with pytest.raises(RemoteError, match="invalid"):
+        await raw.call("record", kind="dns", decision="allow", fields=fields)
+    await raw.close()
+    assert auditd.said(kind="dns") == []
+
+
+async def _raw(auditd: Auditd) -> Client:
+    import socket
+
+    client = Client(socket.socket(fileno=await auditd.attach_fd(A)))
+    client.start()
+    return client
+
+
+@pytest.mark.parametrize(
+    ("op", "parameters"),
+    [
+        ("attach", {"sandbox": B, "generation": 1, "producer": "gateway"}),
+        ("close_sandbox", {"sandbox": B}),
+        ("record", {"kind": "checkpoint", "decision": "info", "fields": {}}),
+        ("record", {"kind": "dns", "decision": "allow", "fields": []}),
+        ("record", {"kind": "dns", "decision": "allow", "fields": {"port": 2.5}}),
+        ("record", {"kind": ["dns"], "decision": "allow"}),
+        ("records", {"records": []}),
+        ("records", {"records": [{}] * 1000}),
+        ("records", {"records": [1]}),
+    ],
+)
+async def test_a_channel_can_only_record(auditd: Auditd, op: str, parameters: dict[str, Any]) -> None:
+    raw = await _raw(auditd)
+    before = len(auditd.records())
+    with pytest.raises(RemoteError):
+        await raw.call(op, **parameters)
+    assert len(auditd.records()) == before
+    assert await raw.call("record", kind="dns", decision="allow", fields={}) == {"seq": 1}  # the control
+    await raw.close()
+
+
+async def test_a_channel_has_one_request_of_many_records_at_a_time(auditd: Auditd) -> None:
+    raw = await _raw(auditd)
+    records = [{"kind": "dns", "decision": "allow", "fields": {}}] * 128
+    answers = await asyncio.gather(
+        *(raw.call("records", records=records, durable=True) for _ in range(20)), return_exceptions=True
+    )
+    taken = [answer for answer in answers if isinstance(answer, dict)]
+    assert taken != []
+    assert all(isinstance(a, dict) or (isinstance(a, RemoteError) and a.code == "busy") for a in answers)
+    await raw.close()
+    assert len(auditd.said(kind="dns")) == 128 * len(taken)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {"sandbox": "control"},
+        {"sandbox": "../x"},
+        {"sandbox": ""},
+        {"sandbox": 5},
+        {"producer": "A b"},
+        {"generation": 0},
+        {"generation": True},
+    ],
+)
+async def test_an_identity_that_is_not_one_is_refused(auditd: Auditd, identity: dict[str, Any]) -> None:
+    import socket
+
+    assert auditd.control is not None
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(RemoteError, match="invalid"):
+        await auditd.control.call(
+            "attach", fds=[theirs.fileno()], **({"sandbox": A, "generation": 1, "producer": "gateway"} | identity)
+        )
+
+
+async def test_control_plane_records_go_to_the_control_chain(auditd: Auditd) -> None:
+    assert auditd.control is not None
+    await AuditClient(auditd.control).accept("lifecycle.create", "info", sandbox=A, state="running")
+    (found,) = auditd.said(kind="lifecycle.create")
+    assert (found["chain"], found["sandbox"]) == ("control", A)
+    assert found["producer"] == ("root" if os.getuid() == 0 else "serve")
+
+
+async def test_a_peer_with_another_uid_is_not_served(tmp_path: Path, new_auditd: NewAuditd) -> None:
+    allowed = await new_auditd(tmp_path).start()
+    await allowed.stop()
+    config = json.loads(allowed.config.read_text()) | {"uids": [os.getuid() + 1]}
+    allowed.config.write_text(json.dumps(config))
+    with pytest.raises((ConnectionError, AssertionError, TimeoutError)):
+        await allowed.start()
+    await allowed.stop()
+
+
+async def test_hostile_values_stay_one_record_with_exact_fields(auditd: Auditd) -> None:
+    client = await auditd.attach(A)
+    hostile = 'x"}\n{"kind":"dns","decision":"allow"}\r\n\\'
+    await client.accept("request", "deny", host=hostile, path="/" + hostile, reason="\x1b[31m\u202e\ud800" * 9)
+    (found,) = auditd.said(kind="request")
+    assert found["host"] == 'x"}\\u{a}{"kind":"dns","decision":"allow"}\\u{d}\\u{a}\\'
+    assert all(0x20 <= byte <= 0x7E or byte == 0x0A for path in auditd.files() for byte in path.read_bytes())
+    assert auditd.verify().findings == []
+
+
+async def test_close_sandbox_ends_the_chain_signed_and_cuts_its_channels(auditd: Auditd) -> None:
+    a, b = await auditd.attach(A), await auditd.attach(B)
+    await a.accept("dns", "allow", host="a.example")
+    assert auditd.control is not None
+    assert await auditd.control.call("close_sandbox", sandbox=A) == {"seq": 2}
+    with pytest.raises(AuditUnavailable):
+        await a.accept("dns", "allow", host="late.example")
+    await b.accept("dns", "allow", host="b.example")
+    assert [r["closed"] for r in auditd.said(kind="checkpoint", chain=A)] == [True]
+    await auditd.stop()
+    assert (auditd.verify().findings, sorted(auditd.verify().heads)) == ([], ["control", B])
+
+
+async def test_a_closed_sandbox_that_comes_back_begins_a_new_chain(auditd: Auditd) -> None:
+    assert auditd.control is not None
+    for _ in range(2):
+        assert await (await auditd.attach(A)).accept("dns", "allow", host="a.example") == 1
+        assert await auditd.control.call("close_sandbox", sandbox=A) == {"seq": 2}
+    await auditd.stop()
+    assert auditd.verify().findings == []
+
+
+async def test_a_flooding_producer_waits_for_itself_only(auditd: Auditd) -> None:
+    flooder, other = await auditd.attach(A, timeout=60), await auditd.attach(B)
+    flood = asyncio.gather(*(flooder.accept("dns", "deny", reason="x" * 500) for _ in range(3000)))
+    await asyncio.sleep(0)
+    for _ in range(5):
+        await other.accept("dns", "allow", host="b.example")
+    assert not flood.done()
+    await flood
+    assert len(auditd.said(chain=A, kind="dns")) == 3000
+
+
+async def test_rotation_keeps_the_chains(tmp_path: Path, new_auditd: NewAuditd) -> None:
+    auditd = await new_auditd(tmp_path, max_file_bytes=65536).start()
+    clients = [await auditd.attach(name) for name in (A, B)]
+    for _ in range(10):
+        await asyncio.gather(*(c.accept("dns", "deny", reason="x" * 500) for c in clients for _ in range(60)))
+    await auditd.stop()
+    assert len(auditd.files()) > 5
+    assert [r["seq"] for r in auditd.said(chain=A)] == list(range(1, 601))
+    assert auditd.verify().findings == []
+
+
+async def test_retired_files_are_not_missed_but_later_ones_are(tmp_path: Path, new_auditd: NewAuditd) -> None:
+    auditd = await new_auditd(tmp_path, max_file_bytes=65536, max_files=2).start()
+    client = await auditd.attach(A)
+    for _ in range(10):
+        await asyncio.gather(*(client.accept("dns", "deny", reason="x" * 500) for _ in range(100)))
+    await auditd.restart()
+    await auditd.stop()
+    assert len(auditd.files()) == 2
+    assert auditd.files()[0].name != "audit-000001.jsonl"
+    assert auditd.verify().findings == []
+    auditd.files()[0].unlink()
+    assert auditd.verify().findings != []
+
+
+async def test_many_records_of_one_chain_are_signed_in_between(auditd: Auditd) -> None:
+    client = await auditd.attach(A)
+    for _ in range(5):
+        await asyncio.gather(*(client.accept("dns", "allow") for _ in range(500)))
+    assert len(auditd.said(chain=A, kind="checkpoint")) == 2
+    assert auditd.verify().findings == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+async def test_a_restart_continues_sequence_and_chain(auditd: Auditd, number: int) -> None:
+    await (await auditd.attach(A)).accept("dns", "allow", host="one.example")
+    await auditd.restart(number)
+    await (await auditd.attach(A)).accept("dns", "allow", host="two.example")
+    await auditd.stop()
+    assert [r["seq"] for r in auditd.said(chain=A)] == [1, 2]
+    assert auditd.verify().findings == []
+    assert auditd.said(kind="gap") == []  # nothing was lost, so nothing is claimed to be
+
+
+async def test_no_accepted_record_is_lost_by_killing_auditd(tmp_path: Path, new_auditd: NewAuditd) -> None:
+    """Fifty kills in the middle of writing, rotation included; the log verifies after each."""
+    auditd = await new_auditd(tmp_path, max_file_bytes=65536).start()
+    acknowledged: set[str] = set()
+    randomness = random.Random(8)
+    count = 0
+
+    async def produce(client: AuditClient) -> None:
+        nonlocal count
+        while True:
+            count += 1
+            host = f"{count}.example"
+            try:
+                await client.accept("dns", "allow", durable=count % 50 == 0, host=host, reason="x" * 200)
+            except AuditUnavailable:
+                return
+            acknowledged.add(host)
+
+    for _ in range(50):
+        clients = [await auditd.attach(name) for name in (A, A, B)]
+        producers = asyncio.gather(*(produce(client) for client in clients))
+        await asyncio.sleep(randomness.uniform(0.01, 0.06))  # a random moment is the point
+        assert auditd.process is not None
+        auditd.process.kill()
+        await auditd.process.wait()
+        await producers
+        assert auditd.verify().findings == []
+        await auditd.restart()
+    await auditd.stop()
+    recorded = {record["host"] for record in auditd.said(kind="dns")}
+    assert acknowledged - recorded == set()
+    assert len(acknowledged) > 500
+    assert auditd.verify().findings == []
+
+
+async def test_a_torn_last_line_is_noted_by_verify_and_kept_as_a_record(auditd: Auditd) -> None:
+    await (await auditd.attach(A)).accept("dns", "allow", durable=True, host="one.example")
+    await auditd.stop(signal.SIGKILL)
+    torn = b'{"chain":"' + A.encode() + b'","decision":"al'
+    _append(auditd.files()[-1], torn)
+    found = auditd.verify()
+    assert (found.findings, len(found.notes)) == ([], 1)
+    assert "torn last line" in found.notes[0]
+    await auditd.start()
+    await (await auditd.attach(A)).accept("dns", "allow", host="two.example")
+    await auditd.stop()
+    assert [r["torn"] for r in auditd.said(kind="gap")] == [torn.decode()]
+    assert [r["seq"] for r in auditd.said(chain=A)] == [1, 2]
+    assert auditd.verify().findings == []
+
+
+def _change(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"one.example", b"two.example"))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [_change, _cut, Path.unlink, lambda path: (path.parent / "heads.json").unlink()],
+    ids=["change", "cut", "drop", "heads"],
+)
+async def test_a_log_changed_while_auditd_was_down_never_verifies_again(auditd: Auditd, attack: Any) -> None:
+    await (await auditd.attach(A)).accept("dns", "allow", host="one.example")
+    await auditd.stop()
+    attack(auditd.files()[-1])
+    await auditd.start()
+    await (await auditd.attach(A)).accept("dns", "allow", host="later.example")  # it goes on recording
+    await auditd.restart()
+    await auditd.stop()
+    assert any("auditd found the log changed" in text for text in auditd.verify().findings)
+    assert len(auditd.said(host="later.example")) == 1
+
+
+@pytest.mark.parametrize("attack", [lambda path: os.truncate(path, 100), Path.unlink], ids=["cut", "drop"])
+async def test_a_log_changed_under_a_running_auditd_is_noticed(auditd: Auditd, attack: Any) -> None:
+    client = await auditd.attach(A)
+    await client.accept("dns", "allow", host="one.example")
+    attack(auditd.files()[-1])
+    await client.accept("dns", "allow", host="two.example")
+    await auditd.stop()
+    assert len(auditd.said(host="two.example")) == 1 if len(auditd.files()) == 1 else True
+    assert any("auditd found the log changed" in text for text in auditd.verify().findings)
+
+
+def _open(directory: Path, *, boot: str = "one", clock: Any = lambda: "2026-01-01T00:00:00.000Z") -> Log:
+    return Log.open(directory, boot=boot, clock=clock, max_file_bytes=1 << 20, max_files=0)
+
+
+def _entry(host: str) -> Entry:
+    return Entry(A, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": A, "host": host})
+
+
+def _snapshot(log: Log, directory: Path, copy: Path) -> Path:
+    """What a crash leaves: everything up to here synced and anchored."""
+    mark = log.mark()
+    sync(mark)
+    log.write_anchor(mark)
+    return Path(shutil.copytree(directory, copy))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0" * 4096, b"\0\n" * 50, b'{"chain":"x"}\nhalf'])
+def test_a_crash_of_the_host_shows_as_a_gap(tmp_path: Path, garbage: bytes) -> None:
+    log = _open(tmp_path / "log")
+    log.append([_entry("one.example")])
+    left = _snapshot(log, tmp_path / "log", tmp_path / "left")
+    log.append([_entry("lost.example")])
+    _append(left / "audit-000001.jsonl", garbage)
+    again = _open(left, boot="two")
+    again.append([_entry("two.example")])
+    again.close()
+    log.close()
+    records = [json.loads(line) for line in (left / "audit-000001.jsonl").read_bytes().splitlines()]
+    gaps = [r for r in records if r["kind"] == "gap" and "host stopped" in r["reason"]]
+    assert sorted(gap["chain"] for gap in gaps) == ["control", A]
+    assert len([r for r in records if "torn" in r]) == (1 if garbage else 0)
+    assert verify(left).findings == []
+
+
+def test_the_same_garbage_without_a_crash_of_the_host_is_tampering(tmp_path: Path) -> None:
+    log = _open(tmp_path / "log")
+    left = _snapshot(log, tmp_path / "log", tmp_path / "left")
+    log.close()
+    _append(left / "audit-000001.jsonl", b"\0\n" * 50)
+    _open(left, boot="one").close()
+    assert verify(left).findings != []
+
+
+def test_an_orderly_stop_before_a_reboot_is_no_gap(tmp_path: Path) -> None:
+    log = _open(tmp_path / "log")
+    log.append([_entry("one.example")])
+    log.close()
+    _open(tmp_path / "log", boot="two").close()
+    assert verify(tmp_path / "log").notes == []
+    assert verify(tmp_path / "log").findings == []
+
+
+def test_a_clock_that_jumps_back_is_marked_and_the_sequence_goes_on(tmp_path: Path) -> None:
+    times = iter([f"2026-01-01T00:00:{second:02}.000Z" for second in (10, 10, 11, 5, 5, 6, 7)])
+    log = _open(tmp_path / "log", clock=lambda: next(times))
+    seqs = [log.append([_entry("a.example")]) for _ in range(4)]
+    log.close()
+    assert seqs == [[1], [2], [3], [4]]
+    records = [json.loads(line) for line in (tmp_path / "log/audit-000001.jsonl").read_bytes().splitlines()]
+    assert [r["clock_back"] for r in records if "clock_back" in r] == ["2026-01-01T00:00:11.000Z"]
+    assert verify(tmp_path / "log").findings == []
+
+
+def test_a_failed_sync_leads_to_a_new_file_and_a_gap(tmp_path: Path) -> None:
+    log = _open(tmp_path / "log")
+    log.append([_entry("one.example")])
+    log.distrust("the disk failed to sync")
+    log.append([_entry("two.example")])
+    log.close()
+    found = verify(tmp_path / "log")
+    assert (found.findings, len(found.notes)) == ([], 2)
+    assert (tmp_path / "log/audit-000002.jsonl").exists()
+
+
+def test_two_writers_of_one_directory_are_refused(tmp_path: Path) -> None:
+    log = _open(tmp_path / "log")
+    with pytest.raises(OSError, match="unavailable"):
+        _open(tmp_path / "log")
+    log.close()
+
+
+def test_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+    _open(tmp_path / "log").close()
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in sorted((tmp_path / "log").rglob("*")) if p.is_file()}
+    assert modes == {
+        "audit-000001.jsonl": "0o600",
+        "heads.json": "0o600",
+        "lock": "0o600",
+        "public.pem": "0o644",
+        "signing.pem": "0o600",
+    }
+
+
+@pytest.mark.parametrize("change", [{"nonsense": 1}, {"sync": "never"}, {"max_file_bytes": 1}, {"uids": "0"}])
+def test_a_wrong_configuration_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    config = {"socket": str(tmp_path / "s"), "directory": str(tmp_path / "log"), "uids": [0]} | change
+    (tmp_path / "c.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "audit.writer", str(tmp_path / "c.json")], cwd=ROOT, capture_output=True, timeout=20
+    )
+    assert done.returncode == 1
+    assert not (tmp_path / "log").exists()
+
+
+async def test_sync_always_and_durable_answer_too(tmp_path: Path, new_auditd: NewAuditd) -> None:
+    auditd = await new_auditd(tmp_path, sync="always").start()
+    client = await auditd.attach(A)
+    assert [await client.accept("dns", "allow", durable=durable) for durable in (False, True)] == [1, 2]
+    client.note("dns")
+    assert await client.drain()
+    await auditd.stop()
+    assert auditd.verify().findings == []
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    _run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk)
+    yield disk
+    _run("umount", "-l", disk)
+
+
+@pytest.fixture
+def ext4_disk(tmp_path: Path) -> Iterator[Path]:
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    disk.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 32 << 20)
+    _run("mkfs.ext4", "-q", image)
+    _run("mount", "-o", "loop", image, disk)
+    yield disk
+    subprocess.run(["fsfreeze", "-u", disk], check=False, capture_output=True, timeout=30)
+    _run("umount", "-l", disk)
+
+
+@pytest.mark.system
+async def test_a_full_disk_refuses_records_and_recovers_by_itself(small_disk: Path, new_auditd: NewAuditd) -> None:
+    """RES-12: nothing goes unrecorded; afterwards the log says how many were refused, and verifies."""
+    (small_disk / "ballast").write_bytes(b"x" * 400_000)
+    auditd = await new_auditd(small_disk).start()
+    client = await auditd.attach(A)
+    accepted = refused = 0
+    for _ in range(3000):
+        try:
+            await client.accept("dns", "allow", durable=True, reason="x" * 500)
+            accepted += 1
+        except AuditUnavailable:
+            refused += 1
+    assert accepted > 100
+    assert refused > 100
+    with pytest.raises(AuditUnavailable):
+        await client.accept("dns", "allow", reason="x" * 500)
+    (small_disk / "ballast").unlink()
+    await client.accept("dns", "allow", host="recovered.example")
+    await auditd.stop()
+    assert len(auditd.said(kind="dns")) == accepted + 1
+    assert [gap["count"] for gap in auditd.said(kind="gap")] == [refused + 1]
+    assert auditd.verify().findings == []
+
+
+@pytest.mark.system
+async def test_a_disk_that_hangs_means_no_answer_and_recovers_by_itself(ext4_disk: Path, new_auditd: NewAuditd) -> None:
+    """RES-12: a frozen file system blocks write(2) itself; producers run into their time-out and deny."""
+    auditd = await new_auditd(ext4_disk).start()
+    client = await auditd.attach(A, timeout=0.5)
+    await client.accept("dns", "allow", durable=True, host="before.example")
+    await asyncio.to_thread(_run, "fsfreeze", "-f", ext4_disk)
+    for durable in (False, True):
+        with pytest.raises(AuditUnavailable):
+            await client.accept("dns", "allow", durable=durable, host="frozen.example")
+    await asyncio.to_thread(_run, "fsfreeze", "-u", ext4_disk)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await client.accept("dns", "allow", durable=True, host="after.example")
+                break
+            except AuditUnavailable:
+                continue
+    await auditd.stop()
+    assert len(auditd.said(host="after.example")) >= 1
+    assert auditd.verify().findings == []
+
+
+@pytest.mark.system
+async def test_a_file_system_that_went_read_only_refuses_records(ext4_disk: Path, new_auditd: NewAuditd) -> None:
+    """RES-12: ext4 after an error; it becomes writable again only by a new mount, so by a new auditd."""
+    auditd = await new_auditd(ext4_disk).start()
+    client = await auditd.attach(A)
+    await client.accept("dns", "allow", durable=True, host="before.example")
+    await asyncio.to_thread(_run, "mount", "-o", "remount,abort", ext4_disk)
+    for durable in (False, True, False):
+        with pytest.raises(AuditUnavailable):
+            await client.accept("dns", "allow", durable=durable, host="refused.example")
+    assert auditd.verify().findings == []
+
+
+@pytest.mark.system
+async def test_auditd_needs_no_privilege(tmp_path: Path, new_auditd: NewAuditd) -> None:
+    """As hostd starts it: own uid, a directory of its own, clients of other uids on a socket anybody may open."""
+    uid = 700000003
+    base = tmp_path / "base"
+    base.mkdir()
+    for path in (tmp_path, *tmp_path.parents[:3]):
+        if path.is_relative_to("/tmp") and path != Path("/tmp"):
+            path.chmod(0o711)
+    os.chown(base, uid, uid)
+    auditd = new_auditd(base, uid=uid)
+    auditd.config.chmod(0o644)
+    await auditd.start()
+    await (await auditd.attach(A)).accept("dns", "allow", durable=True, host="a.example")
+    assert await auditd.stop() == 0
+    assert {path.stat().st_uid for path in auditd.log.rglob("*")} == {uid}
+    assert auditd.verify().findings == []

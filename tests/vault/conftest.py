@@ -1,0 +1,233 @@
+"""A vault in this process behind a log that the test can hold up, and real vaultd and auditd processes."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wire
+from audit.client import AuditClient
+from vault.broker import Vault
+from vault.channels import Channels
+from vault.client import AdminClient, OnRevoke, VaultClient
+from vault.keyring import Keyring, create
+from vault.operations import Operations
+
+KEYRING = Keyring(bytes(range(32)))
+SERVE, VAULTD = 700000001, 700000002
+LAUNCH = (  # imports first: the interpreter of a developer's machine may lie where the unprivileged uid cannot read
+    "import os, sys, vault.broker\n"
+    "uid = int(sys.argv[2])\n"
+    "if uid != os.geteuid(): os.setgroups([]); os.setgid(uid); os.setuid(uid)\n"
+    "raise SystemExit(vault.broker.main(sys.argv[1:2]))\n"
+)
+
+
+class Log:
+    """The far end of an audit channel: keeps the records, and confirms them only while `open` is set."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.asked = asyncio.Event()
+
+    async def handle(self, _client: wire.Client, op: str, parameters: wire.Message, _fds: list[int]) -> wire.Message:
+        """Accept records as auditd does."""
+        items = parameters["records"] if op == "records" else [parameters]
+        self.records += [{**item["fields"], **{key: item[key] for key in ("kind", "decision")}} for item in items]
+        self.records[-1]["durable"] = parameters.get("durable", False)
+        self.asked.set()
+        await self.open.wait()
+        return {"seq": len(self.records)}
+
+    def of(self, kind: str, decision: str) -> list[dict[str, Any]]:
+        """The records of one kind and decision."""
+        return [record for record in self.records if (record["kind"], record["decision"]) == (kind, decision)]
+
+
+class InProcess:
+    """Store, custody, channels and socket of vaultd in the test's own process."""
+
+    def __init__(self, directory: Path, administrators: frozenset[int]) -> None:
+        self.directory = directory
+        self.log = Log()
+        self.monotonic: Callable[[], float] = time.monotonic
+        self._administrators = administrators
+
+    async def start(self) -> None:
+        """Open the vault and listen."""
+        near, far = socket.socketpair()
+        self._far = await wire.serve_connection(far, self.log.handle)
+        self.audit = AuditClient.from_fd(near.detach(), timeout=20)
+        self.vault = Vault(self.directory / "vault", KEYRING)
+        self.channels = Channels(self.vault.custody, self.audit, lambda: self.monotonic())
+        operations = Operations(self.vault.custody, self.channels, self.audit, self._administrators)
+        self._server = await wire.serve_unix(
+            self.directory / "s", operations.handle, allowed_uids=frozenset({os.geteuid()})
+        )
+        self.admin = await AdminClient.open(self.directory / "s")
+
+    async def stop(self) -> None:
+        """End it, as a killed vaultd would: nothing is saved."""
+        await self.admin.close()
+        self._server.cancel()
+        await asyncio.gather(self._server, return_exceptions=True)
+        await self.channels.close()
+        await self.audit.close(0)
+        await self._far.close()
+        self.vault.close()
+
+    async def worker(self, sandbox: str, generation: int, on_revoke: OnRevoke | None = None) -> VaultClient:
+        """Attach a worker's channel and return the worker's end."""
+        return await attach(self.admin, sandbox, generation, on_revoke)
+
+
+async def attach(admin: AdminClient, sandbox: str, generation: int, on_revoke: OnRevoke | None = None) -> VaultClient:
+    """Hand one end of a socket pair to vaultd, return a client on the other."""
+    near, far = socket.socketpair()
+    with far:
+        try:
+            await admin.attach(sandbox, generation, far.fileno())
+        except BaseException:
+            near.close()
+            raise
+    return VaultClient.from_fd(near.detach(), on_revoke)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory with a short name (socket paths are bounded) that other uids may pass through."""
+    path = Path(tempfile.mkdtemp(prefix="v-"))
+    path.chmod(0o711)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def vault(short_path: Path) -> AsyncIterator[InProcess]:
+    """A running vault whose administrator is the test's uid."""
+    running = InProcess(short_path, frozenset({os.geteuid()}))
+    await running.start()
+    yield running
+    await running.stop()
+
+
+@pytest.fixture
+async def serve_vault(short_path: Path) -> AsyncIterator[InProcess]:
+    """A running vault for which the test is not an administrator."""
+    running = InProcess(short_path, frozenset())
+    await running.start()
+    yield running
+    await running.stop()
+
+
+async def eventually[T](attempt: Callable[[], Awaitable[T]], seconds: float = 20) -> T:
+    """The result of `attempt` once it no longer fails because nobody listens yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return await attempt()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.02)
+
+
+class Daemons:
+    """auditd and vaultd as processes of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.uid = VAULTD if os.geteuid() == 0 else os.geteuid()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for part in ("audit", "vault", "run"):
+            (path / part).mkdir(mode=0o700)
+        (path / "run").chmod(0o755)
+        create(path / "key", (self.uid, self.uid) if os.geteuid() == 0 else None)
+        if os.geteuid() == 0:
+            os.chown(path / "vault", self.uid, self.uid)
+            os.chown(path / "run", self.uid, self.uid)
+        self._write(
+            "audit.json", {"socket": f"{path}/audit.sock", "directory": f"{path}/audit", "uids": [os.geteuid()]}
+        )
+        self._write(
+            "vault.json",
+            {
+                "socket": f"{path}/run/vault.sock",
+                "directory": f"{path}/vault",
+                "uids": [os.geteuid(), SERVE],
+                "master_key_file": f"{path}/key",
+            },
+        )
+
+    async def start(self) -> None:
+        """Start both, as hostd does."""
+        self.auditd = self._spawn("auditd", ["-m", "audit.writer", f"{self.path}/audit.json"])
+        self.audit = await eventually(lambda: wire.Client.connect(self.path / "audit.sock"))
+        await self.start_vaultd()
+
+    async def start_vaultd(self) -> None:
+        """Start vaultd with a fresh audit channel."""
+        near, far = socket.socketpair()
+        with near, far:
+            await self.audit.call("attach", (far.fileno(),), sandbox=None, generation=None, producer="vault")
+            self.vaultd = self.spawn_vaultd(near.fileno())
+        self.admin = await eventually(lambda: AdminClient.open(self.path / "run" / "vault.sock"))
+        await self.admin.call("ping")
+
+    def spawn_vaultd(self, audit_fd: int) -> subprocess.Popen[bytes]:
+        """Start a vaultd process on the configuration, whether it comes up or not."""
+        return self._spawn("vaultd", ["-c", LAUNCH, f"{self.path}/vault.json", str(self.uid)], audit_fd)
+
+    async def stop(self) -> None:
+        """End both."""
+        await self.admin.close()
+        await self.audit.close()
+        for process in reversed(self.processes):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def log(self) -> bytes:
+        """All that the daemons said on stderr."""
+        return b"".join(path.read_bytes() for path in self.path.glob("*.log"))
+
+    def _write(self, name: str, config: dict[str, Any]) -> None:
+        path = self.path / name
+        path.write_text(json.dumps(config))
+        if os.geteuid() == 0:
+            os.chown(path, self.uid, self.uid)
+        path.chmod(0o600)
+
+    def _spawn(self, name: str, arguments: list[str], audit_fd: int | None = None) -> subprocess.Popen[bytes]:
+        with (self.path / f"{name}-{len(self.processes)}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stderr=log,
+                pass_fds=() if audit_fd is None else (audit_fd,),
+                env=os.environ | ({} if audit_fd is None else {"SALLYPORT_AUDIT_FD": str(audit_fd)}),
+            )
+        self.processes.append(process)
+        return process
+
+
+@pytest.fixture
+async def daemons(short_path: Path) -> AsyncIterator[Daemons]:
+    """Running daemons; vaultd under an unprivileged uid. Only uid 0 is an administrator, so this needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("vaultd answers administrators of uid 0 only")
+    running = Daemons(short_path)
+    await running.start()
+    yield running
+    await running.stop()

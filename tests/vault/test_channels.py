@@ -1,0 +1,400 @@
+"""Properties of workers' channels and of vaultd's socket, in one process, with a log that can be held up."""
+
+import asyncio
+import os
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+
+import wire
+from vault.broker import Vault
+from vault.client import ReleaseRefusedError, VaultClient, VaultUnavailableError
+from vault.grants import Grant, SecretBinding
+from vault.keyring import Keyring, MasterKeyError
+from vault.secret import Secret
+
+CANARY = "canary-e15c77d2"
+SANDBOX = "sbx-000000000000000000000001"
+BINDING = SecretBinding.make(["api.good.test"])
+GRANT = Grant.make("token", "api.good.test", 443, "https")
+ASK = ("token", "api.good.test", 443, "https")
+
+
+async def opened(vault: Any, binding: SecretBinding = BINDING) -> Any:
+    """A worker whose sandbox was granted the one stored secret."""
+    await vault.admin.put("token", Secret(CANARY), binding)
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [GRANT])
+    return await vault.worker(SANDBOX, 1)
+
+
+async def refusal(call: Any) -> str:
+    """The code with which a call was refused."""
+    with pytest.raises((ReleaseRefusedError, wire.RemoteError)) as caught:
+        await call
+    assert CANARY not in str(caught.value)
+    assert isinstance(caught.value, ReleaseRefusedError | wire.RemoteError)
+    return caught.value.code
+
+
+async def test_a_granted_secret_is_released_after_its_durable_record(vault: Any) -> None:
+    """The control run of this file: value, lease, and one durable record that names but does not hold it."""
+    worker = await opened(vault)
+    lease = await worker.release(*ASK)
+    assert Secret(CANARY) == lease.value
+    assert worker.current(lease)
+    (record,) = vault.log.of("secret.release", "allow")
+    assert (True, "token", SANDBOX, 1, "api.good.test") == tuple(
+        record[key] for key in ("durable", "secret", "sandbox", "target_generation", "host")
+    )
+    assert CANARY not in repr(vault.log.records)
+    await worker.close()
+
+
+async def test_no_byte_of_a_secret_leaves_before_its_record_is_confirmed(vault: Any) -> None:
+    """I5: with a log that takes the record and never confirms, the worker's socket gets a refusal and nothing else."""
+    await vault.admin.put("token", Secret(CANARY), BINDING)
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [GRANT])
+    near, far = socket.socketpair()
+    await vault.admin.attach(SANDBOX, 1, far.fileno())
+    far.close()
+    vault.log.open.clear()
+    vault.audit._timeout = 0.3
+    near.setblocking(False)
+    loop = asyncio.get_running_loop()
+    request = {"id": 1, "op": "release", "secret": "token", "host": "api.good.test", "port": 443, "scheme": "https"}
+    await loop.sock_sendall(near, wire.frames.encode(request))
+    first = await loop.sock_recv(near, 65536)
+    assert b"audit_unavailable" in first
+    assert CANARY.encode() not in first
+    assert 1 == len(vault.log.of("secret.release", "allow"))
+    vault.log.open.set()  # the confirmation comes too late and must change nothing
+    await loop.sock_sendall(near, wire.frames.encode({"id": 2, "op": "ping"}))
+    assert b'{"id":2,"ok":{}}' == (await loop.sock_recv(near, 65536))[4:]
+    near.close()
+
+
+async def test_an_ended_log_means_no_release_and_no_authority(vault: Any) -> None:
+    """With the audit channel gone everything that gives is refused; what takes away still works."""
+    worker = await opened(vault)
+    await vault.audit._client.close()
+    assert "audit_unavailable" == await refusal(worker.release(*ASK))
+    assert "audit_unavailable" == await refusal(worker.intermediate())
+    assert "audit_unavailable" == await refusal(vault.admin.put("other", Secret("x"), BINDING))
+    assert "audit_unavailable" == await refusal(vault.admin.rotate("token", Secret("x")))
+    assert "audit_unavailable" == await refusal(vault.admin.open_sandbox("sbx-2", "lin-2"))
+    assert "audit_unavailable" == await refusal(vault.admin.regrant(SANDBOX, [GRANT], {"inline:a": Secret("x")}))
+    await vault.admin.regrant(SANDBOX, [])
+    await vault.admin.delete("token")
+    await vault.admin.close_sandbox(SANDBOX)
+
+
+@pytest.mark.parametrize("change", ["delete", "regrant", "close", "replace"])
+async def test_a_change_while_the_record_is_written_prevents_the_release(vault: Any, change: str) -> None:
+    """The decision is taken again after the record: what was withdrawn in between is not released."""
+    worker = await opened(vault)
+    vault.log.asked.clear()
+    vault.log.open.clear()
+    release = asyncio.create_task(worker.release(*ASK))
+    await vault.log.asked.wait()
+    match change:
+        case "delete":
+            await vault.admin.delete("token")
+        case "regrant":
+            await vault.admin.regrant(SANDBOX, [])
+        case "close":
+            await vault.admin.close_sandbox(SANDBOX)
+        case "replace":
+            newer = await vault.worker(SANDBOX, 2)
+    vault.log.open.set()
+    with pytest.raises((ReleaseRefusedError, VaultUnavailableError)) as caught:
+        await release
+    assert CANARY not in str(caught.value)
+    if change == "replace":
+        assert Secret(CANARY) == (await newer.release(*ASK)).value
+        await newer.close()
+    await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("ask", "code"),
+    [
+        (("token", "other.test", 443, "https"), "not_granted"),
+        (("token", "api.good.test", 8443, "https"), "not_granted"),
+        (("token", "api.good.test", 443, "http"), "not_granted"),
+        (("other", "api.good.test", 443, "https"), "not_granted"),
+        (("token", "*.good.test", 443, "https"), "bad_request"),
+        (("token", "", 443, "https"), "bad_request"),
+        (("token", "api.good.test", True, "https"), "bad_request"),
+    ],
+)
+async def test_other_destinations_are_refused_and_the_refusal_is_on_record(
+    vault: Any, ask: tuple[Any, ...], code: str
+) -> None:
+    """CRD-03, CRD-05, CRD-06 at the vault: host, port, scheme and name are each part of the grant."""
+    worker = await opened(vault)
+    assert code == await refusal(worker.release(*ask))
+    await vault.audit.drain()
+    assert [code] == [record["code"] for record in vault.log.of("secret.release", "deny")]
+    assert [] == vault.log.of("secret.release", "allow")
+    await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("grants", "code"),
+    [
+        ([Grant.make("absent", "api.good.test", 443, "https")], "unknown_secret"),
+        ([Grant.make("token", "evil.test", 443, "https")], "not_bound"),
+        ([Grant.make("token", "*.good.test", 443, "https")], "not_bound"),
+        ([Grant.make("token", "api.good.test", 80, "http")], "not_bound"),
+    ],
+)
+async def test_a_grant_outside_of_a_binding_cannot_be_given(vault: Any, grants: list[Grant], code: str) -> None:
+    """Neither when a sandbox is opened nor later; nothing of it remains."""
+    await opened(vault)
+    assert code == await refusal(vault.admin.open_sandbox("sbx-2", "lin-2", grants))
+    assert code == await refusal(vault.admin.regrant(SANDBOX, grants))
+    assert [SANDBOX] == vault.vault.custody.names()
+
+
+async def test_rotation_calls_leases_back_and_the_next_release_is_the_new_value(vault: Any) -> None:
+    """CRD-44: on return of `rotate` the worker has been told; its lease is no longer current."""
+    revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
+    await opened(vault)
+    worker = await vault.worker(SANDBOX, 1, revoked.put)
+    lease = await worker.release(*ASK)
+    assert 2 == await vault.admin.rotate("token", Secret("new"))
+    assert frozenset({"token"}) == await revoked.get()
+    assert not worker.current(lease)
+    assert Secret("new") == (await worker.release(*ASK)).value
+    await vault.admin.delete("token")
+    assert frozenset({"token"}) == await revoked.get()
+    assert "unknown_secret" == await refusal(worker.release(*ASK))
+    await worker.close()
+
+
+async def test_a_worker_without_a_lease_is_not_told(vault: Any) -> None:
+    """A revocation goes only to those who hold the secret."""
+    revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
+    await opened(vault)
+    worker = await vault.worker(SANDBOX, 1, revoked.put)
+    await vault.admin.rotate("token", Secret("new"))
+    await worker.release(*ASK)
+    assert revoked.empty()
+    await worker.close()
+
+
+async def test_regranting_ends_what_was_taken_away(vault: Any) -> None:
+    """Grants and inline secrets that changed are called back, the others stay."""
+    revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
+    await vault.admin.put("token", Secret(CANARY), BINDING)
+    mine = Grant.make("inline:a", "*.mine.test", 443, "https")
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [GRANT, mine], {"inline:a": Secret("one")})
+    worker = await vault.worker(SANDBOX, 1, revoked.put)
+    kept = await worker.release(*ASK)
+    ended = await worker.release("inline:a", "x.mine.test", 443, "https")
+    assert Secret("one") == ended.value
+    await vault.admin.regrant(SANDBOX, [GRANT, mine], {"inline:a": Secret("two")})
+    assert frozenset({"inline:a"}) == await revoked.get()
+    assert (True, False) == (worker.current(kept), worker.current(ended))
+    assert Secret("two") == (await worker.release("inline:a", "x.mine.test", 443, "https")).value
+    await vault.admin.regrant(SANDBOX, [])
+    assert frozenset({"token", "inline:a"}) == await revoked.get()
+    assert "not_granted" == await refusal(worker.release(*ASK))
+    await worker.close()
+
+
+async def test_an_inline_secret_cannot_stand_for_a_stored_one(vault: Any) -> None:
+    """Nor can one sandbox use another's."""
+    await opened(vault)
+    taken = vault.admin.open_sandbox("sbx-2", "lin-2", [], {"token": Secret("mine")})
+    assert "name_taken" == await refusal(taken)
+    grant = Grant.make("inline:a", "mine.test", 443, "https")
+    await vault.admin.open_sandbox("sbx-2", "lin-2", [grant], {"inline:a": Secret("mine")})
+    assert "unknown_secret" == await refusal(vault.admin.open_sandbox("sbx-3", "lin-3", [grant]))
+
+
+async def test_a_limited_secret_needs_a_fitting_request(vault: Any) -> None:
+    """Methods and paths of the binding are checked at release, and the lease carries them on."""
+    worker = await opened(vault, SecretBinding.make(["api.good.test"], methods=["GET"], paths=["/v1/*"]))
+    assert "not_bound" == await refusal(worker.release(*ASK))
+    assert "not_bound" == await refusal(worker.release(*ASK, method="POST", path="/v1/x"))
+    assert "not_bound" == await refusal(worker.release(*ASK, method="GET", path="/v1/../x"))
+    lease = await worker.release(*ASK, method="GET", path="/v1/x")
+    assert lease.check("GET", "/v1/y") is None
+    assert lease.check("POST", "/v1/y") is not None
+    await worker.close()
+
+
+async def test_a_lease_ends_with_its_secret(vault: Any) -> None:
+    """Five minutes at most, and never beyond the secret's expiry."""
+    binding = SecretBinding.make(["api.good.test"], expires=datetime.now(UTC) + timedelta(seconds=30))
+    worker = await opened(vault, binding)
+    await worker.release(*ASK)
+    (record,) = vault.log.of("secret.release", "allow")
+    assert 25 <= record["lease_seconds"] <= 30
+    await worker.close()
+
+
+async def test_an_older_generation_is_cut_off_and_stays_out(vault: Any) -> None:
+    """A newer worker's channel ends the older; an older one cannot come back, not even after a restart."""
+    old = await opened(vault)
+    lease = await old.release(*ASK)
+    new = await vault.worker(SANDBOX, 3)
+    await old.closed.wait()
+    assert not old.current(lease)
+    with pytest.raises(VaultUnavailableError):
+        await old.release(*ASK)
+    await new.close()
+    await vault.stop()
+    await vault.start()
+    assert "stale_generation" == await refusal(vault.worker(SANDBOX, 2))
+    again = await vault.worker(SANDBOX, 3)
+    assert Secret(CANARY) == (await again.release(*ASK)).value
+    await again.close()
+
+
+async def test_a_restarted_vault_continues(vault: Any) -> None:
+    """Secrets, grants, inline secrets and the lineage's root are those from before."""
+    mine = Grant.make("inline:a", "mine.test", 443, "https")
+    await vault.admin.put("token", Secret(CANARY), BINDING)
+    root = await vault.admin.open_sandbox(SANDBOX, "lin-1", [GRANT, mine], {"inline:a": Secret("one")})
+    await vault.stop()
+    await vault.start()
+    assert root == await vault.admin.open_sandbox("sbx-2", "lin-1")
+    worker = await vault.worker(SANDBOX, 1)
+    assert Secret(CANARY) == (await worker.release(*ASK)).value
+    assert Secret("one") == (await worker.release("inline:a", "mine.test", 443, "https")).value
+    chain = (await worker.intermediate()).chain_pem
+    assert chain.endswith(root)
+    await worker.close()
+
+
+async def test_closing_leaves_nothing(vault: Any) -> None:
+    """I7: record and root are gone from the disk, the channel ends, the name may be used anew with another root."""
+    worker = await opened(vault)
+    root = await vault.admin.open_sandbox("sbx-2", "lin-1")
+    await vault.admin.close_sandbox(SANDBOX)
+    await worker.closed.wait()
+    assert ["=lin-1.sealed"] == os.listdir(vault.directory / "vault" / "lineages")
+    await vault.admin.close_sandbox("sbx-2")
+    await vault.admin.close_sandbox("sbx-2")
+    assert [] == os.listdir(vault.directory / "vault" / "lineages")
+    assert [] == os.listdir(vault.directory / "vault" / "sandboxes")
+    assert "unknown_sandbox" == await refusal(vault.worker(SANDBOX, 2))
+    assert root != await vault.admin.open_sandbox("sbx-2", "lin-1")
+
+
+async def test_a_failed_removal_is_reported_and_can_be_repeated(vault: Any) -> None:
+    """A file that cannot be removed is an error, the sandbox gets nothing meanwhile, and closing again succeeds."""
+    await opened(vault)
+    record = vault.directory / "vault" / "sandboxes" / f"={SANDBOX}.sealed"
+    content = record.read_bytes()
+    record.unlink()
+    record.mkdir()
+    assert "storage" == await refusal(vault.admin.close_sandbox(SANDBOX))
+    assert vault.vault.custody.known(SANDBOX)
+    record.rmdir()
+    record.write_bytes(content)
+    await vault.admin.close_sandbox(SANDBOX)
+    assert not record.exists()
+
+
+async def test_each_intermediate_is_new_and_below_the_lineage(vault: Any) -> None:
+    """Two calls give different keys and serials; the rate is bounded."""
+    worker = await opened(vault)
+    issued = [await worker.intermediate() for _ in range(8)]
+    certificates = [x509.load_pem_x509_certificate(item.certificate_pem.encode()) for item in issued]
+    assert 8 == len({certificate.serial_number for certificate in certificates})
+    assert "PRIVATE KEY" in issued[0].key_pem.reveal()
+    assert "PRIVATE KEY" not in repr(issued)
+    assert "rate_limited" == await refusal(worker.intermediate())
+    await worker.close()
+
+
+async def test_releases_of_one_channel_are_limited(vault: Any) -> None:
+    """Of 240 releases at one moment 200 succeed; a second later 20 more do. The limit is on record."""
+    now = 1000.0
+    vault.monotonic = lambda: now
+    worker = await opened(vault)
+
+    async def limited(count: int) -> int:
+        results = await asyncio.gather(*(worker.release(*ASK) for _ in range(count)), return_exceptions=True)
+        codes = [result.code for result in results if isinstance(result, ReleaseRefusedError)]
+        assert {"rate_limited"} >= set(codes)
+        return len(codes)
+
+    assert 40 == await limited(240)
+    now += 1.0
+    assert 5 == await limited(25)
+    await vault.audit.drain(20)
+    assert 45 == len(vault.log.of("secret.release", "deny"))
+    await worker.close()
+
+
+@pytest.mark.parametrize("op", ["put", "list", "rotate", "delete", "attach", "init", "release", "intermediate", "x"])
+async def test_serve_may_not_administrate(serve_vault: Any, op: str) -> None:
+    """Without uid 0 only the sandbox operations are answered."""
+    assert "forbidden" == await refusal(serve_vault.admin.call(op))
+    await serve_vault.admin.open_sandbox(SANDBOX, "lin-1")
+    assert not await serve_vault.admin.has("token")
+
+
+@pytest.mark.parametrize(
+    ("op", "parameters"),
+    [
+        ("put", {"name": "a"}),
+        ("put", {"name": "a", "value": "x"}),
+        ("put", {"name": "a", "value": "x", "hosts": ["*.good.test"]}),
+        ("put", {"name": "../a", "value": "x", "hosts": ["good.test"]}),
+        ("put", {"name": "a", "value": 5, "hosts": ["good.test"]}),
+        ("put", {"name": "a", "value": "x", "hosts": ["good.test"], "who": "me"}),
+        ("open_sandbox", {"sandbox": "../x", "lineage": "l"}),
+        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "../l"}),
+        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "grants": [{}]}),
+        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "grants": [{}] * 257}),
+        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "inline": {"a": 5}}),
+        ("close_sandbox", {"sandbox": "../x"}),
+        ("attach", {"sandbox": "sbx-1", "generation": 1}),
+        ("list", {"values": True}),
+    ],
+)
+async def test_malformed_requests_are_refused(vault: Any, op: str, parameters: dict[str, Any]) -> None:
+    """Each is answered with bad_request, and nothing is stored."""
+    assert "bad_request" == await refusal(vault.admin.call(op, **parameters))
+    assert [] == await vault.admin.list_secrets()
+    assert [] == vault.vault.custody.names()
+
+
+async def test_a_revocation_overtaking_its_value_makes_the_client_ask_again() -> None:
+    """A value that was revoked while it was on its way is never handed to the worker's code."""
+    near, far = socket.socketpair()
+    values = iter(["old", "new"])
+
+    async def answer(connection: wire.Client, _op: str, _parameters: wire.Message, _fds: list[int]) -> wire.Message:
+        value = next(values)
+        if value == "old":
+            await connection.notify("revoke", secrets=["token"])
+        return {"value": value, "lease_seconds": 300, "scope": {}}
+
+    server = await wire.serve_connection(far, answer)
+    worker = VaultClient.from_fd(near.detach())
+    lease = await worker.release(*ASK)
+    assert Secret("new") == lease.value
+    assert worker.current(lease)
+    await server.close()
+    await worker.closed.wait()
+    assert not worker.current(lease)
+    await worker.close()
+
+
+async def test_a_vault_of_another_key_is_refused_and_a_second_process_too(vault: Any, tmp_path: Path) -> None:
+    """The lock and the key check hold."""
+    with pytest.raises(OSError):
+        Vault(vault.directory / "vault", Keyring(bytes(range(32))))
+    Vault(tmp_path / "v", Keyring(bytes(range(32)))).close()
+    with pytest.raises(MasterKeyError, match="another master key"):
+        Vault(tmp_path / "v", Keyring(bytes(32)))

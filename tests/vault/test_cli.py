@@ -1,0 +1,103 @@
+"""Properties of `sallyport vault`."""
+
+import asyncio
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vault.cli import Places, main
+from vault.secret import Secret
+
+CANARY = "canary-0c1e99"
+
+
+class Console:
+    """Runs commands against a vault and keeps all they print."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.printed = ""
+
+    async def run(self, *arguments: str, stdin: bytes = b"") -> int:
+        """The exit status of one command."""
+        out, problems = io.StringIO(), io.StringIO()
+        status = await asyncio.to_thread(
+            main, arguments, self.places, stdin=io.BytesIO(stdin), stdout=out, stderr=problems
+        )
+        self.printed = out.getvalue() + problems.getvalue()
+        assert CANARY not in self.printed
+        return status
+
+
+@pytest.fixture
+def console(vault: Any) -> Console:
+    """A console on the running vault."""
+    return Console(Places(vault.directory / "s", vault.directory / "key"))
+
+
+async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console: Console) -> None:
+    """The whole life, its value from standard input and from a file, never printed."""
+    assert 0 == await console.run("put", "token", "--host", "API.good.test", "--method", "GET", stdin=CANARY.encode())
+    assert Secret(CANARY) == vault.vault.store.value("token")
+    assert 0 == await console.run("list")
+    assert "token  v1  api.good.test:443  schemes https; methods GET\n" == console.printed
+    file = vault.directory / "value"
+    file.write_text(CANARY + "-2\n")
+    assert 0 == await console.run("rotate", "token", "--file", str(file), "--strip-newline")
+    assert Secret(CANARY + "-2") == vault.vault.store.value("token")
+    assert 0 == await console.run("list", "--json")
+    assert [2] == [item["version"] for item in json.loads(console.printed)]
+    assert 0 == await console.run("delete", "token")
+    assert 0 == await console.run("list")
+    assert "" == console.printed
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"a\n", b" a", b"a\tb\r\n", b"a\0b", b"\xff", b"x" * 65537], ids=lambda value: repr(value[:8])
+)
+async def test_values_that_cannot_be_sent_are_refused(vault: Any, console: Console, value: bytes) -> None:
+    """CRD-27: nothing is stored and the message does not quote the value."""
+    assert 2 == await console.run("put", "token", "--host", "good.test", stdin=value)
+    assert [] == vault.vault.store.list_infos()
+
+
+@pytest.mark.parametrize("host", ["*.good.test", "*", "10.0.0.1", "a b"])
+async def test_a_secret_is_bound_to_exact_names(vault: Any, console: Console, host: str) -> None:
+    """CRD-37: wildcards and addresses are refused."""
+    assert 2 == await console.run("put", "token", "--host", host, stdin=b"value")
+    assert [] == vault.vault.store.list_infos()
+
+
+@pytest.mark.parametrize("arguments", [("put", "t", CANARY, "--host", "a.test"), ("put", "t", "--value", CANARY)])
+async def test_there_is_no_argument_for_a_value(
+    console: Console, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line takes no value."""
+    with pytest.raises(SystemExit):
+        await console.run(*arguments, stdin=b"x")
+
+
+async def test_refusals_are_reported_by_code(console: Console) -> None:
+    """Exit status 1 and vaultd's code."""
+    assert 0 == await console.run("put", "token", "--host", "good.test", stdin=b"value")
+    assert 1 == await console.run("put", "token", "--host", "good.test", stdin=b"value")
+    assert "(exists)" in console.printed
+    assert 1 == await console.run("delete", "absent")
+    assert "(unknown_secret)" in console.printed
+
+
+def test_init_makes_a_key_once(tmp_path: Path) -> None:
+    """A second init is refused and changes nothing; an absent vaultd is a plain message."""
+    places = Places(tmp_path / "absent", tmp_path / "key", (os.geteuid(), os.getegid()))
+    out = io.StringIO()
+    assert 0 == main(["init"], places, stdout=out, stderr=out)
+    before = (tmp_path / "key").read_bytes()
+    assert 1 == main(["init"], places, stdout=out, stderr=out)
+    assert before == (tmp_path / "key").read_bytes()
+    assert 1 == main(["list"], places, stdout=out, stderr=out)
+    assert "cannot reach vaultd" in out.getvalue()
+    assert before.decode().strip() not in out.getvalue()

@@ -1,0 +1,221 @@
+"""The contract of `vault.store.Store`, over every store."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from vault.file_store import FileStore
+from vault.grants import GrantError, SecretBinding
+from vault.keyring import Keyring
+from vault.secret import Secret
+from vault.store import (
+    MAX_SECRETS,
+    DamagedSecretError,
+    MemoryStore,
+    SecretExistsError,
+    Store,
+    UnfitSecretError,
+    UnknownSecretError,
+)
+
+KEYRING = Keyring(bytes(range(32)))
+BINDING = SecretBinding.make(["good.test"], methods=["GET"])
+CANARY = "canary-77aa01bd"
+
+
+class Ticks:
+    """A clock that goes one second further each time it is read."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 3, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        self.now += timedelta(seconds=1)
+        return self.now
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """Each kind of store, empty."""
+    if request.param == "memory":
+        yield MemoryStore(Ticks())
+        return
+    files = FileStore(tmp_path / "secrets", KEYRING, Ticks())
+    yield files
+    files.close()
+
+
+def test_a_stored_secret_is_given_back(store: Store) -> None:
+    """Value, binding and version 1."""
+    info = store.put("a", Secret("1"), BINDING)
+    assert (1, BINDING) == (info.version, info.binding)
+    assert info == store.info("a")
+    assert Secret("1") == store.value("a")
+
+
+def test_put_never_replaces(store: Store) -> None:
+    """A second put of a name is refused and the first value stays."""
+    store.put("a", Secret("1"), BINDING)
+    with pytest.raises(SecretExistsError):
+        store.put("a", Secret("2"), BINDING)
+    assert Secret("1") == store.value("a")
+
+
+def test_rotation_changes_the_value_and_the_version_only(store: Store) -> None:
+    """Binding and creation time stay."""
+    before = store.put("a", Secret("1"), BINDING)
+    after = store.rotate("a", Secret("2"))
+    assert (2, before.created, BINDING) == (after.version, after.created, after.binding)
+    assert after.updated > before.updated
+    assert Secret("2") == store.value("a")
+
+
+def test_what_was_deleted_is_unknown(store: Store) -> None:
+    """Every operation but put refuses an unknown name."""
+    store.put("a", Secret("1"), BINDING)
+    store.delete("a")
+    for call in (store.info, store.value, store.delete):
+        with pytest.raises(UnknownSecretError):
+            call("a")
+    with pytest.raises(UnknownSecretError):
+        store.rotate("a", Secret("2"))
+    assert 1 == store.put("a", Secret("3"), BINDING).version
+
+
+def test_the_list_is_sorted_and_has_no_values(store: Store) -> None:
+    """Listing shows metadata."""
+    for name in ("b", "a", "..", "c"):
+        store.put(name, Secret(CANARY), BINDING)
+    infos = store.list_infos()
+    assert ["..", "a", "b", "c"] == [info.name for info in infos]
+    assert CANARY not in repr(infos)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a\0", "x" * 129])
+def test_bad_names_are_refused(store: Store, name: str) -> None:
+    """A name is never a path."""
+    with pytest.raises(GrantError):
+        store.put(name, Secret("1"), BINDING)
+
+
+@pytest.mark.parametrize("value", ["", "a\r\nb", " a", "x" * 65537])
+def test_bad_values_are_refused_by_put_and_rotate(store: Store, value: str) -> None:
+    """And the former value stays."""
+    store.put("a", Secret("1"), BINDING)
+    with pytest.raises(UnfitSecretError):
+        store.put("b", Secret(value), BINDING)
+    with pytest.raises(UnfitSecretError):
+        store.rotate("a", Secret(value))
+    assert Secret("1") == store.value("a")
+
+
+def test_the_number_of_secrets_is_bounded() -> None:
+    """One more than the limit is refused."""
+    store = MemoryStore()
+    for number in range(MAX_SECRETS):
+        store.put(f"s{number}", Secret("1"), BINDING)
+    with pytest.raises(UnfitSecretError):
+        store.put("more", Secret("1"), BINDING)
+
+
+def test_a_file_store_comes_back(tmp_path: Path) -> None:
+    """Another opening with the same key gives the same secrets."""
+    first = FileStore(tmp_path / "secrets", KEYRING)
+    info = first.put("a", Secret("1"), BINDING)
+    first.close()
+    second = FileStore(tmp_path / "secrets", KEYRING)
+    assert [info] == second.list_infos()
+    assert Secret("1") == second.value("a")
+    second.close()
+
+
+def test_another_key_opens_nothing(tmp_path: Path) -> None:
+    """With a wrong key every record is damaged, none is readable, and deleting one still works."""
+    first = FileStore(tmp_path / "secrets", KEYRING)
+    first.put("a", Secret("1"), BINDING)
+    first.close()
+    other = FileStore(tmp_path / "secrets", Keyring(bytes(32)))
+    assert (["a"], []) == (other.damaged, other.list_infos())
+    with pytest.raises(DamagedSecretError):
+        other.value("a")
+    with pytest.raises(SecretExistsError):
+        other.put("a", Secret("2"), BINDING)
+    other.delete("a")
+    assert [] == other.damaged
+    other.close()
+
+
+def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
+    """No change of a stored file gives any value; neither while open nor after opening again."""
+    store = FileStore(tmp_path / "secrets", KEYRING)
+    store.put("a", Secret(CANARY), BINDING)
+    (path,) = (tmp_path / "secrets").iterdir()
+    content = path.read_bytes()
+    for index in range(len(content)):
+        changed = bytearray(content)
+        changed[index] ^= 1 << index % 8
+        path.write_bytes(changed)
+        with pytest.raises(DamagedSecretError):
+            store.value("a")
+    path.write_bytes(content)
+    assert Secret(CANARY) == store.value("a")
+    store.close()
+
+
+def test_records_cannot_be_exchanged_or_put_back(tmp_path: Path) -> None:
+    """A file under another's name, a body behind other metadata, and an older file are each detected."""
+    store = FileStore(tmp_path / "secrets", KEYRING)
+    for name in ("a", "b"):
+        store.put(name, Secret("1"), BINDING)
+    first, second = sorted((tmp_path / "secrets").iterdir())
+    old = first.read_bytes()
+    store.rotate("a", Secret("2"))
+    new = first.read_bytes()
+    end = 8 + int.from_bytes(old[4:8])  # where the sealed metadata ends
+    for content in (second.read_bytes(), old, old[:end] + new[8 + int.from_bytes(new[4:8]) :]):
+        first.write_bytes(content)
+        with pytest.raises(DamagedSecretError):
+            store.value("a")
+    store.close()
+
+
+def test_files_are_private_and_hold_no_plaintext(tmp_path: Path) -> None:
+    """Mode 0600 below 0700; neither value nor binding is readable."""
+    store = FileStore(tmp_path / "secrets", KEYRING)
+    store.put("a", Secret(CANARY), BINDING)
+    (path,) = (tmp_path / "secrets").iterdir()
+    assert (0o700, 0o600) == ((tmp_path / "secrets").stat().st_mode & 0o777, path.stat().st_mode & 0o777)
+    assert not any(part in path.read_bytes() for part in (CANARY.encode(), b"good.test"))
+    store.close()
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """Neither a record nor the directory may be a symlink; others may not enter the directory."""
+    store = FileStore(tmp_path / "secrets", KEYRING)
+    store.put("a", Secret("1"), BINDING)
+    (path,) = (tmp_path / "secrets").iterdir()
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    with pytest.raises(DamagedSecretError):
+        store.value("a")
+    store.rotate("a", Secret("2"))  # replaces the link itself, not what it names
+    assert Secret("2") == store.value("a")
+    assert not path.is_symlink()
+    store.close()
+    (tmp_path / "link").symlink_to(tmp_path / "secrets")
+    with pytest.raises(OSError):
+        FileStore(tmp_path / "link", KEYRING)
+    (tmp_path / "secrets").chmod(0o750)
+    with pytest.raises(PermissionError):
+        FileStore(tmp_path / "secrets", KEYRING)
+
+
+def test_a_half_written_file_is_removed(tmp_path: Path) -> None:
+    """What a crash left before its rename is neither a record nor kept."""
+    (tmp_path / "secrets").mkdir(mode=0o700)
+    (tmp_path / "secrets" / ".new-0011").write_bytes(b"x")
+    store = FileStore(tmp_path / "secrets", KEYRING)
+    assert [] == list((tmp_path / "secrets").iterdir())
+    store.close()

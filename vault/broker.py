@@ -1,0 +1,147 @@
+"""vaultd: the process that holds the master key. `python -m vault.broker CONFIG.json`
+
+This is the composition: configuration, key, files, socket, audit channel. Its answers are in `operations` (the socket)
+and `channels` (the workers).
+
+- It hardens itself before it reads the key, and runs as an unprivileged uid that owns its directory.
+- There is one of it: a lock on the directory is held. A directory sealed with another key is refused, untouched.
+- When auditd's channel ends this process ends, with status 75: its supervisor starts it anew with a new channel.
+- Lines on stderr hold names, never a value.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import wire
+from audit.client import AuditClient
+from vault.channels import Channels
+from vault.config import ConfigError, VaultConfig
+from vault.custody import Custody
+from vault.file_store import FileStore
+from vault.hardening import harden
+from vault.keyring import ENVIRONMENT, Keyring, MasterKeyError, load
+from vault.operations import Operations
+from vault.sealed_directory import SealedDirectory, SealedRecordError
+
+AUDIT_FD = "SALLYPORT_AUDIT_FD"
+EXIT_AUDIT_ENDED = 75  # EX_TEMPFAIL: start me again
+EXIT_CONFIG = 78  # EX_CONFIG: starting me again will not help
+_KEY_CHECK = "keycheck"
+
+_log = logging.getLogger(__name__)
+
+
+class Vault:
+    """vaultd's files, opened: the composition of store, lineages and sandboxes under one lock."""
+
+    def __init__(self, directory: Path, keyring: Keyring) -> None:
+        """Open (or make) the vault in `directory`.
+
+        Raises:
+            MasterKeyError: the vault was sealed with another key.
+            OSError: it cannot be opened, or another process has it.
+        """
+        self._root = SealedDirectory(directory, keyring, "vault")
+        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._check_key(directory)
+        self.store = FileStore(directory / "secrets", keyring)
+        self._sandboxes = SealedDirectory(directory / "sandboxes", keyring, "sandboxes")
+        self._lineages = SealedDirectory(directory / "lineages", keyring, "lineages")
+        self.custody = Custody(self.store, self._sandboxes, self._lineages)
+
+    def close(self) -> None:
+        """Give lock and descriptors back."""
+        for part in (self._lineages, self._sandboxes, self.store, self._root):
+            part.close()
+        os.close(self._lock)
+
+    def _check_key(self, directory: Path) -> None:
+        try:
+            self._root.read(_KEY_CHECK)
+        except FileNotFoundError:
+            if any((directory / part).exists() for part in ("secrets", "sandboxes", "lineages")):
+                raise MasterKeyError(f"{directory}: the record that tells its key is missing") from None
+            self._root.write(_KEY_CHECK, b"", b"")
+        except SealedRecordError:
+            raise MasterKeyError(f"{directory}: sealed with another master key") from None
+
+
+async def run(config: VaultConfig, keyring: Keyring, audit_fd: int) -> int:
+    """Serve until SIGTERM, SIGINT or the end of the audit channel; return the exit status."""
+    vault = Vault(config.directory, keyring)
+    if vault.store.damaged:
+        _log.error("damaged secrets, refused until deleted: %s", ", ".join(vault.store.damaged))
+    audit = AuditClient.from_fd(audit_fd)
+    channels = Channels(vault.custody, audit)
+    operations = Operations(vault.custody, channels, audit)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = await wire.serve_unix(config.socket, operations.handle, allowed_uids=config.uids, mode=0o666)
+    _log.info("ready: %d secrets, %d sandboxes", len(vault.store.list_infos()), len(vault.custody.names()))
+    try:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(_end_with(audit, stop))
+            await stop.wait()
+            watch.cancel()
+        status = 0 if audit.available else EXIT_AUDIT_ENDED
+    finally:
+        server.cancel()
+        await asyncio.gather(server, return_exceptions=True)
+        await channels.close()
+        await audit.close()
+        config.socket.unlink(missing_ok=True)
+        vault.close()
+    if status == EXIT_AUDIT_ENDED:
+        _log.error("the audit channel has ended: nothing can be released; ending")
+    return status
+
+
+async def _end_with(audit: AuditClient, stop: asyncio.Event) -> None:
+    await audit.wait_closed()
+    stop.set()
+
+
+def main(arguments: list[str]) -> int:
+    """Run vaultd; return its exit status."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="vaultd %(levelname)s %(name)s: %(message)s")
+    if len(arguments) != 1:
+        _log.error("usage: python -m vault.broker CONFIG.json")
+        return EXIT_CONFIG
+    try:
+        if not harden():
+            _log.info("memory is not locked (limit on locked memory)")
+        os.umask(0o077)
+        config = VaultConfig.read(Path(arguments[0]))
+        audit_fd = _audit_fd(os.environ.get(AUDIT_FD))
+        keyring = load(config.master_key_file, os.environ)
+        os.environ.pop(ENVIRONMENT, None)
+        return asyncio.run(run(config, keyring, audit_fd))
+    except (ConfigError, MasterKeyError) as error:
+        _log.error("%s", error)
+        return EXIT_CONFIG
+    except OSError as error:
+        _log.error("cannot run: %s: %s", type(error).__name__, error.strerror or error)
+        return 1
+
+
+def _audit_fd(text: str | None) -> int:
+    try:
+        fd = int(text or "")
+        if fd < 3 or not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            raise ValueError
+    except (ValueError, OSError):
+        raise ConfigError(f"{AUDIT_FD} names no inherited socket") from None
+    os.set_inheritable(fd, False)
+    return fd
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

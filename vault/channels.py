@@ -1,0 +1,251 @@
+"""The workers' channels: what a worker may ask, in which order a secret is released, and how a lease is called back.
+
+The order of a release (invariant I5), each step only after the former:
+1. the rate limit and the decision (`Custody.decide`); a denial is audited and answered;
+2. the record `secret.release` is on auditd's disk;
+3. the decision is taken again, because the world may have changed while the record was written, and the value is read;
+4. the value leaves, to the channel that asked, and only there.
+Nothing can happen between steps 3 and 4: a later `revoke` follows the value on the same stream and finds the lease.
+
+- Without an audit record nothing is released: not a secret, not an intermediate.
+- A channel belongs to the sandbox and generation it was attached for; nothing said on it can change that.
+- A worker that does not take a `revoke` within `REVOKE_TIMEOUT` loses its channel, and with it all its leases.
+"""
+
+import asyncio
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import wire
+from audit.client import AuditUnavailable
+from vault.custody import Consent, Custody, CustodyError
+from vault.grants import Grant, GrantError, Refusal
+from vault.store import StoreError
+
+REVOKE_TIMEOUT = 2.0
+RELEASES = (20.0, 200.0)  # a second, and at once: leases make more than a few a minute unusual
+INTERMEDIATES = (0.1, 8.0)
+
+_log = logging.getLogger(__name__)
+
+type Monotonic = Callable[[], float]
+
+
+class Audit(Protocol):
+    """The part of `audit.client.AuditClient` that vaultd uses."""
+
+    async def accept(self, kind: str, decision: str, *, durable: bool = False, **fields: object) -> int:
+        """Return once the record is accepted; raise AuditUnavailable."""
+        ...
+
+    def note(self, kind: str, decision: str = ..., **fields: object) -> None:
+        """Queue an outcome."""
+        ...
+
+
+class Bucket:
+    """A token bucket: `rate` a second, `burst` at once."""
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate, self._burst = rate, burst
+        self._tokens, self._at = burst, now
+
+    def take(self, now: float) -> bool:
+        """Take one token if there is one."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Channel:
+    """One attached worker; `leases` maps a secret's name to when its last lease ends."""
+
+    sandbox: str
+    generation: int
+    releases: Bucket
+    intermediates: Bucket
+    leases: dict[str, float] = field(default_factory=dict)
+    connection: wire.Client | None = None
+
+
+class Channels:
+    """All workers' channels, at most one for each sandbox."""
+
+    def __init__(self, custody: Custody, audit: Audit, monotonic: Monotonic = time.monotonic) -> None:
+        self._custody = custody
+        self._audit = audit
+        self._now = monotonic
+        self._channels: dict[str, Channel] = {}
+
+    async def attach(self, sandbox: str, generation: int, sock: socket.socket) -> None:
+        """Serve `sock` as the channel of a sandbox's worker, in place of the one before; takes the socket over.
+
+        Raises:
+            CustodyError: unknown_sandbox, stale_generation.
+        """
+        try:
+            self._custody.advance(sandbox, generation)
+        except BaseException:
+            sock.close()
+            raise
+        now = self._now()
+        channel = Channel(sandbox, generation, Bucket(*RELEASES, now), Bucket(*INTERMEDIATES, now))
+
+        async def handle(_connection: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message:
+            wire.frames.close_all(fds)
+            return await self._handle(channel, op, parameters)
+
+        former = self._channels.get(sandbox)
+        self._channels[sandbox] = channel  # from here on the former one is refused, even while it is being closed
+        channel.connection = wire.Client(sock, handle)
+        channel.connection.start()
+        if former is not None and former.connection is not None:
+            await former.connection.close()
+
+    async def detach(self, sandbox: str) -> None:
+        """Revoke all leases of a sandbox's worker and end its channel."""
+        channel = self._channels.pop(sandbox, None)
+        if channel is not None:
+            await self._push(channel, None)
+            if channel.connection is not None:
+                await channel.connection.close()
+
+    async def revoke(self, sandbox: str, secrets: Collection[str] | None) -> None:
+        """Call back the leases that a sandbox's worker has of `secrets` (None: all)."""
+        channel = self._channels.get(sandbox)
+        if channel is None:
+            return
+        now = self._now()
+        channel.leases = {name: end for name, end in channel.leases.items() if end > now}
+        names = None if secrets is None else sorted(set(secrets) & channel.leases.keys())
+        if names is not None and not names:
+            return
+        for name in list(channel.leases) if names is None else names:
+            del channel.leases[name]
+        await self._push(channel, names)
+
+    async def revoke_everywhere(self, secret: str, sandboxes: Collection[str]) -> None:
+        """Call back one secret from the workers of `sandboxes`; returns when each has been told or cut off."""
+        await asyncio.gather(*(self.revoke(sandbox, (secret,)) for sandbox in sandboxes))
+
+    async def close(self) -> None:
+        """End all channels."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            if channel.connection is not None:
+                await channel.connection.close()
+
+    async def _push(self, channel: Channel, names: list[str] | None) -> None:
+        if channel.connection is None or channel.connection.closed.is_set():
+            return
+        try:
+            async with asyncio.timeout(REVOKE_TIMEOUT):
+                await channel.connection.notify("revoke", secrets=names)
+        except (ConnectionError, TimeoutError):
+            _log.warning("the worker of %s did not take a revocation: its channel is closed", channel.sandbox)
+            await channel.connection.close()
+
+    async def _handle(self, channel: Channel, op: str, parameters: wire.Message) -> wire.Message:
+        self._check_current(channel)
+        match op:
+            case "ping":
+                return {}
+            case "intermediate":
+                return await self._intermediate(channel)
+            case "release":
+                return await self._release(channel, parameters)
+            case _:
+                raise wire.RequestError("unknown_op", "a worker may ask for intermediate, release and ping")
+
+    def _check_current(self, channel: Channel) -> None:
+        if self._channels.get(channel.sandbox) is not channel:
+            raise wire.RequestError("stale_generation", "this channel has been replaced")
+
+    async def _intermediate(self, channel: Channel) -> wire.Message:
+        if not channel.intermediates.take(self._now()):
+            raise wire.RequestError("rate_limited", "too many intermediates")
+        await self._accept("vault.intermediate", "allow", channel, {})
+        self._check_current(channel)
+        try:
+            issued = self._custody.issue(channel.sandbox)
+        except CustodyError as error:
+            raise wire.RequestError(error.code, str(error)) from None
+        return {
+            "certificate_pem": issued.certificate_pem,
+            "chain_pem": issued.chain_pem,
+            "key_pem": issued.key_pem.reveal(),
+        }
+
+    async def _release(self, channel: Channel, parameters: wire.Message) -> wire.Message:
+        try:
+            wanted, method, path = _wanted(parameters)
+        except GrantError as error:
+            self._audit.note("secret.release", "deny", **_who(channel), code="bad_request", reason=str(error))
+            raise wire.RequestError("bad_request", str(error)) from None
+        about: dict[str, Any] = {**wanted.to_json(), "scheme": str(wanted.scheme), "method": method, "path": path}
+        if not channel.releases.take(self._now()):
+            self._audit.note("secret.release", "deny", **_who(channel), **about, code="rate_limited")
+            raise wire.RequestError("rate_limited", "too many releases")
+        decision = self._custody.decide(channel.sandbox, wanted, method, path)
+        match decision:
+            case Refusal(code, reason):
+                await self._accept("secret.release", "deny", channel, {**about, "code": code, "reason": reason})
+                raise wire.RequestError(code, reason)
+            case Consent(lease, _):
+                seconds = max(1, math.floor(lease.total_seconds()))
+                await self._accept(
+                    "secret.release", "allow", channel, {**about, "lease_seconds": seconds}, durable=True
+                )
+        # Nothing below may await: see the module docstring.
+        refused: Refusal | None = None
+        match self._custody.decide(channel.sandbox, wanted, method, path):
+            case Refusal() as refusal:
+                refused = refusal
+            case Consent() as consent if self._channels.get(channel.sandbox) is channel:
+                try:
+                    value = self._custody.value(channel.sandbox, wanted.secret)
+                except StoreError as error:
+                    refused = Refusal(error.code, str(error))
+                else:
+                    seconds = min(seconds, max(0, math.floor(consent.lease.total_seconds())))
+                    end = max(channel.leases.get(wanted.secret, 0.0), self._now() + seconds)
+                    channel.leases[wanted.secret] = end
+                    return {"value": value.reveal(), "lease_seconds": seconds, "scope": consent.scope.to_json()}
+            case Consent():
+                refused = Refusal("stale_generation", "this channel has been replaced")
+        self._audit.note("secret.release", "deny", **_who(channel), **about, code=refused.code, reason=refused.reason)
+        raise wire.RequestError(refused.code, refused.reason)
+
+    async def _accept(
+        self, kind: str, decision: str, channel: Channel, fields: dict[str, Any], *, durable: bool = False
+    ) -> None:
+        try:
+            await self._audit.accept(kind, decision, durable=durable, **_who(channel), **fields)
+        except AuditUnavailable:
+            raise wire.RequestError("audit_unavailable", "the audit log did not accept the record") from None
+
+
+def _who(channel: Channel) -> dict[str, Any]:
+    return {"sandbox": channel.sandbox, "target_generation": channel.generation}
+
+
+def _wanted(parameters: wire.Message) -> tuple[Grant, str | None, str | None]:
+    if not set(parameters) <= {"secret", "host", "port", "scheme", "method", "path"}:
+        raise GrantError("a release has secret, host, port, scheme, method and path")
+    wanted = Grant.make(*(parameters.get(key) for key in ("secret", "host", "port", "scheme")))
+    if wanted.wildcard:
+        raise GrantError("a release is for one exact host")
+    method, path = parameters.get("method"), parameters.get("path")
+    for fact in (method, path):
+        if fact is not None and (not isinstance(fact, str) or len(fact) > 16384):
+            raise GrantError("method and path are texts")
+    return wanted, method, path

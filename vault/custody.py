@@ -1,0 +1,313 @@
+"""What vaultd knows: stored secrets, sandboxes with their grants and inline secrets, lineage roots. And its decision.
+
+- Every change is on disk, sealed, before it counts, so a restarted vaultd continues where the former one ended. When
+  a change to a sandbox cannot be written, that sandbox has no grants until one can.
+- A release needs a grant of the sandbox *and*, for a stored secret, the consent of the secret's own binding; both are
+  looked at anew each time. An inline secret belongs to its one sandbox and cannot take a stored secret's name.
+- A generation only grows; a channel of an older one is refused, after a restart too.
+- Closing removes the sandbox's record and, with the last sandbox of a lineage, the root's; success means it was looked
+  for and is gone.
+
+Every method is synchronous and never yields: between a check and what follows from it nothing else can happen. It does
+no auditing; `broker` does, in the right order.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from vault.authority import AuthorityError, Issued, Root
+from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, check, inline_name
+from vault.sealed_directory import SealedDirectory, SealedRecordError
+from vault.secret import Secret, text_problem
+from vault.store import Clock, DamagedSecretError, Store, StoreError, UnknownSecretError
+
+MAX_SANDBOXES = 8192
+MAX_LEASE = timedelta(seconds=300)
+_SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
+_LINEAGE = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+
+_log = logging.getLogger(__name__)
+
+
+class CustodyError(Exception):
+    """A change that is refused; `code` is what the client is told."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxState:
+    """What one sandbox has; `generation` 0 means that no worker was ever attached."""
+
+    sandbox: str
+    lineage: str
+    generation: int
+    grants: frozenset[Grant]
+    inline: Mapping[str, Secret] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """A release may happen: for how long, and limited to what."""
+
+    lease: timedelta
+    scope: RequestScope
+
+
+class Custody:
+    """All of vaultd's state. One process, one thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        sandboxes: SealedDirectory,
+        lineages: SealedDirectory,
+        clock: Clock = lambda: datetime.now(UTC),
+    ) -> None:
+        """Read back what a former process left; roots that no sandbox uses are deleted."""
+        self.store = store
+        self._files = sandboxes
+        self._lineages = lineages
+        self._clock = clock
+        self._sandboxes: dict[str, SandboxState] = {}
+        damaged = 0
+        for name in sandboxes.names():
+            try:
+                self._sandboxes[name] = _state(name, *sandboxes.read(name))
+            except (SealedRecordError, GrantError):
+                damaged += 1
+                _log.error("the record of sandbox %s is damaged: nothing is released to it", name)
+        if not damaged:  # a damaged record does not say which lineage it needs
+            used = {state.lineage for state in self._sandboxes.values()}
+            for lineage in lineages.names():
+                if lineage not in used:
+                    lineages.remove(lineage)
+
+    def known(self, sandbox: str) -> bool:
+        """Whether `sandbox` is open."""
+        return sandbox in self._sandboxes
+
+    def names(self) -> list[str]:
+        """All open sandboxes."""
+        return sorted(self._sandboxes)
+
+    def plan(self, sandbox: str, lineage: str, grants: Iterable[Grant], inline: Mapping[str, Secret]) -> "SandboxState":
+        """Check that a sandbox could be opened like this, and return its state; nothing changes.
+
+        Raises:
+            CustodyError: bad_request, exists, full, unknown_secret, not_bound, expired, name_taken.
+        """
+        if not _SANDBOX.fullmatch(sandbox) or not _LINEAGE.fullmatch(lineage):
+            raise CustodyError("bad_request", "not a sandbox's or lineage's name")
+        if sandbox in self._sandboxes or self._files.exists(sandbox):
+            raise CustodyError("exists", "the sandbox is open already")
+        if len(self._sandboxes) >= MAX_SANDBOXES:
+            raise CustodyError("full", f"{MAX_SANDBOXES} sandboxes are open, the limit")
+        state = SandboxState(sandbox, lineage, 0, frozenset(grants), dict(inline))
+        self._check(state)
+        return state
+
+    def open(self, planned: SandboxState) -> str:
+        """Open a sandbox as planned; return its root certificate (PEM). Raises as `plan`."""
+        state = self.plan(planned.sandbox, planned.lineage, planned.grants, planned.inline)
+        root = self._root(state.lineage)
+        if root is None:
+            root = Root.create(self._clock())
+            key = root.key_pem.reveal().encode("ascii")
+            self._lineages.write(state.lineage, root.certificate_pem.encode("ascii"), key)
+        self._write(state)
+        return root.certificate_pem
+
+    def replan(self, sandbox: str, grants: Iterable[Grant], inline: Mapping[str, Secret] | None) -> SandboxState:
+        """Check that a sandbox's grants could be replaced, and return its state then; nothing changes.
+
+        Raises:
+            CustodyError: unknown_sandbox, or as `plan`.
+        """
+        state = self._get(sandbox)
+        planned = replace(state, grants=frozenset(grants), inline=state.inline if inline is None else dict(inline))
+        self._check(planned, state)
+        return planned
+
+    def narrows(self, planned: SandboxState) -> bool:
+        """Whether `planned` only takes away: such a change is never held up."""
+        state = self._get(planned.sandbox)
+        kept = all(name in state.inline and state.inline[name] == value for name, value in planned.inline.items())
+        same = all((grant.secret in planned.inline) == (grant.secret in state.inline) for grant in planned.grants)
+        return kept and same and planned.grants <= state.grants
+
+    def regrant(self, planned: SandboxState) -> frozenset[str]:
+        """Replace grants and inline secrets as planned; return the names whose leases end.
+
+        Raises:
+            CustodyError: as `replan`.
+            OSError: it could not be written; the sandbox has no grants now.
+        """
+        state = self._get(planned.sandbox)
+        self._check(planned, state)
+        ended = {grant.secret for grant in state.grants - planned.grants}
+        ended |= {name for name, value in state.inline.items() if planned.inline.get(name) != value}
+        try:
+            self._write(replace(planned, generation=state.generation))
+        except OSError:
+            self._sandboxes[state.sandbox] = replace(state, grants=frozenset())
+            raise
+        return frozenset(ended)
+
+    def close(self, sandbox: str) -> None:
+        """Forget a sandbox, known or not; its lineage's root too if it was the last.
+
+        Raises:
+            CustodyError: bad_request; residue: something is still there, call again.
+        """
+        if not _SANDBOX.fullmatch(sandbox):
+            raise CustodyError("bad_request", "not a sandbox's name")
+        state = self._sandboxes.get(sandbox)
+        if state is not None:
+            self._sandboxes[sandbox] = replace(state, grants=frozenset(), inline={})
+        self._files.remove(sandbox)
+        if state is not None and not any(
+            other.lineage == state.lineage for name, other in self._sandboxes.items() if name != sandbox
+        ):
+            self._lineages.remove(state.lineage)
+            if self._lineages.exists(state.lineage):
+                raise CustodyError("residue", "the lineage's root is still there")
+        if self._files.exists(sandbox):
+            raise CustodyError("residue", "the sandbox's record is still there")
+        self._sandboxes.pop(sandbox, None)
+
+    def advance(self, sandbox: str, generation: int) -> None:
+        """Take note that a worker of `generation` speaks for `sandbox` now.
+
+        Raises:
+            CustodyError: unknown_sandbox, stale_generation.
+        """
+        state = self._get(sandbox)
+        if generation < max(state.generation, 1):
+            raise CustodyError("stale_generation", "a newer worker has been attached")
+        if generation > state.generation:
+            self._write(replace(state, generation=generation))
+
+    def decide(self, sandbox: str, wanted: Grant, method: str | None, path: str | None) -> Consent | Refusal:
+        """Say whether a secret may go to a sandbox's worker for this destination (and request, where it matters)."""
+        state = self._sandboxes.get(sandbox)
+        if state is None:
+            return Refusal("unknown_sandbox", "the sandbox is not open")
+        if not any(grant.covers(wanted) for grant in state.grants):
+            return Refusal("not_granted", "the sandbox was not granted this secret for this destination")
+        if wanted.secret in state.inline:
+            return Consent(MAX_LEASE, RequestScope())
+        try:
+            binding = self.store.info(wanted.secret).binding
+        except StoreError as error:
+            return Refusal(error.code, str(error))
+        now = self._clock()
+        if refusal := check(binding, wanted, now) or binding.scope.check(method, path):
+            return refusal
+        lease = MAX_LEASE if binding.expires is None else min(MAX_LEASE, binding.expires - now)
+        return Consent(lease, binding.scope)
+
+    def value(self, sandbox: str, secret: str) -> Secret:
+        """The value of a secret that `decide` consented to just before. Raises StoreError."""
+        inline = self._get(sandbox).inline.get(secret)
+        return self.store.value(secret) if inline is None else inline
+
+    def issue(self, sandbox: str) -> Issued:
+        """Issue an intermediate below the root of the sandbox's lineage.
+
+        Raises:
+            CustodyError: unknown_sandbox, or damaged: the root cannot be read.
+        """
+        root = self._root(self._get(sandbox).lineage)
+        if root is None:
+            raise CustodyError("damaged", "the lineage's root is missing")
+        try:
+            return root.issue_intermediate(self._clock())
+        except AuthorityError as error:
+            raise CustodyError("expired", str(error)) from None
+
+    def users(self, secret: str) -> list[str]:
+        """The sandboxes for which `secret` means the stored one."""
+        return [
+            state.sandbox
+            for state in self._sandboxes.values()
+            if secret not in state.inline and any(grant.secret == secret for grant in state.grants)
+        ]
+
+    def _get(self, sandbox: str) -> SandboxState:
+        try:
+            return self._sandboxes[sandbox]
+        except KeyError:
+            raise CustodyError("unknown_sandbox", "the sandbox is not open") from None
+
+    def _check(self, state: SandboxState, former: SandboxState | None = None) -> None:
+        """Check `state`; grants that `former` had are not asked for again, so that taking others away always works."""
+        if len(state.grants) > MAX_GRANTS or len(state.inline) > MAX_GRANTS:
+            raise CustodyError("full", f"a sandbox has at most {MAX_GRANTS} grants and inline secrets")
+        for name, value in state.inline.items():
+            if problem := text_problem(inline_name(name) and value.reveal()):
+                raise CustodyError("unfit", problem)
+            if self._stored(name):
+                raise CustodyError("name_taken", "an inline secret may not have a stored secret's name")
+        for grant in state.grants:
+            if grant.secret in state.inline:
+                continue
+            if former is not None and grant in former.grants and grant.secret not in former.inline:
+                continue
+            try:
+                binding = self.store.info(grant.secret).binding
+            except StoreError as error:
+                raise CustodyError(error.code, str(error)) from None
+            if refusal := check(binding, grant, self._clock()):
+                raise CustodyError(refusal.code, refusal.reason)
+
+    def _stored(self, name: str) -> bool:
+        try:
+            self.store.info(name)
+        except UnknownSecretError:
+            return False
+        except DamagedSecretError:
+            return True
+        return True
+
+    def _root(self, lineage: str) -> Root | None:
+        try:
+            certificate, key = self._lineages.read(lineage)
+        except FileNotFoundError:
+            return None
+        except SealedRecordError:
+            raise CustodyError("damaged", "the lineage's root cannot be read") from None
+        try:
+            return Root.load(certificate.decode("ascii"), Secret(key.decode("ascii")))
+        except AuthorityError as error:
+            raise CustodyError("damaged", str(error)) from None
+
+    def _write(self, state: SandboxState) -> None:
+        metadata = {"sandbox": state.sandbox, "lineage": state.lineage, "generation": state.generation}
+        body = {
+            "grants": [grant.to_json() for grant in state.grants],
+            "inline": {name: value.reveal() for name, value in state.inline.items()},
+        }
+        self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
+        self._sandboxes[state.sandbox] = state
+
+
+def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:
+    about: dict[str, Any] = json.loads(metadata)
+    content: dict[str, Any] = json.loads(body)
+    if about["sandbox"] != name:
+        raise SealedRecordError("a sandbox's record under another's name")
+    return SandboxState(
+        name,
+        str(about["lineage"]),
+        int(about["generation"]),
+        frozenset(Grant.from_json(item) for item in content["grants"]),
+        {str(key): Secret(value) for key, value in content["inline"].items()},
+    )

@@ -1,0 +1,99 @@
+"""The default store: one sealed file per secret (`vault.sealed_directory`).
+
+- Metadata is read once, when the store is opened; values are read for each release and stay in no cache.
+- A damaged record is known by name, refused, and can only be deleted; the others work on.
+
+One process at a time: vaultd holds a lock on the directory above.
+"""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vault.grants import SecretBinding
+from vault.keyring import Keyring
+from vault.sealed_directory import SealedDirectory, SealedRecordError
+from vault.secret import Secret
+from vault.store import Clock, DamagedSecretError, SecretInfo, UnknownSecretError, new_info, rotated_info
+
+
+class FileStore:
+    """Secrets in a directory of sealed files."""
+
+    def __init__(self, path: Path, keyring: Keyring, clock: Clock = lambda: datetime.now(UTC)) -> None:
+        """Open the store, making its directory if absent. Raises OSError as `SealedDirectory`."""
+        self._directory = SealedDirectory(path, keyring, "secrets")
+        self._clock = clock
+        self._infos: dict[str, SecretInfo | None] = {}
+        for name in self._directory.names():
+            try:
+                self._infos[name] = _info(name, self._directory.read_metadata(name))
+            except (SealedRecordError, DamagedSecretError):
+                self._infos[name] = None
+
+    @property
+    def damaged(self) -> list[str]:
+        """The names of records that do not open."""
+        return sorted(name for name, info in self._infos.items() if info is None)
+
+    def close(self) -> None:
+        """Give the directory's descriptor back."""
+        self._directory.close()
+
+    def put(self, name: str, value: Secret, binding: SecretBinding) -> SecretInfo:
+        """See `Store`."""
+        info = new_info(name, value, binding, self._clock(), self._infos)
+        self._write(info, value)
+        return info
+
+    def rotate(self, name: str, value: Secret) -> SecretInfo:
+        """See `Store`."""
+        info = rotated_info(self.info(name), value, self._clock())
+        self._write(info, value)
+        return info
+
+    def delete(self, name: str) -> None:
+        """See `Store`."""
+        if name not in self._infos:
+            raise UnknownSecretError("no secret has this name")
+        self._directory.remove(name)
+        del self._infos[name]
+
+    def info(self, name: str) -> SecretInfo:
+        """See `Store`."""
+        if name not in self._infos:
+            raise UnknownSecretError("no secret has this name")
+        info = self._infos[name]
+        if info is None:
+            raise DamagedSecretError("the secret's record is damaged")
+        return info
+
+    def list_infos(self) -> list[SecretInfo]:
+        """See `Store`."""
+        return [info for _, info in sorted(self._infos.items()) if info is not None]
+
+    def value(self, name: str) -> Secret:
+        """See `Store`."""
+        info = self.info(name)
+        try:
+            metadata, body = self._directory.read(name)
+        except (SealedRecordError, FileNotFoundError):
+            raise DamagedSecretError("the secret's record is damaged") from None
+        if _info(name, metadata) != info:
+            raise DamagedSecretError("the secret's record is not the one that was written last")
+        return Secret(body.decode("utf-8"))
+
+    def _write(self, info: SecretInfo, value: Secret) -> None:
+        metadata = json.dumps(info.to_json(), sort_keys=True).encode()
+        self._directory.write(info.name, metadata, value.reveal().encode("utf-8"))
+        self._infos[info.name] = info
+
+
+def _info(name: str, metadata: bytes) -> SecretInfo:
+    try:
+        info = SecretInfo.from_json(json.loads(metadata))
+    except (ValueError, KeyError, TypeError):
+        raise DamagedSecretError("the secret's metadata cannot be read") from None
+    if info.name != name:
+        raise DamagedSecretError("the secret's metadata is another's")
+    return info

@@ -1,0 +1,120 @@
+"""The master key: where it comes from, and how it is made.
+
+- From a file (base64 of 32 bytes, mode 0600, owned by this process's user or root, no symlink, no second name), else
+  from a systemd credential, else from the environment. Exactly the first configured source counts: a bad file is an
+  error, never a reason to look further.
+- `create` never overwrites: a second key would make every sealed record unreadable.
+- No message holds a byte of the key.
+
+It does not rotate the master key.
+"""
+
+import base64
+import binascii
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from vault.envelope import KEY_BYTES, subkey
+
+CREDENTIAL = "sallyport-master-key"
+ENVIRONMENT = "SALLYPORT_MASTER_KEY"
+
+
+class MasterKeyError(Exception):
+    """The master key is missing, unsafe or malformed; the message says where and why, without a byte of it."""
+
+
+class Keyring:
+    """The master key, as keys for single purposes."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise MasterKeyError("the master key is not 32 bytes")
+        self._key = key
+
+    def purpose(self, name: str) -> bytes:
+        """The 32-byte key for one purpose."""
+        return subkey(self._key, name)
+
+    def __repr__(self) -> str:
+        return "Keyring(hidden)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a keyring is not pickled")
+
+
+def load(path: Path | None, environment: Mapping[str, str]) -> Keyring:
+    """Read the master key from `path`, or without one from the systemd credential or the environment.
+
+    Raises:
+        MasterKeyError: there is none, or it is unsafe or malformed.
+    """
+    if path is not None:
+        return Keyring(_decode(_read_private(path), str(path)))
+    if directory := environment.get("CREDENTIALS_DIRECTORY"):
+        credential = Path(directory) / CREDENTIAL
+        if credential.exists():
+            return Keyring(_decode(_read_private(credential), str(credential)))
+    if text := environment.get(ENVIRONMENT):
+        return Keyring(_decode(text.encode("utf-8", "replace"), f"the variable {ENVIRONMENT}"))
+    raise MasterKeyError("no master key: neither a key file, a systemd credential nor a variable is configured")
+
+
+def create(path: Path, owner: tuple[int, int] | None = None) -> None:
+    """Make a new master key file, durable on return.
+
+    Args:
+        owner: (uid, gid) that will read it; needs root.
+
+    Raises:
+        MasterKeyError: the file exists, or cannot be made.
+    """
+    text = base64.b64encode(secrets.token_bytes(KEY_BYTES)) + b"\n"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise MasterKeyError(f"{path} exists; a new master key would make every sealed record unreadable") from None
+    except OSError as error:
+        raise MasterKeyError(f"{path}: {error.strerror}") from None
+    with os.fdopen(fd, "wb") as file:
+        if owner is not None:
+            os.fchown(fd, *owner)
+        file.write(text)
+        file.flush()
+        os.fsync(fd)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _read_private(path: Path) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise MasterKeyError(f"{path}: {error.strerror}") from None
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise MasterKeyError(f"{path}: not a regular file with one name")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise MasterKeyError(f"{path}: owned by uid {status.st_uid}, neither this process's user nor root")
+        if stat.S_IMODE(status.st_mode) & 0o177:
+            raise MasterKeyError(f"{path}: mode {stat.S_IMODE(status.st_mode):04o}, must be 0600 or 0400")
+        return file.read(1024)
+
+
+def _decode(text: bytes, origin: str) -> bytes:
+    try:
+        key = base64.b64decode(text.strip(), validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise MasterKeyError(f"{origin}: not the base64 form of {KEY_BYTES} bytes")
+    return key

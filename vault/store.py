@@ -1,0 +1,176 @@
+"""What a store of secrets must do, and the one that keeps them in memory.
+
+The properties every store has; `tests/vault` runs the same suite over each:
+- `put` never replaces, `rotate` never creates; a version grows by one with each rotation and the binding stays.
+- Metadata can be listed without touching a value.
+- A value that cannot be read back exactly is an error (`DamagedSecretError`), never another value.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from vault.grants import SecretBinding, secret_name
+from vault.secret import Secret, value_problem
+
+MAX_SECRETS = 4096
+
+type Clock = Callable[[], datetime]
+
+
+class StoreError(Exception):
+    """A store did not do what was asked; `code` is what a client is told. No message holds a value."""
+
+    code = "store"
+
+
+class UnknownSecretError(StoreError):
+    """No secret has this name."""
+
+    code = "unknown_secret"
+
+
+class SecretExistsError(StoreError):
+    """A secret already has this name."""
+
+    code = "exists"
+
+
+class UnfitSecretError(StoreError):
+    """The store is full, or the value cannot be a secret."""
+
+    code = "unfit"
+
+
+class DamagedSecretError(StoreError):
+    """A record is not what was sealed: changed, swapped, or sealed with another key."""
+
+    code = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class SecretInfo:
+    """What may be known about a secret without knowing it."""
+
+    name: str
+    version: int
+    created: datetime
+    updated: datetime
+    binding: SecretBinding
+
+    def to_json(self) -> dict[str, Any]:
+        """The wire and file form."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "created": self.created.isoformat(),
+            "updated": self.updated.isoformat(),
+            **self.binding.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "SecretInfo":
+        """Read `to_json`'s form."""
+        binding = {key: document[key] for key in ("hosts", "ports", "schemes", "methods", "paths", "expires")}
+        return cls(
+            secret_name(document["name"]),
+            int(document["version"]),
+            datetime.fromisoformat(document["created"]),
+            datetime.fromisoformat(document["updated"]),
+            SecretBinding.from_json(binding),
+        )
+
+
+class Store(Protocol):
+    """The port vaultd keeps secrets behind. Calls are short and block."""
+
+    def put(self, name: str, value: Secret, binding: SecretBinding) -> SecretInfo:
+        """Store a new secret. Raises SecretExistsError, UnfitSecretError."""
+        ...
+
+    def rotate(self, name: str, value: Secret) -> SecretInfo:
+        """Replace a value. Raises UnknownSecretError, UnfitSecretError."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a secret, damaged ones too. Raises UnknownSecretError."""
+        ...
+
+    def info(self, name: str) -> SecretInfo:
+        """Metadata of one secret. Raises UnknownSecretError, DamagedSecretError."""
+        ...
+
+    def list_infos(self) -> list[SecretInfo]:
+        """Metadata of all readable secrets, by name."""
+        ...
+
+    def value(self, name: str) -> Secret:
+        """The value. Raises UnknownSecretError, DamagedSecretError."""
+        ...
+
+
+class MemoryStore:
+    """Secrets in this process only: for tests and for trying things out."""
+
+    def __init__(self, clock: Clock = lambda: datetime.now(UTC)) -> None:
+        self._clock = clock
+        self._secrets: dict[str, tuple[SecretInfo, Secret]] = {}
+
+    def put(self, name: str, value: Secret, binding: SecretBinding) -> SecretInfo:
+        """See `Store`."""
+        info = new_info(name, value, binding, self._clock(), self._secrets)
+        self._secrets[name] = (info, value)
+        return info
+
+    def rotate(self, name: str, value: Secret) -> SecretInfo:
+        """See `Store`."""
+        info = rotated_info(self.info(name), value, self._clock())
+        self._secrets[name] = (info, value)
+        return info
+
+    def delete(self, name: str) -> None:
+        """See `Store`."""
+        if self._secrets.pop(name, None) is None:
+            raise UnknownSecretError("no secret has this name")
+
+    def info(self, name: str) -> SecretInfo:
+        """See `Store`."""
+        return self._get(name)[0]
+
+    def list_infos(self) -> list[SecretInfo]:
+        """See `Store`."""
+        return [self._secrets[name][0] for name in sorted(self._secrets)]
+
+    def value(self, name: str) -> Secret:
+        """See `Store`."""
+        return self._get(name)[1]
+
+    def _get(self, name: str) -> tuple[SecretInfo, Secret]:
+        try:
+            return self._secrets[name]
+        except KeyError:
+            raise UnknownSecretError("no secret has this name") from None
+
+
+def new_info(name: str, value: Secret, binding: SecretBinding, now: datetime, present: Collection[str]) -> SecretInfo:
+    """The metadata of a secret about to be stored beside the names in `present`; raises as `Store.put`."""
+    secret_name(name)
+    if name in present:
+        raise SecretExistsError("a secret already has this name")
+    if len(present) >= MAX_SECRETS:
+        raise UnfitSecretError(f"the store holds {MAX_SECRETS} secrets, its limit")
+    check_value(value)
+    return SecretInfo(name, 1, now, now, binding)
+
+
+def rotated_info(info: SecretInfo, value: Secret, now: datetime) -> SecretInfo:
+    """The metadata after a rotation; raises as `Store.rotate`."""
+    check_value(value)
+    return replace(info, version=info.version + 1, updated=now)
+
+
+def check_value(value: Secret) -> None:
+    """Raise UnfitSecretError for a value that cannot be stored."""
+    if problem := value_problem(value.reveal()):
+        raise UnfitSecretError(problem)
