@@ -1,0 +1,240 @@
+"""The OpenSandbox `networkPolicy`: parsing, the patch operations, and the wire form (egress contract 2 and 10).
+
+- A policy remembers each target as the client wrote it and compares targets in canonical form.
+- Nothing weakens: `{}`, `null` and an absent `defaultAction` mean deny; an unknown action or default is refused.
+- Error texts are the contract's, since clients show them.
+
+What the rules mean is settled by `compile_api`; this module only knows their form.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from policy.names import InvalidName, parse_any_pattern
+from policy.rules import MAX_RULES, Action, network_text
+
+INERT = "*"
+"""The bare wildcard: accepted, kept, and matching nothing."""
+
+MAX_TARGET = 1024
+_KNOWN_KEYS = frozenset({"defaultaction", "egress", "action", "target"})
+
+
+class ApiPolicyError(ValueError):
+    """A policy, patch or binding was refused. `status` is the HTTP status; the message is the body's text."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkRule:
+    """One rule: the target as written (trimmed), and in canonical form (`*`, a host pattern, or a CIDR)."""
+
+    action: Action
+    target: str
+    canonical: str
+
+    @property
+    def is_network(self) -> bool:
+        """Whether the target is an address or network."""
+        return "/" in self.canonical
+
+    @property
+    def is_inert(self) -> bool:
+        """Whether the rule can never match; worth a warning to whoever wrote it."""
+        return self.canonical == INERT
+
+    def to_wire(self) -> dict[str, str]:
+        """Return the JSON form."""
+        return {"action": str(self.action), "target": self.target}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiPolicy:
+    """A caller's policy: ordered rules, first match wins, and a default."""
+
+    rules: tuple[NetworkRule, ...] = ()
+    default_action: Action = Action.DENY
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the JSON form, `egress` always a list."""
+        return {"egress": [rule.to_wire() for rule in self.rules], "defaultAction": str(self.default_action)}
+
+    def status_mode(self) -> str:
+        """Return the `mode` word of a PolicyStatus."""
+        if self.rules:
+            return "enforcing"
+        return "allow_all" if self.default_action is Action.ALLOW else "deny_all"
+
+
+def decode_json(body: bytes | str, prefix: str) -> object:
+    """Parse a request body; a known key that is given twice in one object is refused.
+
+    Raises:
+        ApiPolicyError: not JSON; the text begins with `prefix`.
+    """
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        seen = [key for key, _ in items if key.lower() in _KNOWN_KEYS]
+        if len(seen) != len(set(seen)):
+            raise ApiPolicyError(f"{prefix}duplicate key")
+        return dict(items)
+
+    try:
+        return json.loads(body, object_pairs_hook=pairs)
+    except ApiPolicyError:
+        raise
+    except (ValueError, RecursionError):
+        raise ApiPolicyError(f"{prefix}not valid JSON") from None
+
+
+def parse_network_policy(value: object) -> ApiPolicy:
+    """Read a NetworkPolicy object; `None` and `{}` are deny-all.
+
+    Raises:
+        ApiPolicyError: with `invalid policy: ` and the reason.
+    """
+    prefix = "invalid policy: "
+    if value is None:
+        return ApiPolicy()
+    if not isinstance(value, dict):
+        raise ApiPolicyError(f"{prefix}expected an object")
+    rules = _parse_rules(_get(value, "egress", prefix), prefix)
+    return _limited(ApiPolicy(rules, _default_action(_get(value, "defaultAction", prefix), prefix)))
+
+
+def parse_patch(value: object) -> tuple[NetworkRule, ...]:
+    """Read the body of a PATCH.
+
+    Raises:
+        ApiPolicyError: with `invalid patch rules: ` and the reason.
+    """
+    prefix = "invalid patch rules: "
+    rules = _parse_rules(value, prefix)
+    if not rules:
+        raise ApiPolicyError(f"{prefix}empty array")
+    return rules
+
+
+def parse_delete(value: object) -> tuple[str, ...]:
+    """Read the body of a DELETE.
+
+    Raises:
+        ApiPolicyError: with `invalid delete targets: ` and the reason.
+    """
+    prefix = "invalid delete targets: "
+    if value is not None and not isinstance(value, list):
+        raise ApiPolicyError(f"{prefix}expected an array of strings")
+    if not value:
+        raise ApiPolicyError(f"{prefix}empty array")
+    if not all(isinstance(target, str) for target in value):
+        raise ApiPolicyError(f"{prefix}expected an array of strings")
+    return tuple(value)
+
+
+def merge_patch(policy: ApiPolicy, patch: Iterable[NetworkRule]) -> ApiPolicy:
+    """Put the patch's rules in front; of rules with one canonical target the first stays.
+
+    Raises:
+        ApiPolicyError: more rules than allowed.
+    """
+    merged: dict[str, NetworkRule] = {}
+    for rule in (*patch, *policy.rules):
+        merged.setdefault(rule.canonical, rule)
+    return _limited(replace(policy, rules=tuple(merged.values())))
+
+
+def delete_targets(policy: ApiPolicy, targets: Iterable[str]) -> ApiPolicy:
+    """Remove every rule for one of the targets; unknown and blank ones are ignored (the result may equal `policy`)."""
+    gone = set()
+    for target in targets:
+        try:
+            gone.add(canonical_target(target.strip()))
+        except ValueError:
+            continue
+    return replace(policy, rules=tuple(rule for rule in policy.rules if rule.canonical not in gone))
+
+
+def canonical_target(target: str) -> str:
+    """Return the canonical form of a trimmed target: `*`, a host pattern, or a CIDR.
+
+    Raises:
+        ValueError: of no accepted class.
+    """
+    if target == INERT:
+        return INERT
+    if len(target) > MAX_TARGET:
+        raise InvalidName("target too long")
+    try:
+        return network_text(target)
+    except ValueError:
+        return parse_any_pattern(target).text
+
+
+def _get(value: dict[Any, Any], key: str, prefix: str) -> object:
+    """Find a key, exact case before other cases."""
+    found = [name for name in value if isinstance(name, str) and name.lower() == key.lower()]
+    if len(found) > 1:
+        raise ApiPolicyError(f'{prefix}duplicate key "{key}"')
+    return value[found[0]] if found else None
+
+
+def _default_action(value: object, prefix: str) -> Action:
+    text = "" if value is None else value
+    word = text.strip().lower() if isinstance(text, str) else None
+    match word:
+        case "" | "deny":
+            return Action.DENY
+        case "allow":
+            return Action.ALLOW
+        case _:
+            raise ApiPolicyError(f'{prefix}unsupported defaultAction "{_shown(value)}"')
+
+
+def _parse_rules(value: object, prefix: str) -> tuple[NetworkRule, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise ApiPolicyError(f"{prefix}expected an array of rules")
+    if len(value) > MAX_RULES:
+        raise ApiPolicyError(_too_many(len(value)), 413)
+    return tuple(_parse_rule(item, prefix) for item in value)
+
+
+def _parse_rule(value: object, prefix: str) -> NetworkRule:
+    if not isinstance(value, dict):
+        raise ApiPolicyError(f"{prefix}expected an object with action and target")
+    action, target = _get(value, "action", prefix), _get(value, "target", prefix)
+    word = action.strip().lower() if isinstance(action, str) else ("" if action is None else None)
+    if word not in ("", "deny", "allow"):
+        raise ApiPolicyError(f'{prefix}unsupported action "{_shown(action)}"')
+    if target is None or (isinstance(target, str) and not target.strip()):
+        raise ApiPolicyError(f"{prefix}egress target cannot be empty")
+    if not isinstance(target, str):
+        raise ApiPolicyError(f'{prefix}unsupported target "{_shown(target)}"')
+    text = target.strip()
+    try:
+        canonical = canonical_target(text)
+    except ValueError:
+        raise ApiPolicyError(f'{prefix}unsupported target "{_shown(text)}"') from None
+    return NetworkRule(Action.ALLOW if word == "allow" else Action.DENY, text, canonical)
+
+
+def _limited(policy: ApiPolicy) -> ApiPolicy:
+    if len(policy.rules) > MAX_RULES:
+        raise ApiPolicyError(_too_many(len(policy.rules)), 413)
+    return policy
+
+
+def _too_many(count: int) -> str:
+    return f"egress rule total count {count} exceeds limit {MAX_RULES}"
+
+
+def _shown(value: object) -> str:
+    """Quote a client's value in an error: short, printable, ASCII."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text[:200].encode("ascii", "backslashreplace").decode("ascii").replace("\n", "\\n").replace("\r", "\\r")

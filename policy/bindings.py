@@ -1,0 +1,295 @@
+"""Credential bindings of the API: parsing, defaults, and the conflicts that are refused (egress contract 5).
+
+- A binding names credentials; the secret values never come here. In plans a credential is the secret `inline:<name>`.
+- Whatever is unknown is refused, at any depth; substitutions are refused until they exist.
+- Two bindings that could match one request are refused when they are given, exact against wildcard hosts excepted.
+
+Whether a host is allowed, and by which operator switch, is settled by `compile_api`.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from policy.api import ApiPolicyError
+from policy.facts import Scheme
+from policy.injection import InjectionKind, InjectionPlan, header_name
+from policy.names import HostPattern, InvalidName, canonical_host
+from policy.paths import PathPattern
+from policy.rules import MAX_NAMES, Binding, is_token
+
+MAX_BINDINGS = 256
+DEFAULT_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+INLINE = "inline:"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiBinding:
+    """One validated binding with its defaults filled in. `headers` pairs a header name with a credential."""
+
+    name: str
+    hosts: tuple[str, ...]
+    schemes: tuple[str, ...]
+    methods: tuple[str, ...]
+    paths: tuple[str, ...]
+    auth_type: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def credentials(self) -> tuple[str, ...]:
+        """The names of the credentials it uses, each once."""
+        return tuple(dict.fromkeys(credential for _, credential in self.headers))
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return `match` and `auth` as BindingMetadata shows them."""
+        auth = {"type": self.auth_type}
+        if self.auth_type == "apiKey":
+            auth["name"] = self.headers[0][0]
+        match = {
+            "hosts": list(self.hosts),
+            "schemes": list(self.schemes),
+            "methods": list(self.methods),
+            "paths": list(self.paths),
+        }
+        return {"name": self.name, "match": match, "auth": auth}
+
+    def compiled(self) -> Binding:
+        """Return the form that decides."""
+        kind = {"bearer": InjectionKind.BEARER, "basic": InjectionKind.BASIC_RAW}.get(
+            self.auth_type, InjectionKind.API_KEY
+        )
+        return Binding(
+            self.name,
+            tuple(HostPattern(host) for host in self.hosts),
+            tuple(Scheme(scheme) for scheme in self.schemes),
+            self.methods,
+            tuple(PathPattern(path) for path in self.paths),
+            tuple(
+                InjectionPlan(f"binding:{self.name}", f"{INLINE}{credential}", kind, header)
+                for header, credential in self.headers
+            ),
+        )
+
+
+def parse_bindings(values: object) -> tuple[ApiBinding, ...]:
+    """Read a list of Binding objects and refuse those that compete.
+
+    Raises:
+        ApiPolicyError: with the contract's text.
+    """
+    if values is None:
+        return ()
+    if not isinstance(values, list):
+        raise ApiPolicyError("bindings must be an array")
+    if len(values) > MAX_BINDINGS:
+        raise ApiPolicyError(f"more than {MAX_BINDINGS} bindings")
+    bindings = tuple(parse_binding(value) for value in values)
+    names: set[str] = set()
+    for binding in bindings:
+        if binding.name in names:
+            raise ApiPolicyError(f'duplicate binding name "{binding.name}"')
+        names.add(binding.name)
+    check_conflicts(bindings)
+    return bindings
+
+
+def parse_binding(value: object) -> ApiBinding:
+    """Read one Binding object.
+
+    Raises:
+        ApiPolicyError: with the contract's text.
+    """
+    fields = _object(value, {"name", "match", "auth"}, "binding")
+    name = binding_name(fields.get("name"), "binding")
+    try:
+        match = _object(fields.get("match"), {"hosts", "schemes", "ports", "methods", "paths"}, "match")
+        auth_type, headers = _auth(fields.get("auth"))
+        hosts = tuple(dict.fromkeys(_host(host) for host in _strings(match.get("hosts"), "match.hosts")))
+        if not hosts:
+            raise ApiPolicyError("match.hosts cannot be empty")
+        _check_ports(match.get("ports"))
+        return ApiBinding(
+            name,
+            hosts,
+            tuple(dict.fromkeys(_scheme(item) for item in _strings(match.get("schemes"), "match.schemes")))
+            or ("https",),
+            tuple(dict.fromkeys(_method(item) for item in _strings(match.get("methods"), "match.methods")))
+            or DEFAULT_METHODS,
+            tuple(dict.fromkeys(_path(item) for item in _strings(match.get("paths"), "match.paths"))) or ("/*",),
+            auth_type,
+            headers,
+        )
+    except ApiPolicyError as error:
+        raise ApiPolicyError(f'binding "{name}": {error}') from None
+
+
+def binding_name(value: object, what: str) -> str:
+    """Return a trimmed credential or binding name (`what` says which).
+
+    Raises:
+        ApiPolicyError: blank, too long, or with control characters.
+    """
+    name = value.strip() if isinstance(value, str) else ""
+    if not name:
+        raise ApiPolicyError(f"{what} name cannot be blank")
+    if len(name.encode("utf-8", "replace")) > 256 or not name.isprintable():
+        raise ApiPolicyError(f"{what} name is too long or has a control character")
+    return name
+
+
+def check_conflicts(bindings: tuple[ApiBinding, ...]) -> None:
+    """Refuse two bindings that could match one request. Exact against wildcard hosts is no conflict: the exact one
+    wins.
+
+    Raises:
+        ApiPolicyError: naming the two in sorted order.
+    """
+    compiled = sorted((binding.compiled() for binding in bindings), key=lambda binding: binding.name)
+    for position, first in enumerate(compiled):
+        for second in compiled[position + 1 :]:
+            if _compete(first, second):
+                raise ApiPolicyError(f'bindings "{first.name}" and "{second.name}" can match the same request')
+
+
+def _compete(first: Binding, second: Binding) -> bool:
+    return (
+        not set(first.methods).isdisjoint(second.methods)
+        and not set(first.schemes).isdisjoint(second.schemes)
+        and any(
+            mine.wildcard == theirs.wildcard
+            and (mine == theirs or (mine.wildcard and (mine.matches(theirs.suffix) or theirs.matches(mine.suffix))))
+            for mine in first.hosts
+            for theirs in second.hosts
+        )
+        and any(mine.overlaps(theirs) for mine in first.paths for theirs in second.paths)
+    )
+
+
+def _object(value: object, known: set[str], what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ApiPolicyError(f"{what} must be an object")
+    for key in value:
+        if key not in known:
+            raise ApiPolicyError(f"unknown field {json.dumps(str(key)[:100])}")
+    return value
+
+
+def _strings(value: object, what: str) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value) or len(value) > MAX_NAMES:
+        raise ApiPolicyError(f"{what} must be an array of strings")
+    return value
+
+
+def _host(text: str) -> str:
+    host = text.strip().lower()
+    shown = host[:300].encode("ascii", "backslashreplace").decode("ascii")
+    if not host:
+        raise ApiPolicyError("host cannot be blank")
+    if "/" in host or "@" in host or "?" in host:
+        raise ApiPolicyError(f'host "{shown}" must not include scheme or path')
+    wildcard = host.startswith("*.")
+    try:
+        name = canonical_host(host.removeprefix("*."))
+    except InvalidName as error:
+        if wildcard or "*" in host:
+            raise ApiPolicyError(f'invalid wildcard host "{shown}"') from None
+        tail = ", not an IP address" if "address" in str(error) or ":" in host else ""
+        raise ApiPolicyError(f'credential binding host "{shown}" must be an FQDN{tail}') from None
+    if "." not in name or "_" in name:
+        raise ApiPolicyError(
+            f'invalid wildcard host "{shown}"' if wildcard else f'credential binding host "{shown}" must be an FQDN'
+        )
+    return f"*.{name}" if wildcard else name
+
+
+def _scheme(text: str) -> str:
+    scheme = text.strip().lower()
+    if scheme not in ("https", "http"):
+        raise ApiPolicyError(f"unsupported scheme {json.dumps(scheme[:100])}")
+    return scheme
+
+
+def _check_ports(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list) or len(value) > MAX_NAMES:
+        raise ApiPolicyError("match.ports must be an array of integers")
+    for port in value:
+        if type(port) is not int:
+            raise ApiPolicyError("match.ports must be an array of integers")
+        if port not in (80, 443):
+            raise ApiPolicyError(f"unsupported port {port}: only ports 80 and 443 are supported (derived from scheme)")
+
+
+def _method(text: str) -> str:
+    method = text.strip().upper()
+    if not method:
+        raise ApiPolicyError("method cannot be blank")
+    if not is_token(method):
+        raise ApiPolicyError(f"invalid method {json.dumps(method[:100])}")
+    return method
+
+
+def _path(text: str) -> str:
+    path = text.strip()
+    try:
+        return PathPattern(path).text
+    except ValueError as error:
+        raise ApiPolicyError(str(error)) from None
+
+
+def _auth(value: object) -> tuple[str, tuple[tuple[str, str], ...]]:
+    auth = _object(value, {"type", "credential", "name", "headers", "substitutions"}, "auth")
+    if auth.get("substitutions"):
+        raise ApiPolicyError("substitutions are not supported")
+    kind = auth.get("type")
+    match kind:
+        case "bearer" | "basic":
+            _refuse(auth, kind, "name", "headers")
+            return kind, (("Authorization", _credential(auth, f"{kind} auth requires credential")),)
+        case "apiKey":
+            _refuse(auth, kind, "headers")
+            return kind, ((_header(auth.get("name")), _credential(auth, "apiKey auth requires credential")),)
+        case "customHeaders":
+            _refuse(auth, kind, "credential", "name")
+            return kind, _custom_headers(auth.get("headers"))
+        case "passthrough":
+            _refuse(auth, kind, "credential", "name", "headers")
+            return kind, ()
+        case _:
+            raise ApiPolicyError(f"unsupported auth type {json.dumps(str(kind)[:100])}")
+
+
+def _custom_headers(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, list) or not value or len(value) > 32:
+        raise ApiPolicyError("customHeaders auth requires headers")
+    headers: dict[str, str] = {}
+    for item in value:
+        entry = _object(item, {"name", "credential"}, "header")
+        name = _header(entry.get("name"))
+        if name in headers:
+            raise ApiPolicyError(f'duplicate custom header name "{name}"')
+        headers[name] = _credential(entry, f'customHeaders entry "{name}" requires credential')
+    return tuple(headers.items())
+
+
+def _refuse(auth: dict[str, Any], kind: str, *names: str) -> None:
+    for name in names:
+        if auth.get(name):
+            raise ApiPolicyError(f"{kind} auth does not accept {name}")
+
+
+def _credential(fields: dict[str, Any], missing: str) -> str:
+    credential = fields.get("credential")
+    if not isinstance(credential, str) or not credential.strip():
+        raise ApiPolicyError(missing)
+    return credential.strip()
+
+
+def _header(value: object) -> str:
+    try:
+        return header_name(value.strip() if isinstance(value, str) else "")
+    except ValueError as error:
+        raise ApiPolicyError(str(error)) from None

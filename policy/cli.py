@@ -1,0 +1,103 @@
+"""`sallyport policy check` and `sallyport policy explain`: print, and return an exit code.
+
+- 0: the file is good, or the request is allowed. 1: the request is denied. 2: the file or the question is wrong.
+- `explain` asks the same functions as the gateway, in the same order, and shows each answer.
+"""
+
+import sys
+from pathlib import Path
+
+from policy.compile import UnknownPolicy, compile_named, secrets_of
+from policy.compiled import CompiledPolicy
+from policy.decision import Deny, Treatment, decide_flow, decide_name, decide_request
+from policy.document import PolicyDocument
+from policy.facts import FlowFacts, RequestFacts, Scheme
+from policy.load import load
+from policy.names import InvalidName, canonical_host
+from policy.yaml_tree import PolicyError
+
+OK, DENIED, WRONG = 0, 1, 2
+
+
+def check(path: Path | str) -> int:
+    """Say whether a policy file is good, and what is in it."""
+    document = _load(path)
+    if document is None:
+        return WRONG
+    print(f"{document.origin}: good")
+    ceiling = document.ceiling
+    print(f"  ceiling: hosts {', '.join(ceiling.hosts)}; ports {', '.join(map(str, ceiling.ports))}")
+    print(f"  default: {document.default}")
+    for name in document.policies:
+        policy = compile_named(document, name)
+        print(f"  policy {name}: {len(policy.rules)} rules, {policy.mode}, {policy.digest[:16]}")
+        for use in secrets_of(policy):
+            print(f"    secret {use.secret} -> {use.scheme}://{use.host}:{use.port} as {use.kind} ({use.binding})")
+    for remark in document.remarks:
+        print(f"{document.origin}:{remark.line}:{remark.column}: note: {remark.text}")
+    return OK
+
+
+def explain(
+    file: Path | str, policy: str, host: str, port: int, scheme: str, method: str = "GET", path: str = "/"
+) -> int:
+    """Say what would happen to one request of a sandbox under a named policy, and why."""
+    document = _load(file)
+    if document is None:
+        return WRONG
+    try:
+        compiled = compile_named(document, policy)
+        request = RequestFacts(canonical_host(host), port, Scheme(scheme), method, *_split(path))
+    except (UnknownPolicy, InvalidName) as error:
+        print(str(error), file=sys.stderr)
+        return WRONG
+    except ValueError:
+        print("scheme must be http or https", file=sys.stderr)
+        return WRONG
+    print(f"{method} {scheme}://{request.host}:{port}{request.path} under {compiled.name} ({compiled.digest[:16]})")
+    return _explain(compiled, request)
+
+
+def _explain(policy: CompiledPolicy, request: RequestFacts) -> int:
+    name = decide_name(policy, request.host)
+    if isinstance(name, Deny):
+        return _denied("name", name)
+    _allowed("name", name.rule, "may be resolved", name.observed)
+    flow = decide_flow(policy, FlowFacts(request.host, request.port, request.scheme))
+    if isinstance(flow, Deny):
+        return _denied("flow", flow)
+    _allowed("flow", flow.rule, str(flow.treatment), flow.observed)
+    if flow.treatment is Treatment.SPLICE:
+        print("  request  not seen: the flow is relayed unopened")
+        return OK
+    decision = decide_request(policy, request)
+    if isinstance(decision, Deny):
+        return _denied("request", decision)
+    _allowed("request", decision.rule, "is sent", decision.observed)
+    for plan in decision.injections:
+        print(f"  inject   {plan.header} from secret {plan.secret} as {plan.kind} ({plan.binding})")
+    return OK
+
+
+def _allowed(what: str, rule: str, outcome: str, observed: Deny | None) -> None:
+    print(f"  {what:<8} allow  {rule}: {outcome}")
+    if observed is not None:
+        print(f"           would be denied by {observed.rule}: {observed.reason}")
+
+
+def _denied(what: str, deny: Deny) -> int:
+    print(f"  {what:<8} DENY   {deny.rule}: {deny.reason}")
+    return DENIED
+
+
+def _split(path: str) -> tuple[str, str]:
+    before, _, query = path.partition("?")
+    return before, query
+
+
+def _load(path: Path | str) -> PolicyDocument | None:
+    try:
+        return load(path)
+    except PolicyError as error:
+        print(str(error), file=sys.stderr)
+        return None

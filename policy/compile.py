@@ -1,0 +1,166 @@
+"""From documents and API requests to `CompiledPolicy`.
+
+- A named policy has its bases' rules and its own, denials winning; settings of the policy itself outrank its bases'.
+- An API policy is a first-match list under the operator's ceiling. The operator's lists outrank both kinds.
+- `narrow` keeps both policies side by side, and both must allow: the caller of the API can only take away.
+- A credential binding needs an explicit allow rule for each of its hosts, and what the operator keeps behind a switch
+  (plain HTTP, wildcard hosts) it gets only with the switch.
+"""
+
+from dataclasses import replace
+
+from policy.api import ApiPolicy, ApiPolicyError
+from policy.bindings import ApiBinding, check_conflicts
+from policy.compiled import DENY_ALL, CompiledPolicy, SecretUse, secrets_of
+from policy.decision import Deny, decide_flow
+from policy.document import DENY_ALL_NAME, PolicyDocument
+from policy.facts import FlowFacts
+from policy.names import HostPattern
+from policy.rules import Action, DnsSettings, Limits, Precedence, Rule, RuleList
+
+__all__ = [
+    "DENY_ALL",
+    "CompiledPolicy",
+    "SecretUse",
+    "UnknownPolicy",
+    "compile_api",
+    "compile_default",
+    "compile_named",
+    "narrow",
+    "secrets_of",
+]
+
+
+class UnknownPolicy(ValueError):
+    """The document has no policy of this name."""
+
+
+def compile_named(document: PolicyDocument, name: str) -> CompiledPolicy:
+    """Compile one of the document's policies; `deny-all` always exists.
+
+    Raises:
+        UnknownPolicy: no such policy.
+    """
+    if name == DENY_ALL_NAME:
+        return _with_operator(document, name, RuleList(name, Precedence.DENY_WINS))
+    if name not in document.policies:
+        raise UnknownPolicy(f"there is no policy named {name[:100]!a}")
+    lineage = document.lineage(name)
+    return replace(
+        _with_operator(
+            document,
+            name,
+            RuleList(
+                name,
+                Precedence.DENY_WINS,
+                document.policies[name].mode,
+                tuple(rule for source in lineage for rule in source.rules),
+            ),
+        ),
+        dns=next((source.dns for source in reversed(lineage) if source.dns is not None), DnsSettings()),
+        limits=next((source.limits for source in reversed(lineage) if source.limits is not None), Limits()),
+    )
+
+
+def compile_default(document: PolicyDocument) -> CompiledPolicy:
+    """Compile the policy of sandboxes whose creator asked for none."""
+    return compile_named(document, document.default)
+
+
+def compile_api(
+    document: PolicyDocument, network_policy: ApiPolicy, bindings: tuple[ApiBinding, ...] = ()
+) -> CompiledPolicy:
+    """Compile a caller's network policy and credential bindings under the operator's document.
+
+    Raises:
+        ApiPolicyError: a binding that the policy or the operator does not allow.
+    """
+    rules = RuleList(
+        "networkPolicy",
+        Precedence.FIRST_MATCH,
+        rules=tuple(
+            Rule(f"api:{position}", rule.action, addresses=(rule.canonical,))
+            if rule.is_network
+            else Rule(f"api:{position}", rule.action, hosts=(HostPattern(rule.canonical),))
+            for position, rule in enumerate(network_policy.rules, start=1)
+            if not rule.is_inert
+        ),
+        default_action=network_policy.default_action,
+        ceiling=document.ceiling,
+    )
+    policy = _with_operator(document, "networkPolicy", rules)
+    check_conflicts(bindings)
+    for binding in bindings:
+        _check_binding(document, policy, binding)
+    return replace(policy, bindings=tuple(binding.compiled() for binding in bindings))
+
+
+def narrow(named: CompiledPolicy, api: CompiledPolicy) -> CompiledPolicy:
+    """Return the policy that allows what both allow. The named policy takes the ceiling's place.
+
+    What the operator always allows stays allowed; the lists of both come from one document and are joined if they
+    differ.
+    """
+    return replace(
+        named,
+        name=f"{named.name}+{api.name}",
+        lists=(*named.lists, *(replace(rules, ceiling=None) for rules in api.lists)),
+        always_deny=tuple(dict.fromkeys((*named.always_deny, *api.always_deny))),
+        always_allow=tuple(target for target in named.always_allow if target in api.always_allow),
+        plaintext_secrets=tuple(host for host in named.plaintext_secrets if host in api.plaintext_secrets),
+        bindings=(*named.bindings, *api.bindings),
+    )
+
+
+def _with_operator(document: PolicyDocument, name: str, rules: RuleList) -> CompiledPolicy:
+    return CompiledPolicy(
+        name,
+        (rules,),
+        always_deny=document.always_deny,
+        always_allow=document.always_allow,
+        plaintext_secrets=document.plaintext_secrets,
+    )
+
+
+def _check_binding(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBinding) -> None:
+    """Refuse a binding whose hosts the policy does not explicitly allow, or that lacks an operator switch."""
+    compiled = binding.compiled()
+    for pattern in compiled.hosts:
+        refusal = f'binding "{binding.name}" host "{pattern.text}" is not allowed by egress policy'
+        if pattern.wildcard:
+            if not document.wildcard_bindings:
+                raise ApiPolicyError(f'binding "{binding.name}": wildcard hosts are not enabled by the operator')
+            if not _wildcard_covered(policy, pattern):
+                raise ApiPolicyError(refusal)
+        elif not _explicitly_allowed(policy, pattern.text):
+            raise ApiPolicyError(refusal)
+        for endpoint in compiled.endpoints:
+            plain = endpoint.port == 80
+            if plain and compiled.injections and pattern.text not in document.plaintext_secrets:
+                raise ApiPolicyError(
+                    f'binding "{binding.name}": scheme http is not enabled by the operator for host "{pattern.text}"'
+                )
+            # A name below the suffix stands for them all: no rule ahead of the covering one reaches into the suffix.
+            host = f"any.{pattern.suffix}" if pattern.wildcard else pattern.text
+            if isinstance(decide_flow(policy, FlowFacts(host, endpoint.port, endpoint.scheme)), Deny):
+                raise ApiPolicyError(refusal)
+
+
+def _explicitly_allowed(policy: CompiledPolicy, host: str) -> bool:
+    """Tell whether a rule, not a default, allows the host; the caller's policy has one list."""
+    matching = policy.lists[0].of_host(host)
+    return bool(matching) and matching[0].action is Action.ALLOW
+
+
+def _wildcard_covered(policy: CompiledPolicy, wanted: HostPattern) -> bool:
+    """Tell whether one allow rule covers the whole wildcard with no denial inside it ahead."""
+    if any(wanted.matches(target.removeprefix("*.")) or target == wanted.text for target in policy.always_deny):
+        return False
+    for rule in policy.lists[0].rules:
+        for pattern in rule.hosts:
+            covers = pattern.wildcard and (pattern == wanted or pattern.matches(wanted.suffix))
+            if covers:
+                return rule.action is Action.ALLOW
+            if rule.action is Action.DENY and wanted.matches(pattern.suffix):
+                return False
+    return False

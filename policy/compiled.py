@@ -1,0 +1,166 @@
+"""`CompiledPolicy`: everything a gateway needs to decide about one sandbox, as one frozen value.
+
+- Two policies are the same policy if and only if their digests are equal: the digest is the SHA-256 of the canonical
+  JSON of everything else, and it is computed, never given.
+- `from_json` accepts exactly what `to_json` makes, and checks the digest.
+- A policy has at least one rule list, and what any of its lists denies is denied. `DENY_ALL` has one empty list.
+"""
+
+from dataclasses import dataclass, field
+from ipaddress import ip_network
+from typing import Any
+
+from policy import codec
+from policy.addresses import IPAddress, IPNetwork
+from policy.facts import Scheme
+from policy.injection import InjectionKind
+from policy.names import HostPattern, is_canonical
+from policy.rules import (
+    Action,
+    Binding,
+    DnsSettings,
+    HostIndex,
+    Limits,
+    Mode,
+    Precedence,
+    Rule,
+    RuleList,
+    network_text,
+)
+
+FORMAT = 1
+
+
+class Targets:
+    """Host patterns and networks of one operator list, findable; positions count from 1 as in the list."""
+
+    __slots__ = ("_host_positions", "_index", "_networks")
+
+    def __init__(self, targets: tuple[str, ...]) -> None:
+        hosts: list[tuple[int, HostPattern]] = []
+        self._networks: list[tuple[int, IPNetwork]] = []
+        for position, target in enumerate(targets, start=1):
+            if is_network(target):
+                if network_text(target) != target:
+                    raise ValueError(f"{target!a} is not a canonical network")
+                self._networks.append((position, ip_network(target)))
+            else:
+                hosts.append((position, HostPattern(target)))
+        self._host_positions = [position for position, _ in hosts]
+        self._index = HostIndex(tuple(pattern for _, pattern in hosts))
+
+    def find_host(self, host: str) -> int | None:
+        """Return the position of the first target that matches a host."""
+        found = self._index.positions(host)
+        return self._host_positions[found[0]] if found else None
+
+    def find_address(self, address: IPAddress) -> int | None:
+        """Return the position of the first target that holds an address."""
+        return next((position for position, network in self._networks if address in network), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPolicy:
+    """The policy of one sandbox. `lists` must all allow; `bindings` only add headers to what is allowed."""
+
+    name: str
+    lists: tuple[RuleList, ...]
+    always_deny: tuple[str, ...] = ()
+    always_allow: tuple[str, ...] = ()
+    plaintext_secrets: tuple[str, ...] = ()
+    bindings: tuple[Binding, ...] = ()
+    dns: DnsSettings = field(default_factory=DnsSettings)
+    limits: Limits = field(default_factory=Limits)
+    digest: str = field(init=False, compare=False)
+    denied: Targets = field(init=False, compare=False, repr=False)
+    allowed: Targets = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.lists:
+            raise ValueError("a policy needs a rule list")
+        for host in self.plaintext_secrets:
+            if not is_canonical(host):
+                raise ValueError(f"{host!a} is not a canonical host")
+        object.__setattr__(self, "denied", Targets(self.always_deny))
+        object.__setattr__(self, "allowed", Targets(self.always_allow))
+        object.__setattr__(self, "digest", codec.digest(self._body()))
+
+    @property
+    def mode(self) -> Mode:
+        """OBSERVE only if no list enforces."""
+        return Mode.ENFORCE if any(rules.mode is Mode.ENFORCE for rules in self.lists) else Mode.OBSERVE
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of all lists, in order."""
+        return tuple(rule for rules in self.lists for rule in rules.rules)
+
+    @property
+    def default_action(self) -> Action:
+        """What happens to a public name that no rule speaks of."""
+        return Action.DENY if any(rules.default_action is Action.DENY for rules in self.lists) else Action.ALLOW
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form, digest included."""
+        return {**self._body(), "digest": self.digest}
+
+    @classmethod
+    def from_json(cls, document: object) -> "CompiledPolicy":
+        """Return the policy of a JSON form.
+
+        Raises:
+            codec.CodecError: anything that `to_json` did not make.
+        """
+        if not isinstance(document, dict):
+            raise codec.CodecError("$: expected an object")
+        body = dict(document)
+        claimed, version = body.pop("digest", None), body.pop("format", None)
+        if type(version) is not int or version != FORMAT:
+            raise codec.CodecError(f"$.format: expected {FORMAT}")
+        policy: CompiledPolicy = codec.decode(cls, body)
+        if claimed != policy.digest:
+            raise codec.CodecError("$.digest: does not belong to this policy")
+        return policy
+
+    def _body(self) -> dict[str, Any]:
+        body = codec.encode(self)
+        assert isinstance(body, dict)  # noqa: S101 - tells mypy what a dataclass encodes to
+        return {**body, "format": FORMAT}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SecretUse:
+    """One place where a policy wants one secret; what the vault must agree to. A wildcard `host` begins with `*.`."""
+
+    secret: str
+    host: str
+    port: int
+    scheme: Scheme
+    kind: InjectionKind
+    header: str
+    binding: str
+
+
+def secrets_of(policy: CompiledPolicy) -> tuple[SecretUse, ...]:
+    """Return every use of a secret that the policy could ever make, sorted, each once."""
+    sources: tuple[Rule | Binding, ...] = (*policy.rules, *policy.bindings)
+    uses = {
+        SecretUse(plan.secret, pattern.text, endpoint.port, endpoint.scheme, plan.kind, plan.header, plan.binding)
+        for source in sources
+        for plan in source.injections
+        for pattern in source.hosts
+        for endpoint in source.endpoints
+    }
+    return tuple(sorted(uses))
+
+
+def is_network(target: str) -> bool:
+    """Tell whether an operator target is an address or CIDR; no host pattern can be mistaken for one."""
+    try:
+        network_text(target)
+    except ValueError:
+        return False
+    return True
+
+
+DENY_ALL = CompiledPolicy("deny-all", (RuleList("deny-all", Precedence.DENY_WINS),))

@@ -1,0 +1,388 @@
+"""The decisions: facts and a compiled policy in, an allow or a denial with its reason out. Pure and total.
+
+Order of authority, the first that speaks decides:
+
+1. Facts that make no sense (a name not in wire form, a method that is no token) and methods that are never relayed:
+   denied.
+2. Operator `always_deny`. 3. Operator `always_allow`, on port 80 as HTTP and on 443 as HTTPS.
+4. The rule lists; each must allow. In a `DENY_WINS` list any matching denial beats any allow; in a `FIRST_MATCH` list
+   the first matching rule decides. An API list is held under the operator's ceiling first.
+
+- A flow is decided without its requests: rules with methods or paths make it INSPECT, and `decide_request` then judges
+  each request from the beginning, the flow included.
+- A name rule never authorises a bare address, and an address rule never authorises a name.
+- Injections of one request never compete for a header: two different plans for one slot are a denial.
+- Mode observe turns a list's denial into an allow that carries it (`observed`); such a request gets no injection from
+  that list. Facts that make no sense, `always_deny`, the ceiling, competing injections and bare addresses are denied
+  all the same.
+
+A `Deny` is the only negative answer. An exception from here means that a decision could not be made: the caller denies.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from ipaddress import ip_address
+
+from policy.addresses import IPAddress, IPNetwork, dialable
+from policy.compiled import CompiledPolicy
+from policy.facts import FlowFacts, RequestFacts, Scheme
+from policy.injection import InjectionPlan
+from policy.names import is_canonical
+from policy.paths import ambiguity
+from policy.rules import (
+    FORBIDDEN_METHODS,
+    STANDARD,
+    Action,
+    Endpoint,
+    Mode,
+    Precedence,
+    Rule,
+    RuleList,
+    is_token,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Deny:
+    """Refused: by which rule, and why in a sentence that people and agents can read. Neither ever holds a query."""
+
+    rule: str
+    reason: str
+
+
+class Treatment(StrEnum):
+    """What a gateway does with an allowed flow."""
+
+    INSPECT = "inspect"
+    SPLICE = "splice"
+
+
+@dataclass(frozen=True, slots=True)
+class AllowName:
+    """The name may be resolved. It opens nothing by itself."""
+
+    rule: str
+    observed: Deny | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllowFlow:
+    """The flow may be opened to an address that the gateway resolves itself."""
+
+    rule: str
+    treatment: Treatment
+    observed: Deny | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllowRequest:
+    """The request may be sent, with these headers set and every other header of those names removed."""
+
+    rule: str
+    injections: tuple[InjectionPlan, ...] = ()
+    observed: Deny | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllowAddress:
+    """The address is permitted."""
+
+    rule: str
+    observed: Deny | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one rule list answers when it does not deny."""
+
+    rule: str
+    injections: tuple[InjectionPlan, ...] = ()
+    observed: Deny | None = None
+
+
+def decide_name(policy: CompiledPolicy, host: str) -> AllowName | Deny:
+    """Decide whether a name may be resolved: whether any flow to it could be allowed."""
+    early = _operator_on_host(policy, host)
+    if isinstance(early, Deny):
+        return early
+    if early is not None:
+        return AllowName(early)
+    passed = _through_lists([_observing(rules, _name_in(rules, host)) for rules in policy.lists])
+    return passed if isinstance(passed, Deny) else AllowName(passed.rule, passed.observed)
+
+
+def decide_flow(policy: CompiledPolicy, facts: FlowFacts) -> AllowFlow | Deny:
+    """Decide about a flow whose server name is known, and how it is treated."""
+    passed = _flow(policy, facts)
+    if isinstance(passed, Deny):
+        return passed
+    endpoint = Endpoint(facts.port, facts.scheme)
+    inspect = (
+        facts.scheme is Scheme.HTTP
+        or any(rule.inspects and rule.covers(endpoint) for rules in policy.lists for rule in rules.of_host(facts.host))
+        or any(binding.covers(facts.host, endpoint) for binding in policy.bindings)
+    )
+    return AllowFlow(passed.rule, Treatment.INSPECT if inspect else Treatment.SPLICE, passed.observed)
+
+
+def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest | Deny:
+    """Decide about one request on an inspected flow, from the beginning, and plan its injections."""
+    if not is_token(facts.method):
+        return Deny("invalid-method", "The request's method is not a valid HTTP method.")
+    if facts.method.upper() in FORBIDDEN_METHODS:
+        return Deny("forbidden-method", f"{facts.method} requests are never relayed.")
+    if not facts.path.startswith("/") or "?" in facts.path or "#" in facts.path:
+        return Deny("invalid-path", "The request's target is not a path.")
+    flow = _flow(policy, facts.flow)
+    if isinstance(flow, Deny):
+        return flow
+    endpoint = Endpoint(facts.port, facts.scheme)
+    overridden = _operator_override(policy, facts.flow)
+    lists = _through_lists(
+        [_observing(rules, _request_in(rules, facts, endpoint, overridden)) for rules in policy.lists]
+    )
+    if isinstance(lists, Deny):
+        return lists
+    bound = _bindings(policy, facts, endpoint)
+    if isinstance(bound, Deny):
+        return bound
+    return _settle(policy, facts, overridden or lists.rule, (*lists.injections, *bound), lists.observed)
+
+
+def decide_address(
+    policy: CompiledPolicy, ip: IPAddress | str, port: int, exceptions: tuple[IPNetwork, ...] = ()
+) -> AllowAddress | Deny:
+    """Decide about splicing a TLS flow without a server name to exactly this address.
+
+    `exceptions` are the networks the operator opened beyond public ones. Only address rules and `always_allow`
+    networks can answer yes; a default never does.
+    """
+    address = _address(ip)
+    if address is None:
+        return Deny("invalid-address", "The destination is not an IP address.")
+    refused = dialable(address, exceptions)
+    if refused is not None:
+        return Deny(f"address-class:{refused}", f"{address} is a {refused} address.")
+    position = policy.denied.find_address(address)
+    if position is not None:
+        return Deny(f"always-deny:{position}", f"{address} is denied by the operator.")
+    position = policy.allowed.find_address(address)
+    if position is not None and port == 443:
+        return AllowAddress(f"always-allow:{position}")
+    names = []
+    for rules in policy.lists:
+        if rules.ceiling is not None and not rules.ceiling.admits_port(port):
+            return Deny("ceiling", f"Port {port} is above the operator's ceiling.")
+        matching = [rule for rule in rules.of_address(address) if _on_port(rule, port)]
+        for rule in matching:
+            if rule.action is Action.DENY:
+                return Deny(rule.id, f"{address}:{port} is denied by rule {rule.id}.")
+        if not matching:
+            return Deny("default", f"No rule of {rules.name} allows the address {address}:{port}.")
+        names.append(matching[0].id)
+    return AllowAddress("+".join(names))
+
+
+def decide_resolved(policy: CompiledPolicy, host: str, ip: IPAddress | str, port: int) -> AllowAddress | Deny:
+    """Decide whether an allowed host may be dialled at an address it resolved to: a denied address beats an allowed
+    name.
+
+    The class of the address (private, metadata, ...) is not judged here; see `addresses.dialable`.
+    """
+    address = _address(ip)
+    if address is None:
+        return Deny("invalid-address", "The destination is not an IP address.")
+    position = policy.denied.find_address(address)
+    if position is not None:
+        return Deny(f"always-deny:{position}", f"{host} resolves to {address}, which is denied by the operator.")
+    early = _operator_on_host(policy, host)
+    if isinstance(early, Deny):
+        return early
+    position = policy.allowed.find_address(address)
+    if early is not None or position is not None:
+        return AllowAddress(early or f"always-allow:{position}")
+    answers: list[_Pass | Deny] = []
+    for rules in policy.lists:
+        denial = next(
+            (rule for rule in rules.of_address(address) if rule.action is Action.DENY and _on_port(rule, port)), None
+        )
+        if denial is None:
+            answers.append(_Pass("resolved"))
+        else:
+            reason = f"{host} resolves to {address}, which is denied by rule {denial.id}."
+            answers.append(_observing(rules, Deny(denial.id, reason)))
+    passed = _through_lists(answers)
+    return passed if isinstance(passed, Deny) else AllowAddress("resolved", passed.observed)
+
+
+def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
+    """Decide about a flow; the treatment is the caller's."""
+    early = _operator_on_host(policy, facts.host)
+    if isinstance(early, Deny):
+        return early
+    try:
+        endpoint = Endpoint(facts.port, facts.scheme)
+    except ValueError:
+        return Deny("scheme", f"{facts.scheme} is not spoken on port {facts.port}.")
+    if early is not None and endpoint in STANDARD:
+        return _Pass(early)
+    return _through_lists([_observing(rules, _flow_in(rules, facts, endpoint)) for rules in policy.lists])
+
+
+def _operator_on_host(policy: CompiledPolicy, host: str) -> str | Deny | None:
+    """Return the operator's denial, the id of the operator's allow, or None when neither list names the host."""
+    if not is_canonical(host):
+        return Deny("invalid-name", "The host name is not in canonical form.")
+    position = policy.denied.find_host(host)
+    if position is not None:
+        return Deny(f"always-deny:{position}", f"{host} is denied by the operator.")
+    position = policy.allowed.find_host(host)
+    return None if position is None else f"always-allow:{position}"
+
+
+def _operator_override(policy: CompiledPolicy, facts: FlowFacts) -> str | None:
+    """Return the id of the operator's allow when it covers this flow."""
+    if (facts.port, facts.scheme) not in {(endpoint.port, endpoint.scheme) for endpoint in STANDARD}:
+        return None
+    position = policy.allowed.find_host(facts.host)
+    return None if position is None else f"always-allow:{position}"
+
+
+def _observing(rules: RuleList, answer: _Pass | Deny) -> _Pass | Deny:
+    if isinstance(answer, Deny) and rules.mode is Mode.OBSERVE:
+        return _Pass(f"observe:{rules.name}", observed=answer)
+    return answer
+
+
+def _through_lists(answers: list[_Pass | Deny]) -> _Pass | Deny:
+    """Return the first denial, or all passes as one."""
+    passes = []
+    for answer in answers:
+        if isinstance(answer, Deny):
+            return answer
+        passes.append(answer)
+    return _Pass(
+        "+".join(answer.rule for answer in passes),
+        tuple(plan for answer in passes for plan in answer.injections),
+        next((answer.observed for answer in passes if answer.observed is not None), None),
+    )
+
+
+def _name_in(rules: RuleList, host: str) -> _Pass | Deny:
+    if rules.ceiling is not None and not rules.ceiling.admits_host(host):
+        return Deny("ceiling", f"{host} is above the operator's ceiling.")
+    matching = rules.of_host(host)
+    if rules.precedence is Precedence.FIRST_MATCH:
+        return _first_match(rules, matching, host)
+    denials = [rule for rule in matching if rule.action is Action.DENY and not rule.narrow]
+    for rule in matching:
+        if rule.action is Action.ALLOW and any(
+            not any(denial.covers(endpoint) for denial in denials) for endpoint in rule.endpoints
+        ):
+            return _Pass(rule.id)
+    if denials:
+        return Deny(denials[0].id, f"{host} is denied by rule {denials[0].id}.")
+    return Deny("default", f"No rule of {rules.name} allows {host}.")
+
+
+def _flow_in(rules: RuleList, facts: FlowFacts, endpoint: Endpoint) -> _Pass | Deny:
+    where = f"{facts.host}:{facts.port}"
+    if rules.ceiling is not None and not (
+        rules.ceiling.admits_host(facts.host) and rules.ceiling.admits_port(facts.port)
+    ):
+        return Deny("ceiling", f"{where} is above the operator's ceiling.")
+    if rules.ceiling is not None and facts.scheme is Scheme.HTTP and facts.port != 80:
+        return Deny("ceiling", f"Plain HTTP on port {facts.port} is above the operator's ceiling.")
+    matching = [rule for rule in rules.of_host(facts.host) if rule.covers(endpoint)]
+    if rules.precedence is Precedence.FIRST_MATCH:
+        return _first_match(rules, matching, where)
+    for rule in matching:
+        if rule.action is Action.DENY and not rule.narrow:
+            return Deny(rule.id, f"{where} is denied by rule {rule.id}.")
+    for rule in matching:
+        if rule.action is Action.ALLOW:
+            return _Pass(rule.id)
+    return Deny("default", f"No rule of {rules.name} allows {facts.scheme} to {where}.")
+
+
+def _first_match(rules: RuleList, matching: tuple[Rule, ...] | list[Rule], where: str) -> _Pass | Deny:
+    if matching:
+        first = matching[0]
+        if first.action is Action.ALLOW:
+            return _Pass(first.id)
+        return Deny(first.id, f"{where} is denied by rule {first.id}.")
+    if rules.default_action is Action.ALLOW:
+        return _Pass("default")
+    return Deny("default", f"No rule of {rules.name} allows {where}.")
+
+
+def _request_in(rules: RuleList, facts: RequestFacts, endpoint: Endpoint, overridden: str | None) -> _Pass | Deny:
+    if overridden is None:
+        flow = _flow_in(rules, facts.flow, endpoint)
+        if isinstance(flow, Deny) or rules.precedence is Precedence.FIRST_MATCH:
+            return flow
+    matching = [rule for rule in rules.of_host(facts.host) if rule.covers(endpoint)]
+    if any(rule.strict_paths for rule in matching):
+        problem = ambiguity(facts.path)
+        if problem is not None:
+            return Deny(
+                "ambiguous-path", f"The request path is ambiguous ({problem}), and {facts.host} has path rules."
+            )
+    if overridden is None:
+        for rule in matching:
+            if rule.action is Action.DENY and rule.accepts(facts.method, facts.path):
+                return Deny(rule.id, f"{facts.method} on this path of {facts.host} is denied by rule {rule.id}.")
+    accepting = [rule for rule in matching if rule.action is Action.ALLOW and rule.accepts(facts.method, facts.path)]
+    injections = tuple(plan for rule in accepting for plan in rule.injections)
+    if overridden is not None:
+        return _Pass(overridden, injections)
+    if not accepting:
+        allows = ", ".join(rule.id for rule in matching if rule.action is Action.ALLOW)
+        return Deny("default", f"{facts.host} is allowed, but not {facts.method} on this path (rules: {allows}).")
+    return _Pass(accepting[0].id, injections)
+
+
+def _bindings(policy: CompiledPolicy, facts: RequestFacts, endpoint: Endpoint) -> tuple[InjectionPlan, ...] | Deny:
+    covering = [binding for binding in policy.bindings if binding.covers(facts.host, endpoint)]
+    if not covering:
+        return ()
+    problem = ambiguity(facts.path)
+    if problem is not None:
+        return Deny("ambiguous-path", f"request path contains ambiguous segments ({problem})")
+    matching = [binding for binding in covering if binding.accepts(facts.method, facts.path)]
+    exact = [binding for binding in matching if binding.is_exact_for(facts.host)]
+    best = exact or matching
+    if len(best) > 1:
+        return Deny("binding-ambiguous", "credential binding ambiguous")
+    return best[0].injections if best else ()
+
+
+def _settle(
+    policy: CompiledPolicy,
+    facts: RequestFacts,
+    rule: str,
+    plans: tuple[InjectionPlan, ...],
+    observed: Deny | None,
+) -> AllowRequest | Deny:
+    """Check that the plans can be carried out together on this flow."""
+    slots: dict[str, InjectionPlan] = {}
+    for plan in plans:
+        other = slots.setdefault(plan.slot, plan)
+        if (other.secret, other.kind, other.username) != (plan.secret, plan.kind, plan.username):
+            return Deny("injection-ambiguous", f"{other.binding} and {plan.binding} both set {plan.header}.")
+    if slots and facts.scheme is Scheme.HTTP and not (facts.port == 80 and facts.host in policy.plaintext_secrets):
+        return Deny("plaintext-secret", f"The operator does not allow secrets to {facts.host} over plain HTTP.")
+    return AllowRequest(rule, tuple(slots.values()), observed)
+
+
+def _on_port(rule: Rule, port: int) -> bool:
+    return not rule.endpoints or any(endpoint.port == port for endpoint in rule.endpoints)
+
+
+def _address(ip: IPAddress | str) -> IPAddress | None:
+    try:
+        address = ip_address(ip) if isinstance(ip, str) else ip
+    except ValueError:
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address if mapped is None else mapped

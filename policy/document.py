@@ -1,0 +1,63 @@
+"""The operator's document after reading: values and references checked, nothing compiled yet.
+
+- Every reference (a default, an `extends`) names something that exists, and no chain of `extends` runs in a circle.
+- `PolicyDocument()` is the shipped default: no policies, deny-all, the standard ceiling.
+"""
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from policy.rules import Ceiling, DnsSettings, Limits, Mode, Rule
+
+DENY_ALL_NAME: Final = "deny-all"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySource:
+    """One named policy as written: its own rules, and the policies whose rules it takes too."""
+
+    name: str
+    extends: tuple[str, ...] = ()
+    mode: Mode = Mode.ENFORCE
+    rules: tuple[Rule, ...] = ()
+    dns: DnsSettings | None = None
+    limits: Limits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something worth telling the author that is no error. `line` and `column` count from 1."""
+
+    line: int
+    column: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDocument:
+    """One operator file. Targets are canonical host patterns and CIDRs."""
+
+    origin: str = "(built in)"
+    ceiling: Ceiling = field(default_factory=Ceiling)
+    default: str = DENY_ALL_NAME
+    always_deny: tuple[str, ...] = ()
+    always_allow: tuple[str, ...] = ()
+    plaintext_secrets: tuple[str, ...] = ()
+    wildcard_bindings: bool = False
+    policies: MappingProxyType[str, PolicySource] = field(default_factory=lambda: MappingProxyType({}))
+    remarks: tuple[Remark, ...] = ()
+
+    def lineage(self, name: str) -> tuple[PolicySource, ...]:
+        """Return the policies whose rules `name` has, bases first, each once, itself last."""
+        ordered: dict[str, PolicySource] = {}
+
+        def visit(current: str) -> None:
+            if current not in ordered:
+                source = self.policies[current]
+                for base in source.extends:
+                    visit(base)
+                ordered[current] = source
+
+        visit(name)
+        return tuple(ordered.values())

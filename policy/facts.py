@@ -1,0 +1,44 @@
+"""What a decision is about: one flow, or one request on a flow.
+
+- `host` is in wire form (see `names.wire_host`); `port` is the one the packet was addressed to, never one a client
+  wrote into a header; `scheme` is what is really spoken, never what the port suggests.
+- `path` is the raw request path: it begins with `/` and has no `?`. `query` is what followed the `?`, without it.
+
+These are plain values. Whether they make sense is judged by `decision`, which denies what it cannot understand.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Scheme(StrEnum):
+    """The protocol family seen on a flow."""
+
+    HTTP = "http"
+    HTTPS = "https"
+
+
+@dataclass(frozen=True, slots=True)
+class FlowFacts:
+    """A TCP flow whose server name is known, before any request on it."""
+
+    host: str
+    port: int
+    scheme: Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """One HTTP request. The query is never shown by `repr`: it may carry somebody's secret."""
+
+    host: str
+    port: int
+    scheme: Scheme
+    method: str
+    path: str
+    query: str = field(default="", repr=False)
+
+    @property
+    def flow(self) -> FlowFacts:
+        """The flow this request is on."""
+        return FlowFacts(self.host, self.port, self.scheme)

@@ -1,0 +1,37 @@
+"""Reading the operator's policy file. The only module of this package, with `cli`, that touches a file.
+
+- At most `yaml_tree.MAX_BYTES` are read.
+- Whatever is wrong, the file's being unreadable included, is a `PolicyError` that names file, line and column.
+"""
+
+from pathlib import Path
+
+from policy.document import PolicyDocument
+from policy.schema import read_document
+from policy.yaml_tree import MAX_BYTES, PolicyError, parse
+
+__all__ = ["PolicyDocument", "PolicyError", "load", "load_text"]
+
+
+def load(path: Path | str, origin: str | None = None) -> PolicyDocument:
+    """Return the document of a file; `origin` is the name that errors give it.
+
+    Raises:
+        PolicyError: the file cannot be read or is wrong.
+    """
+    name = origin if origin is not None else str(path)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise PolicyError(name, 1, 1, f"cannot be read: {error.strerror or 'unknown error'}") from error
+    return load_text(data, name)
+
+
+def load_text(text: str | bytes, origin: str = "(text)") -> PolicyDocument:
+    """Return the document of a text.
+
+    Raises:
+        PolicyError: the text is wrong.
+    """
+    return read_document(parse(text, origin), origin)

@@ -1,0 +1,327 @@
+"""The compiled form of a policy: frozen rules, and the index that finds those of a host.
+
+- Every value here is canonical; a value that is not cannot be built (`__post_init__` refuses it).
+- A rule names hosts or addresses, never both. An allow rule names its endpoints (port and scheme); a deny rule without
+  endpoints covers all of them.
+- A rule list is either `DENY_WINS` (order and repetition mean nothing) or `FIRST_MATCH` (the OpenSandbox order), and
+  ends in its default action, which is deny unless somebody wrote otherwise.
+- Finding the rules of a host costs one dictionary lookup for each of its labels, however many rules there are.
+
+Nothing is decided here; see `decision`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from ipaddress import IPv4Network, IPv6Network, ip_network
+
+from policy.addresses import IPAddress
+from policy.facts import Scheme
+from policy.injection import InjectionPlan
+from policy.names import HostPattern, is_local_name
+from policy.paths import PathPattern
+
+MAX_RULES = 4096
+MAX_NAMES = 1024  # hosts, methods or paths of one rule
+ANY_PUBLIC = "any-public"
+FORBIDDEN_METHODS = frozenset({"CONNECT", "TRACE", "TRACK"})
+
+_TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+def is_token(text: str) -> bool:
+    """Tell whether a text can be an HTTP method."""
+    return 0 < len(text) <= 64 and _TOKEN.issuperset(text)
+
+
+def check_port(port: int) -> None:
+    """Raise ValueError for what is not a TCP port."""
+    if isinstance(port, bool) or not 1 <= port <= 65535:
+        raise ValueError(f"{port} is not a port")
+
+
+def check_range(name: str, value: int, most: int) -> None:
+    """Raise ValueError unless 1 <= value <= most."""
+    if isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{name} must be from 1 to {most}")
+
+
+def network_text(text: str) -> str:
+    """Return the canonical text of an address or CIDR: host bits masked, IPv4-mapped reduced, the length always
+    written.
+
+    Raises:
+        ValueError: not an address, a zone, or a mask that is not a plain prefix length.
+    """
+    address, slash, length = text.partition("/")
+    if "%" in address or (slash and not (length.isascii() and length.isdigit() and str(int(length)) == length)):
+        raise ValueError(f"{text[:100]!a} is not an address or network")
+    try:
+        network = ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(f"{text[:100]!a} is not an address or network") from None
+    if isinstance(network, IPv6Network) and network.prefixlen >= 96:
+        mapped = network.network_address.ipv4_mapped
+        if mapped is not None:
+            network = IPv4Network((mapped, network.prefixlen - 96))
+    return str(network)
+
+
+class Action(StrEnum):
+    """What a rule does."""
+
+    DENY = "deny"
+    ALLOW = "allow"
+
+
+class Mode(StrEnum):
+    """Whether denials of a rule list act, or are only reported."""
+
+    ENFORCE = "enforce"
+    OBSERVE = "observe"
+
+
+class Precedence(StrEnum):
+    """How the rules of one list are weighed against one another."""
+
+    DENY_WINS = "deny-wins"
+    FIRST_MATCH = "first-match"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Endpoint:
+    """A port and the scheme spoken there. Port 80 speaks HTTP, port 443 HTTPS; other ports either."""
+
+    port: int
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        check_port(self.port)
+        if (self.port, self.scheme) in ((80, Scheme.HTTPS), (443, Scheme.HTTP)):
+            raise ValueError(f"port {self.port} does not speak {self.scheme}")
+
+
+STANDARD = (Endpoint(80, Scheme.HTTP), Endpoint(443, Scheme.HTTPS))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule. Empty `methods` or `paths` mean all; empty `endpoints` mean all (deny rules and API rules only)."""
+
+    id: str
+    action: Action
+    hosts: tuple[HostPattern, ...] = ()
+    addresses: tuple[str, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()
+    methods: tuple[str, ...] = ()
+    paths: tuple[PathPattern, ...] = ()
+    inspect: bool = False
+    injections: tuple[InjectionPlan, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.hosts) == bool(self.addresses):
+            raise ValueError(f"rule {self.id!a} needs hosts or addresses, and not both")
+        for address in self.addresses:
+            if network_text(address) != address:
+                raise ValueError(f"rule {self.id!a}: {address!a} is not a canonical network")
+        for method in self.methods:
+            if not is_token(method):
+                raise ValueError(f"rule {self.id!a}: {method!a} is not a method")
+        if self.addresses and (self.inspect or self.narrow or self.injections):
+            raise ValueError(f"rule {self.id!a}: what goes to a bare address cannot be inspected")
+        if self.injections and self.action is Action.DENY:
+            raise ValueError(f"rule {self.id!a}: a deny rule injects nothing")
+        if self.injections and any(pattern.wildcard for pattern in self.hosts):
+            raise ValueError(f"rule {self.id!a}: a secret is bound to exact hosts, not to a wildcard")
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the rule speaks of methods or paths, so that a flow alone cannot be judged by it."""
+        return bool(self.methods or self.paths)
+
+    @property
+    def inspects(self) -> bool:
+        """Whether a flow that this rule matches must be opened."""
+        return self.inspect or self.narrow or bool(self.injections)
+
+    @property
+    def strict_paths(self) -> bool:
+        """Whether requests that this rule could match need unambiguous paths."""
+        return bool(self.paths or self.injections)
+
+    def covers(self, endpoint: Endpoint) -> bool:
+        """Tell whether the rule is about this endpoint."""
+        return not self.endpoints or endpoint in self.endpoints
+
+    def accepts(self, method: str, path: str) -> bool:
+        """Tell whether a request is matched. Denials match in any case, since some servers fold it."""
+        if self.action is Action.DENY:
+            return (not self.methods or method.upper() in {known.upper() for known in self.methods}) and (
+                not self.paths or any(pattern.matches_any_case(path) for pattern in self.paths)
+            )
+        return (not self.methods or method in self.methods) and (
+            not self.paths or any(pattern.matches(path) for pattern in self.paths)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The most that an API caller may be given: host patterns (or `any-public`) and ports."""
+
+    hosts: tuple[str, ...] = (ANY_PUBLIC,)
+    ports: tuple[int, ...] = (80, 443)
+    _index: "HostIndex" = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for port in self.ports:
+            check_port(port)
+        object.__setattr__(
+            self, "_index", HostIndex(tuple(HostPattern(host) for host in self.hosts if host != ANY_PUBLIC))
+        )
+
+    def admits_host(self, host: str) -> bool:
+        """Tell whether a caller may be given this name."""
+        return (ANY_PUBLIC in self.hosts and not is_local_name(host)) or bool(self._index.positions(host))
+
+    def admits_port(self, port: int) -> bool:
+        """Tell whether a caller may be given this port."""
+        return port in self.ports
+
+
+@dataclass(frozen=True, slots=True)
+class RuleList:
+    """Rules with one precedence, one mode and one default."""
+
+    name: str
+    precedence: Precedence
+    mode: Mode = Mode.ENFORCE
+    rules: tuple[Rule, ...] = ()
+    default_action: Action = Action.DENY
+    ceiling: Ceiling | None = None
+    _index: "HostIndex" = field(init=False, compare=False, repr=False)
+    _owners: tuple[Rule, ...] = field(init=False, compare=False, repr=False)
+    _networks: tuple[tuple[IPv4Network | IPv6Network, Rule], ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.default_action is Action.ALLOW and self.precedence is not Precedence.FIRST_MATCH:
+            raise ValueError(f"rule list {self.name!a}: only an API policy may default to allow")
+        if self.precedence is Precedence.FIRST_MATCH:
+            if self.mode is not Mode.ENFORCE or any(rule.inspects or rule.endpoints for rule in self.rules):
+                raise ValueError(f"rule list {self.name!a}: a first-match list is enforced and knows hosts only")
+        else:
+            for rule in self.rules:
+                if rule.action is Action.ALLOW and not rule.endpoints:
+                    raise ValueError(f"rule {rule.id!a} allows no endpoint")
+        pairs = [(pattern, rule) for rule in self.rules for pattern in rule.hosts]
+        object.__setattr__(self, "_index", HostIndex(tuple(pattern for pattern, _ in pairs)))
+        object.__setattr__(self, "_owners", tuple(rule for _, rule in pairs))
+        object.__setattr__(
+            self, "_networks", tuple((ip_network(text), rule) for rule in self.rules for text in rule.addresses)
+        )
+
+    def of_host(self, host: str) -> tuple[Rule, ...]:
+        """Return the rules about a host, each once, in the order of the list."""
+        return tuple({id(rule): rule for rule in map(self._owners.__getitem__, self._index.positions(host))}.values())
+
+    def of_address(self, address: IPAddress) -> tuple[Rule, ...]:
+        """Return the rules about an address in the order of the list."""
+        return tuple(rule for network, rule in self._networks if address in network)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A credential binding of the API, compiled: which requests get which headers."""
+
+    name: str
+    hosts: tuple[HostPattern, ...]
+    schemes: tuple[Scheme, ...]
+    methods: tuple[str, ...]
+    paths: tuple[PathPattern, ...]
+    injections: tuple[InjectionPlan, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.hosts and self.schemes and self.methods and self.paths):
+            raise ValueError(f"binding {self.name!a} needs hosts, schemes, methods and paths")
+
+    def covers(self, host: str, endpoint: Endpoint) -> bool:
+        """Tell whether requests to this host on this endpoint can be matched."""
+        return endpoint in self.endpoints and any(pattern.matches(host) for pattern in self.hosts)
+
+    def is_exact_for(self, host: str) -> bool:
+        """Tell whether the host is named in full."""
+        return any(pattern.text == host for pattern in self.hosts)
+
+    def accepts(self, method: str, path: str) -> bool:
+        """Tell whether a request to a covered host is matched."""
+        return method in self.methods and any(pattern.matches(path) for pattern in self.paths)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The scheme decides the port: https is 443, http is 80."""
+        return tuple(endpoint for endpoint in STANDARD if endpoint.scheme in self.schemes)
+
+
+@dataclass(frozen=True, slots=True)
+class DnsSettings:
+    """Bounds on what a sandbox's own DNS questions can carry out. All are per sandbox."""
+
+    query_rate: int = 50
+    """Questions a second, sustained."""
+    query_burst: int = 200
+    """Questions at once."""
+    max_label: int = 40
+    """Characters of a label in front of a wildcard's suffix."""
+    max_labels: int = 4
+    """Labels in front of a wildcard's suffix."""
+    unique_names: int = 1000
+    """Distinct names under one wildcard in an hour."""
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("query_rate", 10_000),
+            ("query_burst", 100_000),
+            ("max_label", 63),
+            ("max_labels", 126),
+            ("unique_names", 1_000_000),
+        ):
+            check_range(name, getattr(self, name), most)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of a sandbox's traffic. None means not limited by policy."""
+
+    connections: int = 512
+    """Flows open at once."""
+    requests_per_minute: int | None = None
+    bytes_out: int | None = None
+    """Bytes sent by the sandbox in its life."""
+
+    def __post_init__(self) -> None:
+        check_range("connections", self.connections, 65_536)
+        for name in ("requests_per_minute", "bytes_out"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 1 << 50)
+
+
+class HostIndex:
+    """Positions of patterns by the hosts they match."""
+
+    __slots__ = ("_exact", "_suffix")
+
+    def __init__(self, patterns: tuple[HostPattern, ...]) -> None:
+        self._exact: dict[str, list[int]] = {}
+        self._suffix: dict[str, list[int]] = {}
+        for position, pattern in enumerate(patterns):
+            table = self._suffix if pattern.wildcard else self._exact
+            table.setdefault(pattern.suffix, []).append(position)
+
+    def positions(self, host: str) -> list[int]:
+        """Return the positions of all patterns that match, ascending."""
+        found = list(self._exact.get(host, ()))
+        if self._suffix:
+            dot = host.find(".")
+            while dot >= 0:
+                found.extend(self._suffix.get(host[dot + 1 :], ()))
+                dot = host.find(".", dot + 1)
+        found.sort()
+        return found

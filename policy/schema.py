@@ -1,0 +1,505 @@
+"""The operator's YAML, version 1: from a tree of nodes to a `PolicyDocument`, or one error with its line.
+
+- Every key is known, every list says something, every reference exists. The first problem in reading order is reported.
+- A rule that gives access never spans owners (`*.com`), a rule with a secret names exact hosts on https, unless the
+  operator wrote the pair into `plaintext_secrets`.
+- Two injections that provably meet in one header of one request are refused here and not left to a denial later.
+
+`docs/policy-reference.md` is the reader's version of this module.
+
+It is longer than our modules are, because the language is read in one pass by one reader: each key is checked next to
+the keys it depends on, and its error needs the node it came from.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Never
+
+from policy.compiled import is_network
+from policy.document import DENY_ALL_NAME, PolicyDocument, PolicySource, Remark
+from policy.facts import Scheme
+from policy.injection import InjectionKind, InjectionPlan, header_name
+from policy.names import HostPattern, canonical_host, parse_any_pattern, parse_pattern
+from policy.paths import PathPattern
+from policy.rules import (
+    ANY_PUBLIC,
+    FORBIDDEN_METHODS,
+    MAX_NAMES,
+    MAX_RULES,
+    Action,
+    Ceiling,
+    DnsSettings,
+    Endpoint,
+    Limits,
+    Mode,
+    Rule,
+    check_port,
+    is_token,
+    network_text,
+)
+from policy.yaml_tree import Node, PolicyError
+
+VERSION = 1
+MAX_POLICIES = 256
+
+_NAME_FIRST = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
+_NAME_REST = _NAME_FIRST | frozenset("._-")
+_SECRET = _NAME_REST | frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_RULE_KEYS = (
+    "id",
+    "action",
+    "host",
+    "hosts",
+    "address",
+    "addresses",
+    "ports",
+    "schemes",
+    "methods",
+    "paths",
+    "inspect",
+    "inject",
+)
+
+type Mapping = dict[str, tuple[Node, Node]]
+
+
+def read_document(root: Node, origin: str) -> PolicyDocument:
+    """Return the document of a tree.
+
+    Raises:
+        PolicyError: at the first node that is not as it must be.
+    """
+    return _Reader(origin).document(root)
+
+
+class _Reader:
+    """Carries the file's name, the remarks, and the few facts that rules are checked against."""
+
+    def __init__(self, origin: str) -> None:
+        self._origin = origin
+        self._remarks: list[Remark] = []
+        self._plaintext: tuple[str, ...] = ()
+        self._rule_places: dict[str, Node] = {}
+
+    def document(self, root: Node) -> PolicyDocument:
+        top = self._mapping(
+            root,
+            "version",
+            "ceiling",
+            "default",
+            "always_deny",
+            "always_allow",
+            "plaintext_secrets",
+            "wildcard_bindings",
+            "policies",
+        )
+        if "version" not in top:
+            self._fail(root, f"`version: {VERSION}` is missing")
+        version = top["version"][1]
+        if type(version.value) is not int or version.value != VERSION:
+            self._fail(version, f"version must be {VERSION}")
+        self._plaintext = self._list(top, "plaintext_secrets", self._exact_host, empty=True)
+        always_deny = self._list(top, "always_deny", self._deny_target, empty=True)
+        always_allow = self._list(top, "always_allow", self._allow_target, empty=True)
+        ceiling = self._ceiling(top["ceiling"][1]) if "ceiling" in top else Ceiling()
+        policies = self._policies(top["policies"][1]) if "policies" in top else {}
+        default = DENY_ALL_NAME
+        if "default" in top:
+            node = top["default"][1]
+            default = self._text(node)
+            if default != DENY_ALL_NAME and default not in policies:
+                self._fail(node, f"there is no policy named {default[:100]!a}")
+        return PolicyDocument(
+            self._origin,
+            ceiling,
+            default,
+            always_deny,
+            always_allow,
+            self._plaintext,
+            self._flag(top, "wildcard_bindings"),
+            MappingProxyType(policies),
+            tuple(self._remarks),
+        )
+
+    # ---- parts of the document
+
+    def _ceiling(self, node: Node) -> Ceiling:
+        entries = self._mapping(node, "hosts", "ports")
+        hosts: tuple[str, ...] = (ANY_PUBLIC,)
+        if "hosts" in entries:
+            written = entries["hosts"][1]
+            hosts = (
+                (self._ceiling_host(written),)
+                if isinstance(written.value, str)
+                else self._list(entries, "hosts", self._ceiling_host)
+            )
+        ports = self._list(entries, "ports", self._port) if "ports" in entries else (80, 443)
+        return Ceiling(hosts, ports)
+
+    def _policies(self, node: Node) -> dict[str, PolicySource]:
+        if not isinstance(node.value, dict):
+            self._fail(node, "expected a mapping of names to policies")
+        entries = node.value
+        if len(entries) > MAX_POLICIES:
+            self._fail(node, f"more than {MAX_POLICIES} policies")
+        policies: dict[str, PolicySource] = {}
+        total = 0
+        for name, (key, value) in entries.items():
+            self._check_name(key, name)
+            if name == DENY_ALL_NAME:
+                self._fail(key, f"{DENY_ALL_NAME} is built in and cannot be defined")
+            policies[name] = self._policy(name, value, entries)
+            total += len(policies[name].rules)
+            if total > MAX_RULES:
+                self._fail(key, f"more than {MAX_RULES} rules in one file")
+        self._check_cycles(entries, policies)
+        document = PolicyDocument(policies=MappingProxyType(policies))
+        for name in policies:
+            self._check_injections([rule for source in document.lineage(name) for rule in source.rules])
+        return policies
+
+    def _policy(self, name: str, node: Node, entries: Mapping) -> PolicySource:
+        keys = self._mapping(node, "extends", "mode", "dns", "limits", "rules")
+
+        def base(item: Node) -> str:
+            text = self._text(item)
+            if text not in entries:
+                self._fail(item, f"there is no policy named {text[:100]!a} to extend")
+            return text
+
+        rules: list[Rule] = []
+        if "rules" in keys:
+            written = keys["rules"][1]
+            if not isinstance(written.value, tuple):
+                self._fail(written, "expected a list of rules")
+            if len(written.value) > MAX_RULES:
+                self._fail(written, f"more than {MAX_RULES} rules")
+            seen: set[str] = set()
+            for position, item in enumerate(written.value, start=1):
+                rule = self._rule(name, position, item)
+                if rule.id in seen:
+                    self._fail(item, f"a second rule with the id {rule.id.partition('/')[2]!a}")
+                seen.add(rule.id)
+                rules.append(rule)
+        return PolicySource(
+            name,
+            self._list(keys, "extends", base) if "extends" in keys else (),
+            self._choice(keys["mode"][1], Mode) if "mode" in keys else Mode.ENFORCE,
+            tuple(rules),
+            self._numbers(keys["dns"][1], DnsSettings) if "dns" in keys else None,
+            self._numbers(keys["limits"][1], Limits) if "limits" in keys else None,
+        )
+
+    # ---- rules
+
+    def _rule(self, policy: str, position: int, node: Node) -> Rule:
+        keys = self._mapping(node, *_RULE_KEYS)
+        action = self._choice(keys["action"][1], Action) if "action" in keys else Action.ALLOW
+        name = f"rule-{position}"
+        if "id" in keys:
+            name = self._text(keys["id"][1])
+            self._check_name(keys["id"][1], name)
+        targets = [key for key in ("host", "hosts", "address", "addresses") if key in keys]
+        if len(targets) != 1:
+            self._fail(node, "a rule needs exactly one of host, hosts, address, addresses")
+        pattern = self._allow_pattern if action is Action.ALLOW else self._deny_pattern
+        hosts = self._one_or_many(keys, "host", "hosts", pattern)
+        addresses = self._one_or_many(keys, "address", "addresses", self._network)
+        if addresses:
+            for key in ("schemes", "methods", "paths", "inspect", "inject"):
+                if key in keys:
+                    self._fail(keys[key][0], f"{key} does not apply to addresses: their flows are not opened")
+        if action is Action.DENY and "inject" in keys:
+            self._fail(keys["inject"][0], "a deny rule injects nothing")
+        identity = f"{policy}/{name}"
+        injections = self._injections(identity, keys["inject"][1]) if "inject" in keys else ()
+        if injections:
+            for host, place in zip(hosts, self._items(keys, "host", "hosts"), strict=True):
+                if host.wildcard:
+                    self._fail(place, "a secret is bound to exact hosts, not to a wildcard")
+        endpoints = self._endpoints(keys, action, bool(addresses), bool(injections))
+        if injections and any(endpoint.scheme is Scheme.HTTP for endpoint in endpoints):
+            self._check_plaintext(keys, hosts, endpoints)
+        rule = self._made(
+            node,
+            lambda: Rule(
+                identity,
+                action,
+                hosts,
+                addresses,
+                endpoints,
+                self._list(keys, "methods", self._method) if "methods" in keys else (),
+                self._list(keys, "paths", self._path) if "paths" in keys else (),
+                self._flag(keys, "inspect"),
+                injections,
+            ),
+        )
+        self._rule_places[rule.id] = node
+        return rule
+
+    def _endpoints(self, keys: Mapping, action: Action, to_address: bool, injecting: bool) -> tuple[Endpoint, ...]:
+        schemes = self._list(keys, "schemes", lambda node: self._choice(node, Scheme)) if "schemes" in keys else None
+        if "ports" in keys:
+            ports = self._list(keys, "ports", self._port)
+        elif action is Action.DENY and schemes is None:
+            return ()
+        elif schemes is not None:
+            ports = tuple({Scheme.HTTP: 80, Scheme.HTTPS: 443}[scheme] for scheme in schemes)
+        else:
+            ports = (443,) if injecting or to_address else (80, 443)
+        endpoints: dict[Endpoint, None] = {}
+        for port, node in zip(ports, self._port_places(keys, len(ports)), strict=True):
+            if to_address and action is Action.ALLOW and port == 80:
+                self._fail(node, "a bare address is reached by TLS only, never on port 80")
+            spoken = self._schemes_on(port, schemes, action)
+            if not spoken:
+                self._fail(node, f"none of the rule's schemes is spoken on port {port}")
+            endpoints.update(dict.fromkeys(Endpoint(port, scheme) for scheme in spoken))
+        return tuple(endpoints)
+
+    def _schemes_on(self, port: int, schemes: tuple[Scheme, ...] | None, action: Action) -> tuple[Scheme, ...]:
+        fixed = {80: Scheme.HTTP, 443: Scheme.HTTPS}.get(port)
+        if fixed is not None:
+            return (fixed,) if schemes is None or fixed in schemes else ()
+        if schemes is not None:
+            return schemes
+        return (Scheme.HTTPS,) if action is Action.ALLOW else (Scheme.HTTP, Scheme.HTTPS)
+
+    def _check_plaintext(self, keys: Mapping, hosts: tuple[HostPattern, ...], endpoints: tuple[Endpoint, ...]) -> None:
+        place = keys["inject"][0]
+        if any(endpoint.scheme is Scheme.HTTP and endpoint.port != 80 for endpoint in endpoints):
+            self._fail(place, "a secret is never sent over plain HTTP on a port other than 80")
+        for host in hosts:
+            if host.text not in self._plaintext:
+                self._fail(place, f"a secret over plain HTTP needs {host.text} in plaintext_secrets")
+
+    def _injections(self, binding: str, node: Node) -> tuple[InjectionPlan, ...]:
+        items = node.value if isinstance(node.value, tuple) else (node,)
+        if not items:
+            self._fail(node, "inject is empty")
+        plans: dict[str, InjectionPlan] = {}
+        for item in items:
+            plan = self._injection(binding, item)
+            if plan.slot in plans:
+                self._fail(item, f"a second injection into {plan.header}")
+            plans[plan.slot] = plan
+        return tuple(plans.values())
+
+    def _injection(self, binding: str, node: Node) -> InjectionPlan:
+        keys = self._mapping(node, "secret", "as", "header", "username")
+        for key in ("secret", "as"):
+            if key not in keys:
+                self._fail(node, f"inject needs `{key}`")
+        secret = self._text(keys["secret"][1])
+        if not 0 < len(secret) <= 128 or not _SECRET.issuperset(secret):
+            self._fail(keys["secret"][1], "a secret's name is up to 128 of letters, digits, `.`, `_` and `-`")
+        kind = self._choice(keys["as"][1], InjectionKind)
+        if kind is InjectionKind.API_KEY:
+            if "header" not in keys:
+                self._fail(node, "as: api-key needs `header`")
+            header_node = keys["header"][1]
+            header = self._made(header_node, lambda: header_name(self._text(header_node)))
+        elif "header" in keys:
+            self._fail(keys["header"][0], f"as: {kind} is sent in Authorization and takes no header")
+        else:
+            header = "Authorization"
+        username = self._text(keys["username"][1]) if "username" in keys else None
+        place = keys["username"][1] if "username" in keys else node
+        return self._made(place, lambda: InjectionPlan(binding, secret, kind, header, username))
+
+    # ---- checks across rules
+
+    def _check_cycles(self, entries: Mapping, policies: dict[str, PolicySource]) -> None:
+        done: set[str] = set()
+
+        def visit(name: str, path: tuple[str, ...]) -> None:
+            if name in path:
+                self._fail(entries[path[-1]][0], f"extends runs in a circle: {' -> '.join((*path, name))}")
+            if name not in done:
+                if len(path) > 32:
+                    self._fail(entries[name][0], "extends is more than 32 policies deep")
+                for base in policies[name].extends:
+                    visit(base, (*path, name))
+                done.add(name)
+
+        for name in policies:
+            visit(name, ())
+
+    def _check_injections(self, rules: list[Rule]) -> None:
+        by_slot: dict[tuple[str, str], list[tuple[Rule, InjectionPlan]]] = {}
+        if len(rules) > MAX_RULES:
+            self._fail(self._rule_places[rules[-1].id], f"more than {MAX_RULES} rules in one policy with its bases")
+        for rule in rules:
+            for plan in rule.injections:
+                for host in rule.hosts:
+                    rivals = by_slot.setdefault((host.text, plan.slot), [])
+                    for other, rival in rivals:
+                        same = (rival.secret, rival.kind, rival.username) == (plan.secret, plan.kind, plan.username)
+                        if not same and _meet(rule, other):
+                            self._fail(
+                                self._rule_places[rule.id],
+                                f"this rule and {other.id} set {plan.header} of the same requests to {host.text}",
+                            )
+                    rivals.append((rule, plan))
+
+    # ---- values
+
+    def _allow_pattern(self, node: Node) -> HostPattern:
+        return self._pattern(node, parse_pattern)
+
+    def _deny_pattern(self, node: Node) -> HostPattern:
+        return self._pattern(node, parse_any_pattern)
+
+    def _pattern(self, node: Node, parse: Callable[[str], HostPattern]) -> HostPattern:
+        text = self._text(node)
+        pattern = self._made(node, lambda: parse(text))
+        if not text.isascii():
+            self._remark(node, f"this name is stored, matched and logged as {pattern.text}")
+        return pattern
+
+    def _exact_host(self, node: Node) -> str:
+        text = self._text(node)
+        return self._made(node, lambda: canonical_host(text))
+
+    def _ceiling_host(self, node: Node) -> str:
+        return ANY_PUBLIC if node.value == ANY_PUBLIC else self._deny_pattern(node).text
+
+    def _deny_target(self, node: Node) -> str:
+        text = self._text(node)
+        return network_text(text) if is_network(text) else self._deny_pattern(node).text
+
+    def _allow_target(self, node: Node) -> str:
+        text = self._text(node)
+        return network_text(text) if is_network(text) else self._allow_pattern(node).text
+
+    def _network(self, node: Node) -> str:
+        text = self._text(node)
+        return self._made(node, lambda: network_text(text))
+
+    def _port(self, node: Node) -> int:
+        value = node.value
+        if type(value) is not int:
+            self._fail(node, "expected a port number")
+        self._made(node, lambda: check_port(value))
+        return value
+
+    def _method(self, node: Node) -> str:
+        text = self._text(node)
+        if not is_token(text):
+            self._fail(node, f"{text[:100]!a} is not an HTTP method")
+        if text in FORBIDDEN_METHODS:
+            self._fail(node, f"{text} is never relayed")
+        if text != text.upper():
+            self._remark(node, f"methods are case-sensitive: {text[:100]} matches only in this case")
+        return text
+
+    def _path(self, node: Node) -> PathPattern:
+        text = self._text(node)
+        pattern = self._made(node, lambda: PathPattern(text))
+        if pattern.splits_segment:
+            self._remark(node, f"{text[:100]!a} also matches inside a segment; end it in `/*` for what is below it")
+        return pattern
+
+    def _numbers[T](self, node: Node, kind: Callable[..., T]) -> T:
+        names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+        keys = self._mapping(node, *names)
+        values: dict[str, int] = {}
+        for name, (_, item) in keys.items():
+            if type(item.value) is not int:
+                self._fail(item, "expected a whole number")
+            values[name] = item.value
+        return self._made(node, lambda: kind(**values))
+
+    # ---- generic
+
+    def _mapping(self, node: Node, *known: str) -> Mapping:
+        if not isinstance(node.value, dict):
+            self._fail(node, "expected a mapping")
+        for name, (key, _) in node.value.items():
+            if name not in known:
+                self._fail(key, f"unknown key {name[:100]!a}; known here: {', '.join(known)}")
+        return node.value
+
+    def _list[T](self, keys: Mapping, name: str, read: Callable[[Node], T], *, empty: bool = False) -> tuple[T, ...]:
+        if name not in keys:
+            return ()
+        node = keys[name][1]
+        if not isinstance(node.value, tuple):
+            self._fail(node, f"{name} must be a list")
+        if not node.value and not empty:
+            self._fail(node, f"{name} is empty: leave the key out, or say what it means")
+        if len(node.value) > MAX_NAMES:
+            self._fail(node, f"{name} has more than {MAX_NAMES} entries")
+        values: dict[T, None] = {}
+        for item in node.value:
+            value = read(item)
+            if value in values:
+                self._fail(item, f"{name} has this entry twice")
+            values[value] = None
+        return tuple(values)
+
+    def _one_or_many[T](self, keys: Mapping, one: str, many: str, read: Callable[[Node], T]) -> tuple[T, ...]:
+        return (read(keys[one][1]),) if one in keys else self._list(keys, many, read)
+
+    def _items(self, keys: Mapping, one: str, many: str) -> tuple[Node, ...]:
+        if one in keys:
+            return (keys[one][1],)
+        value = keys[many][1].value
+        return value if isinstance(value, tuple) else ()
+
+    def _port_places(self, keys: Mapping, count: int) -> tuple[Node, ...]:
+        if "ports" in keys:
+            return self._items(keys, "port", "ports")
+        place = next(
+            (keys[key][0] for key in ("schemes", "host", "hosts", "address", "addresses") if key in keys), None
+        )
+        return (place,) * count if place is not None else ()
+
+    def _flag(self, keys: Mapping, name: str) -> bool:
+        if name not in keys:
+            return False
+        node = keys[name][1]
+        if not isinstance(node.value, bool):
+            self._fail(node, f"{name} must be true or false")
+        return node.value
+
+    def _choice[T: (Action, Mode, Scheme, InjectionKind)](self, node: Node, kind: type[T]) -> T:
+        text = self._text(node)
+        known = {member.value: member for member in kind}
+        if text not in known:
+            self._fail(node, f"expected one of {', '.join(known)}")
+        return known[text]
+
+    def _text(self, node: Node) -> str:
+        if not isinstance(node.value, str):
+            self._fail(node, "expected text; quote it if it is one")
+        return node.value
+
+    def _check_name(self, node: Node, name: str) -> None:
+        if not 0 < len(name) <= 63 or name[0] not in _NAME_FIRST or not _NAME_REST.issuperset(name):
+            self._fail(node, "a name is up to 63 of a-z, 0-9, `.`, `_` and `-`, beginning with a letter or digit")
+
+    def _made[T](self, node: Node, make: Callable[[], T]) -> T:
+        """Return what `make` returns; its ValueError becomes an error at the node."""
+        try:
+            return make()
+        except PolicyError:
+            raise
+        except ValueError as error:
+            raise PolicyError(self._origin, node.line, node.column, str(error)) from None
+
+    def _remark(self, node: Node, text: str) -> None:
+        self._remarks.append(Remark(node.line, node.column, text))
+
+    def _fail(self, node: Node, problem: str) -> Never:
+        raise PolicyError(self._origin, node.line, node.column, problem) from None
+
+
+def _meet(first: Rule, second: Rule) -> bool:
+    """Tell whether some request to a host of both rules is matched by both."""
+    methods = not (first.methods and second.methods) or not set(first.methods).isdisjoint(second.methods)
+    paths = not (first.paths and second.paths) or any(
+        mine.overlaps(theirs) for mine in first.paths for theirs in second.paths
+    )
+    return methods and paths and not set(first.endpoints).isdisjoint(second.endpoints)

@@ -1,0 +1,163 @@
+"""The OpenSandbox network policy."""
+
+from typing import Any
+
+import pytest
+
+from policy.api import (
+    ApiPolicy,
+    ApiPolicyError,
+    canonical_target,
+    decode_json,
+    delete_targets,
+    merge_patch,
+    parse_delete,
+    parse_network_policy,
+    parse_patch,
+)
+from policy.rules import MAX_RULES, Action
+
+
+def rule(action: str, target: str) -> dict[str, str]:
+    """A rule on the wire."""
+    return {"action": action, "target": target}
+
+
+CLOSED: dict[str, Any] = {
+    "null": None,
+    "an empty object": {},
+    "a null list": {"egress": None},
+    "a null default": {"defaultAction": None},
+    "a default with blanks and capitals": {"defaultAction": "Deny "},
+    "an empty default": {"defaultAction": ""},
+    "only a misspelled key": {"egres": [rule("allow", "good.test")], "defaultActions": "allow"},
+}
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an unknown default": ({"defaultAction": "x"}, 'invalid policy: unsupported defaultAction "x"'),
+    "a default of another type": ({"defaultAction": True}, 'invalid policy: unsupported defaultAction "true"'),
+    "an unknown action": ({"egress": [rule("permit", "a.test")]}, 'invalid policy: unsupported action "permit"'),
+    "a blank target": ({"egress": [rule("allow", "  ")]}, "invalid policy: egress target cannot be empty"),
+    "a missing target": ({"egress": [{"action": "allow"}]}, "invalid policy: egress target cannot be empty"),
+    "a URL": ({"egress": [rule("allow", "https://a.test")]}, 'invalid policy: unsupported target "https://a.test"'),
+    "a port": ({"egress": [rule("allow", "a.test:443")]}, 'invalid policy: unsupported target "a.test:443"'),
+    "an inner wildcard": ({"egress": [rule("allow", "a.*.test")]}, 'invalid policy: unsupported target "a.*.test"'),
+    "two stars": ({"egress": [rule("allow", "**.test")]}, 'invalid policy: unsupported target "**.test"'),
+    "an IPv6 zone": ({"egress": [rule("allow", "fe80::1%eth0")]}, 'invalid policy: unsupported target "fe80::1%eth0"'),
+    "an address in disguise": ({"egress": [rule("allow", "127.1")]}, 'invalid policy: unsupported target "127.1"'),
+    "a dotted mask": (
+        {"egress": [rule("allow", "10.0.0.0/255.0.0.0")]},
+        'invalid policy: unsupported target "10.0.0.0/255.0.0.0"',
+    ),
+    "the same key in two cases": ({"egress": [], "Egress": []}, 'invalid policy: duplicate key "egress"'),
+    "a list": ([], "invalid policy: expected an object"),
+    "rules that are no list": ({"egress": {}}, "invalid policy: expected an array of rules"),
+    "a rule that is no object": ({"egress": ["a.test"]}, "invalid policy: expected an object with action and target"),
+}
+
+CANONICAL = {
+    "names are folded": ("Good.TEST.", "good.test"),
+    "U-labels become A-labels": ("münchen.test", "xn--mnchen-3ya.test"),
+    "a single label is allowed": ("intranet", "intranet"),
+    "a wildcard over anything is the contract's": ("*.test", "*.test"),
+    "an address is a network of one": ("93.184.216.34", "93.184.216.34/32"),
+    "host bits are masked": ("10.1.2.3/8", "10.0.0.0/8"),
+    "IPv6 is compressed": ("2606:2800:0:0::1", "2606:2800::1/128"),
+    "a mapped address is its IPv4 address": ("::ffff:10.1.2.3", "10.1.2.3/32"),
+    "a mapped network too": ("::ffff:10.0.0.0/104", "10.0.0.0/8"),
+    "the bare star is inert": ("*", "*"),
+}
+
+
+@pytest.mark.parametrize("case", CLOSED)
+def test_whatever_says_nothing_is_deny_all(case: str) -> None:
+    """Empty, null, missing and misspelled never open anything."""
+    assert ApiPolicy() == parse_network_policy(CLOSED[case])
+    assert "deny_all" == ApiPolicy().status_mode()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_is_refused_with_the_contracts_text(case: str) -> None:
+    """Status 400 and the exact message."""
+    value, message = REFUSED[case]
+    with pytest.raises(ApiPolicyError) as caught:
+        parse_network_policy(value)
+
+    assert (400, message) == (caught.value.status, str(caught.value))
+
+
+@pytest.mark.parametrize("case", CANONICAL)
+def test_targets_are_compared_in_canonical_form(case: str) -> None:
+    """One target, one form."""
+    text, expected = CANONICAL[case]
+
+    assert expected == canonical_target(text)
+
+
+def test_targets_are_echoed_as_written_and_in_order() -> None:
+    """GET shows the caller's own text, trimmed; `egress` before `defaultAction`."""
+    policy = parse_network_policy({"defaultAction": "ALLOW", "EGRESS": [rule(" Deny ", " Good.TEST. "), rule("", "*")]})
+
+    assert {
+        "egress": [rule("deny", "Good.TEST."), rule("deny", "*")],
+        "defaultAction": "allow",
+    } == policy.to_wire()
+    assert ["egress", "defaultAction"] == list(policy.to_wire())
+    assert "enforcing" == policy.status_mode()
+    assert "allow_all" == ApiPolicy(default_action=Action.ALLOW).status_mode()
+
+
+def test_a_patch_goes_in_front_and_the_first_of_equal_targets_stays() -> None:
+    """Within the patch, and of patch and base; the default is untouched."""
+    base = parse_network_policy({"defaultAction": "allow", "egress": [rule("deny", "a.test"), rule("allow", "b.test")]})
+    patch = parse_patch([rule("allow", "c.test"), rule("allow", "A.test."), rule("deny", "C.TEST")])
+    merged = merge_patch(base, patch)
+
+    assert [("allow", "c.test"), ("allow", "A.test."), ("allow", "b.test")] == [
+        (str(item.action), item.target) for item in merged.rules
+    ]
+    assert Action.ALLOW is merged.default_action
+
+
+def test_a_delete_removes_every_rule_of_a_target_and_ignores_the_rest() -> None:
+    """Unknown, blank and unreadable targets change nothing, and repeating it is harmless."""
+    base = parse_network_policy(
+        {"egress": [rule("allow", "a.test"), rule("allow", "10.0.0.0/8"), rule("deny", "A.test")]}
+    )
+    gone = delete_targets(base, ["A.TEST.", "", "b.test", "not a target"])
+
+    assert ["10.0.0.0/8"] == [item.target for item in gone.rules]
+    assert gone == delete_targets(gone, ["a.test", " "])
+    assert ApiPolicy() == delete_targets(gone, ["10.9.9.9/8"])
+
+
+def test_empty_patches_and_deletes_are_refused() -> None:
+    """The contract's texts."""
+    for value in (None, []):
+        with pytest.raises(ApiPolicyError, match=r"^invalid patch rules: empty array$"):
+            parse_patch(value)
+        with pytest.raises(ApiPolicyError, match=r"^invalid delete targets: empty array$"):
+            parse_delete(value)
+    with pytest.raises(ApiPolicyError, match=r"^invalid delete targets: "):
+        parse_delete([1])
+    with pytest.raises(ApiPolicyError, match=r'^invalid patch rules: unsupported action "x"$'):
+        parse_patch([rule("x", "a.test")])
+
+
+def test_the_rule_limit_counts_the_merged_list() -> None:
+    """413 and the contract's text."""
+    base = parse_network_policy({"egress": [rule("allow", f"h{n}.test") for n in range(MAX_RULES)]})
+    with pytest.raises(ApiPolicyError) as caught:
+        merge_patch(base, parse_patch([rule("allow", "one-more.test")]))
+
+    assert (413, "egress rule total count 4097 exceeds limit 4096") == (caught.value.status, str(caught.value))
+
+
+def test_a_known_key_given_twice_in_json_is_refused_and_an_unknown_one_is_not() -> None:
+    """The last one does not silently win."""
+    with pytest.raises(ApiPolicyError, match=r"^invalid policy: duplicate key$"):
+        decode_json('{"egress": [], "egress": null}', "invalid policy: ")
+    with pytest.raises(ApiPolicyError, match=r"^invalid policy: not valid JSON$"):
+        decode_json("{", "invalid policy: ")
+
+    assert {"x": 2} == decode_json('{"x": 1, "x": 2}', "invalid policy: ")

@@ -1,0 +1,139 @@
+"""Credential bindings on the wire."""
+
+from typing import Any
+
+import pytest
+
+from policy.api import ApiPolicyError
+from policy.bindings import parse_binding, parse_bindings
+
+
+def binding(match: Any = None, auth: Any = None, name: Any = "b") -> dict[str, Any]:
+    """A good binding, with parts replaced."""
+    return {
+        "name": name,
+        "match": {"hosts": ["good.test"], **(match or {})},
+        "auth": auth or {"type": "bearer", "credential": "c"},
+    }
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a blank name": (binding(name=" "), "binding name cannot be blank"),
+    "no hosts": (binding({"hosts": []}), 'binding "b": match.hosts cannot be empty'),
+    "a blank host": (binding({"hosts": [" "]}), 'binding "b": host cannot be blank'),
+    "a URL": (
+        binding({"hosts": ["https://a.test"]}),
+        'binding "b": host "https://a.test" must not include scheme or path',
+    ),
+    "one label": (binding({"hosts": ["intranet"]}), 'binding "b": credential binding host "intranet" must be an FQDN'),
+    "an address": (
+        binding({"hosts": ["10.0.0.1"]}),
+        'binding "b": credential binding host "10.0.0.1" must be an FQDN, not an IP address',
+    ),
+    "a wildcard over one label": (binding({"hosts": ["*.test"]}), 'binding "b": invalid wildcard host "*.test"'),
+    "an inner wildcard": (binding({"hosts": ["a.*.test"]}), 'binding "b": invalid wildcard host "a.*.test"'),
+    "an unknown scheme": (binding({"schemes": ["ftp"]}), 'binding "b": unsupported scheme "ftp"'),
+    "another port": (
+        binding({"ports": [8443]}),
+        'binding "b": unsupported port 8443: only ports 80 and 443 are supported (derived from scheme)',
+    ),
+    "a blank method": (binding({"methods": [""]}), 'binding "b": method cannot be blank'),
+    "a path without a slash": (binding({"paths": ["v1"]}), 'binding "b": path pattern must start with /'),
+    "an unknown field": ({**binding(), "x": 1}, 'unknown field "x"'),
+    "an unknown field in match": (binding({"requestHeaders": []}), 'binding "b": unknown field "requestHeaders"'),
+    "an unknown auth": (binding(auth={"type": "oauth"}), 'binding "b": unsupported auth type "oauth"'),
+    "a missing credential": (binding(auth={"type": "bearer"}), 'binding "b": bearer auth requires credential'),
+    "no headers": (binding(auth={"type": "customHeaders"}), 'binding "b": customHeaders auth requires headers'),
+    "a reserved header": (
+        binding(auth={"type": "apiKey", "name": "Host", "credential": "c"}),
+        'binding "b": reserved credential header name "host"',
+    ),
+    "a header that is no token": (
+        binding(auth={"type": "apiKey", "name": "x y", "credential": "c"}),
+        'binding "b": invalid credential header name "x y"',
+    ),
+    "a header twice": (
+        binding(
+            auth={
+                "type": "customHeaders",
+                "headers": [{"name": "x-a", "credential": "c"}, {"name": "X-A", "credential": "d"}],
+            }
+        ),
+        'binding "b": duplicate custom header name "X-A"',
+    ),
+    "a passthrough with a credential": (
+        binding(auth={"type": "passthrough", "credential": "c"}),
+        'binding "b": passthrough auth does not accept credential',
+    ),
+    "substitutions": (
+        binding(
+            auth={"type": "passthrough", "substitutions": [{"credential": "c", "placeholder": "p", "in": ["path"]}]}
+        ),
+        'binding "b": substitutions are not supported',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_refused_with_the_contracts_text(case: str) -> None:
+    """Prefix and words."""
+    value, message = REFUSED[case]
+    with pytest.raises(ApiPolicyError) as caught:
+        parse_binding(value)
+
+    assert message == str(caught.value)
+
+
+def test_a_binding_is_echoed_normalised_with_its_defaults() -> None:
+    """And without its credentials."""
+    parsed = parse_binding(
+        binding(
+            {"hosts": ["Good.TEST.", "good.test"], "ports": [443]},
+            {"type": "apiKey", "name": "x-api-key", "credential": "c"},
+        )
+    )
+
+    assert {
+        "name": "b",
+        "match": {
+            "hosts": ["good.test"],
+            "schemes": ["https"],
+            "methods": ["GET", "POST", "PUT", "PATCH", "DELETE"],
+            "paths": ["/*"],
+        },
+        "auth": {"type": "apiKey", "name": "X-Api-Key"},
+    } == parsed.to_wire()
+    assert ("c",) == parsed.credentials
+    assert [("inline:c", "X-Api-Key", "api-key")] == [
+        (plan.secret, plan.header, str(plan.kind)) for plan in parsed.compiled().injections
+    ]
+
+
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "the same host": ({}, {}, True),
+    "another host": ({}, {"hosts": ["other.test"]}, False),
+    "another method": ({"methods": ["GET"]}, {"methods": ["POST"]}, False),
+    "another scheme": ({}, {"schemes": ["http"]}, False),
+    "paths beside one another": ({"paths": ["/a/*"]}, {"paths": ["/b/*"]}, False),
+    "a longer path is no tie-break": ({"paths": ["/a/*"]}, {"paths": ["/a/b/*"]}, True),
+    "an exact host wins over a wildcard": ({"hosts": ["a.good.test"]}, {"hosts": ["*.good.test"]}, False),
+    "one wildcard inside another": ({"hosts": ["*.a.good.test"]}, {"hosts": ["*.good.test"]}, True),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_bindings_that_could_match_one_request_are_refused(case: str) -> None:
+    """Names in sorted order, whatever the order given."""
+    first, second, conflict = PAIRS[case]
+    values = [binding(first, name="z"), binding(second, name="a")]
+    if not conflict:
+        assert 2 == len(parse_bindings(values))
+        return
+    with pytest.raises(ApiPolicyError, match=r'^bindings "a" and "z" can match the same request$'):
+        parse_bindings(values)
+
+
+def test_two_bindings_of_one_name_are_refused() -> None:
+    """Names identify."""
+    with pytest.raises(ApiPolicyError, match=r'^duplicate binding name "b"$'):
+        parse_bindings([binding(), binding({"hosts": ["other.test"]})])

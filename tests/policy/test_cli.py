@@ -1,0 +1,65 @@
+"""What `policy check` and `policy explain` print and return."""
+
+from pathlib import Path
+
+import pytest
+
+from policy.cli import check, explain
+
+EXAMPLE = Path(__file__).parents[2] / "policies.example.yaml"
+
+
+def test_check_lists_a_good_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Policies, and where each secret may go."""
+    assert 0 == check(EXAMPLE)
+
+    printed = capsys.readouterr().out
+    assert "policy agents: 13 rules, enforce" in printed
+    assert "secret api-token -> https://api.corp-example.com:443 as bearer (agents/api)" in printed
+
+
+def test_check_says_where_a_file_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, with exit code 2."""
+    file = tmp_path / "p.yaml"
+    file.write_text("version: 1\nallowd: []\n")
+
+    assert 2 == check(file)
+    assert capsys.readouterr().err.startswith(f"{file}:2:1: unknown key 'allowd'")
+
+
+ASKED = {
+    "an allowed request": (
+        ("agents", "api.corp-example.com", 443, "https", "GET", "/v1/x?canary"),
+        0,
+        "inject   Authorization",
+    ),
+    "a denied path": (("agents", "api.corp-example.com", 443, "https", "GET", "/v2"), 1, "request  DENY   default"),
+    "a denied name": (("agents", "other.test", 443, "https"), 1, "name     DENY   default"),
+    "a denied port": (("agents", "api.corp-example.com", 80, "http"), 1, "flow     DENY   default"),
+    "a spliced flow": (("agents", "time.corp-example.com", 443, "https"), 0, "relayed unopened"),
+    "an observed denial": (("trial", "other.test", 443, "https"), 0, "would be denied by default"),
+    "the built-in policy": (("deny-all", "other.test", 443, "https"), 1, "name     DENY   default"),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_explain_answers_as_the_gateway_decides(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code and the line that matters; the query is never printed."""
+    arguments, code, line = ASKED[case]
+
+    assert code == explain(EXAMPLE, *arguments)
+    printed = capsys.readouterr().out
+    assert line in printed
+    assert "canary" not in printed
+
+
+@pytest.mark.parametrize(
+    ("policy", "host", "scheme"),
+    [("none", "a.test", "https"), ("agents", "not a host", "https"), ("agents", "a.test", "ftp")],
+)
+def test_a_question_that_makes_no_sense_is_told_apart_from_a_denial(
+    policy: str, host: str, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2."""
+    assert 2 == explain(EXAMPLE, policy, host, 443, scheme)
+    assert capsys.readouterr().err

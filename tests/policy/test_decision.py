@@ -1,0 +1,497 @@
+"""Decisions, against tables and against small reference models."""
+
+from ipaddress import ip_network
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.api import parse_network_policy
+from policy.bindings import parse_bindings
+from policy.compile import compile_api, compile_named, narrow
+from policy.compiled import DENY_ALL, CompiledPolicy
+from policy.decision import (
+    AllowAddress,
+    AllowFlow,
+    AllowName,
+    AllowRequest,
+    Deny,
+    Treatment,
+    decide_address,
+    decide_flow,
+    decide_name,
+    decide_request,
+    decide_resolved,
+)
+from policy.document import PolicyDocument
+from policy.facts import FlowFacts, RequestFacts, Scheme
+from policy.load import load_text
+
+DOCUMENT = load_text("""
+version: 1
+always_deny: [evil.test, "*.evil.test", 198.51.100.0/24, 93.184.216.66]
+always_allow: [status.good.test]
+plaintext_secrets: [plain.good.test]
+policies:
+  agents:
+    rules:
+      - {id: splice, host: splice.test}
+      - {id: wild, host: "*.cdn.test", ports: [443]}
+      - id: api
+        host: good.test
+        ports: [443]
+        methods: [GET, POST]
+        paths: ["/v1/*"]
+        inject: {secret: token, as: bearer}
+      - {id: open, host: good.test, ports: [443], paths: ["/open/*"]}
+      - {id: no-admin, action: deny, host: good.test, paths: ["/v1/Admin/*"]}
+      - {id: no-delete, action: deny, host: splice.test, methods: [DELETE], ports: [80]}
+      - {id: shut, action: deny, host: shut.cdn.test}
+      - {id: dev, host: dev.good.test, ports: [8080], schemes: [http]}
+      - {id: tls-only, host: tls.good.test, ports: [443, 8443]}
+      - {id: plain, host: plain.good.test, schemes: [http], inject: {secret: plain, as: bearer}}
+      - {id: one, host: two.good.test, paths: ["/a/*"], inject: {secret: first, as: bearer}}
+      - {id: other, host: two.good.test, paths: ["/b/*"], inject: {secret: second, as: bearer}}
+      - {id: status, host: status.good.test, inject: {secret: status, as: bearer}, paths: ["/me/*"]}
+      - {id: box, address: 93.184.216.34}
+      - {id: not-there, action: deny, addresses: [93.184.217.0/24]}
+  watch:
+    extends: [agents]
+    mode: observe
+""")
+AGENTS = compile_named(DOCUMENT, "agents")
+WATCH = compile_named(DOCUMENT, "watch")
+HTTP, HTTPS = Scheme.HTTP, Scheme.HTTPS
+
+
+def api(rules: str, default: str = "deny", bindings: Any = None, document: PolicyDocument = DOCUMENT) -> CompiledPolicy:
+    """An API policy from `+allow -deny` words in order."""
+    egress = [{"action": "allow" if word[0] == "+" else "deny", "target": word[1:]} for word in rules.split()]
+    return compile_api(
+        document, parse_network_policy({"defaultAction": default, "egress": egress}), parse_bindings(bindings)
+    )
+
+
+def outcome(decision: AllowName | AllowFlow | AllowRequest | AllowAddress | Deny) -> str:
+    """`rule` of an allow with its treatment, `!rule` of a denial, `?rule` in front of what observe let pass."""
+    match decision:
+        case Deny(rule):
+            return f"!{rule}"
+        case AllowFlow(rule, treatment, observed):
+            text = f"{rule} {treatment}"
+        case AllowRequest(rule, injections, observed):
+            text = " ".join([rule, *(f"{plan.header}={plan.secret}" for plan in injections)])
+        case AllowName(rule, observed) | AllowAddress(rule, observed):
+            text = rule
+    return text if observed is None else f"?{observed.rule} {text}"
+
+
+FLOWS = {
+    "an allowed host with nothing to inspect is spliced": ("splice.test", 443, HTTPS, "agents/splice splice"),
+    "plain HTTP is always inspected": ("splice.test", 80, HTTP, "agents/splice inspect"),
+    "methods, paths and secrets make a flow inspected": ("good.test", 443, HTTPS, "agents/api inspect"),
+    "https on port 80 is nobody's": ("splice.test", 80, HTTPS, "!scheme"),
+    "http on port 443 is nobody's": ("splice.test", 443, HTTP, "!scheme"),
+    "another port is not allowed": ("splice.test", 8443, HTTPS, "!default"),
+    "a port that the rule names is": ("tls.good.test", 8443, HTTPS, "agents/tls-only splice"),
+    "but not in plain": ("tls.good.test", 8443, HTTP, "!default"),
+    "plain HTTP on a port of its own, if the rule says so": ("dev.good.test", 8080, HTTP, "agents/dev inspect"),
+    "and nothing else there": ("dev.good.test", 8080, HTTPS, "!default"),
+    "port 0 does not exist": ("splice.test", 0, HTTPS, "!scheme"),
+    "a wildcard gives access below its suffix": ("a.b.cdn.test", 443, HTTPS, "agents/wild splice"),
+    "and not to the suffix": ("cdn.test", 443, HTTPS, "!default"),
+    "a secret's host is not reached over plain HTTP": ("good.test", 80, HTTP, "!default"),
+    "a denial beats the wildcard": ("shut.cdn.test", 443, HTTPS, "!agents/shut"),
+    "a suffix without a boundary": ("evilgood.test", 443, HTTPS, "!default"),
+    "the operator's denial comes first": ("a.evil.test", 443, HTTPS, "!always-deny:2"),
+    "the operator's allow needs no rule": ("status.good.test", 80, HTTP, "always-allow:1 inspect"),
+    "but stays on the standard ports": ("status.good.test", 8443, HTTPS, "!default"),
+    "and is inspected where a rule wants it": ("status.good.test", 443, HTTPS, "always-allow:1 inspect"),
+    "a name that is not canonical is denied": ("Splice.test", 443, HTTPS, "!invalid-name"),
+    "an address is no name": ("93.184.216.34", 443, HTTPS, "!invalid-name"),
+    "an empty name is denied": ("", 443, HTTPS, "!invalid-name"),
+}
+
+
+@pytest.mark.parametrize("case", FLOWS)
+def test_a_flow_is_judged_by_name_port_and_scheme(case: str) -> None:
+    """And gets the treatment that its rules need."""
+    host, port, scheme, expected = FLOWS[case]
+
+    assert expected == outcome(decide_flow(AGENTS, FlowFacts(host, port, scheme)))
+
+
+REQUESTS = {
+    "the rule's method and path, with its secret": ("good.test", "GET", "/v1/x", "agents/api Authorization=token"),
+    "another method": ("good.test", "PUT", "/v1/x", "!default"),
+    "the method in another case": ("good.test", "get", "/v1/x", "!default"),
+    "a path outside": ("good.test", "GET", "/v2/x", "!default"),
+    "a longer segment": ("good.test", "GET", "/v10", "!default"),
+    "another rule's path, without the secret": ("good.test", "PUT", "/open/x", "agents/open"),
+    "a denied path": ("good.test", "GET", "/v1/Admin/x", "!agents/no-admin"),
+    "a denied path in another case": ("good.test", "GET", "/v1/aDMIN/x", "!agents/no-admin"),
+    "an ambiguous path": ("good.test", "GET", "/v1/../v2", "!ambiguous-path"),
+    "a host without path rules takes any path": ("tls.good.test", "GET", "/a//b/../c;d", "agents/tls-only"),
+    "TRACE is never relayed": ("tls.good.test", "TRACE", "/", "!forbidden-method"),
+    "nor in another case": ("tls.good.test", "trace", "/", "!forbidden-method"),
+    "CONNECT is never relayed": ("good.test", "CONNECT", "/v1/x", "!forbidden-method"),
+    "a method with a NUL": ("tls.good.test", "GET\0", "/", "!invalid-method"),
+    "no method": ("tls.good.test", "", "/", "!invalid-method"),
+    "an asterisk is no path": ("tls.good.test", "OPTIONS", "*", "!invalid-path"),
+    "an absolute form is no path": ("tls.good.test", "GET", "http://tls.good.test/", "!invalid-path"),
+    "a query in the path": ("tls.good.test", "GET", "/x?y", "!invalid-path"),
+    "each path has its own secret": ("two.good.test", "GET", "/a/x", "agents/one Authorization=first"),
+    "and the other": ("two.good.test", "GET", "/b/x", "agents/other Authorization=second"),
+    "an always-allowed host on any path": ("status.good.test", "GET", "/x", "always-allow:1"),
+    "with the secret where a rule puts it": (
+        "status.good.test",
+        "GET",
+        "/me/x",
+        "always-allow:1 Authorization=status",
+    ),
+    "an always-denied host": ("evil.test", "GET", "/", "!always-deny:1"),
+    "a denied host": ("shut.cdn.test", "GET", "/", "!agents/shut"),
+    "an unknown host": ("other.test", "GET", "/", "!default"),
+}
+
+
+@pytest.mark.parametrize("case", REQUESTS)
+def test_a_request_is_judged_from_the_beginning(case: str) -> None:
+    """Host, method, path; and gets the secrets of the rules that accept it."""
+    host, method, path, expected = REQUESTS[case]
+
+    assert expected == outcome(decide_request(AGENTS, RequestFacts(host, 443, HTTPS, method, path, "q=1")))
+
+
+def test_a_denial_by_method_reaches_the_port_it_names() -> None:
+    """`no-delete` is about port 80; its method is denied there in any case."""
+    for method, expected in {
+        "GET": "agents/splice",
+        "DELETE": "!agents/no-delete",
+        "delete": "!agents/no-delete",
+    }.items():
+        assert expected == outcome(decide_request(AGENTS, RequestFacts("splice.test", 80, HTTP, method, "/")))
+    assert "agents/splice" == outcome(decide_request(AGENTS, RequestFacts("splice.test", 443, HTTPS, "DELETE", "/")))
+
+
+def test_a_secret_goes_over_plain_http_only_where_the_operator_named_the_pair() -> None:
+    """The compiled policy checks again what loading checked."""
+    facts = RequestFacts("plain.good.test", 80, HTTP, "GET", "/")
+    assert "agents/plain Authorization=plain" == outcome(decide_request(AGENTS, facts))
+
+    stripped = CompiledPolicy(AGENTS.name, AGENTS.lists)
+
+    assert "!plaintext-secret" == outcome(decide_request(stripped, facts))
+
+
+def test_no_reason_holds_the_query_or_the_path() -> None:
+    """Both may carry secrets of the sandbox's own."""
+    for path in ("/v1/Admin/canary", "/v2/canary", "/v1/../canary"):
+        decision = decide_request(AGENTS, RequestFacts("good.test", 443, HTTPS, "GET", path, "canary=1"))
+
+        assert isinstance(decision, Deny)
+        assert "canary" not in decision.reason
+    assert "canary" not in repr(RequestFacts("good.test", 443, HTTPS, "GET", "/", "canary=1"))
+
+
+NAMES = {
+    "splice.test": "agents/splice",
+    "good.test": "agents/api",
+    "x.cdn.test": "agents/wild",
+    "cdn.test": "!default",
+    "test": "!default",
+    "com": "!default",
+    "shut.cdn.test": "!agents/shut",
+    "evil.test": "!always-deny:1",
+    "status.good.test": "always-allow:1",
+    "GOOD.test": "!invalid-name",
+    "localhost": "!default",
+}
+
+
+@pytest.mark.parametrize("host", NAMES)
+def test_a_name_is_resolved_only_if_some_flow_to_it_could_be_allowed(host: str) -> None:
+    """A denial of some path or port does not hide the name; a denial of all does."""
+    assert NAMES[host] == outcome(decide_name(AGENTS, host))
+
+
+ADDRESSES = {
+    "the address of the rule": ("93.184.216.34", 443, "agents/box"),
+    "its mapped form": ("::ffff:93.184.216.34", 443, "agents/box"),
+    "another port": ("93.184.216.34", 8443, "!default"),
+    "a neighbour": ("93.184.216.35", 443, "!default"),
+    "a denied network": ("93.184.217.1", 443, "!agents/not-there"),
+    "the operator's denial": ("93.184.216.66", 443, "!always-deny:4"),
+    "a private address": ("10.0.0.1", 443, "!address-class:private"),
+    "metadata": ("169.254.169.254", 443, "!address-class:metadata"),
+    "no address": ("good.test", 443, "!invalid-address"),
+}
+
+
+@pytest.mark.parametrize("case", ADDRESSES)
+def test_a_bare_address_needs_a_rule_for_that_address(case: str) -> None:
+    """Names and defaults never open one."""
+    ip, port, expected = ADDRESSES[case]
+
+    assert expected == outcome(decide_address(AGENTS, ip, port))
+
+
+def test_an_address_rule_wider_than_the_built_in_denials_does_not_open_them() -> None:
+    """0.0.0.0/0 allows public addresses only; an operator's exception opens what it names."""
+    policy = api("+0.0.0.0/0 +::/0 -93.184.216.0/24 +93.184.216.34")
+
+    assert "api:1" == outcome(decide_address(policy, "8.8.8.8", 443))
+    assert "!address-class:metadata" == outcome(decide_address(policy, "169.254.169.254", 443))
+    assert "!address-class:private" == outcome(decide_address(policy, "10.1.2.3", 443))
+    assert "api:1" == outcome(decide_address(policy, "10.1.2.3", 443, (ip_network("10.0.0.0/8"),)))
+    assert "!api:3" == outcome(decide_address(policy, "93.184.216.34", 443)), "a denial wins whatever the order"
+    assert "!ceiling" == outcome(decide_address(policy, "8.8.8.8", 22))
+    assert "!default" == outcome(decide_address(api("", "allow"), "8.8.8.8", 443)), "a default opens no address"
+
+
+def test_an_allowed_name_that_resolves_into_a_denied_network_is_not_dialled() -> None:
+    """The operator's networks bind every name, a caller's all but the always-allowed."""
+    policy = api("+good.test -93.184.217.0/24 +93.184.217.9")
+
+    assert "resolved" == outcome(decide_resolved(policy, "good.test", "93.184.216.34", 443))
+    assert "!api:2" == outcome(decide_resolved(policy, "good.test", "::ffff:93.184.217.9", 443))
+    assert "!always-deny:4" == outcome(decide_resolved(policy, "good.test", "93.184.216.66", 443))
+    assert "always-allow:1" == outcome(decide_resolved(policy, "status.good.test", "93.184.217.9", 443))
+    assert "!always-deny:4" == outcome(decide_resolved(policy, "status.good.test", "93.184.216.66", 443))
+    assert "?agents/not-there resolved" == outcome(decide_resolved(WATCH, "good.test", "93.184.217.9", 443))
+
+
+API = {
+    "the first match decides": ("+good.test -good.test", "good.test", 443, "api:1 splice"),
+    "also when it denies": ("-good.test +good.test", "good.test", 443, "!api:1"),
+    "a wildcard in front hides what follows": ("-*.good.test +a.good.test", "a.good.test", 443, "!api:1"),
+    "the apex is outside": ("+*.good.test", "good.test", 443, "!default"),
+    "the bare star is inert": ("+*", "good.test", 443, "!default"),
+    "the ceiling's ports": ("+good.test", "good.test", 8443, "!ceiling"),
+    "the ceiling's names: a single label": ("+intranet", "intranet", 443, "!ceiling"),
+    "the ceiling's names: localhost": ("+localhost", "localhost", 443, "!ceiling"),
+    "the ceiling's names: metadata": ("+metadata.google.internal", "metadata.google.internal", 443, "!ceiling"),
+    "the operator's denial outranks": ("+evil.test", "evil.test", 443, "!always-deny:1"),
+    "the operator's allow outranks": ("-status.good.test", "status.good.test", 443, "always-allow:1 splice"),
+    "a name rule of the API may span a suffix": ("+*.test", "a.good.test", 443, "api:1 splice"),
+    "an address rule opens no name": ("+93.184.216.34", "good.test", 443, "!default"),
+}
+
+
+@pytest.mark.parametrize("case", API)
+def test_an_api_policy_is_first_match_under_the_operator(case: str) -> None:
+    """Order is the caller's, the frame is the operator's."""
+    rules, host, port, expected = API[case]
+
+    assert expected == outcome(decide_flow(api(rules), FlowFacts(host, port, HTTPS)))
+
+
+def test_default_allow_stays_under_the_ceiling() -> None:
+    """Public names on 80 and 443, and nothing else."""
+    policy = api("-good.test", "allow")
+
+    assert "default splice" == outcome(decide_flow(policy, FlowFacts("other.test", 443, HTTPS)))
+    assert "!api:1" == outcome(decide_flow(policy, FlowFacts("good.test", 443, HTTPS)))
+    assert "!ceiling" == outcome(decide_flow(policy, FlowFacts("other.test", 22, HTTPS)))
+    assert "!ceiling" == outcome(decide_name(policy, "localhost"))
+
+
+def test_a_narrowed_policy_allows_what_both_allow() -> None:
+    """The caller takes away and adds nothing; secrets of the named policy still apply."""
+    both = narrow(AGENTS, api("+good.test +other.test +tls.good.test"))
+
+    def flow(host: str, port: int) -> str:
+        return outcome(decide_flow(both, FlowFacts(host, port, HTTPS)))
+
+    assert "agents/api+api:1 inspect" == flow("good.test", 443)
+    assert "agents/tls-only+api:3 splice" == flow("tls.good.test", 8443), "the named policy replaces the ceiling"
+    assert "!default" == flow("other.test", 443) == flow("splice.test", 443)
+    assert "agents/api+api:1 Authorization=token" == outcome(
+        decide_request(both, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/x"))
+    )
+    assert "!agents/no-admin" == outcome(
+        decide_request(both, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/admin/x"))
+    )
+
+
+OBSERVED = {
+    "a name": (decide_name(WATCH, "other.test"), "?default observe:watch"),
+    "a flow": (decide_flow(WATCH, FlowFacts("other.test", 443, HTTPS)), "?default observe:watch splice"),
+    "a flow that rules inspect": (
+        decide_flow(WATCH, FlowFacts("good.test", 443, HTTPS)),
+        "agents/api inspect",
+    ),
+    "a request, without the secret": (
+        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/admin/x")),
+        "?agents/no-admin observe:watch",
+    ),
+    "an ambiguous path, without the secret": (
+        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/../v1/x")),
+        "?ambiguous-path observe:watch",
+    ),
+    "an allowed request is as under enforce": (
+        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/x")),
+        "agents/api Authorization=token",
+    ),
+    "the operator's denials stand": (decide_name(WATCH, "evil.test"), "!always-deny:1"),
+    "bare addresses stay shut": (decide_address(WATCH, "93.184.216.35", 443), "!default"),
+    "TRACE stays shut": (
+        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "TRACE", "/v1/x")),
+        "!forbidden-method",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OBSERVED)
+def test_observe_lets_pass_what_rules_deny_and_says_so(case: str) -> None:
+    """Nothing that rules did not allow gets a secret; what is no rule's matter is denied all the same."""
+    decision, expected = OBSERVED[case]
+
+    assert expected == outcome(decision)
+
+
+def binding(name: str, host: str, **match: Any) -> dict[str, Any]:
+    """A bearer binding whose credential has its name."""
+    return {"name": name, "match": {"hosts": [host], **match}, "auth": {"type": "bearer", "credential": name}}
+
+
+def test_bindings_add_headers_to_allowed_requests_and_only_to_them() -> None:
+    """Exact host before wildcard, method and path matched, everything else forwarded as it is."""
+    document = load_text("version: 1\nwildcard_bindings: true\n")
+    policy = api(
+        "+good.test +*.good.test",
+        bindings=[
+            binding("api", "good.test", paths=["/v1/*"], methods=["get"]),
+            binding("exact", "a.good.test"),
+            binding("wild", "*.good.test"),
+        ],
+        document=document,
+    )
+
+    def request(host: str, method: str = "GET", path: str = "/v1/x") -> str:
+        return outcome(decide_request(policy, RequestFacts(host, 443, HTTPS, method, path)))
+
+    assert "api:1 inspect" == outcome(decide_flow(policy, FlowFacts("good.test", 443, HTTPS)))
+    assert "api:1 Authorization=inline:api" == request("good.test")
+    assert "api:1" == request("good.test", "POST") == request("good.test", path="/v2")
+    assert "!ambiguous-path" == request("good.test", path="/v2//x")
+    assert "api:2 Authorization=inline:exact" == request("a.good.test")
+    assert "api:2 Authorization=inline:wild" == request("b.good.test")
+    assert "!default" == request("other.test")
+    assert "api:1" == outcome(decide_request(policy, RequestFacts("good.test", 80, HTTP, "GET", "/v1/x")))
+
+
+def test_two_secrets_for_one_header_are_denied() -> None:
+    """A named rule and a binding that meet on one request."""
+    both = narrow(AGENTS, api("+good.test", bindings=[binding("b", "good.test")]))
+
+    assert "!injection-ambiguous" == outcome(
+        decide_request(both, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/x"))
+    )
+    assert "agents/open+api:1 Authorization=inline:b" == outcome(
+        decide_request(both, RequestFacts("good.test", 443, HTTPS, "GET", "/open/x"))
+    )
+
+
+def test_deny_all_allows_nothing() -> None:
+    """The zero policy."""
+    assert "!default" == outcome(decide_name(DENY_ALL, "good.test"))
+    assert "!default" == outcome(decide_flow(DENY_ALL, FlowFacts("good.test", 443, HTTPS)))
+    assert "!default" == outcome(decide_request(DENY_ALL, RequestFacts("good.test", 443, HTTPS, "GET", "/")))
+    assert "!default" == outcome(decide_address(DENY_ALL, "93.184.216.34", 443))
+
+
+# ---- reference models (security-cases NAM-26)
+
+_HOSTS = ["good.test", "a.good.test", "b.a.good.test", "evil.test", "agood.test", "a.evil.test"]
+_PATTERNS = ["good.test", "a.good.test", "*.good.test", "*.a.good.test", "evil.test", "*.evil.test", "agood.test"]
+_RULES = st.lists(st.tuples(st.booleans(), st.sampled_from(_PATTERNS)), max_size=8)
+
+
+def matches(pattern: str, host: str) -> bool:
+    """Label by label, from the right."""
+    labels, wanted = host.split(".")[::-1], pattern.split(".")[::-1]
+    if wanted[-1] != "*":
+        return labels == wanted
+    return len(labels) >= len(wanted) and labels[: len(wanted) - 1] == wanted[:-1]
+
+
+def deny_wins(rules: list[tuple[bool, str]], host: str) -> bool:
+    """The YAML language: some allow and no deny."""
+    verdicts = [allow for allow, pattern in rules if matches(pattern, host)]
+    return bool(verdicts) and all(verdicts)
+
+
+def first_match(rules: list[tuple[bool, str]], host: str, default: bool) -> bool:
+    """The OpenSandbox language."""
+    return next((allow for allow, pattern in rules if matches(pattern, host)), default)
+
+
+@given(_RULES, st.sampled_from(_HOSTS), st.randoms())
+def test_yaml_rules_equal_the_model_in_any_order_and_with_repetitions(
+    rules: list[tuple[bool, str]], host: str, random: Any
+) -> None:
+    """Deny beats allow; name, flow and request agree."""
+    shuffled = rules + rules[:2]
+    random.shuffle(shuffled)
+    lines = [f'- {{action: {"allow" if allow else "deny"}, host: "{pattern}"}}' for allow, pattern in shuffled]
+    text = "version: 1\npolicies:\n  p:\n    rules:\n" + "\n".join(f"      {line}" for line in lines)
+    policy = compile_named(load_text(text if lines else text + "      []"), "p")
+    expected = deny_wins(rules, host)
+
+    assert expected == (not isinstance(decide_name(policy, host), Deny))
+    assert expected == (not isinstance(decide_flow(policy, FlowFacts(host, 443, HTTPS)), Deny))
+    assert expected == (not isinstance(decide_request(policy, RequestFacts(host, 80, HTTP, "GET", "/")), Deny))
+
+
+@given(_RULES, st.sampled_from(_HOSTS), st.booleans())
+def test_api_rules_equal_the_model_in_their_order(rules: list[tuple[bool, str]], host: str, default: bool) -> None:
+    """The first match decides; name, flow and request agree."""
+    words = " ".join(("+" if allow else "-") + pattern for allow, pattern in rules)
+    policy = api(words, "allow" if default else "deny", document=PolicyDocument())
+    expected = first_match(rules, host, default)
+
+    assert expected == (not isinstance(decide_name(policy, host), Deny))
+    assert expected == (not isinstance(decide_flow(policy, FlowFacts(host, 443, HTTPS)), Deny))
+    assert expected == (not isinstance(decide_request(policy, RequestFacts(host, 80, HTTP, "GET", "/")), Deny))
+
+
+@given(_RULES, _RULES, st.sampled_from(_HOSTS))
+def test_a_narrowed_policy_is_the_conjunction(
+    named: list[tuple[bool, str]], caller: list[tuple[bool, str]], host: str
+) -> None:
+    """Never more than either side."""
+
+    def first(rules: list[tuple[bool, str]]) -> CompiledPolicy:
+        return api(" ".join(("+" if a else "-") + p for a, p in rules), document=PolicyDocument())
+
+    left, right = first(named), first(caller)
+    facts = FlowFacts(host, 443, HTTPS)
+
+    assert (first_match(named, host, False) and first_match(caller, host, False)) == (
+        not isinstance(decide_flow(narrow(left, right), facts), Deny)
+    )
+
+
+def test_the_treatment_words_are_the_gateways() -> None:
+    """They are written into records."""
+    assert ["inspect", "splice"] == [str(word) for word in Treatment]
+
+
+def test_a_wider_ceiling_opens_https_only() -> None:
+    """Plain HTTP stays on port 80, whatever ports the operator adds for callers."""
+    document = load_text("version: 1\nceiling: {ports: [80, 443, 8443]}\n")
+    policy = api("+good.test", document=document)
+
+    assert "api:1 splice" == outcome(decide_flow(policy, FlowFacts("good.test", 8443, HTTPS)))
+    assert "!ceiling" == outcome(decide_flow(policy, FlowFacts("good.test", 8443, HTTP)))
+
+
+def test_an_always_allowed_network_is_reached_by_tls_on_443_only() -> None:
+    """It outranks the caller's denial there, and says nothing of other ports."""
+    document = load_text("version: 1\nalways_allow: [93.184.216.0/24]\n")
+    policy = api("-93.184.216.0/24", document=document)
+
+    assert "always-allow:1" == outcome(decide_address(policy, "93.184.216.34", 443))
+    assert "!api:1" == outcome(decide_address(policy, "93.184.216.34", 80))

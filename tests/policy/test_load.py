@@ -1,0 +1,264 @@
+"""Reading policy files: every mistake has its line."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.compile import compile_named
+from policy.facts import Scheme
+from policy.load import PolicyError, load, load_text
+from policy.rules import Endpoint
+
+EXAMPLE = Path(__file__).parents[2] / "policies.example.yaml"
+
+
+def rules(*lines: str) -> str:
+    """A file whose policy `p` has these rules; the first is on line 5."""
+    return "version: 1\npolicies:\n  p:\n    rules:\n" + "".join(f"      - {line}\n" for line in lines)
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "an empty file": ("", "1:1: file is empty"),
+    "only a comment": ("# nothing\n", "1:1: file is empty"),
+    "a list": ("[]", "1:1: expected a mapping"),
+    "no version": ("default: deny-all\n", "1:1: `version: 1` is missing"),
+    "another version": ("version: 2\n", "1:10: version must be 1"),
+    "a version that is true": ("version: true\n", "1:10: version must be 1"),
+    "an unknown key": ("version: 1\nallowd: []\n", "2:1: unknown key 'allowd'"),
+    "a duplicate key": ("version: 1\nversion: 1\n", "2:1: duplicate key 'version'"),
+    "a duplicate key in a nested map": (rules("{host: a.test, host: b.test}"), "5:24: duplicate key 'host'"),
+    "an anchor": ("version: 1\nalways_deny: &a [x.test]\n", "2:14: anchors are not allowed"),
+    "an alias": ("version: 1\nalways_deny: *a\n", "2:14: aliases are not allowed"),
+    "a merge key": ("version: 1\n<<: {default: deny-all}\n", "2:1: unknown key '<<'"),
+    "a tag": ("version: !!int 1\n", "1:10: tags are not allowed"),
+    "a second document": ("version: 1\n---\nversion: 1\n", "2:1: a second document in one file"),
+    "broken YAML": ("version: 1\nx: [\n", "3:1: "),
+    "a control character": ("version: 1\ndefault: \x07\n", "2:10: control character"),
+    "a number for a key": ("version: 1\n1: x\n", "2:1: a key must be text"),
+    "deep nesting": ("version: 1\ndefault: " + "[" * 40 + "]" * 40, "2:26: too many values or too deep a nesting"),
+    "an unknown default": ("version: 1\ndefault: agents\n", "2:10: there is no policy named 'agents'"),
+    "an unknown base": (
+        "version: 1\npolicies:\n  p: {extends: [base]}\n",
+        "3:17: there is no policy named 'base' to extend",
+    ),
+    "a policy that extends itself": (
+        "version: 1\npolicies:\n  p: {extends: [p]}\n",
+        "3:3: extends runs in a circle: p -> p",
+    ),
+    "a circle of two": (
+        "version: 1\npolicies:\n  a: {extends: [b]}\n  b: {extends: [a]}\n",
+        "4:3: extends runs in a circle: a -> b -> a",
+    ),
+    "a policy named deny-all": ("version: 1\npolicies:\n  deny-all: {}\n", "3:3: deny-all is built in"),
+    "a policy with an odd name": ("version: 1\npolicies:\n  A b: {}\n", "3:3: a name is up to 63"),
+    "an unknown mode": ("version: 1\npolicies:\n  p: {mode: report}\n", "3:13: expected one of enforce, observe"),
+    "an unknown limit": ("version: 1\npolicies:\n  p: {limits: {bites: 1}}\n", "3:16: unknown key 'bites'"),
+    "a limit of nothing": ("version: 1\npolicies:\n  p: {limits: {bytes_out: 0}}\n", "3:15: bytes_out must be from 1"),
+    "a limit in words": ("version: 1\npolicies:\n  p: {dns: {query_rate: fast}}\n", "3:25: expected a whole number"),
+    "a rule without a target": (rules("{id: x}"), "5:9: a rule needs exactly one of host, hosts, address, addresses"),
+    "a rule with two": (rules("{host: a.test, hosts: [b.test]}"), "5:9: a rule needs exactly one of"),
+    "no hosts": (rules("{hosts: []}"), "5:17: hosts is empty"),
+    "null hosts": (rules("{hosts: }"), "5:17: hosts must be a list"),
+    "no methods": (rules("{host: a.test, methods: []}"), "5:33: methods is empty"),
+    "no paths": (rules("{host: a.test, paths: []}"), "5:31: paths is empty"),
+    "no ports": (rules("{host: a.test, ports: []}"), "5:31: ports is empty"),
+    "no injections": (rules("{host: a.test, inject: []}"), "5:32: inject is empty"),
+    "no ceiling": ("version: 1\nceiling: {hosts: []}\n", "2:18: hosts is empty"),
+    "an entry twice": (rules("{hosts: [a.test, A.test]}"), "5:26: hosts has this entry twice"),
+    "an id twice": (rules("{id: x, host: a.test}", "{id: x, host: b.test}"), "6:9: a second rule with the id 'x'"),
+    "a wildcard over a public suffix": (rules("{host: '*.com'}"), "5:16: wildcard '*.com' spans a public suffix"),
+    "a bare star": (rules("{host: '*'}"), "5:16: '*': the only wildcard"),
+    "an always_allow that is too wide": ("version: 1\nalways_allow: ['*.co.uk']\n", "2:16: wildcard '*.co.uk'"),
+    "a name with a port": (rules("{host: 'a.test:443'}"), "5:16: host name 'a.test:443' has a character"),
+    "a port as text": (rules("{host: a.test, ports: ['443']}"), "5:32: expected a port number"),
+    "an octal port": (rules("{host: a.test, ports: [0443]}"), "5:32: expected a port number"),
+    "a port that is none": (rules("{host: a.test, ports: [65536]}"), "5:32: 65536 is not a port"),
+    "https on 80": (rules("{host: a.test, ports: [80], schemes: [https]}"), "5:32: none of the rule's schemes"),
+    "a method with a blank": (rules("{host: a.test, methods: [GET POST]}"), "5:34: 'GET POST' is not an HTTP method"),
+    "TRACE": (rules("{host: a.test, methods: [TRACE]}"), "5:34: TRACE is never relayed"),
+    "a dead path": (rules("{host: a.test, paths: [/a/../b]}"), "5:32: path pattern '/a/../b' never matches"),
+    "an inner star in a path": (rules("{host: a.test, paths: ['/a/*/b']}"), "5:32: path pattern '/a/*/b': `*`"),
+    "a text for a flag": (rules("{host: a.test, inspect: 'yes'}"), "5:33: inspect must be true or false"),
+    "YAML 1.1's yes": (rules("{host: a.test, inspect: yes}"), "5:33: inspect must be true or false"),
+    "a misspelled action": (rules("{host: a.test, action: Allow}"), "5:32: expected one of deny, allow"),
+    "paths on an address": (rules("{address: 8.8.8.8, paths: [/x]}"), "5:28: paths does not apply to addresses"),
+    "port 80 on an address": (rules("{address: 8.8.8.8, ports: [80]}"), "5:36: a bare address is reached by TLS only"),
+    "an address that is a name": (rules("{address: a.test}"), "5:19: 'a.test' is not an address or network"),
+    "a secret on a denial": (
+        rules("{host: a.test, action: deny, inject: {secret: s, as: bearer}}"),
+        "5:38: a deny rule injects nothing",
+    ),
+    "a secret on a wildcard": (
+        rules("{hosts: [a.test, '*.a.test'], inject: {secret: s, as: bearer}}"),
+        "5:26: a secret is bound to exact hosts, not to a wildcard",
+    ),
+    "a secret on port 80": (
+        rules("{host: a.test, ports: [80], inject: {secret: s, as: bearer}}"),
+        "5:37: a secret over plain HTTP needs a.test in plaintext_secrets",
+    ),
+    "a secret over http": (
+        rules("{host: a.test, schemes: [http], inject: {secret: s, as: bearer}}"),
+        "5:41: a secret over plain HTTP needs a.test in plaintext_secrets",
+    ),
+    "a secret over http on another port": (
+        "plaintext_secrets: [a.test]\n"
+        + rules("{host: a.test, ports: [8080], schemes: [http], inject: {secret: s, as: bearer}}"),
+        "6:56: a secret is never sent over plain HTTP on a port other than 80",
+    ),
+    "an injection without a secret": (rules("{host: a.test, inject: {as: bearer}}"), "5:32: inject needs `secret`"),
+    "an unknown kind": (rules("{host: a.test, inject: {secret: s, as: x}}"), "5:48: expected one of bearer, basic"),
+    "an api-key without a header": (
+        rules("{host: a.test, inject: {secret: s, as: api-key}}"),
+        "5:32: as: api-key needs `header`",
+    ),
+    "a reserved header": (
+        rules("{host: a.test, inject: {secret: s, as: api-key, header: Host}}"),
+        '5:65: reserved credential header name "host"',
+    ),
+    "a secret with a caller's name space": (
+        rules("{host: a.test, inject: {secret: 'inline:s', as: bearer}}"),
+        "5:41: a secret's name is",
+    ),
+    "two injections into one header": (
+        rules("{host: a.test, inject: [{secret: s, as: bearer}, {secret: t, as: basic}]}"),
+        "5:58: a second injection into Authorization",
+    ),
+    "two rules that inject into one header of one request": (
+        rules(
+            "{id: a, host: a.test, paths: ['/v1/*'], inject: {secret: s, as: bearer}}",
+            "{id: b, host: a.test, paths: ['/v1/x'], inject: {secret: t, as: bearer}}",
+        ),
+        "6:9: this rule and p/a set Authorization of the same requests to a.test",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_is_refused_at_its_place(case: str) -> None:
+    """`file:line:column: problem`."""
+    text, message = REFUSED[case]
+    with pytest.raises(PolicyError) as caught:
+        load_text(text, "p.yaml")
+
+    assert str(caught.value).startswith(f"p.yaml:{message}"), str(caught.value)
+    assert str(caught.value) == (
+        f"{caught.value.origin}:{caught.value.line}:{caught.value.column}: {caught.value.problem}"
+    )
+
+
+def test_a_file_over_the_limit_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    """One mebibyte."""
+    big = tmp_path / "big.yaml"
+    big.write_text("version: 1\n" + "#" * 1024 * 1024)
+
+    with pytest.raises(PolicyError, match="larger than 1048576 bytes"):
+        load(big)
+
+
+def test_too_many_rules_are_refused() -> None:
+    """4096 in one file."""
+    with pytest.raises(PolicyError, match="more than 4096 rules"):
+        load_text(rules(*("{host: a.test}" for _ in range(4097))))
+    two = rules(*("{host: a.test}" for _ in range(4096))) + "  q: {rules: [{host: a.test}]}\n"
+    with pytest.raises(PolicyError, match="more than 4096 rules in one file"):
+        load_text(two)
+
+
+def test_a_file_that_cannot_be_read_is_a_policy_error(tmp_path: Path) -> None:
+    """So that the caller closes for one reason, not two."""
+    with pytest.raises(PolicyError, match=r"none\.yaml:1:1: cannot be read"):
+        load(tmp_path / "none.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_bytes(b"version: 1\n\xff")
+    with pytest.raises(PolicyError, match=r"bad\.yaml:2:1: file is not UTF-8"):
+        load(bad)
+
+
+@given(
+    st.text(st.sampled_from("version: 1\n-[]{},'\"&*!|>#%@`hostpolicerules. \t\x07\u00e9\ufeff"), max_size=80)
+    | st.binary(max_size=60)
+)
+def test_any_text_is_a_document_or_a_policy_error(text: str | bytes) -> None:
+    """Nothing else is ever raised."""
+    try:
+        document = load_text(text)
+    except PolicyError as error:
+        assert error.line >= 1 and error.column >= 1
+    else:
+        assert "(text)" == document.origin
+
+
+def test_scalars_are_what_they_look_like() -> None:
+    """No YAML 1.1 surprises: `no` is a name, `on` a policy."""
+    document = load_text("version: 1\npolicies:\n  on: {rules: [{id: no, host: no.example}]}\n")
+
+    assert "on/no" == compile_named(document, "on").rules[0].id
+
+
+ENDPOINTS = {
+    "host: a.test": [(80, "http"), (443, "https")],
+    "host: a.test, inject: {secret: s, as: bearer}": [(443, "https")],
+    "host: a.test, ports: [8443]": [(8443, "https")],
+    "host: a.test, ports: [8080], schemes: [http]": [(8080, "http")],
+    "host: a.test, schemes: [http]": [(80, "http")],
+    "host: a.test, schemes: [https, http], ports: [80, 443, 9000]": [
+        (80, "http"),
+        (443, "https"),
+        (9000, "https"),
+        (9000, "http"),
+    ],
+    "address: 8.8.8.8": [(443, "https")],
+    "host: a.test, action: deny": [],
+    "host: a.test, action: deny, ports: [8080]": [(8080, "http"), (8080, "https")],
+}
+
+
+@pytest.mark.parametrize("text", ENDPOINTS)
+def test_a_rule_has_the_endpoints_that_the_reference_says(text: str) -> None:
+    """Secrets default to 443; denials to everything."""
+    rule = compile_named(load_text(rules(f"{{{text}}}")), "p").rules[0]
+
+    assert tuple(Endpoint(port, Scheme(scheme)) for port, scheme in ENDPOINTS[text]) == rule.endpoints
+
+
+def test_remarks_name_what_works_but_may_surprise() -> None:
+    """Open prefixes, foreign scripts, methods in lower case."""
+    document = load_text(rules("{hosts: [münchen.test], paths: ['/v1*'], methods: [get]}"))
+
+    assert [(5, "xn--mnchen-3ya.test"), (5, "methods are case-sensitive"), (5, "inside a segment")] == [
+        (
+            remark.line,
+            next(
+                word
+                for word in ("xn--mnchen-3ya.test", "methods are case-sensitive", "inside a segment")
+                if word in remark.text
+            ),
+        )
+        for remark in sorted(document.remarks, key=lambda remark: ("segment" in remark.text, "methods" in remark.text))
+    ]
+
+
+def test_the_example_file_is_good_and_shows_every_feature() -> None:
+    """Each key of the language stands in it at least once."""
+    from policy import schema
+    from policy.injection import InjectionKind
+    from policy.rules import DnsSettings, Limits
+
+    document = load(EXAMPLE)
+    text = EXAMPLE.read_text()
+    words = [
+        *("version", "ceiling", "default", "always_deny", "always_allow", "plaintext_secrets", "wildcard_bindings"),
+        *("policies", "extends", "mode", "dns", "limits", "rules"),
+        *schema._RULE_KEYS,
+        *("secret", "as", "header", "username"),
+        *DnsSettings.__dataclass_fields__,
+        *Limits.__dataclass_fields__,
+    ]
+
+    assert [] == [word for word in words if f"{word}:" not in text]
+    assert [] == [kind for kind in InjectionKind if f"as: {kind}" not in text]
+    assert ["base", "agents", "trial"] == list(document.policies)
+    assert 13 == len(compile_named(document, "trial").rules)
+    assert () == document.remarks
