@@ -1,0 +1,154 @@
+package main
+
+// Reading requests and writing answers (contract 2.3, 2.4).
+//
+// Invariants
+//   - Every error answer is JSON with the string keys code and message, neither empty.
+//   - Request bodies are bounded in size and in the time between two reads.
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"net/http"
+	"strconv"
+	"time"
+)
+
+// Error codes of the contract.
+const (
+	codeInvalidBody     = "INVALID_REQUEST_BODY"
+	codeMissingQuery    = "MISSING_QUERY"
+	codeRuntime         = "RUNTIME_ERROR"
+	codeInvalidFile     = "INVALID_FILE"
+	codeInvalidContent  = "INVALID_FILE_CONTENT"
+	codeInvalidMetadata = "INVALID_FILE_METADATA"
+	codeFileNotFound    = "FILE_NOT_FOUND"
+	codeUnknown         = "UNKNOWN"
+	codeUnauthorized    = "UNAUTHORIZED"
+	codeUnavailable     = "SERVICE_UNAVAILABLE"
+)
+
+const (
+	commandBodyLimit = 4 << 20
+	fileBodyLimit    = 32 << 20
+	bodyIdleLimit    = time.Minute
+)
+
+// problem is an error that knows its HTTP answer.
+type problem struct {
+	status  int
+	code    string
+	message string
+}
+
+func (p *problem) Error() string { return p.message }
+
+func badRequest(message string) *problem {
+	return &problem{http.StatusBadRequest, codeInvalidBody, message}
+}
+
+func missingQuery(name string) *problem {
+	return &problem{http.StatusBadRequest, codeMissingQuery, "missing query parameter '" + name + "'"}
+}
+
+func runtimeError(err error) *problem {
+	return &problem{http.StatusInternalServerError, codeRuntime, err.Error()}
+}
+
+// writeError answers with a problem; any other error is a RUNTIME_ERROR.
+func writeError(w http.ResponseWriter, err error) {
+	var p *problem
+	if !errors.As(err, &p) {
+		p = runtimeError(err)
+	}
+	message := p.message
+	if message == "" {
+		message = http.StatusText(p.status)
+	}
+	body := map[string]string{"code": p.code, "message": message}
+	if p.status == http.StatusUnauthorized {
+		body["error"] = message
+	}
+	w.Header().Set("X-Request-ID", newCommandID())
+	writeJSON(w, p.status, body)
+}
+
+func writeJSON(w http.ResponseWriter, status int, value any) {
+	body, err := json.Marshal(value)
+	if err != nil {
+		status, body = http.StatusInternalServerError, []byte(`{"code":"RUNTIME_ERROR","message":"cannot encode the answer"}`)
+	}
+	header := w.Header()
+	header.Set("Content-Type", "application/json")
+	header.Set("Content-Length", strconv.Itoa(len(body)))
+	w.WriteHeader(status)
+	_, _ = w.Write(body)
+}
+
+func writeEmpty(w http.ResponseWriter) {
+	w.Header().Set("Content-Length", "0")
+	w.WriteHeader(http.StatusOK)
+}
+
+// notFound is the answer for an unassigned route.
+func notFound(w http.ResponseWriter) {
+	header := w.Header()
+	header.Set("Content-Type", "text/plain")
+	header.Set("Content-Length", "18")
+	w.WriteHeader(http.StatusNotFound)
+	_, _ = io.WriteString(w, "404 page not found")
+}
+
+// idleBody moves the read deadline of the connection with each read.
+type idleBody struct {
+	body       io.Reader
+	controller *http.ResponseController
+}
+
+func (b idleBody) Read(buffer []byte) (int, error) {
+	_ = b.controller.SetReadDeadline(time.Now().Add(bodyIdleLimit))
+	n, err := b.body.Read(buffer)
+	_ = b.controller.SetReadDeadline(time.Time{})
+	return n, err
+}
+
+func requestBody(w http.ResponseWriter, r *http.Request) io.Reader {
+	return idleBody{r.Body, http.NewResponseController(w)}
+}
+
+// decodeJSON reads the first JSON value of a body; unknown fields and what
+// follows the value are ignored.
+func decodeJSON(w http.ResponseWriter, r *http.Request, limit int64, into any) error {
+	body := &io.LimitedReader{R: requestBody(w, r), N: limit}
+	err := json.NewDecoder(body).Decode(into)
+	if body.N <= 0 {
+		return badRequest("request body is larger than " + strconv.FormatInt(limit, 10) + " bytes")
+	}
+	if errors.Is(err, io.EOF) {
+		return badRequest("request body is empty")
+	}
+	if err != nil {
+		return badRequest("error parsing request: " + jsonFault(err))
+	}
+	// Reading to the end lets the server notice when the client leaves.
+	_, _ = io.Copy(io.Discard, body)
+	return nil
+}
+
+// jsonFault describes a decoding error without quoting the body.
+func jsonFault(err error) string {
+	var wrongType *json.UnmarshalTypeError
+	if errors.As(err, &wrongType) {
+		field := wrongType.Field
+		if field == "" {
+			field = "body"
+		}
+		return "wrong type for " + field
+	}
+	var syntax *json.SyntaxError
+	if errors.As(err, &syntax) {
+		return "invalid JSON at byte " + strconv.FormatInt(syntax.Offset, 10)
+	}
+	return "unreadable body"
+}

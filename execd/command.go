@@ -1,0 +1,237 @@
+package main
+
+// POST /command (contract 5.1): what a request asks for, checked and resolved.
+// command_run.go carries it out, command_query.go answers about it later.
+//
+// Invariants
+//   - A request is fully validated before anything is started or sent.
+//   - Only absolute entries of a PATH are searched; nothing is taken from the
+//     working directory by accident.
+
+import (
+	"errors"
+	"fmt"
+	"log"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// Commands runs commands.
+type Commands struct {
+	reaper    *Reaper
+	records   *Records
+	env       *Environment
+	accounts  func() Accounts
+	directory string // the daemon's own
+	tail      time.Duration
+	log       *log.Logger
+}
+
+type commandRequest struct {
+	Command    *string            `json:"command"`
+	Argv       *[]*string         `json:"argv"`
+	Cwd        *string            `json:"cwd"`
+	Background *bool              `json:"background"`
+	Timeout    *int64             `json:"timeout"`
+	UID        *int64             `json:"uid"`
+	GID        *int64             `json:"gid"`
+	Envs       map[string]*string `json:"envs"`
+}
+
+// plan is a validated request.
+type plan struct {
+	shell      string // text for the shell, or
+	argv       []string
+	isArgv     bool
+	directory  string
+	background bool
+	timeout    time.Duration
+	identity   *syscall.Credential
+	env        map[string]string
+}
+
+func (c *Commands) run(w http.ResponseWriter, r *http.Request) {
+	var request commandRequest
+	if err := decodeJSON(w, r, commandBodyLimit, &request); err != nil {
+		writeError(w, err)
+		return
+	}
+	p, err := c.validate(&request)
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	if !c.records.reserve() {
+		w.Header().Set("Retry-After", "1")
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many running commands"})
+		return
+	}
+	if p.background {
+		c.background(w, p)
+	} else {
+		c.foreground(w, r, p)
+	}
+}
+
+func (c *Commands) validate(request *commandRequest) (*plan, error) {
+	p := &plan{background: request.Background != nil && *request.Background, directory: c.directory}
+	switch {
+	case (request.Command == nil) == (request.Argv == nil):
+		return nil, badRequest("exactly one of command and argv is required")
+	case request.Command != nil:
+		p.shell = *request.Command
+		if p.shell == "" || strings.IndexByte(p.shell, 0) >= 0 {
+			return nil, badRequest("command must be a non-empty text without NUL")
+		}
+	default:
+		p.isArgv = true
+		for _, element := range *request.Argv {
+			if element == nil || strings.IndexByte(*element, 0) >= 0 {
+				return nil, badRequest("argv elements must be texts without NUL")
+			}
+			p.argv = append(p.argv, *element)
+		}
+		if len(p.argv) == 0 || p.argv[0] == "" {
+			return nil, badRequest("argv needs a program")
+		}
+	}
+	if request.Timeout != nil {
+		if *request.Timeout < 0 || *request.Timeout > int64(1<<62/time.Millisecond) {
+			return nil, badRequest("timeout must be a number of milliseconds, 0 or more")
+		}
+		p.timeout = time.Duration(*request.Timeout) * time.Millisecond
+	}
+	var err error
+	if p.identity, err = c.identity(request.UID, request.GID); err != nil {
+		return nil, badRequest(err.Error())
+	}
+	for key, value := range request.Envs {
+		if key == "" || strings.ContainsAny(key, "=\x00") || (value != nil && strings.IndexByte(*value, 0) >= 0) {
+			return nil, badRequest("envs has an invalid name or value")
+		}
+	}
+	p.env = c.env.ForCommand(request.Envs)
+	if request.Cwd != nil && *request.Cwd != "" {
+		if p.directory, err = c.workingDirectory(*request.Cwd, p.env); err != nil {
+			return nil, err
+		}
+	}
+	return p, nil
+}
+
+// identity returns nil where nothing needs to change.
+func (c *Commands) identity(uid, gid *int64) (*syscall.Credential, error) {
+	if uid == nil {
+		if gid != nil {
+			return nil, errors.New("gid requires uid")
+		}
+		return nil, nil
+	}
+	if *uid < 0 || *uid >= 0xffffffff || (gid != nil && (*gid < 0 || *gid >= 0xffffffff)) {
+		return nil, errBadIdentity
+	}
+	var group *uint32
+	if gid != nil {
+		number := uint32(*gid)
+		group = &number
+	}
+	credential, err := c.accounts().Identity(uint32(*uid), group)
+	if err != nil {
+		return nil, err
+	}
+	if self := os.Geteuid(); self != 0 && int(credential.Uid) == self && (group == nil || int(*group) == os.Getegid()) {
+		return nil, nil // already so; without privilege setgroups would be refused
+	}
+	return credential, nil
+}
+
+// workingDirectory expands with the command's environment.
+func (c *Commands) workingDirectory(text string, env map[string]string) (string, error) {
+	missing, prefix, rest := false, "", text
+	if after, ok := strings.CutPrefix(text, "~"); ok && (after == "" || after[0] == '/') {
+		prefix, rest = c.home(), after
+	}
+	path := prefix + expandVariables(rest, mapLookup(env), func(reference string) string {
+		missing = true
+		return reference
+	})
+	if path == "" {
+		path = "/"
+	}
+	if missing {
+		return "", badRequest("cwd refers to an undefined variable")
+	}
+	if strings.IndexByte(path, 0) >= 0 {
+		return "", badRequest("cwd contains NUL")
+	}
+	if !filepath.IsAbs(path) {
+		path = filepath.Join(c.directory, path)
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return "", badRequest("cwd is not accessible: " + path + ": " + reason(err))
+	}
+	if !info.IsDir() {
+		return "", badRequest("cwd is not a directory: " + path)
+	}
+	return path, nil
+}
+
+func (c *Commands) home() string { return c.env.Home(c.accounts) }
+
+// reason is the operating system's part of an error.
+func reason(err error) string {
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		return errno.Error()
+	}
+	return err.Error()
+}
+
+var errNoShell = errors.New("neither bash nor sh is on PATH")
+
+// spec resolves the program of a plan.
+func (c *Commands) spec(p *plan) (Spec, error) {
+	spec := Spec{Dir: p.directory, Env: environList(p.env), Identity: p.identity}
+	if p.isArgv {
+		path, err := lookProgram(p.argv[0], p.env["PATH"])
+		spec.Path, spec.Argv = path, p.argv
+		return spec, err
+	}
+	search, _ := c.env.Lookup("PATH")
+	for _, shell := range []string{"bash", "sh"} {
+		if path, err := lookProgram(shell, search); err == nil {
+			spec.Path, spec.Argv = path, []string{shell, "-c", p.shell}
+			return spec, nil
+		}
+	}
+	return spec, errNoShell
+}
+
+const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+// lookProgram searches the absolute entries of a PATH; a name with a slash is
+// left to the kernel, relative to the working directory.
+func lookProgram(name, search string) (string, error) {
+	if strings.Contains(name, "/") {
+		return name, nil
+	}
+	if search == "" {
+		search = defaultPath
+	}
+	for directory := range strings.SplitSeq(search, ":") {
+		if !filepath.IsAbs(directory) {
+			continue
+		}
+		candidate := filepath.Join(directory, name)
+		if info, err := os.Stat(candidate); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
+			return candidate, nil
+		}
+	}
+	return "", fmt.Errorf("exec: %s: executable file not found in $PATH", strconv.QuoteToASCII(name))
+}

@@ -1,0 +1,118 @@
+package main
+
+// Status, logs and interrupt of commands (contract 6).
+//
+// Invariants
+//   - Cursors are byte offsets; concatenated pages are the output.
+//   - An interrupt repeated within a minute succeeds again.
+
+import (
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+)
+
+type commandStatus struct {
+	ID         string     `json:"id"`
+	Content    string     `json:"content,omitempty"`
+	Running    bool       `json:"running"`
+	ExitCode   *int       `json:"exit_code,omitempty"`
+	Error      string     `json:"error,omitempty"`
+	StartedAt  time.Time  `json:"started_at"`
+	FinishedAt *time.Time `json:"finished_at,omitempty"`
+}
+
+func (r *record) status() commandStatus {
+	r.mutex.Lock()
+	defer r.mutex.Unlock()
+	status := commandStatus{ID: r.id, Content: r.content, Running: r.finished.IsZero(), StartedAt: r.started.UTC()}
+	if !status.Running {
+		code, finished := r.exitCode, r.finished.UTC()
+		status.ExitCode, status.FinishedAt, status.Error = &code, &finished, r.failure
+	}
+	return status
+}
+
+// find decodes the id of a path once.
+func (c *Commands) find(escaped string) (*record, error) {
+	id, err := url.PathUnescape(escaped)
+	if err != nil {
+		return nil, badRequest("invalid id")
+	}
+	if rec := c.records.get(id); rec != nil {
+		return rec, nil
+	}
+	return nil, &problem{http.StatusNotFound, codeInvalidBody, "command not found: " + id}
+}
+
+func (c *Commands) statusOf(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		rec, err := c.find(escaped)
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		writeJSON(w, http.StatusOK, rec.status())
+	}
+}
+
+func (c *Commands) logsOf(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		rec, err := c.find(escaped)
+		if err == nil && !rec.background {
+			err = badRequest("not a background command")
+		}
+		cursor, failed := strconv.ParseInt(r.URL.Query().Get("cursor"), 10, 64)
+		if failed != nil {
+			cursor = 0
+		}
+		if err == nil && cursor < 0 {
+			err = badRequest("cursor must not be negative")
+		}
+		end := cursor
+		if err == nil {
+			end, err = pageEnd(rec.output, cursor, backgroundPageMax, rec.running)
+		}
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+		w.Header().Set("EXECD-COMMANDS-TAIL-CURSOR", strconv.FormatInt(end, 10))
+		w.Header().Set("Content-Length", strconv.FormatInt(end-cursor, 10))
+		w.WriteHeader(http.StatusOK)
+		_, _ = io.Copy(w, io.NewSectionReader(rec.output, cursor, end-cursor))
+	}
+}
+
+func (c *Commands) interrupt(w http.ResponseWriter, r *http.Request) {
+	id := r.URL.Query().Get("id")
+	if id == "" {
+		writeError(w, missingQuery("id"))
+		return
+	}
+	rec := c.records.get(id)
+	if rec == nil {
+		writeError(w, runtimeError(errors.New("no such execution: "+id)))
+		return
+	}
+	rec.mutex.Lock()
+	running, now := rec.finished.IsZero(), time.Now()
+	repeated := now.Sub(rec.interrupted) < interruptRepeat && !rec.interrupted.IsZero()
+	signal := running && now.Sub(rec.interrupted) > interruptGrace
+	if signal {
+		rec.interrupted = now
+	}
+	rec.mutex.Unlock()
+	if !running && !repeated {
+		writeError(w, runtimeError(errors.New("execution is not running: "+id)))
+		return
+	}
+	if signal {
+		go rec.process.Terminate(interruptGrace)
+	}
+	writeEmpty(w)
+}

@@ -1,0 +1,204 @@
+package main
+
+// Carrying out commands (contract 5.2): foreground streams, background commands.
+//
+// Invariants
+//   - Time-out and interrupt concern the whole process group; after the leader
+//     has ended nothing it left behind is signalled.
+//   - A client that leaves does not end its command.
+//   - A record exists before the first event, and the terminal event says what it says.
+
+import (
+	"errors"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// newRecord is running until it is finished.
+func newRecord(p *plan) *record {
+	content := p.shell
+	if p.isArgv {
+		quoted := make([]string, len(p.argv))
+		for i, argument := range p.argv {
+			quoted[i] = shellQuote(argument)
+		}
+		content = strings.Join(quoted, " ")
+	}
+	return &record{
+		id: newCommandID(), content: content, background: p.background, started: time.Now(), done: make(chan struct{}),
+	}
+}
+
+func shellQuote(text string) string {
+	plain := func(r rune) bool {
+		return r < 0x80 && (isNameByte(byte(r)) || strings.ContainsRune("-./:=@%+,", r))
+	}
+	if text != "" && strings.IndexFunc(text, func(r rune) bool { return !plain(r) }) < 0 {
+		return text
+	}
+	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
+}
+
+// start forks with stdin empty and the given outputs.
+func (c *Commands) start(p *plan, stdout, stderr uintptr) (*Process, error) {
+	spec, err := c.spec(p)
+	if err != nil {
+		return nil, err
+	}
+	null, err := openNull()
+	if err != nil {
+		return nil, err
+	}
+	defer null.Close()
+	spec.Files = [3]uintptr{null.Fd(), stdout, stderr}
+	return c.reaper.Start(spec)
+}
+
+const noShellExit = 127 // what a shell says about a missing program
+
+// startFailed finishes a record whose process never was.
+func (c *Commands) startFailed(rec *record, err error) outcome {
+	result := outcome{exitCode: 255, failure: err.Error()}
+	if errors.Is(err, errNoShell) {
+		result.exitCode = noShellExit
+	}
+	c.records.add(rec)
+	c.records.finish(rec, result)
+	return result
+}
+
+// supervise waits for the leader, kills the group at the time limit and
+// finishes the record.
+func (c *Commands) supervise(rec *record, timeout time.Duration) {
+	var expired <-chan time.Time
+	if timeout > 0 {
+		timer := time.NewTimer(timeout)
+		defer timer.Stop()
+		expired = timer.C
+	}
+	timedOut := false
+	select {
+	case <-rec.process.Done:
+	case <-expired:
+		timedOut = rec.process.SignalGroup(syscall.SIGKILL)
+		<-rec.process.Done
+	}
+	status := rec.process.Status
+	result := outcome{exitCode: status.ExitStatus(), timedOut: timedOut}
+	switch {
+	case status.Signaled():
+		result.exitCode = -1
+		result.failure = "signal: " + status.Signal().String()
+	case result.exitCode != 0:
+		result.failure = "exit status " + strconv.Itoa(result.exitCode)
+	}
+	c.records.finish(rec, result)
+}
+
+func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
+	pipes, childEnds, err := outputPipes()
+	if err != nil {
+		c.records.release()
+		writeError(w, runtimeError(err))
+		return
+	}
+	rec := newRecord(p)
+	rec.process, err = c.start(p, uintptr(childEnds[0]), uintptr(childEnds[1]))
+	syscall.Close(childEnds[0])
+	syscall.Close(childEnds[1])
+	stream := newEventStream(w)
+	if err != nil {
+		pipes[0].read.Close()
+		pipes[1].read.Close()
+		c.startFailed(rec, err)
+		stream.begin(rec.id)
+		if errors.Is(err, errNoShell) {
+			stream.text("stderr", []byte("execd: "+err.Error()+"\n"))
+			stream.fail("CommandExecError", strconv.Itoa(noShellExit), []string{"exit status " + strconv.Itoa(noShellExit)})
+			return
+		}
+		stream.fail("CommandExecError", err.Error(), []string{err.Error()})
+		return
+	}
+	c.records.add(rec)
+	go c.supervise(rec, p.timeout)
+	stream.begin(rec.id)
+
+	var pumps sync.WaitGroup
+	for i, kind := range []string{"stdout", "stderr"} {
+		lines := &lineSplitter{emit: func(text []byte) { stream.text(kind, text) }}
+		pumps.Go(func() { pipes[i].copyTo(lines, stream.flush) })
+	}
+	c.pingUntil(rec.done, stream)
+	for _, pipe := range pipes {
+		pipe.leaderGone(c.tail)
+	}
+	drained := make(chan struct{})
+	go func() {
+		pumps.Wait()
+		close(drained)
+	}()
+	c.pingUntil(drained, stream)
+
+	if rec.exitCode == 0 {
+		stream.complete(rec.finished.Sub(rec.started))
+		return
+	}
+	value, traceback := strconv.Itoa(rec.exitCode), []string{rec.failure}
+	if rec.timedOut {
+		traceback = append(traceback, "timeout after "+p.timeout.String())
+	}
+	stream.fail("CommandExecError", value, traceback)
+}
+
+// pingUntil sends pings until something is over.
+func (c *Commands) pingUntil(done <-chan struct{}, stream *eventStream) {
+	ticker := time.NewTicker(pingInterval)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-done:
+			return
+		case <-ticker.C:
+			stream.ping()
+		}
+	}
+}
+
+func outputPipes() (pipes [2]*outputPipe, childEnds [2]int, err error) {
+	if pipes[0], childEnds[0], err = newOutputPipe(); err != nil {
+		return pipes, childEnds, err
+	}
+	if pipes[1], childEnds[1], err = newOutputPipe(); err != nil {
+		pipes[0].read.Close()
+		syscall.Close(childEnds[0])
+	}
+	return pipes, childEnds, err
+}
+
+func (c *Commands) background(w http.ResponseWriter, p *plan) {
+	output, err := newOutputFile()
+	if err != nil {
+		c.records.release()
+		writeError(w, runtimeError(err))
+		return
+	}
+	rec := newRecord(p)
+	rec.output = output
+	rec.process, err = c.start(p, output.Fd(), output.Fd())
+	stream := newEventStream(w)
+	if err != nil {
+		c.startFailed(rec, err)
+		stream.begin(rec.id)
+		stream.fail("CommandExecError", err.Error(), []string{err.Error()})
+		return
+	}
+	c.records.add(rec)
+	go c.supervise(rec, p.timeout)
+	stream.begin(rec.id)
+	stream.complete(0)
+}

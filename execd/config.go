@@ -1,0 +1,123 @@
+package main
+
+// Flags and environment (contract 17).
+//
+// Invariants
+//   - A flag wins over its variable; an unknown flag ends the start with a message.
+//   - A token given in clear is replaced by its hash by executing ourselves again,
+//     so that it is in neither /proc/PID/cmdline nor /proc/PID/environ.
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// Config is the validated start configuration.
+type Config struct {
+	Port       int
+	TokenHash  string
+	Insecure   bool
+	Tail       time.Duration
+	MaxRunning int
+	Grace      time.Duration
+	Init       bool
+	Entrypoint []string
+}
+
+const (
+	defaultTail  = 200 * time.Millisecond
+	defaultGrace = 10 * time.Second
+	tailLimit    = time.Minute
+)
+
+// errUsage was already reported.
+var errUsage = errors.New("usage")
+
+// parseConfig reads arguments (without the program) and the environment. clear
+// is true if the token came in clear and hides in arguments or environment.
+func parseConfig(arguments []string, getenv func(string) string, stderr io.Writer) (config Config, clear bool, err error) {
+	flags := flag.NewFlagSet("execd", flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	port := flags.Int("port", defaultPort, "TCP port")
+	hash := flags.String("access-token-sha256", "", "SHA-256 of the access token, 64 hexadecimal digits")
+	token := flags.String("access-token", "", "access token in clear (EXECD_ACCESS_TOKEN); prefer --access-token-sha256")
+	insecure := flags.Bool("insecure-no-token", false, "serve without a token")
+	tail := flags.String("graceful-shutdown-timeout", "", "longest wait for open outputs after a command has ended (EXECD_API_GRACE_SHUTDOWN)")
+	maxRunning := flags.Int("max-commands", defaultMaxRunning, "commands running at a time")
+	grace := flags.Duration("stop-grace", defaultGrace, "time between SIGTERM and SIGKILL when stopping")
+	initMode := flags.Bool("init", false, "be PID 1: reap, forward signals, run the entrypoint after --")
+	for _, name := range []string{"jupyter-host", "jupyter-token", "jupyter-idle-poll-interval", "log-level"} {
+		flags.String(name, "", "accepted for compatibility, without effect")
+	}
+	if err := flags.Parse(arguments); err != nil {
+		return Config{}, false, errUsage
+	}
+	config = Config{
+		Port: *port, TokenHash: strings.ToLower(*hash), Insecure: *insecure, Tail: defaultTail,
+		MaxRunning: *maxRunning, Grace: *grace, Init: *initMode,
+	}
+	if config.Init {
+		config.Entrypoint = flags.Args()
+	}
+	if *port < 1 || *port > 65535 {
+		return config, false, errors.New("--port must be between 1 and 65535")
+	}
+	if *maxRunning < 1 {
+		return config, false, errors.New("--max-commands must be 1 or more")
+	}
+	inherited := getenv("EXECD_ACCESS_TOKEN")
+	clear = *token != "" || inherited != ""
+	if config.TokenHash == "" && clear {
+		if *token == "" {
+			*token = inherited
+		}
+		config.TokenHash = hashToken(*token)
+	}
+	window := *tail
+	if window == "" {
+		window = getenv("EXECD_API_GRACE_SHUTDOWN")
+	}
+	if window != "" {
+		if value, err := time.ParseDuration(window); err == nil && value >= 0 {
+			config.Tail = min(value, tailLimit)
+		} else {
+			fmt.Fprintln(stderr, "execd: ignoring an invalid graceful shutdown timeout")
+		}
+	}
+	return config, clear, nil
+}
+
+// arguments reproduces the configuration as flags, with the hash only.
+func (c Config) arguments() []string {
+	list := []string{
+		"--port", strconv.Itoa(c.Port), "--access-token-sha256", c.TokenHash,
+		"--graceful-shutdown-timeout", c.Tail.String(), "--max-commands", strconv.Itoa(c.MaxRunning), "--stop-grace", c.Grace.String(),
+	}
+	if c.Init {
+		list = append(append(list, "--init", "--"), c.Entrypoint...)
+	}
+	return list
+}
+
+// forgetClearToken executes this program again without the token. It returns
+// only if that failed.
+func forgetClearToken(config Config) error {
+	environ := make([]string, 0, len(os.Environ()))
+	for _, entry := range os.Environ() {
+		if !strings.HasPrefix(entry, "EXECD_ACCESS_TOKEN=") {
+			environ = append(environ, entry)
+		}
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	return syscall.Exec(self, append([]string{os.Args[0]}, config.arguments()...), environ)
+}

@@ -1,0 +1,323 @@
+package main
+
+// Files and directories: paths, metadata, ownership (contract 9.1).
+//
+// Invariants
+//   - Paths are not confined; the kernel and the daemon's user decide. An existing
+//     link is followed where the contract says so, never by a recursive walk.
+//   - A variable in a path is replaced only if it is defined; "$5" is a name.
+//   - FIFOs and devices are never opened for transfer and never block.
+
+import (
+	"errors"
+	"io/fs"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// Files serves the file and directory routes.
+type Files struct {
+	env       *Environment
+	accounts  func() Accounts
+	directory string
+	umask     os.FileMode
+	walks     chan struct{} // slots for recursive walks
+}
+
+// fileInfo is FileInfo of the contract; every key is always present.
+type fileInfo struct {
+	Path       string    `json:"path"`
+	Type       string    `json:"type"`
+	Size       int64     `json:"size"`
+	ModifiedAt time.Time `json:"modified_at"`
+	CreatedAt  time.Time `json:"created_at"`
+	Owner      string    `json:"owner"`
+	Group      string    `json:"group"`
+	Mode       int       `json:"mode"`
+}
+
+// ownership is what uploads, directories and permissions may set.
+type ownership struct {
+	Mode  *int    `json:"mode"`
+	Owner *string `json:"owner"`
+	Group *string `json:"group"`
+}
+
+// expand makes a request's path absolute.
+func (f *Files) expand(path string) (string, error) {
+	if path == "" || strings.IndexByte(path, 0) >= 0 {
+		return "", badRequest("path must not be empty or contain NUL")
+	}
+	prefix := ""
+	if rest, ok := strings.CutPrefix(path, "~"); ok && (rest == "" || rest[0] == '/') {
+		prefix, path = f.env.Home(f.accounts)+"/", rest
+	}
+	path = prefix + expandVariables(path, f.env.Lookup, keepUndefined)
+	if !filepath.IsAbs(path) {
+		path = f.directory + "/" + path
+	}
+	return filepath.Clean(path), nil
+}
+
+// parseQuery refuses what Query() would silently drop.
+func parseQuery(r *http.Request) (url.Values, error) {
+	values, err := url.ParseQuery(r.URL.RawQuery)
+	if err != nil {
+		return nil, badRequest("invalid query")
+	}
+	return values, nil
+}
+
+// onePath is the single path parameter of a request, as given and expanded.
+func (f *Files) onePath(query url.Values) (string, error) {
+	if query.Get("path") == "" {
+		return "", missingQuery("path")
+	}
+	return f.expand(query.Get("path"))
+}
+
+// permissionNumber shows mode bits as a number that looks octal: 0644 is 644.
+func permissionNumber(mode uint32) int {
+	number, _ := strconv.Atoi(strconv.FormatUint(uint64(mode&0o7777), 8))
+	return number
+}
+
+// permissionBits is the inverse; ok is false for digits 8 and 9 or too many.
+func permissionBits(number int) (bits uint32, ok bool) {
+	value, err := strconv.ParseUint(strconv.Itoa(number), 8, 32)
+	if err != nil || value > 0o7777 {
+		return 0, false
+	}
+	return uint32(value), true
+}
+
+// checked is an ownership with everything resolved; -1 leaves unchanged.
+type checked struct {
+	mode     uint32
+	setMode  bool
+	uid, gid int
+}
+
+func (f *Files) check(o ownership) (checked, error) {
+	result := checked{uid: -1, gid: -1}
+	if o.Mode != nil && *o.Mode != 0 {
+		bits, ok := permissionBits(*o.Mode)
+		if !ok {
+			return result, badRequest("mode must be octal digits, at most 7777")
+		}
+		result.mode, result.setMode = bits, true
+	}
+	owner, group := o.Owner != nil && *o.Owner != "", o.Group != nil && *o.Group != ""
+	if !owner && !group {
+		return result, nil
+	}
+	accounts := f.accounts()
+	if owner {
+		uid, err := accounts.UserID(*o.Owner)
+		if err != nil {
+			return result, err
+		}
+		result.uid = int(uid)
+	}
+	if group {
+		gid, err := accounts.GroupID(*o.Group)
+		if err != nil {
+			return result, err
+		}
+		result.gid = int(gid)
+	}
+	return result, nil
+}
+
+// apply changes the owner first: chown clears the set-id bits.
+func (c checked) apply(path string) error {
+	if c.uid >= 0 || c.gid >= 0 {
+		if err := os.Chown(path, c.uid, c.gid); err != nil {
+			return err
+		}
+	}
+	if c.setMode {
+		return syscallError("chmod", path, syscall.Chmod(path, c.mode))
+	}
+	return nil
+}
+
+func syscallError(op, path string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &os.PathError{Op: op, Path: path, Err: err}
+}
+
+// describe builds a FileInfo from lstat.
+func describe(path string, info fs.FileInfo, accounts Accounts) fileInfo {
+	result := fileInfo{Path: path, Type: "other", Size: info.Size(), ModifiedAt: info.ModTime().UTC(), CreatedAt: info.ModTime().UTC()}
+	switch {
+	case info.Mode().IsRegular():
+		result.Type = "file"
+	case info.IsDir():
+		result.Type = "directory"
+	case info.Mode()&fs.ModeSymlink != 0:
+		result.Type = "symlink"
+	}
+	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
+		result.CreatedAt = time.Unix(stat.Ctim.Unix()).UTC()
+		result.Owner = accounts.UserName(stat.Uid)
+		result.Group = accounts.GroupName(stat.Gid)
+		result.Mode = permissionNumber(stat.Mode)
+	}
+	return result
+}
+
+// fileProblem turns a missing file into its own code.
+func fileProblem(err error) error {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
+		return &problem{http.StatusNotFound, codeFileNotFound, err.Error()}
+	}
+	return err
+}
+
+func (f *Files) info(w http.ResponseWriter, r *http.Request) {
+	query, err := parseQuery(r)
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	accounts, result := f.accounts(), map[string]fileInfo{}
+	for _, requested := range query["path"] {
+		path, err := f.expand(requested)
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		info, err := os.Lstat(path)
+		if err != nil {
+			writeError(w, fileProblem(err))
+			return
+		}
+		result[requested] = describe(path, info, accounts)
+	}
+	writeJSON(w, http.StatusOK, result)
+}
+
+// remove deletes files and links; what is missing already counts as deleted.
+func (f *Files) remove(w http.ResponseWriter, r *http.Request) {
+	f.eachPath(w, r, func(path string) error {
+		info, err := os.Lstat(path)
+		if err == nil && info.IsDir() {
+			return errors.New("is a directory: " + path)
+		}
+		if err == nil {
+			err = os.Remove(path)
+		}
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
+			return nil
+		}
+		return err
+	})
+}
+
+// removeDirectories is recursive; it never takes the root.
+func (f *Files) removeDirectories(w http.ResponseWriter, r *http.Request) {
+	f.eachPath(w, r, func(path string) error {
+		info, err := os.Lstat(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if path == "/" {
+			return badRequest("the root directory cannot be deleted")
+		}
+		if !info.IsDir() {
+			return errors.New("not a directory: " + path)
+		}
+		return os.RemoveAll(path)
+	})
+}
+
+// eachPath expands all repeated paths before it acts on the first.
+func (f *Files) eachPath(w http.ResponseWriter, r *http.Request, act func(path string) error) {
+	query, err := parseQuery(r)
+	paths := make([]string, len(query["path"]))
+	for i, requested := range query["path"] {
+		if err == nil {
+			paths[i], err = f.expand(requested)
+		}
+	}
+	for _, path := range paths {
+		if err == nil {
+			err = act(path)
+		}
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	writeEmpty(w)
+}
+
+// ownershipRequest decodes map{path → ownership} and checks all of it first.
+func (f *Files) ownershipRequest(w http.ResponseWriter, r *http.Request, act func(path string, c checked) error) {
+	var request map[string]ownership
+	err := decodeJSON(w, r, fileBodyLimit, &request)
+	type job struct {
+		path  string
+		apply checked
+	}
+	jobs := make([]job, 0, len(request))
+	for requested, wanted := range request {
+		if err != nil {
+			break
+		}
+		var next job
+		if next.path, err = f.expand(requested); err == nil {
+			next.apply, err = f.check(wanted)
+		}
+		jobs = append(jobs, next)
+	}
+	slices.SortFunc(jobs, func(a, b job) int { return strings.Compare(a.path, b.path) })
+	for _, next := range jobs {
+		if err == nil {
+			err = act(next.path, next.apply)
+		}
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	writeEmpty(w)
+}
+
+func (f *Files) permissions(w http.ResponseWriter, r *http.Request) {
+	f.ownershipRequest(w, r, func(path string, c checked) error {
+		if _, err := os.Stat(path); err != nil {
+			return err
+		}
+		return c.apply(path)
+	})
+}
+
+// makeDirectories is mkdir -p; an existing directory is left untouched.
+func (f *Files) makeDirectories(w http.ResponseWriter, r *http.Request) {
+	f.ownershipRequest(w, r, func(path string, c checked) error {
+		if info, err := os.Stat(path); err == nil {
+			if !info.IsDir() {
+				return errors.New("not a directory: " + path)
+			}
+			return nil
+		}
+		if err := os.MkdirAll(path, 0o777); err != nil {
+			return err
+		}
+		return c.apply(path)
+	})
+}

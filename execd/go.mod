@@ -1,0 +1,3 @@
+module sallyport.dev/execd
+
+go 1.26

@@ -1,0 +1,143 @@
+package main
+
+// Init mode: PID 1 of a sandbox (contract 18.3).
+//
+// Invariants
+//   - The entrypoint is a child like any other, in its own session and group, with
+//     an empty stdin; the daemon ends with its status (128+n for a signal).
+//   - TERM, INT, HUP, QUIT, USR1, USR2 and WINCH go to its group; TERM, INT and QUIT
+//     also begin the end: what has not stopped after the grace period is killed.
+//   - Only as PID 1 "all processes" is a thing to signal; elsewhere only the groups
+//     started here are.
+
+import (
+	"errors"
+	"io/fs"
+	"log"
+	"os"
+	"slices"
+	"syscall"
+	"time"
+)
+
+const (
+	exitNotFound   = 127
+	exitNotAllowed = 126
+	leftoverGrace  = 3 * time.Second
+	leftoverLook   = 10 * time.Millisecond
+)
+
+// forwardedSignals reach the entrypoint's group.
+var forwardedSignals = []os.Signal{
+	syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGWINCH,
+}
+
+// idleEntrypoint is the default of the SDKs. An empty image has no tail, and
+// nothing but this program; waiting is all the entrypoint is meant to do, so that
+// such an image can be a sandbox too.
+var idleEntrypoint = []string{"tail", "-f", "/dev/null"}
+
+// Supervisor runs the entrypoint.
+type Supervisor struct {
+	reaper  *Reaper
+	env     *Environment
+	log     *log.Logger
+	grace   time.Duration
+	signals <-chan os.Signal
+}
+
+// Run starts the entrypoint and returns the exit status for this process.
+func (s *Supervisor) Run(entrypoint []string) int {
+	if len(entrypoint) == 0 {
+		s.log.Print("no entrypoint given; waiting for a signal")
+		return s.idle()
+	}
+	path, err := s.program(entrypoint[0])
+	if err != nil {
+		if slices.Equal(entrypoint, idleEntrypoint) {
+			return s.idle()
+		}
+		s.log.Printf("entrypoint: %v", err)
+		return exitNotFound
+	}
+	null, err := openNull()
+	if err != nil {
+		s.log.Printf("entrypoint: %v", err)
+		return exitNotAllowed
+	}
+	process, err := s.reaper.Start(Spec{
+		Path: path, Argv: entrypoint, Env: s.env.ForEntrypoint(), Files: [3]uintptr{null.Fd(), 1, 2},
+	})
+	null.Close()
+	if err != nil {
+		s.log.Printf("entrypoint: %v", err)
+		if errors.Is(err, fs.ErrNotExist) {
+			return exitNotFound
+		}
+		return exitNotAllowed
+	}
+	status := s.supervise(process)
+	s.endEverything()
+	return status
+}
+
+func (s *Supervisor) program(name string) (string, error) {
+	search, _ := s.env.Lookup("PATH")
+	return lookProgram(name, search)
+}
+
+// idle waits as `tail -f /dev/null` would.
+func (s *Supervisor) idle() int {
+	for sig := range s.signals {
+		if sig == syscall.SIGWINCH {
+			continue
+		}
+		s.endEverything()
+		return 128 + int(sig.(syscall.Signal))
+	}
+	return 0
+}
+
+func (s *Supervisor) supervise(process *Process) int {
+	var kill <-chan time.Time
+	for {
+		select {
+		case <-process.Done:
+			return exitNumber(process.Status)
+		case sig := <-s.signals:
+			process.SignalGroup(sig.(syscall.Signal))
+			if kill == nil && (sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT) {
+				kill = time.After(s.grace)
+			}
+		case <-kill:
+			s.log.Print("the entrypoint did not stop in time; killing it")
+			process.SignalGroup(syscall.SIGKILL)
+		}
+	}
+}
+
+// endEverything stops what the entrypoint left: TERM, a short grace, KILL.
+func (s *Supervisor) endEverything() {
+	if !s.signalAll(syscall.SIGTERM) {
+		return
+	}
+	for deadline := time.Now().Add(min(leftoverGrace, s.grace)); time.Now().Before(deadline); time.Sleep(leftoverLook) {
+		s.reaper.collect()
+		if !s.signalAll(0) {
+			return
+		}
+	}
+	s.signalAll(syscall.SIGKILL)
+}
+
+// signalAll reports whether there was anybody to signal.
+func (s *Supervisor) signalAll(sig syscall.Signal) bool {
+	if os.Getpid() == 1 {
+		return syscall.Kill(-1, sig) == nil
+	}
+	reached := false
+	for _, process := range s.reaper.Live() {
+		reached = process.SignalGroup(sig) || reached
+	}
+	return reached
+}

@@ -1,0 +1,130 @@
+// Command execd is the daemon inside a Sallyport sandbox: commands, files,
+// metrics and a port proxy over HTTP, and PID 1 duties. It is one static binary
+// that needs nothing of the image it runs in and knows only the SHA-256 of its
+// access token.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"time"
+)
+
+func main() {
+	os.Exit(run())
+}
+
+func run() int {
+	config, clear, err := parseConfig(os.Args[1:], os.Getenv, os.Stderr)
+	if errors.Is(err, errUsage) {
+		return 2
+	}
+	var auth Auth
+	if err == nil {
+		auth, err = NewAuth(config.TokenHash, config.Insecure)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "execd:", err)
+		return 2
+	}
+	if clear {
+		if err := forgetClearToken(config); err != nil {
+			fmt.Fprintln(os.Stderr, "execd: the clear token stays readable in /proc:", err)
+		}
+	}
+	_ = prctl(prSetDumpable, 0)
+	closeInheritedOnExec()
+	signals := make(chan os.Signal, 16)
+	// Also undoes an inherited "ignore", which children would inherit in turn.
+	signal.Notify(signals, forwardedSignals...)
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU)
+	// Not ignored (children would inherit that): a write to a closed log fails only.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+
+	logger := newLogger(os.Getenv("EXECD_LOG_FILE"))
+	env := NewEnvironment(os.Environ())
+	for _, name := range credentials {
+		os.Unsetenv(name)
+	}
+	env.warnSkip = func(skipped int) { logger.Printf("EXECD_ENVS: %d malformed entries skipped", skipped) }
+	directory, err := os.Getwd()
+	if err != nil {
+		directory = "/"
+	}
+	if config.Init && os.Getpid() != 1 {
+		if err := prctl(prSetChildSubreaper, 1); err != nil {
+			logger.Printf("orphans cannot be adopted: %v", err)
+		}
+	}
+	reaper := NewReaper()
+	accounts := func() Accounts { return LoadAccounts("") }
+	server := &Server{
+		auth: auth,
+		port: config.Port,
+		commands: &Commands{
+			reaper: reaper, records: NewRecords(config.MaxRunning), env: env, accounts: accounts,
+			directory: directory, tail: config.Tail, log: logger,
+		},
+		files: &Files{
+			env: env, accounts: accounts, directory: directory, umask: currentUmask(),
+			walks: make(chan struct{}, concurrentWalks),
+		},
+		metrics: NewMetrics(),
+		proxy:   newProxy(func(line string) { logger.Print(line) }),
+		log:     logger,
+	}
+	listener, err := listen(":" + strconv.Itoa(config.Port))
+	if err != nil {
+		logger.Printf("cannot listen: %v", err)
+		return 1
+	}
+	failed := make(chan struct{})
+	go func() {
+		logger.Printf("serving ended: %v", server.Serve(listener))
+		close(failed)
+	}()
+	supervisor := &Supervisor{reaper: reaper, env: env, log: logger, grace: config.Grace, signals: signals}
+	if config.Init {
+		prepareEnvFile(env.envFile)
+		return supervisor.Run(config.Entrypoint)
+	}
+	for {
+		select {
+		case <-failed:
+			return 1
+		case sig := <-signals:
+			if sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT {
+				listener.Close()
+				supervisor.endEverything()
+				return 0
+			}
+		}
+	}
+}
+
+// listen waits a little for a port that an outgoing connection of the image
+// happens to use: ours lies in the kernel's ephemeral range.
+func listen(address string) (net.Listener, error) {
+	for deadline := time.Now().Add(3 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		listener, err := net.Listen("tcp4", address)
+		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(deadline) {
+			return listener, err
+		}
+	}
+}
+
+// prepareEnvFile creates the EXECD_ENVS file if that is possible.
+func prepareEnvFile(path string) {
+	if os.MkdirAll(filepath.Dir(path), 0o755) != nil {
+		return
+	}
+	if file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND|syscall.O_NONBLOCK, 0o644); err == nil {
+		file.Close()
+	}
+}

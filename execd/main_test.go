@@ -1,0 +1,194 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"io"
+	"log"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+const testToken = "a token for tests"
+
+// testReaper is the only one of the test process: it takes every status.
+var testReaper *Reaper
+
+// testBinary is the daemon itself, built before the reaper starts.
+var testBinary string
+
+func TestMain(m *testing.M) {
+	directory, err := os.MkdirTemp("", "execd-test-")
+	if err != nil {
+		panic(err)
+	}
+	testBinary = filepath.Join(directory, "execd")
+	build := exec.Command("go", "build", "-trimpath", "-o", testBinary, ".")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if output, err := build.CombinedOutput(); err != nil {
+		panic(string(output))
+	}
+	closeInheritedOnExec()
+	testReaper = NewReaper()
+	code := m.Run()
+	os.RemoveAll(directory)
+	os.Exit(code)
+}
+
+type fixture struct {
+	t       *testing.T
+	server  *Server
+	http    *httptest.Server
+	envFile string
+}
+
+func newFixture(t *testing.T) *fixture {
+	t.Helper()
+	auth, err := NewAuth(hashToken(testToken), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := &fixture{t: t, envFile: filepath.Join(t.TempDir(), "env")}
+	env := NewEnvironment(append(os.Environ(), "EXECD_ENVS="+f.envFile, "EXECD_ACCESS_TOKEN=secret", "FIXTURE=daemon"))
+	accounts := func() Accounts { return LoadAccounts("") }
+	logger := log.New(io.Discard, "", 0)
+	f.server = &Server{
+		auth: auth, port: defaultPort,
+		commands: &Commands{
+			reaper: testReaper, records: NewRecords(defaultMaxRunning), env: env, accounts: accounts,
+			directory: "/", tail: defaultTail, log: logger,
+		},
+		files:   &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
+		metrics: NewMetrics(), proxy: newProxy(func(string) {}), log: logger,
+	}
+	f.http = httptest.NewServer(f.server)
+	t.Cleanup(f.http.Close)
+	return f
+}
+
+func (f *fixture) do(method, path string, body io.Reader, header ...string) *http.Response {
+	f.t.Helper()
+	request, err := http.NewRequest(method, f.http.URL+path, body)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	request.Header.Set(tokenHeader, testToken)
+	for i := 0; i+1 < len(header); i += 2 {
+		request.Header.Set(header[i], header[i+1])
+	}
+	response, err := http.DefaultTransport.RoundTrip(request)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	f.t.Cleanup(func() { response.Body.Close() })
+	return response
+}
+
+// call returns status and body.
+func (f *fixture) call(method, path, body string, header ...string) (int, string) {
+	f.t.Helper()
+	var reader io.Reader
+	if body != "" {
+		reader = strings.NewReader(body)
+	}
+	response := f.do(method, path, reader, header...)
+	data, err := io.ReadAll(response.Body)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	return response.StatusCode, string(data)
+}
+
+type testEvent struct {
+	Type      string
+	Text      string
+	Timestamp int64
+	Error     *struct {
+		Ename, Evalue string
+		Traceback     []string
+	}
+}
+
+type testRun struct {
+	id             string
+	stdout, stderr []string
+	last           testEvent
+	raw            []byte
+}
+
+// run executes a foreground command to its end.
+func (f *fixture) run(request any) testRun {
+	f.t.Helper()
+	body, err := json.Marshal(request)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	response := f.do("POST", "/command", bytes.NewReader(body))
+	if response.StatusCode != 200 {
+		text, _ := io.ReadAll(response.Body)
+		f.t.Fatalf("status %d: %s", response.StatusCode, text)
+	}
+	var result testRun
+	if result.raw, err = io.ReadAll(response.Body); err != nil {
+		f.t.Fatal(err)
+	}
+	for frame := range strings.SplitSeq(strings.TrimSuffix(string(result.raw), "\n\n"), "\n\n") {
+		var event testEvent
+		if err := json.Unmarshal([]byte(frame), &event); err != nil {
+			f.t.Fatalf("%v: %q", err, frame)
+		}
+		switch event.Type {
+		case "init":
+			result.id = event.Text
+		case "stdout":
+			result.stdout = append(result.stdout, event.Text)
+		case "stderr":
+			result.stderr = append(result.stderr, event.Text)
+		}
+		result.last = event
+	}
+	return result
+}
+
+// begin starts a command and returns its id and the rest of the stream.
+func (f *fixture) begin(request any) (string, *bufio.Reader, *http.Response) {
+	f.t.Helper()
+	body, _ := json.Marshal(request)
+	response := f.do("POST", "/command", bytes.NewReader(body))
+	reader := bufio.NewReader(response.Body)
+	var event testEvent
+	line, err := reader.ReadBytes('\n')
+	if err != nil || json.Unmarshal(line, &event) != nil {
+		f.t.Fatalf("no first event: %v %q", err, line)
+	}
+	return event.Text, reader, response
+}
+
+type object = map[string]any
+
+func equal[T any](t *testing.T, expected, actual T) {
+	t.Helper()
+	want, _ := json.Marshal(expected)
+	got, _ := json.Marshal(actual)
+	if !bytes.Equal(want, got) {
+		t.Fatalf("expected %s\nactual   %s", want, got)
+	}
+}
+
+// eventually waits for a condition that another process brings about.
+func eventually(t *testing.T, what string, condition func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
+		if condition() {
+			return
+		}
+	}
+	t.Fatal("did not happen: " + what)
+}

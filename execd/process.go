@@ -1,0 +1,208 @@
+package main
+
+// Child processes: one place that forks and one place that waits.
+//
+// Invariants
+//   - Only Reaper.collect calls wait4, and it takes every status: commands,
+//     the entrypoint and, as PID 1 or subreaper, orphans.
+//   - A status never gets lost or stolen: starting holds the gate for reading
+//     until the child is in the table, collecting holds it for writing.
+//     (os/exec would wait on its own and race with the reaper of PID 1, hence
+//     syscall.ForkExec here. Its internal wait4 for a child whose execve failed
+//     happens under the same read lock.)
+//   - No signal is sent to a process that was already reaped: signalling holds
+//     the gate for reading and looks at the state first.
+//   - A child starts with default signal dispositions, no blocked signal, its own
+//     session and no descriptor but 0, 1 and 2.
+
+import (
+	"os"
+	"os/signal"
+	"runtime"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// Reaper owns every child of this process. There is one per process.
+type Reaper struct {
+	gate     sync.RWMutex // read: start, signal; write: collect
+	table    sync.Mutex   // guards children between concurrent starts
+	children map[int]*Process
+	orphans  int // reaped processes that nobody started here; guarded by gate
+	wake     chan os.Signal
+}
+
+// Process is a child that leads its own session and process group.
+type Process struct {
+	Pid    int
+	Done   chan struct{} // closed once reaped
+	Status syscall.WaitStatus
+	reaper *Reaper
+	reaped bool // guarded by the gate
+}
+
+// Spec says what to start. Files are descriptors for 0, 1 and 2.
+type Spec struct {
+	Path     string
+	Argv     []string
+	Env      []string
+	Dir      string
+	Files    [3]uintptr
+	Identity *syscall.Credential
+}
+
+// NewReaper begins to collect children at once.
+func NewReaper() *Reaper {
+	r := &Reaper{children: map[int]*Process{}, wake: make(chan os.Signal, 1)}
+	// A pending wake-up is never lost: the channel holds one and every
+	// collection drains all children that have ended until then.
+	signal.Notify(r.wake, syscall.SIGCHLD)
+	go r.loop()
+	return r
+}
+
+func (r *Reaper) loop() {
+	r.collect()
+	for range r.wake {
+		r.collect()
+	}
+}
+
+func (r *Reaper) collect() {
+	r.gate.Lock()
+	defer r.gate.Unlock()
+	for {
+		var status syscall.WaitStatus
+		pid, err := syscall.Wait4(-1, &status, syscall.WNOHANG, nil)
+		if err == syscall.EINTR {
+			continue
+		}
+		if err != nil || pid <= 0 {
+			return
+		}
+		process := r.children[pid]
+		if process == nil {
+			r.orphans++
+			continue
+		}
+		delete(r.children, pid)
+		process.Status = status
+		process.reaped = true
+		close(process.Done)
+	}
+}
+
+// Orphans is the number of adopted processes reaped so far.
+func (r *Reaper) Orphans() int {
+	r.gate.RLock()
+	defer r.gate.RUnlock()
+	return r.orphans
+}
+
+// Start forks and executes; it returns after a successful execve.
+func (r *Reaper) Start(spec Spec) (*Process, error) {
+	r.gate.RLock()
+	defer r.gate.RUnlock()
+	runtime.LockOSThread()
+	mask := emptySignalMask()
+	pid, err := syscall.ForkExec(spec.Path, spec.Argv, &syscall.ProcAttr{
+		Dir:   spec.Dir,
+		Env:   spec.Env,
+		Files: spec.Files[:],
+		Sys:   &syscall.SysProcAttr{Setsid: true, Credential: spec.Identity},
+	})
+	restoreSignalMask(mask)
+	runtime.UnlockOSThread()
+	if err != nil {
+		return nil, &os.PathError{Op: "fork/exec", Path: spec.Path, Err: err}
+	}
+	process := &Process{Pid: pid, Done: make(chan struct{}), reaper: r}
+	r.table.Lock()
+	r.children[pid] = process
+	r.table.Unlock()
+	return process, nil
+}
+
+// SignalGroup signals the group while its leader is not yet reaped. It reports
+// whether a signal was sent.
+func (p *Process) SignalGroup(sig syscall.Signal) bool {
+	p.reaper.gate.RLock()
+	defer p.reaper.gate.RUnlock()
+	return !p.reaped && syscall.Kill(-p.Pid, sig) == nil
+}
+
+// signalRemains also reaches a group whose leader is gone. A group number is not
+// given out again while the group has members; Terminate looks often enough that
+// a group seen alive a moment ago is still the same one.
+func (p *Process) signalRemains(sig syscall.Signal) bool {
+	p.reaper.gate.RLock()
+	defer p.reaper.gate.RUnlock()
+	if p.reaped {
+		p.reaper.table.Lock()
+		_, taken := p.reaper.children[p.Pid]
+		p.reaper.table.Unlock()
+		if taken {
+			return false
+		}
+	}
+	return syscall.Kill(-p.Pid, sig) == nil
+}
+
+// Terminate asks the group to end and kills what is left of it after the grace
+// period. It returns when the group is gone or was killed.
+func (p *Process) Terminate(grace time.Duration) {
+	if !p.SignalGroup(syscall.SIGTERM) {
+		return
+	}
+	deadline := time.NewTimer(grace)
+	defer deadline.Stop()
+	look := time.NewTicker(50 * time.Millisecond)
+	defer look.Stop()
+	for {
+		select {
+		case <-deadline.C:
+			p.signalRemains(syscall.SIGKILL)
+			return
+		case <-look.C:
+			if !p.signalRemains(0) {
+				return
+			}
+		}
+	}
+}
+
+// Live is a snapshot of the children that were started here and still run.
+func (r *Reaper) Live() []*Process {
+	r.gate.RLock()
+	defer r.gate.RUnlock()
+	r.table.Lock()
+	defer r.table.Unlock()
+	live := make([]*Process, 0, len(r.children))
+	for _, process := range r.children {
+		live = append(live, process)
+	}
+	return live
+}
+
+// exitNumber maps a status to what a shell would report: 128+n for signals.
+func exitNumber(status syscall.WaitStatus) int {
+	if status.Signaled() {
+		return 128 + int(status.Signal())
+	}
+	return status.ExitStatus()
+}
+
+// openNull opens an empty standard input; an image without /dev/null gets the
+// read end of a pipe nobody writes to.
+func openNull() (*os.File, error) {
+	null, err := os.OpenFile("/dev/null", os.O_RDONLY, 0)
+	if err == nil {
+		return null, nil
+	}
+	read, write, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	return read, write.Close()
+}

@@ -1,0 +1,91 @@
+package main
+
+// ANY /proxy/{port}/{path…}: pass a request to a service in the sandbox (contract 13).
+//
+// Invariants
+//   - The only destination is 127.0.0.1; redirects are passed on, not followed.
+//   - The access token never reaches the service.
+//   - Escaped path, query and Host arrive as they were sent; upgrades and streams pass through.
+
+import (
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+)
+
+const proxyLimit = 256
+
+// serveProxy takes what follows "/proxy" in the raw path.
+func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request, rest string) {
+	text, path, _ := strings.Cut(strings.TrimPrefix(rest, "/"), "/")
+	port, err := strconv.ParseUint(text, 10, 16)
+	if err != nil || port == 0 || text[0] == '+' {
+		writeError(w, badRequest("invalid or missing port"))
+		return
+	}
+	if r.Method == http.MethodConnect {
+		notFound(w)
+		return
+	}
+	raw := "/" + path
+	decoded, err := url.PathUnescape(raw)
+	if err != nil {
+		writeError(w, badRequest("invalid path"))
+		return
+	}
+	target := *r
+	target.URL = &url.URL{
+		Scheme: "http", Host: "127.0.0.1:" + strconv.FormatUint(port, 10),
+		Path: decoded, RawPath: raw, RawQuery: r.URL.RawQuery, ForceQuery: r.URL.ForceQuery,
+	}
+	s.proxy.ServeHTTP(w, &target)
+}
+
+// newProxy bounds concurrent requests and reuses connections.
+func newProxy(logger func(string)) http.Handler {
+	transport := &http.Transport{
+		Proxy:                  nil,
+		DialContext:            (&net.Dialer{Timeout: 30 * time.Second}).DialContext,
+		DisableCompression:     true,
+		MaxIdleConns:           64,
+		MaxIdleConnsPerHost:    16,
+		IdleConnTimeout:        90 * time.Second,
+		MaxResponseHeaderBytes: 1 << 20,
+		ExpectContinueTimeout:  time.Second,
+	}
+	reverse := &httputil.ReverseProxy{
+		Transport:     transport,
+		FlushInterval: -1,
+		Rewrite: func(p *httputil.ProxyRequest) {
+			// Rewrite drops query parameters it cannot parse and all X-Forwarded-*.
+			p.Out.URL = p.In.URL
+			p.Out.Host = p.In.Host
+			p.Out.Header.Del(tokenHeader)
+			forwarded := append([]string(nil), p.In.Header["X-Forwarded-For"]...)
+			if host, _, err := net.SplitHostPort(p.In.RemoteAddr); err == nil {
+				forwarded = append(forwarded, host)
+			}
+			p.Out.Header["X-Forwarded-For"] = []string{strings.Join(forwarded, ", ")}
+			p.Out.Header["X-Forwarded-Proto"] = []string{"http"}
+		},
+		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) {
+			writeError(w, &problem{http.StatusBadGateway, codeRuntime, "the service on this port did not answer"})
+		},
+	}
+	slots := make(chan struct{}, proxyLimit)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case slots <- struct{}{}:
+			defer func() { <-slots }()
+			reverse.ServeHTTP(w, r)
+		default:
+			logger("proxy: too many concurrent requests")
+			w.Header().Set("Retry-After", "1")
+			writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many concurrent proxy requests"})
+		}
+	})
+}

@@ -1,0 +1,159 @@
+package main
+
+// What is known about commands, running and finished.
+//
+// Invariants
+//   - A record exists before its id leaves the daemon and is consistent for
+//     every reader: running, then finished once and for all.
+//   - Running commands are bounded; a running record is never removed.
+//   - Finished records are bounded by count, age (24 h) and bytes of output.
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"os"
+	"sync"
+	"time"
+)
+
+const (
+	recordAge         = 24 * time.Hour
+	recordSweep       = time.Hour
+	finishedLimit     = 4096
+	finishedOutputs   = 256
+	finishedBytes     = 1 << 30
+	recordTextLimit   = 16 << 10
+	interruptGrace    = 3 * time.Second
+	interruptRepeat   = time.Minute
+	backgroundPageMax = 16 << 20
+)
+
+type record struct {
+	id         string
+	content    string
+	background bool
+	started    time.Time
+	process    *Process // nil if the start failed
+	output     *os.File // background only
+	done       chan struct{}
+
+	mutex       sync.Mutex
+	finished    time.Time // zero while running
+	exitCode    int
+	failure     string
+	timedOut    bool
+	interrupted time.Time
+}
+
+// outcome is the final state of a record.
+type outcome struct {
+	exitCode int
+	failure  string
+	timedOut bool
+}
+
+func (r *record) running() bool {
+	r.mutex.Lock()
+	defer r.mutex.Unlock()
+	return r.finished.IsZero()
+}
+
+// Records is the table of all commands.
+type Records struct {
+	mutex    sync.Mutex
+	byID     map[string]*record
+	ended    []*record // finished, oldest first
+	running  int
+	limit    int
+	lastScan time.Time
+}
+
+// NewRecords bounds the number of commands running at a time.
+func NewRecords(limit int) *Records {
+	return &Records{byID: map[string]*record{}, limit: limit, lastScan: time.Now()}
+}
+
+// newCommandID is 128 random bits as 32 hex digits.
+func newCommandID() string {
+	var raw [16]byte
+	rand.Read(raw[:])
+	return hex.EncodeToString(raw[:])
+}
+
+// reserve takes a place for a command that is about to start.
+func (t *Records) reserve() bool {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if t.running >= t.limit {
+		return false
+	}
+	t.running++
+	return true
+}
+
+// add makes a record visible; its place was reserved.
+func (t *Records) add(r *record) {
+	if len(r.content) > recordTextLimit {
+		r.content = r.content[:recordTextLimit]
+	}
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	t.byID[r.id] = r
+}
+
+// release gives a reserved place back when nothing came of it.
+func (t *Records) release() {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	t.running--
+}
+
+// finish ends a record, exactly once per record.
+func (t *Records) finish(r *record, result outcome) {
+	r.mutex.Lock()
+	r.finished = time.Now()
+	r.exitCode, r.failure, r.timedOut = result.exitCode, result.failure, result.timedOut
+	r.mutex.Unlock()
+	close(r.done)
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	t.running--
+	t.ended = append(t.ended, r)
+	t.evict(time.Now())
+}
+
+func (t *Records) get(id string) *record {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if now := time.Now(); now.Sub(t.lastScan) > recordSweep {
+		t.evict(now)
+	}
+	return t.byID[id]
+}
+
+// evict drops finished records that are too old or too many; lock held.
+func (t *Records) evict(now time.Time) {
+	t.lastScan = now
+	outputs, size := 0, int64(0)
+	keep := len(t.ended)
+	for i := len(t.ended) - 1; i >= 0; i-- { // newest first
+		r := t.ended[i]
+		if r.output != nil {
+			outputs++
+			if info, err := r.output.Stat(); err == nil {
+				size += info.Size()
+			}
+		}
+		if now.Sub(r.finished) > recordAge || len(t.ended)-i > finishedLimit || outputs > finishedOutputs || (size > finishedBytes && outputs > 1) {
+			break
+		}
+		keep = i
+	}
+	for _, r := range t.ended[:keep] {
+		delete(t.byID, r.id)
+		if r.output != nil {
+			r.output.Close()
+		}
+	}
+	t.ended = append([]*record(nil), t.ended[keep:]...)
+}

@@ -1,0 +1,206 @@
+package main
+
+// The HTTP surface: listener limits, authentication, routing (contract 2, 3).
+//
+// Invariants
+//   - Only /ping is served without the token.
+//   - Unknown path or method: 404; never a redirect.
+//   - Connections, header size, header time and idle time are bounded.
+//   - /proxy/<own port>/… is the request itself, however often it is nested.
+
+import (
+	"log"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+const (
+	connectionLimit   = 1024
+	headerBytesLimit  = 64 << 10
+	headerTimeLimit   = 15 * time.Second
+	idleTimeLimit     = 10 * time.Minute
+	concurrentWalks   = 8
+	defaultPort       = 44772
+	defaultMaxRunning = 512
+)
+
+// Server answers requests.
+type Server struct {
+	auth     Auth
+	port     int
+	commands *Commands
+	files    *Files
+	metrics  *Metrics
+	proxy    http.Handler
+	log      *log.Logger
+}
+
+// Serve accepts connections until the listener is closed.
+func (s *Server) Serve(listener net.Listener) error {
+	server := &http.Server{
+		Handler:                      s,
+		ReadHeaderTimeout:            headerTimeLimit,
+		IdleTimeout:                  idleTimeLimit,
+		MaxHeaderBytes:               headerBytesLimit,
+		ErrorLog:                     s.log,
+		DisableGeneralOptionsHandler: true,
+	}
+	return server.Serve(&boundedListener{Listener: listener, slots: make(chan struct{}, connectionLimit)})
+}
+
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	raw := s.withoutOwnProxy(rawPath(r))
+	path, err := url.PathUnescape(raw)
+	if err != nil {
+		writeError(w, badRequest("invalid path"))
+		return
+	}
+	if r.Method == http.MethodGet && path == "/ping" {
+		writeEmpty(w)
+		return
+	}
+	if !s.auth.Allows(r) {
+		writeError(w, unauthorized)
+		return
+	}
+	if rest, ok := strings.CutPrefix(raw, "/proxy"); ok && (rest == "" || rest[0] == '/') {
+		s.serveProxy(w, r, rest)
+		return
+	}
+	if path != "/" {
+		path = strings.TrimSuffix(path, "/")
+		raw = strings.TrimSuffix(raw, "/")
+	}
+	if handler := s.route(r.Method, path, raw); handler != nil {
+		handler(w, r)
+		return
+	}
+	notFound(w)
+}
+
+func (s *Server) route(method, path, raw string) http.HandlerFunc {
+	switch method + " " + path {
+	case "POST /command":
+		return s.commands.run
+	case "DELETE /command", "DELETE /code":
+		return s.commands.interrupt
+	case "GET /files/info":
+		return s.files.info
+	case "GET /files/search":
+		return s.files.search
+	case "GET /files/download":
+		return s.files.download
+	case "POST /files/upload":
+		return s.files.upload
+	case "POST /files/mv":
+		return s.files.move
+	case "POST /files/permissions":
+		return s.files.permissions
+	case "POST /files/replace":
+		return s.files.replace
+	case "DELETE /files":
+		return s.files.remove
+	case "GET /directories/list":
+		return s.files.list
+	case "POST /directories":
+		return s.files.makeDirectories
+	case "DELETE /directories":
+		return s.files.removeDirectories
+	case "GET /metrics":
+		return s.metrics.serve
+	case "GET /metrics/watch":
+		return s.metrics.watch
+	case "GET /v1/isolated/capabilities":
+		return isolatedCapabilities
+	}
+	if strings.HasPrefix(path, "/v1/isolated/") {
+		return isolatedUnavailable
+	}
+	if method == http.MethodGet {
+		segments := strings.Split(raw, "/") // the id is decoded once
+		if len(segments) == 4 && segments[1] == "command" {
+			if segments[2] == "status" {
+				return s.commands.statusOf(segments[3])
+			}
+			if segments[3] == "logs" {
+				return s.commands.logsOf(segments[2])
+			}
+		}
+	}
+	return nil
+}
+
+// rawPath is the path as it was sent.
+func rawPath(r *http.Request) string {
+	if strings.HasPrefix(r.RequestURI, "/") {
+		raw, _, _ := strings.Cut(r.RequestURI, "?")
+		return raw
+	}
+	return r.URL.EscapedPath()
+}
+
+// withoutOwnProxy strips every leading /proxy/<own port>.
+func (s *Server) withoutOwnProxy(raw string) string {
+	own := "/proxy/" + strconv.Itoa(s.port)
+	for {
+		rest, ok := strings.CutPrefix(raw, own)
+		switch {
+		case ok && rest == "":
+			return "/"
+		case ok && rest[0] == '/':
+			raw = rest
+		default:
+			return raw
+		}
+	}
+}
+
+// isolatedCapabilities is the minimum for a daemon without isolated sessions.
+func isolatedCapabilities(w http.ResponseWriter, _ *http.Request) {
+	writeJSON(w, http.StatusOK, map[string]any{
+		"available": false, "isolator": "bwrap", "version": "", "message": "isolated sessions are not supported",
+		"setpriv_available": false, "userns_available": false, "commit_supported": false, "diff_supported": false,
+	})
+}
+
+func isolatedUnavailable(w http.ResponseWriter, _ *http.Request) {
+	writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "isolated sessions are not supported"})
+}
+
+// boundedListener leaves connections beyond the limit in the kernel's queue.
+type boundedListener struct {
+	net.Listener
+	slots chan struct{}
+}
+
+func (l *boundedListener) Accept() (net.Conn, error) {
+	l.slots <- struct{}{}
+	connection, err := l.Listener.Accept()
+	if err != nil {
+		<-l.slots
+		return nil, err
+	}
+	tcp, ok := connection.(*net.TCPConn)
+	if !ok {
+		<-l.slots
+		connection.Close()
+		return nil, net.ErrClosed
+	}
+	return &boundedConn{TCPConn: tcp, release: sync.OnceFunc(func() { <-l.slots })}, nil
+}
+
+// boundedConn embeds the TCP connection so that sendfile stays possible.
+type boundedConn struct {
+	*net.TCPConn
+	release func()
+}
+
+func (c *boundedConn) Close() error {
+	defer c.release()
+	return c.TCPConn.Close()
+}

@@ -1,0 +1,117 @@
+package main
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+)
+
+func TestOnlyPingIsOpen(t *testing.T) {
+	f := newFixture(t)
+	for path, expected := range map[string]int{
+		"/ping": 200, "/proxy/44772/ping": 200, "/proxy/44772/proxy/44772/ping": 200, "/": 401, "/nothing": 401, "/metrics": 401,
+		"/proxy/80/ping": 401, "/proxy/44772/metrics": 401, "/ping/": 401, "//ping": 401, "/command/status/x": 401,
+	} {
+		response, err := http.Get(f.http.URL + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		equal(t, path+fmt.Sprint(expected), path+fmt.Sprint(response.StatusCode))
+		equal(t, expected == 401, strings.Contains(string(body), "Unauthorized"))
+	}
+	for _, token := range []string{"", "wrong", testToken + " x"} {
+		status, _ := f.call("GET", "/metrics", "", tokenHeader, token)
+		equal(t, 401, status)
+	}
+}
+
+func TestNoConfigurationMeansRefusal(t *testing.T) {
+	var zero Auth
+	equal(t, false, zero.Allows(&http.Request{Header: http.Header{}}))
+	_, err := NewAuth("", false)
+	equal(t, errNoToken.Error(), err.Error())
+	_, err = NewAuth("abcd", false)
+	equal(t, true, err != nil)
+}
+
+func TestUnassignedRoutesAreNotFoundAndNeverRedirect(t *testing.T) {
+	f := newFixture(t)
+	for _, route := range []string{"GET /nothing", "POST /ping", "OPTIONS /files/info", "PUT /files", "GET /command/x/y/z", "GET /v1/filesystem/0/0/files/info", "GET /a/../ping"} {
+		method, path, _ := strings.Cut(route, " ")
+		status, body := f.call(method, path, "")
+		equal(t, route+"404", route+fmt.Sprint(status))
+		equal(t, "404 page not found", body)
+	}
+	status, _ := f.call("GET", "/files/info/", "")
+	equal(t, 200, status)
+	status, body := f.call("GET", "/v1/isolated/capabilities", "")
+	equal(t, 200, status)
+	equal(t, true, strings.Contains(body, `"available":false`))
+	status, _ = f.call("POST", "/v1/isolated/session", "{}")
+	equal(t, 503, status)
+}
+
+func TestMetricsArePlausible(t *testing.T) {
+	f := newFixture(t)
+	status, body := f.call("GET", "/metrics", "")
+	equal(t, 200, status)
+	m := f.server.metrics.read()
+	if m.CPUCount <= 0 || m.CPUUsed < 0 || m.CPUUsed > 100 || m.MemTotal <= 0 || m.MemUsed > m.MemTotal || m.MemUsed <= 0 {
+		t.Fatalf("%+v %s", m, body)
+	}
+}
+
+func TestProxyPassesRequestsThroughWithoutTheToken(t *testing.T) {
+	f := newFixture(t)
+	service := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Upgrade") != "" {
+			connection, both, _ := w.(http.Hijacker).Hijack()
+			defer connection.Close()
+			io.WriteString(connection, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: test\r\n\r\n")
+			line, _ := both.ReadString('\n')
+			io.WriteString(connection, "echo "+line)
+			return
+		}
+		fmt.Fprintf(w, "%s %s %s %q %s", r.Method, r.RequestURI, r.Host, r.Header.Values(tokenHeader), r.Header.Get("X-Forwarded-For"))
+	}))
+	t.Cleanup(service.Close)
+	_, port, _ := net.SplitHostPort(service.Listener.Addr().String())
+	host := strings.TrimPrefix(f.http.URL, "http://")
+	for path, expected := range map[string]string{"/a%2Fb/../c?x=1;y=%zz&&": "/a%2Fb/../c?x=1;y=%zz&&", "": "/", "/": "/"} {
+		connection, err := net.Dial("tcp", host)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprintf(connection, "PATCH /proxy/44772/proxy/%s%s HTTP/1.1\r\nHost: user.example\r\n%s: %s\r\nConnection: close\r\n\r\n", port, path, tokenHeader, testToken)
+		response, err := http.ReadResponse(bufio.NewReader(connection), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		equal(t, "PATCH "+expected+" user.example [] 127.0.0.1", string(body))
+		connection.Close()
+	}
+	connection, _ := net.Dial("tcp", host)
+	defer connection.Close()
+	fmt.Fprintf(connection, "GET /proxy/%s/ws HTTP/1.1\r\nHost: x\r\n%s: %s\r\nConnection: Upgrade\r\nUpgrade: test\r\n\r\n", port, tokenHeader, testToken)
+	reader := bufio.NewReader(connection)
+	response, err := http.ReadResponse(reader, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	equal(t, 101, response.StatusCode)
+	fmt.Fprint(connection, "hello\n")
+	line, _ := reader.ReadString('\n')
+	equal(t, "echo hello\n", line)
+	for path, expected := range map[string]int{"/proxy/0/": 400, "/proxy/x": 400, "/proxy": 400, "/proxy/65536/": 400, "/proxy/+80/": 400, "/proxy/1/": 502} {
+		status, _ := f.call("GET", path, "")
+		equal(t, path+fmt.Sprint(expected), path+fmt.Sprint(status))
+	}
+}

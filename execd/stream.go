@@ -1,0 +1,199 @@
+package main
+
+// Event streams: bare ASCII-only JSON objects, each followed by a blank line
+// (contract 4.1, 4.2).
+//
+// Invariants
+//   - Nothing is written after the terminal event, and at most one is written.
+//   - Events of a stream are whole: a failed write ends the stream for good.
+//   - A client that stops reading holds a writer for streamWriteLimit at most.
+
+import (
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+	"unicode/utf8"
+)
+
+const (
+	pingInterval     = 3 * time.Second
+	streamWriteLimit = 2 * time.Minute
+	streamBatch      = 64 << 10
+)
+
+type eventStream struct {
+	writer     http.ResponseWriter
+	controller *http.ResponseController
+	mutex      sync.Mutex
+	buffer     []byte
+	failed     bool
+	finished   bool
+}
+
+// newEventStream sets the headers; they go out with the first event.
+func newEventStream(w http.ResponseWriter) *eventStream {
+	header := w.Header()
+	header.Set("Content-Type", "text/event-stream")
+	header.Set("Cache-Control", "no-cache")
+	header.Set("X-Accel-Buffering", "no")
+	return &eventStream{writer: w, controller: http.NewResponseController(w)}
+}
+
+// appendHead opens an event object, up to but without the closing brace.
+func appendHead(buffer []byte, kind, text string) []byte {
+	buffer = append(buffer, `{"type":"`...)
+	buffer = append(buffer, kind...)
+	buffer = append(buffer, '"')
+	if text != "" {
+		buffer = append(buffer, `,"text":`...)
+		buffer = appendQuoted(buffer, text)
+	}
+	buffer = append(buffer, `,"timestamp":`...)
+	return strconv.AppendInt(buffer, time.Now().UnixMilli(), 10)
+}
+
+const eventEnd = "}\n\n"
+
+// begin sends init and the first ping.
+func (s *eventStream) begin(id string) {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	s.buffer = append(appendHead(s.buffer, "init", id), eventEnd...)
+	s.buffer = append(appendHead(s.buffer, "ping", "pong"), eventEnd...)
+	s.push()
+}
+
+func (s *eventStream) ping() {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	if !s.finished {
+		s.buffer = append(appendHead(s.buffer, "ping", "pong"), eventEnd...)
+		s.push()
+	}
+}
+
+// text queues an output event; flush sends what is queued.
+func (s *eventStream) text(kind string, text []byte) {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	if s.failed || s.finished {
+		return
+	}
+	s.buffer = append(appendHead(s.buffer, kind, string(text)), eventEnd...)
+	if len(s.buffer) >= streamBatch {
+		s.push()
+	}
+}
+
+func (s *eventStream) flush() {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	if !s.finished {
+		s.push()
+	}
+}
+
+// complete sends the terminal event of success.
+func (s *eventStream) complete(elapsed time.Duration) {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	s.buffer = appendHead(s.buffer, "execution_complete", "")
+	if ms := elapsed.Milliseconds(); ms > 0 {
+		s.buffer = append(s.buffer, `,"execution_time":`...)
+		s.buffer = strconv.AppendInt(s.buffer, ms, 10)
+	}
+	s.end()
+}
+
+// fail sends the terminal event of failure.
+func (s *eventStream) fail(name, value string, traceback []string) {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	s.buffer = append(appendHead(s.buffer, "error", ""), `,"error":{"ename":`...)
+	s.buffer = append(appendQuoted(s.buffer, name), `,"evalue":`...)
+	s.buffer = append(appendQuoted(s.buffer, value), `,"traceback":[`...)
+	for i, line := range traceback {
+		if i > 0 {
+			s.buffer = append(s.buffer, ',')
+		}
+		s.buffer = appendQuoted(s.buffer, line)
+	}
+	s.buffer = append(s.buffer, ']', '}')
+	s.end()
+}
+
+// end closes the object of the terminal event. A stream whose terminal event
+// cannot be delivered aborts the connection, so that the transfer looks broken.
+func (s *eventStream) end() {
+	s.buffer = append(s.buffer, eventEnd...)
+	s.push()
+	s.finished = true
+	if s.failed {
+		panic(http.ErrAbortHandler)
+	}
+	_ = s.controller.SetWriteDeadline(time.Time{})
+}
+
+// push writes the buffer; the caller holds the mutex.
+func (s *eventStream) push() {
+	if len(s.buffer) == 0 {
+		return
+	}
+	if !s.failed {
+		_ = s.controller.SetWriteDeadline(time.Now().Add(streamWriteLimit))
+		_, err := s.writer.Write(s.buffer)
+		if err == nil {
+			err = s.controller.Flush()
+		}
+		s.failed = err != nil
+	}
+	s.buffer = s.buffer[:0]
+}
+
+const hexDigits = "0123456789abcdef"
+
+// appendQuoted appends a JSON string in ASCII; undecodable bytes become U+FFFD.
+func appendQuoted(buffer []byte, text string) []byte {
+	buffer = append(buffer, '"')
+	start := 0
+	for i := 0; i < len(text); {
+		c := text[i]
+		if c >= ' ' && c < utf8.RuneSelf && c != '"' && c != '\\' && c != 0x7f {
+			i++
+			continue
+		}
+		buffer = append(buffer, text[start:i]...)
+		size := 1
+		switch {
+		case c == '"' || c == '\\':
+			buffer = append(buffer, '\\', c)
+		case c == '\n':
+			buffer = append(buffer, '\\', 'n')
+		case c == '\r':
+			buffer = append(buffer, '\\', 'r')
+		case c == '\t':
+			buffer = append(buffer, '\\', 't')
+		case c < utf8.RuneSelf:
+			buffer = appendUnit(buffer, uint32(c))
+		default:
+			var r rune
+			r, size = utf8.DecodeRuneInString(text[i:])
+			if r >= 0x10000 {
+				offset := uint32(r) - 0x10000
+				buffer = appendUnit(buffer, 0xd800+offset>>10)
+				buffer = appendUnit(buffer, 0xdc00+offset&0x3ff)
+			} else {
+				buffer = appendUnit(buffer, uint32(r))
+			}
+		}
+		i += size
+		start = i
+	}
+	buffer = append(buffer, text[start:]...)
+	return append(buffer, '"')
+}
+
+func appendUnit(buffer []byte, unit uint32) []byte {
+	return append(buffer, '\\', 'u', hexDigits[unit>>12&15], hexDigits[unit>>8&15], hexDigits[unit>>4&15], hexDigits[unit&15])
+}

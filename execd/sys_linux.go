@@ -1,0 +1,117 @@
+package main
+
+// Raw system calls that the standard library does not wrap. Each is optional
+// hardening or has a fallback: gVisor and old kernels may answer ENOSYS.
+
+import (
+	"os"
+	"strconv"
+	"syscall"
+	"unsafe"
+)
+
+const (
+	prSetDumpable       = 4
+	prSetChildSubreaper = 36
+	sigSetmask          = 2
+	sysCloseRange       = 436
+	closeRangeCloexec   = 4
+	atFdcwd             = -100
+	renameNoReplace     = 1
+	fionread            = 0x541B
+)
+
+func prctl(option, argument uintptr) error {
+	_, _, errno := syscall.RawSyscall(syscall.SYS_PRCTL, option, argument, 0)
+	return errnoOrNil(errno)
+}
+
+// emptySignalMask unblocks every signal of the calling thread and returns the
+// former mask. The caller holds runtime.LockOSThread.
+func emptySignalMask() (former uint64) {
+	var empty uint64
+	syscall.RawSyscall6(syscall.SYS_RT_SIGPROCMASK, sigSetmask,
+		uintptr(unsafe.Pointer(&empty)), uintptr(unsafe.Pointer(&former)), 8, 0, 0)
+	return former
+}
+
+func restoreSignalMask(mask uint64) {
+	syscall.RawSyscall6(syscall.SYS_RT_SIGPROCMASK, sigSetmask,
+		uintptr(unsafe.Pointer(&mask)), 0, 8, 0, 0)
+}
+
+// closeInheritedOnExec marks every descriptor above stderr close-on-exec, so
+// that whatever a container runtime leaked into us goes no further.
+func closeInheritedOnExec() {
+	_, _, errno := syscall.RawSyscall(sysCloseRange, 3, uintptr(^uint32(0)), closeRangeCloexec)
+	if errno == 0 {
+		return
+	}
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return
+	}
+	for _, entry := range entries {
+		if fd, err := strconv.Atoi(entry.Name()); err == nil && fd > 2 {
+			syscall.CloseOnExec(fd)
+		}
+	}
+}
+
+// renameExclusive renames without replacing an existing destination. Where the
+// kernel cannot do this atomically the caller's own check has to do.
+func renameExclusive(from, to string) error {
+	source, err := syscall.BytePtrFromString(from)
+	if err != nil {
+		return err
+	}
+	target, err := syscall.BytePtrFromString(to)
+	if err != nil {
+		return err
+	}
+	here := atFdcwd
+	_, _, errno := syscall.Syscall6(sysRenameat2, uintptr(here), uintptr(unsafe.Pointer(source)),
+		uintptr(here), uintptr(unsafe.Pointer(target)), renameNoReplace, 0)
+	switch errno {
+	case syscall.ENOSYS, syscall.EINVAL:
+		return syscall.Rename(from, to)
+	}
+	return errnoOrNil(errno)
+}
+
+// bytesReadable is the number of bytes waiting in a pipe.
+func bytesReadable(fd uintptr) int {
+	var waiting int32
+	_, _, errno := syscall.Syscall(syscall.SYS_IOCTL, fd, fionread, uintptr(unsafe.Pointer(&waiting)))
+	if errno != 0 {
+		return 64 << 10
+	}
+	return int(waiting)
+}
+
+// currentUmask reads the umask; only safe before other goroutines create files.
+func currentUmask() os.FileMode {
+	mask := syscall.Umask(0)
+	syscall.Umask(mask)
+	return os.FileMode(mask) & 0o777
+}
+
+func errnoOrNil(errno syscall.Errno) error {
+	if errno == 0 {
+		return nil
+	}
+	return errno
+}
+
+// memoryFile is an anonymous file in memory.
+func memoryFile() (*os.File, error) {
+	name, err := syscall.BytePtrFromString("execd-output")
+	if err != nil {
+		return nil, err
+	}
+	fd, _, errno := syscall.Syscall(sysMemfdCreate, uintptr(unsafe.Pointer(name)), 1, 0)
+	if errno != 0 {
+		return nil, os.NewSyscallError("memfd_create", errno)
+	}
+	return os.NewFile(fd, "execd-output"), nil
+}

@@ -1,0 +1,6 @@
+package main
+
+const (
+	sysRenameat2   = 316
+	sysMemfdCreate = 319
+)

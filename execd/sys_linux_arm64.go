@@ -1,0 +1,6 @@
+package main
+
+const (
+	sysRenameat2   = 276
+	sysMemfdCreate = 279
+)
