@@ -133,8 +133,10 @@ class Internet:
         self.remove()
 
     def _make(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o711)
         self.roots.write_text(self.authority.pem)
+        self.roots.chmod(0o644)
         for host in ADDRESSES:
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):

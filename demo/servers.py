@@ -325,6 +325,7 @@ def _serve_udp_sink(log: RequestLog, address: str, port: int) -> None:
 
 def main() -> None:
     """Serve until killed; prints `ready` once everything listens."""
+    os.umask(0o077)  # what the servers note holds what they were sent
     directory, accounts_path = Path(sys.argv[1]), Path(sys.argv[2])
     accounts = dict(line.split("=", 1) for line in accounts_path.read_text().splitlines())
     log = RequestLog(directory / "requests.jsonl")

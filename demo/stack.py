@@ -77,7 +77,7 @@ data_root = "{self._docker_data}"
         self.config.write_text(self.settings)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lifecycle.cli", "serve", "--config", str(self.config)],
+                [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), "serve"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -159,7 +159,7 @@ data_root = "{self._docker_data}"
     def sallyport(self, *arguments: str, stdin: str = "") -> str:
         """Run the `sallyport` command line against this server; returns what it printed."""
         done = subprocess.run(
-            [sys.executable, "-m", "lifecycle.cli", *arguments, "--config", str(self.config)],
+            [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), *arguments],
             input=stdin,
             capture_output=True,
             text=True,
