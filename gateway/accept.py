@@ -1,0 +1,373 @@
+"""Takes the sandbox's redirected TCP connections and decides each of them.
+
+First bytes -> what the client really speaks -> facts -> verdict -> audit -> and only then anything upstream.
+
+- The protocol is read from the bytes, the port from the packet (SO_ORIGINAL_DST); the address the client dialled is
+  recorded and never dialled, but for a literal address that policy allows by name of that address.
+- A connection whose first bytes are neither a strict ClientHello nor a strict request head is reset. A client that
+  waits for the server to speak first gets nothing until its deadline, and nothing upstream happens meanwhile.
+- Each verdict is one record, accepted by the audit log before it takes effect; without the log the verdict is deny.
+- A denial is seen: 403 with rule and reason in HTTP, an alert in TLS, a reset elsewhere.
+- A flow that is spliced hides no name: with ECH, or without a name, it is not spliced.
+- Every connection ends closed, whatever fails.
+"""
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from typing import Any
+
+from audit.client import AuditClient, AuditUnavailable
+from gateway.config import GatewayConfig
+from gateway.engine import Engine, InspectedFlow
+from gateway.farewell import ACCESS_DENIED, DECODE_ERROR, UNRECOGNIZED_NAME, alert, farewell, http_answer
+from gateway.flows import FlowRegistry, LiveFlow
+from gateway.hello import Hello, NeedMore, NoSni, NotTls, Refused, RequestHead, read_head, read_hello
+from gateway.splice import Traffic, relay, reset
+from gateway.upstream import Connection, DialError, Dialler
+from policy.decision import AllowAddress, AllowFlow, Deny, Treatment, decide_address, decide_flow
+from policy.facts import FlowFacts, Scheme
+
+_SO_ORIGINAL_DST = 80
+_READ = 16384
+_MAX_FIRST = 64 * 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """An accepted connection and what the kernel says of it."""
+
+    sock: socket.socket
+    peer: tuple[str, int]
+    destination: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """What a client said first."""
+
+    data: bytes
+    verdict: Hello | NoSni | RequestHead | Refused
+
+
+class Acceptor:
+    """Serves the proxy listener of one worker.
+
+    Args:
+        config: the active configuration, None before the first one: every connection is reset then.
+        engine: what inspects flows; None while there is none: flows that need it are denied.
+    """
+
+    def __init__(
+        self,
+        audit: AuditClient,
+        dialler: Dialler,
+        registry: FlowRegistry,
+        config: Callable[[], GatewayConfig | None],
+        engine: Callable[[], Awaitable[Engine | None]],
+    ) -> None:
+        self._audit = audit
+        self._dialler = dialler
+        self._registry = registry
+        self._config = config
+        self._engine = engine
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, peer = await loop.sock_accept(listener)
+            except OSError:  # no descriptors left, or the client is gone already
+                await asyncio.sleep(0.05)
+                continue
+            config = self._config()
+            if config is None or len(self._registry) >= config.limits.connections:
+                if config is not None:
+                    self._audit.note("flow", "deny", rule="connections", reason="too many connections at once")
+                reset(sock)
+                sock.close()
+                continue
+            entered: asyncio.Future[LiveFlow] = loop.create_future()
+            task = loop.create_task(self._connection(sock, peer, entered), name="flow")
+            entered.set_result(self._registry.enter(task))
+
+    async def _connection(self, sock: socket.socket, peer: tuple[str, int], entered: asyncio.Future[LiveFlow]) -> None:
+        with sock:
+            try:
+                client = _Client(sock, peer, original_destination(sock))
+                await self._flow(client, await entered)
+            except (OSError, TimeoutError):
+                reset(sock)
+            except asyncio.CancelledError:
+                reset(sock)
+                raise
+            except Exception as error:  # noqa: BLE001 - closes: the connection is reset, nothing of it goes on
+                reset(sock)
+                _log.error("flow failed: %s", type(error).__name__)
+
+    async def _flow(self, client: _Client, live: LiveFlow) -> None:
+        config = self._config()
+        if config is None or client.destination == client.sock.getsockname():
+            reset(client.sock)  # unconfigured, or dialled the proxy itself
+            return
+        try:
+            async with asyncio.timeout(config.limits.first_bytes):
+                opening = await read_opening(client.sock)
+        except TimeoutError:
+            await self._deny_quietly(client, live, "first-bytes", "client did not say in time what it wants")
+            return
+        if opening is None:
+            await self._deny_quietly(client, live, "first-bytes", "client left or speaks neither TLS nor HTTP")
+            return
+        match opening.verdict:
+            case Hello() as hello:
+                await self._tls(client, live, opening.data, hello)
+            case NoSni():
+                await self._nameless(client, live, opening.data)
+            case RequestHead() as head:
+                await self._http(client, live, opening.data, head)
+            case Refused(reason, status):
+                if opening.data[:1] == b"\x16":
+                    denial = Deny("client-hello", reason)
+                    await self._deny(client, live, denial, alert(DECODE_ERROR))
+                else:
+                    denial = Deny("request-head", reason)
+                    await self._deny(client, live, denial, http_answer(status, denial))
+
+    async def _tls(self, client: _Client, live: LiveFlow, data: bytes, hello: Hello) -> None:
+        config = self._active()
+        facts = FlowFacts(hello.sni, client.destination[1], Scheme.HTTPS)
+        decision = decide_flow(config.policy, facts)
+        if isinstance(decision, AllowFlow) and decision.treatment is Treatment.SPLICE and hello.ech:
+            decision = Deny("ech", "encrypted ClientHello hides the name of a flow that is not inspected")
+        if isinstance(decision, Deny):
+            await self._deny(client, live, decision, alert(UNRECOGNIZED_NAME), facts)
+            return
+        live.still_allowed = self._same_treatment(facts, decision.treatment)
+        if decision.treatment is Treatment.SPLICE:
+            if not await self._allow(client, live, decision, facts):
+                await farewell(client.sock, alert(ACCESS_DENIED))
+                return
+            await self._splice(client, live, data, facts, lambda: self._dialler.dial(facts.host, facts.port))
+        else:
+            await self._inspect(client, live, data, facts, decision, hello)
+
+    async def _nameless(self, client: _Client, live: LiveFlow, data: bytes) -> None:
+        """TLS without a server name: only a literal address that policy names may be spliced."""
+        config = self._active()
+        address, port = IPv4Address(client.destination[0]), client.destination[1]
+        judged = decide_address(config.policy, address, port, config.allowed_addresses)
+        if isinstance(judged, Deny):
+            await self._deny(client, live, judged, alert(UNRECOGNIZED_NAME))
+            return
+        facts = FlowFacts(str(address), port, Scheme.HTTPS)
+
+        def still() -> bool:
+            active = self._active()
+            return isinstance(decide_address(active.policy, address, port, active.allowed_addresses), AllowAddress)
+
+        live.still_allowed = still
+        decision = AllowFlow(judged.rule, Treatment.SPLICE, judged.observed)
+        if not await self._allow(client, live, decision, facts):
+            await farewell(client.sock, alert(ACCESS_DENIED))
+            return
+        await self._splice(client, live, data, facts, lambda: self._dialler.dial_address(address, port))
+
+    async def _http(self, client: _Client, live: LiveFlow, data: bytes, head: RequestHead) -> None:
+        config = self._active()
+        facts = FlowFacts(head.host, client.destination[1], Scheme.HTTP)
+        decision = decide_flow(config.policy, facts)
+        if isinstance(decision, Deny):
+            await self._deny(client, live, decision, http_answer(403, decision), facts)
+            return
+        live.still_allowed = self._same_treatment(facts, decision.treatment)
+        await self._inspect(client, live, data, facts, decision, None)
+
+    async def _inspect(
+        self, client: _Client, live: LiveFlow, data: bytes, facts: FlowFacts, decision: AllowFlow, hello: Hello | None
+    ) -> None:
+        engine = await self._engine()
+        if engine is None:
+            denial = Deny("engine", "no inspecting engine is ready")
+            answer = http_answer(503, denial) if hello is None else alert(ACCESS_DENIED)
+            await self._deny(client, live, denial, answer, facts)
+            return
+        if not await self._allow(client, live, decision, facts):
+            denial = Deny("audit", "the audit log does not accept records")
+            await farewell(client.sock, http_answer(503, denial) if hello is None else alert(ACCESS_DENIED))
+            return
+        # The streams take the descriptor over: when the engine closes them the client sees it at once.
+        owned = socket.socket(fileno=client.sock.detach())
+        owned.setblocking(False)
+        try:
+            reader, writer = await asyncio.open_connection(sock=owned, limit=_MAX_FIRST)
+        except BaseException:
+            owned.close()
+            raise
+        try:
+            await engine.handle(
+                InspectedFlow(
+                    reader=reader,
+                    writer=writer,
+                    first_bytes=data,
+                    host=facts.host,
+                    port=facts.port,
+                    scheme=facts.scheme,
+                    original_destination=client.destination,
+                    hello=hello,
+                    peer=client.peer,
+                    flow_id=live.flow_id,
+                )
+            )
+        except BaseException:
+            writer.transport.abort()
+            raise
+        writer.close()
+
+    async def _splice(
+        self,
+        client: _Client,
+        live: LiveFlow,
+        data: bytes,
+        facts: FlowFacts,
+        dial: Callable[[], Awaitable[Connection]],
+    ) -> None:
+        config = self._active()
+        try:
+            upstream = await dial()
+        except DialError as error:
+            denial = Deny(error.failure.value, error.reason)
+            await self._deny(client, live, denial, alert(ACCESS_DENIED), facts)
+            return
+        traffic = Traffic()
+        end = "cut"
+        with upstream.sock:
+            try:
+                await asyncio.get_running_loop().sock_sendall(upstream.sock, data)
+                traffic.up = len(data)
+                limits = config.limits
+                end = await relay(client.sock, upstream.sock, traffic, idle=limits.idle, total=limits.total)
+            except BaseException:
+                reset(upstream.sock)
+                raise
+            finally:
+                self._audit.note(
+                    "flow",
+                    "info",
+                    flow=live.flow_id,
+                    host=facts.host,
+                    port=facts.port,
+                    address=str(upstream.address),
+                    reason=str(end),
+                    bytes_up=traffic.up,
+                    bytes_down=traffic.down,
+                )
+
+    def _active(self) -> GatewayConfig:
+        config = self._config()
+        if config is None:
+            raise ConnectionResetError
+        return config
+
+    def _same_treatment(self, facts: FlowFacts, treatment: Treatment) -> Callable[[], bool]:
+        def still() -> bool:
+            decision = decide_flow(self._active().policy, facts)
+            return isinstance(decision, AllowFlow) and decision.treatment is treatment
+
+        return still
+
+    async def _allow(self, client: _Client, live: LiveFlow, decision: AllowFlow, facts: FlowFacts) -> bool:
+        """Record an allowed flow; False when the log did not accept it: then the flow is over."""
+        observed = decision.observed
+        try:
+            await self._audit.accept(
+                "flow",
+                "allow" if observed is None else "observe",
+                rule=decision.rule,
+                observed=None if observed is None else observed.rule,
+                reason=None if observed is None else observed.reason,
+                treatment=decision.treatment.value,
+                **self._fields(client, live, facts),
+            )
+        except AuditUnavailable:
+            return False
+        # The policy may have changed while the record was on its way.
+        return live.still_allowed is not None and live.still_allowed()
+
+    async def _deny(
+        self, client: _Client, live: LiveFlow, denial: Deny, answer: bytes, facts: FlowFacts | None = None
+    ) -> None:
+        await self._record_denial(client, live, denial, facts)
+        await farewell(client.sock, answer)
+
+    async def _deny_quietly(self, client: _Client, live: LiveFlow, rule: str, reason: str) -> None:
+        await self._record_denial(client, live, Deny(rule, reason), None)
+        reset(client.sock)
+
+    async def _record_denial(self, client: _Client, live: LiveFlow, denial: Deny, facts: FlowFacts | None) -> None:
+        try:
+            await self._audit.accept(
+                "flow", "deny", rule=denial.rule, reason=denial.reason, **self._fields(client, live, facts)
+            )
+        except AuditUnavailable:
+            _log.warning("a denial could not be recorded")
+
+    def _fields(self, client: _Client, live: LiveFlow, facts: FlowFacts | None) -> dict[str, Any]:
+        config = self._config()
+        return {
+            "flow": live.flow_id,
+            "host": facts.host if facts is not None else None,
+            "port": client.destination[1],
+            "scheme": facts.scheme.value if facts is not None else None,
+            "address": client.destination[0],
+            "policy": config.policy.digest if config is not None else None,
+        }
+
+
+def original_destination(sock: socket.socket) -> tuple[str, int]:
+    """Where the client's packets were addressed before the redirect.
+
+    Raises:
+        OSError: the connection was not redirected.
+    """
+    raw = sock.getsockopt(socket.SOL_IP, _SO_ORIGINAL_DST, 16)
+    port, address = struct.unpack("!2xH4s8x", raw)
+    return str(IPv4Address(address)), port
+
+
+async def read_opening(sock: socket.socket) -> _Opening | None:
+    """Read until the first bytes have a verdict; None when they are of no protocol we know or end too early."""
+    loop = asyncio.get_running_loop()
+    data = b""
+    wanted = 1
+    while len(data) <= _MAX_FIRST:
+        part = await loop.sock_recv(sock, _READ)
+        if not part:
+            return None
+        data += part
+        if len(data) < wanted:
+            continue
+        verdict = read_hello(data)
+        if isinstance(verdict, NotTls):
+            head = read_head(data)
+            if isinstance(head, Refused) and not _looks_like_http(data):
+                return None
+            verdict_or_more: Hello | NoSni | RequestHead | Refused | NeedMore = head
+        else:
+            verdict_or_more = verdict
+        if not isinstance(verdict_or_more, NeedMore):
+            return _Opening(data, verdict_or_more)
+        wanted = verdict_or_more.total
+    return None
+
+
+def _looks_like_http(data: bytes) -> bool:
+    """Whether an HTTP answer makes sense to this client: its first line says HTTP/1."""
+    return b" HTTP/1." in data.split(b"\n", 1)[0][:_READ]

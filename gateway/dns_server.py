@@ -1,0 +1,223 @@
+"""Serves DNS to the sandbox over the sockets in its gateway namespace.
+
+- Each allowed query is accepted into the audit log before anything of it goes upstream; without the log the answer is
+  SERVFAIL. Denials are accepted before they are answered; floods (rate, malformed) are notes, which the log counts.
+- Only addresses the gateway itself would dial are answered.
+- Queries in flight, TCP connections, queries per connection and all waiting times are bounded; beyond them a UDP
+  query is dropped and a TCP connection closed.
+- One bad query, or a failing socket, never ends the service.
+
+What a query gets is decided in `gateway.dns_logic`.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from audit.client import AuditClient, AuditUnavailable
+from gateway.config import GatewayConfig
+from gateway.dns_logic import (
+    Answer,
+    DnsEvent,
+    DnsLimits,
+    Drop,
+    Outcome,
+    Resolve,
+    Verdict,
+    handle,
+    reply_limit,
+    resolved,
+    unavailable,
+)
+from gateway.dns_wire import QType
+from gateway.resolver import MAX_TTL, Resolver
+from gateway.upstream import permitted
+
+_MAX_IN_FLIGHT = 128
+_MAX_DATAGRAM = 4096
+_PER_WAKE = 64
+_MAX_TCP = 32
+_MAX_TCP_QUERIES = 100
+_TCP_IDLE_SECONDS = 10.0
+_MAX_TCP_QUERY = 1024
+
+_log = logging.getLogger(__name__)
+
+
+class DnsServer:
+    """The DNS service of one worker.
+
+    Args:
+        config: the active configuration, None before the first one: every query is refused then.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        audit: AuditClient,
+        config: Callable[[], GatewayConfig | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._resolver = resolver
+        self._audit = audit
+        self._config = config
+        self._clock = clock
+        self._limits = DnsLimits()
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def start_udp(self, sock: socket.socket) -> None:
+        """Serve datagrams of `sock` from now on."""
+        sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._readable, sock)
+
+    async def serve_tcp(self, listener: socket.socket) -> None:
+        """Accept connections for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                peer, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._connections) >= _MAX_TCP:
+                peer.close()
+                continue
+            task = loop.create_task(self._connection(peer), name="dns-tcp")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    def _readable(self, sock: socket.socket) -> None:
+        for _ in range(_PER_WAKE):
+            try:
+                data, peer = sock.recvfrom(_MAX_DATAGRAM)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                _log.warning("dns socket: %s", type(error).__name__)
+                return
+            verdict = self._judge(data)
+            if isinstance(verdict, Drop) or len(self._in_flight) >= _MAX_IN_FLIGHT:
+                continue
+            if isinstance(verdict, Answer) and verdict.event.aggregate:
+                self._note(verdict.event)
+                _reply(sock, verdict.data, peer)
+                continue
+            task = asyncio.get_running_loop().create_task(self._datagram(sock, verdict, peer), name="dns-udp")
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)
+
+    def _judge(self, data: bytes) -> Verdict:
+        config = self._config()
+        return handle(data, config.policy if config is not None else None, self._limits, self._clock())
+
+    async def _datagram(self, sock: socket.socket, verdict: Answer | Resolve, peer: tuple[str, int]) -> None:
+        limit = reply_limit(verdict.query) if isinstance(verdict, Resolve) else _MAX_DATAGRAM
+        _reply(sock, await self._carry_out(verdict, limit), peer)
+
+    async def _carry_out(self, verdict: Answer | Resolve, limit: int) -> bytes:
+        """Record the verdict, do what it says, return the answer. Never raises but for cancellation."""
+        try:
+            await self._accept(verdict.event)
+        except AuditUnavailable:
+            return unavailable(verdict) if isinstance(verdict, Resolve) else verdict.data
+        if isinstance(verdict, Answer):
+            return verdict.data
+        return await self._resolve(verdict, limit)
+
+    async def _resolve(self, verdict: Resolve, limit: int) -> bytes:
+        config = self._config()
+        if config is None:
+            return unavailable(verdict)
+        mapped = config.host_addresses.get(verdict.host)
+        if mapped is not None:
+            own = tuple(item for item in mapped if item.version == 4)
+            return resolved(verdict, Outcome.ADDRESSES if own else Outcome.NODATA, own, MAX_TTL, limit)
+        resolution = await self._resolver.resolve(verdict.host)
+        outcome = resolution.outcome
+        addresses = tuple(item for item in resolution.addresses if permitted(config, verdict.host, item) is None)
+        if outcome is Outcome.ADDRESSES and not addresses:
+            outcome = Outcome.REFUSED_ADDRESS
+        self._audit.note(
+            "dns",
+            "deny" if outcome is Outcome.REFUSED_ADDRESS else "info",
+            host=verdict.host,
+            rule="address" if outcome is Outcome.REFUSED_ADDRESS else None,
+            reason=outcome.value,
+            addresses=[str(item) for item in addresses],
+        )
+        return resolved(verdict, outcome, addresses, resolution.ttl, limit)
+
+    async def _accept(self, event: DnsEvent) -> None:
+        await self._audit.accept("dns", event.decision.value, **self._fields(event))
+
+    def _note(self, event: DnsEvent) -> None:
+        self._audit.note("dns", event.decision.value, **self._fields(event))
+
+    def _fields(self, event: DnsEvent) -> dict[str, Any]:
+        config = self._config()
+        return {
+            "rule": event.rule,
+            "reason": event.reason or None,
+            "observed": event.observed,
+            "host": event.host,
+            "qtype": _qtype(event.qtype),
+            "policy": config.policy.digest if config is not None else None,
+        }
+
+    async def _connection(self, peer: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with peer:
+            try:
+                for _ in range(_MAX_TCP_QUERIES):
+                    async with asyncio.timeout(_TCP_IDLE_SECONDS):
+                        data = await _message(peer)
+                    if data is None:
+                        return
+                    verdict = self._judge(data)
+                    if isinstance(verdict, Drop):
+                        return
+                    answer = await self._carry_out(verdict, 65535)
+                    async with asyncio.timeout(_TCP_IDLE_SECONDS):
+                        await loop.sock_sendall(peer, len(answer).to_bytes(2, "big") + answer)
+            except (OSError, TimeoutError):
+                return
+
+
+def _reply(sock: socket.socket, data: bytes, peer: tuple[str, int]) -> None:
+    try:
+        sock.sendto(data, peer)
+    except OSError as error:  # a full buffer or an impossible peer: the client asks again
+        _log.debug("dns answer not sent: %s", type(error).__name__)
+
+
+def _qtype(value: int | None) -> str | None:
+    if value is None:
+        return None
+    try:
+        return QType(value).name
+    except ValueError:
+        return f"TYPE{value}"
+
+
+async def _message(peer: socket.socket) -> bytes | None:
+    """One framed message, or None when the client ended or sent a length that no query has."""
+    prefix = await _exactly(peer, 2)
+    if prefix is None:
+        return None
+    length = int.from_bytes(prefix, "big")
+    return await _exactly(peer, length) if 0 < length <= _MAX_TCP_QUERY else None
+
+
+async def _exactly(peer: socket.socket, count: int) -> bytes | None:
+    loop = asyncio.get_running_loop()
+    data = bytearray()
+    while len(data) < count:
+        part = await loop.sock_recv(peer, count - len(data))
+        if not part:
+            return None
+        data += part
+    return bytes(data)

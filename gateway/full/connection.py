@@ -1,0 +1,297 @@
+"""One inspected flow: the client's streams, mitmproxy's layers, and the only ways out of them.
+
+- Upstream connections come from the flow's `Dialler`, to the flow's destination, while an allowed request is waiting.
+- A hook that raises, a layer that raises, a hook nobody expects: the flow is aborted, on all its connections, and
+  nothing it does afterwards is carried out.
+- A side that sends faster than its HTTP/2 peer reads is no longer read beyond a limit.
+- mitmproxy's log lines quote what peers send; none is passed on.
+"""
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from mitmproxy import flow as mitm_flow
+from mitmproxy import options as mitm_options
+from mitmproxy.connection import Client, Connection, ConnectionState
+from mitmproxy.proxy import commands, events, server, server_hooks
+from mitmproxy.proxy.context import Context
+from mitmproxy.proxy.layers import tls as tls_layers
+from mitmproxy.proxy.layers.http import _http2
+from mitmproxy.tls import ClientHelloData, TlsData
+
+from gateway.engine import Dialler, EngineLimits, Identity, InspectedFlow
+from gateway.full.contexts import ClientContexts, UpstreamContext, verified
+from gateway.full.gate import Gate, Sentinel
+from gateway.full.layers import Pin, Root, StrictHttpLayer
+from policy.facts import FlowFacts, Scheme
+
+_EXPECTED: Final = frozenset(
+    {"client_connected", "client_disconnected", "server_connect", "server_connected", "server_disconnected"}
+    | {"server_connect_error", "tls_clienthello", "tls_start_client", "tls_start_server", "tls_established_client"}
+    | {"tls_established_server", "tls_failed_client", "tls_failed_server"}
+    | {"requestheaders", "request", "responseheaders", "response", "error", "sallyport_refused"}
+)
+
+
+class Unexpected(Exception):
+    """Something happened that this engine does not do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What the connections of one engine share."""
+
+    dialler: Dialler
+    identity: Identity
+    clients: ClientContexts
+    upstream: UpstreamContext
+
+
+class _Reader:
+    """Reads from `stream`, what was read before first, and only while the other side has room."""
+
+    def __init__(self, stream: asyncio.StreamReader, room: "_Room", first: bytes = b"") -> None:
+        self._stream = stream
+        self._room = room
+        self._first = first
+
+    async def read(self, count: int) -> bytes:
+        await self._room.wait()
+        if self._first:
+            data, self._first = self._first[:count], self._first[count:]
+            return data
+        return await self._stream.read(count)
+
+
+class _Room:
+    """Whether data for some HTTP/2 connections may be produced."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._progress = asyncio.Event()
+        self.connections: list[_http2.Http2Connection] = []
+
+    def changed(self) -> None:
+        self._progress.set()
+
+    async def wait(self) -> None:
+        while self.connections and self._waiting() > self._limit:
+            self._progress.clear()
+            await self._progress.wait()
+
+    def _waiting(self) -> int:
+        return sum(
+            len(part.data)
+            for connection in self.connections
+            if connection.conn.connected
+            for parts in connection.h2_conn.stream_buffers.values()
+            for part in parts
+        )
+
+
+class FlowConnection(server.ConnectionHandler):
+    """Runs one flow. Call `handle_client` once, and `shutdown` afterwards in any case."""
+
+    def __init__(
+        self, flow: InspectedFlow, ports: Ports, gate: Gate, limits: EngineLimits, options: mitm_options.Options
+    ) -> None:
+        client = Client(
+            transport_protocol="tcp",
+            peername=flow.peer,
+            sockname=flow.original_destination,
+            state=ConnectionState.OPEN,
+        )
+        context = Context(client, options)
+        super().__init__(context)
+        self._flow = flow
+        self._ports = ports
+        self._limits = limits
+        self._slots = asyncio.Semaphore(limits.upstream_connections)
+        self._watch: asyncio.Task[None] | None = None
+        watch: Callable[[], Awaitable[None]] = self.timeout_watchdog.watch
+
+        async def remembered() -> None:
+            self._watch = asyncio.current_task()
+            await watch()
+
+        self.timeout_watchdog.watch = remembered  # type: ignore[method-assign]
+        self._aborted = False
+        self.gate = gate
+        self._addons = (gate, Sentinel())
+        self._pin = Pin(FlowFacts(flow.host, flow.port, flow.scheme), limits.scrub_body_bytes)
+        self._down, self._up = _Room(limits.backlog_bytes), _Room(limits.backlog_bytes)
+        self._up.connections = self._pin.upstreams
+        root = Root(context, self.abort)
+        context.server.address = (flow.host, flow.port)
+        if flow.scheme is Scheme.HTTPS:
+            context.server.tls = True
+            context.server.sni = flow.host
+            tls = tls_layers.ClientTLSLayer(context)
+            tls.child_layer = StrictHttpLayer(context, self._pin)
+            root.child = tls
+        else:
+            root.child = StrictHttpLayer(context, self._pin)
+        self.layer = root
+        self.transports[client] = server.ConnectionIO(
+            reader=cast(asyncio.StreamReader, _Reader(flow.reader, self._up, flow.first_bytes)), writer=flow.writer
+        )
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the flow was ended by this side because something was wrong."""
+        return self._aborted
+
+    def abort(self) -> None:
+        """End the flow now, on all its connections. What is still queued is not sent."""
+        self._aborted = True
+        self.client.error = "aborted"
+        for io in list(self.transports.values()):
+            if io.writer is not None:
+                io.writer.transport.abort()  # type: ignore[union-attr]
+            if io.handler is not None:
+                io.handler.cancel("aborted")
+
+    async def shutdown(self) -> None:
+        """Leave nothing running and nothing open, however `handle_client` ended."""
+        ios = list(self.transports.values())
+        self.transports.clear()
+        tasks = [io.handler for io in ios if io.handler is not None and not io.handler.done()]
+        if self._watch is not None:
+            tasks.append(self._watch)
+        for task in [*tasks, *self.wakeup_timer]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in [self._flow.writer, *(io.writer for io in ios if io.writer is not None)]:
+            with contextlib.suppress(OSError):
+                writer.close()
+
+    def end_handshake(self) -> None:
+        """Abort the flow if its client has not completed its TLS handshake by now."""
+        if self._pin.tls and self.client.timestamp_tls_setup is None:
+            self.abort()
+
+    # What mitmproxy calls.
+
+    def log(self, message: str, level: int = 0, exc_info: Any = None) -> None:
+        if exc_info is not None:
+            self.abort()
+
+    async def server_event(self, event: events.Event) -> None:
+        if self._aborted:
+            return
+        await super().server_event(event)
+        if self._pin.downstream is not None:
+            self._down.connections = [self._pin.downstream]
+        self._down.changed()
+        self._up.changed()
+
+    async def handle_hook(self, hook: commands.StartHook) -> None:
+        if self._aborted:
+            return
+        try:
+            if hook.name not in _EXPECTED:
+                raise Unexpected(hook.name)
+            (data,) = hook.args()
+            with self.timeout_watchdog.disarm():
+                for addon in (self, *self._addons):
+                    method = getattr(addon, f"on_{hook.name}" if addon is self else hook.name, None)
+                    if method is not None:
+                        result = method(data)
+                        if inspect.isawaitable(result):
+                            await result
+        except Exception:  # noqa: BLE001 - closes: whatever went wrong, the flow ends here
+            for argument in hook.args():
+                if isinstance(argument, mitm_flow.Flow):
+                    argument.error = mitm_flow.Error(mitm_flow.Error.KILLED_MESSAGE)
+            self.abort()
+
+    async def open_connection(self, command: commands.OpenConnection) -> None:
+        # A wait here is ended by the flow's idle time-out at the latest.
+        async with self._slots:
+            await self._open(command)
+
+    async def _open(self, command: commands.OpenConnection) -> None:
+        connection = command.connection
+        refused = (
+            connection.address != self._pin.address
+            or connection.transport_protocol != "tcp"
+            or connection.via is not None
+            or self._aborted
+            or not self.gate.may_connect()
+        )
+        if refused:
+            await self._failed(command)
+            return
+        try:
+            async with asyncio.timeout(3 * self._limits.handshake_seconds):
+                reader, writer, address = await self._ports.dialler.dial(*self._pin.address)
+        except asyncio.CancelledError:
+            await self._failed(command)
+            raise
+        except Exception:  # noqa: BLE001 - closes: no connection, whatever the reason
+            await self._failed(command)
+            return
+        if self._aborted or connection not in self.transports:
+            writer.close()
+            return
+        connection.state = ConnectionState.OPEN
+        connection.peername = (address, self._flow.port)
+        self.gate.address = address
+        self.transports[connection] = server.ConnectionIO(
+            handler=asyncio.current_task(),
+            reader=cast(asyncio.StreamReader, _Reader(reader, self._down)),
+            writer=writer,
+        )
+        deadline = asyncio.get_running_loop().call_later(
+            self._limits.handshake_seconds, self._end_upstream_handshake, connection
+        )
+        try:
+            await self.server_event(events.OpenConnectionCompleted(command, None))
+            await self.handle_connection(connection)
+        finally:
+            deadline.cancel()
+
+    def _end_upstream_handshake(self, connection: Connection) -> None:
+        io = self.transports.get(connection)
+        if self._pin.tls and connection.timestamp_tls_setup is None and io is not None and io.writer is not None:
+            io.writer.close()
+
+    async def _failed(self, command: commands.OpenConnection) -> None:
+        self.transports.pop(command.connection, None)
+        command.connection.error = "connection failed"
+        await self.server_event(events.OpenConnectionCompleted(command, "connection failed"))
+
+    # Our own hooks.
+
+    def on_tls_clienthello(self, data: ClientHelloData) -> None:
+        hello = self._flow.hello
+        sni = data.client_hello.sni
+        if hello is None or sni is None or sni.lower().removesuffix(".") != self._flow.host:
+            raise Unexpected("the ClientHello is not the one that was decided on")
+        data.establish_server_tls_first = False
+
+    def on_tls_start_client(self, data: TlsData) -> None:
+        leaf = self._ports.identity.leaf(self._flow.host)
+        data.ssl_conn = self._ports.clients.accept(leaf)
+
+    def on_tls_start_server(self, data: TlsData) -> None:
+        if data.conn.sni != self._flow.host or data.is_dtls:
+            raise Unexpected("an upstream handshake for another host")
+        alpn = [b"h2", b"http/1.1"] if self.client.alpn == b"h2" else [b"http/1.1"]
+        data.ssl_conn = self._ports.upstream.connect(self._flow.host, alpn)
+
+    def on_tls_established_server(self, data: TlsData) -> None:
+        if data.ssl_conn is None or not verified(data.ssl_conn):
+            raise Unexpected("an upstream connection that is not verified")
+
+    def on_server_connect(self, _data: server_hooks.ServerConnectionHookData) -> None:
+        raise Unexpected("a connection that was not made here")
+
+
+def describe(flow: InspectedFlow) -> Mapping[str, object]:
+    """The fields of records about the flow as a whole."""
+    return {"host": flow.host, "port": flow.port, "scheme": flow.scheme.value, "flow": flow.flow_id, "engine": "full"}

@@ -1,0 +1,446 @@
+"""The add-ons of an inspected flow: decide each request, put secrets in, take them out of the answer.
+
+Order for each request:
+translate -> decide -> allow record accepted -> lease -> use record accepted -> inject -> forward.
+Nothing has been sent to the server before that order is complete, and no connection to it opened.
+
+- Every request is judged alone, whatever came before it on its connection.
+- A denial is an answer with a reason. A failure of log or vault is a 503. Any other exception here ends the flow.
+- A response on a connection that used a secret is scrubbed of it: values, header names, body, trailers. Encoded bodies
+  are decoded up to a limit first. Such requests ask for `identity` and for the whole document (no `Range`).
+- `Sentinel` runs last and ends every flow that `Gate` did not stamp.
+
+It opens no connection and knows no address. (Over 400 lines: the order of one request, read from top to bottom.)
+"""
+
+import base64
+import hashlib
+import time
+from dataclasses import dataclass, field
+
+from mitmproxy import http
+from mitmproxy.http import HTTPFlow
+from mitmproxy.websocket import WebSocketData
+
+from gateway.engine import Decider, EngineLimits, InspectedFlow, Recorder, Secrets
+from gateway.full import pages
+from gateway.full.decode import decode
+from gateway.hello import Refused
+from gateway.inject import InjectionError, inject
+from gateway.scrub import Patterns, Scrubber, scrub_bytes, scrub_header
+from gateway.translate import Headers, RequestParts, Translated, translate
+from policy.decision import AllowRequest, Deny
+from policy.facts import FlowFacts, RequestFacts
+from policy.injection import render
+
+STAMP = "sallyport"
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te"}
+    | {b"trailer", b"upgrade", b"alt-svc", b"http2-settings"}
+)
+_NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"range", b"if-range"})
+_VERSIONS = {"HTTP/1.0": 10, "HTTP/1.1": 11, "HTTP/2.0": 20}
+_WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+
+class Unstamped(Exception):
+    """A request reached the end of the chain without a decision."""
+
+
+@dataclass(slots=True, eq=False)
+class Stamp:
+    """The verdict on one request, and what became of it. `facts` is None where none could be made."""
+
+    flow_id: str
+    allowed: bool
+    facts: RequestFacts | None = None
+    websocket: bool = False
+    started: float = field(default_factory=time.monotonic)
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Gate:
+    """Judges and changes the requests of one flow."""
+
+    def __init__(
+        self, flow: InspectedFlow, decider: Decider, secrets: Secrets, recorder: Recorder, limits: EngineLimits
+    ) -> None:
+        self._flow = flow
+        self._facts = FlowFacts(flow.host, flow.port, flow.scheme)
+        self._decider = decider
+        self._secrets = secrets
+        self._recorder = recorder
+        self._limits = limits
+        self._values: set[str] = set()
+        self._patterns: Patterns | None = None
+        self.used: set[str] = set()
+        """Names of the secrets that were sent on this flow."""
+        self.active: dict[str, Stamp] = {}
+        """Allowed requests in progress."""
+        self.address: str | None = None
+
+    # What the connection asks.
+
+    def may_connect(self) -> bool:
+        """Whether an upstream connection has a reason to exist now."""
+        return any(stamp.allowed for stamp in self.active.values())
+
+    def still_allowed(self) -> bool:
+        """Whether policy, as it is now, allows every request in progress."""
+        for stamp in self.active.values():
+            if stamp.facts is None or isinstance(self._decider.decide_request(stamp.facts), Deny):
+                return False
+        return True
+
+    def refused(self, reason: str) -> None:
+        """Record a request that never became one."""
+        self._recorder.note("request", "deny", rule="protocol", reason=reason, **self._where())
+
+    # Hooks, in the order in which they happen.
+
+    async def sallyport_refused(self, reason: str) -> None:
+        self.refused(reason)
+
+    async def requestheaders(self, flow: HTTPFlow) -> None:
+        if flow.error is not None:  # refused by mitmproxy's own validation, which answers 400 after this
+            flow.metadata[STAMP] = Stamp(flow.id, allowed=False)
+            self.refused("malformed request")
+            return
+        request = flow.request
+        parts = RequestParts(
+            version=_VERSIONS[request.http_version],
+            method=request.data.method,
+            target=request.data.path,
+            scheme=self._h2_scheme(request),
+            authority=request.data.authority,
+            headers=tuple((bytes(name), bytes(value)) for name, value in request.headers.fields),
+        )
+        translated = translate(parts, self._facts)
+        if isinstance(translated, Refused):
+            self.refused(translated.reason)
+            self._answer(flow, None, translated.status, pages.refusal(translated.status, translated.reason))
+            return
+        decision = self._decide(translated)
+        if isinstance(decision, Deny):
+            await self._deny(flow, translated, decision)
+            return
+        headers = await self._permit(flow, translated, decision)
+        if headers is None:
+            return
+        if self._decide(translated) != decision:
+            # Policy was replaced while log and vault were asked; what was decided under the old one is void.
+            await self._deny(flow, translated, Deny(decision.rule, "the policy changed while this request was waiting"))
+            return
+        self._forward(flow, translated, headers)
+
+    def _h2_scheme(self, request: http.Request) -> bytes:
+        # mitmproxy has overwritten :scheme with the connection's own by now; StrictHttp2Server compared it before.
+        return request.data.scheme if request.is_http2 else b""
+
+    def _decide(self, translated: Translated) -> AllowRequest | Deny:
+        decision = self._decider.decide_request(translated.facts)
+        if isinstance(decision, AllowRequest) and translated.websocket and decision.injections:
+            return Deny(decision.rule, "WebSocket is off for requests that carry a secret")
+        if not isinstance(decision, AllowRequest | Deny):
+            raise TypeError("a decision is AllowRequest or Deny")
+        return decision
+
+    async def _deny(self, flow: HTTPFlow, translated: Translated, denied: Deny) -> None:
+        facts = translated.facts
+        what = f"{facts.method} {facts.scheme.value}://{translated.host_header.decode('ascii')}{facts.path[:512]}"
+        accepts = [value for name, value in translated.headers if name.lower() == b"accept"]
+        self._answer(flow, facts, 403, pages.denial(denied.rule, denied.reason, what, accepts))
+        try:
+            await self._record("request", "deny", facts, rule=denied.rule, reason=denied.reason)
+        except Exception:  # noqa: BLE001 - the answer is a denial already; a log that does not answer changes nothing
+            self._recorder.note("request", "deny", rule=denied.rule, reason=denied.reason, **self._where())
+
+    async def _permit(self, flow: HTTPFlow, translated: Translated, allowed: AllowRequest) -> Headers | None:
+        """The headers to forward, or None once the request has been answered with a failure."""
+        facts = translated.facts
+        observed = allowed.observed
+        try:
+            await self._record(
+                "request",
+                "allow" if observed is None else "observe",
+                facts,
+                rule=allowed.rule,
+                observed=None if observed is None else observed.rule,
+                reason=None if observed is None else observed.reason,
+                websocket=translated.websocket or None,
+                injections=[plan.binding for plan in allowed.injections] or None,
+            )
+            rendered: list[tuple[str, str]] = []
+            values: set[str] = set()
+            # Before the first wait, so that a revocation that happens meanwhile finds this flow.
+            self.used |= {plan.secret for plan in allowed.injections}
+            for plan in allowed.injections:
+                value = (await self._secrets.lease(plan, facts.host, facts.port, facts.scheme)).reveal()
+                name, text = render(plan, value)
+                rendered.append((name, text))
+                values |= _forms(value, text)
+                await self._record(
+                    "secret.use", "allow", facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding
+                )
+            headers = inject(translated.headers, rendered)
+            if values:
+                self._patterns = Patterns(self._values | values)
+                self._values |= values
+        except Exception as error:  # noqa: BLE001 - denies: whichever port failed, the request goes no further
+            reason = "a secret cannot be sent" if isinstance(error, InjectionError | ValueError) else "not available"
+            self._recorder.note("request", "deny", rule=allowed.rule, reason=reason, **self._where())
+            self._answer(flow, facts, 503, pages.failure(503))
+            return None
+        return headers
+
+    def _forward(self, flow: HTTPFlow, translated: Translated, headers: Headers) -> None:
+        request = flow.request
+        if (request.data.host, request.data.port, request.data.scheme) != (
+            self._flow.host,
+            self._flow.port,
+            self._flow.scheme.value.encode("ascii"),
+        ):
+            raise Unstamped("a request is about to leave for another destination")
+        stamp = Stamp(flow.id, allowed=True, facts=translated.facts, websocket=translated.websocket)
+        fields = list(headers)
+        if self._patterns is not None:
+            fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
+            fields.append((b"accept-encoding", b"identity"))
+        if request.is_http2:
+            request.data.authority = translated.host_header
+        else:
+            request.data.authority = b""
+            fields.insert(0, (b"Host", translated.host_header))
+            if translated.websocket:
+                fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
+            elif translated.close:
+                fields.append((b"Connection", b"close"))
+        request.data.path = translated.target
+        request.headers = http.Headers(fields)
+        request.stream = self._counted_up(stamp)
+        flow.metadata[STAMP] = stamp
+        self.active[flow.id] = stamp
+
+    def _counted_up(self, stamp: Stamp):  # type: ignore[no-untyped-def]  # mitmproxy's own loose signature
+        def count(data: bytes) -> list[bytes]:
+            stamp.bytes_up += len(data)
+            return [data] if data else []
+
+        return count
+
+    async def request(self, flow: HTTPFlow) -> None:
+        flow.request.trailers = None
+
+    async def responseheaders(self, flow: HTTPFlow) -> None:
+        stamp = flow.metadata.get(STAMP)
+        response = flow.response
+        if not isinstance(stamp, Stamp) or response is None:
+            raise Unstamped("a response without a decided request")
+        if not stamp.allowed:
+            return
+        if response.status_code == 101 and not _accepts(flow, stamp):
+            raise Unstamped("101 without a valid WebSocket handshake")
+        if response.headers.get_all("transfer-encoding") not in ([], ["chunked"]):
+            raise Unstamped("a response in a transfer coding that is not chunked")
+        response.reason = pages.reason_phrase(response.status_code)
+        response.headers = http.Headers(self._cleaned(response.headers, stamp, response.status_code))
+        encodings = _encodings(response.headers)
+        if self._patterns is not None and encodings not in ([], ["identity"]):
+            return  # not streamed: `response` gets the whole body, within the limit of the buffer
+        scrubber = None if self._patterns is None else Scrubber(self._patterns)
+
+        def stream(data: bytes) -> list[bytes]:
+            stamp.bytes_down += len(data)
+            if scrubber is not None:
+                data = scrubber.feed(data) if data else scrubber.finish()
+            # Never an empty chunk: in chunked coding it would end the body.
+            return [data] if data else []
+
+        response.stream = stream
+
+    def _cleaned(self, headers: http.Headers, stamp: Stamp, status: int) -> list[tuple[bytes, bytes]]:
+        closes = b"close" in headers.get("connection", "").lower().encode("latin-1", "replace")
+        out: list[tuple[bytes, bytes]] = []
+        for name, raw in headers.fields:
+            if name.lower() in _HOP_BY_HOP:
+                continue
+            value = b" ".join(raw.replace(b"\0", b" ").split(None) if b"\r" in raw or b"\n" in raw else [raw])
+            value = value.replace(b"\0", b"")
+            if self._patterns is not None:
+                if scrub_header(self._patterns, name) != name:
+                    continue
+                value = scrub_header(self._patterns, value)
+            out.append((name, value))
+        if status == 101:
+            out += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
+        elif closes:
+            out.append((b"Connection", b"close"))
+        return out
+
+    async def response(self, flow: HTTPFlow) -> None:
+        stamp = flow.metadata.get(STAMP)
+        response = flow.response
+        if not isinstance(stamp, Stamp) or response is None:
+            raise Unstamped("a response without a decided request")
+        if not stamp.allowed:
+            return
+        if self._patterns is not None:
+            self._scrub_rest(flow, response, self._patterns)
+        if stamp.websocket and response.status_code == 101:
+            flow.websocket = flow.websocket or WebSocketData()
+        else:
+            self.active.pop(flow.id, None)
+        self._outcome(stamp, response.status_code)
+
+    def _scrub_rest(self, flow: HTTPFlow, response: http.Response, patterns: Patterns) -> None:
+        if response.trailers is not None:
+            kept = [
+                (name, scrub_header(patterns, value))
+                for name, value in response.trailers.fields
+                if scrub_header(patterns, name) == name
+            ]
+            response.trailers = http.Headers(kept)
+        body = response.data.content
+        if response.stream or not body:
+            return
+        decoded = decode(_encodings(response.headers), body, self._limits.scrub_body_bytes)
+        if decoded is None:
+            fields, page = pages.failure(502)
+            flow.response = http.Response(
+                b"HTTP/1.1", 502, b"Bad Gateway", http.Headers(fields), page, None, time.time(), time.time()
+            )
+            return
+        response.data.content = scrub_bytes(patterns, decoded)
+        for name in ("content-encoding", "transfer-encoding", "content-length"):
+            response.headers.pop(name, None)
+        response.headers["content-length"] = str(len(response.data.content))
+
+    async def error(self, flow: HTTPFlow) -> None:
+        self.active.pop(flow.id, None)
+        stamp = flow.metadata.get(STAMP)
+        if isinstance(stamp, Stamp) and stamp.allowed:
+            self._outcome(stamp, None)
+
+    # Answers and records.
+
+    def _answer(
+        self, flow: HTTPFlow, facts: RequestFacts | None, status: int, page: tuple[pages.Fields, bytes]
+    ) -> None:
+        fields, body = page
+        # What is left frames the rest of the request and says whether the client wants its connection closed.
+        flow.request.headers = http.Headers(
+            [
+                (name, value)
+                for name, value in flow.request.headers.fields
+                if name.lower() in (b"content-length", b"transfer-encoding")
+                or (name.lower() == b"connection" and b"close" in value.lower())
+            ]
+        )
+        if flow.request.method == "HEAD":
+            body = b""
+        flow.request.stream = True  # "do not wait for the body": see StrictStream.start_request_stream
+        flow.response = http.Response(
+            b"HTTP/1.1",
+            status,
+            pages.reason_phrase(status).encode("ascii"),
+            http.Headers(fields),
+            body,
+            None,
+            time.time(),
+            time.time(),
+        )
+        flow.metadata[STAMP] = Stamp(flow.id, allowed=False, facts=facts)
+
+    def _where(self) -> dict[str, object]:
+        flow = self._flow
+        return {
+            "host": flow.host,
+            "port": flow.port,
+            "scheme": flow.scheme.value,
+            "flow": flow.flow_id,
+            "peer": f"{flow.peer[0]}:{flow.peer[1]}",
+            "engine": "full",
+        }
+
+    async def _record(self, kind: str, decision: str, facts: RequestFacts, **more: object) -> None:
+        # `path` may be cut by the log; `path_sha256` is of all of it.
+        where: dict[str, object] = {"method": facts.method, "path": facts.path}
+        if len(facts.path) > 2048:
+            where["path_sha256"] = hashlib.sha256(facts.path.encode()).hexdigest()
+            where["path"] = facts.path[:2048]
+        fields = {**self._where(), **where, **more}
+        await self._recorder.accept(
+            kind, decision, **{name: value for name, value in fields.items() if value is not None}
+        )
+
+    def _outcome(self, stamp: Stamp, status: int | None) -> None:
+        fields: dict[str, object] = {
+            **self._where(),
+            "bytes_up": stamp.bytes_up,
+            "bytes_down": stamp.bytes_down,
+            "duration_ms": int((time.monotonic() - stamp.started) * 1000),
+        }
+        if status is None:
+            fields["error"] = "upstream or client failed"
+        else:
+            fields["status"] = status
+        if self.address is not None:
+            fields["address"] = self.address
+        if stamp.facts is not None:
+            fields["method"] = stamp.facts.method
+            fields["path"] = stamp.facts.path[:2048]
+        self._recorder.note("request", "info", **fields)
+
+
+class Sentinel:
+    """The last add-on: what `Gate` has not stamped goes no further."""
+
+    async def requestheaders(self, flow: HTTPFlow) -> None:
+        self._check(flow)
+
+    async def request(self, flow: HTTPFlow) -> None:
+        self._check(flow)
+
+    async def responseheaders(self, flow: HTTPFlow) -> None:
+        self._check(flow)
+
+    def _check(self, flow: HTTPFlow) -> None:
+        stamp = flow.metadata.get(STAMP)
+        if not isinstance(stamp, Stamp) or stamp.flow_id != flow.id:
+            raise Unstamped("no decision on this request")
+        if not stamp.allowed and flow.response is None and flow.error is None:
+            raise Unstamped("a refused request without an answer")
+
+
+def _forms(value: str, rendered: str) -> set[str]:
+    """The texts that give `value` away: itself, what a scheme made of it, and a password inside it."""
+    forms = {value}
+    scheme, blank, rest = rendered.partition(" ")
+    forms.add(rest if blank and scheme in ("Bearer", "Basic") else rendered)
+    if scheme == "Basic" and blank:
+        try:
+            plain = base64.b64decode(rest, validate=True).decode("utf-8")
+        except ValueError:
+            return forms
+        password = plain.partition(":")[2]
+        # A password too short to be found by itself is still found inside the whole.
+        forms |= {plain} | ({password} if len(password.encode()) >= 4 else set())
+    return forms
+
+
+def _encodings(headers: http.Headers) -> list[str]:
+    values = headers.get_all("content-encoding")
+    return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]
+
+
+def _accepts(flow: HTTPFlow, stamp: Stamp) -> bool:
+    """Whether a 101 completes the WebSocket handshake of an allowed request."""
+    response = flow.response
+    if not stamp.websocket or response is None:
+        return False
+    key = flow.request.headers.get("sec-websocket-key", "").encode("ascii", "replace")
+    digest = hashlib.sha1(key + _WEBSOCKET_GUID, usedforsecurity=False).digest()
+    return response.headers.get("upgrade", "").lower() == "websocket" and response.headers.get_all(
+        "sec-websocket-accept"
+    ) == [base64.b64encode(digest).decode("ascii")]

@@ -1,0 +1,440 @@
+"""mitmproxy's HTTP layers, made strict. (Over 250 lines: one subclass for each lenient class of mitmproxy.)
+
+What mitmproxy does and these do not:
+
+- reads request heads of any size and form -> `gateway.hello.read_head` and `translate` come first, and decide framing;
+- raises on trailers, keeps endless chunk headers and pipelined bytes -> trailers are dropped, buffers are bounded;
+- takes `100` or `103` for the final response -> informational responses are swallowed, at most `MAX_INFORMATIONAL`;
+- sends an HTTP/2 body without a length unframed to an HTTP/1.1 server -> it is chunked, one request per connection;
+- quotes errors, and its own name and version, to the client -> pages of `pages`;
+- buffers the body of a request that was answered locally -> it is answered at once and the body is thrown away;
+- parses WebSocket frames and keeps all messages -> an accepted WebSocket is relayed without being looked into.
+
+Every upstream connection is made by `StrictHttpLayer.get_connection`, to the one destination of the flow.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import h2.errors
+import h2.events
+import h11
+from mitmproxy import http
+from mitmproxy.connection import ConnectionState, Server
+from mitmproxy.proxy import commands, events, layer, tunnel
+from mitmproxy.proxy.context import Context
+from mitmproxy.proxy.layers import http as mitm_http
+from mitmproxy.proxy.layers import tls
+from mitmproxy.proxy.layers.http import _base, _events, _http1, _http2
+from mitmproxy.proxy.utils import ReceiveBuffer
+
+from gateway.full import pages
+from gateway.hello import NeedMore, Refused, read_head
+from gateway.translate import RequestParts, translate
+from policy.facts import FlowFacts, Scheme
+
+type Commands[T] = Generator[commands.Command, Any, T]
+
+MAX_BUFFER = 256 * 1024
+"""Bytes of one HTTP/1 connection that wait to be parsed."""
+MAX_RESPONSE_HEAD = 128 * 1024
+MAX_INFORMATIONAL = 16
+MAX_RESETS = 100
+"""Streams of one HTTP/2 connection that its client may reset."""
+MAX_DISCARD = 1024 * 1024
+"""Bytes of a request body that are thrown away after the request was answered."""
+
+_HEAD_END = re.compile(rb"\n\r?\n")
+_INFORMATIONAL = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9][0-9][ \r\n]")
+
+
+@dataclass
+class RefusedRequestHook(commands.StartHook):  # type: ignore[no-untyped-call]
+    """A request head was refused before it became a flow."""
+
+    name = "sallyport_refused"
+    blocking = False
+    reason: str
+
+
+@dataclass(slots=True)
+class Pin:
+    """What all layers of one flow know: its destination, its limits, its HTTP/2 buffers."""
+
+    facts: FlowFacts
+    response_buffer: int
+    downstream: _http2.Http2Connection | None = None
+    upstreams: list[_http2.Http2Connection] = field(default_factory=list)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.facts.host, self.facts.port
+
+    @property
+    def tls(self) -> bool:
+        return self.facts.scheme is Scheme.HTTPS
+
+
+class Root(layer.Layer):
+    """The top of the stack. An exception below it is the end of the flow, not a line in a log."""
+
+    def __init__(self, context: Context, on_crash: Callable[[], None]) -> None:
+        super().__init__(context)
+        self.child: layer.Layer | None = None
+        self._on_crash = on_crash
+
+    def handle_event(self, event: events.Event) -> Commands[None]:
+        try:
+            if self.child is not None:
+                yield from self.child.handle_event(event)
+        except Exception:  # noqa: BLE001 - closes: nothing of this flow goes on
+            self._on_crash()
+
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        yield from ()
+
+
+class _BoundedHttp1(_http1.Http1Connection):
+    """Body reading and buffer bounds, for both directions."""
+
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        yield from super()._handle_event(event)
+        if isinstance(event, events.DataReceived) and len(self.buf) > MAX_BUFFER:
+            yield from self._give_up()
+
+    def read_body(self, event: events.Event) -> Commands[None]:
+        while True:
+            try:
+                part = self.body_reader.read_eof() if _closed(event) else self.body_reader(self.buf)
+            except h11.ProtocolError:
+                yield from self._give_up()
+                return
+            if part is None:
+                return
+            if isinstance(part, h11.Data):
+                data = bytes(part.data)
+                if data:
+                    yield from self.received(data)
+            elif isinstance(part, h11.EndOfMessage):
+                # part.headers would be trailers: dropped.
+                yield _base.ReceiveHttp(self.ReceiveEndOfMessage(self._stream()))
+                from_client = isinstance(self, _http1.Http1Server)
+                yield from self.mark_done(request=from_client, response=not from_client)
+                return
+
+    def received(self, data: bytes) -> Commands[None]:
+        yield _base.ReceiveHttp(self.ReceiveData(self._stream(), data))
+
+    def _stream(self) -> int:
+        if self.stream_id is None:
+            raise RuntimeError("a body outside of a request")  # ends the flow, see Root
+        return self.stream_id
+
+    def _give_up(self) -> Commands[None]:
+        yield commands.CloseConnection(self.conn)
+        if self.stream_id is not None and self.request is not None:
+            yield _base.ReceiveHttp(
+                self.ReceiveProtocolError(self.stream_id, "malformed message", self.ReceiveProtocolError.code)
+            )
+        self.buf = type(self.buf)()
+        self.state = self.ignore
+
+    def ignore(self, _event: events.Event) -> Commands[None]:
+        """Swallow whatever still arrives on a connection that is being closed."""
+        self.buf = type(self.buf)()
+        yield from ()
+
+
+def _closed(event: events.Event) -> bool:
+    return isinstance(event, events.ConnectionClosed)
+
+
+class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
+    """Speaks HTTP/1 with the sandbox."""
+
+    def __init__(self, context: Context, pin: Pin) -> None:
+        super().__init__(context)
+        self._pin = pin
+        self._discarded = 0
+
+    def received(self, data: bytes) -> Commands[None]:
+        if self.response_done:
+            self._discarded += len(data)
+            if self._discarded > MAX_DISCARD:
+                yield from self._give_up()
+            return
+        yield from super().received(data)
+
+    def read_headers(self, event: events.ConnectionEvent) -> Commands[None]:
+        if not isinstance(event, events.DataReceived):
+            yield commands.CloseConnection(self.conn)
+            self.state = self.ignore
+            return
+        head = read_head(bytes(self.buf))
+        if isinstance(head, NeedMore):
+            return
+        if isinstance(head, Refused):
+            yield from self._refuse(head)
+            return
+        parts = RequestParts(10 + head.minor_version, head.method, head.target, b"", b"", head.headers)
+        translated = translate(parts, self._pin.facts)
+        if isinstance(translated, Refused):
+            yield from self._refuse(translated)
+            return
+        self.buf.maybe_extract_at_most(head.length)
+        self._discarded = 0
+        self.request = http.Request(
+            host="",
+            port=0,
+            method=head.method,
+            scheme=b"",
+            authority=b"",
+            path=head.target,
+            http_version=b"HTTP/1.%d" % head.minor_version,
+            headers=http.Headers(head.headers),
+            content=None,
+            trailers=None,
+            timestamp_start=0.0,
+            timestamp_end=None,
+        )
+        named = {name.lower(): value for name, value in head.headers}
+        size = None if b"transfer-encoding" in named else int(named.get(b"content-length", b"0"))
+        yield _base.ReceiveHttp(_events.RequestHeaders(self.stream_id, self.request, size == 0))
+        self.body_reader = _http1.make_body_reader(size)
+        self.state = self.read_body
+        yield from self.state(event)
+
+    def _refuse(self, refused: Refused) -> Commands[None]:
+        yield RefusedRequestHook(refused.reason)
+        if self.conn.state & ConnectionState.CAN_WRITE:
+            page = pages.http1(refused.status, pages.refusal(refused.status, refused.reason))
+            yield commands.SendData(self.conn, page)
+        yield commands.CloseConnection(self.conn)
+        self.state = self.ignore
+
+    def send(self, event: _base.HttpEvent) -> Commands[None]:
+        if isinstance(event, _events.ResponseProtocolError):
+            if not self.conn.state & ConnectionState.CAN_WRITE:
+                return
+            status = event.code.http_status_code()
+            if self.response is None and status is not None:
+                yield commands.SendData(self.conn, pages.http1(status, pages.failure(status)))
+            yield commands.CloseConnection(self.conn)
+            self.state = self.ignore
+            return
+        yield from super().send(event)
+
+
+class StrictHttp1Client(_BoundedHttp1, _http1.Http1Client):
+    """Speaks HTTP/1 with a server."""
+
+    _informational = 0
+
+    def read_headers(self, event: events.ConnectionEvent) -> Commands[None]:
+        while isinstance(event, events.DataReceived) and self.request is not None:
+            data = bytes(self.buf)
+            end = _HEAD_END.search(data, 0, MAX_RESPONSE_HEAD)
+            if end is None:
+                if len(data) >= MAX_RESPONSE_HEAD:
+                    yield from self._give_up()
+                return
+            if _INFORMATIONAL.match(data) is None:
+                break
+            self._informational += 1
+            if self._informational > MAX_INFORMATIONAL:
+                yield from self._give_up()
+                return
+            self.buf.maybe_extract_at_most(end.end())
+            if not self.buf:
+                return
+        self._informational = 0
+        yield from super().read_headers(event)
+
+    def send(self, event: _base.HttpEvent) -> Commands[None]:
+        if isinstance(event, _events.RequestHeaders) and event.request.is_http2:
+            event = _events.RequestHeaders(event.stream_id, _as_http1(event), event.end_stream)
+        yield from super().send(event)
+
+
+def _as_http1(event: _events.RequestHeaders) -> http.Request:
+    """The HTTP/1.1 form of an HTTP/2 request, framed, and the only one on its connection."""
+    request = event.request.copy()
+    request.http_version = "HTTP/1.1"
+    fields = [(b"Host", request.data.authority)]
+    fields += [(name, value) for name, value in request.headers.fields if name.lower() not in (b"host", b"te")]
+    cookies = [value for name, value in fields if name.lower() == b"cookie"]
+    if len(cookies) > 1:
+        fields = [one for one in fields if one[0].lower() != b"cookie"] + [(b"cookie", b"; ".join(cookies))]
+    if not event.end_stream and not any(name.lower() == b"content-length" for name, _ in fields):
+        fields.append((b"Transfer-Encoding", b"chunked"))
+    fields.append((b"Connection", b"close"))
+    request.data.authority = b""
+    request.headers = http.Headers(fields)
+    return request
+
+
+class StrictHttp2Server(_http2.Http2Server):
+    """Speaks HTTP/2 with the sandbox."""
+
+    def __init__(self, context: Context, pin: Pin) -> None:
+        super().__init__(context)
+        self._resets = 0
+        self._pin = pin
+        pin.downstream = self
+
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        if isinstance(event, _events.ResponseProtocolError) and self._can_answer(event):
+            status = event.code.http_status_code() or 502
+            fields, body = pages.failure(status)
+            self.h2_conn.send_headers(event.stream_id, [(b":status", b"%d" % status), *fields])
+            self.h2_conn.send_data(event.stream_id, body, end_stream=True)
+            yield commands.SendData(self.conn, self.h2_conn.data_to_send())
+            return
+        yield from super()._handle_event(event)
+
+    def _can_answer(self, event: _events.ResponseProtocolError) -> bool:
+        return (
+            event.code.http_status_code() is not None
+            and not self.is_closed(event.stream_id)
+            and self.is_open_for_us(event.stream_id)
+            and not self.h2_conn.streams[event.stream_id].state_machine.headers_sent
+        )
+
+    def handle_h2_event(self, event: h2.events.Event) -> Commands[bool]:
+        if isinstance(event, h2.events.StreamReset):
+            self._resets += 1
+            if self._resets > MAX_RESETS:
+                yield from self.protocol_error("too many resets", h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
+                return True
+        if isinstance(event, h2.events.RequestReceived):
+            # mitmproxy overwrites :scheme before anybody else sees it.
+            scheme = b"https" if self._pin.tls else b"http"
+            if [bytes(value) for name, value in event.headers or () if name == b":scheme"] != [scheme]:
+                yield RefusedRequestHook(":scheme is not that of the connection")
+                yield from self.protocol_error("wrong scheme")
+                return True
+        return (yield from super().handle_h2_event(event))
+
+
+class StrictHttpClient(mitm_http.HttpClient):
+    """Opens one upstream connection and picks the protocol its server chose."""
+
+    def __init__(self, context: Context, pin: Pin) -> None:
+        super().__init__(context)
+        self._pin = pin
+
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        err = yield commands.OpenConnection(self.context.server)
+        if not err:
+            if self.context.server.alpn == b"h2":
+                child: layer.Layer = _http2.Http2Client(self.context)
+                self._pin.upstreams.append(child)  # type: ignore[arg-type]
+            else:
+                child = StrictHttp1Client(self.context)
+            self.child_layer = child
+            self._handle_event = self.child_layer.handle_event  # type: ignore[method-assign]
+            yield from self._handle_event(event)
+        yield mitm_http.RegisterHttpConnection(self.context.server, err)
+
+
+class StrictStream(mitm_http.HttpStream):
+    """One request and its response."""
+
+    def __init__(self, context: Context, stream_id: int, pin: Pin) -> None:
+        super().__init__(context, stream_id)
+        self._pin = pin
+
+    def start_request_stream(self) -> Commands[None]:
+        if self.flow.response is None:
+            yield from super().start_request_stream()
+            return
+        # Answered locally: do not wait for the body, and drop the stream, which discards what still comes.
+        self.client_state = self.state_done
+        yield from self.send_response()
+
+    def state_consume_response_body(self, event: events.Event) -> Commands[None]:
+        known = len(self.response_body_buf)
+        if isinstance(event, _events.ResponseData) and known + len(event.data) > self._pin.response_buffer:
+            self.response_body_buf = ReceiveBuffer()  # type: ignore[no-untyped-call]
+            cancel = _events.RequestProtocolError(self.stream_id, "too large", _events.ErrorCode.CANCEL)
+            yield mitm_http.SendHttp(cancel, self.context.server)
+            code = _events.ErrorCode.RESPONSE_TOO_LARGE
+            yield from self.handle_protocol_error(_events.ResponseProtocolError(self.stream_id, "", code))
+            self.client_state = self.server_state = self.state_errored
+            return
+        yield from super().state_consume_response_body(event)
+
+    def flow_done(self) -> Commands[None]:
+        response = self.flow.response
+        if response is None or response.status_code != 101 or self.flow.websocket is None:
+            yield from super().flow_done()
+            return
+        self.child_layer = OpaqueRelay(self.context)
+        self._handle_event = self.passthrough
+        yield from self.child_layer.handle_event(events.Start())
+        yield mitm_http.SendHttp(_events.ResponseEndOfMessage(self.stream_id), self.context.client)
+
+
+class OpaqueRelay(layer.Layer):
+    """Passes bytes between the client and the server of an accepted WebSocket."""
+
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        if isinstance(event, events.ConnectionEvent):
+            from_client = event.connection == self.context.client
+            other = self.context.server if from_client else self.context.client
+            if isinstance(event, events.DataReceived):
+                yield commands.SendData(other, event.data)
+            elif isinstance(event, events.ConnectionClosed):
+                yield commands.CloseConnection(other)
+                yield commands.CloseConnection(event.connection)
+
+
+class StrictHttpLayer(mitm_http.HttpLayer):
+    """All HTTP of one client connection. Serves one host, from connections of its own."""
+
+    def __init__(self, context: Context, pin: Pin) -> None:
+        super().__init__(context, mitm_http.HTTPMode.transparent)
+        self._pin = pin
+
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        if isinstance(event, events.Start):
+            kind = StrictHttp2Server if self.context.client.alpn == b"h2" else StrictHttp1Server
+            self.connections[self.context.client] = kind(self.context.fork(), self._pin)
+        yield from super()._handle_event(event)
+
+    def make_stream(self, stream_id: int) -> Commands[None]:
+        stream = self.streams[stream_id] = StrictStream(self.context.fork(), stream_id, self._pin)
+        yield from self.event_to_child(stream, events.Start())
+
+    def get_connection(self, event: mitm_http.GetHttpConnection, *, reuse: bool = True) -> Commands[None]:
+        pinned = (event.address, event.tls, event.via, event.transport_protocol)
+        if pinned != (self._pin.address, self._pin.tls, None, "tcp"):
+            yield from self._reply(event, (None, "not the destination of this flow"))
+            return
+        if reuse:
+            for connection in self.connections:
+                if not event.connection_spec_matches(connection) or connection.error:
+                    continue
+                if connection in self.waiting_for_establishment:
+                    self.waiting_for_establishment[connection].append(event)
+                    return
+                # An HTTP/1 connection serves one stream of an HTTP/2 client at a time: that needs a new one.
+                if connection.connected and not (self.context.client.alpn == b"h2" and connection.alpn != b"h2"):
+                    yield from self._reply(event, (connection, None))
+                    return
+        context = self.context.fork()
+        context.server = Server(address=self._pin.address, transport_protocol="tcp")
+        stack = tunnel.LayerStack()
+        if self._pin.tls:
+            context.server.sni = self._pin.facts.host
+            stack /= tls.ServerTLSLayer(context)
+        stack /= StrictHttpClient(context, self._pin)
+        self.connections[context.server] = stack[0]
+        self.waiting_for_establishment[context.server].append(event)
+        yield from self.event_to_child(stack[0], events.Start())
+
+    def _reply(self, event: mitm_http.GetHttpConnection, reply: Any) -> Commands[None]:
+        stream = self.command_sources.pop(event)
+        yield from self.event_to_child(stream, mitm_http.GetHttpConnectionCompleted(event, reply))

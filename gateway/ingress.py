@@ -1,0 +1,117 @@
+"""The way in: connections from the control plane to a port of this sandbox.
+
+A peer connects to the unix listener this worker was born with, writes a port (2 bytes, big-endian), reads one byte
+(0 connected, 1 refused), and is then relayed to that port of the sandbox.
+
+- The destination is the configured inside address and nothing a peer can choose; the socket is tied to the link.
+- Each connection is accepted into the audit log before it is dialled; without the log it is refused.
+- Connections are counted and bounded, the preamble and the dial have deadlines. An established relay has no idle
+  limit: terminals and event streams are silent for hours.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from audit.client import AuditClient, AuditUnavailable
+from gateway.config import GatewayConfig
+from gateway.inside import InsideSockets
+from gateway.splice import Traffic, relay
+
+MAX_CONNECTIONS = 256
+PREAMBLE_SECONDS = 5.0
+DIAL_SECONDS = 5.0
+_CONNECTED = b"\x00"
+_REFUSED = b"\x01"
+
+
+class Ingress:
+    """Serves the ingress listener of one worker.
+
+    Args:
+        config: the active configuration, None before the first one: everything is refused then.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        inside: InsideSockets,
+        audit: AuditClient,
+        config: Callable[[], GatewayConfig | None],
+    ) -> None:
+        self._listener = listener
+        self._inside = inside
+        self._audit = audit
+        self._config = config
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Accept for ever."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        while True:
+            try:
+                peer, _ = await loop.sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                peer.close()
+                continue
+            task = loop.create_task(self._connection(peer), name="ingress")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _connection(self, peer: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        traffic = Traffic()
+        with peer:
+            try:
+                async with asyncio.timeout(PREAMBLE_SECONDS):
+                    port = await _port(peer)
+                inner = await self._dial(port) if port else None
+                if inner is None:
+                    await loop.sock_sendall(peer, _REFUSED)
+                    return
+            except (OSError, TimeoutError):
+                return
+            with inner:
+                try:
+                    await loop.sock_sendall(peer, _CONNECTED)
+                    await relay(peer, inner, traffic, idle=None, total=None)
+                except OSError:
+                    return
+                finally:
+                    self._audit.note("ingress", "info", port=port, bytes_up=traffic.up, bytes_down=traffic.down)
+
+    async def _dial(self, port: int) -> socket.socket | None:
+        """A connection to the sandbox's port, or None when it is refused or cannot be recorded."""
+        config = self._config()
+        if config is None:
+            return None
+        try:
+            await self._audit.accept("ingress", "allow", port=port)
+        except AuditUnavailable:
+            return None
+        sock = await self._inside.dialling_socket()
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                await asyncio.get_running_loop().sock_connect(sock, (str(config.inside), port))
+        except (OSError, TimeoutError):
+            sock.close()
+            return None
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+
+async def _port(peer: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < 2:
+        part = await loop.sock_recv(peer, 2 - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return int.from_bytes(data, "big")

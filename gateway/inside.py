@@ -1,0 +1,80 @@
+"""Sockets that live in the gateway namespace, made for a process that lives in the upstream namespace.
+
+A socket belongs for ever to the network namespace of the thread that made it. One thread of the worker enters the
+gateway namespace, makes the listeners while the process is still root (port 53), and stays there to make the sockets
+that dial into the sandbox. All other threads remain in the upstream namespace.
+
+- Every socket of the inner side comes from `InsideSockets`; nothing else of the worker can reach the sandbox.
+- Dialling sockets are tied to the inner interface, so they reach this sandbox or nobody.
+- Upstream sockets are never made here.
+"""
+
+import asyncio
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+PROXY_PORT = 15001
+DNS_PORT = 53
+_BACKLOG = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """What the sandbox's traffic is redirected to."""
+
+    proxy: socket.socket
+    dns_udp: socket.socket
+    dns_tcp: socket.socket
+
+
+class InsideSockets:
+    """The thread in the gateway namespace.
+
+    Args:
+        namespace: descriptor of the gateway namespace; needs CAP_SYS_ADMIN now, never again.
+        interface: the gateway's end of the sandbox's link.
+
+    Raises:
+        OSError: the namespace cannot be entered.
+    """
+
+    def __init__(self, namespace: int, interface: str = "gw0") -> None:
+        self._interface = interface
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inside")
+        self._thread.submit(os.setns, namespace, os.CLONE_NEWNET).result()
+
+    def listen(self) -> Listeners:
+        """Make the three listeners; blocking, called once before privileges are dropped."""
+        return self._thread.submit(_listeners).result()
+
+    async def dialling_socket(self) -> socket.socket:
+        """A fresh non-blocking TCP socket towards the sandbox."""
+        return await asyncio.wrap_future(self._thread.submit(_dialling, self._interface))
+
+
+def _listeners() -> Listeners:
+    proxy = _tcp_listener(PROXY_PORT, _BACKLOG)
+    dns_tcp = _tcp_listener(DNS_PORT, 64)
+    dns_udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    dns_udp.bind(("0.0.0.0", DNS_PORT))  # noqa: S104 - every address of a namespace that has one interface
+    return Listeners(proxy, dns_udp, dns_tcp)
+
+
+def _tcp_listener(port: int, backlog: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("0.0.0.0", port))  # noqa: S104 - every address of a namespace that has one interface
+    sock.listen(backlog)
+    return sock
+
+
+def _dialling(interface: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode("ascii"))
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,96 @@
+"""Relays bytes between two connected sockets, untouched.
+
+- What one side sent is what the other gets, in order; an end of stream travels alone (half-close).
+- A reset or error of either side resets both; nothing is buffered beyond one chunk per direction (back-pressure).
+- With `idle` the relay ends when neither direction moved for that long, with `total` at that age.
+- The sockets stay the caller's; it closes them.
+
+It decides nothing and reads nothing of what it carries.
+"""
+
+import asyncio
+import socket
+import struct
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+_CHUNK = 1 << 16
+
+
+class End(StrEnum):
+    """Why a relay ended."""
+
+    CLOSED = "closed"
+    RESET = "reset"
+    IDLE = "idle"
+    TOTAL = "total"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes relayed so far; `up` is towards the second socket."""
+
+    up: int = 0
+    down: int = 0
+    moved: float = field(default=0.0)
+
+
+async def relay(
+    inner: socket.socket, outer: socket.socket, traffic: Traffic, *, idle: float | None, total: float | None
+) -> End:
+    """Relay until both directions ended.
+
+    Args:
+        traffic: updated as bytes move, so that a cancelled relay can still be accounted for.
+        idle: seconds without a byte in either direction; None never ends for that.
+        total: seconds the relay may last; None never ends for that.
+    """
+    loop = asyncio.get_running_loop()
+    traffic.moved = loop.time()
+
+    async def pump(source: socket.socket, sink: socket.socket, upwards: bool) -> None:
+        while data := await loop.sock_recv(source, _CHUNK):
+            await loop.sock_sendall(sink, data)
+            traffic.moved = loop.time()
+            if upwards:
+                traffic.up += len(data)
+            else:
+                traffic.down += len(data)
+        sink.shutdown(socket.SHUT_WR)
+
+    async def watch(seconds: float) -> None:
+        left = seconds
+        while left > 0:
+            await asyncio.sleep(left)
+            left = traffic.moved + seconds - loop.time()
+        raise _IdleError
+
+    try:
+        async with asyncio.timeout(total), asyncio.TaskGroup() as group:
+            watcher = group.create_task(watch(idle)) if idle is not None else None
+            pumps = [group.create_task(pump(inner, outer, True)), group.create_task(pump(outer, inner, False))]
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
+            if watcher is not None:
+                watcher.cancel()
+    except TimeoutError:
+        reset(inner, outer)
+        return End.TOTAL
+    except BaseExceptionGroup as group_error:
+        reset(inner, outer)
+        if group_error.subgroup(_IdleError) is not None:
+            return End.IDLE
+        if group_error.subgroup(OSError) is not None:
+            return End.RESET
+        raise
+    return End.CLOSED
+
+
+class _IdleError(Exception):
+    """Neither direction moved for too long."""
+
+
+def reset(*sockets: socket.socket) -> None:
+    """Make the close of these sockets a reset (RST), whatever is still unsent."""
+    for sock in sockets:
+        if sock.fileno() >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,0 +1,175 @@
+"""The only place that opens connections to the outside.
+
+- A name is resolved here and now: the operator's own map first, else the gateway's resolver. What the sandbox was
+  told in DNS, or which address it dialled, does not matter.
+- Every address is classified before it is dialled, and the socket is connected to that very address: nothing
+  resolves again in between. Pairs of the operator's map are exempt; they are the operator's word.
+- Sockets are made by the unprivileged worker, so the guard's rules by user id bind them.
+- While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines.
+- A caller's verdict must be in the audit log before it calls; the dialler records nothing.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from ipaddress import IPv4Address, IPv6Address
+
+from gateway.config import GatewayConfig
+from gateway.dns_logic import Outcome
+from gateway.resolver import Resolver
+from policy.addresses import dialable
+from policy.decision import Deny, decide_resolved
+
+_MAX_TRIES = 4
+_MAX_DIALS = 128
+
+
+class DialFailure(StrEnum):
+    """Why there is no connection; the value is the rule id of its audit record."""
+
+    GUARD = "guard"
+    UNCONFIGURED = "unconfigured"
+    RATE = "dial-rate"
+    NAME = "resolve"
+    ADDRESS = "address"
+    CONNECT = "connect"
+
+
+class DialError(Exception):
+    """No connection was made."""
+
+    def __init__(self, failure: DialFailure, reason: str) -> None:
+        super().__init__(reason)
+        self.failure = failure
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connected non-blocking socket and the address it is connected to."""
+
+    sock: socket.socket
+    address: IPv4Address | IPv6Address
+    port: int
+
+
+class Dialler:
+    """Opens upstream connections for one worker.
+
+    Args:
+        config: the active configuration, None before the first one.
+        guarded: False while the guard of the upstream namespace is gone.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        config: Callable[[], GatewayConfig | None],
+        guarded: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._resolver = resolver
+        self._config = config
+        self._guarded = guarded
+        self._clock = clock
+        self._tokens: float | None = None
+        self._refilled = 0.0
+        self._dialling = 0
+
+    async def dial(self, host: str, port: int) -> Connection:
+        """Connect to `host`, a checked name that policy allowed.
+
+        Raises:
+            DialError: no address of it could or may be reached.
+        """
+        config = self._ready()
+        candidates = await self._candidates(host, port, config)
+        return await self._connect(candidates, port, config)
+
+    async def dial_address(self, address: IPv4Address | IPv6Address, port: int) -> Connection:
+        """Connect to an address that policy allowed literally; it must be dialable all the same.
+
+        Raises:
+            DialError: it may not or cannot be reached.
+        """
+        config = self._ready()
+        refused = dialable(address, config.allowed_addresses)
+        if refused is not None:
+            raise DialError(DialFailure.ADDRESS, f"address is {refused.value}")
+        return await self._connect((address,), port, config)
+
+    async def _candidates(self, host: str, port: int, config: GatewayConfig) -> tuple[IPv4Address | IPv6Address, ...]:
+        """The addresses of `host` that may be dialled, IPv4 only unless the operator named others."""
+        mapped = config.host_addresses.get(host)
+        if mapped is not None:
+            return mapped
+        resolution = await self._resolver.resolve(host)
+        match resolution.outcome:
+            case Outcome.ADDRESSES:
+                pass
+            case Outcome.NXDOMAIN | Outcome.NODATA:
+                raise DialError(DialFailure.NAME, "name has no address")
+            case Outcome.FAILED | Outcome.REFUSED_ADDRESS:
+                raise DialError(DialFailure.NAME, "name could not be resolved")
+        answers = {item: permitted(config, host, item, port) for item in resolution.addresses}
+        open_ones = tuple(item for item, refused in answers.items() if refused is None)
+        if not open_ones:
+            raise DialError(DialFailure.ADDRESS, next(filter(None, answers.values()), "name has no address"))
+        return open_ones
+
+    def _ready(self) -> GatewayConfig:
+        config = self._config()
+        if config is None:
+            raise DialError(DialFailure.UNCONFIGURED, "no policy is active yet")
+        if not self._guarded():
+            raise DialError(DialFailure.GUARD, "the guard of the upstream namespace is not running")
+        rate = config.limits.dial_rate
+        now = self._clock()
+        held = 2.0 * rate if self._tokens is None else self._tokens + (now - self._refilled) * rate
+        self._tokens = min(2.0 * rate, held)
+        self._refilled = now
+        if self._tokens < 1 or self._dialling >= _MAX_DIALS:
+            raise DialError(DialFailure.RATE, "too many upstream connections are being opened")
+        self._tokens -= 1
+        return config
+
+    async def _connect(
+        self, addresses: tuple[IPv4Address | IPv6Address, ...], port: int, config: GatewayConfig
+    ) -> Connection:
+        self._dialling += 1
+        try:
+            for address in addresses[:_MAX_TRIES]:
+                if not self._guarded():
+                    raise DialError(DialFailure.GUARD, "the guard of the upstream namespace is not running")
+                try:
+                    async with asyncio.timeout(config.limits.connect):
+                        return Connection(await _connected(address, port), address, port)
+                except (OSError, TimeoutError):
+                    continue
+        finally:
+            self._dialling -= 1
+        raise DialError(DialFailure.CONNECT, "no address of the host could be reached")
+
+
+def permitted(config: GatewayConfig, host: str, address: IPv4Address | IPv6Address, port: int = 443) -> str | None:
+    """None when `host` may be dialled at this address it resolved to, else why not."""
+    refused = dialable(address, config.allowed_addresses)
+    if refused is not None:
+        return f"{host} resolves to a {refused.value} address"
+    decision = decide_resolved(config.policy, host, address, port)
+    return decision.reason if isinstance(decision, Deny) else None
+
+
+async def _connected(address: IPv4Address | IPv6Address, port: int) -> socket.socket:
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, (str(address), port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock

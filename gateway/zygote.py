@@ -1,0 +1,201 @@
+"""Imports everything once and forks one worker per sandbox.
+
+    python -m gateway.zygote CONFIG.json         root, in the upstream network namespace, SALLYPORT_CONTROL_FD set
+
+Single-threaded and blocking: a fork of a process with other threads or a running event loop is a fork of their locks.
+
+- It opens nothing of a sandbox and keeps nothing: descriptors that come with `fork` are closed here once the child has
+  them, and the child closes all others.
+- Children share its user and network namespace until they drop privileges, before they read a byte of a sandbox.
+- It shares one PID namespace with all workers: generators are reseeded by pid, and no two workers may have the same.
+- hostd's channel ended: it exits. Workers then see their own channels end.
+
+It does not restart workers and holds no policy or secret.
+"""
+
+import gc
+import json
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import wire.frames as frames
+from gateway import birth
+from wire.frames import FrameError, Message, close_all
+
+CONTROL_ENV = "SALLYPORT_CONTROL_FD"
+_FDS = 6
+_SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_MIN_UID = 1000
+
+_log = logging.getLogger("gateway.zygote")
+
+
+class RefusedError(Exception):
+    """A request of hostd's that is not one; code and sentence as it is told."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteConfig:
+    """The zygote's configuration file."""
+
+    worker_defaults: dict[str, Any]
+
+    @classmethod
+    def load(cls, path: Path) -> "ZygoteConfig":
+        """Read the file.
+
+        Raises:
+            ValueError: it is not exactly a configuration.
+        """
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or set(data) - {"worker_defaults"}:
+            raise ValueError("zygote configuration has unknown keys")
+        defaults = data.get("worker_defaults", {})
+        if not isinstance(defaults, dict) or defaults:
+            raise ValueError("worker_defaults has unknown keys")
+        return cls(defaults)
+
+
+class Zygote:
+    """The loop: requests of hostd in, exits of children out."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: set[int] = set()
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Serve until hostd's channel ends."""
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        while True:
+            readable, _, _ = select.select([self._control.fileno(), self._wake], [], [])
+            if self._wake in readable:
+                self._drain()
+                self._reap()
+            if self._control.fileno() in readable:
+                received = frames.receive(self._control)
+                if received is None:
+                    return
+                self._answer(*received)
+
+    def _drain(self) -> None:
+        try:
+            while os.read(self._wake, 512):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._children.clear()
+                return
+            if pid == 0:
+                return
+            self._children.discard(pid)
+            frames.send(self._control, {"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _answer(self, message: Message, fds: list[int]) -> None:
+        ident = message.get("id")
+        try:
+            result = self._handle(message, fds)
+            answer: Message = {"id": ident, "ok": result}
+        except RefusedError as error:
+            answer = {"id": ident, "error": {"code": error.code, "message": error.message}}
+        except OSError as error:
+            answer = {"id": ident, "error": {"code": "internal", "message": type(error).__name__}}
+        finally:
+            close_all(fds)
+        if ident is not None:
+            frames.send(self._control, answer)
+
+    def _handle(self, message: Message, fds: list[int]) -> Message:
+        match message.get("op"):
+            case "ping":
+                return {"pid": os.getpid(), "children": len(self._children)}
+            case "fork":
+                return {"pid": self._fork(parse_fork(message, fds))}
+            case op:
+                raise RefusedError("unknown_op", f"unknown operation {str(op)[:64]!r}")
+
+    def _fork(self, order: birth.Order) -> int:
+        if len(os.listdir("/proc/self/task")) != 1:
+            raise RefusedError("threads", "the zygote has threads and must be renewed")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                code = birth.become_worker(order)
+            except BaseException as error:  # noqa: BLE001 - the child never returns into the zygote's loop
+                _log.error("worker %s was not born: %s: %s", order.sandbox, type(error).__name__, error)
+            finally:
+                os._exit(code)
+        self._children.add(pid)
+        return pid
+
+
+def parse_fork(message: Message, fds: list[int]) -> birth.Order:
+    """Read a `fork` request.
+
+    Raises:
+        RefusedError: anything missing, extra, of another type or out of range.
+    """
+    if set(message) - {"id", "op", "sandbox", "generation", "uid", "gid", "cgroup"}:
+        raise RefusedError("bad_request", "fork has unknown parameters")
+    if len(fds) != _FDS:
+        raise RefusedError("bad_request", f"fork takes {_FDS} descriptors")
+    sandbox, cgroup = message.get("sandbox"), message.get("cgroup")
+    numbers = [message.get(name) for name in ("generation", "uid", "gid")]
+    if not isinstance(sandbox, str) or not _SANDBOX.fullmatch(sandbox):
+        raise RefusedError("bad_request", "sandbox is not a sandbox id")
+    if not isinstance(cgroup, list) or not all(isinstance(item, str) and item.startswith("/") for item in cgroup):
+        raise RefusedError("bad_request", "cgroup is not a list of absolute directories")
+    generation, uid, gid = (item if isinstance(item, int) and not isinstance(item, bool) else -1 for item in numbers)
+    if generation < 1 or not _MIN_UID <= uid < 2**32 - 1 or not _MIN_UID <= gid < 2**32 - 1:
+        raise RefusedError("bad_request", "generation, uid or gid is not one of a worker")
+    return birth.Order(sandbox, generation, uid, gid, tuple(cgroup), birth.Descriptors(*fds))
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point: `arguments` is the one configuration path."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(levelname)s: %(message)s")
+    if len(arguments) != 1:
+        _log.error("usage: python -m gateway.zygote CONFIG.json")
+        return 64
+    ZygoteConfig.load(Path(arguments[0]))
+    control = socket.socket(fileno=int(os.environ.pop(CONTROL_ENV)))
+    control.set_inheritable(False)
+    control.setblocking(True)
+    birth.preload()
+    gc.collect()
+    gc.freeze()
+    try:
+        Zygote(control).run()
+    except (FrameError, OSError) as error:
+        _log.error("control channel: %s", type(error).__name__)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

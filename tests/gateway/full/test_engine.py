@@ -1,0 +1,672 @@
+"""An inspected flow, end to end: what reaches the server, and what the sandbox sees of it."""
+
+import asyncio
+import base64
+import datetime
+import gzip
+import json
+import resource
+import ssl
+from pathlib import Path
+from urllib.parse import quote
+
+import brotli
+import httpx
+import pytest
+import zstandard
+
+from gateway.engine import EngineLimits
+from policy.decision import AllowRequest, Deny
+from policy.facts import Scheme
+from policy.injection import InjectionKind, InjectionPlan
+
+GET = b"GET %s HTTP/1.1\r\nHost: good.test\r\n\r\n"
+DAY = datetime.timedelta(days=1)
+
+
+async def test_an_allowed_request_reaches_the_server_with_the_secret(rig):
+    answer = await rig.exchange(GET % b"/v1/x")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b"\r\n\r\nok")
+    assert b"Authorization: Bearer " + rig.secret.encode() + b"\r\n" in rig.upstream.data
+    assert rig.secret.encode() not in answer
+    assert [("request", "allow"), ("secret.use", "allow")] == rig.audit.kinds()
+
+
+async def test_the_binding_owns_its_header(rig):
+    await rig.exchange(
+        b"GET /v1 HTTP/1.1\r\nHost: good.test\r\naUTHORIZATION: Bearer mine\r\nConnection: authorization\r\n"
+        b"Proxy-Authorization: Basic eA==\r\nRange: bytes=0-3\r\nAccept-Encoding: gzip\r\n\r\n"
+    )
+    head = rig.upstream.data.lower()
+    assert 1 == head.count(b"authorization:")
+    assert b"mine" not in head
+    assert b"range:" not in head
+    assert b"accept-encoding: identity" in head
+
+
+async def test_every_reflection_of_the_secret_is_taken_out(rig):
+    secret = rig.secret.encode()
+    encoded = [secret, base64.b64encode(b"Bearer " + secret), base64.b64encode(b"x" + secret), secret.hex().encode()]
+    encoded += [quote(rig.secret, safe="").encode(), quote(rig.secret, safe="").lower().encode()]
+    encoded += [json.dumps({"a": rig.secret}).encode().replace(b"/", b"\\/"), base64.urlsafe_b64encode(b"ab" + secret)]
+
+    async def reflect(head, body, writer):
+        text = b" ".join(encoded)
+        lines = b"".join(b"X-%d: a %s b\r\n" % (number, form) for number, form in enumerate(encoded))
+        writer.write(
+            b'HTTP/1.1 200 %s\r\n%s%s: name\r\nSet-Cookie: k=%s\r\nAlt-Svc: h3=":443"\r\nContent-Length: %d\r\n\r\n'
+            % (secret.replace(b"/", b""), lines, b"ok", secret, len(text))
+        )
+        # Byte by byte, so that every match is cut.
+        for index in range(len(text)):
+            writer.write(text[index : index + 1])
+            await writer.drain()
+
+    rig.upstream.reply = reflect
+    answer = await rig.exchange(GET % b"/v1")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert len(b" ".join(encoded)) == len(body)
+    for core in (secret, secret[4:12], secret.hex().encode(), base64.b64encode(secret)[4:16]):
+        assert core not in answer
+    assert quote(rig.secret, safe="").encode() not in answer
+    assert b"[REDACTED]" in head
+    assert b"alt-svc" not in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "encode"),
+    [("gzip", gzip.compress), ("br", brotli.compress), ("zstd", zstandard.ZstdCompressor().compress)],
+)
+async def test_an_encoded_reflection_is_decoded_and_taken_out(rig, name, encode):
+    body = encode(b"before " + rig.secret.encode() + b" after")
+
+    async def reflect(_head, _body, writer):
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: %s\r\nContent-Length: %d\r\n\r\n" % (name.encode(), len(body))
+        )
+        writer.write(body)
+
+    rig.upstream.reply = reflect
+    answer = await rig.exchange(GET % b"/v1")
+    assert answer.endswith(b"before " + b"*" * len(rig.secret) + b" after")
+    assert b"content-encoding" not in answer.lower()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        (b"gzip", gzip.compress(bytes(64 * 1024 * 1024))),
+        (b"gzip", gzip.compress(b"cut off")[:-4]),
+        (b"br", brotli.compress(bytes(64 * 1024 * 1024))),
+        (b"zstd", zstandard.ZstdCompressor().compress(bytes(64 * 1024 * 1024))),
+        (b"zstd", zstandard.ZstdCompressor().compress(b"cut off")[:-4]),
+        (b"rot13", b"frperg"),
+        (b"gzip, gzip, gzip", b"x"),
+    ],
+    ids=["bomb", "truncated", "br-bomb", "zstd-bomb", "zstd-truncated", "unknown", "layers"],
+)
+async def test_what_cannot_be_decoded_is_a_502(rig, encoding, body):
+    async def reflect(_head, _body, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: %s\r\nContent-Length: %d\r\n\r\n" % (encoding, len(body)))
+        writer.write(body)
+
+    rig.upstream.reply = reflect
+    answer = await rig.exchange(GET % b"/v1")
+    assert answer.startswith(b"HTTP/1.1 502 ")
+
+
+async def test_a_response_cut_inside_the_secret_shows_no_part_of_it(rig):
+    async def cut(_head, _body, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nvalue=" + rig.secret.encode()[:-2])
+        writer.close()
+
+    rig.upstream.reply = cut
+    answer = await rig.exchange(GET % b"/v1")
+    assert b"value=" in answer
+    assert rig.secret.encode()[:6] not in answer
+
+
+async def test_a_denied_path_is_a_403_and_the_server_hears_nothing(rig):
+    answer = await rig.exchange(b"GET /denied/x?q=1 HTTP/1.1\r\nHost: good.test\r\nAccept: application/json\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 403 Forbidden\r\n")
+    told = json.loads(body)
+    assert ("no-denied", "this path is closed") == (told["rule"], told["reason"])
+    assert "GET https://good.test/denied/x" == told["request"]
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    assert [("request", "deny")] == rig.audit.kinds()
+
+
+async def test_a_denied_upload_is_answered_before_its_body_and_the_connection_lives_on(rig):
+    reader, writer = await rig.connect()
+    writer.write(b"POST /denied HTTP/1.1\r\nHost: good.test\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 403 ")
+    body = await reader.readuntil(b"https://good.test/denied\n")
+    assert b"no-denied" in body
+    writer.write(b"12345" + GET % b"/v1")
+    assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+    assert 1 == rig.upstream.requests
+    writer.close()
+
+
+@pytest.mark.parametrize("host", [b"other.test", b"evil.test", b"good.test:8443", b"good.test.evil.test"])
+async def test_a_host_that_is_not_the_server_name_is_a_421(rig, host):
+    answer = await rig.exchange(b"GET /v1 HTTP/1.1\r\nHost: %s\r\n\r\n" % host)
+    assert answer.startswith(b"HTTP/1.1 421 ")
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    assert [("request", "deny")] == rig.audit.kinds()
+
+
+async def test_a_later_request_for_another_host_is_refused(rig):
+    reader, writer = await rig.connect()
+    writer.write(GET % b"/v1")
+    assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+    writer.write(b"GET /v1 HTTP/1.1\r\nHost: evil.test\r\n\r\n")
+    assert (await read_to_end(reader)).startswith(b"HTTP/1.1 421 ")
+    assert 1 == rig.upstream.requests
+    writer.close()
+
+
+async def read_to_end(reader):
+    async with asyncio.timeout(5):
+        return await reader.read()
+
+
+POST = b"POST /v1 HTTP/1.1\r\nHost: good.test\r\n"
+SMUGGLING = {
+    "cl.te": POST + b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nG",
+    "te.te": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: x\r\n\r\n0\r\n\r\n",
+    "te-case": b"POST /v1 HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding: Chunked\r\n\r\n0\r\n\r\n",
+    "te-tab": b"POST /v1 HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
+    "te-underscore": b"POST /v1 HTTP/1.1\r\nHost: good.test\r\nTransfer_Encoding: chunked\r\n\r\n",
+    "te-10": b"POST /v1 HTTP/1.0\r\nHost: good.test\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "cl-twice": b"POST /v1 HTTP/1.1\r\nHost: good.test\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\nx",
+    "cl-plus": b"POST /v1 HTTP/1.1\r\nHost: good.test\r\nContent-Length: +1\r\n\r\nx",
+    "host-twice": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\nHost: good.test\r\n\r\n",
+    "no-host": b"GET /v1 HTTP/1.1\r\n\r\n",
+    "fold": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\nX: a\r\n b\r\n\r\n",
+    "lf": b"GET /v1 HTTP/1.1\nHost: good.test\n\n",
+    "cr": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\nX: a\rb\r\n\r\n",
+    "nul": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\nX: a\0b\r\n\r\n",
+    "name-space": b"GET /v1 HTTP/1.1\r\nHost : good.test\r\n\r\n",
+    "blank-first": b"\r\nGET /v1 HTTP/1.1\r\nHost: good.test\r\n\r\n",
+    "version": b"GET /v1 HTTP/1.2\r\nHost: good.test\r\n\r\n",
+    "http09": b"GET /v1\r\n\r\n",
+    "connect": b"CONNECT good.test:443 HTTP/1.1\r\nHost: good.test:443\r\n\r\n",
+    "trace": b"TRACE /v1 HTTP/1.1\r\nHost: good.test\r\n\r\n",
+    "asterisk": b"OPTIONS * HTTP/1.1\r\nHost: good.test\r\n\r\n",
+    "absolute-evil": b"GET https://evil.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n",
+    "absolute-http": b"GET http://good.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n",
+    "h2c": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    b"HTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n",
+    "preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "expect": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\nExpect: xyz\r\n\r\n",
+    "huge": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\nX: " + b"a" * 70000 + b"\r\n\r\n",
+    "many": b"GET /v1 HTTP/1.1\r\nHost: good.test\r\n" + b"X: a\r\n" * 200 + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("raw", SMUGGLING.values(), ids=SMUGGLING.keys())
+async def test_a_request_that_can_be_read_in_two_ways_is_refused(rig, raw):
+    answer = await rig.exchange(raw)
+    assert answer.startswith((b"HTTP/1.1 4", b"")) and b" 200 " not in answer.split(b"\r\n")[0]
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    assert ("request", "deny") in rig.audit.kinds()
+
+
+async def test_chunked_bodies_are_framed_anew_without_trailers(rig):
+    raw = (
+        b"POST /v1 HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding: chunked\r\nTrailer: X-T\r\n\r\n"
+        b"3;ext=1\r\nabc\r\n02\r\nde\r\n0\r\nX-T: 1\r\nAuthorization: evil\r\n\r\n"
+    )
+    answer = await rig.exchange(raw)
+    assert answer.endswith(b"ok")
+    assert b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" == rig.upstream.data.partition(b"\r\n\r\n")[2]
+    assert b"evil" not in rig.upstream.data
+
+
+async def test_pipelined_requests_are_judged_one_by_one(rig):
+    answer = await rig.exchange(GET % b"/v1/1" + GET % b"/denied" + GET % b"/v1/2")
+    assert [b"200", b"403", b"200"] == [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+    assert 2 == rig.upstream.requests
+    assert b"/denied" not in rig.upstream.data
+
+
+@pytest.mark.parametrize("case", ["self-signed", "wrong-name", "expired", "future", "other-root", "wildcard", "plain"])
+async def test_a_server_that_cannot_be_verified_gets_no_http(lab, case):
+    leaves = {
+        "wrong-name": lambda: lab.upstream_root.leaf("evil.test"),
+        "expired": lambda: lab.upstream_root.leaf("good.test", since=-3 * DAY, until=-DAY),
+        "future": lambda: lab.upstream_root.leaf("good.test", since=DAY, until=3 * DAY),
+        "other-root": lambda: lab.stranger("Other").leaf("good.test"),
+        "wildcard": lambda: lab.upstream_root.leaf("*.test"),
+        "self-signed": lambda: lab.stranger("good.test"),
+    }
+    context = None if case == "plain" else lab.tls(leaves[case]())
+    async with lab.running(context, EngineLimits(handshake_seconds=0.4)) as rig:
+        answer = await rig.exchange(GET % b"/v1")
+    assert answer.startswith(b"HTTP/1.1 502 Bad Gateway\r\n")
+    assert b"ertif" not in answer and b"mitm" not in answer.lower() and b"127.0.0.1" not in answer
+    assert 1 == rig.dials
+    assert b"" == rig.upstream.data
+
+
+async def test_an_old_tls_version_upstream_is_refused(lab):
+    context = lab.tls(lab.upstream_root.leaf("good.test"))
+    with pytest.warns(DeprecationWarning):
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+        context.minimum_version = ssl.TLSVersion.TLSv1
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    async with lab.running(context) as rig:
+        assert (await rig.exchange(GET % b"/v1")).startswith(b"HTTP/1.1 502 ")
+    assert b"" == rig.upstream.data
+
+
+async def test_a_decider_that_raises_closes_the_flow(rig):
+    def broken(_facts):
+        raise RuntimeError("no decision")
+
+    rig.decide = broken
+    assert b"" == await rig.exchange(GET % b"/v1")
+    await asyncio.wait(rig.flows)
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    assert ("flow", "deny") in rig.audit.kinds()
+
+
+async def test_a_decider_without_an_answer_closes_the_flow(rig):
+    rig.decide = lambda _facts: None
+    assert b"" == await rig.exchange(GET % b"/v1")
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+
+
+async def test_a_request_nobody_stamped_closes_the_flow(rig, monkeypatch):
+    from gateway.full.gate import Gate
+
+    async def forgetful(_self, _flow):
+        return None
+
+    monkeypatch.setattr(Gate, "requestheaders", forgetful)
+    assert b"" == await rig.exchange(GET % b"/v1")
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+
+
+@pytest.mark.parametrize("failing", ["request", "secret.use"])
+async def test_without_the_log_nothing_leaves(rig, failing):
+    rig.audit.failing = frozenset({failing})
+    assert (await rig.exchange(GET % b"/v1")).startswith(b"HTTP/1.1 503 ")
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+
+
+async def test_without_the_vault_nothing_leaves_but_other_requests_do(rig):
+    rig.broken_lease = True
+    answer = await rig.exchange(GET % b"/v1" + GET % b"/open")
+    assert [b"503", b"200"] == [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+    assert b"credential proxy unavailable" in answer
+    assert 1 == rig.upstream.requests
+
+
+async def test_a_value_that_would_split_a_header_is_not_sent(rig):
+    rig.secret = "good\r\nHost: evil.test"
+    assert (await rig.exchange(GET % b"/v1")).startswith(b"HTTP/1.1 503 ")
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+
+
+async def test_a_basic_login_is_taken_out_in_all_its_forms(rig):
+    rig.plan = InjectionPlan("git", "git-login", InjectionKind.BASIC, "Authorization")
+    rig.secret = "user:pass-word/123"
+
+    async def reflect(head, _body, writer):
+        sent = head.partition(b"Authorization: Basic ")[2].partition(b"\r\n")[0]
+        text = sent + b" " + base64.b64decode(sent) + b" pass-word/123"
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+
+    rig.upstream.reply = reflect
+    answer = await rig.exchange(GET % b"/v1")
+    assert b"Basic " + base64.b64encode(rig.secret.encode()) in rig.upstream.data
+    assert b"pass" not in answer and b"dXNlcjpwYXNz" not in answer
+
+
+async def test_a_client_that_only_speaks_http2_is_served(rig):
+    async with httpx.AsyncClient(http1=False, http2=True, verify=rig.only_h2()) as client:
+        answers = [
+            await client.request(
+                method,
+                f"https://127.0.0.1:{rig.port}{path}",
+                headers={"host": "good.test", "te": "trailers"},
+                content=body,
+                extensions={"sni_hostname": "good.test"},
+            )
+            for method, path, body in [("GET", "/v1", b""), ("POST", "/v1", b"12345"), ("GET", "/denied", b"")]
+        ]
+    assert [("HTTP/2", 200), ("HTTP/2", 200), ("HTTP/2", 403)] == [
+        (one.http_version, one.status_code) for one in answers
+    ]
+    assert 2 == rig.upstream.data.count(b"Authorization: Bearer " + rig.secret.encode())
+    assert rig.upstream.data.endswith(b"12345")
+
+
+async def test_an_http2_body_of_unknown_length_is_framed_for_the_server(rig):
+    async def parts():
+        yield b"abc"
+        yield b"GET /smuggled HTTP/1.1\r\nHost: good.test\r\n\r\n"
+
+    async with httpx.AsyncClient(http1=False, http2=True, verify=rig.only_h2()) as client:
+        answer = await client.post(
+            f"https://127.0.0.1:{rig.port}/v1",
+            headers={"host": "good.test"},
+            content=parts(),
+            extensions={"sni_hostname": "good.test"},
+        )
+    assert 200 == answer.status_code
+    assert {("POST", "/v1")} == {(facts.method, facts.path) for facts in rig.facts}
+    assert b"Transfer-Encoding: chunked\r\n" in rig.upstream.data
+    assert b"3\r\nabc\r\n" in rig.upstream.data
+
+
+async def test_an_http2_authority_of_another_host_is_refused(rig):
+    async with httpx.AsyncClient(http1=False, http2=True, verify=rig.only_h2()) as client:
+        answer = await client.get(
+            f"https://127.0.0.1:{rig.port}/v1",
+            headers={"host": "evil.test"},
+            extensions={"sni_hostname": "good.test"},
+        )
+    assert 421 == answer.status_code
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+
+
+async def test_http_1_is_chosen_where_a_client_offers_both(rig):
+    _, writer = await rig.connect(alpn=("h2", "http/1.1"))
+    assert "http/1.1" == writer.get_extra_info("ssl_object").selected_alpn_protocol()
+    writer.close()
+
+
+async def test_a_client_that_offers_no_http_is_closed(rig):
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await rig.connect(alpn=("ftp",))
+    assert 0 == rig.dials
+
+
+async def test_curl_is_served(rig, tmp_path):
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text(rig.sandbox_root.pem)
+    process = await asyncio.create_subprocess_exec(
+        *("curl", "-sS", "-i", "--cacert", str(bundle), "--connect-to", f"good.test:443:127.0.0.1:{rig.port}"),
+        *("-H", "Authorization: Bearer placeholder", "-d", "x=1", "https://good.test/v1"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await process.communicate()
+    assert 0 == process.returncode
+    assert out.endswith(b"ok")
+    assert b"placeholder" not in rig.upstream.data
+
+
+async def test_informational_answers_do_not_take_the_place_of_the_final_one(rig):
+    async def early(_head, _body, writer):
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    rig.upstream.reply = early
+    answer = await rig.exchange(GET % b"/v1")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n") and answer.endswith(b"ok")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\nraw",
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100,
+        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 200_000,
+        b"nonsense\r\n\r\n",
+    ],
+    ids=["cl-te", "coding", "101", "many-1xx", "huge", "nonsense"],
+)
+async def test_a_response_that_cannot_be_trusted_is_not_passed_on(rig, raw):
+    async def reply(_head, _body, writer):
+        writer.write(raw)
+
+    rig.upstream.reply = reply
+    answer = await rig.exchange(GET % b"/v1")
+    assert answer.startswith(b"HTTP/1.1 502 ") or answer == b""
+
+
+async def test_a_second_response_is_given_to_nobody(rig):
+    async def twice(_head, _body, writer):
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok" + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
+        )
+
+    rig.upstream.reply = twice
+    answer = await rig.exchange(GET % b"/v1/1" + GET % b"/v1/2")
+    assert b"evil" not in answer
+    assert 2 == len(rig.upstream.received)
+
+
+async def test_redirects_are_passed_on_and_not_followed(rig):
+    async def redirect(_head, _body, writer):
+        writer.write(
+            b"HTTP/1.1 302 Found\r\nLocation: https://evil.test/?t=%s\r\nContent-Length: 0\r\n\r\n"
+            % rig.secret.encode()
+        )
+
+    rig.upstream.reply = redirect
+    answer = await rig.exchange(GET % b"/v1")
+    assert b"Location: https://evil.test/?t=[REDACTED]\r\n" in answer
+    assert 1 == rig.dials
+
+
+WEBSOCKET = (
+    b"GET %s HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+async def accept_websocket(_head, _body, writer):
+    writer.write(
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\nserver-frame"
+    )
+
+
+async def test_a_websocket_is_relayed_where_no_secret_is_used(rig):
+    rig.upstream.reply = accept_websocket
+    answer = await rig.exchange(WEBSOCKET % b"/open")
+    assert answer.startswith(b"HTTP/1.1 101 ") and answer.endswith(b"server-frame")
+
+
+async def test_a_websocket_with_a_secret_is_denied(rig):
+    rig.upstream.reply = accept_websocket
+    answer = await rig.exchange(WEBSOCKET % b"/v1")
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+
+
+async def test_a_wrong_accept_value_opens_no_tunnel(rig):
+    async def wrong(_head, _body, writer):
+        writer.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Accept: AAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n\r\ntunnel"
+        )
+
+    rig.upstream.reply = wrong
+    assert b"" == await rig.exchange(WEBSOCKET % b"/open")
+
+
+async def test_plain_http_is_inspected_too(lab):
+    async with lab.running(None, scheme=Scheme.HTTP) as rig:
+        rig.decide = lambda facts: Deny("r", "no") if facts.path == "/denied" else AllowRequest("r")
+        answer = await rig.exchange(GET % b"/a" + GET % b"/denied" + b"GET / HTTP/1.1\r\nHost: mitm.it\r\n\r\n")
+    assert [b"200", b"403", b"421"] == [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+    assert 1 == rig.upstream.requests
+
+
+def resident() -> int:
+    """Bytes of memory of this process: engine, server and client together."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def test_large_bodies_pass_in_both_directions_at_constant_memory(rig):
+    size = 50 * 1024 * 1024
+    chunk = bytes(65536)
+
+    await rig.exchange(GET % b"/v1")
+
+    async def big(_head, _body, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+        for _ in range(size // len(chunk)):
+            writer.write(chunk)
+            await writer.drain()
+
+    rig.upstream.reply = big
+    rig.upstream.keep = False
+    before = peak = resident()
+    reader, writer = await rig.connect()
+    writer.write(b"POST /v1 HTTP/1.1\r\nHost: good.test\r\nContent-Length: %d\r\n\r\n" % size)
+    for _ in range(size // len(chunk)):
+        writer.write(chunk)
+        await writer.drain()
+        peak = max(peak, resident())
+    head = await reader.readuntil(b"\r\n\r\n")
+    received = 0
+    while received < size:
+        received += len(await reader.read(1 << 20))
+        peak = max(peak, resident())
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert size == received
+    assert size in rig.upstream.bodies
+    assert peak - before < 16 * 1024 * 1024
+
+
+async def test_revoking_a_secret_cuts_the_flows_that_used_it(rig):
+    reader, writer = await rig.connect()
+    writer.write(GET % b"/v1")
+    await reader.readuntil(b"ok")
+    assert 0 == rig.engine.revoke(frozenset({"other"}))
+    assert 1 == rig.engine.revoke(frozenset({"api-token"}))
+    assert b"" == await rest(reader)
+    writer.close()
+
+
+async def test_tightening_the_policy_cuts_requests_in_progress(rig):
+    started = asyncio.Event()
+
+    async def endless(_head, _body, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        await writer.drain()
+        started.set()
+        await asyncio.Event().wait()
+
+    rig.upstream.reply = endless
+    reader, writer = await rig.connect()
+    writer.write(GET % b"/open")
+    await reader.readuntil(b"hello")
+    assert 0 == rig.engine.recheck()
+    rig.decide = lambda _facts: Deny("new", "closed")
+    assert 1 == rig.engine.recheck()
+    assert b"" == (await rest(reader)).removeprefix(b"\r\n")
+    writer.close()
+
+
+async def rest(reader):
+    try:
+        async with asyncio.timeout(3):
+            return await reader.read()
+    except OSError:
+        return b""
+
+
+async def test_flows_over_the_limit_and_silent_handshakes_are_closed(lab):
+    context = lab.tls(lab.upstream_root.leaf("good.test"))
+    async with lab.running(context, EngineLimits(flows=1, handshake_seconds=0.3)) as rig:
+        silent_reader, silent = await asyncio.open_connection("127.0.0.1", rig.port)
+        silent.write(client_hello("good.test"))
+        await silent_reader.readexactly(1)  # the flow is being served
+        with pytest.raises((OSError, ssl.SSLError)):
+            await rig.connect()
+        async with asyncio.timeout(3):
+            try:
+                while await silent_reader.read(65536):
+                    pass
+            except ConnectionError:
+                pass
+        silent.close()
+
+
+def client_hello(host):
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname=host)
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
+
+
+async def test_events_arrive_one_by_one_and_a_secret_split_over_two_is_taken_out(rig):
+    go_on = asyncio.Event()
+    secret = rig.secret.encode()
+
+    async def events(_head, _body, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for part in (b"data: one\n\n", b"data: " + secret[:7], secret[7:] + b"\n\n"):
+            writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+            await writer.drain()
+            if part.startswith(b"data: one"):
+                await go_on.wait()
+        writer.write(b"0\r\n\r\n")
+
+    rig.upstream.reply = events
+    reader, writer = await rig.connect()
+    writer.write(GET % b"/v1")
+    async with asyncio.timeout(3):
+        assert (await reader.readuntil(b"data: one\n\n")).startswith(b"HTTP/1.1 200 ")
+        go_on.set()
+        rest_of_it = await reader.readuntil(b"0\r\n\r\n")
+    assert len(secret) == rest_of_it.count(b"*")
+    assert secret[:7] not in rest_of_it and secret[7:] not in rest_of_it
+    writer.close()
+
+
+async def test_a_flood_of_resets_ends_the_connection(rig):
+    reader, writer, client = await rig.speak_h2()
+    fields = [(":method", "GET"), (":scheme", "https"), (":authority", "good.test"), (":path", "/v1")]
+    for number in range(400):
+        stream = 1 + 2 * number
+        client.send_headers(stream, fields, end_stream=True)
+        client.reset_stream(stream)
+    writer.write(client.data_to_send())
+    await rest(reader)
+    assert reader.at_eof() or reader.exception() is not None
+    await asyncio.wait(rig.flows)
+    assert len(rig.facts) <= 220
+    writer.close()
+
+
+@pytest.mark.parametrize("scheme", ["http", "ftp"])
+async def test_an_http2_scheme_that_is_not_the_connections_is_refused(rig, scheme):
+    reader, writer, client = await rig.speak_h2()
+    client.send_headers(
+        1, [(":method", "GET"), (":scheme", scheme), (":authority", "good.test"), (":path", "/v1")], True
+    )
+    writer.write(client.data_to_send())
+    await rest(reader)
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    assert [] == rig.facts
+    writer.close()
+
+
+async def test_a_denied_head_request_leaves_the_connection_in_step(rig):
+    answer = await rig.exchange(b"HEAD /denied HTTP/1.1\r\nHost: good.test\r\n\r\n" + GET % b"/v1")
+    first, second = answer.split(b"\r\n\r\n", 1)
+    assert first.startswith(b"HTTP/1.1 403 ")
+    assert second.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_decision_that_is_void_by_the_time_the_secret_is_there_is_not_carried_out(rig):
+    answers = iter([AllowRequest("api", (rig.plan,)), Deny("new", "closed")])
+    rig.decide = lambda _facts: next(answers)
+    assert (await rig.exchange(GET % b"/v1")).startswith(b"HTTP/1.1 403 ")
+    assert (0, b"") == (rig.dials, rig.upstream.data)

@@ -1,0 +1,219 @@
+"""A query gets what policy says of the very labels on the wire, whatever else its bytes are."""
+
+import struct
+from ipaddress import ip_address
+
+import dnslib
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.dns_logic import Answer, DnsLimits, Drop, Outcome, Resolve, handle, reply_limit, resolved
+from policy.compiled import CompiledPolicy
+from policy.facts import Scheme
+from policy.names import HostPattern
+from policy.rules import Action, DnsSettings, Endpoint, Precedence, Rule, RuleList
+
+NOERROR, FORMERR, NXDOMAIN, NOTIMP, REFUSED = 0, 1, 3, 4, 5
+
+
+def policy(*hosts: str, dns: DnsSettings | None = None) -> CompiledPolicy:
+    rule = Rule("r", Action.ALLOW, tuple(HostPattern(host) for host in hosts), endpoints=(Endpoint(443, Scheme.HTTPS),))
+    return CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(rule,)),), dns=dns or DnsSettings())
+
+
+POLICY = policy("good.example.com", "*.wild.example.com")
+
+
+def ask(message: bytes, rules: CompiledPolicy | None = POLICY, limits: DnsLimits | None = None, now: float = 0.0):  # type: ignore[no-untyped-def]
+    return handle(message, rules, limits or DnsLimits(), now)
+
+
+def name(*labels: bytes) -> bytes:
+    return b"".join(bytes((len(label),)) + label for label in labels) + b"\0"
+
+
+def query(raw_name: bytes, qtype: int = 1, qclass: int = 1, *, flags: int = 0x0100, ident: int = 7) -> bytes:
+    return struct.pack("!HHHHHH", ident, flags, 1, 0, 0, 0) + raw_name + struct.pack("!HH", qtype, qclass)
+
+
+GOOD = name(b"good", b"example", b"com")
+BAD = name(b"bad", b"example", b"com")
+
+
+def rcode(verdict: object) -> int:
+    assert isinstance(verdict, Answer)
+    return verdict.data[3] & 0xF
+
+
+def test_an_allowed_name_is_resolved_as_it_was_judged_whatever_its_letter_case() -> None:
+    verdict = ask(query(name(b"GoOd", b"eXample", b"COM")))
+    assert isinstance(verdict, Resolve)
+    assert "good.example.com" == verdict.host
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (query(BAD), NXDOMAIN),
+        (query(name(b"wild", b"example", b"com")), NXDOMAIN),
+        (query(name(b"xgood", b"example", b"com")), NXDOMAIN),
+        (query(name(b"good.example.com")), NXDOMAIN),
+        (query(name(b"good.example", b"com")), NXDOMAIN),
+        (query(name(b"good\0", b"example", b"com")), NXDOMAIN),
+        (query(name(b"x\\.y", b"wild", b"example", b"com")), NXDOMAIN),
+        (query(name(b"\xff", b"wild", b"example", b"com")), NXDOMAIN),
+        (query(name(b"good", b"example", b"com", b"127", b"0", b"0", b"1")), NXDOMAIN),
+        (query(b"\0"), NXDOMAIN),
+        (query(name(b"1", b"2", b"0", b"192", b"in-addr", b"arpa"), 12), NXDOMAIN),
+        (query(GOOD, 12), NXDOMAIN),
+        (query(GOOD, 28), NOERROR),
+        (query(GOOD, 65), NOERROR),
+        (query(GOOD, 64), NOERROR),
+        (query(GOOD, 16), REFUSED),
+        (query(GOOD, 255), REFUSED),
+        (query(GOOD, 252), REFUSED),
+        (query(GOOD, 10), REFUSED),
+        (query(GOOD, 65280), REFUSED),
+        (query(GOOD, 1, 3), REFUSED),
+        (query(GOOD, 1, 255), REFUSED),
+        (query(GOOD, flags=0x2800), NOTIMP),
+        (query(GOOD, flags=0x1000), NOTIMP),
+        (query(GOOD) + b"x", FORMERR),
+        (query(GOOD)[:-1], FORMERR),
+        (query(b"\xc0\x0c"), FORMERR),
+        (query(b"\x40" + b"a" * 64 + b"\0"), FORMERR),
+        (query(name(*[b"a" * 63] * 4)), FORMERR),
+        (struct.pack("!HHHHHH", 1, 0, 0, 0, 0, 0), FORMERR),
+        (struct.pack("!HHHHHH", 1, 0, 2, 0, 0, 0) + (GOOD + b"\0\1\0\1") * 2, FORMERR),
+        (struct.pack("!HHHHHH", 1, 0, 65535, 0, 0, 0) + GOOD + b"\0\1\0\1", FORMERR),
+        (struct.pack("!HHHHHH", 1, 0, 1, 1, 0, 0) + GOOD + b"\0\1\0\1", FORMERR),
+    ],
+)
+def test_everything_else_is_answered_here(message: bytes, expected: int) -> None:
+    assert expected == rcode(ask(message))
+
+
+@pytest.mark.parametrize("message", [b"", b"x", b"\0" * 11, query(GOOD, flags=0x8000)])
+def test_what_is_not_a_query_gets_no_answer(message: bytes) -> None:
+    assert isinstance(ask(message), Drop)
+
+
+def test_before_the_first_policy_everything_is_refused() -> None:
+    assert REFUSED == rcode(ask(query(GOOD), None))
+
+
+def test_a_denied_name_says_blocked_to_a_client_that_speaks_edns() -> None:
+    record = dnslib.DNSRecord.question("bad.example.com")
+    record.add_ar(dnslib.EDNS0(udp_len=4096, opts=[dnslib.EDNSOption(8, b"secret subnet")]))
+    verdict = ask(record.pack())
+    answer = dnslib.DNSRecord.parse(verdict.data)
+    assert [15] == [option.code for option in answer.ar[0].rdata]
+    assert b"\0\x0f" == answer.ar[0].rdata[0].data[:2]
+
+
+def test_two_opt_records_or_another_additional_are_malformed() -> None:
+    opt = b"\0" + struct.pack("!HHIH", 41, 4096, 0, 0)
+    head = struct.pack("!HHHHHH", 1, 0, 1, 0, 0, 2)
+    assert FORMERR == rcode(ask(head + GOOD + b"\0\1\0\1" + opt + opt))
+    tsig = b"\0" + struct.pack("!HHIH", 250, 255, 0, 0)
+    assert FORMERR == rcode(ask(struct.pack("!HHHHHH", 1, 0, 1, 0, 0, 1) + GOOD + b"\0\1\0\1" + tsig))
+
+
+def test_an_unknown_edns_version_is_badvers() -> None:
+    opt = b"\0" + struct.pack("!HHIH", 41, 4096, 1 << 16, 0)
+    verdict = ask(struct.pack("!HHHHHH", 1, 0, 1, 0, 0, 1) + GOOD + b"\0\1\0\1" + opt)
+    assert isinstance(verdict, Answer)
+    answer = dnslib.DNSRecord.parse(verdict.data)
+    assert (0, 1) == (answer.header.rcode, answer.ar[0].ttl >> 24)
+
+
+def test_the_query_rate_is_bounded_and_recovers() -> None:
+    rules, limits = policy("good.example.com", dns=DnsSettings(query_rate=2, query_burst=4)), DnsLimits()
+    verdicts = [type(ask(query(GOOD), rules, limits)) for _ in range(6)]
+    assert [Resolve] * 4 + [Answer] * 2 == verdicts
+    assert isinstance(ask(query(GOOD), rules, limits, now=1.0), Resolve)
+
+
+def wild(*labels: bytes) -> bytes:
+    return query(name(*labels, b"wild", b"example", b"com"))
+
+
+def test_below_a_wildcard_labels_and_names_are_bounded() -> None:
+    assert isinstance(ask(wild(b"cdn-7")), Resolve)
+    assert REFUSED == rcode(ask(wild(b"a" * 41)))
+    assert REFUSED == rcode(ask(wild(*[b"a"] * 5)))
+    assert REFUSED == rcode(ask(wild(b"mzxw6ytboi7qk3dvnrsx2pj4gh5tc9we8")))
+    rules, limits = policy("*.wild.example.com", dns=DnsSettings(unique_names=3)), DnsLimits()
+    asked = [type(ask(wild(b"h%d" % number), rules, limits)) for number in range(5)]
+    assert [Resolve] * 3 + [Answer] * 2 == asked
+    assert isinstance(ask(wild(b"h1"), rules, limits), Resolve)
+    assert isinstance(ask(wild(b"h9"), rules, limits, now=3601.0), Resolve)
+
+
+def test_names_that_policy_spells_out_have_no_label_budget() -> None:
+    host = "a" * 60 + ".example.com"
+    assert isinstance(ask(query(name(b"a" * 60, b"example", b"com")), policy(host)), Resolve)
+
+
+def test_a_resolved_answer_carries_the_addresses_and_truncates_over_udp() -> None:
+    verdict = ask(query(GOOD, ident=4711))
+    assert isinstance(verdict, Resolve)
+    few = resolved(verdict, Outcome.ADDRESSES, (ip_address("93.184.216.34"),), 60, reply_limit(verdict.query))
+    parsed = dnslib.DNSRecord.parse(few)
+    assert (4711, "good.example.com.", 60, "93.184.216.34") == (
+        parsed.header.id,
+        str(parsed.rr[0].rname),
+        parsed.rr[0].ttl,
+        str(parsed.rr[0].rdata),
+    )
+    many = tuple(ip_address(f"93.184.216.{number}") for number in range(1, 60))
+    cut = dnslib.DNSRecord.parse(resolved(verdict, Outcome.ADDRESSES, many, 60, reply_limit(verdict.query)))
+    assert (1, 0) == (cut.header.tc, len(cut.rr))
+
+
+@given(st.binary(max_size=600))
+@settings(max_examples=400, deadline=None)
+def test_any_bytes_have_a_verdict_and_resolve_only_allowed_names(message: bytes) -> None:
+    check(message)
+
+
+LABEL = st.one_of(st.sampled_from([b"good", b"example", b"com", b"wild", b"a", b"GOOD"]), st.binary(max_size=64))
+
+
+@given(
+    st.lists(LABEL, max_size=6),
+    st.integers(0, 65535),
+    st.integers(0, 65535),
+    st.integers(0, 65535),
+    st.sampled_from([1, 1, 1, 28, 65, 16, 12, 255]),
+    st.sampled_from([1, 1, 3, 255]),
+    st.binary(max_size=12),
+)
+@settings(max_examples=600, deadline=None)
+def test_any_question_is_answered_with_its_own_id_and_question(
+    labels: list[bytes], ident: int, flags: int, counts: int, qtype: int, qclass: int, tail: bytes
+) -> None:
+    raw = b"".join(bytes((len(label) & 0x3F,)) + label[: len(label) & 0x3F] for label in labels) + b"\0"
+    message = query(raw, qtype, qclass, flags=flags, ident=ident)
+    check(message if counts % 2 else message + tail)
+
+
+def check(message: bytes) -> None:
+    match ask(message):
+        case Answer(data, _):
+            assert message[:2] == data[:2]
+            assert data[2] & 0x80
+            if data[5] == 1:
+                end = 12
+                while message[end]:
+                    end += message[end] + 1
+                assert message[12 : end + 5] == data[12 : end + 5]
+            else:
+                assert 12 == len(data)
+        case Resolve(host, asked, _):
+            assert host == "good.example.com" or host.endswith(".wild.example.com")
+            assert ".".join(label.decode("ascii") for label in asked.question.labels) == host
+            assert [host] == [str(item.qname).rstrip(".").lower() for item in dnslib.DNSRecord.parse(message).questions]
+        case Drop():
+            pass

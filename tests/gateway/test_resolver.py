@@ -1,0 +1,148 @@
+"""The resolver believes one answer: of the server it asked, with its id and question, and only what that needs."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from ipaddress import IPv4Address
+
+import pytest
+
+from gateway.dns_logic import Outcome
+from gateway.dns_wire import MalformedMessage, parse_answer
+from gateway.resolver import Resolution, Resolver, Upstream
+
+HOST = "good.example.com"
+type Reply = Callable[[bytes], list[bytes]]
+
+
+def name(text: str) -> bytes:
+    return b"".join(bytes((len(part),)) + part.encode() for part in text.split(".")) + b"\0"
+
+
+def record(owner: str, rtype: int, data: bytes, ttl: int = 60) -> bytes:
+    return name(owner) + struct.pack("!HHIH", rtype, 1, ttl, len(data)) + data
+
+
+def a(owner: str, address: str, ttl: int = 60) -> bytes:
+    return record(owner, 1, socket.inet_aton(address), ttl)
+
+
+def reply(query: bytes, *records: bytes, flags: int = 0x8180, ident: int = 0, question: bytes | None = None) -> bytes:
+    asked = query[12 : query.index(b"\0", 12) + 5] if question is None else question
+    number = struct.unpack("!H", query[:2])[0] ^ ident
+    return struct.pack("!HHHHHH", number, flags, 1, len(records), 0, 0) + asked + b"".join(records)
+
+
+@asynccontextmanager
+async def server(answer: Reply) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
+    queries: list[bytes] = []
+
+    class Protocol(asyncio.DatagramProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            queries.append(data)
+            for item in answer(data):
+                self.transport.sendto(item, addr)  # type: ignore[attr-defined]
+
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(Protocol, ("127.0.0.1", 0))
+    host, port = transport.get_extra_info("sockname")
+    try:
+        yield Resolver((Upstream(host, port),), lambda: 0.0), queries
+    finally:
+        transport.close()
+
+
+async def resolve(answer: Reply) -> Resolution:
+    async with server(answer) as (resolver, _):
+        return await resolver.resolve(HOST)
+
+
+def addresses(*texts: str) -> tuple[IPv4Address, ...]:
+    return tuple(IPv4Address(text) for text in texts)
+
+
+async def test_addresses_come_with_a_clamped_ttl() -> None:
+    found = await resolve(lambda query: [reply(query, a(HOST, "93.184.216.34", 10**6), a(HOST, "93.184.216.35"))])
+    assert Resolution(Outcome.ADDRESSES, addresses("93.184.216.34", "93.184.216.35"), 60) == found
+    assert 5 == (await resolve(lambda query: [reply(query, a(HOST, "93.184.216.34", 0))])).ttl
+
+
+async def test_answers_with_another_id_or_question_are_ignored() -> None:
+    other = name("evil.example.com") + b"\0\1\0\1"
+    found = await resolve(
+        lambda query: [
+            reply(query, a(HOST, "6.6.6.6"), ident=1),
+            reply(query, a(HOST, "6.6.6.6"), question=other),
+            reply(query, a(HOST, "6.6.6.6"), flags=0x0100),
+            b"junk",
+            reply(query, a(HOST, "93.184.216.34")),
+        ]
+    )
+    assert addresses("93.184.216.34") == found.addresses
+
+
+async def test_records_of_other_names_are_never_believed() -> None:
+    found = await resolve(lambda query: [reply(query, a("evil.example.com", "6.6.6.6"))])
+    assert Outcome.NODATA == found.outcome
+
+
+async def test_a_cname_chain_is_followed_from_the_question_and_loops_fail() -> None:
+    chain = [record(HOST, 5, name("x.example.com")), record("x.example.com", 5, name("y.example.net"))]
+    found = await resolve(lambda query: [reply(query, *chain, a("y.example.net", "93.184.216.9"))])
+    assert addresses("93.184.216.9") == found.addresses
+    loop = [record(HOST, 5, name("x.example.com")), record("x.example.com", 5, name(HOST))]
+    assert Outcome.FAILED == (await resolve(lambda query: [reply(query, *loop)])).outcome
+
+
+async def test_an_endless_chain_over_many_answers_is_cut() -> None:
+    count = iter(range(1000))
+    async with server(
+        lambda query: [
+            struct.pack("!HHHHHH", struct.unpack("!H", query[:2])[0], 0x8180, 1, 1, 0, 0)
+            + query[12 : query.index(b"\0", 12) + 5]
+            + b"\xc0\x0c"
+            + struct.pack("!HHIH", 5, 1, 60, len(name(f"n{(n := next(count))}.example.com")))
+            + name(f"n{n}.example.com")
+        ]
+    ) as (resolver, queries):
+        assert Outcome.FAILED == (await resolver.resolve(HOST)).outcome
+        assert 8 == len(queries)
+
+
+async def test_nxdomain_is_remembered_and_servfail_is_a_failure() -> None:
+    async with server(lambda query: [reply(query, flags=0x8183)]) as (resolver, queries):
+        assert [Outcome.NXDOMAIN] * 2 == [(await resolver.resolve(HOST)).outcome for _ in range(2)]
+        assert 1 == len(queries)
+    assert Outcome.FAILED == (await resolve(lambda query: [reply(query, flags=0x8182)])).outcome
+
+
+async def test_equal_questions_at_once_share_one_query() -> None:
+    async with server(lambda query: [reply(query, a(HOST, "93.184.216.34"))]) as (resolver, queries):
+        found = await asyncio.gather(*(resolver.resolve(HOST) for _ in range(20)))
+        assert {addresses("93.184.216.34")} == {item.addresses for item in found}
+        assert 1 == len(queries)
+
+
+async def test_without_permission_nothing_is_asked() -> None:
+    resolver = Resolver((Upstream("127.0.0.1", 9),), lambda: 0.0, lambda: False)
+    assert Outcome.FAILED == (await resolver.resolve(HOST)).outcome
+
+
+async def test_the_query_is_built_afresh() -> None:
+    async with server(lambda query: [reply(query, a(HOST, "93.184.216.34"))]) as (resolver, queries):
+        await resolver.resolve(HOST)
+        opt = b"\0" + struct.pack("!HHIH", 41, 1232, 0, 0)
+        assert [struct.pack("!HHHHH", 0x0100, 1, 0, 0, 1) + name(HOST) + b"\0\1\0\1" + opt] == [
+            query[2:] for query in queries
+        ]
+
+
+@pytest.mark.parametrize("pointer", [b"\xc0\xff", b"\xc0\x00", b"\xc0\x22", b"\x80\x0c", b"\xc0"])
+def test_pointers_that_do_not_point_back_are_malformed(pointer: bytes) -> None:
+    query = struct.pack("!HHHHHH", 1, 0x0100, 1, 0, 0, 0) + name(HOST) + b"\0\1\0\1"
+    with pytest.raises(MalformedMessage):
+        parse_answer(reply(query, pointer + struct.pack("!HHIH", 1, 1, 60, 4) + b"\1\1\1\1"))

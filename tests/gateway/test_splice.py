@@ -1,0 +1,88 @@
+"""What one side sent is what the other gets, and a relay always ends."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.splice import End, Traffic, relay
+
+type Sockets = tuple[socket.socket, socket.socket, socket.socket, socket.socket]
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    client, inner = socket.socketpair()
+    outer, server = socket.socketpair()
+    every = (client, inner, outer, server)
+    for sock in every:
+        sock.setblocking(False)
+    yield every
+    for sock in every:
+        sock.close()
+
+
+async def everything(sock: socket.socket) -> bytes:
+    data = b""
+    while part := await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
+        data += part
+    return data
+
+
+async def test_both_directions_arrive_whole_and_end_separately(sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    loop, traffic = asyncio.get_running_loop(), Traffic()
+    up, down = os.urandom(1_000_000), os.urandom(500_000)
+    task = asyncio.create_task(relay(inner, outer, traffic, idle=5, total=5))
+    sending = asyncio.create_task(loop.sock_sendall(client, up))
+    received = asyncio.create_task(everything(server))
+    await sending
+    client.shutdown(socket.SHUT_WR)
+    assert up == await received
+    answered = asyncio.create_task(everything(client))
+    await loop.sock_sendall(server, down)
+    server.shutdown(socket.SHUT_WR)
+    assert down == await answered
+    assert End.CLOSED == await task
+    assert (len(up), len(down)) == (traffic.up, traffic.down)
+
+
+async def test_silence_ends_at_the_idle_limit_and_noise_at_the_total_limit(sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    assert End.IDLE == await relay(inner, outer, Traffic(), idle=0.05, total=5)
+
+    async def chatter() -> None:
+        while True:
+            await asyncio.get_running_loop().sock_sendall(client, b"x")
+            await asyncio.get_running_loop().sock_recv(server, 10)
+
+    noise = asyncio.create_task(chatter())
+    assert End.TOTAL == await relay(inner, outer, Traffic(), idle=5, total=0.1)
+    noise.cancel()
+
+
+async def test_a_half_closed_flow_has_the_idle_limit_too(sockets: Sockets) -> None:
+    client, inner, outer, _ = sockets
+    client.shutdown(socket.SHUT_WR)
+    assert End.IDLE == await relay(inner, outer, Traffic(), idle=0.05, total=5)
+
+
+async def test_a_broken_side_ends_the_other(sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    server.close()
+    await asyncio.get_running_loop().sock_sendall(client, b"x" * 10)
+    assert End.RESET == await relay(inner, outer, Traffic(), idle=5, total=5)
+
+
+async def test_a_cancelled_relay_has_counted_what_it_moved(sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    traffic = Traffic()
+    task = asyncio.create_task(relay(inner, outer, traffic, idle=None, total=None))
+    await asyncio.get_running_loop().sock_sendall(client, b"four")
+    assert b"four" == await asyncio.get_running_loop().sock_recv(server, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert 4 == traffic.up

@@ -1,0 +1,771 @@
+"""A real worker between a real sandbox namespace and a made-up internet: what passes, judged at the far end.
+
+Every namespace here is the test's own; 93.184.216.x are addresses on its loopback, no packet leaves the machine.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import select
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from policy.compiled import DENY_ALL, CompiledPolicy
+from policy.facts import Scheme
+from policy.injection import InjectionKind, InjectionPlan
+from policy.names import HostPattern
+from policy.rules import Action, Endpoint, Precedence, Rule, RuleList
+from runtimes.netplan import PLAN
+from runtimes.nft import render_gateway
+from vault import keyring
+from wire import frames
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+PREFIX = f"gwt-{os.getpid()}"
+DNS = "93.184.216.53"
+WEB = "93.184.216.34"
+SECRET = "tok-5f1d7a90c2"
+UID = 700003000 + os.getpid() % 1000
+TIMEOUT = 15.0
+
+
+def certificate(host: str = "good.example.com") -> tuple[str, str]:
+    """A self-signed certificate and its key, PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return made.public_bytes(pem).decode(), private.decode()
+
+
+def run(*command: str, text: str | None = None) -> None:
+    subprocess.run(command, check=True, input=text, text=True, capture_output=True, timeout=30)
+
+
+def within[T](namespace: str, work: Callable[[], T]) -> T:
+    """Run `work` on a thread of its own in a network namespace; sockets it makes stay there."""
+
+    def enter() -> T:
+        with open(f"/run/netns/{namespace}", "rb") as handle:
+            os.setns(handle.fileno(), os.CLONE_NEWNET)
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter).result(timeout=30)
+
+
+@dataclass
+class Internet:
+    """A DNS server and a TCP server, each remembering what reached it."""
+
+    namespace: str
+    dns: socket.socket
+    web: socket.socket
+    zone: dict[str, str]
+    certificate: str
+    key: str
+    questions: list[str] = field(default_factory=list)
+    accepted: list[socket.socket] = field(default_factory=list)
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+    def serve(self) -> None:
+        threading.Thread(target=self._dns, daemon=True).start()
+        threading.Thread(target=self._web, daemon=True).start()
+
+    def _dns(self) -> None:
+        import dnslib
+
+        with contextlib.suppress(OSError):
+            while True:
+                data, peer = self.dns.recvfrom(4096)
+                query = dnslib.DNSRecord.parse(data)
+                name = str(query.q.qname).rstrip(".")
+                self.questions.append(name)
+                reply = query.reply()
+                if name in self.zone:
+                    reply.add_answer(dnslib.RR(query.q.qname, rdata=dnslib.A(self.zone[name]), ttl=60))
+                else:
+                    reply.header.rcode = 3
+                self.dns.sendto(reply.pack(), peer)
+
+    def _web(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self.web.accept()
+                sock.settimeout(TIMEOUT)
+                self.accepted.append(sock)
+                self.arrived.set()
+
+    def forget(self) -> None:
+        for sock in self.accepted:
+            sock.close()
+        self.accepted.clear()
+        self.questions.clear()
+        self.arrived.clear()
+
+    def next_connection(self) -> socket.socket:
+        assert self.arrived.wait(TIMEOUT), "nobody connected"
+        self.arrived.clear()
+        return self.accepted[-1]
+
+
+@dataclass
+class Channel:
+    """hostd's end of a wire channel, blocking."""
+
+    sock: socket.socket
+    last: int = 0
+    notices: list[dict[str, Any]] = field(default_factory=list)
+
+    def call(self, op: str, fds: tuple[int, ...] = (), **parameters: Any) -> dict[str, Any]:
+        self.last += 1
+        frames.send(self.sock, {"id": self.last, "op": op, **parameters}, fds)
+        while True:
+            received = frames.receive(self.sock)
+            assert received is not None, "channel ended"
+            message, _ = received
+            if "op" in message:
+                self.notices.append(message)
+            elif message.get("id") == self.last:
+                assert "ok" in message, message
+                return dict(message["ok"])
+
+    def notice(self) -> dict[str, Any]:
+        if self.notices:
+            return self.notices.pop(0)
+        received = frames.receive(self.sock)
+        assert received is not None
+        return received[0]
+
+
+def channel(sock: socket.socket) -> Channel:
+    sock.settimeout(TIMEOUT)
+    return Channel(sock)
+
+
+@dataclass
+class Rig:
+    """Everything that outlives one worker."""
+
+    zygote: Channel
+    auditd: Channel
+    audit_directory: Path
+    internet: Internet
+    vaultd: Channel
+    roots: str
+    generation: int = 0
+
+    @property
+    def sandbox(self) -> str:
+        return f"sbx-{self.generation:08x}{os.getpid():016x}"
+
+    def records(self) -> list[dict[str, Any]]:
+        lines = []
+        for path in sorted(self.audit_directory.rglob("*.jsonl")):
+            lines += [json.loads(line) for line in path.read_text().splitlines()]
+        return [line for line in lines if line.get("generation") == self.generation]
+
+
+@dataclass
+class Gate:
+    """One worker. `root` is what its sandbox trusts."""
+
+    rig: Rig
+    pid: int
+    control: Channel
+    guard: int
+    ingress: Path
+    root: str
+
+    def configure(self, rules: CompiledPolicy, **changes: Any) -> str:
+        gateway = {
+            "sandbox": self.rig.sandbox,
+            "generation": self.rig.generation,
+            "policy": rules.to_json(),
+            "upstream_roots": self.rig.roots,
+            "dns_upstreams": [f"{DNS}:53"],
+            "allowed_addresses": [],
+            "host_addresses": {},
+            "inside": str(PLAN.inside),
+            "limits": {},
+            **changes,
+        }
+        return str(self.control.call("configure", gateway=gateway)["digest"])
+
+    def dial(self, address: str = WEB, port: int = 443) -> socket.socket:
+        def connect() -> socket.socket:
+            return socket.create_connection((address, port), timeout=TIMEOUT)
+
+        return within(f"{PREFIX}-sbx", connect)
+
+    def ask(self, name: str, qtype: str = "A", server: str = "192.0.2.1", tcp: bool = False) -> Any:
+        import dnslib
+
+        query = dnslib.DNSRecord.question(name, qtype)
+        query.add_ar(dnslib.EDNS0(udp_len=1232))
+
+        def exchange() -> bytes:
+            kind = socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM
+            with socket.socket(socket.AF_INET, kind) as sock:
+                sock.settimeout(TIMEOUT)
+                sock.connect((server, 53))  # only answers from that very address are received
+                data = query.pack()
+                sock.sendall(struct.pack("!H", len(data)) + data if tcp else data)
+                if not tcp:
+                    return sock.recv(4096)
+                with sock.makefile("rb") as stream:
+                    return stream.read(struct.unpack("!H", stream.read(2))[0])
+
+        return dnslib.DNSRecord.parse(within(f"{PREFIX}-sbx", exchange))
+
+
+def policy(*hosts: str) -> CompiledPolicy:
+    rules = tuple(
+        Rule(
+            id=f"r{number}",
+            action=Action.ALLOW,
+            hosts=(HostPattern(host),),
+            endpoints=(Endpoint(443, Scheme.HTTPS),),
+        )
+        for number, host in enumerate(hosts)
+    )
+    return CompiledPolicy("test", (RuleList("test", Precedence.DENY_WINS, rules=rules),))
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[None]:
+    names = [f"{PREFIX}-{part}" for part in ("sbx", "gw", "up")]
+    sbx, gw, up = names
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run(
+            *("ip", "-n", sbx, "link", "add", "eth0", "address", PLAN.inside_mac, "type", "veth"),
+            *("peer", "name", "gw0", "address", PLAN.gateway_mac, "netns", gw),
+        )
+        run("ip", "-n", gw, "addr", "add", f"{PLAN.gateway}/30", "dev", "gw0")
+        run("ip", "-n", gw, "link", "set", "gw0", "up")
+        run("ip", "-n", sbx, "addr", "add", f"{PLAN.inside}/30", "dev", "eth0")
+        run("ip", "-n", sbx, "link", "set", "eth0", "up")
+        run("ip", "-n", sbx, "route", "add", "default", "via", str(PLAN.gateway))
+        for address in (DNS, WEB):
+            run("ip", "-n", up, "addr", "add", f"{address}/32", "dev", "lo")
+        run("ip", "netns", "exec", gw, "nft", "-f", "-", text=render_gateway(PLAN))
+        yield
+    finally:
+        for name in names:
+            subprocess.run(("ip", "netns", "del", name), capture_output=True, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def internet(namespaces: None) -> Iterator[Internet]:
+    def sockets() -> tuple[socket.socket, socket.socket]:
+        dns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        dns.bind((DNS, 53))
+        web = socket.create_server((WEB, 443))
+        return dns, web
+
+    zone = {"good.example.com": WEB, "bad.example.com": WEB, "inner.example.com": "10.0.0.7"}
+    made = Internet(f"{PREFIX}-up", *within(f"{PREFIX}-up", sockets), zone, *certificate())
+    made.serve()
+    yield made
+    made.web.shutdown(socket.SHUT_RDWR)
+    made.web.close()
+    made.dns.close()
+    made.forget()
+
+
+@pytest.fixture(scope="module")
+def auditd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Channel, Path]]:
+    base = tmp_path_factory.mktemp("audit")
+    config = base / "audit.json"
+    config.write_text(
+        json.dumps({"socket": str(base / "audit.sock"), "directory": str(base / "log"), "uids": [0], "sync": "group",
+                    "max_file_bytes": 1 << 24, "max_files": 0})
+    )  # fmt: skip
+    with daemon("audit.writer", config, base / "audit.sock") as made:
+        yield made, base / "log"
+
+
+@contextlib.contextmanager
+def daemon(module: str, config: Path, path: Path, **options: Any) -> Iterator[Channel]:
+    """A daemon of ours, once it listens on `path`."""
+    process = subprocess.Popen([sys.executable, "-m", module, str(config)], cwd=ROOT, **options)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                sock.connect(str(path))
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, f"{module} did not start"
+                select.select([], [], [], 0.02)
+        yield channel(sock)
+    finally:
+        sock.close()
+        process.terminate()
+        process.wait(TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def vaultd(auditd: tuple[Channel, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Channel]:
+    base = tmp_path_factory.mktemp("vault")
+    keyring.create(base / "master.key")
+    config = base / "vault.json"
+    (base / "store").mkdir(mode=0o700)
+    config.write_text(
+        json.dumps(
+            {
+                "socket": str(base / "vault.sock"),
+                "directory": str(base / "store"),
+                "uids": [0],
+                "master_key_file": str(base / "master.key"),
+            }
+        )
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        auditd[0].call("attach", (ours.fileno(),), sandbox=None, generation=1, producer="vault")
+        environment = {**os.environ, "SALLYPORT_AUDIT_FD": str(theirs.fileno())}
+        options: dict[str, Any] = {"pass_fds": [theirs.fileno()], "env": environment}
+        with daemon("vault.broker", config, base / "vault.sock", **options) as made:
+            made.call("put", name="api-token", value=SECRET, hosts=["good.example.com"], ports=[443], schemes=["https"])
+            yield made
+
+
+@pytest.fixture(scope="module")
+def rig(
+    internet: Internet,
+    auditd: tuple[Channel, Path],
+    vaultd: Channel,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Rig]:
+    config = tmp_path_factory.mktemp("zygote") / "zygote.json"
+    config.write_text('{"worker_defaults": {}}')
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        ["nsenter", f"--net=/run/netns/{PREFIX}-up", sys.executable, "-m", "gateway.zygote", str(config)],
+        cwd=ROOT,
+        pass_fds=[theirs.fileno()],
+        env={"PATH": os.environ["PATH"], "SALLYPORT_CONTROL_FD": str(theirs.fileno())},
+    )
+    theirs.close()
+    made = Rig(channel(ours), *auditd, internet, vaultd, internet.certificate)
+    try:
+        made.zygote.call("ping")
+        yield made
+    finally:
+        ours.close()
+        assert process.wait(TIMEOUT) == 0
+
+
+@contextlib.contextmanager
+def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
+    rig.generation += 1
+    control, control_child = socket.socketpair()
+    audit, audit_child = socket.socketpair()
+    vault, vault_child = socket.socketpair()
+    grants = [{"secret": "api-token", "host": "good.example.com", "port": 443, "scheme": "https"}]
+    opened = rig.vaultd.call("open_sandbox", sandbox=rig.sandbox, lineage="l-1", grants=grants, inline={})
+    rig.vaultd.call("attach", (vault.fileno(),), sandbox=rig.sandbox, generation=rig.generation)
+    rig.auditd.call("attach", (audit.fileno(),), sandbox=rig.sandbox, generation=rig.generation, producer="gateway")
+    namespace = os.open(f"/run/netns/{PREFIX}-gw", os.O_RDONLY)
+    guard_read, guard_write = os.pipe()
+    path = directory / f"ingress-{rig.generation}.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(16)
+        fds = (control_child, audit_child, vault_child, namespace, guard_read, listener)
+        answer = rig.zygote.call(
+            "fork",
+            tuple(item if isinstance(item, int) else item.fileno() for item in fds),
+            sandbox=rig.sandbox,
+            generation=rig.generation,
+            uid=uid,
+            gid=uid,
+            cgroup=[],
+        )
+    for item in (control_child, audit_child, vault_child, audit, vault):
+        item.close()
+    os.close(namespace)
+    os.close(guard_read)
+    gate = Gate(rig, int(answer["pid"]), channel(control), guard_write, path, opened["root_pem"])
+    try:
+        yield gate
+    finally:
+        control.close()
+        with contextlib.suppress(OSError):
+            os.close(guard_write)
+        notice = rig.zygote.notice()
+        assert notice["op"] == "exited" and notice["pid"] == gate.pid, notice
+
+
+@pytest.fixture
+def gate(rig: Rig, tmp_path: Path) -> Iterator[Gate]:
+    rig.internet.forget()
+    with worker(rig, tmp_path) as made:
+        made.control.call("ping")
+        yield made
+
+
+def hello(name: str | None) -> bytes:
+    """The first bytes of a real TLS client."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    context.check_hostname = name is not None
+    tls = context.wrap_bio(incoming, outgoing, server_hostname=name)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+def ended(sock: socket.socket) -> bytes:
+    """What comes until the end, a reset included."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
+        while part := sock.recv(65536):
+            data += part
+    return data
+
+
+def test_an_allowed_flow_is_relayed_byte_for_byte_in_both_directions_with_half_close(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    first = hello("good.example.com")
+    up, down = os.urandom(3_000_000), os.urandom(3_000_000)
+    with gate.dial() as client:
+        client.sendall(first)
+        server = gate.rig.internet.next_connection()
+
+        def send() -> None:
+            client.sendall(up)
+            client.shutdown(socket.SHUT_WR)
+
+        with ThreadPoolExecutor(2) as pool:
+            sending = pool.submit(send)
+            received = pool.submit(ended, server)
+            assert first + up == received.result(TIMEOUT)
+            sending.result(TIMEOUT)
+            answering = pool.submit(lambda: (server.sendall(down), server.shutdown(socket.SHUT_WR)))
+            assert down == ended(client)
+            answering.result(TIMEOUT)
+
+
+def test_the_flow_is_dialled_where_the_gateway_resolves_and_not_where_the_sandbox_aimed(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    with gate.dial("198.18.0.1") as client:
+        client.sendall(hello("good.example.com"))
+        assert WEB == gate.rig.internet.next_connection().getsockname()[0]
+
+
+def test_a_denied_name_is_blocked_in_dns_and_nothing_of_it_reaches_the_upstream(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    denied = gate.ask("bad.example.com")
+    assert (3, []) == (denied.header.rcode, denied.rr)
+    assert b"\x00\x0f" in gate.ask("bad.example.com").pack()
+    assert [] == gate.rig.internet.questions
+    assert [WEB] == [str(item.rdata) for item in gate.ask("good.example.com").rr]
+    assert ["good.example.com"] == gate.rig.internet.questions
+
+
+def test_dns_answers_come_from_whatever_resolver_was_asked_over_udp_and_tcp(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    for tcp in (False, True):
+        answer = gate.ask("good.example.com", server="8.8.8.8", tcp=tcp)
+        assert [WEB] == [str(item.rdata) for item in answer.rr]
+
+
+def test_a_private_address_is_neither_answered_nor_dialled(gate: Gate) -> None:
+    gate.configure(policy("inner.example.com"))
+    assert [] == gate.ask("inner.example.com").rr
+    with gate.dial() as client:
+        client.sendall(hello("inner.example.com"))
+        assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [hello("bad.example.com"), b"GET / HTTP/1.1\r\nHost: bad.example.com\r\n\r\n"],
+    ids=["tls", "http"],
+)
+def test_a_denied_host_gets_an_answer_and_no_upstream_connection(gate: Gate, first: bytes) -> None:
+    gate.configure(policy("good.example.com"))
+    with gate.dial() as client:
+        client.sendall(first)
+        answer = ended(client)
+    assert answer == bytes((21, 3, 3, 0, 2, 2, 112)) or answer.startswith(b"HTTP/1.1 403 ")
+    assert ([], []) == (gate.rig.internet.accepted, gate.rig.internet.questions)
+    verdicts = [item for item in gate.rig.records() if item["kind"] == "flow"]
+    assert [("deny", "bad.example.com")] == [(item["decision"], item["host"]) for item in verdicts]
+
+
+def test_tls_without_a_name_is_denied_and_nothing_is_dialled(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    with gate.dial() as client:
+        client.sendall(hello(None))
+        assert bytes((21, 3, 3, 0, 2, 2, 112)) == ended(client)
+    assert [] == gate.rig.internet.accepted
+
+
+def test_a_hello_in_single_bytes_has_the_verdict_of_the_whole(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    with gate.dial() as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        first = hello("good.example.com")
+        for byte in first[:-1]:
+            client.sendall(bytes((byte,)))
+        assert [] == gate.rig.internet.accepted
+        client.sendall(first[-1:])
+        server = gate.rig.internet.next_connection()
+        with server.makefile("rb") as stream:
+            assert first == stream.read(len(first))
+
+
+@pytest.mark.parametrize("first", [b"SSH-2.0-x\r\n", b"\x00\x01\x02\x03", b"*1\r\n$4\r\nPING\r\n", b"\x80\x2e\x01"])
+def test_bytes_of_no_known_protocol_are_reset_without_an_upstream_connection(gate: Gate, first: bytes) -> None:
+    gate.configure(policy("good.example.com"))
+    with gate.dial() as client:
+        client.sendall(first)
+        with pytest.raises(ConnectionResetError):
+            assert b"" != client.recv(1)
+            raise AssertionError("closed without a reset")
+    assert [] == gate.rig.internet.accepted
+
+
+def test_everything_is_refused_before_the_first_configuration(gate: Gate) -> None:
+    with gate.dial() as client, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        client.sendall(hello("good.example.com"))
+        assert b"" == ended(client)
+    assert 5 == gate.ask("good.example.com").header.rcode
+    assert ([], []) == (gate.rig.internet.accepted, gate.rig.internet.questions)
+
+
+def test_a_new_policy_cuts_the_live_flows_it_no_longer_permits_and_keeps_the_others(gate: Gate) -> None:
+    gate.configure(policy("good.example.com", "bad.example.com"))
+    with gate.dial() as good, gate.dial() as bad:
+        good.sendall(hello("good.example.com"))
+        kept = gate.rig.internet.next_connection()
+        bad.sendall(hello("bad.example.com"))
+        cut = gate.rig.internet.next_connection()
+        good_only = policy("good.example.com")
+        assert good_only.digest == gate.configure(good_only)
+        bad.settimeout(2)
+        assert b"" == ended(bad)
+        cut.settimeout(2)
+        ended(cut)
+        kept.sendall(b"still here")
+        assert b"still here" == good.recv(100)
+
+
+def test_a_dead_guard_cuts_live_flows_and_stops_dialling_until_a_new_one(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    with gate.dial() as client:
+        client.sendall(hello("good.example.com"))
+        gate.rig.internet.next_connection()
+        os.close(gate.guard)
+        assert b"" == ended(client)
+    with gate.dial() as client:
+        client.sendall(hello("good.example.com"))
+        assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
+    assert 1 == len(gate.rig.internet.accepted)
+    new_read, gate.guard = os.pipe()
+    gate.control.call("guard", (new_read,))
+    os.close(new_read)
+    with gate.dial() as client:
+        client.sendall(hello("good.example.com"))
+        gate.rig.internet.next_connection()
+
+
+def test_a_killed_worker_leaves_refused_connections_and_the_zygote_says_so(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    os.kill(gate.pid, signal.SIGKILL)
+    received = gate.rig.zygote.notice()
+    assert {"op": "exited", "pid": gate.pid, "status": -9} == received
+    gate.rig.zygote.notices.append(received)
+    with pytest.raises(ConnectionRefusedError):
+        gate.dial()
+
+
+def test_a_configuration_that_is_not_one_changes_nothing(gate: Gate) -> None:
+    digest = gate.configure(policy("good.example.com"))
+    for changes in ({"surprise": 1}, {"generation": gate.rig.generation + 1}, {"policy": {}}, {"inside": "x"}):
+        with pytest.raises(AssertionError, match="error"):
+            gate.configure(DENY_ALL, **changes)
+    assert digest == gate.control.call("ping")["digest"]
+
+
+def test_ingress_reaches_the_sandbox_and_only_with_a_port_that_listens(gate: Gate) -> None:
+    gate.configure(DENY_ALL)
+    inside = within(f"{PREFIX}-sbx", lambda: socket.create_server(("0.0.0.0", 8080)))
+    inside.settimeout(TIMEOUT)
+    with inside, socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(TIMEOUT)
+        client.connect(str(gate.ingress))
+        client.sendall(struct.pack("!H", 8080))
+        assert b"\x00" == client.recv(1)
+        peer, address = inside.accept()
+        with peer:
+            assert str(PLAN.gateway) == address[0]
+            client.sendall(b"ping")
+            assert b"ping" == peer.recv(10)
+            peer.sendall(b"pong")
+            assert b"pong" == client.recv(10)
+    for port in (0, 8081):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(TIMEOUT)
+            client.connect(str(gate.ingress))
+            client.sendall(struct.pack("!H", port))
+            assert b"\x01" == client.recv(1)
+
+
+def status_of(pid: int, thread: str) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def test_every_thread_of_a_worker_is_unprivileged_and_confined(gate: Gate) -> None:
+    threads = os.listdir(f"/proc/{gate.pid}/task")
+    assert len(threads) >= 2
+    for thread in threads:
+        status = status_of(gate.pid, thread)
+        assert ["0" * 16] * 3 == [status[name].strip() for name in ("CapEff", "CapPrm", "CapAmb")]
+        assert ("1", "2") == (status["NoNewPrivs"].strip(), status["Seccomp"].strip())
+        assert [str(UID)] * 4 == status["Uid"].split()
+        assert [str(UID)] * 4 == status["Gid"].split()
+        assert "" == status["Groups"].strip()
+    targets = [os.readlink(f"/proc/{gate.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{gate.pid}/fd")]
+    assert 0 == sum(target.startswith("net:") for target in targets)
+
+
+def test_each_decision_is_one_record_before_its_effect(gate: Gate) -> None:
+    gate.configure(policy("good.example.com"))
+    with gate.dial() as client:
+        client.sendall(hello("good.example.com"))
+        gate.rig.internet.next_connection()
+        kinds = [(item["kind"], item["decision"], item.get("rule")) for item in gate.rig.records()]
+        assert [("gateway.configure", "info", None), ("flow", "allow", "r0")] == kinds
+
+
+def test_without_the_audit_log_nothing_passes(rig: Rig, tmp_path: Path) -> None:
+    rig.internet.forget()
+    with worker(rig, tmp_path) as gate:
+        gate.configure(policy("good.example.com"))
+        ours, theirs = socket.socketpair()
+        gate.control.call("audit", (theirs.fileno(),))
+        theirs.close()
+        ours.close()
+        with gate.dial() as client:
+            client.sendall(hello("good.example.com"))
+            assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
+        assert 2 == gate.ask("good.example.com").header.rcode
+    assert ([], []) == (rig.internet.accepted, rig.internet.questions)
+
+
+INJECTING = CompiledPolicy(
+    "injecting",
+    (
+        RuleList(
+            "injecting",
+            Precedence.DENY_WINS,
+            rules=(
+                Rule(
+                    id="api",
+                    action=Action.ALLOW,
+                    hosts=(HostPattern("good.example.com"),),
+                    endpoints=(Endpoint(443, Scheme.HTTPS),),
+                    injections=(InjectionPlan("api", "api-token", InjectionKind.BEARER, "Authorization"),),
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def converse(gate: Gate, request: bytes) -> tuple[bytes, bytes, bytes]:
+    """One inspected request: (what the upstream got, what the client got, the leaf the client saw)."""
+    trust = ssl.create_default_context(cadata=gate.root)
+    upstream = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile("w") as pem:
+        pem.write(gate.rig.internet.certificate + gate.rig.internet.key)
+        pem.flush()
+        upstream.load_cert_chain(pem.name)
+
+    def serve() -> bytes:
+        with upstream.wrap_socket(gate.rig.internet.next_connection(), server_side=True) as server:
+            got = server.recv(65536)
+            token = got.partition(b"Bearer ")[2].partition(b"\r\n")[0]
+            server.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\nyou sent %s" % (9 + len(token), token))
+            return got
+
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve)
+        with trust.wrap_socket(gate.dial(), server_hostname="good.example.com") as client:
+            leaf = client.getpeercert(binary_form=True)
+            assert leaf is not None
+            client.sendall(request)
+            answer = ended(client)
+        return serving.result(TIMEOUT), answer, leaf
+
+
+def test_a_secret_is_injected_upstream_and_scrubbed_from_what_the_sandbox_sees(gate: Gate) -> None:
+    gate.configure(INJECTING)
+    request = b"GET /v1 HTTP/1.1\r\nHost: good.example.com\r\nConnection: close\r\nAuthorization: Bearer mine\r\n\r\n"
+    upstream, answer, _ = converse(gate, request)
+    assert [b"Bearer " + SECRET.encode()] == [
+        line.partition(b": ")[2] for line in upstream.split(b"\r\n") if line.lower().startswith(b"authorization:")
+    ]
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert SECRET.encode() not in answer
+    text = json.dumps(gate.rig.records())
+    assert SECRET not in text
+    kinds = {(item["kind"], item["decision"]) for item in gate.rig.records()}
+    assert {("flow", "allow"), ("request", "allow"), ("secret.use", "allow")} <= kinds
+
+
+def test_two_workers_never_make_the_same_key(rig: Rig, tmp_path: Path) -> None:
+    keys = set()
+    for _ in range(2):
+        rig.internet.forget()
+        with worker(rig, tmp_path) as gate:
+            gate.configure(INJECTING)
+            leaf = converse(gate, b"GET / HTTP/1.1\r\nHost: good.example.com\r\nConnection: close\r\n\r\n")[2]
+            keys.add(
+                x509.load_der_x509_certificate(leaf)
+                .public_key()
+                .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+            )
+    assert 2 == len(keys)
