@@ -1,0 +1,153 @@
+"""Control groups of gateway workers: memory, processes, cpu; cgroup v1 and v2.
+
+- One group per worker, below `sallyport/<instance>/`, made before the fork; the worker joins it before its first byte.
+- Removing a group kills who is left in it, and is judged by the directory being gone.
+"""
+
+import contextlib
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONTROLLERS = ("memory", "cpu", "pids")
+_SETTLE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one worker. `cpus` is a share of time: 2.0 is two whole processors."""
+
+    memory_bytes: int = 512 * 1024 * 1024
+    pids: int = 64
+    cpus: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchies:
+    """Where this host's controllers are mounted; `version` is 1 or 2."""
+
+    version: int
+    roots: tuple[Path, ...]
+
+
+def find(mountinfo: str) -> Hierarchies:
+    """Find the hierarchies in the text of /proc/self/mountinfo.
+
+    Raises:
+        OSError: a controller that workers need is nowhere.
+    """
+    unified: Path | None = None
+    legacy: dict[str, Path] = {}
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        point, kind = Path(before.split(" ")[4]), after.split(" ")[0]
+        if kind == "cgroup2":
+            unified = point
+        elif kind == "cgroup":
+            options = after.split(" ")[-1].split(",")
+            legacy |= {name: point for name in _CONTROLLERS if name in options}
+    if set(legacy) == set(_CONTROLLERS):
+        return Hierarchies(1, tuple(sorted(set(legacy.values()))))
+    if unified is not None and not legacy:
+        return Hierarchies(2, (unified,))
+    raise OSError("no cgroup hierarchy with memory, cpu and pids")
+
+
+def settings(version: int, limits: Limits) -> Mapping[str, str]:
+    """Return file names and what to write there; on v1 each hierarchy has some of them."""
+    period = 100_000
+    quota = int(limits.cpus * period)
+    if version == 2:
+        return {
+            "memory.max": str(limits.memory_bytes),
+            "memory.swap.max": "0",
+            "pids.max": str(limits.pids),
+            "cpu.max": f"{quota} {period}",
+        }
+    return {
+        "memory.limit_in_bytes": str(limits.memory_bytes),
+        "memory.memsw.limit_in_bytes": str(limits.memory_bytes),
+        "pids.max": str(limits.pids),
+        "cpu.cfs_period_us": str(period),
+        "cpu.cfs_quota_us": str(quota),
+    }
+
+
+_OPTIONAL = frozenset(("memory.memsw.limit_in_bytes", "memory.swap.max"))
+"""Absent where the kernel does not account for swap."""
+
+
+class Cgroups:
+    """The groups of one hostd, told apart from another's by its run directory."""
+
+    def __init__(self, run_dir: str, hierarchies: Hierarchies | None = None) -> None:
+        self.hierarchies = hierarchies or find(Path("/proc/self/mountinfo").read_text())
+        self.parent = Path("sallyport") / hashlib.sha256(run_dir.encode()).hexdigest()[:12]
+
+    def _directories(self, name: str) -> tuple[Path, ...]:
+        return tuple(root / self.parent / name for root in self.hierarchies.roots)
+
+    def create(self, name: str, limits: Limits) -> tuple[Path, ...]:
+        """Make group `name` with `limits`; return the directories to join.
+
+        Raises:
+            OSError: a limit cannot be set; nothing is left behind.
+        """
+        directories = self._directories(name)
+        try:
+            for directory in directories:
+                if self.hierarchies.version == 2:
+                    self._delegate(directory)
+                directory.mkdir(parents=True)
+            for file, value in settings(self.hierarchies.version, limits).items():
+                places = [directory / file for directory in directories if (directory / file).exists()]
+                if not places and file not in _OPTIONAL:
+                    raise OSError(f"no {file} in any hierarchy")
+                for place in places:
+                    place.write_text(value)
+        except BaseException:
+            self.remove(name)
+            raise
+        return directories
+
+    def _delegate(self, directory: Path) -> None:
+        for parent in (directory.parents[2], directory.parents[1], directory.parents[0]):
+            parent.mkdir(exist_ok=True)
+            (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in _CONTROLLERS))
+
+    def remove(self, name: str) -> tuple[str, ...]:
+        """Kill who is in group `name` and remove it; return what is left. Blocks for at most some seconds."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        left = [directory for directory in self._directories(name) if directory.exists()]
+        while left:
+            for directory in left:
+                with contextlib.suppress(OSError):
+                    for pid in (directory / "cgroup.procs").read_text().split():
+                        os.kill(int(pid), signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+            left = [directory for directory in left if directory.exists()]
+            if not left or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        return tuple(f"cgroup {directory}" for directory in left)
+
+    def sweep(self) -> tuple[str, ...]:
+        """Remove all groups of this instance, and the instance's own directories; return what is left."""
+        names = {
+            entry.name
+            for root in self.hierarchies.roots
+            if (root / self.parent).is_dir()
+            for entry in (root / self.parent).iterdir()
+            if entry.is_dir()
+        }
+        residue = [item for name in sorted(names) for item in self.remove(name)]
+        for root in self.hierarchies.roots:
+            for directory in (root / self.parent, (root / self.parent).parent):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+        return tuple(residue)

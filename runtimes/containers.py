@@ -1,0 +1,86 @@
+"""What a sandbox's container is: its command, environment, files and limits, from the launch specification.
+
+- The image's entrypoint is replaced by execd, which starts the requested one.
+- Trust anchors, resolver, hosts and host name are ours, at fixed read-only mounts; the request cannot move them.
+- Everything mounted is readable by everybody inside: nothing here is secret.
+"""
+
+import os
+from pathlib import Path
+
+from runtimes import seccomp
+from runtimes.docker import Bind, ContainerPlan
+from runtimes.netplan import RESOLV_CONF, hosts_file
+from runtimes.shim_install import runtime_name
+from runtimes.spec import LaunchSpec
+
+CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
+EXECD = "/opt/opensandbox/execd"
+_CA_VARIABLES = (
+    "SSL_CERT_FILE",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "GIT_SSL_CAINFO",
+    "PIP_CERT",
+    "NODE_EXTRA_CA_CERTS",
+    "AWS_CA_BUNDLE",
+    "CARGO_HTTP_CAINFO",
+    "DENO_CERT",
+    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+)
+_MOUNTED = {
+    CA_BUNDLE: "ca-bundle.pem",
+    "/etc/ssl/certs/ca-certificates.crt": "ca-bundle.pem",
+    "/etc/resolv.conf": "resolv.conf",
+    "/etc/hosts": "hosts",
+    "/etc/hostname": "hostname",
+}
+
+
+def environment(sandbox: str, requested: dict[str, str]) -> dict[str, str]:
+    """Return the container's environment: the request's wins, except for what makes it trust its gateway."""
+    own = {"OPENSANDBOX_ID": sandbox, "EXECD_ENVS": "/opt/opensandbox/.env"}
+    return own | requested | dict.fromkeys(_CA_VARIABLES, CA_BUNDLE)
+
+
+def command(token_sha256: str, entrypoint: list[str]) -> list[str]:
+    """Return the container's command line."""
+    return [EXECD, "--init", "--access-token-sha256", token_sha256, "--", *entrypoint]
+
+
+def write_files(directory: Path, spec: LaunchSpec) -> Path:
+    """Write what will be mounted into a new `directory`; return it.
+
+    Raises:
+        OSError: it exists, or cannot be written.
+    """
+    directory.mkdir(mode=0o755)
+    os.chmod(directory, 0o755)  # noqa: S103 - the container's root reads it through runsc's gofer
+    texts = {
+        "ca-bundle.pem": spec.ca_bundle,
+        "resolv.conf": RESOLV_CONF,
+        "hosts": hosts_file(spec.sandbox),
+        "hostname": f"{spec.sandbox}\n",
+    }
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+        os.chmod(directory / name, 0o644)
+    return directory
+
+
+def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> ContainerPlan:
+    """Return the container of `spec`. `image` is the id that was looked at, `files` what `write_files` wrote."""
+    return ContainerPlan(
+        name=f"sallyport-{spec.sandbox}",
+        sandbox=spec.sandbox,
+        runtime=runtime_name(spec.runtime),
+        image=image,
+        command=command(spec.execd_token_sha256, spec.entrypoint),
+        env=environment(spec.sandbox, spec.env),
+        hostname=spec.sandbox,
+        binds=(Bind(execd, EXECD), *(Bind(files / name, destination) for destination, name in _MOUNTED.items())),
+        seccomp=seccomp.profile_json(),
+        cpu_nanos=spec.cpu_nanos,
+        memory_bytes=spec.memory_bytes,
+        pids=spec.pids,
+    )

@@ -1,0 +1,239 @@
+"""The daemons around hostd and its channels to them: auditd, vaultd, zygote, serve.
+
+- vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again.
+- After auditd or vaultd came back, every worker is told to be born again: its channels ended with the old daemon.
+- A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and nobody gets a
+  second guess at the same one.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, assert_never
+
+import wire
+from runtimes import predecessor
+from runtimes.spec import HostConfig, ProcessConfig
+from runtimes.supervisor import (
+    Inheritance,
+    Program,
+    Supervised,
+    interpreter_paths,
+    module_argv,
+    nothing_to_inherit,
+    ping,
+)
+
+SOCKET_GROUP = 700000000
+"""Group of auditd and vaultd only: may make sockets in the run directory."""
+
+_log = logging.getLogger(__name__)
+
+
+class Daemons:
+    """Started in order by `start`, ended in the other order by `stop`."""
+
+    def __init__(self, config: HostConfig, workers_lost: Callable[[], Awaitable[None]]) -> None:
+        self._config = config
+        self._run = Path(config.run_dir)
+        self._workers_lost = workers_lost
+        self._vault_generation = 0
+        self._clients: dict[str, wire.Client] = {}
+        self._supervised: dict[str, Supervised] = {}
+        self._zygote_control: socket.socket | None = None
+        self._renewal: asyncio.Task[None] | None = None
+        self._killed: set[int] = set()
+
+    async def start(self) -> None:
+        """Start auditd, vaultd and the zygote.
+
+        Raises:
+            supervisor.NotReady: one of them does not come up; call `stop`.
+        """
+        for name in ("auditd", "vaultd", "zygote"):
+            await self._start(next(item for item in self._config.processes if item.name == name))
+
+    async def start_serve(self) -> None:
+        """Start serve, if there is one. It is up when hostd answers it, not the other way round."""
+        for item in self._config.processes:
+            if item.name == "serve":
+                await self._start(item)
+
+    async def _start(self, process: ProcessConfig) -> None:
+        daemon = self._daemon(process)
+        self._supervised[process.name] = daemon
+        await daemon.start()
+
+    def _daemon(self, process: ProcessConfig) -> Supervised:
+        uids = self._config.uids
+        match process.name:
+            case "auditd":
+                parts = (nothing_to_inherit, lambda: ping(self._run / "audit.sock"), self._auditd_up)
+                return self._make(process, uids.auditd, (SOCKET_GROUP,), None, *parts)
+            case "vaultd":
+                parts = (self._vault_channel, lambda: ping(self._run / "vault.sock"), self._vaultd_up)
+                return self._make(process, uids.vaultd, (SOCKET_GROUP,), None, *parts)
+            case "zygote":
+                netns = self._config.upstream_netns
+                return self._make(process, 0, (), netns, self._zygote_channel, self._zygote_ready, self._zygote_up)
+            case "serve":
+                return self._make(process, uids.serve, (), None, nothing_to_inherit, _at_once, _nothing)
+            case _ as never:
+                assert_never(never)
+
+    def _make(
+        self,
+        process: ProcessConfig,
+        uid: int,
+        groups: Sequence[int],
+        netns: str | None,
+        prepare: Callable[[], Awaitable[Inheritance]],
+        ready: Callable[[], Awaitable[None]],
+        up: Callable[[bool], Awaitable[None]],
+    ) -> Supervised:
+        copy = self._hand_over(process, uid)
+        program = Program(
+            name=process.name,
+            argv=module_argv(self._config.python, process.module, [str(copy)]),
+            uid=uid,
+            groups=tuple(groups),
+            netns=netns,
+            expose=interpreter_paths(self._config.run_dir, self._config.state_dir),
+        )
+        noted = partial(predecessor.note, self._run / "config")
+        return Supervised(self._config.python, program, prepare, ready, up, noted)
+
+    def _hand_over(self, process: ProcessConfig, uid: int) -> Path:
+        """Copy a daemon's configuration to where only it can read it."""
+        directory = self._run / "config"
+        copy = directory / f"{process.name}.json"
+        copy.unlink(missing_ok=True)
+        with open(copy, "xb", opener=lambda name, flags: os.open(name, flags, 0o400)) as target:
+            os.fchown(target.fileno(), uid, uid)
+            with open(process.config, "rb") as source:
+                shutil.copyfileobj(source, target)
+        return copy
+
+    def client(self, name: str) -> wire.Client:
+        """Return the connection to a daemon.
+
+        Raises:
+            ConnectionError: it is down.
+        """
+        client = self._clients.get(name)
+        if client is None or client.closed.is_set():
+            raise ConnectionError(f"{name} is down")
+        return client
+
+    def pids(self) -> dict[str, int]:
+        """Return the daemons' process ids, 0 for one that is down."""
+        return {name: daemon.pid for name, daemon in self._supervised.items()}
+
+    async def _connect(self, name: str, path: Path) -> None:
+        previous = self._clients.pop(name, None)
+        if previous is not None:
+            await previous.close()
+        self._clients[name] = await wire.Client.connect(path)
+
+    async def _auditd_up(self, restarted: bool) -> None:
+        await self._connect("auditd", self._run / "audit.sock")
+        if restarted:
+            # vaultd's channel ended with the old auditd. It ends by itself; this is for one that hangs.
+            await self._supervised["vaultd"].kick()
+
+    async def _vault_channel(self) -> Inheritance:
+        ours, theirs = socket.socketpair()
+        with ours:
+            self._vault_generation += 1
+            await self.attach("auditd", ours, sandbox=None, generation=self._vault_generation, producer="vault")
+            return Inheritance({"SALLYPORT_AUDIT_FD": theirs.detach()})
+
+    async def _vaultd_up(self, restarted: bool) -> None:
+        await self._connect("vaultd", self._run / "vault.sock")
+        if restarted:
+            await self._workers_lost()
+
+    async def _zygote_channel(self) -> Inheritance:
+        ours, theirs = socket.socketpair()
+        self._zygote_control = ours
+        return Inheritance({"SALLYPORT_CONTROL_FD": theirs.detach()})
+
+    async def _zygote_ready(self) -> None:
+        sock, self._zygote_control = self._zygote_control, None
+        if sock is None:
+            raise ConnectionError("no channel for the zygote")
+        client = wire.Client(sock, self._from_zygote)
+        client.start()
+        await client.call("ping", timeout=None)
+        previous = self._clients.get("zygote")
+        self._clients["zygote"] = client
+        if previous is not None:
+            await previous.close()
+
+    async def _zygote_up(self, restarted: bool) -> None:
+        _log.info("zygote is up%s", " again" if restarted else "")
+
+    async def _from_zygote(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if op != "exited":
+            raise wire.RequestError("unknown_op", "unknown operation")
+        pid, status = parameters.get("pid"), parameters.get("status")
+        if isinstance(pid, int) and isinstance(status, int):
+            if status < 0 and pid not in self._killed:
+                self._renew_zygote()
+            self._killed.discard(pid)
+
+    def killed(self, pid: int) -> None:
+        """Say that we ended this worker ourselves: its death is no reason for a new zygote."""
+        self._killed.add(pid)
+
+    def _renew_zygote(self) -> None:
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew(), name="renew-zygote")
+
+    async def _renew(self) -> None:
+        """Start a fresh zygote beside the old one, then swap: births go on meanwhile."""
+        old = self._supervised["zygote"]
+        fresh = self._daemon(next(item for item in self._config.processes if item.name == "zygote"))
+        await fresh.start()
+        self._supervised["zygote"] = fresh
+        await old.stop()
+
+    async def fresh_zygote(self) -> None:
+        """Wait until a renewal that is under way is over."""
+        if self._renewal is not None:
+            await asyncio.gather(self._renewal, return_exceptions=True)
+
+    async def stop_serve(self) -> None:
+        """End serve first: nobody asks for sandboxes while they are removed."""
+        if (serve := self._supervised.pop("serve", None)) is not None:
+            await serve.stop()
+
+    async def stop(self) -> None:
+        """End all daemons, the last started first."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
+        for name in ("serve", "zygote", "vaultd", "auditd"):
+            if (client := self._clients.pop(name, None)) is not None:
+                await client.close()
+            if (daemon := self._supervised.pop(name, None)) is not None:
+                await daemon.stop()
+
+    async def attach(self, name: str, sock: socket.socket, **parameters: Any) -> None:
+        """Hand one end of a worker's channel to a daemon, bound to the identity in `parameters`."""
+        await self.client(name).call("attach", fds=[sock.fileno()], **parameters)
+
+
+async def _at_once() -> None:
+    return None
+
+
+async def _nothing(_restarted: bool) -> None:
+    return None

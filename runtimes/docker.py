@@ -1,0 +1,244 @@
+"""Containers and images, through Docker. The only user of the docker package.
+
+- Its blocking calls run in a pool of a few threads; each has a time limit.
+- A container gets no network, no capability beyond the list, no privilege to gain, limits, no restarts, and binds that
+  we name. Nothing of it comes from the image but user, work directory and environment.
+- The label `sallyport.sandbox` marks ours; nothing without it is ever removed.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import requests.exceptions
+
+LABEL = "sallyport.sandbox"
+_SOURCE_LABEL = "sallyport.source"
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
+_THREADS = 8
+_TIMEOUT = 60
+_IMPORT_TIMEOUT = 600
+_DEFAULT_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class DockerError(Exception):
+    """Docker refused or did not answer."""
+
+
+class UnknownImage(DockerError):
+    """There is no such image here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What an image says about how to run it."""
+
+    id: str
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    env: tuple[str, ...]
+    workdir: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A host file or directory, mounted read-only."""
+
+    source: Path
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerPlan:
+    """A container to create. `command[0]` is the program, an absolute path inside."""
+
+    name: str
+    sandbox: str
+    runtime: str
+    image: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+    hostname: str
+    binds: Sequence[Bind]
+    seccomp: str
+    cpu_nanos: int
+    memory_bytes: int
+    pids: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A bind that a container has: ours, or an anonymous volume of its image."""
+
+    source: str
+    destination: str
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A container's state as Docker tells it."""
+
+    status: str
+    exit_code: int
+    oom: bool
+    pid: int
+    started_at: str
+    error: str
+
+
+class Docker:
+    """One Docker daemon, by its socket."""
+
+    def __init__(self, socket: str) -> None:
+        self._api: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_TIMEOUT)
+        self._slow: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_IMPORT_TIMEOUT)
+        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._api.close()
+        self._slow.close()
+
+    async def _run[T](self, call: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        except docker.errors.ImageNotFound as error:
+            raise UnknownImage("no such image") from error
+        except docker.errors.APIError as error:
+            raise DockerError(str(error.explanation or error)[:500]) from error
+        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+            raise DockerError(f"docker: {type(error).__name__}") from error
+
+    async def version(self) -> dict[str, Any]:
+        """Return the daemon's version information."""
+        return await self._run(self._api.version)
+
+    async def runtimes(self) -> tuple[str, ...]:
+        """Return the names of the runtimes that the daemon knows."""
+        information = await self._run(self._api.info)
+        return tuple(sorted(information.get("Runtimes") or {}))
+
+    async def image(self, name: str) -> Image:
+        """Return what image `name` says.
+
+        Raises:
+            UnknownImage: it is not here. Nothing is pulled.
+        """
+        found = await self._run(lambda: self._api.inspect_image(name))
+        config = found.get("Config") or {}
+        return Image(
+            id=found["Id"],
+            entrypoint=tuple(config.get("Entrypoint") or ()),
+            cmd=tuple(config.get("Cmd") or ()),
+            env=tuple(config.get("Env") or ()),
+            workdir=config.get("WorkingDir") or "/",
+        )
+
+    async def import_image(self, name: str, tar: Path) -> None:
+        """Import the root file system `tar` as `name`, unless just this file was imported before."""
+        status = await asyncio.to_thread(tar.stat)
+        source = f"{status.st_size}:{status.st_mtime_ns}"
+        try:
+            found = await self._run(lambda: self._api.inspect_image(name))
+            if ((found.get("Config") or {}).get("Labels") or {}).get(_SOURCE_LABEL) == source:
+                return
+        except UnknownImage:
+            pass
+        repository, separator, tag = name.rpartition(":")
+        if not separator or "/" in tag:
+            repository, tag = name, "latest"
+        changes = [f"LABEL {_SOURCE_LABEL}={source}", f"ENV {_DEFAULT_PATH}", "WORKDIR /"]
+        await self._run(
+            lambda: self._slow.import_image_from_file(str(tar), repository=repository, tag=tag, changes=changes)
+        )
+
+    async def create(self, plan: ContainerPlan) -> str:
+        """Create a container, not started; return its id.
+
+        Raises:
+            UnknownImage, DockerError: there is none now.
+        """
+        host = self._api.create_host_config(
+            network_mode="none",
+            binds=[f"{bind.source}:{bind.destination}:ro" for bind in plan.binds],
+            cap_drop=["ALL"],
+            cap_add=list(CAPABILITIES),
+            security_opt=["no-new-privileges:true", f"seccomp={plan.seccomp}"],
+            pids_limit=plan.pids,
+            mem_limit=plan.memory_bytes,
+            memswap_limit=plan.memory_bytes,
+            nano_cpus=plan.cpu_nanos,
+            restart_policy={"Name": "no"},
+            log_config={"Type": "json-file", "Config": {"max-size": "10m", "max-file": "2"}},
+            ipc_mode="private",
+            cgroupns="private",
+            shm_size=64 * 1024 * 1024,
+            runtime=plan.runtime,
+        )
+        created = await self._run(
+            lambda: self._api.create_container(
+                image=plan.image,
+                entrypoint=list(plan.command[:1]),
+                command=list(plan.command[1:]),
+                environment=[f"{name}={value}" for name, value in plan.env.items()],
+                hostname=plan.hostname,
+                labels={LABEL: plan.sandbox},
+                name=plan.name,
+                host_config=host,
+                healthcheck={"test": ["NONE"]},
+                stop_signal="SIGKILL",
+                use_config_proxy=False,
+            )
+        )
+        return str(created["Id"])
+
+    async def mounts(self, container: str) -> tuple[Mount, ...]:
+        """Return the container's binds and volumes."""
+        found = await self._run(lambda: self._api.inspect_container(container))
+        return tuple(
+            Mount(str(item["Source"]), str(item["Destination"]), not item.get("RW", True))
+            for item in found.get("Mounts") or ()
+        )
+
+    async def start(self, container: str) -> None:
+        """Start a created container."""
+        await self._run(lambda: self._api.start(container))
+
+    async def state(self, container: str) -> State | None:
+        """Return the container's state, None if there is no such container."""
+        try:
+            found = await self._run(lambda: self._api.inspect_container(container))
+        except DockerError as error:
+            if isinstance(error.__cause__, docker.errors.NotFound):
+                return None
+            raise
+        state = found["State"]
+        return State(
+            status=str(state["Status"]),
+            exit_code=int(state["ExitCode"]),
+            oom=bool(state["OOMKilled"]),
+            pid=int(state["Pid"]),
+            started_at=str(state["StartedAt"]),
+            error=str(state["Error"])[:500],
+        )
+
+    async def remove(self, container: str) -> None:
+        """Kill and remove a container and its anonymous volumes; one that is not there is fine."""
+        try:
+            await self._run(lambda: self._api.remove_container(container, force=True, v=True))
+        except DockerError as error:
+            if not isinstance(error.__cause__, docker.errors.NotFound):
+                raise
+
+    async def ours(self, sandbox: str | None = None) -> tuple[tuple[str, str], ...]:
+        """Return (container id, sandbox id) of our containers in any state."""
+        label = LABEL if sandbox is None else f"{LABEL}={sandbox}"
+        found = await self._run(lambda: self._api.containers(all=True, filters={"label": label}))
+        return tuple((str(item["Id"]), str(item["Labels"][LABEL])) for item in found)

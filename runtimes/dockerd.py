@@ -1,0 +1,148 @@
+"""A dockerd of our own, in a network namespace of its own.
+
+- It has no bridge, no iptables, no forwarding and no network but loopback: it cannot touch the host's network, and
+  a second dockerd on the host's own network would delete the first one's bridge.
+- It is stopped by its process id, never by name, and its containerd with it.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from runtimes import netns
+from runtimes.spec import DockerdConfig
+
+_READY_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_RESTART_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class DockerdError(Exception):
+    """dockerd did not come up; its log file says why."""
+
+
+def arguments(config: DockerdConfig, socket: str, daemon_json: Path) -> list[str]:
+    """Return the command line, `unshare` first."""
+    return [
+        "unshare",
+        "-n",
+        config.binary,
+        f"--config-file={daemon_json}",
+        f"--host=unix://{socket}",
+        f"--data-root={config.data_root}",
+        f"--exec-root={config.exec_root}",
+        f"--pidfile={config.pidfile}",
+        "--bridge=none",
+        "--iptables=false",
+        "--ip6tables=false",
+        "--ip-forward=false",
+        "--ip-masq=false",
+        "--exec-opt=native.cgroupdriver=cgroupfs",
+        "--group=root",
+        "--log-level=warn",
+    ]
+
+
+class Dockerd:
+    """Keeps one dockerd running, from `start` to `stop`.
+
+    After a crash it is started again. Its containers ended with it: they had plans for one start only.
+    """
+
+    def __init__(self, config: DockerdConfig, socket: str, daemon_json: Path, noted: Callable[[int], None]) -> None:
+        self._config = config
+        self._socket = socket
+        self._daemon_json = daemon_json
+        self._noted = noted
+        self._process: asyncio.subprocess.Process | None = None
+        self._monitor: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            DockerdError: it ended, or does not answer in time.
+        """
+        config = self._config
+        parents = (Path(self._socket).parent, Path(config.pidfile).parent, Path(config.log).parent)
+        for directory in (config.data_root, config.exec_root, *parents):
+            Path(directory).mkdir(mode=0o711, parents=True, exist_ok=True)
+        await self._launch()
+        self._monitor = asyncio.create_task(self._keep(), name="dockerd")
+
+    async def _launch(self) -> None:
+        stale = Path(self._config.exec_root, "containerd")
+        for path in (Path(self._config.pidfile), *stale.glob("containerd*.pid"), *stale.glob("containerd*.sock*")):
+            path.unlink(missing_ok=True)
+        log = os.open(self._config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments(self._config, self._socket, self._daemon_json),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        self._process = process
+        self._noted(process.pid)
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                await self._answering(process)
+        except TimeoutError as error:
+            await self._end(process)
+            raise DockerdError(f"dockerd does not answer; see {self._config.log}") from error
+
+    async def _answering(self, process: asyncio.subprocess.Process) -> None:
+        while True:
+            if process.returncode is not None:
+                raise DockerdError(f"dockerd ended with status {process.returncode}; see {self._config.log}")
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._socket)
+            except OSError:
+                await asyncio.sleep(0.1)
+                continue
+            try:
+                writer.write(b"GET /_ping HTTP/1.0\r\n\r\n")
+                if b" 200 " in await reader.readline():
+                    return
+            except OSError:
+                pass
+            finally:
+                writer.close()
+            await asyncio.sleep(0.1)
+
+    async def _keep(self) -> None:
+        while self._process is not None:
+            status = await self._process.wait()
+            _log.error("dockerd ended with status %s", status)
+            await asyncio.sleep(_RESTART_SECONDS)
+            try:
+                await self._launch()
+            except (DockerdError, OSError) as error:
+                _log.error("dockerd does not come back: %s", error)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+        await process.wait()
+
+    async def stop(self) -> None:
+        """End it, orderly first."""
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.gather(self._monitor, return_exceptions=True)
+        if self._process is not None:
+            await self._end(self._process)
+        await asyncio.to_thread(netns.unmount_below, Path(self._config.exec_root))

@@ -1,0 +1,90 @@
+"""Becomes a daemon: enters its network namespace, makes its interpreter readable, drops its user, executes.
+
+Started as root, `python3 -IS enter.py <json>`, standard library only; the JSON is an object with `netns` (path or
+null), `uid`, `gid`, `groups`, `expose` (paths the daemon must be able to read) and `argv`.
+
+- An interpreter below a closed home directory could not be executed by another user. Only then the daemon gets a mount
+  namespace of its own in which an empty directory covers the closed one and only the exposed paths are put back.
+- In that namespace no mount of a sandbox's namespace stays: a daemon never keeps a slot alive.
+- Daemons with a user of their own can gain no privileges (`no_new_privs`).
+"""
+
+import ctypes
+import json
+import os
+import sys
+
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_MNT_DETACH = 2
+_PR_SET_NO_NEW_PRIVS = 38
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    _check(_libc.mount(*arguments), target)
+
+
+def closed_ancestor(path: str) -> str | None:
+    """Return the topmost directory on the way to `path` that others cannot pass, None if there is none."""
+    parts = path.strip("/").split("/")
+    for count in range(1, len(parts)):
+        directory = "/" + "/".join(parts[:count])
+        if not os.stat(directory).st_mode & 0o001:
+            return directory
+    return None
+
+
+def expose(paths: list[str]) -> None:
+    """Make `paths` reachable for every user, in a mount namespace of our own if need be."""
+    closed = {path: closed_ancestor(path) for path in dict.fromkeys([*paths, *map(os.path.realpath, paths)])}
+    wanted = {path: directory for path, directory in closed.items() if directory is not None}
+    if not wanted:
+        return
+    os.unshare(os.CLONE_NEWNS)
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        points = [line.split(" ")[4] for line in file if " - nsfs " in line]
+    for point in points:
+        _check(_libc.umount2(point.encode(), _MNT_DETACH), point)
+    # Opened in this namespace and before the covering: the binds below reach what lies underneath.
+    sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in wanted}
+    for directory in sorted(set(wanted.values())):
+        _mount("none", directory, "tmpfs", 0, "mode=0711,size=64k")
+    for path, fd in sorted(sources.items()):
+        os.makedirs(path, mode=0o755, exist_ok=True)
+        _mount(f"/proc/self/fd/{fd}", path, "", _MS_BIND)
+        os.close(fd)
+
+
+def become(uid: int, gid: int, groups: list[int]) -> None:
+    """Drop to `uid`, for good."""
+    os.setgroups(groups)
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    if uid != 0:
+        _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def main(text: str) -> None:
+    """Do it; returns never."""
+    order = json.loads(text)
+    os.umask(0o022)
+    if order["netns"] is not None:
+        fd = os.open(order["netns"], os.O_RDONLY | os.O_CLOEXEC)
+        os.setns(fd, os.CLONE_NEWNET)
+        os.close(fd)
+    expose(order["expose"])
+    os.umask(0o077)
+    become(order["uid"], order["gid"], order["groups"])
+    os.execv(order["argv"][0], order["argv"])  # noqa: S606 - becomes the daemon; no shell
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

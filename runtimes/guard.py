@@ -1,0 +1,113 @@
+"""The guard: a process that owns the upstream namespace's rules for worker uids.
+
+- The table has `flags owner`: nobody else's `nft flush ruleset` removes it, and it goes when its owner goes.
+- So workers hold a pidfd of the owner and refuse to dial once it has ended; a new guard is announced to them.
+- The guard's standard input is ours: when hostd dies, nft sees the end of input and ends too.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from runtimes import netns, nft
+
+_READY_SECONDS = 10.0
+_BACKOFF = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class GuardError(Exception):
+    """The guard's table is not in force."""
+
+
+class Guard:
+    """Keeps one guard process alive. `pidfd` is that of the current one."""
+
+    def __init__(self, rules_file: Path, upstream: Path | None, changed: Callable[[int], Awaitable[None]]) -> None:
+        self._rules_file = rules_file
+        self._upstream = upstream
+        self._changed = changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._monitor: asyncio.Task[None] | None = None
+        self.pidfd = -1
+        self.restarts = 0
+
+    async def start(self, plan: nft.GuardPlan) -> None:
+        """Write the rules, start the guard and wait until its table is in force.
+
+        Raises:
+            GuardError: it is not in force in time.
+        """
+        self._rules_file.write_text(nft.render_guard(plan))
+        await self._spawn()
+        self._monitor = asyncio.create_task(self._keep(), name="guard")
+
+    async def _spawn(self) -> None:
+        command = ["nft", "-i"]
+        if self._upstream is not None:
+            command = ["nsenter", f"--net={self._upstream}", "--", *command]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        if process.stdin is None:
+            raise GuardError("no standard input")
+        self._process = process
+        process.stdin.write(f'include "{self._rules_file}"\n'.encode())
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                await process.stdin.drain()
+                while not await self._in_force():
+                    if process.returncode is not None:
+                        raise GuardError("nft ended")
+                    await asyncio.sleep(0.02)
+        except (TimeoutError, OSError) as error:
+            await self._end(process)
+            raise GuardError("the guard's table is not in force") from error
+        pidfd = os.pidfd_open(process.pid)
+        previous, self.pidfd = self.pidfd, pidfd
+        if previous >= 0:
+            os.close(previous)
+
+    async def _in_force(self) -> bool:
+        try:
+            listed = await asyncio.to_thread(netns.list_rules, self._upstream, "table", "inet", nft.GUARD_TABLE)
+        except netns.NftError:
+            return False
+        return "flags owner" in listed and "chain output" in listed
+
+    async def _keep(self) -> None:
+        while True:
+            process = self._process
+            if process is not None:
+                await process.wait()
+            pause = _BACKOFF[min(self.restarts, len(_BACKOFF) - 1)]
+            self.restarts += 1
+            await asyncio.sleep(pause)
+            try:
+                await self._spawn()
+            except (GuardError, OSError):
+                continue
+            await self._changed(self.pidfd)
+
+    @property
+    def pid(self) -> int:
+        """The current guard's process id, 0 if there is none."""
+        return 0 if self._process is None or self._process.returncode is not None else self._process.pid
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+    async def stop(self) -> None:
+        """End the guard; its table goes with it."""
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.gather(self._monitor, return_exceptions=True)
+        if self._process is not None:
+            await self._end(self._process)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+            self._rules_file.unlink(missing_ok=True)

@@ -1,0 +1,334 @@
+"""hostd: the only process with root's power over the host. `python -m runtimes.hostd HOST.json`
+
+This is the composition: directories, dockerd, guard, daemons, sandboxes, and the socket with its closed operations.
+
+- Only root and serve may connect; parameters are validated strictly; an unknown operation is refused.
+- It speaks no HTTP to anybody but Docker, and holds no secret.
+- SIGINT and SIGTERM remove all sandboxes and end everything it started. After a SIGKILL workers and guard end by
+  themselves (their channels end), sandboxes are closed, and the next start removes what is left.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import wire
+from runtimes import predecessor, shim_install, slots
+from runtimes.cgroups import Cgroups
+from runtimes.daemons import SOCKET_GROUP, Daemons
+from runtimes.docker import Docker, DockerError, UnknownImage
+from runtimes.dockerd import Dockerd, DockerdError
+from runtimes.doctor import diagnose
+from runtimes.guard import Guard, GuardError
+from runtimes.nft import GuardPlan
+from runtimes.sandboxes import Sandboxes
+from runtimes.spec import RUNTIMES, SANDBOX_ID, HostConfig, LaunchSpec
+from runtimes.supervisor import NotReady
+from wire.frames import close_all
+
+_log = logging.getLogger("hostd")
+
+
+def make_directories(config: HostConfig) -> None:
+    """Make run and state directories with their owners and modes."""
+    run, state, uids = Path(config.run_dir), Path(config.state_dir), config.uids
+    wanted = (
+        (run, 0, SOCKET_GROUP, 0o1771),
+        (run / "ingress", 0, 0, 0o711),
+        (run / "plans", 0, 0, 0o700),
+        (run / "netns", 0, 0, 0o700),
+        (run / "sandboxes", 0, 0, 0o711),
+        (run / "runtimes", 0, 0, 0o755),
+        (run / "config", 0, 0, 0o711),
+        (state, 0, 0, 0o711),
+        (state / "hostd", 0, 0, 0o700),
+        (state / "audit", uids.auditd, uids.auditd, 0o700),
+        (state / "vault", uids.vaultd, uids.vaultd, 0o700),
+        (state / "lifecycle", uids.serve, uids.serve, 0o700),
+    )
+    for path, uid, gid, mode in wanted:
+        path.mkdir(parents=path in (run, state), exist_ok=True)
+        if path.is_symlink():
+            raise NotADirectoryError(f"{path} is a symbolic link")
+        os.chown(path, uid, gid)
+        os.chmod(path, mode)
+        if uid != 0:
+            _hand_over(path, uid)
+
+
+def _hand_over(directory: Path, uid: int) -> None:
+    """Give a daemon what root made in its directory before it (a key, say); plain files and directories only."""
+    for _, directories, files, fd in os.fwalk(directory):
+        for name in (*directories, *files):
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if status.st_uid == 0 and (stat.S_ISDIR(status.st_mode) or status.st_nlink == 1):
+                os.chown(name, uid, uid, dir_fd=fd, follow_symlinks=False)
+
+
+class Host:
+    """Everything of one hostd, from `start` to `stop`."""
+
+    def __init__(self, config: HostConfig) -> None:
+        self._config = config
+        self._run = Path(config.run_dir)
+        upstream = Path(config.upstream_netns) if config.upstream_netns is not None else None
+        self._cgroups = Cgroups(config.run_dir)
+        self._dockerd: Dockerd | None = None
+        self._docker: Docker | None = None
+        self._guard = Guard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
+        self._daemons = Daemons(config, self._workers_lost)
+        self._sandboxes: Sandboxes | None = None
+        self._server: asyncio.Task[None] | None = None
+        self._lock = -1
+
+    async def _guard_changed(self, pidfd: int) -> None:
+        if self._sandboxes is not None:
+            await self._sandboxes.guard_changed(pidfd)
+
+    async def _workers_lost(self) -> None:
+        if self._sandboxes is not None:
+            await self._sandboxes.workers_lost()
+
+    async def start(self) -> None:
+        """Start everything; the socket comes last but serve.
+
+        Raises:
+            DockerdError, DockerError, GuardError, NotReady, OSError: it cannot run; call `stop`.
+        """
+        config, uids = self._config, self._config.uids
+        make_directories(config)
+        self._lock = predecessor.lock(self._run)
+        if ended := await asyncio.to_thread(predecessor.end_all, self._run / "config"):
+            _log.warning("ended what a predecessor left running: %s", ", ".join(ended))
+        entries = shim_install.write_wrappers(
+            self._run / "runtimes", self._run / "plans", config.python, config.runc, config.runsc
+        )
+        if config.dockerd is not None:
+            daemon_json = self._run / "config" / "daemon.json"
+            shim_install.write_daemon_json(daemon_json, entries)
+            noted = partial(predecessor.note, self._run / "config", "dockerd")
+            self._dockerd = Dockerd(config.dockerd, config.docker_socket, daemon_json, noted)
+            await self._dockerd.start()
+        self._docker = await asyncio.to_thread(Docker, config.docker_socket)
+        await self._sweep(self._docker)
+        for image in config.images:
+            await self._docker.import_image(image.name, Path(image.tar))
+        workers = (uids.worker_base, uids.worker_base + uids.workers - 1)
+        await self._guard.start(GuardPlan(*workers, config.resolvers, config.allowed))
+        await self._daemons.start()
+        self._sandboxes = Sandboxes(config, self._docker, self._daemons, self._guard, self._cgroups)
+        self._server = await wire.serve_unix(
+            self._run / "hostd.sock",
+            self.handle,
+            allowed_uids=frozenset((0, uids.serve)),
+            mode=0o660,
+            owner=(0, uids.serve),
+        )
+        await self._daemons.start_serve()
+        _log.info("ready: %s", self._run / "hostd.sock")
+
+    async def _sweep(self, docker: Docker) -> None:
+        """Remove what a killed predecessor left: nothing of it is adopted."""
+        for container, sandbox in await docker.ours():
+            if await self._is_ours(container, sandbox):
+                await docker.remove(container)
+        residue = await asyncio.to_thread(slots.sweep, self._run / "netns")
+        residue += await asyncio.to_thread(self._cgroups.sweep)
+        for directory in (self._run / "plans", self._run / "ingress"):
+            for path in directory.iterdir():
+                path.unlink()
+        for path in (self._run / "sandboxes").iterdir():
+            shutil.rmtree(path)
+        if residue:
+            _log.warning("left by a predecessor: %s", "; ".join(residue))
+
+    async def _is_ours(self, container: str, sandbox: str) -> bool:
+        """A shared dockerd may serve another hostd: its containers have their plans and files elsewhere."""
+        if self._config.dockerd is not None:
+            return True
+        plans = (self._run / "plans" / f"{container}{suffix}" for suffix in (".json", ".claimed"))
+        return (self._run / "sandboxes" / sandbox).exists() or any(path.exists() for path in plans)
+
+    async def stop(self) -> None:
+        """Remove all sandboxes and end everything that `start` started."""
+        await self._daemons.stop_serve()
+        if self._server is not None:
+            self._server.cancel()
+            await asyncio.gather(self._server, return_exceptions=True)
+            (self._run / "hostd.sock").unlink(missing_ok=True)
+        if self._sandboxes is not None:
+            self._sandboxes.closing = True
+            if residue := await self._sandboxes.remove_all():
+                _log.error("left behind: %s", "; ".join(residue))
+        await self._daemons.stop()
+        await self._guard.stop()
+        if self._docker is not None:
+            self._docker.close()
+        if self._dockerd is not None:
+            await self._dockerd.stop()
+        if self._lock >= 0:
+            await asyncio.to_thread(self._cgroups.sweep)
+            for path in (self._run / "config").glob("*.pid"):
+                path.unlink()
+            os.close(self._lock)
+
+    async def handle(
+        self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
+    ) -> wire.Message | None:
+        """Answer one request."""
+        close_all(fds)
+        operations: dict[str, Callable[[wire.Message], Awaitable[dict[str, Any]]]] = {
+            "ping": self._ping,
+            "doctor": self._doctor,
+            "runtimes": self._runtimes,
+            "image": self._image,
+            "launch": self._launch,
+            "configure": self._configure,
+            "remove": self._remove,
+            "list": self._list,
+            "inspect": self._inspect,
+        }
+        if (operation := operations.get(op)) is None:
+            raise wire.RequestError("unknown_op", f"unknown operation {op[:64]!r}")
+        return await operation(parameters)
+
+    def _parts(self) -> tuple[Docker, Sandboxes]:
+        if self._docker is None or self._sandboxes is None:
+            raise wire.RequestError("unavailable", "the host is starting")
+        return self._docker, self._sandboxes
+
+    async def _ping(self, parameters: wire.Message) -> dict[str, Any]:
+        _exactly(parameters)
+        return {}
+
+    async def _doctor(self, parameters: wire.Message) -> dict[str, Any]:
+        _exactly(parameters)
+        return {"checks": [check.as_dict() for check in await diagnose(self._config, self._docker)]}
+
+    async def _runtimes(self, parameters: wire.Message) -> dict[str, Any]:
+        _exactly(parameters)
+        known = await self._parts()[0].runtimes()
+        programs = {"runc": self._config.runc, "runsc": self._config.runsc}
+        return {
+            "runtimes": [
+                name
+                for name in RUNTIMES
+                if shim_install.runtime_name(name) in known and os.access(programs[name], os.X_OK)
+            ]
+        }
+
+    async def _image(self, parameters: wire.Message) -> dict[str, Any]:
+        name = _exactly(parameters, "name")
+        if not isinstance(name, str) or not 1 <= len(name) <= 256:
+            raise wire.RequestError("invalid", "name is not an image name")
+        try:
+            image = await self._parts()[0].image(name)
+        except UnknownImage:
+            raise wire.RequestError("unknown_image", "there is no such image on this host") from None
+        except DockerError as error:
+            raise wire.RequestError("docker", str(error)) from error
+        return {
+            "id": image.id,
+            "entrypoint": list(image.entrypoint),
+            "cmd": list(image.cmd),
+            "env": list(image.env),
+            "workdir": image.workdir,
+        }
+
+    async def _launch(self, parameters: wire.Message) -> dict[str, Any]:
+        try:
+            spec = LaunchSpec.model_validate(parameters)
+        except ValidationError as error:
+            problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
+            place = ".".join(map(str, problem["loc"][:1])) or "launch"
+            raise wire.RequestError("invalid", f"{place}: {problem['msg']}"[:300]) from None
+        return await self._parts()[1].launch(spec)
+
+    async def _configure(self, parameters: wire.Message) -> dict[str, Any]:
+        gateway = parameters.pop("gateway", None)
+        if not isinstance(gateway, dict):
+            raise wire.RequestError("invalid", "gateway is not an object")
+        await self._parts()[1].configure(_sandbox(parameters), gateway)
+        return {}
+
+    async def _remove(self, parameters: wire.Message) -> dict[str, Any]:
+        return {"residue": list(await self._parts()[1].remove(_sandbox(parameters)))}
+
+    async def _list(self, parameters: wire.Message) -> dict[str, Any]:
+        _exactly(parameters)
+        return {"sandboxes": await self._parts()[1].list()}
+
+    async def _inspect(self, parameters: wire.Message) -> dict[str, Any]:
+        return await self._parts()[1].inspect(_sandbox(parameters))
+
+
+def _exactly(parameters: wire.Message, name: str | None = None) -> Any:
+    """Return parameter `name`; refuse any other."""
+    if set(parameters) != ({name} if name is not None else set()):
+        raise wire.RequestError("invalid", "unknown or missing parameters")
+    return parameters.get(name) if name is not None else None
+
+
+def _sandbox(parameters: wire.Message) -> str:
+    value = _exactly(parameters, "sandbox")
+    if not isinstance(value, str) or not SANDBOX_ID.fullmatch(value):
+        raise wire.RequestError("invalid", "sandbox is not a sandbox id")
+    return value
+
+
+async def run(config: HostConfig) -> int:
+    """Run until SIGINT or SIGTERM; return the exit status."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    host = Host(config)
+    starting = asyncio.create_task(host.start(), name="start")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        await starting
+        await stopping
+    except (DockerdError, DockerError, GuardError, NotReady, OSError, wire.RemoteError) as error:
+        _log.error("cannot run: %s: %s", type(error).__name__, error)
+        return 1
+    finally:
+        stopping.cancel()
+        await host.stop()
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run hostd with the configuration file that `arguments` names."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(levelname)s: %(message)s")
+    if len(arguments) != 1:
+        _log.error("usage: python -m runtimes.hostd HOST.json")
+        return 64
+    if os.geteuid() != 0:
+        _log.error("hostd must be started by root")
+        return 77
+    os.umask(0o077)
+    try:
+        config = HostConfig.model_validate_json(Path(arguments[0]).read_bytes())
+    except (OSError, ValueError) as error:
+        _log.error("configuration: %s", error)
+        return 78
+    return asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

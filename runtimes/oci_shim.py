@@ -1,0 +1,328 @@
+"""The OCI runtime that Docker calls: puts a container into its prepared namespace, or refuses it.
+
+Started as `python3 -IS oci_shim.py <runc|runsc> <real runtime> <plan directory> <flag>... -- <Docker's arguments>`,
+standard library only: it runs as root twice on each container start.
+
+- `create` needs a launch plan, named by Docker's container id, and claims it by an atomic rename: a plan works once. No
+  plan, no container: `docker start` by hand, a restart policy or a reboot cannot start a sandbox without its gate.
+- The bundle must have exactly one network namespace entry, without a path; the plan's path goes there, and the inode
+  found there must be the plan's.
+- The bundle must already be as hard as hostd asked for: what Docker, its configuration or another client changed
+  (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not repaired.
+- Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
+- `run` and `restore` would start without a plan and are refused; an `exec` with more than the container's capabilities
+  is refused; every other subcommand goes to the real runtime as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing is slow to import, and this starts twice for each container
+    from typing import Any
+
+_CAPABILITIES = frozenset(
+    f"CAP_{name}"
+    for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
+)
+_NAMESPACES = frozenset(("pid", "mount", "ipc", "uts", "network"))
+_OPTIONAL_NAMESPACES = frozenset(("cgroup",))
+_GLOBAL_WITH_VALUE = frozenset(("--root", "--log", "--log-format", "--criu", "--rootless"))
+_GLOBAL_ALONE = frozenset(("--debug", "--systemd-cgroup", "--version", "-v", "--help", "-h"))
+_CREATE_WITH_VALUE = frozenset(("--bundle", "-b", "--console-socket", "--pid-file", "--preserve-fds"))
+_CREATE_ALONE = frozenset(("--no-pivot", "--no-new-keyring"))
+_REFUSED = frozenset(("run", "restore", "checkpoint"))
+_DEVICES = frozenset(((1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (136, None)))
+_FORBIDDEN_CALLS = frozenset(
+    (
+        "io_uring_setup",
+        "io_uring_enter",
+        "io_uring_register",
+        "bpf",
+        "unshare",
+        "setns",
+        "mount",
+        "umount2",
+        "move_mount",
+        "open_tree",
+        "fsopen",
+        "fsmount",
+        "pivot_root",
+        "ptrace",
+        "process_vm_readv",
+        "process_vm_writev",
+        "keyctl",
+        "add_key",
+        "request_key",
+        "userfaultfd",
+        "perf_event_open",
+        "init_module",
+        "finit_module",
+        "delete_module",
+        "kexec_load",
+        "kexec_file_load",
+        "open_by_handle_at",
+        "socketcall",
+        "pidfd_getfd",
+    )
+)
+_FAMILIES = frozenset((1, 2, 10))
+_NETLINK = 16
+_CLONE_NAMESPACES = 0x7E020000
+_SYSCTL = {"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "1 0"}
+_CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
+_MAX_FILE = 4 * 1024 * 1024
+
+
+class Refused(Exception):
+    """The container must not be created; the text says why."""
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], str | None, list[str], str | None]:
+    """Return (global arguments, subcommand or None, the rest, path of the --log file or None)."""
+    log, index = None, 0
+    while index < len(arguments):
+        word = arguments[index]
+        if not word.startswith("-"):
+            return arguments[:index], word, arguments[index + 1 :], log
+        name, separator, value = word.partition("=")
+        if name in _GLOBAL_ALONE:
+            index += 1
+        elif name in _GLOBAL_WITH_VALUE:
+            if not separator:
+                value = arguments[index + 1] if index + 1 < len(arguments) else ""
+                index += 1
+            log = value if name == "--log" else log
+            index += 1
+        else:
+            raise Refused(f"unknown runtime option {name}")
+    return arguments, None, [], log
+
+
+def create_target(rest: list[str]) -> tuple[str, str]:
+    """Return (container id, bundle) of `create`'s arguments."""
+    bundle, positional, index = None, [], 0
+    while index < len(rest):
+        word = rest[index]
+        name, separator, value = word.partition("=")
+        if not word.startswith("-"):
+            positional.append(word)
+        elif name in _CREATE_WITH_VALUE:
+            if not separator:
+                value = rest[index + 1] if index + 1 < len(rest) else ""
+                index += 1
+            bundle = value if name in ("--bundle", "-b") else bundle
+        elif name not in _CREATE_ALONE:
+            raise Refused(f"unknown create option {name}")
+        index += 1
+    if len(positional) != 1 or not _CONTAINER_ID.fullmatch(positional[0]) or not bundle:
+        raise Refused("create needs one container id and a bundle")
+    return positional[0], bundle
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read a JSON object from a bounded file."""
+    with open(path, "rb") as file:
+        data = file.read(_MAX_FILE + 1)
+    if len(data) > _MAX_FILE:
+        raise Refused("a file is too large")
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise Refused("a file is not a JSON object")
+    return value
+
+
+def claim(plans: str, container: str) -> dict[str, Any]:
+    """Take the plan of `container`; it is gone for everybody else."""
+    claimed = os.path.join(plans, f"{container}.claimed")
+    try:
+        os.rename(os.path.join(plans, f"{container}.json"), claimed)
+    except FileNotFoundError:
+        raise Refused("no launch plan: only Sallyport starts this container, in a fresh slot") from None
+    return read_json(claimed)
+
+
+def check_process(process: dict[str, Any]) -> None:
+    """Refuse a process with more privileges than a sandbox has."""
+    if process.get("noNewPrivileges") is not True:
+        raise Refused("noNewPrivileges is not set")
+    for kind, names in (process.get("capabilities") or {}).items():
+        extra = set(names or ()) - _CAPABILITIES
+        if extra:
+            raise Refused(f"{kind} capabilities beyond the sandbox's: {', '.join(sorted(extra))}")
+
+
+def check_seccomp(seccomp: Any) -> None:
+    """Refuse a filter that is not an allowlist, or that opens a door the sandbox must not have."""
+    if not isinstance(seccomp, dict) or seccomp.get("defaultAction") != "SCMP_ACT_ERRNO":
+        raise Refused("no seccomp allowlist")
+    if len(seccomp.get("architectures") or ()) > 1:
+        raise Refused("seccomp allows more than the native architecture")
+    for rule in seccomp.get("syscalls") or ():
+        if rule.get("action") == "SCMP_ACT_ERRNO":
+            continue
+        names, arguments = set(rule.get("names") or ()), rule.get("args") or []
+        if names & _FORBIDDEN_CALLS:
+            raise Refused(f"seccomp allows {', '.join(sorted(names & _FORBIDDEN_CALLS))}")
+        if "clone3" in names:
+            raise Refused("seccomp allows clone3")
+        if "clone" in names and not _masks_namespaces(arguments):
+            raise Refused("seccomp allows clone with namespaces")
+        if names & {"socket", "socketpair"} and not _closed_socket(arguments):
+            raise Refused("seccomp allows sockets of other families")
+
+
+def _masks_namespaces(arguments: list[dict[str, Any]]) -> bool:
+    return any(
+        item.get("index") == 0
+        and item.get("op") == "SCMP_CMP_MASKED_EQ"
+        and item.get("value", 0) & _CLONE_NAMESPACES == _CLONE_NAMESPACES
+        and not item.get("valueTwo")
+        for item in arguments
+    )
+
+
+def _closed_socket(arguments: list[dict[str, Any]]) -> bool:
+    equal = {item.get("index"): item.get("value") for item in arguments if item.get("op") == "SCMP_CMP_EQ"}
+    return equal.get(0) in _FAMILIES or (equal.get(0) == _NETLINK and equal.get(2, -1) == 0)
+
+
+def check_devices(linux: dict[str, Any]) -> None:
+    """Refuse device nodes, and device rules beyond the harmless pseudo devices."""
+    if linux.get("devices"):
+        raise Refused("the bundle brings device nodes")
+    rules = (linux.get("resources") or {}).get("devices") or []
+    if not rules or rules[0].get("allow") or rules[0].get("access") != "rwm" or rules[0].get("major") is not None:
+        raise Refused("devices are not denied first")
+    for rule in rules[1:]:
+        if not rule.get("allow") or rule.get("access") == "m":
+            continue
+        pair = (rule.get("major"), rule.get("minor"))
+        if rule.get("type") != "c" or (pair not in _DEVICES and (pair[0], None) not in _DEVICES):
+            raise Refused("a device is allowed")
+
+
+def check_mounts(mounts: list[dict[str, Any]], binds: dict[str, Any]) -> None:
+    """Refuse bind mounts that hostd did not plan. `binds` maps destinations to [source, read-only]."""
+    for mount in mounts:
+        kind, options = mount.get("type"), mount.get("options") or []
+        if kind in ("proc", "tmpfs", "devpts", "mqueue"):
+            continue
+        if kind in ("sysfs", "cgroup") and "ro" in options:
+            continue
+        destination = mount.get("destination")
+        planned = binds.get(str(destination))
+        if planned is None or planned[0] != mount.get("source"):
+            raise Refused(f"mount on {destination} is not planned")
+        if planned[1] and "ro" not in options:
+            raise Refused(f"mount on {destination} is not read-only")
+        if {"shared", "rshared", "slave", "rslave"} & set(options):
+            raise Refused(f"mount on {destination} propagates")
+
+
+def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
+    """Check a bundle's configuration and put the plan's namespace into it."""
+    linux = config.get("linux")
+    process = config.get("process")
+    if not isinstance(linux, dict) or not isinstance(process, dict):
+        raise Refused("the bundle has no linux or process part")
+    check_process(process)
+    if kind == "runc" or linux.get("seccomp"):
+        check_seccomp(linux.get("seccomp"))
+    check_devices(linux)
+    check_mounts(config.get("mounts") or [], plan["binds"])
+    if not linux.get("maskedPaths") or not linux.get("readonlyPaths"):
+        raise Refused("masked and read-only paths are missing")
+    if linux.get("rootfsPropagation") in ("shared", "rshared", "slave", "rslave"):
+        raise Refused("the root file system propagates mounts")
+    if any(name.startswith("dev.gvisor.flag") for name in config.get("annotations") or ()):
+        raise Refused("an annotation sets runtime flags")
+    namespaces = linux.get("namespaces") or []
+    kinds = [entry.get("type") for entry in namespaces]
+    if len(kinds) != len(set(kinds)) or set(kinds) - _OPTIONAL_NAMESPACES != _NAMESPACES:
+        raise Refused("namespaces must be each once: " + ", ".join(sorted(_NAMESPACES)))
+    if any(entry.get("path") for entry in namespaces):
+        raise Refused("a namespace is shared with something else")
+    if os.stat(plan["netns"]).st_ino != plan["netns_inode"]:
+        raise Refused("the planned network namespace is not there")
+    next(entry for entry in namespaces if entry["type"] == "network")["path"] = plan["netns"]
+    linux["sysctl"] = dict(_SYSCTL)
+    config["hooks"] = remaining_hooks(config.get("hooks") or {})
+
+
+def remaining_hooks(hooks: dict[str, Any]) -> dict[str, Any]:
+    """Return the hooks without Docker's network hook; refuse any other."""
+    for stage, entries in hooks.items():
+        for entry in entries or ():
+            arguments = entry.get("args") or [""]
+            if stage != "prestart" or arguments[0] != "libnetwork-setkey":
+                raise Refused(f"a {stage} hook")
+    return {}
+
+
+def prepare(kind: str, plans: str, rest: list[str]) -> None:
+    """Do what `create` needs before the real runtime runs."""
+    container, bundle = create_target(rest)
+    plan = claim(plans, container)
+    if plan.get("container") != container or plan.get("runtime") != kind:
+        raise Refused("the launch plan is for something else")
+    path = os.path.join(bundle, "config.json")
+    config = read_json(path)
+    harden(config, plan, kind)
+    temporary = f"{path}.sallyport"
+    with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        json.dump(config, file)
+    os.rename(temporary, path)
+
+
+def check_exec(rest: list[str]) -> None:
+    """Refuse an exec with more privileges than the container."""
+    for index, word in enumerate(rest):
+        name, separator, value = word.partition("=")
+        if name in ("--process", "-p"):
+            check_process(read_json(value if separator else rest[index + 1]))
+            return
+        if name in ("--cap", "-c", "--preserve-fds"):
+            raise Refused("exec with options of its own")
+    raise Refused("exec without a process file")
+
+
+def report(log: str | None, text: str) -> None:
+    """Tell Docker why: it shows the last error of the runtime's log file."""
+    print(f"sallyport: {text}", file=sys.stderr)
+    if log:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"level": "error", "msg": f"sallyport: {text}", "time": moment}) + "\n")
+
+
+def main(words: list[str]) -> int:
+    """Run as described above; returns only to refuse."""
+    split = words.index("--")
+    (kind, real, plans, *flags), arguments = words[:split], words[split + 1 :]
+    log = None
+    try:
+        _, command, rest, log = split_arguments(arguments)
+        if command == "create":
+            prepare(kind, plans, rest)
+        elif command == "exec":
+            check_exec(rest)
+        elif command in _REFUSED:
+            raise Refused(f"{command} is not available")
+    except Refused as refusal:
+        report(log, str(refusal))
+        return 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        report(log, f"refused: {type(error).__name__} while reading the launch plan or the bundle")
+        return 1
+    os.execv(real, [real, *flags, *arguments])  # noqa: S606 - becomes the real runtime; no shell
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

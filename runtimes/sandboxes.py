@@ -1,0 +1,363 @@
+"""Sandboxes: launched as a transaction, kept behind a live gateway, removed without residue.
+
+- One order, never another: slot, worker (denies everything), its configuration, container, plan, start.
+- Each step that fails takes all former ones back. A sandbox whose worker has died stays closed: its packets end in a
+  namespace without a way out, until the next generation has the same configuration.
+- One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time.
+- Removal stops traffic first, and is judged by process, inode, mount, group and file.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import wire
+from runtimes import netns, slots
+from runtimes.cgroups import Cgroups, Limits
+from runtimes.containers import plan_container, write_files
+from runtimes.daemons import Daemons
+from runtimes.docker import Docker, DockerError, UnknownImage
+from runtimes.guard import Guard
+from runtimes.netplan import PLAN
+from runtimes.spec import HostConfig, LaunchSpec
+from runtimes.workers import Identity, Worker, birth
+
+_RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+_CALM_SECONDS = 60.0
+_PARALLEL_LAUNCHES = 4
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Sandbox:
+    """What exists of one sandbox. Parts are None until made and after they are gone."""
+
+    id: str
+    generation: int
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    slot: slots.Slot | None = None
+    slot_index: int | None = None
+    ingress: socket.socket | None = None
+    worker: Worker | None = None
+    watch: asyncio.Task[None] | None = None
+    gateway: dict[str, Any] = field(default_factory=dict)
+    container: str | None = None
+    restarts: int = 0
+    running: bool = False
+
+
+class Sandboxes:
+    """All sandboxes of this host."""
+
+    def __init__(self, config: HostConfig, docker: Docker, daemons: Daemons, guard: Guard, cgroups: Cgroups) -> None:
+        self._config = config
+        self._run = Path(config.run_dir)
+        self._docker = docker
+        self._daemons = daemons
+        self._guard = guard
+        self._cgroups = cgroups
+        self._limits = Limits()
+        self._known: dict[str, Sandbox] = {}
+        self._free = list(range(config.uids.workers - 1, -1, -1))
+        self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
+        self.closing = False
+
+    async def launch(self, spec: LaunchSpec) -> dict[str, Any]:
+        """Launch one sandbox; returns when its container has started.
+
+        Raises:
+            wire.RequestError: it cannot be, with a code; nothing of it is left.
+        """
+        if self.closing:
+            raise wire.RequestError("unavailable", "the host is stopping")
+        if spec.sandbox in self._known:
+            raise wire.RequestError("exists", "there is a sandbox of this id")
+        sandbox = Sandbox(spec.sandbox, spec.generation)
+        self._known[spec.sandbox] = sandbox
+        async with sandbox.lock:
+            try:
+                async with self._launching:
+                    return await self._launch(sandbox, spec)
+            except BaseException as error:
+                residue = await asyncio.shield(self._unmake(sandbox))
+                if residue:
+                    _log.error("launch of %s left: %s", spec.sandbox, "; ".join(residue))
+                raise _told(error) from error
+
+    async def _launch(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
+        began = time.monotonic()
+        image = await self._docker.image(spec.image)
+        if not self._free:
+            raise wire.RequestError("full", "no slot is free")
+        sandbox.slot_index = self._free.pop()
+        sandbox.slot = await asyncio.to_thread(slots.make, self._run / "netns", sandbox.slot_index, PLAN)
+        slotted = time.monotonic()
+        sandbox.ingress = self._listen(spec.sandbox)
+        sandbox.gateway = spec.gateway
+        sandbox.worker = await self._birth(sandbox)
+        gated = time.monotonic()
+        files = write_files(self._run / "sandboxes" / spec.sandbox, spec)
+        container = await self._docker.create(plan_container(spec, image.id, files, Path(self._config.execd)))
+        sandbox.container = container
+        await self._plan(sandbox, spec)
+        await self._docker.start(container)
+        sandbox.running = True
+        sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{spec.sandbox}")
+        timing = {
+            "slot_ms": round((slotted - began) * 1000, 1),
+            "gateway_ms": round((gated - slotted) * 1000, 1),
+            "container_ms": round((time.monotonic() - gated) * 1000, 1),
+        }
+        _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
+        return {"started_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "timing": timing}
+
+    def _listen(self, sandbox: str) -> socket.socket:
+        """Make the ingress listener; connections wait in it while there is no worker."""
+        path = self._run / "ingress" / f"{sandbox}.sock"
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            os.chmod(path, 0o600)
+            os.chown(path, self._config.uids.serve, self._config.uids.serve)
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    async def _birth(self, sandbox: Sandbox) -> Worker:
+        """Return a worker that has confirmed its configuration; one that has not is ended again."""
+        if sandbox.slot is None or sandbox.ingress is None or sandbox.slot_index is None:
+            raise RuntimeError("no slot")
+        identity = Identity(
+            sandbox=sandbox.id,
+            generation=sandbox.generation,
+            uid=self._config.uids.worker_base + sandbox.slot_index,
+            gateway_netns=sandbox.slot.gateway,
+        )
+        worker = await birth(identity, sandbox.ingress, self._daemons, self._guard, self._cgroups, self._limits)
+        try:
+            await worker.configure(sandbox.gateway)
+        except BaseException:
+            await asyncio.shield(worker.end())
+            raise
+        return worker
+
+    async def _plan(self, sandbox: Sandbox, spec: LaunchSpec) -> None:
+        """Write the launch plan: only now can the container start, and only once."""
+        if sandbox.slot is None or sandbox.container is None:
+            raise RuntimeError("no slot")
+        mounts = await self._docker.mounts(sandbox.container)
+        plan = {
+            "container": sandbox.container,
+            "sandbox": sandbox.id,
+            "runtime": spec.runtime,
+            "netns": str(sandbox.slot.sandbox),
+            "netns_inode": sandbox.slot.sandbox_inode,
+            "binds": {mount.destination: [mount.source, mount.read_only] for mount in mounts},
+        }
+        path = self._run / "plans" / f"{sandbox.container}.json"
+        temporary = path.with_suffix(".new")
+        temporary.touch(mode=0o600, exist_ok=False)
+        temporary.write_text(json.dumps(plan))
+        temporary.rename(path)
+
+    async def _watch(self, sandbox: Sandbox) -> None:
+        """Give a sandbox a new worker whenever its worker has ended."""
+        attempt = 0
+        while True:
+            worker = sandbox.worker
+            born = time.monotonic()
+            if worker is not None:
+                await worker.ended()
+            async with sandbox.lock:
+                if not sandbox.running:
+                    return
+                attempt = 0 if time.monotonic() - born > _CALM_SECONDS else attempt
+                await self._respawn(sandbox, attempt)
+                attempt += 1
+
+    async def _respawn(self, sandbox: Sandbox, attempt: int) -> None:
+        old, sandbox.worker = sandbox.worker, None
+        if old is not None:
+            await asyncio.shield(old.end())
+            _log.warning("worker of %s ended (generation %d)", sandbox.id, sandbox.generation)
+        await asyncio.sleep(_RESPAWN_BACKOFF[min(attempt, len(_RESPAWN_BACKOFF) - 1)])
+        if attempt:
+            await self._daemons.fresh_zygote()
+        sandbox.generation += 1
+        sandbox.restarts += 1
+        try:
+            sandbox.worker = await self._birth(sandbox)
+        except (OSError, ConnectionError, TimeoutError, wire.RemoteError) as error:
+            _log.warning("no new worker for %s: %s", sandbox.id, type(error).__name__)
+
+    async def workers_lost(self) -> None:
+        """auditd or vaultd is a new process: end all workers, so that each is born again with new channels."""
+        for sandbox in list(self._known.values()):
+            if sandbox.worker is not None:
+                await sandbox.worker.control.close()
+
+    async def guard_changed(self, pidfd: int) -> None:
+        """Tell all workers of the new guard."""
+        for sandbox in list(self._known.values()):
+            if sandbox.worker is not None:
+                with contextlib.suppress(ConnectionError):
+                    await sandbox.worker.control.notify("guard", fds=[pidfd])
+
+    async def configure(self, name: str, gateway: dict[str, Any]) -> None:
+        """Give a sandbox's worker a new configuration; the old one stays when it is refused."""
+        sandbox = self._get(name)
+        if gateway.get("sandbox") != name:
+            raise wire.RequestError("invalid", "the gateway configuration is for another sandbox")
+        async with sandbox.lock:
+            if sandbox.worker is None or not sandbox.running:
+                raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
+            try:
+                await sandbox.worker.configure(gateway)
+            except wire.RemoteError as error:
+                raise wire.RequestError(error.code, error.message) from error
+            except (ConnectionError, TimeoutError) as error:
+                # It may have applied it or not. A new worker with the configuration that is known is sure.
+                await sandbox.worker.control.close()
+                raise wire.RequestError("unavailable", "the gateway worker did not confirm") from error
+            sandbox.gateway = gateway
+
+    def _get(self, name: str) -> Sandbox:
+        if (sandbox := self._known.get(name)) is None:
+            raise wire.RequestError("unknown_sandbox", "there is no such sandbox")
+        return sandbox
+
+    async def remove(self, name: str) -> tuple[str, ...]:
+        """Remove a sandbox; return what is left of it. One that is not known may still have a container."""
+        sandbox = self._known.get(name)
+        if sandbox is None:
+            sandbox = Sandbox(name, 1)
+        sandbox.running = False
+        if sandbox.watch is not None:
+            sandbox.watch.cancel()  # a birth that is under way is given up, not waited for
+        async with sandbox.lock:
+            return await asyncio.shield(self._unmake(sandbox))
+
+    async def remove_all(self) -> tuple[str, ...]:
+        """Remove all sandboxes."""
+        results = await asyncio.gather(*(self.remove(name) for name in list(self._known)), return_exceptions=True)
+        residue: list[str] = []
+        for result in results:
+            residue += [f"removal failed: {type(result).__name__}"] if isinstance(result, BaseException) else result
+        return tuple(residue)
+
+    async def _unmake(self, sandbox: Sandbox) -> tuple[str, ...]:
+        """Take everything back, in whatever state it is; the caller holds the lock."""
+        sandbox.running = False
+        if sandbox.watch is not None:
+            sandbox.watch.cancel()
+            await asyncio.gather(sandbox.watch, return_exceptions=True)
+            sandbox.watch = None
+        residue: list[str] = []
+        if sandbox.worker is not None:
+            residue += await sandbox.worker.end()
+            sandbox.worker = None
+        if sandbox.ingress is not None:
+            sandbox.ingress.close()
+            sandbox.ingress = None
+        residue += await self._remove_container(sandbox)
+        if sandbox.slot is not None:
+            residue += await asyncio.to_thread(slots.destroy, sandbox.slot)
+        residue += await asyncio.to_thread(self._remove_files, sandbox)
+        if sandbox.slot_index is not None and not residue:
+            self._free.append(sandbox.slot_index)
+            sandbox.slot = sandbox.slot_index = None
+        if not residue:
+            self._known.pop(sandbox.id, None)
+        return tuple(residue)
+
+    async def _remove_container(self, sandbox: Sandbox) -> list[str]:
+        try:
+            for container, _ in await self._docker.ours(sandbox.id):
+                await self._docker.remove(container)
+                for suffix in (".json", ".claimed", ".new"):
+                    (self._run / "plans" / f"{container}{suffix}").unlink(missing_ok=True)
+            return [f"container {container}" for container, _ in await self._docker.ours(sandbox.id)]
+        except DockerError as error:
+            return [f"container of {sandbox.id}: {error}"]
+
+    def _remove_files(self, sandbox: Sandbox) -> list[str]:
+        paths = [self._run / "ingress" / f"{sandbox.id}.sock", self._run / "sandboxes" / sandbox.id]
+        paths[0].unlink(missing_ok=True)
+        shutil.rmtree(paths[1], ignore_errors=True)
+        return [f"file {path}" for path in paths if os.path.lexists(path)]
+
+    async def list(self) -> list[dict[str, Any]]:
+        """Return the state of every sandbox."""
+        return list(await asyncio.gather(*(self._describe(sandbox) for sandbox in list(self._known.values()))))
+
+    async def inspect(self, name: str) -> dict[str, Any]:
+        """Return the state of one sandbox and what it consists of."""
+        sandbox = self._get(name)
+        described = await self._describe(sandbox)
+        if sandbox.slot is not None:
+            slot = sandbox.slot
+            described |= {
+                "netns": {"sandbox": str(slot.sandbox), "gateway": str(slot.gateway)},
+                "inodes": sorted(slot.inodes),
+                "links": list(await asyncio.to_thread(netns.links, slot.sandbox)),
+            }
+        return described
+
+    async def _describe(self, sandbox: Sandbox) -> dict[str, Any]:
+        state, reason, exit_code, oom = "creating", "", None, False
+        if sandbox.container is not None:
+            try:
+                found = await self._docker.state(sandbox.container)
+            except DockerError as error:
+                state, reason = "unknown", str(error)
+            else:
+                if found is None:
+                    state, reason = "gone", "the container was removed by somebody else"
+                else:
+                    state, reason, oom = found.status, found.error, found.oom
+                    exit_code = found.exit_code if found.status in ("exited", "dead") else None
+        return {
+            "sandbox": sandbox.id,
+            "state": state,
+            "reason": reason,
+            "exit_code": exit_code,
+            "oom": oom,
+            "worker_pid": sandbox.worker.pid if sandbox.worker is not None else None,
+            "container": sandbox.container,
+            "slot": sandbox.slot_index,
+            "generation": sandbox.generation,
+            "restarts": sandbox.restarts,
+        }
+
+
+_CODES: tuple[tuple[type[BaseException], str, Callable[[BaseException], str]], ...] = (
+    (UnknownImage, "unknown_image", lambda error: "there is no such image on this host"),
+    (DockerError, "docker", str),
+    (netns.NftError, "network", str),
+    (wire.RemoteError, "gateway", str),
+    (TimeoutError, "timeout", lambda error: "a step took too long"),
+    (ConnectionError, "unavailable", str),
+    (OSError, "host", lambda error: f"{type(error).__name__}: {getattr(error, 'strerror', '')}"),
+)
+
+
+def _told(error: BaseException) -> BaseException:
+    """Return what the caller of `launch` is told."""
+    for kind, code, text in _CODES:
+        if isinstance(error, kind):
+            return wire.RequestError(code, text(error)[:500])
+    return error

@@ -1,0 +1,59 @@
+"""Writes what Docker needs to call the shim: one executable wrapper per runtime, and their `runtimes` entries.
+
+- A wrapper fixes interpreter, shim, real runtime, plan directory and runtime flags: nothing comes from the environment.
+- Wrappers belong to root and are replaced as a whole.
+"""
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from runtimes.spec import RUNTIMES, Runtime
+
+RUNSC_FLAGS = (
+    "--network=sandbox",
+    "--net-raw=false",
+    "--allow-packet-socket-write=false",
+    "--host-uds=none",
+    "--host-fifo=none",
+    "--allow-flag-override=false",
+    "--debug=false",
+    "--strace=false",
+    "--log-packets=false",
+    "--profile=false",
+    "--overlay2=root:self",
+    "--file-access=exclusive",
+    "--nvproxy=false",
+    "--iouring=false",
+)
+"""Stated even where they are the default today: a changed default must not open anything."""
+
+
+def runtime_name(runtime: Runtime) -> str:
+    """Return the name that Docker knows the shimmed runtime by."""
+    return f"sallyport-{runtime}"
+
+
+def write_wrappers(directory: Path, plans: Path, python: str, runc: str, runsc: str) -> dict[str, Any]:
+    """Write the wrappers into `directory`; return the `runtimes` entries for Docker's configuration."""
+    shim = str(Path(__file__).with_name("oci_shim.py"))
+    real: dict[Runtime, tuple[str, tuple[str, ...]]] = {"runc": (runc, ()), "runsc": (runsc, RUNSC_FLAGS)}
+    entries = {}
+    for runtime in RUNTIMES:
+        program, flags = real[runtime]
+        words = shlex.join([python, "-IS", shim, runtime, program, str(plans), *flags, "--"])
+        path = directory / runtime_name(runtime)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        os.chmod(temporary, 0o755)  # noqa: S103 - Docker executes it; only root can write it
+        temporary.rename(path)
+        entries[runtime_name(runtime)] = {"path": str(path)}
+    return entries
+
+
+def write_daemon_json(path: Path, runtimes: dict[str, Any]) -> None:
+    """Write a configuration file for our own dockerd."""
+    path.write_text(json.dumps({"runtimes": runtimes}, indent=2) + "\n")
+    os.chmod(path, 0o644)

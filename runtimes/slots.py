@@ -1,0 +1,93 @@
+"""A slot: the namespaces, the link and the rules that one sandbox lives behind; made whole, used once.
+
+- Making is a transaction: a step that fails takes the earlier ones back.
+- Destroying ends every process inside, and is judged by inode and mount, not by a command's success.
+"""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtimes import netns, nft
+from runtimes.netplan import NetworkPlan
+
+_SETTLE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A slot that exists. The inodes identify it for ever; paths and index are used again after it."""
+
+    index: int
+    sandbox: Path
+    gateway: Path
+    sandbox_inode: int
+    gateway_inode: int
+
+    @property
+    def inodes(self) -> frozenset[int]:
+        """Both namespaces."""
+        return frozenset((self.sandbox_inode, self.gateway_inode))
+
+
+def make(directory: Path, index: int, plan: NetworkPlan) -> Slot:
+    """Make slot `index` below `directory`. Blocks for some tens of milliseconds.
+
+    Raises:
+        OSError, netns.NftError: a step failed, FileExistsError included; nothing of this slot is left.
+    """
+    sandbox, gateway = directory / f"{index}-sbx", directory / f"{index}-gw"
+    made: list[Path] = []
+    try:
+        gateway_inode = netns.create_gateway(gateway)
+        made.append(gateway)
+        sandbox_inode = netns.create_sandbox(sandbox)
+        made.append(sandbox)
+        # Rules pin an interface, so the link comes first; there is no process on either side yet.
+        netns.link(sandbox, gateway, plan)
+        netns.load_rules(gateway, nft.render_gateway(plan))
+    except BaseException:
+        for path in made:
+            netns.delete(path)
+        raise
+    return Slot(index, sandbox, gateway, sandbox_inode, gateway_inode)
+
+
+def destroy(slot: Slot) -> tuple[str, ...]:
+    """End everything inside `slot` and unmake it; return what is left, nothing if all went well."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    left = _kill(slot)
+    netns.delete(slot.sandbox)
+    netns.delete(slot.gateway)
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = _kill(slot)
+    return (
+        *(f"process {pid} in a namespace of slot {slot.index}" for pid in left),
+        *(f"mount {path}" for path in netns.mounted(slot.inodes)),
+        *(f"file {path}" for path in (slot.sandbox, slot.gateway) if os.path.lexists(path)),
+    )
+
+
+def _kill(slot: Slot) -> tuple[int, ...]:
+    pids = tuple(pid for pid in netns.processes(slot.inodes) if pid != os.getpid())
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return pids
+
+
+def sweep(directory: Path) -> tuple[str, ...]:
+    """Remove what a killed predecessor left in `directory`, whoever is inside; return what is left."""
+    residue: list[str] = []
+    for path in sorted(directory.iterdir()):
+        inode = path.stat().st_ino
+        if path.name.endswith(("-sbx", "-gw")) and inode != netns.inode(None):
+            residue += destroy(Slot(-1, path, path, inode, inode))
+        else:
+            residue.append(f"foreign file {path}")
+    return tuple(residue)

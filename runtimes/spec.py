@@ -1,0 +1,164 @@
+"""What hostd is asked to launch, and what it is configured with: the wire forms, strictly validated.
+
+- Unknown keys, wrong types and out-of-range numbers are refused; there are no defaults for anything that isolates.
+- A launch names an image, an entrypoint and limits. It cannot name mounts, capabilities, devices or namespaces.
+"""
+
+import re
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+SANDBOX_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
+_MAX_TEXT = 128 * 1024
+_MAX_ENV = 1024 * 1024
+
+type Runtime = Literal["runc", "runsc"]
+RUNTIMES: tuple[Runtime, ...] = ("runc", "runsc")
+
+SandboxId = Annotated[str, Field(pattern=rf"^{SANDBOX_ID.pattern}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+
+class LaunchSpec(_Strict):
+    """One sandbox to launch. `gateway` is the worker's configuration, passed on as it is."""
+
+    sandbox: SandboxId
+    generation: int = Field(ge=1)
+    runtime: Runtime
+    image: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._/:@-]{0,255}$")
+    entrypoint: list[str] = Field(min_length=1, max_length=256)
+    env: dict[str, str] = Field(max_length=1024)
+    cpu_nanos: int = Field(ge=1_000_000, le=1024 * 10**9)
+    memory_bytes: int = Field(ge=6 * 1024 * 1024, le=2**44)
+    pids: int = Field(ge=1, le=4 * 1024 * 1024)
+    ca_bundle: str = Field(min_length=1, max_length=2 * 1024 * 1024)
+    execd_token_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    gateway: dict[str, Any]
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _arguments(cls, value: list[str]) -> list[str]:
+        if any("\0" in item or len(item) > _MAX_TEXT for item in value) or not value[0]:
+            raise ValueError("an argument is empty in front, too long, or holds a NUL")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _environment(cls, value: dict[str, str]) -> dict[str, str]:
+        if any(not _ENV_NAME.fullmatch(name) for name in value):
+            raise ValueError("a variable name is not allowed")
+        if any("\0" in text or len(text) > _MAX_TEXT for text in value.values()):
+            raise ValueError("a variable's value is too long or holds a NUL")
+        if sum(len(name) + len(text) for name, text in value.items()) > _MAX_ENV:
+            raise ValueError("the environment is too large")
+        return value
+
+    @model_validator(mode="after")
+    def _same_sandbox(self) -> "LaunchSpec":
+        if self.gateway.get("sandbox") != self.sandbox:
+            raise ValueError("the gateway configuration is for another sandbox")
+        return self
+
+
+class Uids(_Strict):
+    """Numeric users of the daemons; gateway workers have `workers` uids from `worker_base` on."""
+
+    serve: int = Field(default=700000001, ge=1)
+    vaultd: int = Field(default=700000002, ge=1)
+    auditd: int = Field(default=700000003, ge=1)
+    worker_base: int = Field(default=700001000, ge=1)
+    workers: int = Field(default=4096, ge=1, le=65536)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "Uids":
+        daemons = {self.serve, self.vaultd, self.auditd}
+        if len(daemons) != 3 or any(0 <= uid - self.worker_base < self.workers for uid in daemons):
+            raise ValueError("each daemon and each worker needs a uid of its own")
+        return self
+
+
+class DockerdConfig(_Strict):
+    """A dockerd of our own, in a network namespace of its own."""
+
+    binary: str = "/usr/sbin/dockerd"
+    data_root: str
+    exec_root: str
+    pidfile: str
+    log: str
+
+
+class ImageConfig(_Strict):
+    """An image imported from a root file system tar when it is missing or the tar has changed."""
+
+    name: str
+    tar: str
+
+
+class ProcessConfig(_Strict):
+    """A daemon: `python -m <module> <config>`."""
+
+    name: Literal["auditd", "vaultd", "zygote", "serve"]
+    module: str = Field(pattern=r"^[a-z_][a-z0-9_.]*$")
+    config: str
+
+
+class HostConfig(_Strict):
+    """What `python -m runtimes.hostd` reads."""
+
+    run_dir: str
+    state_dir: str
+    python: str
+    upstream_netns: str | None
+    docker_socket: str
+    dockerd: DockerdConfig | None
+    images: list[ImageConfig]
+    runsc: str
+    runc: str
+    execd: str
+    upstream_roots: str
+    uids: Uids = Uids()
+    dns_upstreams: list[str]
+    allowed_addresses: list[str]
+    processes: list[ProcessConfig]
+
+    @model_validator(mode="after")
+    def _check(self) -> "HostConfig":
+        names = [process.name for process in self.processes]
+        if len(names) != len(set(names)) or not {"auditd", "vaultd", "zygote"} <= set(names):
+            raise ValueError("processes must name auditd, vaultd and zygote, each process once")
+        paths = [self.run_dir, self.state_dir, self.python, self.docker_socket, self.runsc, self.runc, self.execd]
+        if any(not Path(path).is_absolute() for path in paths):
+            raise ValueError("paths must be absolute")
+        _ = self.resolvers, self.allowed
+        return self
+
+    @property
+    def resolvers(self) -> tuple[tuple[IPv4Address | IPv6Address, int], ...]:
+        """`dns_upstreams`, parsed."""
+        return tuple(parse_endpoint(text) for text in self.dns_upstreams)
+
+    @property
+    def allowed(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """`allowed_addresses`, parsed."""
+        return tuple(ip_network(text) for text in self.allowed_addresses)
+
+
+def parse_endpoint(text: str) -> tuple[IPv4Address | IPv6Address, int]:
+    """Parse `192.0.2.53:53` or `[2001:db8::53]:53`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"not an address and a port: {text!r}")
+    if host.startswith("[") != host.endswith("]") or (":" in host and not host.startswith("[")):
+        raise ValueError(f"not an address and a port: {text!r}")
+    return ip_address(host.removeprefix("[").removesuffix("]")), int(port)

@@ -1,0 +1,158 @@
+"""One gateway worker: born with its channels, configured before anybody is let in, watched by a pidfd.
+
+- The order is fixed: audit and vault channels, cgroup, fork, configuration. A step that fails ends the child.
+- Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
+- A worker is ended through its pidfd: a number that was used again is never hit.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import wire
+from runtimes.cgroups import Cgroups, Limits
+from runtimes.daemons import Daemons
+from runtimes.guard import Guard
+
+_BIRTH_SECONDS = 20.0
+_CONFIGURE_SECONDS = 20.0
+_END_SECONDS = 5.0
+_PING_SECONDS = 5.0
+_SILENCE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker works for, and where."""
+
+    sandbox: str
+    generation: int
+    uid: int
+    gateway_netns: Path
+
+    @property
+    def cgroup(self) -> str:
+        """The name of its control group."""
+        return f"{self.sandbox}.{self.generation}"
+
+
+class Worker:
+    """A running worker. Make one with `birth`."""
+
+    def __init__(self, identity: Identity, pid: int, control: wire.Client, daemons: Daemons, cgroups: Cgroups) -> None:
+        self.identity = identity
+        self.pid = pid
+        self.control = control
+        self._daemons = daemons
+        self._cgroups = cgroups
+        self._pidfd = os.pidfd_open(pid)
+
+    async def configure(self, gateway: dict[str, Any]) -> None:
+        """Give it a configuration and wait for its word.
+
+        Raises:
+            wire.RemoteError: it refused; what it had stays in force.
+            ConnectionError, TimeoutError: it is gone or stuck.
+        """
+        identity = self.identity
+        complete = gateway | {"sandbox": identity.sandbox, "generation": identity.generation}
+        await self.control.call("configure", timeout=_CONFIGURE_SECONDS, gateway=complete)
+
+    async def ended(self) -> None:
+        """Wait until it has ended, or has not answered for so long that it counts as ended."""
+        while True:
+            try:
+                async with asyncio.timeout(_PING_SECONDS):
+                    await self.control.closed.wait()
+                    return
+            except TimeoutError:
+                pass
+            try:
+                await self.control.call("ping", timeout=_SILENCE_SECONDS)
+            except (ConnectionError, TimeoutError, wire.RemoteError):
+                return
+
+    async def end(self) -> tuple[str, ...]:
+        """Kill it and remove its group; return what is left."""
+        if not select.select([self._pidfd], [], [], 0)[0]:
+            self._daemons.killed(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        await self.control.close()
+        left: tuple[str, ...] = ()
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await _readable(self._pidfd)
+        except TimeoutError:
+            left = (f"worker process {self.pid}",)
+        os.close(self._pidfd)
+        return (*left, *await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup))
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(fd, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+async def birth(
+    identity: Identity, ingress: socket.socket, daemons: Daemons, guard: Guard, cgroups: Cgroups, limits: Limits
+) -> Worker:
+    """Make a worker that refuses everything until it is configured.
+
+    Raises:
+        ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
+    """
+    who = {"sandbox": identity.sandbox, "generation": identity.generation}
+    with contextlib.ExitStack() as stack:
+        # closed when done: each end is then with its new owner, and the death of that owner is seen at once
+        control_here, control_there = map(stack.enter_context, socket.socketpair())
+        audit_there, audit_here = map(stack.enter_context, socket.socketpair())
+        vault_there, vault_here = map(stack.enter_context, socket.socketpair())
+        await daemons.attach("auditd", audit_there, **who, producer="gateway")
+        await daemons.attach("vaultd", vault_there, **who)
+        netns_fd = os.open(identity.gateway_netns, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, netns_fd)
+        group = await asyncio.to_thread(cgroups.create, identity.cgroup, limits)
+        try:
+            answer = await daemons.client("zygote").call(
+                "fork",
+                fds=[
+                    control_there.fileno(),
+                    audit_here.fileno(),
+                    vault_here.fileno(),
+                    netns_fd,
+                    guard.pidfd,
+                    ingress.fileno(),
+                ],
+                timeout=_BIRTH_SECONDS,
+                **who,
+                uid=identity.uid,
+                gid=identity.uid,
+                cgroup=[str(directory) for directory in group],
+            )
+            control = wire.Client(socket.socket(fileno=os.dup(control_here.fileno())))
+            control.start()
+            try:
+                return Worker(identity, int(answer["pid"]), control, daemons, cgroups)
+            except BaseException:
+                await control.close()
+                raise
+        except BaseException:
+            await asyncio.to_thread(cgroups.remove, identity.cgroup)
+            raise

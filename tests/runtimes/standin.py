@@ -1,0 +1,135 @@
+"""Small stand-ins for Sallyport's other daemons: `python -m tests.runtimes.standin CONFIG.json`.
+
+The configuration's `kind` says which. They speak the same operations as the real ones and do nothing else; what hostd's
+tests need to see, they see at the far end (a listener in the gateway namespace, a kernel, Docker).
+"""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import wire
+from runtimes.netplan import PLAN
+from wire.frames import close_all
+from wire.rpc import Result
+
+_CHANNELS: list[wire.Client] = []
+
+
+def _inherited(name: str) -> socket.socket:
+    return socket.socket(fileno=int(os.environ[name]))
+
+
+async def _socket_daemon(config: dict[str, Any]) -> None:
+    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+        if op == "attach" and len(fds) == 1:
+            _CHANNELS.append(await wire.serve_connection(socket.socket(fileno=fds[0]), handle))
+            return {}
+        if op in ("ping", "record"):
+            return {"attached": len(_CHANNELS)}
+        raise wire.RequestError("unknown_op", op)
+
+    server = await wire.serve_unix(config["socket"], handle, allowed_uids=frozenset(config["uids"]), mode=0o666)
+    if "SALLYPORT_AUDIT_FD" in os.environ:
+        audit = await wire.serve_connection(_inherited("SALLYPORT_AUDIT_FD"), handle)
+        await audit.call("ping")
+        await audit.closed.wait()
+        return
+    await server
+
+
+async def _zygote() -> None:
+    children: set[asyncio.Task[None]] = set()
+
+    async def watch(client: wire.Client, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        if not client.closed.is_set():
+            await client.notify("exited", pid=process.pid, status=status)
+
+    async def handle(client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+        try:
+            if op == "ping":
+                return {}
+            if op != "fork" or len(fds) != 6:
+                raise wire.RequestError("unknown_op", op)
+            order = parameters | {"fds": fds}
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tests.runtimes.standin", "worker", json.dumps(order), pass_fds=fds
+            )
+            task = asyncio.create_task(watch(client, process))
+            children.add(task)
+            task.add_done_callback(children.discard)
+            return {"pid": process.pid}
+        finally:
+            close_all(fds)
+
+    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle)
+    await control.closed.wait()
+
+
+def _gateway_listener(netns_fd: int) -> socket.socket:
+    made: list[socket.socket] = []
+
+    def inside() -> None:
+        os.setns(netns_fd, os.CLONE_NEWNET)
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((str(PLAN.gateway), PLAN.proxy_port))
+        listener.listen(16)
+        made.append(listener)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+async def _worker(order: dict[str, Any]) -> None:
+    for directory in order["cgroup"]:
+        Path(directory, "cgroup.procs").write_text(str(os.getpid()))
+    control_fd, _audit, _vault, netns_fd, _guard, _ingress = order["fds"]
+    listener = _gateway_listener(netns_fd)
+    os.close(netns_fd)
+    os.setgroups([])
+    os.setresgid(order["gid"], order["gid"], order["gid"])
+    os.setresuid(order["uid"], order["uid"], order["uid"])
+    said: dict[str, Any] = {}
+
+    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+        close_all(fds)
+        if op == "configure":
+            if parameters["gateway"].get("refuse"):
+                raise wire.RequestError("refused", "told to refuse")
+            said["gateway"] = parameters["gateway"]
+            return {"digest": "standin"}
+        return {"digest": "standin", "flows": 0}
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        original = writer.get_extra_info("socket").getsockopt(socket.SOL_IP, 80, 16)
+        port, address = int.from_bytes(original[2:4]), socket.inet_ntoa(original[4:8])
+        note = said.get("gateway", {}).get("note")
+        writer.write(f"{order['sandbox']} {order['generation']} {address}:{port} {note}\n".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(accept, sock=listener)
+    control = await wire.serve_connection(socket.socket(fileno=control_fd), handle)
+    async with server:
+        await control.closed.wait()
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "worker":
+        asyncio.run(_worker(json.loads(arguments[1])))
+        return
+    config = json.loads(Path(arguments[0]).read_text())
+    asyncio.run(_zygote() if config["kind"] == "zygote" else _socket_daemon(config))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""Where controllers are, and what is written there."""
+
+from pathlib import Path
+
+import pytest
+
+from runtimes.cgroups import Cgroups, Hierarchies, Limits, find, settings
+
+_V1 = """\
+32 31 0:27 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct
+35 31 0:30 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+39 31 0:34 / /sys/fs/cgroup/pids rw,relatime shared:9 - cgroup cgroup rw,pids
+41 31 0:36 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
+"""
+_V2 = "30 29 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def test_v1_controllers_are_found_beside_an_empty_unified_mount() -> None:
+    roots = tuple(Path("/sys/fs/cgroup", name) for name in ("cpu", "memory", "pids"))
+    assert Hierarchies(1, roots) == find(_V1)
+
+
+def test_v2_is_one_hierarchy() -> None:
+    assert Hierarchies(2, (Path("/sys/fs/cgroup"),)) == find(_V2)
+
+
+@pytest.mark.parametrize("text", ["", _V1.splitlines()[0]])
+def test_missing_controllers_are_an_error(text: str) -> None:
+    with pytest.raises(OSError, match="no cgroup hierarchy"):
+        find(text)
+
+
+def test_limits_say_the_same_on_both_versions() -> None:
+    limits = Limits(memory_bytes=1024, pids=7, cpus=0.5)
+    v1, v2 = settings(1, limits), settings(2, limits)
+    assert ("1024", "7", "50000") == (v1["memory.limit_in_bytes"], v1["pids.max"], v1["cpu.cfs_quota_us"])
+    assert ("1024", "7", "50000 100000") == (v2["memory.max"], v2["pids.max"], v2["cpu.max"])
+
+
+def test_a_limit_that_cannot_be_set_leaves_no_group(tmp_path: Path) -> None:
+    cgroups = Cgroups("/run/x", Hierarchies(1, (tmp_path,)))
+    with pytest.raises(OSError, match="in any hierarchy"):
+        cgroups.create("worker", Limits())
+    assert list(tmp_path.glob("sallyport/*/worker")) == []
+
+
+def test_two_instances_have_groups_of_their_own(tmp_path: Path) -> None:
+    hierarchies = Hierarchies(1, (tmp_path,))
+    assert Cgroups("/run/a", hierarchies).parent != Cgroups("/run/b", hierarchies).parent

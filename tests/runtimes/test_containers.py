@@ -1,0 +1,34 @@
+"""What a container is made of."""
+
+import os
+from pathlib import Path
+
+from runtimes.containers import CA_BUNDLE, command, environment, plan_container, write_files
+from runtimes.spec import LaunchSpec
+from tests.runtimes.test_spec import launch_message
+
+
+def test_a_request_cannot_make_the_sandbox_trust_somebody_else() -> None:
+    env = environment("sbx-1", {"SSL_CERT_FILE": "/mine", "PATH": "/x", "OPENSANDBOX_ID": "other"})
+    assert (CA_BUNDLE, "/x", "other") == (env["SSL_CERT_FILE"], env["PATH"], env["OPENSANDBOX_ID"])
+
+
+def test_execd_starts_the_entrypoint() -> None:
+    assert command("00", ["sh", "-c", "x"])[-4:] == ["--", "sh", "-c", "x"]
+
+
+def test_mounted_files_are_readable_by_every_user_inside(tmp_path: Path) -> None:
+    previous = os.umask(0o077)
+    try:
+        files = write_files(tmp_path / "sbx-1", LaunchSpec.model_validate(launch_message()))
+    finally:
+        os.umask(previous)
+    assert [0o755] == [files.stat().st_mode & 0o777]
+    assert {0o644} == {path.stat().st_mode & 0o777 for path in files.iterdir()}
+
+
+def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None:
+    spec = LaunchSpec.model_validate(launch_message())
+    plan = plan_container(spec, "sha256:1", tmp_path, Path("/execd"))
+    assert ("sha256:1", "sallyport-runc") == (plan.image, plan.runtime)
+    assert {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", CA_BUNDLE} <= {bind.destination for bind in plan.binds}

@@ -1,0 +1,60 @@
+"""The rulesets, compared as a whole with reviewed files. To renew one: SALLYPORT_WRITE_GOLDEN=1."""
+
+import os
+import re
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+from runtimes.netplan import PLAN
+from runtimes.nft import GuardPlan, render_gateway, render_guard
+
+_GOLDEN = Path(__file__).parent / "golden"
+_GUARD = GuardPlan(
+    first_uid=700001000,
+    last_uid=700005095,
+    resolvers=((ip_address("10.0.0.53"), 53), (ip_address("fd00::53"), 5353)),
+    allowed=(ip_network("10.20.0.0/16"), ip_network("fd00:20::/64")),
+)
+
+
+def _compare(name: str, text: str) -> None:
+    path = _GOLDEN / name
+    if os.environ.get("SALLYPORT_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+def test_the_gateway_ruleset_is_the_reviewed_one() -> None:
+    _compare("gateway.nft", render_gateway(PLAN))
+
+
+def test_the_guard_ruleset_is_the_reviewed_one() -> None:
+    _compare("guard.nft", render_guard(_GUARD))
+
+
+def test_every_base_chain_of_a_slot_drops_by_default() -> None:
+    hooks = re.findall(r"type .* hook .*", render_gateway(PLAN))
+    assert len(hooks) == 5
+    assert [hook for hook in hooks if "policy drop;" not in hook] == []
+
+
+def test_a_slot_has_no_rule_that_accepts_what_is_forwarded() -> None:
+    forward = re.search(r"chain forward \{(.*?)\n\t\}", render_gateway(PLAN), re.S)
+    assert forward is not None
+    assert "accept" not in forward.group(1)
+
+
+def test_pinholes_come_before_and_ranges_after_established_flows() -> None:
+    text = render_guard(_GUARD)
+    order = [
+        text.index(part) for part in ("ct state established", "10.0.0.53", "10.20.0.0/16", "fib daddr", "127.0.0.0/8")
+    ]
+    assert order == sorted(order)
+
+
+def test_a_guard_without_pinholes_closes_every_private_range() -> None:
+    text = render_guard(GuardPlan(1000, 1001))
+    assert "daddr 10.0.0.53" not in text
+    for closed in ("10.0.0.0/8", "169.254.0.0/16", "100.64.0.0/10", "fc00::/7", "fe80::/10", "64:ff9b::/96"):
+        assert closed in text

@@ -1,0 +1,220 @@
+"""The shim's judgement of arguments and bundles; the system tests run it under Docker."""
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtimes import oci_shim
+from runtimes.oci_shim import Refused, create_target, harden, main, split_arguments
+from runtimes.seccomp import profile
+
+ID = "a" * 64
+_HOOK = {"path": "/proc/9/exe", "args": ["libnetwork-setkey", "-exec-root=/run", ID, "b"]}
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    return {
+        "container": ID,
+        "sandbox": "sbx-1",
+        "runtime": "runc",
+        "netns": "/proc/self/ns/net",
+        "netns_inode": os.stat("/proc/self/ns/net").st_ino,
+        "binds": {"/etc/hosts": ["/run/hosts", True]},
+    } | changes
+
+
+def bundle() -> dict[str, Any]:
+    """A bundle as Docker 20.10 writes it, abridged."""
+    capabilities = ["CAP_CHOWN", "CAP_SETUID"]
+    return {
+        "process": {
+            "noNewPrivileges": True,
+            "capabilities": {"bounding": capabilities, "effective": capabilities, "permitted": capabilities},
+        },
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "ro"]},
+            {
+                "destination": "/etc/hosts",
+                "type": "bind",
+                "source": "/run/hosts",
+                "options": ["rbind", "ro", "rprivate"],
+            },
+        ],
+        "hooks": {"prestart": [_HOOK]},
+        "linux": {
+            "seccomp": profile(),
+            "sysctl": {"net.ipv4.ping_group_range": "0 2147483647"},
+            "namespaces": [{"type": name} for name in ("mount", "network", "uts", "pid", "ipc")],
+            "maskedPaths": ["/proc/kcore"],
+            "readonlyPaths": ["/proc/sys"],
+            "resources": {
+                "devices": [
+                    {"allow": False, "access": "rwm"},
+                    {"allow": True, "type": "c", "access": "m"},
+                    {"allow": True, "type": "c", "major": 1, "minor": 3, "access": "rwm"},
+                ]
+            },
+        },
+    }
+
+
+def test_the_namespace_is_set_and_only_dockers_hook_is_gone() -> None:
+    config = bundle()
+    harden(config, plan(), "runc")
+    network = [entry for entry in config["linux"]["namespaces"] if entry["type"] == "network"]
+    assert [{"type": "network", "path": "/proc/self/ns/net"}] == network
+    assert config["hooks"] == {}
+    assert config["linux"]["sysctl"]["net.ipv4.ping_group_range"] == "1 0"
+
+
+def _changed(path: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(bundle())
+    at: Any = config
+    *way, last = path.split("/")
+    for step in way:
+        at = at[int(step)] if isinstance(at, list) else at[step]
+    if isinstance(at, list):
+        at[int(last)] = value
+    else:
+        at[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("process/noNewPrivileges", False),
+        ("process/capabilities/bounding", ["CAP_NET_ADMIN"]),
+        ("process/capabilities/ambient", ["CAP_NET_RAW"]),
+        ("process", None),
+        ("linux/seccomp", None),
+        ("linux/seccomp", {"defaultAction": "SCMP_ACT_ALLOW"}),
+        ("linux/seccomp/syscalls/0/names/0", "io_uring_setup"),
+        ("linux/seccomp/syscalls/1/args", []),
+        ("linux/seccomp/syscalls/1/args/0/value", 40),
+        ("linux/seccomp/architectures", ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86"]),
+        ("linux/devices", [{"path": "/dev/kvm"}]),
+        ("linux/resources", {}),
+        ("linux/resources/devices/0", {"allow": True, "access": "rwm"}),
+        ("linux/resources/devices/2/minor", 1),
+        ("linux/resources/devices/2/type", "b"),
+        ("linux/maskedPaths", []),
+        ("linux/readonlyPaths", None),
+        ("linux/rootfsPropagation", "rshared"),
+        ("linux/namespaces", [{"type": name} for name in ("mount", "network", "uts", "pid")]),
+        ("linux/namespaces", [{"type": name} for name in ("mount", "network", "network", "uts", "pid", "ipc")]),
+        ("linux/namespaces/1", {"type": "network", "path": "/proc/1/ns/net"}),
+        ("linux/namespaces/3", {"type": "pid", "path": "/proc/1/ns/pid"}),
+        ("mounts/2/source", "/etc/hosts"),
+        ("mounts/2/options", ["rbind"]),
+        ("mounts/2/options", ["rbind", "ro", "rshared"]),
+        ("mounts/1/options", ["rw"]),
+        ("hooks/prestart/0/args", ["other"]),
+        ("hooks/poststart", [_HOOK]),
+        ("annotations", {"dev.gvisor.flag.network": "host"}),
+    ],
+)
+def test_a_bundle_that_is_softer_than_ordered_is_refused(path: str, value: Any) -> None:
+    with pytest.raises(Refused):
+        harden(_changed(path, value), plan(), "runc")
+
+
+def test_a_namespace_that_is_not_the_planned_one_is_refused() -> None:
+    with pytest.raises(Refused):
+        harden(bundle(), plan(netns_inode=1), "runc")
+
+
+def test_runsc_needs_no_filter_but_takes_no_wrong_one() -> None:
+    harden(_changed("linux/seccomp", None), plan(), "runsc")
+    with pytest.raises(Refused):
+        harden(_changed("linux/seccomp", {"defaultAction": "SCMP_ACT_ALLOW"}), plan(), "runsc")
+
+
+def test_dockers_arguments_are_understood() -> None:
+    words = ["--root", "/r", "--log=/l", "--log-format", "json", "create", "--bundle", "/b", "--pid-file", "/p", ID]
+    _, command, rest, log = split_arguments(words)
+    assert ("create", "/l", (ID, "/b")) == (command, log, create_target(rest))
+
+
+@pytest.mark.parametrize("words", [["--unknown", "create"], ["--root=/r", "--evil=1", "state"]])
+def test_an_unknown_global_option_is_refused(words: list[str]) -> None:
+    with pytest.raises(Refused):
+        split_arguments(words)
+
+
+@pytest.mark.parametrize("rest", [[], [ID], ["--bundle", "/b"], ["--bundle", "/b", "../x"], ["--new", ID]])
+def test_create_needs_a_bundle_and_one_id(rest: list[str]) -> None:
+    with pytest.raises(Refused):
+        create_target(rest)
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Collects what would be executed: the real runtime is the edge of this program."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(oci_shim.os, "execv", lambda _path, words: calls.append(words))
+    return calls
+
+
+def _create(tmp_path: Path, config: dict[str, Any]) -> list[str]:
+    (tmp_path / "bundle").mkdir(exist_ok=True)
+    (tmp_path / "bundle" / "config.json").write_text(json.dumps(config))
+    log = str(tmp_path / "log")
+    return ["runc", "/real", str(tmp_path), "--", "--log", log, "create", "--bundle", str(tmp_path / "bundle"), ID]
+
+
+def test_a_plan_works_once(tmp_path: Path, executed: list[list[str]]) -> None:
+    (tmp_path / f"{ID}.json").write_text(json.dumps(plan()))
+    words = _create(tmp_path, bundle())
+    main(words)
+    assert [["/real", *words[4:]]] == executed
+    written = json.loads((tmp_path / "bundle" / "config.json").read_text())
+    assert written["hooks"] == {}
+    assert main(_create(tmp_path, bundle())) == 1
+    assert len(executed) == 1
+    assert "no launch plan" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("changes", [{"runtime": "runsc"}, {"container": "b" * 64}])
+def test_a_plan_for_something_else_is_used_up_and_refused(
+    tmp_path: Path, executed: list[list[str]], changes: dict[str, Any]
+) -> None:
+    (tmp_path / f"{ID}.json").write_text(json.dumps(plan(**changes)))
+    assert main(_create(tmp_path, bundle())) == 1
+    assert executed == []
+    assert not (tmp_path / f"{ID}.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"container": 1}'])
+def test_a_broken_plan_is_refused(tmp_path: Path, executed: list[list[str]], text: str) -> None:
+    (tmp_path / f"{ID}.json").write_text(text)
+    assert main(_create(tmp_path, bundle())) == 1
+    assert executed == []
+
+
+@pytest.mark.parametrize("command", ["run", "restore", "checkpoint"])
+def test_what_would_start_without_a_plan_is_refused(tmp_path: Path, executed: list[list[str]], command: str) -> None:
+    assert main(["runc", "/real", str(tmp_path), "--", command, ID]) == 1
+    assert executed == []
+
+
+@pytest.mark.parametrize("command", ["features", "state", "kill", "start", "delete", "events"])
+def test_everything_else_passes_through_with_our_flags(tmp_path: Path, executed: list[list[str]], command: str) -> None:
+    main(["runsc", "/real", str(tmp_path), "--network=sandbox", "--", "--root=/r", command, "x", "9"])
+    assert [["/real", "--network=sandbox", "--root=/r", command, "x", "9"]] == executed
+
+
+def test_an_exec_with_more_capabilities_is_refused(tmp_path: Path, executed: list[list[str]]) -> None:
+    process = tmp_path / "process.json"
+    words = ["runc", "/real", str(tmp_path), "--", "exec", "--process", str(process), "--detach", ID]
+    process.write_text(json.dumps({"noNewPrivileges": True, "capabilities": {"effective": ["CAP_SYS_ADMIN"]}}))
+    assert main(words) == 1
+    assert executed == []
+    process.write_text(json.dumps({"noNewPrivileges": True, "capabilities": {"effective": ["CAP_CHOWN"]}}))
+    main(words)
+    assert len(executed) == 1

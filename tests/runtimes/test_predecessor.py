@@ -1,0 +1,43 @@
+"""Leftovers are recognised by pid and start time; a run directory has one hostd."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runtimes import predecessor
+
+
+def test_a_noted_process_is_ended(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    predecessor.note(tmp_path, "auditd", process.pid)
+    assert ("auditd",) == predecessor.end_all(tmp_path)
+    assert -15 == process.wait(timeout=5)
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_number_that_was_used_again_is_left_alone(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        (tmp_path / "auditd.pid").write_text(f"{process.pid} 1\n")
+        assert () == predecessor.end_all(tmp_path)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("text", ["", "x y", "1", f"{2**22} 5", "-1 5"])
+def test_a_broken_note_ends_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.pid").write_text(text)
+    assert () == predecessor.end_all(tmp_path)
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_second_hostd_does_not_get_the_lock(tmp_path: Path) -> None:
+    first = predecessor.lock(tmp_path)
+    with pytest.raises(BlockingIOError):
+        predecessor.lock(tmp_path)
+    os.close(first)
+    os.close(predecessor.lock(tmp_path))

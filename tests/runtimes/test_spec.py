@@ -1,0 +1,141 @@
+"""What a launch message may say."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from runtimes.spec import HostConfig, LaunchSpec, Uids, parse_endpoint
+
+
+def launch_message(**changes: Any) -> dict[str, Any]:
+    return {
+        "sandbox": "sbx-1",
+        "generation": 1,
+        "runtime": "runc",
+        "image": "sallyport/base:1",
+        "entrypoint": ["sleep", "1"],
+        "env": {"A": "b"},
+        "cpu_nanos": 10**9,
+        "memory_bytes": 2**28,
+        "pids": 64,
+        "ca_bundle": "pem",
+        "execd_token_sha256": "0" * 64,
+        "gateway": {"sandbox": "sbx-1"},
+    } | changes
+
+
+def host_config(**changes: Any) -> dict[str, Any]:
+    processes = [{"name": name, "module": "a.b", "config": "/c"} for name in ("auditd", "vaultd", "zygote")]
+    return {
+        "run_dir": "/run/sallyport",
+        "state_dir": "/var/lib/sallyport/state",
+        "python": "/usr/bin/python3",
+        "upstream_netns": None,
+        "docker_socket": "/run/docker.sock",
+        "dockerd": None,
+        "images": [],
+        "runsc": "/usr/bin/runsc",
+        "runc": "/usr/sbin/runc",
+        "execd": "/usr/lib/execd",
+        "upstream_roots": "/etc/ssl/certs/ca-certificates.crt",
+        "dns_upstreams": ["10.0.0.53:53"],
+        "allowed_addresses": ["10.0.0.0/8"],
+        "processes": processes,
+    } | changes
+
+
+def test_a_complete_message_is_taken() -> None:
+    assert LaunchSpec.model_validate(launch_message()).entrypoint == ["sleep", "1"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sandbox": "../x"},
+        {"sandbox": "sbx-1\n"},
+        {"sandbox": "A"},
+        {"generation": 0},
+        {"generation": "1"},
+        {"generation": True},
+        {"runtime": "kata"},
+        {"image": "--privileged"},
+        {"image": ""},
+        {"entrypoint": []},
+        {"entrypoint": [""]},
+        {"entrypoint": ["a\0b"]},
+        {"env": {"A=B": "c"}},
+        {"env": {"": "c"}},
+        {"env": {"A": "b\0"}},
+        {"env": {"A": 1}},
+        {"cpu_nanos": 0},
+        {"memory_bytes": 1024},
+        {"pids": 0},
+        {"pids": -1},
+        {"execd_token_sha256": "0" * 63},
+        {"execd_token_sha256": "g" * 64},
+        {"gateway": {"sandbox": "sbx-2"}},
+        {"gateway": None},
+        {"privileged": True},
+        {"binds": ["/:/host"]},
+    ],
+)
+def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        LaunchSpec.model_validate(launch_message(**changes))
+
+
+@pytest.mark.parametrize("missing", sorted(launch_message()))
+def test_nothing_has_a_default(missing: str) -> None:
+    message = launch_message()
+    del message[missing]
+    with pytest.raises(ValidationError):
+        LaunchSpec.model_validate(message)
+
+
+def test_a_refusal_does_not_repeat_what_was_sent() -> None:
+    with pytest.raises(ValidationError) as refusal:
+        LaunchSpec.model_validate(launch_message(env={"TOKEN": "hunter2\0"}))
+    assert "hunter2" not in str(refusal.value)
+
+
+def test_the_host_configuration_is_read_from_json() -> None:
+    config = HostConfig.model_validate_json(json.dumps(host_config()))
+    assert [str(network) for network in config.allowed] == ["10.0.0.0/8"]
+    assert [(str(address), port) for address, port in config.resolvers] == [("10.0.0.53", 53)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run_dir": "relative"},
+        {"processes": []},
+        {"dns_upstreams": ["10.0.0.53"]},
+        {"allowed_addresses": ["10.0.0.1/8"]},
+        {"unknown": 1},
+    ],
+)
+def test_a_wrong_host_configuration_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        HostConfig.model_validate(host_config(**changes))
+
+
+def test_no_two_processes_share_a_user() -> None:
+    with pytest.raises(ValidationError):
+        Uids(serve=700000001, vaultd=700000001)
+    with pytest.raises(ValidationError):
+        Uids(serve=700001005)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:65536", "::1:53", "[::1]", "a:53", "[1.2.3.4:53"]
+)
+def test_an_endpoint_is_an_address_and_a_port(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_endpoint(text)
+
+
+def test_an_ipv6_endpoint_is_in_brackets() -> None:
+    address, port = parse_endpoint("[2001:db8::53]:53")
+    assert ("2001:db8::53", 53) == (str(address), port)

@@ -1,0 +1,457 @@
+"""hostd with a real dockerd, runc and runsc; the daemons beside it are stand-ins (`tests/runtimes/standin.py`).
+
+Needs a root file system to make an image of (SALLYPORT_TEST_ROOTFS) and a current runsc (SALLYPORT_TEST_RUNSC).
+"""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import pytest
+
+import wire
+from runtimes import netns
+from runtimes.cgroups import Cgroups
+from runtimes.docker import LABEL
+
+pytestmark = pytest.mark.system
+
+_CACHE = Path("/var/lib/sallyport/cache")
+_ROOT = Path(__file__).resolve().parents[2]
+_ids = itertools.count(1)
+
+
+def _rootfs() -> Path:
+    path = Path(os.environ.get("SALLYPORT_TEST_ROOTFS", _CACHE / "base-rootfs"))
+    if not path.is_dir():
+        pytest.skip(f"no root file system at {path}")
+    return path
+
+
+def _runsc() -> str:
+    found = os.environ.get("SALLYPORT_TEST_RUNSC") or next(map(str, sorted(_CACHE.glob("runsc-*"))), None)
+    found = found or shutil.which("runsc")
+    if found is None:
+        pytest.skip("no runsc")
+    return found
+
+
+class Hostd:
+    """A hostd of its own, driven over its socket."""
+
+    def __init__(self, directory: Path, data_root: Path, tar: Path) -> None:
+        self.run = directory / "run"
+        self.upstream = directory / "upstream"
+        netns.create(self.upstream, {})
+        execd = directory / "execd"
+        execd.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift\nexec "$@"\n')
+        execd.chmod(0o755)
+        processes = []
+        for name in ("auditd", "vaultd", "zygote"):
+            sock = {"auditd": "audit.sock", "vaultd": "vault.sock", "zygote": ""}[name]
+            config = directory / f"{name}.json"
+            config.write_text(json.dumps({"kind": name, "socket": str(self.run / sock), "uids": [0]}))
+            processes.append({"name": name, "module": "tests.runtimes.standin", "config": str(config)})
+        host = {
+            "run_dir": str(self.run),
+            "state_dir": str(directory / "state"),
+            "python": sys.executable,
+            "upstream_netns": str(self.upstream),
+            "docker_socket": str(self.run / "docker.sock"),
+            "dockerd": {
+                "binary": shutil.which("dockerd") or "/usr/sbin/dockerd",
+                "data_root": str(data_root),
+                "exec_root": str(self.run / "docker"),
+                "pidfile": str(self.run / "docker.pid"),
+                "log": str(directory / "dockerd.log"),
+            },
+            "images": [{"name": "sallyport/test:1", "tar": str(tar)}],
+            "runsc": _runsc(),
+            "runc": shutil.which("runc") or "/usr/sbin/runc",
+            "execd": str(execd),
+            "upstream_roots": "/etc/ssl/certs/ca-certificates.crt",
+            "dns_upstreams": ["10.9.9.9:53"],
+            "allowed_addresses": [],
+            "processes": processes,
+        }
+        config = directory / "host.json"
+        config.write_text(json.dumps(host))
+        self.log = directory / "hostd.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "runtimes.hostd", str(config)], cwd=_ROOT, stdout=log, stderr=log
+            )
+        self._sock: socket.socket | None = None
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + 90
+        while True:
+            assert self.process.poll() is None, self.log.read_text()
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(60)
+            try:
+                sock.connect(str(self.run / "hostd.sock"))
+            except OSError:
+                sock.close()
+                assert time.monotonic() < deadline, self.log.read_text()
+                time.sleep(0.1)
+                continue
+            self._sock = sock
+            assert {} == self.call("ping")
+            return
+
+    def call(self, op: str, **parameters: Any) -> dict[str, Any]:
+        assert self._sock is not None
+        wire.send(self._sock, {"id": next(_ids), "op": op, **parameters})
+        answer = wire.receive(self._sock)
+        assert answer is not None
+        if "error" in answer[0]:
+            raise wire.RemoteError(answer[0]["error"]["code"], answer[0]["error"]["message"])
+        result: dict[str, Any] = answer[0]["ok"]
+        return result
+
+    def launch(self, runtime: str, **changes: Any) -> str:
+        sandbox = f"sbx-{runtime}-{next(_ids)}"
+        message = {
+            "sandbox": sandbox,
+            "generation": 1,
+            "runtime": runtime,
+            "image": "sallyport/test:1",
+            "entrypoint": ["sleep", "1000"],
+            "env": {},
+            "cpu_nanos": 10**9,
+            "memory_bytes": 2**28,
+            "pids": 64,
+            "ca_bundle": "-----\n",
+            "execd_token_sha256": "0" * 64,
+            "gateway": {"sandbox": sandbox, "note": "first"},
+        }
+        gateway = {"gateway": message["gateway"] | changes.pop("gateway", {})}  # type: ignore[operator]
+        self.call("launch", **(message | gateway | changes))
+        return sandbox
+
+    def state(self, sandbox: str) -> dict[str, Any]:
+        return next(item for item in self.call("list")["sandboxes"] if item["sandbox"] == sandbox)
+
+    def wait_generation(self, sandbox: str, generation: int, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while True:
+            state = self.state(sandbox)
+            if state["generation"] >= generation and state["worker_pid"] is not None:
+                return state
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def daemon(self, module: str, config: str) -> int:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if module.encode() in words and str(self.run / "config" / config).encode() in words:
+                    return int(entry.name)
+        raise AssertionError(f"{module} is not running")
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait(timeout=60)
+        netns.delete(self.upstream)
+
+
+class Engine:
+    """Docker, as somebody beside Sallyport would use it."""
+
+    def __init__(self, hostd: Hostd) -> None:
+        self.api: Any = docker.APIClient(base_url=f"unix://{hostd.run}/docker.sock", version="auto", timeout=60)
+
+    def execute(self, sandbox: str, *command: str) -> tuple[int, str]:
+        made = self.api.exec_create(f"sallyport-{sandbox}", list(command))
+        output = self.api.exec_start(made["Id"])
+        return int(self.api.exec_inspect(made["Id"])["ExitCode"]), output.decode()
+
+    def python(self, sandbox: str, code: str) -> str:
+        status, output = self.execute(sandbox, "python3", "-c", code)
+        assert 0 == status, output
+        return output.strip()
+
+
+@pytest.fixture(scope="module")
+def hostd() -> Iterator[Hostd]:
+    with (
+        tempfile.TemporaryDirectory(prefix=f"sallyport-rt-{os.getpid()}-", dir="/run") as run,
+        tempfile.TemporaryDirectory(prefix="sallyport-rt-", dir="/var/tmp") as data,
+    ):
+        os.chmod(run, 0o755)  # noqa: S103 - the container's root reads what lies below
+        tar = Path(data, "rootfs.tar")
+        subprocess.run(["tar", "-C", str(_rootfs()), "-cf", str(tar), "."], check=True)
+        host = Hostd(Path(run), Path(data, "docker"), tar)
+        try:
+            host.wait_ready()
+            yield host
+        finally:
+            host.close()
+
+
+@pytest.fixture(scope="module")
+def engine(hostd: Hostd) -> Iterator[Engine]:
+    made = Engine(hostd)
+    yield made
+    made.api.close()
+
+
+@pytest.fixture(params=["runc", "runsc"])
+def sandbox(request: pytest.FixtureRequest, hostd: Hostd) -> Iterator[str]:
+    made = hostd.launch(request.param)
+    yield made
+    assert {"residue": []} == hostd.call("remove", sandbox=made)
+
+
+_DIAL = """
+import socket
+with socket.create_connection(({address!r}, {port}), timeout=5) as s:
+    print(s.getsockname()[0], s.makefile().read())
+"""
+
+
+def test_a_sandbox_has_one_interface_with_the_one_address(hostd: Hostd, engine: Engine, sandbox: str) -> None:
+    assert ["eth0", "lo"] == hostd.call("inspect", sandbox=sandbox)["links"]
+    names = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
+    assert "['eth0', 'lo']" == engine.python(sandbox, names)
+    assert engine.python(sandbox, "print(open('/etc/resolv.conf').read())").startswith("nameserver 192.0.2.1")
+
+
+def test_every_dial_arrives_at_this_sandboxes_worker(engine: Engine, sandbox: str) -> None:
+    for address, port in (("8.8.8.8", 443), ("10.0.0.1", 22), ("169.254.169.254", 80)):
+        said = engine.python(sandbox, _DIAL.format(address=address, port=port))
+        assert f"192.0.2.2 {sandbox} 1 {address}:{port} first" == said
+
+
+def test_udp_icmp_and_ipv6_get_no_answer(engine: Engine, sandbox: str) -> None:
+    code = """
+import socket
+def quiet(family, kind, protocol, send):
+    try:
+        with socket.socket(family, kind, protocol) as s:
+            s.settimeout(0.5)
+            send(s)
+            return ('answer', s.recv(10))
+    except OSError as error:
+        return 'quiet'
+print(quiet(socket.AF_INET, socket.SOCK_DGRAM, 0, lambda s: s.sendto(b'x', ('8.8.8.8', 443))),
+      quiet(socket.AF_INET, socket.SOCK_DGRAM, 1, lambda s: s.sendto(b'\\x08\\0\\0\\0\\0\\0\\0\\0', ('192.0.2.1', 0))),
+      quiet(socket.AF_INET, socket.SOCK_RAW, 1, lambda s: s.sendto(b'\\x08\\0\\0\\0\\0\\0\\0\\0', ('192.0.2.1', 0))),
+      quiet(socket.AF_INET6, socket.SOCK_STREAM, 0, lambda s: s.connect(('2001:db8::1', 443))))
+"""
+    assert "quiet quiet quiet quiet" == engine.python(sandbox, code)
+
+
+def test_exec_has_no_capability_beyond_the_list(engine: Engine, sandbox: str) -> None:
+    status, output = engine.execute(sandbox, "grep", "-E", "^(CapBnd|CapEff|NoNewPrivs)", "/proc/self/status")
+    assert (0, {"00000000000004fb", "1"}) == (status, {line.split()[1] for line in output.splitlines()})
+    made = engine.api.exec_create(f"sallyport-{sandbox}", ["id"], privileged=True)
+    refused = engine.api.exec_start(made["Id"]).decode()
+    assert "uid=" not in refused
+
+
+def test_nobody_starts_a_sandbox_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
+    engine.api.kill(f"sallyport-{sandbox}")
+    engine.api.wait(f"sallyport-{sandbox}", timeout=20)
+    with pytest.raises(docker.errors.APIError, match="no launch plan"):
+        engine.api.start(f"sallyport-{sandbox}")
+    assert ("exited", 137) == tuple(hostd.state(sandbox)[key] for key in ("state", "exit_code"))
+
+
+@pytest.mark.parametrize("runtime", ["sallyport-runc", "sallyport-runsc"])
+def test_a_container_without_a_plan_does_not_start(engine: Engine, runtime: str) -> None:
+    config = engine.api.create_host_config(runtime=runtime, network_mode="none")
+    made = engine.api.create_container("sallyport/test:1", ["sleep", "9"], host_config=config)
+    try:
+        with pytest.raises(docker.errors.APIError, match="no launch plan"):
+            engine.api.start(made["Id"])
+    finally:
+        engine.api.remove_container(made["Id"], force=True)
+
+
+def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, engine: Engine, sandbox: str) -> None:
+    assert {} == hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "note": "second"})
+    os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
+    hostd.wait_generation(sandbox, 2, 2.0)
+    said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
+    assert f"192.0.2.2 {sandbox} 2 1.2.3.4:5 second" == said
+
+
+def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, sandbox: str) -> None:
+    with pytest.raises(wire.RemoteError, match="refused"):
+        hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "refuse": True})
+    with pytest.raises(wire.RemoteError, match="invalid"):
+        hostd.call("configure", sandbox=sandbox, gateway={"sandbox": "sbx-other"})
+    os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
+    hostd.wait_generation(sandbox, 2, 2.0)
+    assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("first")
+
+
+def test_workers_are_born_again_after_auditd_died(hostd: Hostd, engine: Engine, sandbox: str) -> None:
+    os.kill(hostd.daemon("tests.runtimes.standin", "auditd.json"), signal.SIGKILL)
+    state = hostd.wait_generation(sandbox, 2, 20)
+    assert "running" == state["state"]
+    said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
+    assert said.endswith("1.2.3.4:5 first")
+
+
+def _left(hostd: Hostd, engine: Engine, inspected: dict[str, Any]) -> list[str]:
+    inodes = frozenset(inspected["inodes"])
+    sandbox = inspected["sandbox"]
+    cgroups = Cgroups(str(hostd.run))
+    found: list[Any] = [*netns.processes(inodes), *netns.mounted(inodes), *(hostd.run / "plans").iterdir()]
+    found += list((hostd.run / "netns").iterdir())
+    found += [path for root in cgroups.hierarchies.roots for path in root.glob(f"**/*{sandbox}*")]
+    found += [path for path in hostd.run.glob("**/*") if sandbox in path.name]
+    found += engine.api.containers(all=True, filters={"label": f"{LABEL}={sandbox}"})
+    return [str(item) for item in found]
+
+
+@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+def test_removal_leaves_nothing(hostd: Hostd, engine: Engine, runtime: str) -> None:
+    sandbox = hostd.launch(runtime)
+    inspected = hostd.call("inspect", sandbox=sandbox)
+    assert [] != _left(hostd, engine, inspected)
+    assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+    assert [] == _left(hostd, engine, inspected)
+    with pytest.raises(ProcessLookupError):
+        os.kill(inspected["worker_pid"], 0)
+    assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+
+
+def test_a_launch_that_fails_leaves_nothing(hostd: Hostd, engine: Engine) -> None:
+    for code, changes in (("gateway", {"gateway": {"refuse": True}}), ("unknown_image", {"image": "no/such:1"})):
+        with pytest.raises(wire.RemoteError, match=code):
+            hostd.launch("runc", **changes)
+    assert {"sandboxes": []} == hostd.call("list")
+    assert [] == [*(hostd.run / "netns").iterdir(), *(hostd.run / "plans").iterdir()]
+    assert [] == [*(hostd.run / "ingress").iterdir(), *(hostd.run / "sandboxes").iterdir()]
+
+
+def test_the_guard_survives_a_flush_and_comes_back_after_a_kill(hostd: Hostd) -> None:
+    def table() -> str:
+        return netns.list_rules(hostd.upstream, "table", "inet", "sallyport_guard")
+
+    assert "700001000-700005095" in table()
+    netns.load_rules(hostd.upstream, "flush ruleset\n")
+    assert "700001000-700005095" in table()
+    pids = [pid for pid in netns.processes(frozenset((netns.inode(hostd.upstream),))) if _name(pid) == "nft"]
+    assert 1 == len(pids)
+    os.kill(pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            assert "flags owner" in table()
+            return
+        except netns.NftError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def test_runc_opens_no_door_of_the_kernel(hostd: Hostd, engine: Engine) -> None:
+    sandbox = hostd.launch("runc")
+    code = """
+import ctypes, socket
+def outcome(call):
+    try:
+        call().close()
+        return 'open'
+    except OSError as error:
+        return error.errno
+libc = ctypes.CDLL(None, use_errno=True)
+def number(n, *arguments):
+    result = libc.syscall(n, *arguments)
+    return ctypes.get_errno() if result < 0 else 'open'
+print([outcome(lambda f=f: socket.socket(f, socket.SOCK_STREAM)) for f in (1, 2, 10)])
+print(outcome(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)))
+print([outcome(lambda p=p: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, p)) for p in (2, 9, 12, 15, 16)])
+print([outcome(lambda f=f: socket.socket(f, socket.SOCK_STREAM)) for f in (40, 38, 44, 17, 21, 30)])
+print([number(n, 0, 0, 0, 0, 0) for n in (425, 426, 427, 321, 272, 308, 101, 250, 323, 298, 165)])
+"""
+    try:
+        assert [
+            "['open', 'open', 'open']",
+            "open",
+            "[1, 1, 1, 1, 1]",
+            "[1, 1, 1, 1, 1, 1]",
+            "[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]",
+        ] == engine.python(sandbox, code).splitlines()
+    finally:
+        hostd.call("remove", sandbox=sandbox)
+
+
+def test_what_people_run_in_sandboxes_runs_under_the_filter(hostd: Hostd, engine: Engine) -> None:
+    sandbox = hostd.launch("runc")
+    try:
+        work = "import subprocess, threading, asyncio, multiprocessing, tempfile; tempfile.TemporaryFile(); print(1)"
+        assert "1" == engine.python(sandbox, work)
+        assert 0 == engine.execute(sandbox, "bash", "-c", "set -e; ls -l / | sort | wc -l; (sleep 0.1 &); mkfifo /f")[0]
+        assert 0 == engine.execute(sandbox, "curl", "--version")[0]
+        for program in ("git", "pip", "node"):
+            if 0 == engine.execute(sandbox, "sh", "-c", f"command -v {program}")[0]:
+                assert 0 == engine.execute(sandbox, program, "--version")[0]
+    finally:
+        hostd.call("remove", sandbox=sandbox)
+
+
+def test_the_doctor_finds_this_host_well(hostd: Hostd) -> None:
+    checks = hostd.call("doctor")["checks"]
+    assert [] == [check for check in checks if not check["ok"]]
+
+
+def test_both_runtimes_are_offered(hostd: Hostd) -> None:
+    assert {"runtimes": ["runc", "runsc"]} == hostd.call("runtimes")
+    with pytest.raises(wire.RemoteError, match="unknown_image"):
+        hostd.call("image", name="no/such:1")
+    with pytest.raises(wire.RemoteError, match="unknown_op"):
+        hostd.call("shell")
+
+
+def test_a_stop_removes_everything(hostd: Hostd) -> None:
+    """Last in this file: it ends the hostd of the others."""
+    inodes = frozenset(
+        inode
+        for runtime in ("runc", "runsc")
+        for inode in hostd.call("inspect", sandbox=hostd.launch(runtime))["inodes"]
+    )
+    hostd.close()
+    assert 0 == hostd.process.returncode, hostd.log.read_text()
+    assert ((), ()) == (netns.processes(inodes), netns.mounted(inodes))
+    assert str(hostd.run) not in Path("/proc/self/mountinfo").read_text()
+    roots = Cgroups(str(hostd.run))
+    assert [] == [root / roots.parent for root in roots.hierarchies.roots if (root / roots.parent).exists()]
+    assert [] == [
+        entry.name
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and str(hostd.run).encode() in _cmdline(entry)
+    ]
+
+
+def _cmdline(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
