@@ -1,0 +1,154 @@
+"""The composition of one server: from a configuration to the ASGI application and its background tasks.
+
+It only wires. Nothing here runs at import, and there is no global state: a process may hold several servers (tests do).
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from lifecycle.auth import BrowserGuard, KeyRing, Tokens
+from lifecycle.edge import Edge
+from lifecycle.egress import Egress
+from lifecycle.egress_api import EgressApi
+from lifecycle.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError
+from lifecycle.orchestrator import Gateway, Orchestrator
+from lifecycle.peers import Auditd, Daemon, Hostd, Vaultd
+from lifecycle.policies import Policies
+from lifecycle.proxy import Proxy
+from lifecycle.reaper import Observer, Reaper
+from lifecycle.registry import Registry
+from lifecycle.routes import endpoints, networkpolicy, sandboxes, system, unsupported
+from lifecycle.routes.context import Context
+from lifecycle.serve_config import ServeConfig
+
+POLICY_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server: `edge` is the application, `running` its life."""
+
+    edge: Edge
+    context: Context
+    policies: Policies
+    registry: Registry
+    daemons: tuple[Daemon, ...]
+    reaper: Reaper
+    observer: Observer
+    adopted: asyncio.Event
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Open the registry and run the background tasks; on leaving, end them."""
+        await self.registry.open()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            tasks.append(asyncio.create_task(self._reap(), name="reaper"))
+            tasks.append(asyncio.create_task(self.observer.run(self.adopted.set), name="observer"))
+            tasks.append(asyncio.create_task(self._reload(), name="policies"))
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.context.orchestrator.close()
+            for daemon in self.daemons:
+                await daemon.close()
+            await self.registry.close()
+
+    async def _reap(self) -> None:
+        await self.adopted.wait()  # before that a removal might race with what an earlier process began
+        await self.reaper.run()
+
+    async def _reload(self) -> None:
+        while True:
+            await asyncio.sleep(POLICY_SECONDS)
+            if await self.policies.reload():
+                await self.observer.recompile()
+
+
+def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Callable[[], float] = time.time) -> Server:
+    """Compose a server; needs a running event loop."""
+    registry = Registry(config.state_dir / "sallyport.db")
+    hostd = Hostd(config.run_dir / "hostd.sock")
+    vaultd = Vaultd(config.run_dir / "vault.sock")
+    auditd = Auditd(config.run_dir / "audit.sock")
+    gateway = Gateway(
+        upstream_roots=config.upstream_roots.read_text("utf-8", "ignore"),
+        dns_upstreams=config.dns_upstreams,
+        allowed_addresses=config.allowed_addresses,
+        host_addresses=config.host_addresses,
+        limits=config.gateway_limits,
+    )
+    orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, tokens, gateway, config.bounds, clock=clock)
+    egress = Egress(orchestrator)
+    keys = KeyRing(config.key_digests)
+    egress_api = EgressApi(orchestrator, egress, tokens, keys)
+    proxy = Proxy(
+        orchestrator,
+        egress_api,
+        tokens,
+        keys,
+        config.run_dir / "ingress",
+        connections=config.proxy_connections,
+        renew_interval=config.renew_interval,
+    )
+    orchestrator.forget.append(proxy.forget)
+    context = Context(orchestrator, egress, egress_api, tokens, config.limits, config.external_base)
+    guard = BrowserGuard.of((config.host, *config.allowed_hosts))
+    return Server(
+        Edge(api(context), proxy, keys, guard),
+        context,
+        policies,
+        registry,
+        (hostd, vaultd, auditd),
+        Reaper(orchestrator),
+        Observer(orchestrator, egress),
+        asyncio.Event(),
+    )
+
+
+def api(context: Context) -> FastAPI:
+    """Build the FastAPI application: every route under `/` and under `/v1`."""
+    app = FastAPI(title="Sallyport", version="0.1.0", redirect_slashes=False)
+    app.state.context = context
+    app.include_router(system.root)
+    for prefix in ("", "/v1"):
+        for module in (sandboxes, endpoints, networkpolicy, system, unsupported):
+            app.include_router(module.router, prefix=prefix)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _schema_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+async def _api_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)  # noqa: S101 - narrows the type of Starlette's signature
+    return JSONResponse(error.body(), error.status, headers=dict(error.headers))
+
+
+async def _schema_error(_: Request, error: Exception) -> JSONResponse:
+    """422 in FastAPI's shape with code and message; what the caller sent is not repeated (it may be secret)."""
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - as above
+    detail = [{"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]} for item in error.errors()[:32]]
+    first = detail[0] if detail else {"loc": ["body"], "msg": "invalid"}
+    place = ".".join(str(part) for part in first["loc"])
+    return JSONResponse(ApiError(422, INVALID_PARAMETER, f"{place}: {first['msg']}", detail=detail).body(), 422)
+
+
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)  # noqa: S101 - as above
+    return JSONResponse(
+        ApiError(error.status_code, UNKNOWN_ERROR, str(error.detail)).body(), error.status_code, headers=error.headers
+    )

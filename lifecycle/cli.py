@@ -1,0 +1,189 @@
+"""The command `sallyport`: thin; every subcommand is a call into the package it belongs to.
+
+sallyport serve | doctor
+sallyport policy check [FILE] | policy explain POLICY URL
+sallyport vault init | put | list | rotate | delete
+sallyport audit tail | verify
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import audit.cli
+import policy.cli
+import vault.cli
+import vault.keyring
+import wire
+from lifecycle import launch, settings
+from lifecycle.settings import Settings, SettingsError
+
+OK, FAILED, WRONG = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sallyport: %(message)s")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser().parse_known_args(given)
+    if rest and options.command != "vault":
+        parser().error(f"unrecognised arguments: {' '.join(rest)}")
+    try:
+        configured = settings.read(options.config, settings.environment())
+        return _run(options, rest, configured)
+    except SettingsError as error:
+        print(f"sallyport: {error}", file=sys.stderr)
+        return WRONG
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="sallyport", allow_abbrev=False)
+    top.add_argument("--config", type=Path, help=f"settings (TOML); else {settings.CONFIG_PATH}, else ~/.sandbox.toml")
+    commands = top.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="run the server and everything it needs (as root)")
+    serve.add_argument("--write-only", action="store_true", help="write the daemons' configuration and stop there")
+    commands.add_parser("doctor", help="check what this host needs")
+    policies = commands.add_parser("policy", help="check and explain policy files").add_subparsers(
+        dest="action", required=True
+    )
+    check = policies.add_parser("check", help="say whether a policy file is good")
+    check.add_argument("file", type=Path, nargs="?", help="else the configured one")
+    explain = policies.add_parser("explain", help="say what would happen to a request, and why")
+    explain.add_argument("policy", help="name of a policy in the file")
+    explain.add_argument("url")
+    explain.add_argument("--method", default="GET")
+    explain.add_argument("--file", type=Path, help="else the configured one")
+    commands.add_parser("vault", help="manage stored secrets", add_help=False)
+    log = commands.add_parser("audit", help="read and verify the audit log").add_subparsers(
+        dest="action", required=True
+    )
+    tail = log.add_parser("tail", help="print records")
+    tail.add_argument("--denied", action="store_true", help="denials only")
+    tail.add_argument("--sandbox", help="of one sandbox only")
+    tail.add_argument("--follow", "-f", action="store_true")
+    tail.add_argument("--output", choices=["text", "json", "ecs"], default="text")
+    verify = log.add_parser("verify", help="check that the log is what was written")
+    verify.add_argument("--key", type=Path, help="public key to trust, else the log's own")
+    return top
+
+
+def _run(options: argparse.Namespace, rest: list[str], configured: Settings) -> int:
+    match options.command, getattr(options, "action", None):
+        case "serve", _:
+            return _serve(configured, write_only=options.write_only)
+        case "doctor", _:
+            return asyncio.run(_doctor(configured))
+        case "policy", "check":
+            return policy.cli.check(_policy_file(options.file, configured))
+        case "policy", "explain":
+            return _explain(options, configured)
+        case "vault", _:
+            owner = launch.uids(configured)["vaultd"]
+            places = vault.cli.Places(configured.run_dir / "vault.sock", configured.master_key_file, (owner, owner))
+            return vault.cli.main(rest, places)
+        case "audit", "tail":
+            return audit.cli.tail(
+                configured.state_dir / "audit",
+                denied=options.denied,
+                sandbox=options.sandbox,
+                follow=options.follow,
+                output=options.output,
+            )
+        case _:
+            return audit.cli.verify(configured.state_dir / "audit", key=options.key)
+
+
+def _serve(configured: Settings, *, write_only: bool) -> int:
+    if os.geteuid() != 0 and not write_only:
+        print("sallyport: serve needs root: it makes namespaces and starts unprivileged daemons", file=sys.stderr)
+        return FAILED
+    for remark in configured.remarks:
+        print(f"sallyport: {remark}", file=sys.stderr)
+    if configured.policy_file is None:
+        print("sallyport: no sallyport.policy_file: sandboxes without a networkPolicy get deny-all", file=sys.stderr)
+    elif policy.cli.check(configured.policy_file) != 0:
+        return WRONG
+    try:
+        keys = launch.api_keys(configured)
+        _master_key(configured)
+        host = launch.write_all(configured, keys)
+    except OSError as error:
+        print(f"sallyport: {error}", file=sys.stderr)
+        return FAILED
+    if configured.insecure:
+        print(f"sallyport: {settings.INSECURE}=YES: no API key is asked for", file=sys.stderr)
+    for line in launch.exports(configured, keys):
+        print(line, flush=True)
+    if write_only:
+        print(host)
+        return OK
+    python = str(configured.get("sallyport.python", sys.executable))
+    os.execv(python, [python, "-m", "runtimes.hostd", str(host)])  # noqa: S606 - no shell is meant
+    return FAILED
+
+
+def _master_key(configured: Settings) -> None:
+    """Make the vault's master key at the first start."""
+    if configured.master_key_file.exists():
+        return
+    configured.master_key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    vaultd = launch.uids(configured)["vaultd"]
+    owner = (vaultd, vaultd) if os.geteuid() == 0 else None
+    vault.keyring.create(configured.master_key_file, owner)
+
+
+async def _doctor(configured: Settings) -> int:
+    try:
+        client = await wire.Client.connect(configured.run_dir / "hostd.sock")
+    except OSError as error:
+        print(f"hostd does not answer at {configured.run_dir}/hostd.sock ({error.strerror}): is the server running?")
+        return FAILED
+    try:
+        checks = (await client.call("doctor", timeout=60)).get("checks", [])
+    except (wire.RemoteError, OSError) as error:
+        print(f"hostd cannot say: {error}")
+        return FAILED
+    finally:
+        await client.close()
+    good = True
+    for check in checks:
+        good &= bool(check["ok"])
+        print(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['detail']}")
+        if not check["ok"] and check.get("remedy"):
+            print(f"     {check['remedy']}")
+    return OK if good else FAILED
+
+
+def _policy_file(given: Path | None, configured: Settings) -> Path:
+    path = given or configured.policy_file
+    if path is None:
+        raise SettingsError("no policy file: name one, or set sallyport.policy_file")
+    return path
+
+
+def _explain(options: argparse.Namespace, configured: Settings) -> int:
+    url = urlsplit(options.url)
+    try:
+        port = url.port or {"https": 443, "http": 80}[url.scheme]
+    except (KeyError, ValueError):
+        raise SettingsError("the URL must be http:// or https:// with a host") from None
+    path = url.path or "/"
+    return policy.cli.explain(
+        _policy_file(options.file, configured),
+        options.policy,
+        url.hostname or "",
+        port,
+        url.scheme,
+        options.method,
+        f"{path}?{url.query}" if url.query else path,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

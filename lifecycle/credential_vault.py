@@ -1,0 +1,269 @@
+"""The credential vault's documents: reading, checking and changing them, without any value.
+
+A vault is `{"revision", "credentials": {name: revision}, "bindings": [...]}` here and in the registry. Values travel
+beside it, from the request to vaultd, and are in no object of this module but `Change.values`.
+
+- Unknown keys, duplicate keys and duplicate names are refused; messages are the contract's (egress 5.2, 5.3). What a
+  binding may say is `policy.bindings`' business.
+- To vaultd a credential is `inline:<revision>/<name>`: it cannot collide with a stored secret, and a replaced value is
+  another secret, so that the old and the new one exist side by side until the change is in force.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from policy.api import ApiPolicyError
+from policy.bindings import INLINE, ApiBinding, binding_name, check_conflicts, parse_binding
+
+MAX_ENTRIES = 256
+MAX_NAME = 200  # vaultd's names hold 256 bytes, prefix and revision included
+MAX_VALUE = 65536
+
+
+class VaultText(Exception):
+    """A refusal: status and the exact text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+def _bad(text: str) -> VaultText:
+    return VaultText(400, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Vault:
+    """The vault of one sandbox, without values."""
+
+    revision: int
+    credentials: Mapping[str, int] = field(default_factory=dict)
+    bindings: tuple[ApiBinding, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The form the registry keeps."""
+        bindings = [binding.to_wire() | {"auth": _auth(binding)} for binding in self.bindings]
+        return {"revision": self.revision, "credentials": dict(self.credentials), "bindings": bindings}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Vault":
+        """Read `to_json`'s form."""
+        bindings = tuple(parse_binding(binding) for binding in document["bindings"])
+        return cls(int(document["revision"]), dict(document["credentials"]), bindings)
+
+    def secrets(self) -> list[str]:
+        """The names of all present values, as vaultd knows them."""
+        return [f"{INLINE}{self._versioned(name)}" for name in sorted(self.credentials)]
+
+    def secret(self, credential: str) -> str:
+        """The name of one present value, as vaultd knows it."""
+        return f"{INLINE}{self._versioned(credential)}"
+
+    def _versioned(self, credential: str) -> str:
+        return f"{self.credentials[credential]}/{credential}"
+
+    def compiled_bindings(self) -> tuple[ApiBinding, ...]:
+        """The bindings with each credential under its name at vaultd, to compile."""
+        return tuple(
+            replace(binding, headers=tuple((name, self._versioned(item)) for name, item in binding.headers))
+            for binding in self.bindings
+        )
+
+    def shown_credentials(self) -> list[dict[str, Any]]:
+        """CredentialMetadata, sorted by name."""
+        return [
+            {"name": name, "sourceType": "inline", "revision": self.credentials[name]}
+            for name in sorted(self.credentials)
+        ]
+
+    def shown_bindings(self) -> list[dict[str, Any]]:
+        """BindingMetadata, sorted by name."""
+        return [
+            {"name": binding.name, "revision": self.revision} | binding.to_wire()
+            for binding in sorted(self.bindings, key=lambda item: item.name)
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """The State document."""
+        return {
+            "revision": self.revision,
+            "credentials": self.shown_credentials(),
+            "bindings": self.shown_bindings(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A vault as it shall be, and the values that are new in it: vaultd's name -> value."""
+
+    vault: Vault
+    values: Mapping[str, str] = field(repr=False)
+    only_deletes: bool = False
+
+
+def create(body: object) -> Change:
+    """Read a CreateRequest.
+
+    Raises:
+        VaultText: what is wrong with it.
+    """
+    document = _object(body, ("credentials", "bindings"))
+    credentials = _named(_array(document, "credentials"), _credential, "credential")
+    bindings = _named(_array(document, "bindings"), _binding, "binding")
+    vault = Vault(1, dict.fromkeys(credentials, 1), tuple(bindings.values()))
+    _check_whole(vault)
+    return Change(vault, {vault.secret(name): value for name, value in credentials.items()})
+
+
+def mutate(current: Vault, body: object) -> Change:
+    """Read a MutationRequest and apply it to a copy.
+
+    Raises:
+        VaultText: what is wrong with it.
+    """
+    document = _object(body, ("expectedRevision", "credentials", "bindings"))
+    expected = document.get("expectedRevision")
+    if expected is not None:
+        if type(expected) is not int or expected < 0:
+            raise _bad("expectedRevision must be a non-negative integer")
+        if expected != current.revision:
+            raise VaultText(409, f"expectedRevision {expected} does not match current revision {current.revision}")
+    revision = current.revision + 1
+    known = {binding.name: binding for binding in current.bindings}
+    values, gone = _mutations(document.get("credentials"), "credential", _credential, current.credentials)
+    written, unbound = _mutations(document.get("bindings"), "binding", _binding, known)
+    credentials = {name: old for name, old in current.credentials.items() if name not in gone}
+    credentials |= dict.fromkeys(values, revision)
+    bindings = {name: old for name, old in known.items() if name not in unbound} | written
+    vault = Vault(revision, credentials, tuple(bindings.values()))
+    _check_whole(vault)
+    return Change(
+        vault,
+        {vault.secret(name): value for name, value in values.items()},
+        only_deletes=not values and not written,
+    )
+
+
+def _mutations[T](
+    item: object, kind: str, parse: Callable[[object], tuple[str, T]], existing: Mapping[str, Any]
+) -> tuple[dict[str, T], frozenset[str]]:
+    """Return what is written (replaced or added) and what is deleted."""
+    document = {} if item is None else _object(item, ("add", "replace", "delete"))
+    deleted = set()
+    for name in _array(document, "delete"):
+        name = _name(name, kind)
+        if name in deleted:
+            raise _bad(f'{kind} "{name}" mentioned by multiple operations')
+        if name not in existing:
+            raise _bad(f'{kind} "{name}" does not exist')
+        deleted.add(name)
+    written: dict[str, T] = {}
+    for operation in ("replace", "add"):
+        seen: set[str] = set()
+        for entry in _array(document, operation):
+            name, value = parse(entry)
+            if operation == "add" and name in seen:
+                raise _bad(f'duplicate {kind} add name "{name}"')
+            if name in deleted or name in written:
+                raise _bad(f'{kind} "{name}" mentioned by multiple operations')
+            if operation == "replace" and name not in existing:
+                raise _bad(f'{kind} "{name}" does not exist')
+            if operation == "add" and name in existing:
+                raise _bad(f'{kind} "{name}" already exists')
+            seen.add(name)
+            written[name] = value
+    return written, frozenset(deleted)
+
+
+def _named[T](items: Sequence[object], parse: Callable[[object], tuple[str, T]], kind: str) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for item in items:
+        name, value = parse(item)
+        if name in found:
+            raise _bad(f'duplicate {kind} name "{name}"')
+        found[name] = value
+    return found
+
+
+def _object(item: object, keys: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise _bad("expected a JSON object")
+    for key in item:
+        if key not in keys:
+            raise _bad(f'json: unknown field "{str(key)[:64]}"')
+    return item
+
+
+def _array(document: Mapping[str, Any], key: str) -> list[Any]:
+    items = document.get(key)
+    if items is None:
+        return []
+    if not isinstance(items, list):
+        raise _bad(f"{key} must be an array")
+    if len(items) > MAX_ENTRIES:
+        raise _bad(f"{key}: at most {MAX_ENTRIES} entries")
+    return items
+
+
+def _name(value: object, kind: str) -> str:
+    try:
+        name = binding_name(value, kind)
+    except ApiPolicyError as error:
+        raise _bad(str(error)) from None
+    if len(name.encode("utf-8", "replace")) > MAX_NAME:
+        raise _bad(f"{kind} name is too long or has a control character")
+    return name
+
+
+def _credential(item: object) -> tuple[str, str]:
+    document = _object(item, ("name", "source"))
+    name = _name(document.get("name"), "credential")
+    source = _object(document.get("source"), ("type", "value"))
+    kind = source.get("type") or "inline"
+    if kind != "inline":
+        raise _bad(f'unsupported credential source type "{str(kind)[:40]}"')
+    value = source.get("value")
+    if not isinstance(value, str) or not value:
+        raise _bad(f'credential "{name}" inline value cannot be empty')
+    if len(value.encode("utf-8", "replace")) > MAX_VALUE:
+        raise _bad(f'credential "{name}" inline value is too long')
+    if value != value.strip() or any(character in value for character in "\r\n\0"):
+        raise _bad(f'credential "{name}" inline value cannot be sent in a header')
+    return name, value
+
+
+def _binding(item: object) -> tuple[str, ApiBinding]:
+    try:
+        binding = parse_binding(item)
+    except ApiPolicyError as error:
+        raise _bad(str(error)) from None
+    return binding.name, binding
+
+
+def _auth(binding: ApiBinding) -> dict[str, Any]:
+    """Write `auth` with its credentials, as `parse_binding` reads it."""
+    match binding.auth_type:
+        case "bearer" | "basic":
+            return {"type": binding.auth_type, "credential": binding.headers[0][1]}
+        case "apiKey":
+            return {"type": "apiKey", "name": binding.headers[0][0], "credential": binding.headers[0][1]}
+        case "customHeaders":
+            headers = [{"name": name, "credential": credential} for name, credential in binding.headers]
+            return {"type": "customHeaders", "headers": headers}
+        case other:
+            return {"type": other}
+
+
+def _check_whole(vault: Vault) -> None:
+    if len(vault.credentials) > MAX_ENTRIES or len(vault.bindings) > MAX_ENTRIES:
+        raise _bad(f"at most {MAX_ENTRIES} credentials and bindings")
+    for binding in vault.bindings:
+        for credential in binding.credentials:
+            if credential not in vault.credentials:
+                raise _bad(f'binding "{binding.name}" references unknown credential "{credential}"')
+    try:
+        check_conflicts(vault.bindings)
+    except ApiPolicyError as error:
+        raise _bad(str(error)) from None

@@ -1,0 +1,221 @@
+"""From settings to the configuration files of hostd and its daemons.
+
+- Files are written to run_dir/launch, which is root's alone; hostd hands each daemon a copy it can read.
+- API keys are in no file but the one made here, when none is configured; `serve` gets their digests.
+"""
+
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+from lifecycle import auth
+from lifecycle.creation import Limits
+from lifecycle.orchestrator import Bounds
+from lifecycle.quantities import Resources
+from lifecycle.serve_config import ServeConfig
+from lifecycle.settings import RUNTIMES, Settings, SettingsError
+
+_UIDS = {"serve": 700000001, "vaultd": 700000002, "auditd": 700000003, "worker_base": 700001000, "workers": 4096}
+
+
+def uids(settings: Settings) -> dict[str, int]:
+    """The uids of daemons and workers."""
+    return {name: int(settings.get(f"sallyport.uids.{name}", default)) for name, default in _UIDS.items()}
+
+
+def api_keys(settings: Settings) -> tuple[str, ...]:
+    """Return the API keys, or the digests that stand for them; makes and keeps one if none is configured."""
+    if settings.api_keys or settings.insecure:
+        return settings.api_keys
+    path = settings.state_dir / "lifecycle" / "api-key"
+    try:
+        return (path.read_text("ascii").strip(),)
+    except FileNotFoundError:
+        key = f"slp_{secrets.token_urlsafe(32)}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, f"{key}\n")
+        return (key,)
+
+
+def exports(settings: Settings, keys: tuple[str, ...]) -> list[str]:
+    """The lines that point a client at this server; without a key's text where only its digest is known."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)  # noqa: S104 - compared
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    lines = [f"export OPEN_SANDBOX_DOMAIN={host}:{settings.port}"]
+    if keys and not keys[0].startswith("sha256:"):
+        lines.append(f"export OPEN_SANDBOX_API_KEY={keys[0]}")
+    return lines
+
+
+def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
+    """What `serve` is told."""
+    maximum_cpu = settings.get("sallyport.max_cpu", (os.cpu_count() or 1) * 1_000_000_000)
+    maximum_memory = settings.get("sallyport.max_memory", _physical_memory())
+    maximum_pids = settings.get("docker.pids_limit", 4096)
+    return ServeConfig(
+        host=settings.host,
+        port=settings.port,
+        run_dir=settings.run_dir,
+        state_dir=settings.state_dir / "lifecycle",
+        policy_file=settings.policy_file,
+        upstream_roots=settings.upstream_roots,
+        key_digests=tuple(
+            key.removeprefix("sha256:").lower() if key.startswith("sha256:") else auth.digest(key) for key in keys
+        ),
+        limits=Limits(
+            runtimes=tuple(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
+            default_runtime=settings.default_runtime,
+            defaults=Resources(
+                min(settings.get("sallyport.default_cpu", 1_000_000_000), maximum_cpu),
+                min(settings.get("sallyport.default_memory", 2 << 30), maximum_memory),
+                min(settings.get("sallyport.default_pids", 1024), maximum_pids),
+            ),
+            maxima=Resources(maximum_cpu, maximum_memory, maximum_pids),
+            max_timeout=settings.get("server.max_sandbox_timeout_seconds"),
+            env=settings.get("docker.sandbox_env", {}),
+        ),
+        bounds=Bounds(
+            launches=settings.get("sallyport.launch_concurrency", 4),
+            pending=settings.get("sallyport.max_pending", 128),
+            sandboxes=settings.get("sallyport.max_sandboxes", 1000),
+            answer_seconds=float(settings.get("sallyport.create_answer_seconds", 20)),
+        ),
+        allowed_hosts=tuple(settings.get("server.allowed_hosts", ())),
+        external_base=external_base(settings),
+        dns_upstreams=settings.dns_upstreams,
+        allowed_addresses=tuple(settings.get("sallyport.allowed_addresses", ())),
+        host_addresses=settings.get("sallyport.host_addresses", {}),
+        gateway_limits=settings.get("sallyport.gateway_limits", {}),
+        proxy_connections=settings.get("sallyport.proxy_connections", 128),
+        renew_interval=(
+            float(settings.get("renew_intent.min_interval_seconds", 60))
+            if settings.get("renew_intent.enabled", False)
+            else None
+        ),
+        keep_alive=settings.get("server.timeout_keep_alive", 30),
+        concurrency=settings.get("server.limit_concurrency", 1024) or None,
+        backlog=settings.get("server.backlog", 2048),
+        graceful_shutdown=settings.get("server.timeout_graceful_shutdown", 5),
+        log_level=settings.get("log.level", "INFO"),
+        uid=uids(settings)["serve"],
+    )
+
+
+def external_base(settings: Settings) -> str:
+    """The public base of endpoints, scheme removed; `server.eip` is taken for it where nothing better is said."""
+    base = str(settings.get("server.external_base", settings.get("server.eip", "")))
+    return base.removeprefix("https://").removeprefix("http://").rstrip("/")
+
+
+def audit_config(settings: Settings) -> dict[str, Any]:
+    """What auditd is told."""
+    return {
+        "socket": str(settings.run_dir / "audit.sock"),
+        "directory": str(settings.state_dir / "audit"),
+        "uids": [0, uids(settings)["serve"]],
+        "sync": settings.get("sallyport.audit.sync", "group"),
+        "max_file_bytes": settings.get("sallyport.audit.max_file_bytes", 64 * 1024 * 1024),
+        "max_files": settings.get("sallyport.audit.max_files", 0),
+    }
+
+
+def vault_config(settings: Settings) -> dict[str, Any]:
+    """What vaultd is told."""
+    return {
+        "socket": str(settings.run_dir / "vault.sock"),
+        "directory": str(settings.state_dir / "vault"),
+        "uids": [0, uids(settings)["serve"]],
+        "master_key_file": str(settings.master_key_file),
+    }
+
+
+def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
+    """What hostd is told; `directory` holds the other files."""
+    netns = settings.get("sallyport.upstream_netns")
+    managed = bool(settings.get("sallyport.docker.managed", False))
+    docker_state = settings.state_dir.parent / "docker"
+    default_socket = settings.run_dir / "docker.sock" if managed else "/var/run/docker.sock"
+    dockerd = {
+        "binary": str(settings.get("sallyport.docker.binary", "/usr/sbin/dockerd")),
+        "data_root": str(settings.get("sallyport.docker.data_root", docker_state / "data")),
+        "exec_root": str(settings.get("sallyport.docker.exec_root", settings.run_dir / "docker")),
+        "pidfile": str(settings.get("sallyport.docker.pidfile", settings.run_dir / "docker.pid")),
+        "log": str(settings.get("sallyport.docker.log", docker_state / "dockerd.log")),
+    }
+    modules = {
+        "auditd": "audit.writer",
+        "vaultd": "vault.broker",
+        "zygote": "gateway.zygote",
+        "serve": "lifecycle.serve",
+    }
+    return {
+        "run_dir": str(settings.run_dir),
+        "state_dir": str(settings.state_dir),
+        "python": str(settings.get("sallyport.python", sys.executable)),
+        "upstream_netns": None if netns is None else str(netns),
+        "docker_socket": str(settings.get("sallyport.docker.socket", default_socket)),
+        "dockerd": dockerd if managed else None,
+        "images": [{"name": name, "tar": tar} for name, tar in settings.get("sallyport.images", ())],
+        "runsc": settings.program("runsc", "/usr/local/bin/runsc"),
+        "runc": settings.program("runc", "/usr/sbin/runc"),
+        "execd": settings.execd(),
+        "upstream_roots": str(settings.upstream_roots),
+        "uids": uids(settings),
+        "dns_upstreams": list(settings.dns_upstreams),
+        "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
+        "processes": [
+            {"name": name, "module": module, "config": str(directory / f"{name}.json")}
+            for name, module in modules.items()
+        ],
+    }
+
+
+def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
+    """Write every file; return hostd's.
+
+    Raises:
+        SettingsError, OSError: they cannot be written, or something they name cannot be read.
+    """
+    for path in (settings.upstream_roots, *([settings.policy_file] if settings.policy_file else [])):
+        _check_readable(path)
+    if len(str(settings.run_dir)) > 60:
+        raise SettingsError("sallyport.run_dir is too long for unix sockets (60 characters at most)")
+    directory = settings.run_dir / "launch"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    files = {
+        "auditd": audit_config(settings),
+        "vaultd": vault_config(settings),
+        "zygote": {"worker_defaults": {}},
+        "host": host_config(settings, directory),
+    }
+    for name, document in files.items():
+        _write(directory / f"{name}.json", json.dumps(document, indent=1) + "\n")
+    _write(directory / "serve.json", serve_config(settings, keys).text())
+    return directory / "host.json"
+
+
+def _check_readable(path: Path) -> None:
+    """Say early and clearly what `serve`, an unprivileged user, would trip over."""
+    if not path.is_file():
+        raise SettingsError(f"{path}: there is no such file")
+    if not path.stat().st_mode & 0o004:
+        raise SettingsError(f"{path}: must be readable by everybody (chmod o+r); it holds no secret")
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

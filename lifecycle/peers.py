@@ -1,0 +1,163 @@
+"""Our calls to hostd, vaultd and auditd.
+
+- A connection is made when needed and again after it ended; a call that found the connection dead before anything was
+  sent is tried once on a new one, no other call is ever repeated here.
+- Each call has a time-out. A daemon that cannot be reached is `Unreachable`; what it refuses is `wire.RemoteError`.
+- Values of secrets pass through `Vaultd.open_sandbox` and `Vaultd.regrant` only; nothing here keeps or logs them.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import wire
+
+CALL_TIMEOUT = 20.0
+LAUNCH_TIMEOUT = 120.0
+
+
+class Unreachable(Exception):
+    """The daemon does not answer: whether the call was carried out is not known."""
+
+    def __init__(self, daemon: str, cause: BaseException) -> None:
+        super().__init__(f"{daemon} does not answer ({type(cause).__name__})")
+        self.daemon = daemon
+
+
+class Daemon:
+    """A daemon behind a unix socket."""
+
+    name = "daemon"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        self._client: wire.Client | None = None
+        self._lock = asyncio.Lock()
+
+    async def ping(self) -> None:
+        """Ask whether it is there."""
+        await self.call("ping", timeout=5.0)
+
+    async def close(self) -> None:
+        """End the connection."""
+        async with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def call(self, op: str, timeout: float = CALL_TIMEOUT, **parameters: Any) -> wire.Message:
+        """Call and return the result.
+
+        Raises:
+            Unreachable: no connection, or no answer in time.
+            wire.RemoteError: refused.
+        """
+        try:
+            client = await self._connected()
+            return await client.call(op, timeout=timeout, **parameters)
+        except (OSError, wire.FrameError) as error:  # ConnectionError and TimeoutError are OSErrors
+            raise Unreachable(self.name, error) from None
+
+    async def _connected(self) -> wire.Client:
+        async with self._lock:
+            if self._client is None or self._client.closed.is_set():
+                async with asyncio.timeout(5.0):
+                    self._client = await wire.Client.connect(self._path)
+            return self._client
+
+
+class Hostd(Daemon):
+    """The privileged daemon of the host."""
+
+    name = "hostd"
+
+    async def image(self, name: str) -> wire.Message:
+        """Look an image up: `{"id", "entrypoint", "cmd", "env", "workdir"}`; refused with `unknown_image`."""
+        return await self.call("image", name=name)
+
+    async def runtimes(self) -> list[str]:
+        """Names of the runtimes this host has."""
+        return [str(name) for name in (await self.call("runtimes")).get("runtimes", [])]
+
+    async def launch(self, **specification: Any) -> wire.Message:
+        """Start a sandbox; a refusal means that nothing of it is left."""
+        return await self.call("launch", timeout=LAUNCH_TIMEOUT, **specification)
+
+    async def configure(self, sandbox: str, gateway: Mapping[str, Any]) -> None:
+        """Give a sandbox's gateway a new configuration; returns once it is in force."""
+        await self.call("configure", sandbox=sandbox, gateway=dict(gateway))
+
+    async def generation(self, sandbox: str) -> int:
+        """The generation of the worker that runs for a sandbox now."""
+        return int((await self.call("inspect", sandbox=sandbox)).get("generation") or 1)
+
+    async def remove(self, sandbox: str) -> list[str]:
+        """Remove a sandbox; returns what is left of it, which should be nothing. Unknown ones are no error."""
+        try:
+            answer = await self.call("remove", timeout=LAUNCH_TIMEOUT, sandbox=sandbox)
+        except wire.RemoteError as error:
+            if error.code in ("unknown_sandbox", "not_found"):
+                return []
+            raise
+        return [str(item) for item in answer.get("residue", [])]
+
+    async def list(self) -> list[dict[str, Any]]:
+        """All sandboxes hostd knows, as it describes them."""
+        return [item for item in (await self.call("list")).get("sandboxes", []) if isinstance(item, dict)]
+
+
+class Vaultd(Daemon):
+    """The secrets broker."""
+
+    name = "vaultd"
+
+    async def open_sandbox(self, sandbox: str, lineage: str, grants: Sequence[Mapping[str, Any]]) -> str:
+        """Register a sandbox; returns the root certificate its programs are to trust (PEM)."""
+        answer = await self.call(
+            "open_sandbox", sandbox=sandbox, lineage=lineage, grants=[dict(grant) for grant in grants], inline={}
+        )
+        return str(answer["root_pem"])
+
+    async def regrant(
+        self,
+        sandbox: str,
+        grants: Sequence[Mapping[str, Any]],
+        inline: Mapping[str, str] | None = None,
+        keep: Sequence[str] = (),
+    ) -> None:
+        """Replace the grants of a sandbox.
+
+        Args:
+            inline: if not None: these inline values, and of the former ones only those named in `keep`, are the
+                sandbox's from now on. With None all former ones stay.
+        """
+        parameters: dict[str, Any] = {"grants": [dict(grant) for grant in grants]}
+        if inline is not None:
+            parameters["inline"] = dict(inline)
+            if keep:
+                parameters["keep"] = list(keep)
+        await self.call("regrant", sandbox=sandbox, **parameters)
+
+    async def close_sandbox(self, sandbox: str) -> None:
+        """Forget everything of a sandbox; unknown ones are no error."""
+        await self.call("close_sandbox", sandbox=sandbox)
+
+
+class Auditd(Daemon):
+    """The writer of the audit log."""
+
+    name = "auditd"
+
+    async def record(self, kind: str, decision: str, *, sandbox: str | None = None, **fields: Any) -> None:
+        """Have a record of the control plane accepted.
+
+        Raises:
+            Unreachable, wire.RemoteError: it was not accepted; what it is about must then not happen.
+        """
+        named = fields if sandbox is None else {"sandbox": sandbox, **fields}
+        await self.call("record", kind=kind, decision=decision, fields=named)
+
+    async def close_sandbox(self, sandbox: str) -> None:
+        """Have the sandbox's chain ended and signed."""
+        await self.call("close_sandbox", sandbox=sandbox)

@@ -1,0 +1,395 @@
+"""The server proxy: `/sandboxes/{id}/proxy/{port}/…` to a port of the sandbox, HTTP and WebSocket.
+
+- Path and query reach the sandbox byte for byte; bodies stream in both directions and nothing here limits how long
+  an answer may take. A client that goes away ends the request on the sandbox's side too.
+- Connections are counted per sandbox; one sandbox cannot use up another's.
+- Port 18080 never reaches a sandbox: it is answered by `egress_api`.
+- No API key is needed (the ports' own tokens are), and none is ever passed on: see `proxy_headers`.
+"""
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpcore
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, WebSocketException
+from websockets.typing import Origin, Subprotocol
+
+from lifecycle.auth import API_KEY_HEADER, SECURE_HEADER, KeyRing, Tokens, same
+from lifecycle.egress_api import EgressApi, Request
+from lifecycle.errors import ApiError
+from lifecycle.ingress import IngressBackend, dial
+from lifecycle.orchestrator import Orchestrator
+from lifecycle.proxy_headers import EGRESS_PORT, RENEW_HEADER, to_client, to_sandbox
+from lifecycle.registry import Sandbox
+
+type Scope = MutableMapping[str, Any]
+type Message = MutableMapping[str, Any]
+type Receive = Callable[[], Awaitable[Message]]
+type Send = Callable[[Message], Awaitable[None]]
+
+ROUTE = re.compile(rb"(?P<prefix>(?:/v1)?/sandboxes/(?P<sandbox>[^/]+)/proxy/(?P<port>[^/]+))(?P<path>/.*)?", re.DOTALL)
+METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
+MAX_MESSAGE = 64 * 1024 * 1024
+_CHUNK = 65536
+_SENDABLE = frozenset({1000, 1001, 1002, 1003, 1007, 1008, 1009, 1010, 1011, 1012, 1013, 1014})
+
+
+class _ClientGone(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a request under the proxy route goes; all parts raw."""
+
+    sandbox: Sandbox
+    port: int
+    prefix: bytes
+    path: bytes
+
+
+@dataclass(slots=True)
+class Proxy:
+    """The proxy of one server."""
+
+    orchestrator: Orchestrator
+    egress_api: EgressApi
+    tokens: Tokens
+    keys: KeyRing
+    directory: Path
+    connections: int = 128
+    renew_interval: float | None = None
+    _open: Counter[str] = field(default_factory=Counter)
+    _renewed: dict[str, float] = field(default_factory=dict)
+
+    async def target(self, scope: Scope, match: re.Match[bytes]) -> Target:
+        """Find out what is meant and whether the caller may go there.
+
+        Raises:
+            ApiError: unknown sandbox, no port, or no secure access.
+        """
+        digits = match["port"]
+        if not digits.isdigit() or len(digits) > 8:
+            raise ApiError(422, "DOCKER::INVALID_PORT", "The port must be a number.")
+        port = int(digits)
+        if not 1 <= port <= 65535:
+            raise ApiError(400, "DOCKER::INVALID_PORT", "The port must be between 1 and 65535.")
+        row = await self.orchestrator.get(match["sandbox"].decode("latin-1"))
+        headers = _headers(scope)
+        if row.secure_access and not same(headers.get(SECURE_HEADER, ""), self.tokens.secure(row.id)):
+            raise ApiError(401, "MISSING_OR_INVALID_SECURE_ACCESS", "This sandbox needs its secure-access token.")
+        if headers.get(RENEW_HEADER) != "skip":
+            await self._renew(row)
+        return Target(row, port, match["prefix"], match["path"] or b"")
+
+    async def forget(self, sandbox: str) -> None:
+        """Drop what is kept for a sandbox that is gone."""
+        self._renewed.pop(sandbox, None)
+
+    async def _renew(self, row: Sandbox) -> None:
+        if self.renew_interval is None or row.renew_seconds is None:
+            return
+        now = self.orchestrator.clock()
+        if now - self._renewed.get(row.id, float("-inf")) >= self.renew_interval:
+            self._renewed[row.id] = now
+            await self.orchestrator.touch(row)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, sandbox: str) -> AsyncIterator[None]:
+        if self._open[sandbox] >= self.connections:
+            raise ApiError(
+                503, "SANDBOX::TOO_MANY_CONNECTIONS", "Too many connections to this sandbox.", {"Retry-After": "1"}
+            )
+        self._open[sandbox] += 1
+        try:
+            yield
+        finally:
+            self._open[sandbox] -= 1
+            if not self._open[sandbox]:
+                del self._open[sandbox]
+
+    # -- HTTP
+
+    async def http(self, scope: Scope, receive: Receive, send: Send, target: Target, request_id: str) -> None:
+        """Relay one request.
+
+        Raises:
+            ApiError: the sandbox could not be asked; nothing was sent to the client.
+        """
+        headers = _headers(scope)
+        if target.port == EGRESS_PORT:
+            await self._egress(scope, receive, send, target, headers)
+            return
+        if scope["method"] not in METHODS:
+            raise ApiError(405, "GENERAL::UNKNOWN_ERROR", "Method Not Allowed", {"Allow": ", ".join(sorted(METHODS))})
+        if headers.get("upgrade", "").lower() == "websocket":
+            raise ApiError(400, "SANDBOX::INVALID_PARAMETER", "This is not a WebSocket handshake.")
+        async with self._slot(target.sandbox.id):
+            has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+            body = _Body(receive, expected=has_body)
+            relay = asyncio.create_task(self._relay(scope, body, send, target, headers, request_id))
+            gone = asyncio.create_task(body.wait_for_disconnect())
+            try:
+                await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not relay.done():
+                    return  # the client is gone; the relay is cancelled below and its connection closed
+                await relay
+            except _ClientGone:
+                return
+            finally:
+                relay.cancel()
+                gone.cancel()
+                await asyncio.gather(relay, gone, return_exceptions=True)
+
+    async def _relay(
+        self, scope: Scope, body: "_Body", send: Send, target: Target, headers: dict[str, str], request_id: str
+    ) -> None:
+        query = scope["query_string"]
+        request = httpcore.Request(
+            scope["method"],
+            httpcore.URL(
+                scheme=b"http",
+                host=b"localhost",
+                port=target.port,
+                target=(target.path or b"/") + (b"?" + query if query else b""),
+            ),
+            headers=to_sandbox(
+                scope["headers"],
+                port=target.port,
+                keys=self.keys,
+                scheme=scope.get("scheme", "http"),
+                host=headers.get("host", ""),
+                client=_client(scope),
+                request_id=request_id,
+            ),
+            content=body.chunks() if body.expected else None,
+        )
+        backend = IngressBackend(self.directory, target.sandbox.id, target.port)
+        started = False
+        try:
+            async with httpcore.AsyncConnectionPool(
+                network_backend=backend, max_connections=1, max_keepalive_connections=0
+            ) as pool:
+                response = await pool.handle_async_request(request)
+                try:
+                    started = True
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": response.status,
+                            "headers": to_client(response.headers, target.prefix),
+                        }
+                    )
+                    async for chunk in response.aiter_stream():
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                finally:
+                    await response.aclose()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (httpcore.ConnectTimeout, httpcore.TimeoutException):
+            raise ApiError(504, "BACKEND_TIMEOUT", "The sandbox did not answer in time.") from None
+        except httpcore.ConnectError:
+            message = f"Nothing answers on port {target.port} of the sandbox."
+            raise ApiError(502, "BACKEND_CONNECTION_FAILED", message) from None
+        except (httpcore.NetworkError, httpcore.ProtocolError):
+            if started:
+                raise ConnectionResetError("the sandbox broke its answer off") from None
+            raise ApiError(502, "BACKEND_RESPONSE_FAILED", "The sandbox did not give a whole answer.") from None
+
+    async def _egress(
+        self, scope: Scope, receive: Receive, send: Send, target: Target, headers: dict[str, str]
+    ) -> None:
+        has_key = self.keys.required and self.keys.accepts(headers.get(API_KEY_HEADER, ""))
+        request = Request(
+            target.sandbox,
+            scope["method"],
+            target.path.decode("latin-1"),
+            headers,
+            has_key,
+            lambda limit: read_body(receive, limit),
+        )
+        answer = await self.egress_api.handle(request)
+        fields = [(name.encode(), value.encode("latin-1")) for name, value in answer.headers.items()]
+        if answer.status != 204:
+            fields.append((b"content-type", answer.content_type.encode()))
+            fields.append((b"content-length", str(len(answer.body)).encode()))
+        await send({"type": "http.response.start", "status": answer.status, "headers": fields})
+        await send({"type": "http.response.body", "body": answer.body})
+
+    # -- WebSocket
+
+    async def websocket(self, scope: Scope, receive: Receive, send: Send, target: Target, request_id: str) -> None:
+        """Relay one WebSocket; every failure is a close code."""
+        await receive()  # websocket.connect
+        try:
+            async with self._slot(target.sandbox.id):
+                await self._websocket(scope, receive, send, target, request_id)
+        except ApiError:
+            await refuse_websocket(send, 1013)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send, target: Target, request_id: str) -> None:
+        headers = _headers(scope)
+        if target.port == EGRESS_PORT:
+            await refuse_websocket(send, 1008)
+            return
+        try:
+            sock = await dial(self.directory, target.sandbox.id, target.port)
+        except OSError:
+            await refuse_websocket(send, 1011)
+            return
+        query = scope["query_string"]
+        uri = f"ws://localhost:{target.port}{(target.path or b'/').decode('latin-1')}"
+        if query:
+            uri += "?" + query.decode("latin-1")
+        extra = to_sandbox(
+            scope["headers"],
+            port=target.port,
+            keys=self.keys,
+            scheme={"ws": "http", "wss": "https"}.get(scope.get("scheme", "ws"), "http"),
+            host=headers.get("host", ""),
+            client=_client(scope),
+            request_id=request_id,
+            websocket=True,
+        )
+        try:
+            upstream = await _handshake(sock, uri, extra, headers.get("origin"), scope.get("subprotocols") or [])
+        except (InvalidHandshake, ValueError):
+            await refuse_websocket(send, 1008)
+            return
+        except (OSError, WebSocketException, EOFError):
+            await refuse_websocket(send, 1011)
+            return
+        await send({"type": "websocket.accept", "subprotocol": upstream.subprotocol})
+        tasks = {
+            asyncio.create_task(_to_upstream(receive, upstream)),
+            asyncio.create_task(_to_downstream(upstream, send)),
+        }
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await upstream.close()
+
+
+async def _handshake(
+    sock: socket.socket, uri: str, headers: list[tuple[bytes, bytes]], origin: str | None, subprotocols: list[str]
+) -> ClientConnection:
+    return await connect(
+        uri,
+        sock=sock,
+        additional_headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
+        user_agent_header=None,
+        origin=None if origin is None else Origin(origin),
+        subprotocols=[Subprotocol(name) for name in subprotocols] or None,
+        compression=None,
+        ping_interval=None,
+        max_size=MAX_MESSAGE,
+        open_timeout=10.0,
+        close_timeout=5.0,
+        proxy=None,
+    )
+
+
+async def _to_upstream(receive: Receive, upstream: ClientConnection) -> None:
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            message = await receive()
+            if message["type"] == "websocket.disconnect":
+                code = message.get("code") or 1005
+                if code == 1005:
+                    code = 1000
+                elif code not in _SENDABLE and not 3000 <= code <= 4999:
+                    code = 1001
+                await upstream.close(code, (message.get("reason") or "")[:120])
+                return
+            if message.get("text") is not None:
+                await upstream.send(message["text"])
+            else:
+                await upstream.send(message.get("bytes") or b"")
+
+
+async def _to_downstream(upstream: ClientConnection, send: Send) -> None:
+    try:
+        while True:
+            data = await upstream.recv()
+            kind = "text" if isinstance(data, str) else "bytes"
+            await send({"type": "websocket.send", kind: data})
+    except ConnectionClosed as closed:
+        received = closed.rcvd
+        code = 1011 if received is None else received.code
+        if code == 1005:
+            code = 1000
+        elif code not in _SENDABLE and not 3000 <= code <= 4999:
+            code = 1011
+        await send({"type": "websocket.close", "code": code, "reason": received.reason if received else ""})
+
+
+async def refuse_websocket(send: Send, code: int) -> None:
+    """Accept and close: only so does the client learn the code."""
+    await send({"type": "websocket.accept"})
+    await send({"type": "websocket.close", "code": code, "reason": ""})
+
+
+class _Body:
+    """The request's body as chunks, and then the news that the client is gone."""
+
+    def __init__(self, receive: Receive, *, expected: bool) -> None:
+        self._receive = receive
+        self._finished = asyncio.Event()
+        self.expected = expected
+        self._gone = False
+        if not expected:
+            self._finished.set()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone = True
+                self._finished.set()
+                raise _ClientGone
+            if body := message.get("body"):
+                yield body
+            if not message.get("more_body"):
+                self._finished.set()
+                return
+
+    async def wait_for_disconnect(self) -> None:
+        await self._finished.wait()
+        while not self._gone and (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+async def read_body(receive: Receive, limit: int) -> bytes | None:
+    """Read a whole body; None if it is longer than `limit`."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return bytes(body)
+        body += message.get("body", b"")
+        if len(body) > limit:
+            return None
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        found.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+    return found
+
+
+def _client(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else "unknown"

@@ -1,0 +1,191 @@
+"""Expiry, adoption and observation: the work nobody asks for by a request.
+
+- One task for all expiries, however many sandboxes: it sleeps until the next one, or until `wake`.
+- What could not be removed is tried again, later and later, for as long as it takes.
+- At start the registry and hostd are compared: time that passed while the server was down counts, a creation whose
+  caller never got an answer is undone, a sandbox nobody wrote down is removed, one that is gone is shown as Failed.
+- Afterwards hostd is asked every few seconds how its sandboxes are; lists and gets read the database only.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import wire
+from lifecycle.egress import Egress
+from lifecycle.errors import ApiError
+from lifecycle.orchestrator import Orchestrator
+from lifecycle.peers import Unreachable
+from lifecycle.registry import Sandbox, State
+
+RETRY_FIRST = 1.0
+RETRY_MOST = 60.0
+OBSERVE_SECONDS = 2.0
+_PARALLEL = 4
+
+_log = logging.getLogger(__name__)
+
+
+class Reaper:
+    """Removes what is over."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+        self._wake = asyncio.Event()
+        self._retries: dict[str, tuple[float, float]] = {}
+        orchestrator.expiry_changed = self.wake
+
+    def wake(self) -> None:
+        """Look again now: an expiry was set or a removal was left unfinished."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            self._wake.clear()
+            pause = await self._round()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+
+    async def _round(self) -> float:
+        now = self._orchestrator.clock()
+        over = await self._orchestrator.registry.expired(now)
+        known = {row.id for row in over}
+        self._retries = {key: value for key, value in self._retries.items() if key in known}
+        due = [row for row in over if self._retries.get(row.id, (now, 0))[0] <= now]
+        gate = asyncio.Semaphore(_PARALLEL)
+        await asyncio.gather(*(self._remove(row, gate) for row in due))
+        now = self._orchestrator.clock()
+        moments = [when for when, _ in self._retries.values()]
+        following = await self._orchestrator.registry.next_expiry(now)
+        if following is not None:
+            moments.append(following)
+        return max(0.05, min(min(moments, default=now + RETRY_MOST) - now, RETRY_MOST))
+
+    async def _remove(self, row: Sandbox, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            over = row.expires_at is not None and row.expires_at <= self._orchestrator.clock()
+            current = await self._orchestrator.registry.get(row.id)
+            if current is None or (current.expires_at != row.expires_at and over):
+                return  # removed or renewed meanwhile
+            try:
+                await self._orchestrator.remove(row.id, "expired" if over else "left over")
+            except ApiError as error:
+                if error.status != 404:
+                    _, last = self._retries.get(row.id, (0.0, 0.0))
+                    delay = min(max(last * 2, RETRY_FIRST), RETRY_MOST)
+                    self._retries[row.id] = (self._orchestrator.clock() + delay, delay)
+                return
+            self._retries.pop(row.id, None)
+
+
+class Observer:
+    """Compares what we wrote down with what hostd has."""
+
+    def __init__(self, orchestrator: Orchestrator, egress: Egress) -> None:
+        self._orchestrator = orchestrator
+        self._egress = egress
+
+    async def adopt(self) -> None:
+        """Bring registry and hostd together; retried by the caller while hostd is away.
+
+        Raises:
+            Unreachable, wire.RemoteError: hostd cannot say what it has.
+        """
+        there = {str(item.get("sandbox")): item for item in await self._orchestrator.hostd.list()}
+        now = self._orchestrator.clock()
+        registry = self._orchestrator.registry
+        rows = {row.id: row for row in await registry.all()}
+        for row in rows.values():
+            if row.state is State.PENDING:
+                await registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", "Its creation was interrupted.", now))
+            elif row.id not in there and row.state not in (State.STOPPING, State.FAILED, State.TERMINATED):
+                await registry.put(
+                    row.moved(State.FAILED, "CONTAINER_LOST", "The sandbox is gone from this host.", now)
+                )
+        for sandbox in there.keys() - rows.keys():
+            _log.warning("removing %s, which nobody asked for", sandbox)
+            with contextlib.suppress(Unreachable, wire.RemoteError):
+                await self._orchestrator.hostd.remove(sandbox)
+                await self._orchestrator.vaultd.close_sandbox(sandbox)
+        self._orchestrator.expiry_changed()
+
+    async def run(self, adopted: Callable[[], None]) -> None:
+        """Adopt, say so, then observe until cancelled."""
+        delay = RETRY_FIRST
+        while True:
+            try:
+                await self.adopt()
+                break
+            except (Unreachable, wire.RemoteError) as error:
+                _log.warning("cannot adopt yet: %s", error)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, 10.0)
+        adopted()
+        while True:
+            await asyncio.sleep(OBSERVE_SECONDS)
+            try:
+                await self.observe()
+            except (Unreachable, wire.RemoteError) as error:
+                _log.warning("cannot observe: %s", error)
+
+    async def recompile(self) -> None:
+        """The operator's document changed: give every sandbox its policy under the new one."""
+        for row in await self._orchestrator.registry.all():
+            if row.state in (State.RUNNING, State.PAUSED):
+                await self._orchestrator.registry.update(row.id, lambda current: replace(current, policy_digest=""))
+                await self._egress.reapply(row.id)
+
+    async def observe(self) -> None:
+        """Take over what hostd says of its sandboxes, and re-apply policies that could not be applied."""
+        items = await self._orchestrator.hostd.list()
+        now = self._orchestrator.clock()
+        for item in items:
+            seen = condition(item)
+            if seen is None:
+                continue
+            state, reason, message = seen
+
+            def change(row: Sandbox) -> Sandbox:
+                settled = (State.RUNNING, State.PAUSED, State.TERMINATED, State.FAILED)
+                if row.state not in settled or (row.state, row.reason) == (state, reason):  # noqa: B023 - run at once
+                    return row
+                return row.moved(state, reason, message, now)  # noqa: B023 - run at once
+
+            await self._orchestrator.registry.update(str(item.get("sandbox")), change)
+        for row in await self._orchestrator.registry.all():
+            if row.state is State.RUNNING and not row.policy_digest:
+                await self._egress.reapply(row.id)
+
+
+def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:
+    """Translate hostd's description of a sandbox; None if it says nothing the row should take over."""
+    reason = str(item.get("reason") or "")
+    match str(item.get("state") or "").lower():
+        case "running":
+            return State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully."
+        case "restarting":
+            return State.RUNNING, "CONTAINER_RESTARTING", reason
+        case "paused":
+            return State.PAUSED, "CONTAINER_PAUSED", reason
+        case "cut" | "gateway_down" | "degraded" | "no_gateway":
+            return (
+                State.RUNNING,
+                "GATEWAY_DOWN",
+                reason or "The gateway is down; the sandbox is cut off until it is back.",
+            )
+        case "gone":
+            return State.FAILED, "CONTAINER_LOST", reason or "The sandbox is gone from this host."
+        case "exited" | "dead" | "stopped" | "terminated" | "failed" | "lost":
+            code = item.get("exit_code")
+            if item.get("oom"):
+                return State.FAILED, "CONTAINER_EXITED_ERROR", "Killed at its memory limit."
+            if code == 0:
+                return State.TERMINATED, "CONTAINER_EXITED", "The entrypoint has ended."
+            return State.FAILED, "CONTAINER_EXITED_ERROR", reason or f"The entrypoint ended with exit code {code}."
+        case _:
+            return None

@@ -1,0 +1,42 @@
+"""What the routes work with: one object per server, attached to the FastAPI application."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from lifecycle.auth import Tokens
+from lifecycle.creation import Limits
+from lifecycle.egress import Egress
+from lifecycle.egress_api import EgressApi
+from lifecycle.orchestrator import Orchestrator
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the metrics route shows."""
+
+    creates_reported: int = 0
+    creates_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The parts of one server. `external_base` is the public base of endpoints, without a scheme, or empty."""
+
+    orchestrator: Orchestrator
+    egress: Egress
+    egress_api: EgressApi
+    tokens: Tokens
+    limits: Limits
+    external_base: str = ""
+    counters: Counters = field(default_factory=Counters)
+
+
+def _context(request: Request) -> Context:
+    context = request.app.state.context
+    assert isinstance(context, Context)  # noqa: S101 - narrows what Starlette keeps as Any
+    return context
+
+
+Server = Annotated[Context, Depends(_context)]

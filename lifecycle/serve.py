@@ -1,0 +1,120 @@
+"""`python -m lifecycle.serve serve.json`: the HTTP server, as an unprivileged user.
+
+Started by hostd. If it is still root it becomes the configured uid before it accepts a connection, after everything it
+needs was imported and read. It exits 78 on a configuration that cannot work: starting it again would not help.
+"""
+
+import asyncio
+import codecs
+import importlib
+import logging
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from lifecycle.app import build
+from lifecycle.auth import Tokens
+from lifecycle.edge import Edge
+from lifecycle.policies import Policies
+from lifecycle.serve_config import ConfigError, ServeConfig
+from policy.document import PolicyDocument
+from policy.load import PolicyError
+
+EXIT_CONFIG = 78
+
+_log = logging.getLogger("lifecycle")
+
+
+def token_key(directory: Path) -> bytes:
+    """Return the key that sandboxes' tokens are derived from; made at the first start."""
+    path = directory / "token-key"
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        temporary = directory / "token-key.new"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(secrets.token_bytes(32))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        return path.read_bytes()
+
+
+def drop_privileges(uid: int | None) -> None:
+    """Become `uid` for good, if we are root."""
+    if uid is None or os.geteuid() != 0:
+        return
+    for encoding in ("ascii", "latin-1", "idna", "utf-8"):
+        codecs.lookup(encoding)  # what is imported late may lie where the new user cannot read
+    for module in ("uvicorn.protocols.http.h11_impl", "uvicorn.protocols.websockets.websockets_sansio_impl"):
+        importlib.import_module(module)
+    for module in (
+        "uvicorn.loops.uvloop",
+        "uvicorn.lifespan.off",
+        "httpcore._async.http11",
+        "anyio._backends._asyncio",
+    ):
+        importlib.import_module(module)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+async def serve(config: ServeConfig, listener: socket.socket) -> None:
+    """Serve on `listener` until SIGTERM or SIGINT."""
+    policies = Policies(PolicyDocument()) if config.policy_file is None else Policies.read(config.policy_file)
+    server = build(config, policies, Tokens(token_key(config.state_dir)))
+    async with server.running():
+        await uvicorn.Server(http_settings(server.edge, config)).serve(sockets=[listener])
+
+
+def http_settings(edge: Edge, config: ServeConfig) -> uvicorn.Config:
+    """How uvicorn is run: nothing of a request is believed that the connection does not show."""
+    return uvicorn.Config(
+        edge,
+        http="h11",
+        ws="websockets-sansio",
+        ws_max_size=64 * 1024 * 1024,
+        ws_ping_interval=None,
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive,
+        limit_concurrency=config.concurrency,
+        backlog=config.backlog,
+        timeout_graceful_shutdown=config.graceful_shutdown,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Run the server; return its exit status."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="serve %(levelname)s %(name)s: %(message)s")
+    if len(arguments) != 1:
+        _log.error("usage: python -m lifecycle.serve CONFIG.json")
+        return EXIT_CONFIG
+    try:
+        config = ServeConfig.read(Path(arguments[0]))
+        logging.getLogger().setLevel(config.log_level)
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listener = socket.create_server((config.host, config.port), family=family, backlog=config.backlog)
+        drop_privileges(config.uid)
+        os.umask(0o077)
+        asyncio.run(serve(config, listener))
+    except (ConfigError, PolicyError) as error:
+        _log.error("%s", error)
+        return EXIT_CONFIG
+    except OSError as error:
+        _log.error("cannot run: %s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

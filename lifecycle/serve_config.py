@@ -1,0 +1,99 @@
+"""The configuration file of `serve`, which `launch` writes and `python -m lifecycle.serve` reads.
+
+It holds digests of API keys, never a key. Unknown or missing keys are refused.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lifecycle.creation import Limits
+from lifecycle.orchestrator import Bounds
+from lifecycle.quantities import Resources
+
+
+class ConfigError(ValueError):
+    """The file is not a configuration; the message names the key, never a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Everything `serve` is told.
+
+    Attributes:
+        state_dir: its own directory: the database and the token key.
+        key_digests: SHA-256 of each API key, hexadecimal; empty switches authentication off.
+        allowed_hosts: further names for Host while authentication is off.
+        external_base: public base of endpoints without a scheme, or empty for the Host the client used.
+        upstream_roots: PEM file, given to gateways and, with the sandbox's own root, to the programs inside.
+        uid: what to become if started as root; None stays.
+    """
+
+    host: str
+    port: int
+    run_dir: Path
+    state_dir: Path
+    policy_file: Path | None
+    upstream_roots: Path
+    key_digests: tuple[str, ...]
+    limits: Limits
+    bounds: Bounds = field(default_factory=Bounds)
+    allowed_hosts: tuple[str, ...] = ()
+    external_base: str = ""
+    dns_upstreams: tuple[str, ...] = ()
+    allowed_addresses: tuple[str, ...] = ()
+    host_addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gateway_limits: Mapping[str, int] = field(default_factory=dict)
+    proxy_connections: int = 128
+    renew_interval: float | None = None
+    keep_alive: int = 30
+    concurrency: int | None = 1024
+    backlog: int = 2048
+    graceful_shutdown: int = 5
+    log_level: str = "INFO"
+    uid: int | None = None
+
+    def text(self) -> str:
+        """Return the text of the file."""
+        document = asdict(self)
+        return json.dumps(document, default=str, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "ServeConfig":
+        """Read the file.
+
+        Raises:
+            ConfigError: it is not a configuration.
+            OSError: it cannot be read.
+        """
+        try:
+            document = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from None
+        known = {item.name for item in fields(cls)}
+        if not isinstance(document, dict) or set(document) != known:
+            wrong = sorted(set(document) ^ known) if isinstance(document, dict) else []
+            raise ConfigError(f"{path}: missing or unknown keys: {', '.join(wrong[:8])}")
+        try:
+            return cls(**_typed(document))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path}: a key has the wrong form ({type(error).__name__})") from None
+
+
+def _typed(document: dict[str, Any]) -> dict[str, Any]:
+    typed = dict(document)
+    for key in ("run_dir", "state_dir", "upstream_roots"):
+        typed[key] = Path(typed[key])
+    typed["policy_file"] = None if typed["policy_file"] is None else Path(typed["policy_file"])
+    for key in ("key_digests", "allowed_hosts", "dns_upstreams", "allowed_addresses"):
+        typed[key] = tuple(typed[key])
+    typed["host_addresses"] = {host: tuple(addresses) for host, addresses in typed["host_addresses"].items()}
+    limits = dict(typed["limits"])
+    limits["runtimes"] = tuple(limits["runtimes"])
+    limits["defaults"] = Resources(**limits["defaults"])
+    limits["maxima"] = Resources(**limits["maxima"])
+    typed["limits"] = Limits(**limits)
+    typed["bounds"] = Bounds(**typed["bounds"])
+    return typed

@@ -1,0 +1,18 @@
+"""Fixtures of the control plane's tests: a running server with stand-ins (see standins.py)."""
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "lifecycle"))
+
+from standins import World, world
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[World]:
+    """A running server that asks for an API key."""
+    async with world() as described, described.serving() as running:
+        yield running

@@ -1,0 +1,281 @@
+"""The lifecycle API's shapes: errors, request ids, nulls, authentication, paging (contract 1, 2, 4, 5; R1, R2)."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from standins import IMAGE, KEY, World, world
+
+BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": None}
+
+
+def nulls(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(nulls(item) for item in value.values())
+    return any(nulls(item) for item in value) if isinstance(value, list) else value is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("GET", "/v1/nothing", None, 404, "GENERAL::UNKNOWN_ERROR"),
+        ("PUT", "/v1/sandboxes", {}, 405, "GENERAL::UNKNOWN_ERROR"),
+        ("POST", "/sandboxes", {"image": 1}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ("GET", "/v1/sandboxes/sbx-unknown", None, 404, "DOCKER::SANDBOX_NOT_FOUND"),
+        ("DELETE", "/v1/sandboxes/..%2F..", None, 404, "GENERAL::UNKNOWN_ERROR"),
+        ("GET", "/v1/sandboxes?metadata=x", None, 400, "INVALID_METADATA_FORMAT"),
+        ("GET", "/v1/sandboxes?pageSize=0", None, 422, "SANDBOX::INVALID_PARAMETER"),
+        ("GET", "/v1/templates", None, 501, "FSB::API_NOT_SUPPORTED"),
+        ("GET", "/pools/x", None, 501, "KUBERNETES::POOL_NOT_SUPPORTED"),
+        ("GET", "/v1/snapshots/x", None, 404, "SNAPSHOT::NOT_FOUND"),
+        ("GET", "/v1/sandboxes/sbx-x/proxy/0/", None, 400, "DOCKER::INVALID_PORT"),
+        ("GET", "/v1/sandboxes/sbx-x/endpoints/x", None, 422, "SANDBOX::INVALID_PARAMETER"),
+    ],
+)
+async def test_every_error_has_code_message_and_request_id(
+    server: World, method: str, path: str, content: Any, status: int, code: str
+) -> None:
+    """An error of any kind is JSON with code and message, and echoes the request id."""
+    async with server.client() as client:
+        answer = await client.request(method, path, json=content, headers={"X-Request-ID": "my-id"})
+    assert (status, code) == (answer.status_code, answer.json()["code"])
+    assert answer.json()["message"]
+    assert "my-id" == answer.headers["x-request-id"]
+    assert 1 == len(answer.headers.get_list("date"))
+
+
+async def test_schema_errors_do_not_repeat_what_was_sent(server: World) -> None:
+    """A 422 says where, not what: the value may have been a secret."""
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json={**BODY, "env": {"TOKEN": ["s3cr3t-value"]}})
+    assert 422 == answer.status_code
+    assert answer.json()["detail"]
+    assert "s3cr3t-value" not in answer.text
+
+
+async def test_a_request_id_is_made_when_none_is_sent(server: World) -> None:
+    """Also on success, and for a blank one."""
+    async with server.client() as client:
+        answer = await client.get("/health", headers={"X-Request-ID": ""})
+    assert 32 == len(answer.headers["x-request-id"])
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code"),
+    [
+        ({"image": None}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"image": {"uri": " "}}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"entrypoint": []}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"entrypoint": None}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"entrypoint": [" "]}, 400, "DOCKER::INVALID_ENTRYPOINT"),
+        ({"timeout": 59}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"timeout": 10**12}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"snapshotId": "x", "image": None}, 404, "SNAPSHOT::NOT_FOUND"),
+        ({"templateId": "x", "image": None}, 400, "FSB::API_NOT_SUPPORTED"),
+        ({"resourceLimits": {"memory": "1.5Gi"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"resourceLimits": {"cpu": "64"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"resourceLimits": {"gpu": "1"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"metadata": {"opensandbox.io/x": "1"}}, 400, "SANDBOX::INVALID_METADATA_LABEL"),
+        ({"metadata": {"a b": "1"}}, 400, "SANDBOX::INVALID_METADATA_LABEL"),
+        ({"platform": {"os": "windows", "arch": "amd64"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {"OPENSANDBOX_LIFECYCLE": "x"}}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {"OPENSANDBOX_EGRESS_OTHER": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {"A=B": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"networkPolicy": {"defaultAction": "maybe"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"credentialProxy": {"enabled": True}}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"lifecycle": {"preStart": {"command": ["x"]}}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"lifecycle": {"other": 1}}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"extensions": {"poolRef": "x"}, "image": None}, 400, "SANDBOX::UNSUPPORTED_POOL_REF"),
+        ({"extensions": {"access.renew.extend.seconds": "10"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"extensions": {"sallyport.runtime": "kata"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"extensions": {"sallyport.policy": "nobody"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"extensions": {"sallyport.other": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"volumes": [{"name": "x"}]}, 400, "VOLUME::UNSUPPORTED_BACKEND"),
+    ],
+)
+async def test_what_cannot_be_made_is_refused(server: World, change: dict[str, Any], status: int, code: str) -> None:
+    """A refused create leaves no trace anywhere."""
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json={**BODY, **change})
+        assert (status, code) == (answer.status_code, answer.json()["code"]), answer.text
+        assert 0 == (await client.get("/v1/sandboxes")).json()["pagination"]["totalItems"]
+    assert [] == server.hostd.named("launch")
+
+
+async def test_responses_hold_no_null_and_everything_promised(server: World) -> None:
+    """Create, get and list omit what is absent; id, state, createdAt and entrypoint are always there."""
+    async with server.client() as client:
+        made = await client.post("/v1/sandboxes", json=BODY)
+        identifier = made.json()["id"]
+        shown = (await client.get(f"/sandboxes/{identifier}")).json()
+        listed = (await client.get("/v1/sandboxes")).json()
+        assert 202 == made.status_code
+        assert f"/v1/sandboxes/{identifier}" == made.headers["location"]
+        for body in (made.json(), shown, listed):
+            assert not nulls(body)
+        assert ["sleep", "1"] == shown["entrypoint"]
+        assert {"uri": IMAGE} == shown["image"]
+        assert "expiresAt" not in shown
+        assert "metadata" not in shown
+        assert {"page": 1, "pageSize": 20, "totalItems": 1, "totalPages": 1, "hasNextPage": False} == listed[
+            "pagination"
+        ]
+
+
+async def test_extensions_are_echoed_only_if_they_are_the_clients(server: World) -> None:
+    """The namespace of the API and our harmless keys come back, others do not."""
+    extensions = {"opensandbox.extensions.a": "1", "sallyport.runtime": "runsc", "other": "x"}
+    async with server.client() as client:
+        made = (await client.post("/v1/sandboxes", json={**BODY, "extensions": extensions})).json()
+    assert {"opensandbox.extensions.a": "1", "sallyport.runtime": "runsc"} == made["extensions"]
+    assert "runsc" == server.hostd.named("launch")[0]["runtime"]
+
+
+async def test_limits_have_defaults_and_units(server: World) -> None:
+    """`{}` is the server's default, not unlimited."""
+    async with server.client() as client:
+        await client.post("/v1/sandboxes", json=BODY)
+        await client.post("/v1/sandboxes", json={**BODY, "resourceLimits": {"cpu": "100m", "memory": "64Mi"}})
+    first, second = server.hostd.named("launch")
+    assert (1_000_000_000, 512 << 20, 256) == (first["cpu_nanos"], first["memory_bytes"], first["pids"])
+    assert (100_000_000, 64 << 20) == (second["cpu_nanos"], second["memory_bytes"])
+
+
+@pytest.mark.parametrize("path", ["/health", "/version"])
+async def test_open_routes_need_no_key(server: World, path: str) -> None:
+    """Health and version answer anybody."""
+    async with server.client(None) as client:
+        assert 200 == (await client.get(path)).status_code
+
+
+async def test_keys(server: World) -> None:
+    """No key, a wrong key, and a right one that is sent twice with a wrong one."""
+    async with server.client(None) as client:
+        assert "MISSING_API_KEY" == (await client.get("/v1/sandboxes")).json()["code"]
+        wrong = await client.get("/v1/sandboxes", headers={"OPEN-SANDBOX-API-KEY": "x"})
+        assert (401, "INVALID_API_KEY") == (wrong.status_code, wrong.json()["code"])
+        twice = await client.get(
+            "/v1/sandboxes", headers=[("OPEN-SANDBOX-API-KEY", KEY), ("OPEN-SANDBOX-API-KEY", "x")]
+        )
+        assert 401 == twice.status_code
+        assert 401 == (await client.get("/v1/healthy")).status_code
+
+
+async def test_guessing_is_slowed(server: World) -> None:
+    """After a burst of wrong keys a peer is told to wait."""
+    async with server.client("wrong") as client:
+        answers = [await client.get("/v1/sandboxes") for _ in range(22)]
+    assert {401, 429} == {answer.status_code for answer in answers}
+    assert "retry-after" in answers[-1].headers
+
+
+async def test_without_keys_no_web_page_may_drive_the_server() -> None:
+    """Insecure mode: loopback names work with any key, a rebound name or a foreign origin does not."""
+    async with world(key_digests=()) as described, described.serving() as server, server.client("any") as client:
+        assert 200 == (await client.get("/v1/sandboxes")).status_code
+        rebound = await client.get("/v1/sandboxes", headers={"Host": "evil.example"})
+        assert 403 == rebound.status_code
+        foreign = await client.get("/v1/sandboxes", headers={"Origin": "http://evil.example"})
+        assert 403 == foreign.status_code
+        own = await client.get("/v1/sandboxes", headers={"Origin": server.url})
+        assert 200 == own.status_code
+
+
+async def test_paging_and_filters(server: World) -> None:
+    """Newest first, OR over states, AND over metadata with special characters, pages past the end are empty."""
+    async with server.client() as client:
+        names = []
+        for number in range(5):
+            body = {**BODY, "metadata": {"n": str(number), "odd": "yes" if number % 2 else "no"}}
+            names.append((await client.post("/v1/sandboxes", json=body)).json()["id"])
+        pages = [
+            [item["id"] for item in (await client.get(f"/v1/sandboxes?page={page}&pageSize=2")).json()["items"]]
+            for page in (1, 2, 3, 4)
+        ]
+        assert [names[::-1][0:2], names[::-1][2:4], names[::-1][4:], []] == pages
+
+        async def total(query: str) -> int:
+            found = await client.get(f"/v1/sandboxes?{query}")
+            return int(found.json()["pagination"]["totalItems"])
+
+        assert 2 == await total("metadata=odd%3Dyes")
+        assert 1 == await total("metadata=odd%3Dyes%26n%3D3")
+        assert 0 == await total("metadata=odd%3Dye")
+        assert 5 == await total("state=paused&state=RUNNING")
+        assert 0 == await total("state=paused")
+
+
+async def test_renewal_rules(server: World) -> None:
+    """Earlier is fine, past is not, and a sandbox with manual cleanup has nothing to renew."""
+    async with server.client() as client:
+        manual = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        timed = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 3600})).json()
+
+        async def renew(name: str, moment: str) -> httpx.Response:
+            return await client.post(f"/v1/sandboxes/{name}/renew-expiration", json={"expiresAt": moment})
+
+        far = "2099-01-01T00:00:00"
+        assert (409, "DOCKER::INVALID_EXPIRATION") == _coded(await renew(manual, far))
+        assert (400, "DOCKER::INVALID_EXPIRATION") == _coded(await renew(timed["id"], "2001-01-01T00:00:00Z"))
+        assert "2099-01-01T00:00:00.000Z" == (await renew(timed["id"], far)).json()["expiresAt"]
+        assert 200 == (await renew(timed["id"], timed["expiresAt"])).status_code
+        assert 422 == (await renew(timed["id"], "soon")).status_code
+
+
+def _coded(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["code"]
+
+
+async def test_metadata_patch(server: World) -> None:
+    """Merge patch: set, delete, keep; reserved keys have the code the clients know."""
+    async with server.client() as client:
+        body = {**BODY, "metadata": {"a": "1", "b": "2"}}
+        name = (await client.post("/v1/sandboxes", json=body)).json()["id"]
+        path = f"/v1/sandboxes/{name}/metadata"
+        assert {"b": "2", "c": "3"} == (await client.patch(path, json={"a": None, "c": "3"})).json()["metadata"]
+        assert {"b": "2", "c": "3"} == (await client.patch(path, json={})).json()["metadata"]
+        reserved = await client.patch(path, json={"opensandbox.io/x": "1"})
+        assert (400, "INVALID_METADATA_LABEL") == _coded(reserved)
+        invalid = await client.patch(path, json={"a b": "1"})
+        assert (400, "SANDBOX::INVALID_METADATA_LABEL") == _coded(invalid)
+        assert {"b": "2", "c": "3"} == (await client.get(f"/v1/sandboxes/{name}")).json()["metadata"]
+
+
+async def test_pause_says_that_it_is_not_offered(server: World) -> None:
+    """While hostd has no such operation the answer is 501, and the state stays."""
+    async with server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
+        assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
+
+
+async def test_metrics_events(server: World) -> None:
+    """Accepted without content, refused when malformed."""
+    async with server.client() as client:
+        event = {"eventType": "sandbox.create", "createDurationMs": 5, "success": True, "image": None}
+        answer = await client.post("/v1/metrics/events", json=event)
+        assert (204, b"") == (answer.status_code, answer.content)
+        assert 422 == (await client.post("/v1/metrics/events", json={})).status_code
+
+
+async def test_endpoint_of_each_port(server: World) -> None:
+    """Tokens go with their own port only; the base is the caller's Host and mount prefix."""
+    async with server.client() as client:
+        name = (await client.post("/sandboxes", json=BODY)).json()["id"]
+        plain = (await client.get(f"/sandboxes/{name}/endpoints/8000")).json()
+        assert {"endpoint": f"{server.domain}/sandboxes/{name}/proxy/8000"} == plain
+        egress = (await client.get(f"/v1/sandboxes/{name}/endpoints/18080?use_server_proxy=true")).json()
+        assert f"{server.domain}/v1/sandboxes/{name}/proxy/18080" == egress["endpoint"]
+        assert {"OPENSANDBOX-EGRESS-AUTH": server.tokens.egress(name)} == egress["headers"]
+        both = await client.get(f"/v1/sandboxes/{name}/endpoints/80?use_server_proxy=true&expires=1")
+        assert (400, "SANDBOX::INVALID_PARAMETER") == _coded(both)
+        signed = await client.get(f"/v1/sandboxes/{name}/endpoints/80?expires=1")
+        assert (400, "SANDBOX::API_NOT_SUPPORTED") == _coded(signed)
+
+
+async def test_an_oversized_body_is_refused(server: World) -> None:
+    """Before it is parsed."""
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", content=json.dumps({"x": "y" * (5 << 20)}))
+    assert 413 == answer.status_code

@@ -1,0 +1,399 @@
+"""Stand-ins for hostd, vaultd and auditd, and a whole server around them.
+
+They are small `wire` servers that keep what they are told and pass sandbox traffic on to a local HTTP server through
+the same unix sockets and preamble as a gateway. The processes themselves are tested where they live; what is under test
+here is the control plane: real uvicorn, real registry, real sockets.
+"""
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+import wire
+from audit.records import record
+from gateway.config import GatewayConfig
+from lifecycle.app import Server, build
+from lifecycle.auth import Tokens, digest
+from lifecycle.creation import Limits
+from lifecycle.orchestrator import Bounds
+from lifecycle.policies import Policies
+from lifecycle.quantities import Resources
+from lifecycle.serve import http_settings
+from lifecycle.serve_config import ServeConfig
+from policy.document import PolicyDocument
+from policy.load import load
+from runtimes.spec import LaunchSpec
+from vault.grants import Grant
+
+KEY = "test-api-key-0123456789"
+IMAGE = "base:latest"
+
+
+class StandIn:
+    """Answers from methods called `op_<name>`; `fail` makes an operation refuse, `hold` makes it wait."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.fail: dict[str, wire.RequestError] = {}
+        self.hold: dict[str, asyncio.Event] = {}
+        self.reached: dict[str, asyncio.Event] = {}
+
+    async def handle(self, _client: wire.Client, op: str, parameters: dict[str, Any], fds: list[int]) -> wire.Message:
+        assert not fds
+        self.calls.append((op, parameters))
+        if op in self.reached:
+            self.reached[op].set()
+        if op in self.hold:
+            await self.hold[op].wait()
+        if op in self.fail:
+            raise self.fail[op]
+        method = getattr(self, f"op_{op}", None)
+        if method is None:
+            raise wire.RequestError("unknown_op", op)
+        return await method(**parameters) or {}
+
+    async def op_ping(self) -> None:
+        return None
+
+    def named(self, op: str) -> list[dict[str, Any]]:
+        """Parameters of all calls of one operation."""
+        return [parameters for name, parameters in self.calls if name == op]
+
+
+class StandInHostd(StandIn):
+    """Keeps sandboxes in a dict and relays their ingress to 127.0.0.1:`backend`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.sandboxes: dict[str, dict[str, Any]] = {}
+        self.specs: dict[str, dict[str, Any]] = {}
+        self.listeners: dict[str, asyncio.Server] = {}
+        self.backend = 0
+        self.ports: list[int] = []
+        self._run_dir = run_dir
+        self._relays: set[asyncio.Task[None]] = set()
+
+    async def op_image(self, name: str) -> wire.Message:
+        if name != IMAGE:
+            raise wire.RequestError("unknown_image", f"no image {name}")
+        return {"id": "sha256:1", "entrypoint": [], "cmd": [], "env": [], "workdir": "/"}
+
+    async def op_launch(self, **spec: Any) -> wire.Message:
+        LaunchSpec.model_validate(spec)
+        GatewayConfig.from_json(spec["gateway"])
+        name = spec["sandbox"]
+        self.specs[name] = spec
+        path = str(self._run_dir / "ingress" / f"{name}.sock")
+        self.listeners[name] = await asyncio.start_unix_server(self._ingress, path)
+        self.sandboxes[name] = {"sandbox": name, "state": "running", "generation": 1, "exit_code": None}
+        return {"started_at": "2026-01-01T00:00:00Z"}
+
+    async def op_configure(self, sandbox: str, gateway: dict[str, Any]) -> None:
+        GatewayConfig.from_json(gateway)
+        self.specs[sandbox]["gateway"] = gateway
+
+    async def op_remove(self, sandbox: str) -> wire.Message:
+        self.sandboxes.pop(sandbox, None)
+        listener = self.listeners.pop(sandbox, None)
+        if listener is not None:
+            listener.close()
+        return {"residue": []}
+
+    async def op_inspect(self, sandbox: str) -> wire.Message:
+        if sandbox not in self.sandboxes:
+            raise wire.RequestError("unknown_sandbox", sandbox)
+        return self.sandboxes[sandbox]
+
+    async def op_list(self) -> wire.Message:
+        return {"sandboxes": list(self.sandboxes.values())}
+
+    async def _ingress(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._relays.add(task)
+        task.add_done_callback(self._relays.discard)
+        port = int.from_bytes(await reader.readexactly(2), "big")
+        self.ports.append(port)
+        if port == 9:
+            writer.write(b"\x01")
+            writer.close()
+            return
+        inner, outer = await asyncio.open_connection("127.0.0.1", self.backend)
+        writer.write(b"\x00")
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(65536):
+                    sink.write(data)
+                    await sink.drain()
+
+        both = {asyncio.ensure_future(pump(reader, outer)), asyncio.ensure_future(pump(inner, writer))}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pumping in both:
+                pumping.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            for side in (outer, writer):
+                side.close()
+                with contextlib.suppress(OSError):
+                    await side.wait_closed()
+
+    async def close(self) -> None:
+        for name in list(self.listeners):
+            await self.op_remove(name)
+        for relay in list(self._relays):
+            relay.cancel()
+        await asyncio.gather(*self._relays, return_exceptions=True)
+
+
+class StandInVaultd(StandIn):
+    """Keeps grants and inline secrets per sandbox."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grants: dict[str, list[dict[str, Any]]] = {}
+        self.inline: dict[str, dict[str, str]] = {}
+
+    async def op_open_sandbox(self, sandbox: str, lineage: str, grants: list[Any], inline: Any) -> wire.Message:
+        self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
+        self.inline[sandbox] = dict(inline)
+        return {"root_pem": "-----BEGIN CERTIFICATE-----\nsandbox root\n-----END CERTIFICATE-----\n"}
+
+    async def op_regrant(self, sandbox: str, grants: list[Any], inline: Any = None, keep: Any = ()) -> None:
+        if inline is not None:
+            kept = {name: value for name, value in self.inline[sandbox].items() if name in keep}
+            self.inline[sandbox] = {**kept, **inline}
+        self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
+
+    async def op_close_sandbox(self, sandbox: str) -> None:
+        self.grants.pop(sandbox, None)
+        self.inline.pop(sandbox, None)
+
+
+class StandInAuditd(StandIn):
+    """Keeps records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[dict[str, Any]] = []
+
+    async def op_record(self, kind: str, decision: str, fields: dict[str, Any]) -> None:
+        self.records.append(record(kind, decision, **fields))
+
+    async def op_close_sandbox(self, sandbox: str) -> None:
+        return None
+
+
+@dataclass
+class World:
+    """A running server and its stand-ins. `now` moves the server's clock."""
+
+    config: ServeConfig
+    policies: Policies
+    hostd: StandInHostd
+    vaultd: StandInVaultd
+    auditd: StandInAuditd
+    tokens: Tokens = field(default_factory=lambda: Tokens(b"k" * 32))
+    offset: float = 0.0
+    server: Server | None = None
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def domain(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def client(self, key: str | None = KEY, **options: Any) -> httpx.AsyncClient:
+        headers = {} if key is None else {"OPEN-SANDBOX-API-KEY": key}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=20, trust_env=False, **options)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator["World"]:
+        """Run the server; may be entered again for a restart on the same state."""
+        import time
+
+        server = build(self.config, self.policies, self.tokens, clock=lambda: time.time() + self.offset)
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        running = uvicorn.Server(http_settings(server.edge, self.config))
+        running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        async with server.running():
+            task = asyncio.create_task(running.serve(sockets=[listener]))
+            await server.adopted.wait()
+            self.server = server
+            try:
+                yield self
+            finally:
+                running.should_exit = True
+                await task
+                listener.close()
+
+
+@contextlib.asynccontextmanager
+async def world(policy: str | None = None, **changes: Any) -> AsyncIterator[World]:
+    """Start stand-ins and describe a server; `changes` are fields of `ServeConfig`, `policy` is YAML."""
+    with tempfile.TemporaryDirectory(prefix="slp") as text:
+        directory = Path(text)
+        (directory / "ingress").mkdir()
+        (directory / "state").mkdir()
+        (directory / "roots.pem").write_text("-----BEGIN CERTIFICATE-----\nupstream\n-----END CERTIFICATE-----\n")
+        config = ServeConfig(
+            host="127.0.0.1",
+            port=0,
+            run_dir=directory,
+            state_dir=directory / "state",
+            policy_file=None,
+            upstream_roots=directory / "roots.pem",
+            key_digests=(digest(KEY),),
+            limits=Limits(
+                ("runc", "runsc"),
+                "runc",
+                defaults=Resources(1_000_000_000, 512 << 20, 256),
+                maxima=Resources(4_000_000_000, 4 << 30, 4096),
+            ),
+            bounds=Bounds(answer_seconds=10.0),
+            graceful_shutdown=1,
+        )
+        config = replace(config, **changes)
+        if policy is None:
+            policies = Policies(PolicyDocument())
+        else:
+            path = directory / "policies.yaml"
+            path.write_text(policy)
+            policies = Policies(load(path), path)
+        hostd, vaultd, auditd = StandInHostd(directory), StandInVaultd(), StandInAuditd()
+        import os
+
+        tasks = [
+            await wire.serve_unix(directory / name, daemon.handle, allowed_uids=frozenset({os.getuid()}))
+            for name, daemon in (("hostd.sock", hostd), ("vault.sock", vaultd), ("audit.sock", auditd))
+        ]
+        backend = await _backend(hostd)
+        try:
+            yield World(config, policies, hostd, vaultd, auditd)
+        finally:
+            await hostd.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            backend.should_exit = True
+            await backend.finished.wait()  # type: ignore[attr-defined]
+
+
+@dataclass
+class Seen:
+    """What the program in the sandbox saw of one request."""
+
+    method: str
+    raw_path: bytes
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    def header(self, name: str) -> list[str]:
+        return [value.decode() for key, value in self.headers if key.lower() == name.encode()]
+
+
+class Program:
+    """The HTTP server "in the sandbox": it remembers what it saw and answers by path."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self.release = asyncio.Event()
+        self.cut = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if path.startswith("/wait"):
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+            )
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+            release = asyncio.ensure_future(self.release.wait())
+            gone = asyncio.ensure_future(_gone(receive))
+            done, pending = await asyncio.wait({release, gone}, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            if gone in done:
+                self.cut.set()
+                return
+            await send({"type": "http.response.body", "body": b"second", "more_body": False})
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.seen.append(Seen(scope["method"], scope["raw_path"], scope["query_string"], list(scope["headers"]), body))
+        headers = [
+            (b"content-type", b"text/plain"),
+            (b"set-cookie", b"a=1"),
+            (b"set-cookie", b"b=2"),
+            (b"server", b"x"),
+        ]
+        status = 200
+        if path.startswith("/moved"):
+            status, headers = 302, [*headers, (b"location", b"/there?x=1")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else b"pong:" + body})
+
+    async def _websocket(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        self.seen.append(Seen("WS", scope["raw_path"], scope["query_string"], list(scope["headers"]), b""))
+        if scope["path"] == "/refuse":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        subprotocols = scope["subprotocols"]
+        await send({"type": "websocket.accept", "subprotocol": subprotocols[0] if subprotocols else None})
+        while (message := await receive())["type"] == "websocket.receive":
+            if message.get("text") == "bye":
+                await send({"type": "websocket.close", "code": 4321, "reason": "done"})
+                return
+            kind = "text" if message.get("text") is not None else "bytes"
+            await send({"type": "websocket.send", kind: message[kind]})
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _backend(hostd: StandInHostd) -> uvicorn.Server:
+    program = Program()
+    hostd.program = program  # type: ignore[attr-defined]
+    listener = socket.create_server(("127.0.0.1", 0))
+    hostd.backend = listener.getsockname()[1]
+    server = uvicorn.Server(
+        uvicorn.Config(
+            program, http="h11", ws="websockets-sansio", lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        )
+    )
+    finished = asyncio.Event()
+    server.finished = finished  # type: ignore[attr-defined]
+
+    async def run() -> None:
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            listener.close()
+            finished.set()
+
+    hostd.backend_task = asyncio.create_task(run())  # type: ignore[attr-defined]
+    return server

@@ -1,0 +1,145 @@
+"""Settings: unknown keys are refused by path, the environment wins, files for the daemons are what they read."""
+
+import json
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from audit.writer import AuditConfig
+from lifecycle import cli, launch
+from lifecycle.serve_config import ConfigError, ServeConfig
+from lifecycle.settings import API_KEY, CONFIG_PATH, INSECURE, Settings, SettingsError, detect_resolvers, parse, read
+from runtimes.spec import HostConfig
+from vault.config import VaultConfig
+
+
+def settings(text: str = "", **environment: str) -> Settings:
+    return parse(tomllib.loads(text), "test.toml", environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[server]\nprot = 1", "server.prot"),
+        ("[nothing]\nx = 1", "nothing"),
+        ("[sallyport.docker]\nx = 1", "sallyport.docker.x"),
+        ("[kubernetes]\nnamespace = 'x'", "kubernetes"),
+        ("[tenants]\nx = 1", "tenants"),
+        ("[server]\nport = true", "server.port"),
+        ("[server]\nport = 0", "server.port"),
+        ("[runtime]\ntype = 'kubernetes'", "runtime.type"),
+        ("[sallyport]\nstate_dir = 'relative'", "sallyport.state_dir"),
+        ("[sallyport]\ndefault_memory = 'much'", "sallyport.default_memory"),
+        ("[sallyport]\nimages = [{name = 'x'}]", "sallyport.images"),
+        ("[sallyport]\ndns_upstreams = ['x']", "sallyport.dns_upstreams"),
+        ("[sallyport]\nallowed_runtimes = ['runsc']", "sallyport.default_runtime"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_path(text: str, problem: str) -> None:
+    """The message names the key."""
+    with pytest.raises(SettingsError) as caught:
+        settings(text)
+    assert problem in str(caught.value)
+
+
+def test_keys_without_a_meaning_here_are_reported() -> None:
+    """A file of the reference server can be used, and says what of it has no effect."""
+    read_ = settings("[docker]\nnetwork_mode = 'bridge'\n[egress]\nimage = 'x'")
+    assert ["docker.network_mode", "egress.image"] == [remark.split()[1] for remark in read_.remarks]
+
+
+def test_the_environment_replaces_the_keys() -> None:
+    """Also when it is empty; only the explicit switch runs without one, and only on loopback."""
+    assert ("file-key-0123456789",) == settings("[server]\napi_key = 'file-key-0123456789'").api_keys
+    assert ("env",) == settings("[server]\napi_key = 'file'", **{API_KEY: "env"}).api_keys
+    emptied = settings("[server]\napi_key = 'file'", **{API_KEY: ""})
+    assert ((), False) == (emptied.api_keys, emptied.insecure)
+    assert settings("", **{API_KEY: "", INSECURE: "YES"}).insecure
+    assert not settings("[server]\napi_key = 'k'", **{INSECURE: "YES"}).insecure
+    with pytest.raises(SettingsError):
+        settings("[server]\nhost = '0.0.0.0'", **{INSECURE: "YES"})
+
+
+def test_keys_are_not_shown() -> None:
+    """Neither in a representation nor in an error."""
+    assert "hidden-key" not in repr(settings("", **{API_KEY: "hidden-key"}))
+
+
+def test_lookup(tmp_path: Path) -> None:
+    """The option, then the variable, then the home directory, then defaults."""
+    for name, port in (("a.toml", 1), ("b.toml", 2), (".sandbox.toml", 3)):
+        (tmp_path / name).write_text(f"[server]\nport = {port}\n")
+    home = {"HOME": str(tmp_path)}
+    assert 1 == read(tmp_path / "a.toml", home | {CONFIG_PATH: str(tmp_path / "b.toml")}).port
+    assert 2 == read(None, home | {CONFIG_PATH: str(tmp_path / "b.toml")}).port
+    assert 3 == read(None, home).port
+    defaults = read(None, {"HOME": str(tmp_path / "none")})
+    assert ("127.0.0.1", 8080) == (defaults.host, defaults.port)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="slp") as name:
+        yield Path(name)
+
+
+def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file passes its daemon's own check, is root's alone, and holds no API key."""
+    (short / "roots.pem").write_text("x")
+    (short / "roots.pem").chmod(0o644)
+    config = short / "settings.toml"
+    config.write_text(
+        f'[sallyport]\nstate_dir = "{short}/state"\nrun_dir = "{short}/run"\n'
+        f'upstream_roots = "{short}/roots.pem"\ndns_upstreams = ["192.0.2.53:53"]\n'
+    )
+    assert 0 == cli.main(["--config", str(config), "serve", "--write-only"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "export OPEN_SANDBOX_DOMAIN=127.0.0.1:8080" == lines[0]
+    key = lines[1].removeprefix("export OPEN_SANDBOX_API_KEY=")
+    assert key == (short / "state/lifecycle/api-key").read_text().strip()
+    directory = short / "run/launch"
+    HostConfig.model_validate_json((directory / "host.json").read_text())
+    AuditConfig.model_validate_json((directory / "auditd.json").read_text())
+    VaultConfig.read(directory / "vaultd.json")
+    serve = ServeConfig.read(directory / "serve.json")
+    assert serve == launch.serve_config(read(config, {}), (key,))
+    for path in [*directory.iterdir(), short / "state/lifecycle/api-key"]:
+        assert 0o600 == path.stat().st_mode & 0o777
+        assert key not in path.read_text() or path.name == "api-key"
+
+
+def test_a_key_may_be_given_as_its_digest() -> None:
+    """Then nothing of ours ever held it."""
+    digest = "ab" * 32
+    config = launch.serve_config(settings("", **{API_KEY: f"sha256:{digest}"}), (f"sha256:{digest}",))
+    assert (digest,) == config.key_digests
+
+
+def test_the_servers_file_is_strict(tmp_path: Path) -> None:
+    """Unknown keys are refused there too."""
+    path = tmp_path / "serve.json"
+    document = json.loads(launch.serve_config(settings(), ()).text())
+    path.write_text(json.dumps(document | {"other": 1}))
+    with pytest.raises(ConfigError):
+        ServeConfig.read(path)
+
+
+def test_resolvers_of_the_host(tmp_path: Path) -> None:
+    """Those on loopback are of no use to a gateway."""
+    path = tmp_path / "resolv.conf"
+    path.write_text("nameserver 127.0.0.53\nnameserver 192.0.2.1\nnameserver 2001:db8::1\noptions x\n")
+    assert ("192.0.2.1:53", "[2001:db8::1]:53") == detect_resolvers(path)
+
+
+def test_policy_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`policy explain` takes a URL and answers by its exit status."""
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\npolicies:\n  a:\n    rules:\n      - {id: x, host: files.example.org}\n")
+    assert 0 == cli.main(["policy", "check", str(path)])
+    assert 0 == cli.main(["policy", "explain", "a", "https://files.example.org/x", "--file", str(path)])
+    assert 1 == cli.main(["policy", "explain", "a", "https://other.example.org/x", "--file", str(path)])
+    assert "DENY" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""Creation and removal are whole or not at all, across failures, clients that leave, and restarts."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from standins import IMAGE, KEY, World, world
+
+import wire
+from lifecycle.orchestrator import Bounds
+
+BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for something another task does."""
+    async with asyncio.timeout(10):
+        while True:
+            outcome = condition()
+            if asyncio.iscoroutine(outcome):
+                outcome = await outcome
+            if outcome:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def rows(server: World) -> int:
+    assert server.server is not None
+    return await server.server.registry.count()
+
+
+async def test_a_failed_launch_leaves_nothing(server: World) -> None:
+    """hostd refuses: the vault has forgotten the sandbox and no row is left."""
+    server.hostd.fail["launch"] = wire.RequestError("docker", "no")
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=BODY)
+    assert (500, "DOCKER::SANDBOX_START_FAILED") == (answer.status_code, answer.json()["code"])
+    assert 1 == len(server.vaultd.named("close_sandbox"))
+    assert ({}, {}, 0) == (server.vaultd.grants, server.hostd.sandboxes, await rows(server))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "answer_code"),
+    [("full", 429, "SANDBOX::TOO_MANY_REQUESTS"), ("unavailable", 503, "DOCKER::INITIALIZATION_ERROR")],
+)
+async def test_refusals_of_hostd_keep_their_meaning(server: World, code: str, status: int, answer_code: str) -> None:
+    """A full or starting host is something to try again later."""
+    server.hostd.fail["launch"] = wire.RequestError(code, "x")
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=BODY)
+    assert (status, answer_code) == (answer.status_code, answer.json()["code"])
+    assert "retry-after" in answer.headers
+
+
+async def test_without_a_record_nothing_is_made(server: World) -> None:
+    """The audit log refuses: nothing was launched, nothing opened in the vault."""
+    server.auditd.fail["record"] = wire.RequestError("disk_full", "no")
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=BODY)
+    assert answer.status_code >= 500
+    assert ([], [], 0) == (server.hostd.named("launch"), server.vaultd.named("open_sandbox"), await rows(server))
+
+
+async def test_a_vault_that_refuses_stops_the_launch(server: World) -> None:
+    """A secret that cannot be granted is the caller's error, and nothing was launched."""
+    server.vaultd.fail["open_sandbox"] = wire.RequestError("not_bound", "secret x is not bound to y")
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=BODY)
+    assert (400, []) == (answer.status_code, server.hostd.named("launch"))
+
+
+async def test_undoing_is_retried_until_it_is_done(server: World) -> None:
+    """What could not be taken back at once is taken back later, and meanwhile is not forgotten."""
+    server.hostd.fail["launch"] = wire.RequestError("docker", "no")
+    server.hostd.fail["remove"] = wire.RequestError("docker", "no")
+    async with server.client() as client:
+        assert 500 == (await client.post("/v1/sandboxes", json=BODY)).status_code
+        assert 1 == await rows(server)
+        del server.hostd.fail["remove"]
+        await until(lambda: _none(server))
+    assert {} == server.vaultd.grants
+
+
+async def _none(server: World) -> bool:
+    return await rows(server) == 0
+
+
+async def test_a_client_that_goes_away_leaves_nothing(server: World) -> None:
+    """The connection ends while the sandbox is being made: it is removed once it is made."""
+    server.hostd.hold["launch"] = asyncio.Event()
+    server.hostd.reached["launch"] = asyncio.Event()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    body = json.dumps(BODY).encode()
+    writer.write(
+        b"POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + f"OPEN-SANDBOX-API-KEY: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    await server.hostd.reached["launch"].wait()
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    del reader
+    await asyncio.sleep(0.2)  # lets the server read the end of the connection; longer only makes the test stronger
+    server.hostd.hold["launch"].set()
+    await until(lambda: _none(server))
+    assert ({}, {}) == (server.hostd.sandboxes, server.vaultd.grants)
+    assert 1 == len(server.hostd.named("launch"))
+
+
+async def test_a_slow_launch_is_answered_pending() -> None:
+    """A caller learns the id in time; the endpoint answers at once; Running comes when it is."""
+    async with world(bounds=Bounds(answer_seconds=0.2)) as described, described.serving() as server:
+        server.hostd.hold["launch"] = asyncio.Event()
+        async with server.client() as client:
+            made = await client.post("/v1/sandboxes", json=BODY)
+            assert (202, "Pending") == (made.status_code, made.json()["status"]["state"])
+            path = f"/v1/sandboxes/{made.json()['id']}"
+            assert 200 == (await client.get(f"{path}/endpoints/44772")).status_code
+            ping = await client.get(f"{path}/proxy/44772/ping")
+            assert (502, "BACKEND_CONNECTION_FAILED") == (ping.status_code, ping.json()["code"])
+            server.hostd.hold["launch"].set()
+
+            async def running() -> bool:
+                return (await client.get(path)).json()["status"]["state"] == "Running"
+
+            await until(running)
+
+
+async def test_a_failure_after_the_answer_is_shown() -> None:
+    """Who was told Pending sees Failed, and may delete it."""
+    async with world(bounds=Bounds(answer_seconds=0.2)) as described, described.serving() as server:
+        server.hostd.hold["launch"] = asyncio.Event()
+        server.hostd.fail["launch"] = wire.RequestError("docker", "no")
+        async with server.client() as client:
+            path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
+            server.hostd.hold["launch"].set()
+
+            async def failed() -> bool:
+                return (await client.get(path)).json()["status"]["state"] == "Failed"
+
+            await until(failed)
+            assert 204 == (await client.delete(path)).status_code
+            assert 404 == (await client.get(path)).status_code
+
+
+async def test_delete_says_what_is_left(server: World) -> None:
+    """Residue is an error, the sandbox stays known, and the reaper finishes the work."""
+    async with server.client() as client:
+        path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
+        server.hostd.fail["remove"] = wire.RequestError("docker", "no")
+        answer = await client.delete(path)
+        assert (500, "DOCKER::SANDBOX_DELETE_FAILED") == (answer.status_code, answer.json()["code"])
+        del server.hostd.fail["remove"]
+        await until(lambda: _none(server))
+        assert 404 == (await client.delete(path)).status_code
+
+
+async def test_expiry(server: World) -> None:
+    """At its time a sandbox is removed like by DELETE."""
+    async with server.client() as client:
+        path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json={**BODY, 'timeout': 60})).json()['id']}"
+        server.offset = 61
+        assert 404 == (await client.get(path)).status_code
+        assert server.server is not None
+        server.server.reaper.wake()
+        await until(lambda: _none(server))
+    assert ({}, {}) == (server.hostd.sandboxes, server.vaultd.grants)
+
+
+async def test_restart() -> None:
+    """Sandboxes, metadata and renewals survive; what expired meanwhile goes; what nobody asked for goes."""
+    async with world() as described:
+        async with described.serving() as server, server.client() as client:
+            keep = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 3600})).json()["id"]
+            await client.patch(f"/v1/sandboxes/{keep}/metadata", json={"a": "b"})
+            short = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 60})).json()["id"]
+            lost = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        del described.hostd.sandboxes[lost]
+        described.hostd.sandboxes["sbx-stranger"] = {"sandbox": "sbx-stranger", "state": "running"}
+        described.offset = 120
+        async with described.serving() as server, server.client() as client:
+            await until(lambda: {keep} == set(described.hostd.sandboxes))
+            assert {"a": "b"} == (await client.get(f"/v1/sandboxes/{keep}")).json()["metadata"]
+            assert 404 == (await client.get(f"/v1/sandboxes/{short}")).status_code
+            status = (await client.get(f"/v1/sandboxes/{lost}")).json()["status"]
+            assert ("Failed", "CONTAINER_LOST") == (status["state"], status["reason"])
+            assert 200 == (await client.get(f"/v1/sandboxes/{keep}/proxy/80/x")).status_code
+
+
+async def test_an_ended_entrypoint_is_shown(server: World) -> None:
+    """Exit 0 is Terminated, anything else Failed."""
+    assert server.server is not None
+    async with server.client() as client:
+        for exit_code, state in ((0, "Terminated"), (3, "Failed")):
+            name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+            server.hostd.sandboxes[name] |= {"state": "exited", "exit_code": exit_code}
+            await server.server.observer.observe()
+            assert state == (await client.get(f"/v1/sandboxes/{name}")).json()["status"]["state"]
+
+
+async def test_creations_are_bounded() -> None:
+    """Beyond the bound a caller is told to come back, at once."""
+    async with world(bounds=Bounds(pending=1, answer_seconds=0.1)) as described, described.serving() as server:
+        server.hostd.hold["launch"] = asyncio.Event()
+        async with server.client() as client:
+            assert 202 == (await client.post("/v1/sandboxes", json=BODY)).status_code
+            began = time.monotonic()
+            assert 429 == (await client.post("/v1/sandboxes", json=BODY)).status_code
+            assert time.monotonic() - began < 5
+        server.hostd.hold["launch"].set()
+
+
+async def test_concurrent_metadata_patches_are_atomic(server: World) -> None:
+    """Each of many patches at once is there afterwards."""
+    async with server.client() as client:
+        path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
+        await asyncio.gather(*(client.patch(f"{path}/metadata", json={f"k{i}": "v"}) for i in range(20)))
+        assert 20 == len((await client.get(path)).json()["metadata"])
