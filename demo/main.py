@@ -4,6 +4,7 @@ Prints a table with one row an attempt, the audit records behind it, the decisio
 `demo: ok ...` or `demo: FAILED ...`, and so is the exit status.
 """
 
+import logging
 import secrets
 import signal
 import sys
@@ -46,9 +47,8 @@ def say(text: str) -> None:
     print(f"demo: {text}", flush=True)
 
 
-def demo(directory: Path) -> list[Row]:
-    """Run everything below `directory`; returns the rows of the table."""
-    rows: list[Row] = []
+def demo(directory: Path, rows: list[Row]) -> None:
+    """Run everything below `directory`, adding to the table row by row: a failure does not hide what came before."""
     values = make_secrets()
     say("building an internet with an attacker in it")
     with Internet(
@@ -87,7 +87,6 @@ def demo(directory: Path) -> list[Row]:
                 for sandbox in sandboxes:
                     rows.append(sandbox.delete())
             print_audit(stack)
-    return rows
 
 
 def print_audit(stack: Stack) -> None:
@@ -107,13 +106,14 @@ def print_audit(stack: Stack) -> None:
 def main() -> int:
     """Run the demo; 0 when every row is as expected."""
     signal.signal(signal.SIGTERM, _interrupt)
+    logging.getLogger("opensandbox").setLevel(logging.CRITICAL)  # failures are rows, not lines between them
     began = time.monotonic()
     rows: list[Row] = []
     failure = ""
     try:
         with tempfile.TemporaryDirectory(prefix="sallyport-demo-", ignore_cleanup_errors=False) as directory:
             Path(directory).chmod(0o711)
-            rows = demo(Path(directory))
+            demo(Path(directory), rows)
     except (KeyboardInterrupt, Interrupted):
         failure = "interrupted"
     except Exception as error:  # noqa: BLE001 - the demo's verdict: whatever failed, it says so and exits 1
