@@ -42,9 +42,12 @@ def make_secrets() -> Secrets:
     )
 
 
+_BEGAN = time.monotonic()
+
+
 def say(text: str) -> None:
     """Progress, for a reader who waits."""
-    print(f"demo: {text}", flush=True)
+    print(f"demo: {time.monotonic() - _BEGAN:5.1f} s  {text}", flush=True)
 
 
 def demo(directory: Path, rows: list[Row]) -> None:
@@ -77,7 +80,9 @@ def demo(directory: Path, rows: list[Row]) -> None:
                     say(f"the attacks, from {sandbox.runtime}")
                     with FarEndWatch(net, stack, sandbox, other) as watch:
                         rows += [sandbox.attack(attempt, watch, controls[attempt.probe]) for attempt in ATTEMPTS]
+                        say("the attacks again, from a privileged container in its network namespace")
                         rows += sandbox.privileged_attacks(ATTEMPTS, watch, controls)
+                    say(f"searching {sandbox.runtime} for secrets")
                     rows += sandbox.leak_search()
                 for sandbox in sandboxes:
                     say(f"killing the gateway worker of {sandbox.runtime}")
@@ -107,7 +112,6 @@ def main() -> int:
     """Run the demo; 0 when every row is as expected."""
     signal.signal(signal.SIGTERM, _interrupt)
     logging.getLogger("opensandbox").setLevel(logging.CRITICAL)  # failures are rows, not lines between them
-    began = time.monotonic()
     rows: list[Row] = []
     failure = ""
     try:
@@ -120,7 +124,7 @@ def main() -> int:
         failure = f"{type(error).__name__}: {error}"
     print_table(rows)
     wrong = sum(1 for row in rows if not row.as_expected)
-    elapsed = time.monotonic() - began
+    elapsed = time.monotonic() - _BEGAN
     if failure or wrong or not rows:
         print(f"demo: FAILED ({failure or f'{wrong} of {len(rows)} rows not as expected'}) after {elapsed:.0f} s")
         return 1

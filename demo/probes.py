@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 TARGETS: dict[str, Any] = json.loads(os.environ.get("PROBE_TARGETS", "{}"))
-WAIT = 1.0
+WAIT = 0.6
 MARKER = b"sallyport-probe-marker"
 
 
