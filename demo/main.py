@@ -23,6 +23,8 @@ from demo.stack import Stack
 from demo.table import Row, print_table
 
 RUNTIMES = ("runsc", "runc")
+SHOWN_DENIALS = 40
+WIDTH = 160
 
 
 class Interrupted(BaseException):
@@ -50,8 +52,12 @@ def say(text: str) -> None:
     print(f"demo: {time.monotonic() - _BEGAN:5.1f} s  {text}", flush=True)
 
 
-def demo(directory: Path, rows: list[Row]) -> None:
-    """Run everything below `directory`, adding to the table row by row: a failure does not hide what came before."""
+def demo(directory: Path, rows: list[Row]) -> str:
+    """Run everything below `directory`, adding to the table row by row: a failure does not hide what came before.
+
+    Returns:
+        What the audit log says of it all.
+    """
     values = make_secrets()
     say("building an internet with an attacker in it")
     with Internet(
@@ -91,21 +97,21 @@ def demo(directory: Path, rows: list[Row]) -> None:
             finally:
                 for sandbox in sandboxes:
                     rows.append(sandbox.delete())
-            print_audit(stack)
+            return audit_report(stack)
 
 
-def print_audit(stack: Stack) -> None:
-    """The denials, the decisions by rule, and the log's own verification."""
+def audit_report(stack: Stack) -> str:
+    """The denials behind the table, the decisions by rule, and the log's own verification."""
     records = stack.audit_records()
-    denied = [record for record in records if record.get("decision") == "deny"]
-    print(f"\naudit: the last {min(len(denied), 40)} of {len(denied)} denials")
-    for line in stack.sallyport("audit", "tail", "--denied").splitlines()[-40:]:
-        print(" ", line)
-    print("\naudit: decisions by rule")
+    denials = stack.sallyport("audit", "tail", "--denied").splitlines()
+    shown = denials[-SHOWN_DENIALS:]
+    lines = [f"audit: the last {len(shown)} of {len(denials)} denials", *(f"  {line[:WIDTH]}" for line in shown)]
+    lines += ["", "audit: decisions by rule"]
     counts = Counter((str(r.get("decision")), str(r.get("kind")), str(r.get("rule", "-"))) for r in records)
-    for (decision, kind, rule), count in sorted(counts.items()):
-        print(f"  {count:6d}  {decision:8} {kind:16} {rule}")
-    print("\naudit:", stack.sallyport("audit", "verify").strip().splitlines()[-1])
+    lines += [
+        f"  {count:6d}  {decision:8} {kind:20} {rule}" for (decision, kind, rule), count in sorted(counts.items())
+    ]
+    return "\n".join([*lines, "", f"audit: {stack.sallyport('audit', 'verify').strip().splitlines()[-1]}"])
 
 
 def main() -> int:
@@ -113,16 +119,17 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     logging.getLogger("opensandbox").setLevel(logging.CRITICAL)  # failures are rows, not lines between them
     rows: list[Row] = []
-    failure = ""
+    failure = report = ""
     try:
         with tempfile.TemporaryDirectory(prefix="sallyport-demo-", ignore_cleanup_errors=False) as directory:
             Path(directory).chmod(0o711)
-            demo(Path(directory), rows)
+            report = demo(Path(directory), rows)
     except (KeyboardInterrupt, Interrupted):
         failure = "interrupted"
     except Exception as error:  # noqa: BLE001 - the demo's verdict: whatever failed, it says so and exits 1
         failure = f"{type(error).__name__}: {error}"
     print_table(rows)
+    print(report, end="\n\n" if report else "")
     wrong = sum(1 for row in rows if not row.as_expected)
     elapsed = time.monotonic() - _BEGAN
     if failure or wrong or not rows:

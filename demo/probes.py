@@ -140,9 +140,13 @@ def icmp() -> str:
 
 
 def ipv6() -> str:
+    interface = TARGETS["interface"]
+    for name in ("all", interface):
+        with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6", "w") as setting:
+            setting.write("0")
     for command in (
-        ["addr", "add", "2606:2800:222::2/64", "dev", "eth0", "nodad"],
-        ["route", "add", "default", "dev", "eth0"],
+        ["addr", "add", "2606:2800:222::2/64", "dev", interface, "nodad"],
+        ["route", "add", "default", "dev", interface],
     ):
         with contextlib.suppress(OSError):
             subprocess.run(["ip", "-6", *command], capture_output=True, check=False)

@@ -24,10 +24,12 @@ import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from dnslib import QTYPE, RCODE, RR, A, DNSError, DNSRecord
 
+from demo.echoes import REDIRECTS, forms
+from demo.hostile_names import HostileNames
 from demo.internet import ADDRESSES, API, ATTACKER, ATTACKER_V6, DNS_ADDRESS, GIT, INDEX, METADATA_ADDRESS, STATUS
 
 PACKAGE = "bank_tools"
@@ -95,6 +97,12 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """The request log is the record; nothing goes to standard error."""
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What is no request has arrived all the same."""
+        line = getattr(self, "raw_requestline", b"")
+        self.server.log.note(self.server.name, port=self.server.port, refused=line[:65536].decode("latin-1"))
+        super().send_error(code, message, explain)
+
     def _body(self) -> bytes:
         length = int(self.headers.get("Content-Length") or 0)
         if length:
@@ -117,6 +125,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def _raw(self, pieces: list[bytes], ends: bool) -> None:
+        """Send a response as it is, each piece in a TLS record of its own; to HEAD only the first."""
+        for piece in pieces[:1] if self.command == "HEAD" else pieces:
+            self.wfile.write(piece)
+            self.wfile.flush()
+        self.close_connection = ends or self.command == "HEAD"
 
     def _any(self) -> None:
         body = self._body()
@@ -188,6 +203,15 @@ class Handler(BaseHTTPRequestHandler):
     def _api(self, body: bytes) -> None:
         if self.headers.get("Authorization") != f"Bearer {self.server.accounts['api']}":
             self._reply(401, b'{"error": "no token"}\n', "application/json")
+            return
+        parts = urlsplit(self.path)
+        options = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        if parts.path == "/v1/echo":
+            pieces, ends = forms(self.server.accounts["api"])[options["form"]]
+            self._raw(pieces, ends)
+            return
+        if parts.path == "/v1/redirect":
+            self._reply(int(options["status"]), b"this way\n", Location=REDIRECTS[options["to"]])
             return
         received = {
             "method": self.command,
@@ -266,6 +290,7 @@ class Names:
 
     def __init__(self, log: RequestLog) -> None:
         self._log = log
+        self._hostile = HostileNames()
 
     def answer(self, query: bytes) -> bytes | None:
         """Answer one message; None for what is not one."""
@@ -276,10 +301,12 @@ class Names:
         name = str(request.q.qname).rstrip(".").lower()
         self._log.note(DNS_ADDRESS, question=name, type=QTYPE.get(request.q.qtype))
         reply = request.reply()
-        if name in ADDRESSES or name == "rebind.bank.example":
+        hostile = self._hostile.records(name)
+        if hostile is not None:
+            reply.add_answer(*hostile)
+        elif name in ADDRESSES:
             if request.q.qtype == QTYPE.A:
-                address = ADDRESSES.get(name, METADATA_ADDRESS)
-                reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(address), ttl=60))
+                reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(ADDRESSES[name]), ttl=60))
         else:
             reply.header.rcode = RCODE.NXDOMAIN
         return bytes(reply.pack())

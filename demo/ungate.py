@@ -51,7 +51,7 @@ class Ungated:
         _in(gateway, "ip", "-6", "route", "add", "default", "via", "2606:2800:223::1")
         rules = (
             "table ip ungate { chain post { type nat hook postrouting priority srcnat; "
-            f'oifname "{_UPLINK}" masquerade; }} }}'
+            f'oifname "{_UPLINK}" masquerade; }}; }}'
         )
         _in(gateway, "nft", rules)
         return self

@@ -5,6 +5,7 @@ variables. Without them a system test fails: it is never skipped.
 """
 
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,10 +28,18 @@ def _values() -> Secrets:
     )
 
 
+@pytest.fixture(scope="session", name="directory")
+def _directory() -> Iterator[Path]:
+    """Not below pytest's own directory: that is closed to everyone else, and our daemons are somebody else."""
+    with tempfile.TemporaryDirectory(prefix="sallyport-test-") as name:
+        Path(name).chmod(0o711)
+        yield Path(name)
+
+
 @pytest.fixture(scope="session", name="internet")
-def _internet(tmp_path_factory: pytest.TempPathFactory, values: Secrets) -> Iterator[Internet]:
+def _internet(directory: Path, values: Secrets) -> Iterator[Internet]:
     accounts = {"git": values.git, "index": values.index, "api": values.api}
-    with Internet("spdemo", tmp_path_factory.mktemp("internet"), accounts) as internet:
+    with Internet("spdemo", directory / "internet", accounts) as internet:
         yield internet
 
 
@@ -40,11 +49,8 @@ def _controls(internet: Internet) -> dict[str, int]:
 
 
 @pytest.fixture(scope="session", name="stack")
-def _stack(tmp_path_factory: pytest.TempPathFactory, internet: Internet, values: Secrets) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("stack")
-    for parent in (directory, *directory.parents[:2]):
-        parent.chmod(0o711)
-    with Stack(internet, Path(directory)) as stack:
+def _stack(directory: Path, internet: Internet, values: Secrets) -> Iterator[Stack]:
+    with Stack(internet, directory / "sallyport") as stack:
         for name, host, value in (
             ("git-login", GIT, values.git),
             ("index-login", INDEX, values.index),

@@ -125,14 +125,25 @@ class Custody:
         self._write(state)
         return root.certificate_pem
 
-    def replan(self, sandbox: str, grants: Iterable[Grant], inline: Mapping[str, Secret] | None) -> SandboxState:
+    def replan(
+        self,
+        sandbox: str,
+        grants: Iterable[Grant],
+        inline: Mapping[str, Secret] | None,
+        keep: Iterable[str] | None = None,
+    ) -> SandboxState:
         """Check that a sandbox's grants could be replaced, and return its state then; nothing changes.
 
+        Args:
+            inline: its inline secrets then; None leaves them as they are, unless `keep` is given.
+            keep: names of inline secrets it has now that stay beside `inline`; one in both has the value of `inline`.
+
         Raises:
-            CustodyError: unknown_sandbox, or as `plan`.
+            CustodyError: unknown_sandbox, unknown_secret (a kept name it does not have), or as `plan`.
         """
         state = self._get(sandbox)
-        planned = replace(state, grants=frozenset(grants), inline=state.inline if inline is None else dict(inline))
+        secrets = state.inline if inline is None and keep is None else {**_kept(state, keep or ()), **(inline or {})}
+        planned = replace(state, grants=frozenset(grants), inline=secrets)
         self._check(planned, state)
         return planned
 
@@ -264,9 +275,9 @@ class Custody:
             try:
                 binding = self.store.info(grant.secret).binding
             except StoreError as error:
-                raise CustodyError(error.code, str(error)) from None
+                raise CustodyError(error.code, f"{grant.secret}: {error}") from None
             if refusal := check(binding, grant, self._clock()):
-                raise CustodyError(refusal.code, refusal.reason)
+                raise CustodyError(refusal.code, f"{grant.secret}: {refusal.reason}")
 
     def _stored(self, name: str) -> bool:
         try:
@@ -297,6 +308,13 @@ class Custody:
         }
         self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
         self._sandboxes[state.sandbox] = state
+
+
+def _kept(state: SandboxState, keep: Iterable[str]) -> dict[str, Secret]:
+    try:
+        return {name: state.inline[name] for name in keep}
+    except KeyError:
+        raise CustodyError("unknown_secret", "the sandbox has no inline secret of a name that is to be kept") from None
 
 
 def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:

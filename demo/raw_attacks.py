@@ -1,0 +1,184 @@
+"""Attacks in exact bytes: sent from a sandbox and, for the control, from where no gate stands; judged where they arrive.
+
+- Every attack writes its mark into what it sends, so that what arrives can be told apart.
+- `Verdicts` holds both sides of one batch: what each client got, and what the servers noted, the wire carried and the
+  audit log says of that time.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from demo import raw_client
+from demo.capture import Capture, Frame
+from demo.internet import ADDRESSES, API, DNS_ADDRESS, Internet
+from demo.stack import Stack
+
+MARK = "@@"
+SCRIPT = "/tmp/raw_client.py"
+_SETTLE_SECONDS = 5.0
+
+type Request = tuple[str, int, str, str]
+"""Host, port, method and path, without the query."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """One conversation.
+
+    Attributes:
+        name: a sentence or a few words, unique in its batch.
+        send: texts (latin-1, one write each) and pauses in seconds; `@@` stands for the attack's mark.
+        tls: the server name to speak TLS to; None speaks in clear.
+        arrives: the targets that may arrive at the host, in any order; `@@` as above.
+        options: more of `raw_client`'s case: `alpn`, `hello`, `quiet`, `udp`.
+    """
+
+    name: str
+    send: tuple[str | float, ...]
+    tls: str | None = API
+    host: str = API
+    port: int = 443
+    arrives: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def case(self, mark: str) -> dict[str, Any]:
+        """As `raw_client` takes it."""
+        send = [part.replace(MARK, mark) if isinstance(part, str) else part for part in self.send]
+        address = ADDRESSES.get(self.host, self.host)
+        case: dict[str, Any] = {"address": address, "port": self.port, "send": send, **self.options}
+        if self.tls is not None:
+            case["sni"] = self.tls
+        return case
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What became of a batch."""
+
+    marks: dict[str, str]
+    answers: dict[str, dict[str, Any]]
+    noted: list[dict[str, Any]]
+    frames: list[Frame]
+    records: list[dict[str, Any]]
+
+    def answer(self, attack: Attack) -> str:
+        """The bytes the client got, latin-1."""
+        return str(self.answers[attack.name]["received"])
+
+    def arrived(self, attack: Attack) -> list[str]:
+        """The targets with this attack's mark that any server noted; `refused LINE` where it was no request to it."""
+        mark = self.marks[attack.name]
+        found = [
+            str(note["target"]) if "target" in note else f"refused {note.get('refused', '')}"
+            for note in self.noted
+            if mark in json.dumps(note)
+        ]
+        return sorted(found)
+
+    def expected(self, attack: Attack) -> list[str]:
+        """The targets that may arrive."""
+        return sorted(target.replace(MARK, self.marks[attack.name]) for target in attack.arrives)
+
+    @property
+    def received_requests(self) -> Counter[Request]:
+        """Every request any server received."""
+        return Counter(
+            (str(note["host"]), int(note["port"]), str(note["method"]), str(note["target"]).partition("?")[0])
+            for note in self.noted
+            if "target" in note
+        )
+
+    @property
+    def logged_requests(self) -> Counter[Request]:
+        """Every request the audit log says was allowed."""
+        return Counter(
+            (str(record["host"]), int(record["port"]), str(record["method"]), str(record["path"]))
+            for record in self.records
+            if record["kind"] == "request" and record["decision"] == "allow"
+        )
+
+    def data_frames(self) -> list[Frame]:
+        """Frames of TCP and UDP that came to any server but the resolver."""
+        return [frame for frame in self.frames if frame.destination != DNS_ADDRESS and frame.protocol in (6, 17)]
+
+
+def marks(attacks: Iterable[Attack]) -> dict[str, str]:
+    """A mark for each attack that appears nowhere else."""
+    prefix = os.urandom(3).hex()
+    made = {attack.name: f"m{prefix}{number:03d}z" for number, attack in enumerate(attacks)}
+    return made
+
+
+def _read_notes(internet: Internet) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in internet.request_log.read_text().splitlines()]
+
+
+def from_sandbox(attacks: tuple[Attack, ...], internet: Internet, stack: Stack, sandbox: str) -> Verdicts:
+    """Run a batch inside `sandbox`, with the SDK."""
+    client = stack.connect(sandbox)
+    try:
+        client.files.write_file(SCRIPT, Path(str(raw_client.__file__)).read_text())
+
+        def run(cases: str) -> str:
+            client.files.write_file("/tmp/cases.json", cases)
+            done = client.commands.run(f"python3 {SCRIPT} </tmp/cases.json >/tmp/results.json")
+            if done.exit_code != 0:
+                raise RuntimeError("".join(message.text for message in done.logs.stderr))
+            return str(client.files.read_file("/tmp/results.json"))
+
+        before = len(_of(stack, sandbox))
+        verdicts = _run(attacks, internet, run, lambda: _of(stack, sandbox)[before:])
+    finally:
+        client.close()
+    return verdicts
+
+
+def from_outside(attacks: tuple[Attack, ...], internet: Internet) -> Verdicts:
+    """The control: run a batch where no gate stands."""
+
+    def run(cases: str) -> str:
+        namespace = internet.path(internet.control)
+        command = ["nsenter", f"--net={namespace}", sys.executable, str(raw_client.__file__)]
+        environment = {"PATH": os.environ["PATH"], "SSL_CERT_FILE": str(internet.roots)}
+        done = subprocess.run(command, input=cases, capture_output=True, text=True, check=True, env=environment)
+        return done.stdout
+
+    return _run(attacks, internet, run, list)
+
+
+def _of(stack: Stack, sandbox: str) -> list[dict[str, Any]]:
+    return [record for record in stack.audit_records() if record.get("sandbox") == sandbox]
+
+
+def _run(
+    attacks: tuple[Attack, ...],
+    internet: Internet,
+    run: Callable[[str], str],
+    records: Callable[[], list[dict[str, Any]]],
+) -> Verdicts:
+    named = marks(attacks)
+    if len(named) != len(attacks):
+        raise ValueError("two attacks have one name")
+    before = len(_read_notes(internet))
+    with (
+        Capture(internet.path(internet.net), "net0") as gated,
+        Capture(internet.path(internet.net), "net1") as ungated,
+    ):
+        answers = json.loads(run(json.dumps({attack.name: attack.case(named[attack.name]) for attack in attacks})))
+        verdicts = Verdicts(named, answers, [], [], [])
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            noted, logged = _read_notes(internet)[before:], records()
+            verdicts = Verdicts(named, answers, noted, [*gated.since(0), *ungated.since(0)], logged)
+            if verdicts.received_requests == verdicts.logged_requests or not logged:
+                break
+    return verdicts
