@@ -1,6 +1,6 @@
 """hostd with a real dockerd, runc and runsc; the daemons beside it are stand-ins (`tests/runtimes/standin.py`).
 
-Needs a root file system to make an image of (SALLYPORT_TEST_ROOTFS) and a current runsc (SALLYPORT_TEST_RUNSC).
+`./run test` names a root file system as tar (SALLYPORT_BASE_IMAGE) and a current runsc (SALLYPORT_RUNSC).
 """
 
 import itertools
@@ -28,24 +28,8 @@ from runtimes.docker import LABEL
 
 pytestmark = pytest.mark.system
 
-_CACHE = Path("/var/lib/sallyport/cache")
 _ROOT = Path(__file__).resolve().parents[2]
 _ids = itertools.count(1)
-
-
-def _rootfs() -> Path:
-    path = Path(os.environ.get("SALLYPORT_TEST_ROOTFS", _CACHE / "base-rootfs"))
-    if not path.is_dir():
-        pytest.skip(f"no root file system at {path}")
-    return path
-
-
-def _runsc() -> str:
-    found = os.environ.get("SALLYPORT_TEST_RUNSC") or next(map(str, sorted(_CACHE.glob("runsc-*"))), None)
-    found = found or shutil.which("runsc")
-    if found is None:
-        pytest.skip("no runsc")
-    return found
 
 
 class Hostd:
@@ -55,9 +39,6 @@ class Hostd:
         self.run = directory / "run"
         self.upstream = directory / "upstream"
         netns.create(self.upstream, {})
-        execd = directory / "execd"
-        execd.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift\nexec "$@"\n')
-        execd.chmod(0o755)
         processes = []
         for name in ("auditd", "vaultd", "zygote"):
             sock = {"auditd": "audit.sock", "vaultd": "vault.sock", "zygote": ""}[name]
@@ -78,9 +59,9 @@ class Hostd:
                 "log": str(directory / "dockerd.log"),
             },
             "images": [{"name": "sallyport/test:1", "tar": str(tar)}],
-            "runsc": _runsc(),
+            "runsc": os.environ["SALLYPORT_RUNSC"],
             "runc": shutil.which("runc") or "/usr/sbin/runc",
-            "execd": str(execd),
+            "execd": os.environ["SALLYPORT_EXECD"],
             "upstream_roots": "/etc/ssl/certs/ca-certificates.crt",
             "dns_upstreams": ["10.9.9.9:53"],
             "allowed_addresses": [],
@@ -198,9 +179,7 @@ def hostd() -> Iterator[Hostd]:
         tempfile.TemporaryDirectory(prefix="sallyport-rt-", dir="/var/tmp") as data,
     ):
         os.chmod(run, 0o755)  # noqa: S103 - the container's root reads what lies below
-        tar = Path(data, "rootfs.tar")
-        subprocess.run(["tar", "-C", str(_rootfs()), "-cf", str(tar), "."], check=True)
-        host = Hostd(Path(run), Path(data, "docker"), tar)
+        host = Hostd(Path(run), Path(data, "docker"), Path(os.environ["SALLYPORT_BASE_IMAGE"]))
         try:
             host.wait_ready()
             yield host
