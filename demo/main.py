@@ -21,6 +21,7 @@ from demo.internet import API, ATTACKER, GIT, INDEX, Internet
 from demo.sandboxes import DemoSandbox, Secrets, empty_image_works
 from demo.stack import Stack
 from demo.table import Row, print_table
+from demo.traces import left_by_server
 
 RUNTIMES = ("runsc", "runc")
 SHOWN_DENIALS = 40
@@ -97,7 +98,10 @@ def demo(directory: Path, rows: list[Row]) -> str:
             finally:
                 for sandbox in sandboxes:
                     rows.append(sandbox.delete())
-            return audit_report(stack)
+            report = audit_report(stack)
+        left = left_by_server(stack.run, stack.state)
+        rows.append(Row("server", "stop it", "nothing remains", "; ".join(left) or "nothing remains", not left))
+    return report
 
 
 def audit_report(stack: Stack) -> str:

@@ -97,3 +97,20 @@ def take(sandbox: str, container: str, netns: list[str], directories: tuple[Path
         if start is not None and (named or inodes & namespaces):
             processes.add((pid, start))
     return Traces(sandbox, container, frozenset(processes), namespaces, directories, docker_socket)
+
+
+def left_by_server(run: Path, state: Path) -> list[str]:
+    """What a server that has ended left: processes that name its directories, mounts below them."""
+    needles = (f"{run}/", f"{state}/")
+    left = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        except OSError:
+            continue
+        if any(needle in command for needle in needles):
+            left.append(f"process {pid} {command.split(chr(0))[0]}")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if line.split()[4].startswith(needles):
+            left.append(f"mount {line.split()[4]}")
+    return left
