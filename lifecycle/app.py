@@ -29,6 +29,7 @@ from lifecycle.registry import Registry
 from lifecycle.routes import endpoints, networkpolicy, sandboxes, system, unsupported
 from lifecycle.routes.context import Context
 from lifecycle.serve_config import ServeConfig
+from lifecycle.transaction import Creations
 
 POLICY_SECONDS = 1.0
 
@@ -62,7 +63,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.context.orchestrator.close()
+            await self.context.creations.close()
             for daemon in self.daemons:
                 await daemon.close()
             await self.registry.close()
@@ -91,7 +92,8 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Cal
         host_addresses=config.host_addresses,
         limits=config.gateway_limits,
     )
-    orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, tokens, gateway, config.bounds, clock=clock)
+    orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, gateway, clock=clock)
+    creations = Creations(orchestrator, tokens, config.bounds)
     egress = Egress(orchestrator)
     keys = KeyRing(config.key_digests)
     egress_api = EgressApi(orchestrator, egress, tokens, keys)
@@ -105,7 +107,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Cal
         renew_interval=config.renew_interval,
     )
     orchestrator.forget.append(proxy.forget)
-    context = Context(orchestrator, egress, egress_api, tokens, config.limits, config.external_base)
+    context = Context(orchestrator, creations, egress, egress_api, tokens, config.limits, config.external_base)
     guard = BrowserGuard.of((config.host, *config.allowed_hosts))
     return Server(
         Edge(api(context), proxy, keys, guard),

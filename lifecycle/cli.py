@@ -1,29 +1,28 @@
 """The command `sallyport`: thin; every subcommand is a call into the package it belongs to.
 
+sallyport [--defaults FILE] [--config FILE] COMMAND
+
 sallyport serve | doctor
-sallyport policy check [FILE] | policy explain POLICY URL
+sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [--path P] [--policy NAME]
 sallyport vault init | put | list | rotate | delete
 sallyport audit tail | verify
 """
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import audit.cli
 import policy.cli
 import vault.cli
 import vault.keyring
-import wire
-from lifecycle import launch, settings
+from lifecycle import doctor, launch, settings
 from lifecycle.settings import Settings, SettingsError
 
-OK, FAILED, WRONG = 0, 1, 2
+OK, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,31 +33,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and options.command != "vault":
         parser().error(f"unrecognised arguments: {' '.join(rest)}")
     try:
-        configured = settings.read(options.config, settings.environment())
+        configured = settings.read(options.config, settings.environment(), options.defaults)
         return _run(options, rest, configured)
     except SettingsError as error:
         print(f"sallyport: {error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="sallyport", allow_abbrev=False)
-    top.add_argument("--config", type=Path, help=f"settings (TOML); else {settings.CONFIG_PATH}, else ~/.sandbox.toml")
+    about_config = f"settings (TOML); else {settings.CONFIG_PATH}, else ~/.sandbox.toml"
+    top.add_argument("--config", type=Path, help=about_config)
+    top.add_argument("--defaults", type=Path, help="settings that those of --config win over, key by key")
+    after = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    after.add_argument("--config", type=Path, default=argparse.SUPPRESS, help=about_config)
     commands = top.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="run the server and everything it needs (as root)")
+    serve = commands.add_parser("serve", parents=[after], help="run the server and everything it needs (as root)")
     serve.add_argument("--write-only", action="store_true", help="write the daemons' configuration and stop there")
-    commands.add_parser("doctor", help="check what this host needs")
+    commands.add_parser("doctor", parents=[after], help="say what this host lacks, and how to mend it")
     policies = commands.add_parser("policy", help="check and explain policy files").add_subparsers(
         dest="action", required=True
     )
     check = policies.add_parser("check", help="say whether a policy file is good")
     check.add_argument("file", type=Path, nargs="?", help="else the configured one")
     explain = policies.add_parser("explain", help="say what would happen to a request, and why")
-    explain.add_argument("policy", help="name of a policy in the file")
-    explain.add_argument("url")
+    explain.add_argument("file", type=Path, nargs="?", help="else the configured one")
+    explain.add_argument("--host", required=True)
     explain.add_argument("--method", default="GET")
-    explain.add_argument("--file", type=Path, help="else the configured one")
+    explain.add_argument("--path", default="/", help="with its query, if any")
+    explain.add_argument("--scheme", choices=["https", "http"], default="https")
+    explain.add_argument("--port", type=int, help="else the scheme's")
+    explain.add_argument("--policy", help="name of a policy in the file; else its default, or its only one")
     commands.add_parser("vault", help="manage stored secrets", add_help=False)
     log = commands.add_parser("audit", help="read and verify the audit log").add_subparsers(
         dest="action", required=True
@@ -78,7 +86,7 @@ def _run(options: argparse.Namespace, rest: list[str], configured: Settings) -> 
         case "serve", _:
             return _serve(configured, write_only=options.write_only)
         case "doctor", _:
-            return asyncio.run(_doctor(configured))
+            return _doctor(configured)
         case "policy", "check":
             return policy.cli.check(_policy_file(options.file, configured))
         case "policy", "explain":
@@ -101,7 +109,7 @@ def _run(options: argparse.Namespace, rest: list[str], configured: Settings) -> 
 
 def _serve(configured: Settings, *, write_only: bool) -> int:
     if os.geteuid() != 0 and not write_only:
-        print("sallyport: serve needs root: it makes namespaces and starts unprivileged daemons", file=sys.stderr)
+        print("sallyport: cannot run: not root; run: sallyport doctor", file=sys.stderr)
         return FAILED
     for remark in configured.remarks:
         print(f"sallyport: {remark}", file=sys.stderr)
@@ -110,11 +118,13 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     elif policy.cli.check(configured.policy_file) != 0:
         return WRONG
     try:
+        if not write_only:
+            launch.serve_config(configured, ()).listen().close()
         keys = launch.api_keys(configured)
         _master_key(configured)
         host = launch.write_all(configured, keys)
     except OSError as error:
-        print(f"sallyport: {error}", file=sys.stderr)
+        print(f"sallyport: cannot run: {error}; run: sallyport doctor", file=sys.stderr)
         return FAILED
     if configured.insecure:
         print(f"sallyport: {settings.INSECURE}=YES: no API key is asked for", file=sys.stderr)
@@ -124,7 +134,11 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         print(host)
         return OK
     python = str(configured.get("sallyport.python", sys.executable))
-    os.execv(python, [python, "-m", "runtimes.hostd", str(host)])  # noqa: S606 - no shell is meant
+    os.chdir(doctor.PROJECT)  # what `-m` finds must not depend on where an operator stands
+    try:
+        os.execv(python, [python, "-m", "runtimes.hostd", str(host)])  # noqa: S606 - no shell is meant
+    except OSError as error:
+        print(f"sallyport: cannot run: {python}: {error.strerror}; run: sallyport doctor", file=sys.stderr)
     return FAILED
 
 
@@ -138,26 +152,13 @@ def _master_key(configured: Settings) -> None:
     vault.keyring.create(configured.master_key_file, owner)
 
 
-async def _doctor(configured: Settings) -> int:
-    try:
-        client = await wire.Client.connect(configured.run_dir / "hostd.sock")
-    except OSError as error:
-        print(f"hostd does not answer at {configured.run_dir}/hostd.sock ({error.strerror}): is the server running?")
-        return FAILED
-    try:
-        checks = (await client.call("doctor", timeout=60)).get("checks", [])
-    except (wire.RemoteError, OSError) as error:
-        print(f"hostd cannot say: {error}")
-        return FAILED
-    finally:
-        await client.close()
-    good = True
-    for check in checks:
-        good &= bool(check["ok"])
-        print(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['detail']}")
-        if not check["ok"] and check.get("remedy"):
-            print(f"     {check['remedy']}")
-    return OK if good else FAILED
+def _doctor(configured: Settings) -> int:
+    if doctor.needs_root():
+        print("sallyport: not run by root: most checks cannot be made", file=sys.stderr)
+    findings = doctor.diagnose(configured)
+    for finding in findings:
+        print(finding.line())
+    return OK if all(finding.ok for finding in findings) else FAILED
 
 
 def _policy_file(given: Path | None, configured: Settings) -> Path:
@@ -168,20 +169,14 @@ def _policy_file(given: Path | None, configured: Settings) -> Path:
 
 
 def _explain(options: argparse.Namespace, configured: Settings) -> int:
-    url = urlsplit(options.url)
-    try:
-        port = url.port or {"https": 443, "http": 80}[url.scheme]
-    except (KeyError, ValueError):
-        raise SettingsError("the URL must be http:// or https:// with a host") from None
-    path = url.path or "/"
     return policy.cli.explain(
         _policy_file(options.file, configured),
         options.policy,
-        url.hostname or "",
-        port,
-        url.scheme,
+        options.host,
+        options.port or {"https": 443, "http": 80}[options.scheme],
+        options.scheme,
         options.method,
-        f"{path}?{url.query}" if url.query else path,
+        options.path,
     )
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from lifecycle import auth
 from lifecycle.creation import Limits
-from lifecycle.orchestrator import Bounds
 from lifecycle.quantities import Resources
 from lifecycle.serve_config import ServeConfig
-from lifecycle.settings import RUNTIMES, Settings, SettingsError
+from lifecycle.setting_keys import RUNTIMES
+from lifecycle.settings import Settings, SettingsError
+from lifecycle.transaction import Bounds
 
 _UIDS = {"serve": 700000001, "vaultd": 700000002, "auditd": 700000003, "worker_base": 700001000, "workers": 4096}
 
@@ -166,6 +167,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "uids": uids(settings),
         "dns_upstreams": list(settings.dns_upstreams),
         "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
+        "runtimes": list(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}
             for name, module in modules.items()
@@ -180,7 +182,7 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
         SettingsError, OSError: they cannot be written, or something they name cannot be read.
     """
     for path in (settings.upstream_roots, *([settings.policy_file] if settings.policy_file else [])):
-        _check_readable(path)
+        check_readable(path)
     if len(str(settings.run_dir)) > 60:
         raise SettingsError("sallyport.run_dir is too long for unix sockets (60 characters at most)")
     directory = settings.run_dir / "launch"
@@ -190,16 +192,26 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
         "auditd": audit_config(settings),
         "vaultd": vault_config(settings),
         "zygote": {"worker_defaults": {}},
-        "host": host_config(settings, directory),
     }
     for name, document in files.items():
         _write(directory / f"{name}.json", json.dumps(document, indent=1) + "\n")
     _write(directory / "serve.json", serve_config(settings, keys).text())
-    return directory / "host.json"
+    return write_host(settings, directory)
 
 
-def _check_readable(path: Path) -> None:
-    """Say early and clearly what `serve`, an unprivileged user, would trip over."""
+def write_host(settings: Settings, directory: Path) -> Path:
+    """Write only what hostd is told; return the file."""
+    path = directory / "host.json"
+    _write(path, json.dumps(host_config(settings, directory), indent=1) + "\n")
+    return path
+
+
+def check_readable(path: Path) -> None:
+    """Say early and clearly what `serve`, an unprivileged user, would trip over.
+
+    Raises:
+        SettingsError: there is no such file, or not everybody can read it.
+    """
     if not path.is_file():
         raise SettingsError(f"{path}: there is no such file")
     if not path.stat().st_mode & 0o004:

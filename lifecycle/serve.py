@@ -25,6 +25,7 @@ from policy.document import PolicyDocument
 from policy.load import PolicyError
 
 EXIT_CONFIG = 78
+READY_FD = "SALLYPORT_READY_FD"
 
 _log = logging.getLogger("lifecycle")
 
@@ -70,7 +71,16 @@ async def serve(config: ServeConfig, listener: socket.socket) -> None:
     policies = Policies(PolicyDocument()) if config.policy_file is None else Policies.read(config.policy_file)
     server = build(config, policies, Tokens(token_key(config.state_dir)))
     async with server.running():
+        say_ready()
         await uvicorn.Server(http_settings(server.edge, config)).serve(sockets=[listener])
+
+
+def say_ready() -> None:
+    """Tell who started us, if he asked, that we listen: one byte on the descriptor he left us."""
+    number = os.environ.pop(READY_FD, "")
+    if number.isdigit():
+        with os.fdopen(int(number), "wb", buffering=0) as pipe:
+            pipe.write(b"1")
 
 
 def http_settings(edge: Edge, config: ServeConfig) -> uvicorn.Config:
@@ -102,8 +112,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = ServeConfig.read(Path(arguments[0]))
         logging.getLogger().setLevel(config.log_level)
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        listener = socket.create_server((config.host, config.port), family=family, backlog=config.backlog)
+        listener = config.listen()
         drop_privileges(config.uid)
         os.umask(0o077)
         asyncio.run(serve(config, listener))
@@ -111,7 +120,7 @@ def main(arguments: list[str]) -> int:
         _log.error("%s", error)
         return EXIT_CONFIG
     except OSError as error:
-        _log.error("cannot run: %s: %s", type(error).__name__, error)
+        _log.error("cannot run: %s", error)
         return 1
     return 0
 

@@ -3,15 +3,18 @@
 It holds digests of API keys, never a key. Unknown or missing keys are refused.
 """
 
+import errno
 import json
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from lifecycle.creation import Limits
-from lifecycle.orchestrator import Bounds
 from lifecycle.quantities import Resources
+from lifecycle.transaction import Bounds
 
 
 class ConfigError(ValueError):
@@ -54,6 +57,19 @@ class ServeConfig:
     graceful_shutdown: int = 5
     log_level: str = "INFO"
     uid: int | None = None
+
+    def listen(self) -> socket.socket:
+        """Bind the address and listen.
+
+        Raises:
+            OSError: it is taken, or not ours; the text names it.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=self.backlog)
+        except OSError as error:
+            reason = "it is in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+            raise OSError(f"cannot listen on {self.host}:{self.port}: {reason}") from error
 
     def text(self) -> str:
         """Return the text of the file."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from policy.compile import UnknownPolicy, compile_named, secrets_of
 from policy.compiled import CompiledPolicy
 from policy.decision import Deny, Treatment, decide_flow, decide_name, decide_request
-from policy.document import PolicyDocument
+from policy.document import DENY_ALL_NAME, PolicyDocument
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.load import load
 from policy.names import InvalidName, canonical_host
@@ -39,12 +39,20 @@ def check(path: Path | str) -> int:
 
 
 def explain(
-    file: Path | str, policy: str, host: str, port: int, scheme: str, method: str = "GET", path: str = "/"
+    file: Path | str, policy: str | None, host: str, port: int, scheme: str, method: str = "GET", path: str = "/"
 ) -> int:
-    """Say what would happen to one request of a sandbox under a named policy, and why."""
+    """Say what would happen to one request of a sandbox under a policy of the file, and why.
+
+    Args:
+        policy: its name; None means the file's default, or its only policy where the default is deny-all.
+    """
     document = _load(file)
     if document is None:
         return WRONG
+    if policy is None:
+        policy = document.default
+        if policy == DENY_ALL_NAME and len(document.policies) == 1:
+            (policy,) = document.policies
     try:
         compiled = compile_named(document, policy)
         request = RequestFacts(canonical_host(host), port, Scheme(scheme), method, *_split(path))

@@ -35,6 +35,9 @@ SOCKET_GROUP = 700000000
 _log = logging.getLogger(__name__)
 
 
+_FORGET_SECONDS = 5.0
+
+
 class Daemons:
     """Started in order by `start`, ended in the other order by `stop`."""
 
@@ -46,6 +49,7 @@ class Daemons:
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
         self._zygote_control: socket.socket | None = None
+        self._serve_read = -1
         self._renewal: asyncio.Task[None] | None = None
         self._killed: set[int] = set()
 
@@ -59,7 +63,11 @@ class Daemons:
             await self._start(next(item for item in self._config.processes if item.name == name))
 
     async def start_serve(self) -> None:
-        """Start serve, if there is one. It is up when hostd answers it, not the other way round."""
+        """Start serve, if there is one, and wait until it listens.
+
+        Raises:
+            supervisor.NotReady: it cannot; it said why.
+        """
         for item in self._config.processes:
             if item.name == "serve":
                 await self._start(item)
@@ -82,7 +90,7 @@ class Daemons:
                 netns = self._config.upstream_netns
                 return self._make(process, 0, (), netns, self._zygote_channel, self._zygote_ready, self._zygote_up)
             case "serve":
-                return self._make(process, uids.serve, (), None, nothing_to_inherit, _at_once, _nothing)
+                return self._make(process, uids.serve, (), None, self._serve_pipe, self._serve_ready, _nothing)
             case _ as never:
                 assert_never(never)
 
@@ -178,6 +186,22 @@ class Daemons:
     async def _zygote_up(self, restarted: bool) -> None:
         _log.info("zygote is up%s", " again" if restarted else "")
 
+    async def _serve_pipe(self) -> Inheritance:
+        self._serve_read, theirs = os.pipe2(os.O_CLOEXEC)
+        return Inheritance({"SALLYPORT_READY_FD": theirs})
+
+    async def _serve_ready(self) -> None:
+        """Wait for the byte that serve writes once it listens. If it ends before, its status is what counts."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(self._serve_read, "rb", buffering=0)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            if not await reader.read(1):
+                await loop.create_future()
+        finally:
+            transport.close()
+
     async def _from_zygote(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
@@ -210,6 +234,14 @@ class Daemons:
         if self._renewal is not None:
             await asyncio.gather(self._renewal, return_exceptions=True)
 
+    async def forget(self, sandboxes: Sequence[str]) -> None:
+        """Have vaultd forget what it holds for sandboxes that are gone: `serve` is no longer there to say so."""
+        for sandbox in sandboxes:
+            try:
+                await self.client("vaultd").call("close_sandbox", sandbox=sandbox, timeout=_FORGET_SECONDS)
+            except (ConnectionError, TimeoutError, wire.RemoteError) as error:
+                _log.error("vaultd did not forget %s: %s", sandbox, type(error).__name__)
+
     async def stop_serve(self) -> None:
         """End serve first: nobody asks for sandboxes while they are removed."""
         if (serve := self._supervised.pop("serve", None)) is not None:
@@ -229,10 +261,6 @@ class Daemons:
     async def attach(self, name: str, sock: socket.socket, **parameters: Any) -> None:
         """Hand one end of a worker's channel to a daemon, bound to the identity in `parameters`."""
         await self.client(name).call("attach", fds=[sock.fileno()], **parameters)
-
-
-async def _at_once() -> None:
-    return None
 
 
 async def _nothing(_restarted: bool) -> None:

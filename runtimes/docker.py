@@ -96,8 +96,16 @@ class Docker:
     """One Docker daemon, by its socket."""
 
     def __init__(self, socket: str) -> None:
-        self._api: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_TIMEOUT)
-        self._slow: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_IMPORT_TIMEOUT)
+        """Connect.
+
+        Raises:
+            DockerError: there is no Docker at `socket`.
+        """
+        try:
+            self._api: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_TIMEOUT)
+            self._slow: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_IMPORT_TIMEOUT)
+        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+            raise DockerError(f"no Docker answers at {socket}") from error
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
 
     def close(self) -> None:
@@ -180,6 +188,7 @@ class Docker:
             ipc_mode="private",
             cgroupns="private",
             shm_size=64 * 1024 * 1024,
+            ulimits=[{"Name": "core", "Soft": 0, "Hard": 0}],  # a crash must not reach the host's core handler
             runtime=plan.runtime,
         )
         created = await self._run(

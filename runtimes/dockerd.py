@@ -145,4 +145,12 @@ class Dockerd:
             await asyncio.gather(self._monitor, return_exceptions=True)
         if self._process is not None:
             await self._end(self._process)
-        await asyncio.to_thread(netns.unmount_below, Path(self._config.exec_root))
+        await asyncio.to_thread(self._unmount)
+
+    def _unmount(self) -> None:
+        netns.unmount_below(Path(self._config.exec_root))
+        # dockerd binds its data directory over itself, notes that, and undoes it at its end, but not at an early one.
+        note = Path(self._config.exec_root, "unmount-on-shutdown")
+        if note.exists():
+            netns.unmount(Path(self._config.data_root))
+            note.unlink()

@@ -1,27 +1,48 @@
-"""Tells whether this host can run Sallyport, and what to do where it cannot. `python -m runtimes.doctor HOST.json`
+"""Tells whether this host can run Sallyport, and what to do where it cannot.
 
-- A check tries the very thing that is needed (it makes a slot, it loads the rules), not a version number, where it can.
-- It leaves nothing behind, and changes nothing.
+`python -m runtimes.doctor [--json] HOST.json`
+
+- Each failure comes with a sentence on how to mend it.
+- `refusal` runs those checks without which there would be no enforcement: hostd does not start if one fails.
+- It leaves nothing behind, and changes nothing; above all it edits no configuration of somebody's Docker.
 """
 
 import asyncio
-import os
-import stat
-import subprocess
+import json
 import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtimes import netns, nft, slots
-from runtimes.cgroups import find
-from runtimes.docker import Docker, DockerError
-from runtimes.netplan import PLAN
-from runtimes.shim_install import runtime_name
-from runtimes.spec import RUNTIMES, HostConfig
+from pydantic import ValidationError
 
-_PROBE_SECONDS = 15.0
+from runtimes import probes, shim_install
+from runtimes.docker import Docker, DockerError
+from runtimes.probes import ProbeError
+from runtimes.spec import HostConfig
+
+_ROOT = "start it as root, in a container or service manager that drops no capability"
+_NFT = "install the Debian packages nftables (1.0.1 or newer) and util-linux, and have them on the PATH"
+_NAMESPACE = "start it as root where namespaces and mounts are allowed; see also sysctl user.max_net_namespaces"
+_SLOT = "load the kernel modules veth, nf_tables, nft_nat, nft_redir, nft_connlimit and nft_reject_inet"
+_GUARD = "use Linux 5.12 or newer with nft_socket and nft_fib_inet, and nftables 1.0.1 or newer"
+_CGROUPS = "mount cgroup v2 (or v1) with the controllers memory, cpu and pids, writable for root"
+_SECCOMP = "use a kernel with CONFIG_SECCOMP_FILTER"
+_RUNC = "install the Debian package runc (1.1 or newer), or leave runc out of sallyport.allowed_runtimes"
+_RUNSC = "build a current one as `./run` does and set sallyport.runsc, or leave runsc out of sallyport.allowed_runtimes"
+_EXECD = "build it with CGO_ENABLED=0 as `./run` does, and set sallyport.execd"
+_IMAGES = "build the tars as `./run` does, and name them in sallyport.images"
+_ROOTS = "install the Debian package ca-certificates, or set sallyport.upstream_roots to a PEM file that all may read"
+_DNS = 'set sallyport.dns_upstreams to the addresses of resolvers, such as ["192.0.2.53:53"], not on loopback'
+_USERS = "set other numbers under sallyport.uids, or take that range away from its user"
+_UPSTREAM = "make the namespace before the server starts, or unset sallyport.upstream_netns"
+_PYTHON = "set sallyport.python to the CPython 3.13 that Sallyport is installed for"
+_DOCKERD = "install the Debian package docker.io (20.10 or newer), or set sallyport.docker.binary"
+_DOCKER = "start Docker and set sallyport.docker.socket, or set sallyport.docker.managed = true to have one of our own"
+
+
+class Refused(Exception):
+    """Without this there would be no enforcement; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,126 +56,134 @@ class Check:
 
     def as_dict(self) -> dict[str, str | bool]:
         """Return its wire form."""
-        return {"name": self.name, "ok": self.ok, "detail": self.detail, "remedy": self.remedy}
+        return asdict(self)
 
 
-def _attempt(name: str, remedy: str, probe: Callable[[], str]) -> Check:
-    try:
-        return Check(name, True, probe())
-    except (OSError, ValueError, netns.NftError, subprocess.SubprocessError, DockerError) as error:
-        return Check(name, False, f"{type(error).__name__}: {error}"[:300], remedy)
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to find out; `remedy` is for when the probe raises. `vital` is asked at each start, and must be quick."""
+
+    name: str
+    remedy: str
+    probe: Callable[[], str]
+    vital: bool = False
 
 
-def _root() -> str:
-    if os.geteuid() != 0:
-        raise PermissionError("not root")
-    return "running as root"
-
-
-def _slot() -> str:
-    with tempfile.TemporaryDirectory(prefix="sallyport-doctor-", dir="/run") as directory:
-        slot = slots.make(Path(directory), 0, PLAN)
-        residue = slots.destroy(slot)
-        if residue:
-            raise OSError("; ".join(residue))
-    return "namespaces, a veth pair and the gateway's rules can be made and unmade"
-
-
-def _guard(config: HostConfig) -> str:
-    uids = config.uids
-    rules = nft.render_guard(
-        nft.GuardPlan(uids.worker_base, uids.worker_base + uids.workers - 1, config.resolvers, config.allowed)
+def questions(config: HostConfig) -> tuple[Question, ...]:
+    """Return everything there is to ask, but what only a connected Docker can say."""
+    asked = [
+        Question("permissions", _ROOT, probes.permissions, vital=True),
+        Question("nft", _NFT, probes.nft_program, vital=True),
+        Question("namespaces", _NAMESPACE, probes.namespace),
+        Question("slot", _SLOT, probes.slot, vital=True),
+        Question("guard", _GUARD, lambda: probes.guard(config), vital=True),
+        Question("upstream", _UPSTREAM, lambda: probes.upstream(config), vital=True),
+        Question("cgroups", _CGROUPS, probes.cgroups, vital=True),
+        Question("seccomp", _SECCOMP, probes.seccomp, vital=True),
+    ]
+    if "runc" in config.runtimes:
+        asked.append(Question("runc", _RUNC, lambda: probes.program(config.runc), vital=True))
+    if "runsc" in config.runtimes:
+        asked.append(Question("runsc", _RUNSC, lambda: probes.program(config.runsc), vital=True))
+        asked.append(Question("gvisor", _RUNSC, lambda: probes.gvisor(config.runsc)))
+    if config.dockerd is None:
+        asked.append(Question("docker", _DOCKER, lambda: probes.docker_answers(config.docker_socket), vital=True))
+    else:
+        binary = config.dockerd.binary
+        asked.append(Question("dockerd", _DOCKERD, lambda: probes.program(binary), vital=True))
+    return (
+        *asked,
+        Question("execd", _EXECD, lambda: probes.execd(config.execd)),
+        Question("images", _IMAGES, lambda: probes.images(config), vital=True),
+        Question("roots", _ROOTS, lambda: probes.roots(config.upstream_roots)),
+        Question("dns", _DNS, lambda: probes.resolvers(config)),
+        Question("users", _USERS, lambda: probes.users(config.uids), vital=True),
+        Question("python", _PYTHON, lambda: probes.interpreter(config), vital=True),
     )
-    with tempfile.TemporaryDirectory(prefix="sallyport-doctor-", dir="/run") as directory:
-        path = Path(directory, "guard")
-        netns.create_gateway(path)
-        try:
-            netns.load_rules(path, rules)
-        finally:
-            netns.delete(path)
-    return "nft has owner tables, socket uid, fib and connection counts"
 
 
-def _cgroups() -> str:
-    found = find(Path("/proc/self/mountinfo").read_text())
-    if not all(os.access(root, os.W_OK) for root in found.roots):
-        raise PermissionError("a hierarchy cannot be written")
-    return f"cgroup v{found.version}: {', '.join(map(str, found.roots))}"
+def ask(question: Question) -> Check:
+    """Answer one question."""
+    try:
+        return Check(question.name, True, probes.attempt(question.probe))
+    except ProbeError as error:
+        return Check(question.name, False, str(error), question.remedy)
 
 
-def _program(path: str) -> str:
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
-    return f"{path}: {done.stdout.splitlines()[0] if done.stdout else 'runs'}"
+async def refusal(config: HostConfig) -> None:
+    """Ask what is vital, all at once.
+
+    Raises:
+        Refused: something is missing; nothing was started or left behind.
+    """
+    vital = [question for question in questions(config) if question.vital]
+    for check in await asyncio.gather(*(asyncio.to_thread(ask, question) for question in vital)):
+        if not check.ok:
+            raise Refused(f"{check.name}: {check.detail}")
 
 
-def _static(path: str) -> str:
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o555 != 0o555 or status.st_mode & 0o022:
-        raise PermissionError(f"{path} must be a program that everybody can run and only its owner can write")
-    return path
-
-
-def _upstream(config: HostConfig) -> str:
-    if config.upstream_netns is None:
-        return "workers dial from this network namespace"
-    netns.links(Path(config.upstream_netns))
-    return f"workers dial from {config.upstream_netns}"
-
-
-def _interpreter(config: HostConfig) -> str:
-    real = os.path.realpath(config.python)
-    closed = [str(parent) for parent in Path(real).parents if not parent.stat().st_mode & 0o001]
-    return f"{real} lies below the closed {closed[-1]}: daemons get it bound into place" if closed else real
-
-
-async def _docker(docker: Docker | None) -> Check:
-    name, remedy = "docker", "install docker.io (20.10 or newer), or let Sallyport start its own dockerd"
-    if docker is None:
-        return Check(name, False, "not connected", remedy)
+async def runtimes_known(config: HostConfig, docker: Docker) -> Check:
+    """Find out whether Docker knows the shimmed runtimes; the remedy is the very text to add."""
+    wanted = shim_install.entries(Path(config.run_dir) / "runtimes", config.runtimes)
     try:
         version = (await docker.version())["Version"]
-        missing = {runtime_name(runtime) for runtime in RUNTIMES} - set(await docker.runtimes())
+        known = await docker.runtimes()
     except DockerError as error:
-        return Check(name, False, str(error), remedy)
-    if missing:
-        entries = "add the `runtimes` entries of <run_dir>/runtimes to daemon.json and reload dockerd with SIGHUP"
-        return Check(name, False, f"Docker {version} does not know {', '.join(sorted(missing))}", entries)
-    return Check(name, True, f"Docker {version}")
+        return Check("runtimes", False, str(error), _DOCKER)
+    missing = {name: entry for name, entry in wanted.items() if name not in known}
+    if not missing:
+        return Check("runtimes", True, f"Docker {version} knows {', '.join(sorted(wanted))}")
+    detail = f"Docker {version} does not know {', '.join(sorted(missing))}"
+    return Check("runtimes", False, detail, add_to_docker(missing))
+
+
+def add_to_docker(entries: dict[str, dict[str, str]]) -> str:
+    """Return the sentence that tells what to add to Docker's configuration."""
+    text = json.dumps({"runtimes": entries})[1:-1]
+    return f"add to /etc/docker/daemon.json, inside its braces, and send dockerd a SIGHUP: {text}"
 
 
 async def diagnose(config: HostConfig, docker: Docker | None) -> list[Check]:
-    """Run all checks."""
-    runsc = "build it: CGO_ENABLED=0 go install gvisor.dev/gvisor/runsc (a static binary), and set `runsc`"
-    probes: tuple[tuple[str, str, Callable[[], str]], ...] = (
-        ("permissions", "start it as root", _root),
-        ("slot", "load the kernel modules veth, nf_tables, nft_redir, nft_connlimit, nft_reject_inet", _slot),
-        ("guard", "nftables 1.0.1 or newer and a kernel with owner tables (5.12) are needed", lambda: _guard(config)),
-        ("cgroups", "mount cgroup v2, or v1 with memory, cpu and pids", _cgroups),
-        ("runc", "install runc 1.1 or newer", lambda: _program(config.runc)),
-        ("runsc", runsc, lambda: _program(config.runsc)),
-        ("execd", "build execd and set its path", lambda: _static(config.execd)),
-        ("upstream", "make the namespace, or set `upstream_netns` to null", lambda: _upstream(config)),
-        ("interpreter", "use a Python that exists", lambda: _interpreter(config)),
-    )
-    checks = [await asyncio.to_thread(_attempt, name, remedy, probe) for name, remedy, probe in probes]
-    return [*checks, await _docker(docker)]
+    """Run all checks. Without `docker` one that is not ours to start is connected to for the moment."""
+    checks = [await asyncio.to_thread(ask, question) for question in questions(config)]
+    if docker is not None:
+        return [*checks, await runtimes_known(config, docker)]
+    if config.dockerd is not None or not all(check.ok for check in checks if check.name == "docker"):
+        return checks
+    try:
+        docker = await asyncio.to_thread(Docker, config.docker_socket)
+    except DockerError as error:
+        return [*checks, Check("runtimes", False, str(error), _DOCKER)]
+    try:
+        return [*checks, await runtimes_known(config, docker)]
+    finally:
+        docker.close()
+
+
+def lines(checks: Sequence[Check]) -> list[str]:
+    """Return one line for each check."""
+    return [
+        f"ok    {check.name}: {check.detail}" if check.ok else f"FAIL  {check.name}: {check.detail} -> {check.remedy}"
+        for check in checks
+    ]
 
 
 def main(arguments: list[str]) -> int:
     """Print the findings; 0 if all is well."""
-    if len(arguments) != 1:
-        print("usage: python -m runtimes.doctor HOST.json", file=sys.stderr)
+    wire_form = arguments[:1] == ["--json"]
+    files = arguments[1:] if wire_form else arguments
+    if len(files) != 1:
+        print("usage: python -m runtimes.doctor [--json] HOST.json", file=sys.stderr)
         return 64
-    config = HostConfig.model_validate_json(Path(arguments[0]).read_bytes())
     try:
-        docker: Docker | None = Docker(config.docker_socket)
-    except (OSError, DockerError):
-        docker = None
-    checks = asyncio.run(diagnose(config, docker))
-    for check in checks:
-        print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
-        if check.remedy:
-            print(f"     -> {check.remedy}")
+        config = HostConfig.model_validate_json(Path(files[0]).read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "settings"
+        checks = [Check("configuration", False, f"{place}: {problem['msg']}", "mend the settings file")]
+    else:
+        checks = asyncio.run(diagnose(config, None))
+    print(json.dumps([check.as_dict() for check in checks]) if wire_form else "\n".join(lines(checks)))
     return 0 if all(check.ok for check in checks) else 1
 
 

@@ -63,7 +63,9 @@ class Guard:
                     await asyncio.sleep(0.02)
         except (TimeoutError, OSError) as error:
             await self._end(process)
-            raise GuardError("the guard's table is not in force") from error
+            raise GuardError(
+                "the guard's table is not in force; has another server the same upstream namespace?"
+            ) from error
         pidfd = os.pidfd_open(process.pid)
         previous, self.pidfd = self.pidfd, pidfd
         if previous >= 0:

@@ -28,11 +28,11 @@ from runtimes.cgroups import Cgroups
 from runtimes.daemons import SOCKET_GROUP, Daemons
 from runtimes.docker import Docker, DockerError, UnknownImage
 from runtimes.dockerd import Dockerd, DockerdError
-from runtimes.doctor import diagnose
+from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
 from runtimes.guard import Guard, GuardError
 from runtimes.nft import GuardPlan
 from runtimes.sandboxes import Sandboxes
-from runtimes.spec import RUNTIMES, SANDBOX_ID, HostConfig, LaunchSpec
+from runtimes.spec import SANDBOX_ID, HostConfig, LaunchSpec
 from runtimes.supervisor import NotReady
 from wire.frames import close_all
 
@@ -103,11 +103,15 @@ class Host:
         """Start everything; the socket comes last but serve.
 
         Raises:
-            DockerdError, DockerError, GuardError, NotReady, OSError: it cannot run; call `stop`.
+            Refused, DockerdError, DockerError, GuardError, NotReady, OSError: it cannot run; call `stop`.
         """
         config, uids = self._config, self._config.uids
+        await refusal(config)
         make_directories(config)
-        self._lock = predecessor.lock(self._run)
+        try:
+            self._lock = predecessor.lock(self._run)
+        except BlockingIOError:
+            raise Refused(f"another hostd runs in {self._run}") from None
         if ended := await asyncio.to_thread(predecessor.end_all, self._run / "config"):
             _log.warning("ended what a predecessor left running: %s", ", ".join(ended))
         entries = shim_install.write_wrappers(
@@ -120,6 +124,9 @@ class Host:
             self._dockerd = Dockerd(config.dockerd, config.docker_socket, daemon_json, noted)
             await self._dockerd.start()
         self._docker = await asyncio.to_thread(Docker, config.docker_socket)
+        known = await runtimes_known(config, self._docker)
+        if not known.ok:
+            raise Refused(f"{known.detail}: {known.remedy}")
         await self._sweep(self._docker)
         for image in config.images:
             await self._docker.import_image(image.name, Path(image.tar))
@@ -168,8 +175,10 @@ class Host:
             (self._run / "hostd.sock").unlink(missing_ok=True)
         if self._sandboxes is not None:
             self._sandboxes.closing = True
+            names = self._sandboxes.names()
             if residue := await self._sandboxes.remove_all():
                 _log.error("left behind: %s", "; ".join(residue))
+            await self._daemons.forget(names)
         await self._daemons.stop()
         await self._guard.stop()
         if self._docker is not None:
@@ -222,7 +231,7 @@ class Host:
         return {
             "runtimes": [
                 name
-                for name in RUNTIMES
+                for name in self._config.runtimes
                 if shim_install.runtime_name(name) in known and os.access(programs[name], os.X_OK)
             ]
         }
@@ -252,6 +261,8 @@ class Host:
             problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
             place = ".".join(map(str, problem["loc"][:1])) or "launch"
             raise wire.RequestError("invalid", f"{place}: {problem['msg']}"[:300]) from None
+        if spec.runtime not in self._config.runtimes:
+            raise wire.RequestError("invalid", f"runtime: {spec.runtime} is not allowed on this host")
         return await self._parts()[1].launch(spec)
 
     async def _configure(self, parameters: wire.Message) -> dict[str, Any]:
@@ -292,7 +303,11 @@ async def run(config: HostConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    host = Host(config)
+    try:
+        host = Host(config)
+    except OSError as error:
+        _log.error("cannot run: %s; run: sallyport doctor", error)
+        return 1
     starting = asyncio.create_task(host.start(), name="start")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
@@ -303,8 +318,8 @@ async def run(config: HostConfig) -> int:
             return 0
         await starting
         await stopping
-    except (DockerdError, DockerError, GuardError, NotReady, OSError, wire.RemoteError) as error:
-        _log.error("cannot run: %s: %s", type(error).__name__, error)
+    except (Refused, DockerdError, DockerError, GuardError, NotReady, OSError, wire.RemoteError) as error:
+        _log.error("cannot run: %s; run: sallyport doctor", str(error) or type(error).__name__)
         return 1
     finally:
         stopping.cancel()

@@ -253,6 +253,12 @@ def unmount_below(directory: Path) -> None:
             _unmount(point)
 
 
+def unmount(path: Path) -> None:
+    """Take one mount off `path`; none there is fine."""
+    with contextlib.suppress(OSError):
+        _unmount(str(path))
+
+
 def processes(inodes: frozenset[int]) -> tuple[int, ...]:
     """Return the processes of which any thread is in one of these namespaces."""
     return tuple(sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and _is_inside(name, inodes)))

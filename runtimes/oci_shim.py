@@ -9,6 +9,7 @@ standard library only: it runs as root twice on each container start.
   found there must be the plan's.
 - The bundle must already be as hard as hostd asked for: what Docker, its configuration or another client changed
   (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not repaired.
+- Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
 - `run` and `restore` would start without a plan and are refused; an `exec` with more than the container's capabilities
   is refused; every other subcommand goes to the real runtime as it came.
@@ -74,6 +75,7 @@ _FORBIDDEN_CALLS = frozenset(
 _FAMILIES = frozenset((1, 2, 10))
 _NETLINK = 16
 _CLONE_NAMESPACES = 0x7E020000
+_INERT = ("nosuid", "nodev")
 _SYSCTL = {"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "1 0"}
 _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 _MAX_FILE = 4 * 1024 * 1024
@@ -252,6 +254,11 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
         raise Refused("the planned network namespace is not there")
     next(entry for entry in namespaces if entry["type"] == "network")["path"] = plan["netns"]
     linux["sysctl"] = dict(_SYSCTL)
+    linux["rootfsPropagation"] = "rprivate"
+    for mount in config.get("mounts") or ():
+        if mount.get("type") == "bind":
+            options = mount.get("options") or []
+            mount["options"] = [*options, *(name for name in _INERT if name not in options)]
     config["hooks"] = remaining_hooks(config.get("hooks") or {})
 
 

@@ -251,6 +251,10 @@ class Sandboxes:
         async with sandbox.lock:
             return await asyncio.shield(self._unmake(sandbox))
 
+    def names(self) -> tuple[str, ...]:
+        """Return the ids of all sandboxes."""
+        return tuple(self._known)
+
     async def remove_all(self) -> tuple[str, ...]:
         """Remove all sandboxes."""
         results = await asyncio.gather(*(self.remove(name) for name in list(self._known)), return_exceptions=True)

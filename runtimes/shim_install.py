@@ -7,6 +7,7 @@
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ def write_wrappers(directory: Path, plans: Path, python: str, runc: str, runsc: 
     """Write the wrappers into `directory`; return the `runtimes` entries for Docker's configuration."""
     shim = str(Path(__file__).with_name("oci_shim.py"))
     real: dict[Runtime, tuple[str, tuple[str, ...]]] = {"runc": (runc, ()), "runsc": (runsc, RUNSC_FLAGS)}
-    entries = {}
     for runtime in RUNTIMES:
         program, flags = real[runtime]
         words = shlex.join([python, "-IS", shim, runtime, program, str(plans), *flags, "--"])
@@ -49,8 +49,12 @@ def write_wrappers(directory: Path, plans: Path, python: str, runc: str, runsc: 
         temporary.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         os.chmod(temporary, 0o755)  # noqa: S103 - Docker executes it; only root can write it
         temporary.rename(path)
-        entries[runtime_name(runtime)] = {"path": str(path)}
-    return entries
+    return entries(directory, RUNTIMES)
+
+
+def entries(directory: Path, runtimes: Sequence[Runtime]) -> dict[str, dict[str, str]]:
+    """Return the `runtimes` entries of Docker's configuration for the wrappers in `directory`."""
+    return {runtime_name(runtime): {"path": str(directory / runtime_name(runtime))} for runtime in runtimes}
 
 
 def write_daemon_json(path: Path, runtimes: dict[str, Any]) -> None:

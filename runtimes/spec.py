@@ -127,6 +127,7 @@ class HostConfig(_Strict):
     dns_upstreams: list[str]
     allowed_addresses: list[str]
     processes: list[ProcessConfig]
+    runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> "HostConfig":

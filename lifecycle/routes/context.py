@@ -10,6 +10,7 @@ from lifecycle.creation import Limits
 from lifecycle.egress import Egress
 from lifecycle.egress_api import EgressApi
 from lifecycle.orchestrator import Orchestrator
+from lifecycle.transaction import Creations
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Context:
     """The parts of one server. `external_base` is the public base of endpoints, without a scheme, or empty."""
 
     orchestrator: Orchestrator
+    creations: Creations
     egress: Egress
     egress_api: EgressApi
     tokens: Tokens

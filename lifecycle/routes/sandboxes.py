@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse
 from lifecycle import models
 from lifecycle.creation import plan
 from lifecycle.labels import parse_filter
-from lifecycle.orchestrator import Creation, Orchestrator
 from lifecycle.registry import Sandbox
 from lifecycle.routes.context import Server
+from lifecycle.transaction import Creation, Creations
 
 router = APIRouter()
 
@@ -20,22 +20,22 @@ router = APIRouter()
 @router.post("/sandboxes", status_code=202)
 async def create(server: Server, body: models.Create, request: Request) -> JSONResponse:
     """Create a sandbox."""
-    creation = await server.orchestrator.begin(plan(body, server.limits))
-    row = await _unless_gone(server.orchestrator, creation, request)
+    creation = await server.creations.begin(plan(body, server.limits))
+    row = await _unless_gone(server.creations, creation, request)
     return JSONResponse(models.created(row), 202, headers={"Location": f"/v1/sandboxes/{row.id}"})
 
 
-async def _unless_gone(orchestrator: Orchestrator, creation: Creation, request: Request) -> Sandbox:
+async def _unless_gone(creations: Creations, creation: Creation, request: Request) -> Sandbox:
     """Wait for the creation; if the caller leaves before he has the id, have it removed (R6)."""
-    finish = asyncio.create_task(orchestrator.finish(creation))
+    finish = asyncio.create_task(creations.finish(creation))
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({finish, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
-            orchestrator.abandon(creation)
+            creations.abandon(creation)
         return await finish
     except asyncio.CancelledError:
-        orchestrator.abandon(creation)
+        creations.abandon(creation)
         raise
     finally:
         gone.cancel()

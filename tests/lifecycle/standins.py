@@ -23,11 +23,11 @@ from gateway.config import GatewayConfig
 from lifecycle.app import Server, build
 from lifecycle.auth import Tokens, digest
 from lifecycle.creation import Limits
-from lifecycle.orchestrator import Bounds
 from lifecycle.policies import Policies
 from lifecycle.quantities import Resources
 from lifecycle.serve import http_settings
 from lifecycle.serve_config import ServeConfig
+from lifecycle.transaction import Bounds
 from policy.document import PolicyDocument
 from policy.load import load
 from runtimes.spec import LaunchSpec

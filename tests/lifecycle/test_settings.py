@@ -136,10 +136,56 @@ def test_resolvers_of_the_host(tmp_path: Path) -> None:
 
 
 def test_policy_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`policy explain` takes a URL and answers by its exit status."""
+    """`policy explain` takes the file and the request's parts, and answers by its exit status."""
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\npolicies:\n  a:\n    rules:\n      - {id: x, host: files.example.org}\n")
     assert 0 == cli.main(["policy", "check", str(path)])
-    assert 0 == cli.main(["policy", "explain", "a", "https://files.example.org/x", "--file", str(path)])
-    assert 1 == cli.main(["policy", "explain", "a", "https://other.example.org/x", "--file", str(path)])
+    assert 0 == cli.main(["policy", "explain", str(path), "--host", "files.example.org", "--path", "/x"])
+    assert 1 == cli.main(
+        ["policy", "explain", str(path), "--host", "other.example.org", "--method", "POST", "--policy", "a"]
+    )
     assert "DENY" in capsys.readouterr().out
+
+
+def test_the_operators_file_wins_key_by_key(tmp_path: Path) -> None:
+    """What was built lies below it: lists and tables are taken whole, keys of other tables stay."""
+    built, own = tmp_path / "built.toml", tmp_path / "own.toml"
+    built.write_text(
+        '[sallyport]\nrunsc = "/built/runsc"\nexecd = "/built/execd"\nimages = [{name = "b", tar = "/b.tar"}]\n'
+        '[sallyport.docker]\nmanaged = true\ndata_root = "/built/docker"\n'
+    )
+    own.write_text('[sallyport]\nrunsc = "/own/runsc"\nimages = []\n[sallyport.docker]\nmanaged = false\n')
+    both = read(own, {}, built)
+    assert ("/own/runsc", "/built/execd") == (both.program("runsc", ""), both.execd())
+    assert ((), False) == (both.get("sallyport.images"), both.get("sallyport.docker.managed"))
+    assert Path("/built/docker") == both.get("sallyport.docker.data_root")
+    alone = read(None, {"HOME": str(tmp_path / "none")}, built)
+    assert ("/built/runsc", True) == (alone.program("runsc", ""), alone.get("sallyport.docker.managed"))
+
+
+def test_both_files_are_checked_and_told_apart(tmp_path: Path) -> None:
+    """A mistake is told with the name of the file it is in; what must fit together is looked at as a whole."""
+    built, own = tmp_path / "built.toml", tmp_path / "own.toml"
+    own.write_text("")
+    built.write_text("[sallyport]\nnonsense = 1\n")
+    with pytest.raises(SettingsError, match=r"built\.toml: unknown key sallyport\.nonsense"):
+        read(own, {}, built)
+    built.write_text('[sallyport]\ndefault_runtime = "runsc"\n')
+    own.write_text('[sallyport]\nallowed_runtimes = ["runsc"]\n')
+    assert "runsc" == read(own, {}, built).default_runtime
+    with pytest.raises(SettingsError, match=r"missing\.toml"):
+        read(own, {}, tmp_path / "missing.toml")
+
+
+def test_every_command_sees_what_serve_sees(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--defaults` and `--config`, before or after the command, name the same server."""
+    (short / "built.toml").write_text(f'[sallyport]\nstate_dir = "{short}/state"\nrun_dir = "{short}/run"\n')
+    (short / "own.toml").write_text('[server]\nport = 18998\n[sallyport]\ndns_upstreams = ["192.0.2.53:53"]\n')
+    own = str(short / "own.toml")
+    assert 0 == cli.main(["--defaults", str(short / "built.toml"), "serve", "--config", own, "--write-only"])
+    assert "127.0.0.1:18998" in capsys.readouterr().out
+    assert (short / "run/launch/host.json").is_file()
+    assert 0 != cli.main(["--defaults", str(short / "built.toml"), "--config", own, "audit", "tail"])
+    assert f"{short}/state/audit" in capsys.readouterr().err
+    assert 0 != cli.main(["--defaults", str(short / "built.toml"), "--config", own, "vault", "list"])
+    assert f"{short}/run/vault.sock" in capsys.readouterr().err

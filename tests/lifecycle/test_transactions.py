@@ -11,7 +11,7 @@ import pytest
 from standins import IMAGE, KEY, World, world
 
 import wire
-from lifecycle.orchestrator import Bounds
+from lifecycle.transaction import Bounds
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
 

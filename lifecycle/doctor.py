@@ -1,0 +1,110 @@
+"""`sallyport doctor`: what this machine lacks, and how to mend it; with or without a running server.
+
+- A running hostd is asked: it sees what it works with. Else its checks run in a process of their own, on the files that
+  `serve` would write, but in a temporary place.
+- What only the control plane knows (the policy file, the address it listens on) is added here.
+
+The checks of the host itself are `runtimes.doctor`'s. Nothing is changed.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import wire
+from lifecycle import launch
+from lifecycle.settings import Settings, SettingsError
+from policy.load import PolicyError, load
+
+PROJECT = Path(__file__).resolve().parent.parent
+_ASK_SECONDS = 60.0
+_CHECK_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result; `remedy` is empty when it is fine."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """What is printed."""
+        if self.ok:
+            return f"ok    {self.name}: {self.detail}"
+        return f"FAIL  {self.name}: {self.detail} -> {self.remedy or 'see the server log'}"
+
+
+def diagnose(settings: Settings) -> list[Finding]:
+    """Run every check."""
+    running = asyncio.run(_ask_hostd(settings.run_dir / "hostd.sock"))
+    own = [_attempt("policy", "mend the policy file; `sallyport policy check` says where", lambda: _policy(settings))]
+    if running is not None:
+        return [Finding("server", True, "running"), *running, *own]
+    remedy = "end the program that listens there, or set server.host and server.port"
+    return [*_ask_process(settings), *own, _attempt("listen", remedy, lambda: _listen(settings))]
+
+
+async def _ask_hostd(path: Path) -> list[Finding] | None:
+    """Ask the running hostd; None if there is none."""
+    try:
+        client = await wire.Client.connect(path)
+    except OSError:
+        return None
+    try:
+        answer = await client.call("doctor", timeout=_ASK_SECONDS)
+        return [Finding(**check) for check in answer["checks"]]
+    except (wire.RemoteError, OSError, TimeoutError) as error:
+        return [Finding("hostd", False, f"it cannot say: {error}", "start the server again")]
+    finally:
+        await client.close()
+
+
+def _ask_process(settings: Settings) -> list[Finding]:
+    remedy = "run it with the Python environment that Sallyport is installed in"
+    with tempfile.TemporaryDirectory(prefix="sallyport-doctor-") as directory:
+        host = launch.write_host(settings, Path(directory))
+        command = [sys.executable, "-m", "runtimes.doctor", "--json", str(host)]
+        try:
+            done = subprocess.run(
+                command, cwd=PROJECT, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
+            )
+            return [Finding(**check) for check in json.loads(done.stdout)]
+        except subprocess.TimeoutExpired:
+            return [Finding("host", False, f"the checks did not end within {_CHECK_SECONDS:.0f} s", remedy)]
+        except (ValueError, TypeError):
+            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            return [Finding("host", False, f"the checks could not run: {said[:200]}", remedy)]
+
+
+def _attempt(name: str, remedy: str, probe: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, True, probe())
+    except (SettingsError, PolicyError, OSError) as error:
+        return Finding(name, False, str(error), remedy)
+
+
+def _policy(settings: Settings) -> str:
+    path = settings.policy_file
+    if path is None:
+        return "no file: a sandbox without a networkPolicy of its own gets deny-all"
+    launch.check_readable(path)
+    return f"{path}: good, {len(load(path).policies)} policies"
+
+
+def _listen(settings: Settings) -> str:
+    launch.serve_config(settings, ()).listen().close()
+    return f"{settings.host}:{settings.port} is free"
+
+
+def needs_root() -> bool:
+    """Tell whether most checks will fail only because they are not run by root."""
+    return os.geteuid() != 0

@@ -1,0 +1,269 @@
+"""Creations: a sandbox is made as a whole or not at all.
+
+A creation is a transaction: row `Pending` -> audit record -> vault -> hostd -> row `Running`. A step that fails undoes
+the former ones; what cannot be undone at once stays as a row `Stopping` that the reaper works on until it is gone.
+
+- Nothing is started that was not first written down: a crash leaves rows, never a sandbox nobody knows.
+- A caller who goes away before the answer leaves nothing behind; one who waits too long is told `Pending` and an id.
+- Creations are bounded in number, launches in concurrency.
+
+It knows no HTTP; refusals are `ApiError`s because their codes are the contract's.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import wire
+from lifecycle.auth import Tokens
+from lifecycle.creation import Plan
+from lifecycle.errors import ApiError, busy, invalid, unavailable, unknown_sandbox
+from lifecycle.orchestrator import Orchestrator
+from lifecycle.peers import Unreachable
+from lifecycle.policies import Compiled, Refused
+from lifecycle.registry import Sandbox, State
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much at once, and for how long a caller is kept waiting."""
+
+    launches: int = 4
+    pending: int = 128
+    sandboxes: int = 1000
+    answer_seconds: float = 20.0
+
+
+class Creation:
+    """One creation under way."""
+
+    def __init__(self, sandbox: str, task: asyncio.Task[Sandbox]) -> None:
+        self.sandbox = sandbox
+        self.task = task
+        self.answered = False
+        self.abandoned = False
+
+
+class Creations:
+    """Makes sandboxes; everything after that is the orchestrator's."""
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        tokens: Tokens,
+        bounds: Bounds,
+        *,
+        new_id: Callable[[], str] = lambda: f"sbx-{secrets.token_hex(12)}",
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._tokens = tokens
+        self._bounds = bounds
+        self._new_id = new_id
+        self._launches = asyncio.Semaphore(bounds.launches)
+        self._creations: dict[str, Creation] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def begin(self, plan: Plan) -> Creation:
+        """Write a sandbox down and start to make it; see `finish`.
+
+        Raises:
+            ApiError: it cannot be made.
+        """
+        if (
+            len(self._creations) >= self._bounds.pending
+            or await self._orchestrator.registry.count() >= self._bounds.sandboxes
+        ):
+            raise busy("Too many sandboxes at once on this server.")
+        network_policy = plan.network_policy
+        try:
+            compiled = await self._orchestrator.policies.compile(plan.policy_name, network_policy)
+        except Refused as error:
+            raise invalid(str(error)) from None
+        await self._check_image(plan.image)
+        now = self._orchestrator.clock()
+        sandbox = self._new_id()
+        row = Sandbox(
+            id=sandbox,
+            state=State.PENDING,
+            reason="CONTAINER_STARTING",
+            message="Sandbox is being created.",
+            changed_at=now,
+            created_at=now,
+            expires_at=None if plan.timeout is None else now + plan.timeout,
+            image=plan.image,
+            entrypoint=plan.entrypoint,
+            runtime=plan.runtime,
+            metadata=dict(plan.metadata),
+            extensions=dict(plan.extensions),
+            platform=None if plan.platform is None else dict(plan.platform),
+            policy_name=plan.policy_name,
+            network_policy=None if network_policy is None else network_policy.to_wire(),
+            policy_digest=compiled.digest,
+            credential_proxy=plan.credential_proxy,
+            secure_access=plan.secure_access,
+            lineage=sandbox,
+            renew_seconds=plan.renew_seconds,
+        )
+        await self._orchestrator.registry.put(row)
+        task = asyncio.get_running_loop().create_task(self._make(row, plan, compiled), name=f"create:{sandbox}")
+        creation = self._creations[sandbox] = Creation(sandbox, task)
+        task.add_done_callback(lambda _: self._creations.pop(sandbox, None))
+        return creation
+
+    async def finish(self, creation: Creation) -> Sandbox:
+        """Wait for a creation, as long as its caller may be kept waiting, and return what to answer.
+
+        Raises:
+            ApiError: it failed; nothing of it is left.
+        """
+        await asyncio.wait({creation.task}, timeout=self._bounds.answer_seconds)
+        if creation.task.done():
+            return creation.task.result()
+        creation.answered = True
+        self._keep(creation.task)
+        row = await self._orchestrator.registry.get(creation.sandbox)
+        if row is None:
+            return await creation.task
+        return row
+
+    def abandon(self, creation: Creation) -> None:
+        """Its caller is gone and will never learn the id: remove the sandbox as soon as it is made."""
+        creation.abandoned = True
+        self._keep(asyncio.get_running_loop().create_task(self._after_abandoned(creation)))
+
+    async def _after_abandoned(self, creation: Creation) -> None:
+        await asyncio.wait({creation.task})
+        if creation.task.cancelled() or creation.task.exception() is not None:
+            return
+        with contextlib.suppress(ApiError):  # the row is left as Stopping, and the reaper goes on
+            await self._orchestrator.remove(creation.sandbox, "the caller went away")
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+
+        def done(finished: asyncio.Task[Any]) -> None:
+            self._tasks.discard(finished)
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                _log.warning("%s ended with %s", finished.get_name(), type(error).__name__)
+
+        task.add_done_callback(done)
+
+    async def _check_image(self, name: str) -> None:
+        try:
+            await self._orchestrator.hostd.image(name)
+        except wire.RemoteError as error:
+            if error.code in ("unknown_image", "invalid"):
+                raise ApiError(
+                    400,
+                    "DOCKER::SANDBOX_IMAGE_PULL_FAILED",
+                    f"Image {name[:200]!r} is not available on this server and cannot be pulled.",
+                ) from None
+            raise _failure(error) from None
+        except Unreachable as error:
+            raise unavailable("DOCKER::INITIALIZATION_ERROR", f"{error}.") from None
+
+    async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled) -> Sandbox:
+        async with self._launches, self._orchestrator.lock(row.id):
+            try:
+                await self._start(row, plan, compiled)
+            except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
+                failure = _failure(error)
+                await self._undo(row, failure)
+                raise failure from None
+            now = self._orchestrator.clock()
+            running = await self._orchestrator.registry.update(
+                row.id,
+                lambda current: current.moved(
+                    State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.", now
+                ),
+            )
+        self._orchestrator.expiry_changed()
+        if running is None:
+            raise unknown_sandbox(row.id)
+        return running
+
+    async def _start(self, row: Sandbox, plan: Plan, compiled: Compiled) -> None:
+        await self._orchestrator.auditd.record(
+            "lifecycle.create",
+            "allow",
+            sandbox=row.id,
+            image=row.image,
+            runtime=row.runtime,
+            policy=compiled.digest,
+            cpu_nanos=plan.resources.cpu_nanos,
+            memory_bytes=plan.resources.memory_bytes,
+        )
+        root_pem = await self._orchestrator.vaultd.open_sandbox(row.id, row.lineage, compiled.grants)
+        await self._orchestrator.hostd.launch(
+            sandbox=row.id,
+            generation=1,
+            runtime=row.runtime,
+            image=row.image,
+            entrypoint=list(plan.command),
+            env={**plan.env, "OPENSANDBOX_ID": row.id},
+            cpu_nanos=plan.resources.cpu_nanos,
+            memory_bytes=plan.resources.memory_bytes,
+            pids=plan.resources.pids,
+            ca_bundle=self._orchestrator.gateway.upstream_roots.rstrip("\n") + "\n" + root_pem,
+            execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
+            gateway=self._orchestrator.gateway.configuration(row.id, 1, compiled),
+        )
+
+    async def _undo(self, row: Sandbox, failure: ApiError) -> None:
+        creation = self._creations.get(row.id)
+        answered = creation is not None and creation.answered
+        await self._orchestrator.note("lifecycle.create_failed", "info", sandbox=row.id, code=failure.code)
+        now = self._orchestrator.clock()
+        try:
+            residue = await self._orchestrator.hostd.remove(row.id)
+            await self._orchestrator.vaultd.close_sandbox(row.id)
+        except (Unreachable, wire.RemoteError) as error:
+            _log.warning("undoing the creation of %s is left to the reaper: %s", row.id, error)
+            residue = ["unknown"]
+        if residue:
+            await self._orchestrator.registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", failure.message, now))
+            self._orchestrator.expiry_changed()
+        elif answered:
+            await self._orchestrator.registry.put(row.moved(State.FAILED, "CREATE_FAILED", failure.message, now))
+        else:
+            await self._orchestrator.registry.delete(row.id)
+        with contextlib.suppress(Unreachable, wire.RemoteError):
+            await self._orchestrator.auditd.close_sandbox(row.id)
+
+    async def close(self) -> None:
+        """Stop what is under way; rows tell the next start where it was."""
+        tasks = [creation.task for creation in self._creations.values()] + list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failure(error: Exception) -> ApiError:
+    """Say to the caller what went wrong, in the contract's codes and without our details."""
+    match error:
+        case ApiError():
+            return error
+        case Unreachable(daemon="auditd"):
+            return unavailable("AUDIT::UNAVAILABLE", "The audit log does not accept records.")
+        case Unreachable():
+            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"{error}.")
+        case wire.RemoteError(code="unknown_image"):
+            return ApiError(400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED", error.message)
+        case wire.RemoteError(code="unavailable"):
+            return unavailable("DOCKER::INITIALIZATION_ERROR", f"The host cannot start sandboxes now: {error.message}.")
+        case wire.RemoteError(code="unknown_secret" | "not_bound"):
+            return invalid(f"The policy needs a secret this server cannot grant: {error.message}.")
+        case wire.RemoteError(code="full"):
+            return busy(f"No room for another sandbox: {error.message}.")
+        case wire.RemoteError():
+            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"{error.code}: {error.message}")
+        case _:
+            _log.warning("creation failed with %s", type(error).__name__)
+            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", "Sandbox could not be started.")

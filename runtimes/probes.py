@@ -1,0 +1,304 @@
+"""Probes of this host: each tries one thing that Sallyport needs, and leaves nothing behind.
+
+- A probe does the very thing that is needed (it makes a slot, loads the rules, runs a sandbox) where it can.
+- It returns what it found, in a few words, and raises with the reason where the thing cannot be done.
+
+What to do about a failure is said by `doctor`.
+"""
+
+import grp
+import os
+import pwd
+import socket
+import ssl
+import stat
+import struct
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from runtimes import netns, nft, slots
+from runtimes.cgroups import find
+from runtimes.netplan import PLAN
+from runtimes.spec import HostConfig, Uids
+
+_SECONDS = 15.0
+_SCRATCH = "sallyport-doctor-"
+_CAPABILITIES = {
+    "CHOWN": 0,
+    "DAC_OVERRIDE": 1,
+    "FOWNER": 3,
+    "KILL": 5,
+    "SETGID": 6,
+    "SETUID": 7,
+    "SETPCAP": 8,
+    "NET_BIND_SERVICE": 10,
+    "NET_ADMIN": 12,
+    "SYS_CHROOT": 18,
+    "SYS_PTRACE": 19,
+    "SYS_ADMIN": 21,
+    "MKNOD": 27,
+}
+_PT_INTERP = 3
+
+
+class ProbeError(Exception):
+    """The thing is not as it must be; the message says how it is."""
+
+
+def run(*command: str) -> str:
+    """Run a program; return the first line it printed.
+
+    Raises:
+        ProbeError: it is missing, failed or hangs.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        raise ProbeError(f"{command[0]} is missing") from None
+    except OSError as error:
+        raise ProbeError(f"{command[0]} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"{command[0]} does not end within {_SECONDS:.0f} s") from None
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise ProbeError(f"{command[0]} fails with status {done.returncode}: {said[:200]}")
+    return (done.stdout.splitlines() or [""])[0].strip()
+
+
+def permissions() -> str:
+    """Root, with the capabilities that namespaces, rules and containers take."""
+    if os.geteuid() != 0:
+        raise ProbeError("not root")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+    held = int(line.split()[1], 16)
+    missing = [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
+    if missing:
+        raise ProbeError(f"root without the capabilities {', '.join(missing)}")
+    return "root, with all capabilities that are needed"
+
+
+def nft_program() -> str:
+    """`nft` and what comes with it."""
+    version = run("nft", "--version")
+    run("nsenter", "--version")
+    run("unshare", "--version")
+    return version
+
+
+def namespace() -> str:
+    """A network namespace of our own."""
+    with _scratch() as directory:
+        path = Path(directory, "netns")
+        netns.create_sandbox(path)
+        netns.delete(path)
+    return "network namespaces can be made and unmade"
+
+
+def slot() -> str:
+    """A whole slot: namespaces, link, nat and netdev ingress rules."""
+    with _scratch() as directory:
+        made = slots.make(Path(directory), 0, PLAN)
+        if residue := slots.destroy(made):
+            raise ProbeError("; ".join(residue))
+    return "a veth pair, nat and netdev ingress rules can be made and unmade"
+
+
+def guard(config: HostConfig) -> str:
+    """The guard's table, in a namespace of its own."""
+    uids = config.uids
+    last = uids.worker_base + uids.workers - 1
+    rules = nft.render_guard(nft.GuardPlan(uids.worker_base, last, config.resolvers, config.allowed))
+    with _scratch() as directory:
+        path = Path(directory, "guard")
+        netns.create_gateway(path)
+        try:
+            netns.load_rules(path, rules)
+        finally:
+            netns.delete(path)
+    return "nft has owner tables, socket uid, fib and connection counts"
+
+
+def cgroups() -> str:
+    """Control groups that workers can be put into."""
+    found = find(Path("/proc/self/mountinfo").read_text())
+    closed = [str(root) for root in found.roots if _read_only(root)]
+    if closed:
+        raise ProbeError(f"cgroup v{found.version}, but {', '.join(closed)} cannot be written")
+    if found.version == 2:
+        offered = set((found.roots[0] / "cgroup.controllers").read_text().split())
+        if missing := {"memory", "cpu", "pids"} - offered:
+            raise ProbeError(f"cgroup v2 without {', '.join(sorted(missing))}")
+    return f"cgroup v{found.version} with memory, cpu and pids: {', '.join(map(str, found.roots))}"
+
+
+def _read_only(path: Path) -> bool:
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY) or not os.access(path, os.W_OK)
+
+
+def seccomp() -> str:
+    """Filters with an errno action, which runc containers are started under."""
+    actions = Path("/proc/sys/kernel/seccomp/actions_avail").read_text().split()
+    if not {"errno", "allow"} <= set(actions):
+        raise ProbeError("the kernel's seccomp filters have no errno action")
+    return "the kernel has seccomp filters"
+
+
+def program(path: str) -> str:
+    """A program that can say its version."""
+    return f"{path}: {run(path, '--version') or 'runs'}"
+
+
+def gvisor(path: str) -> str:
+    """A runsc that starts a sandbox here: old releases fail on current kernels."""
+    with _scratch() as directory:
+        try:
+            run(path, f"--root={directory}", "--network=none", "--ignore-cgroups", "do", "true")
+        finally:
+            netns.unmount_below(Path(directory))
+    return "runsc runs a sandbox"
+
+
+def execd(path: str) -> str:
+    """A static program that everybody can run and only its owner can write."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o555 != 0o555 or status.st_mode & 0o022:
+        raise ProbeError(f"{path} must be a program that everybody can run and only its owner can write")
+    with open(path, "rb") as file:
+        if not is_static(file.read(65536)):
+            raise ProbeError(f"{path} is not a static 64-bit ELF program: it could not run in anybody's image")
+    return f"{path}: static"
+
+
+def is_static(head: bytes) -> bool:
+    """Tell from its beginning whether a program is a 64-bit little-endian ELF that needs no loader."""
+    if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":
+        return False
+    (offset,) = struct.unpack_from("<Q", head, 32)
+    size, count = struct.unpack_from("<HH", head, 54)
+    if size < 4 or count == 0 or offset + size * count > len(head):
+        return False
+    return all(struct.unpack_from("<I", head, offset + size * index)[0] != _PT_INTERP for index in range(count))
+
+
+def images(config: HostConfig) -> str:
+    """The tars of images."""
+    for image in config.images:
+        if not Path(image.tar).is_file():
+            raise ProbeError(f"image {image.name}: there is no file {image.tar}")
+        if not tarfile.is_tarfile(image.tar):
+            raise ProbeError(f"image {image.name}: {image.tar} is not a tar")
+    names = ", ".join(image.name for image in config.images)
+    return names or "none configured: only images that Docker has already"
+
+
+def roots(path: str) -> str:
+    """The certificate authorities that upstream servers are verified against."""
+    if not os.stat(path).st_mode & 0o004:
+        raise ProbeError(f"{path} is not readable by everybody")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cafile=path)
+    except ssl.SSLError:
+        raise ProbeError(f"{path} holds no certificate in PEM form") from None
+    return f"{path}: {len(context.get_ca_certs())} authorities"
+
+
+def resolvers(config: HostConfig) -> str:
+    """The resolvers of the gateways."""
+    if not config.resolvers:
+        raise ProbeError("no resolver: every name would be refused")
+    for address, _ in config.resolvers:
+        if address.is_multicast or address.is_unspecified:
+            raise ProbeError(f"{address} is no resolver's address")
+        if address.is_loopback and config.upstream_netns is None:
+            raise ProbeError(f"{address} is this host itself")
+    return ", ".join(config.dns_upstreams)
+
+
+def users(uids: Uids) -> str:
+    """The uids of daemons and workers belong to nobody else."""
+    taken = [(entry.pw_name, entry.pw_uid, 1) for entry in pwd.getpwall()]
+    taken += [(entry.gr_name, entry.gr_gid, 1) for entry in grp.getgrall()]
+    for name in ("/etc/subuid", "/etc/subgid"):
+        if Path(name).exists():
+            taken += subordinate(Path(name).read_text())
+    if found := overlapping(uids, taken):
+        raise ProbeError(f"{', '.join(found)} has a uid or gid that is configured for Sallyport")
+    last = uids.worker_base + uids.workers - 1
+    return f"{uids.serve}, {uids.vaultd}, {uids.auditd} and {uids.worker_base}-{last} are free"
+
+
+def subordinate(text: str) -> list[tuple[str, int, int]]:
+    """Parse /etc/subuid or /etc/subgid into (name, first, count)."""
+    words = [line.split(":") for line in text.splitlines() if line.count(":") == 2]
+    return [(name, int(first), int(count)) for name, first, count in words if first.isdigit() and count.isdigit()]
+
+
+def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Return the names whose ids (name, first, count) meet ours, sorted."""
+    ours = [range(uid, uid + 1) for uid in (uids.serve, uids.vaultd, uids.auditd)]
+    ours.append(range(uids.worker_base, uids.worker_base + uids.workers))
+    found = {name for name, first, count in taken for own in ours if first < own.stop and own.start < first + count}
+    return sorted(found)
+
+
+def upstream(config: HostConfig) -> str:
+    """The namespace that workers dial from."""
+    if config.upstream_netns is None:
+        return "workers dial from this network namespace"
+    path = Path(config.upstream_netns)
+    try:
+        netns.links(path)
+    except OSError as error:
+        raise ProbeError(f"{path} is no network namespace: {error.strerror}") from None
+    return f"workers dial from {path}"
+
+
+def interpreter(config: HostConfig) -> str:
+    """A CPython 3.13 or newer that daemons are started with."""
+    said = run(config.python, "-IS", "-c", "import sys; print(sys.version_info[:2] >= (3, 13), sys.version.split()[0])")
+    good, _, version = said.partition(" ")
+    if good != "True":
+        raise ProbeError(f"{config.python} is Python {version}")
+    real = os.path.realpath(config.python)
+    closed = [str(parent) for parent in Path(real).parents if not parent.stat().st_mode & 0o001]
+    return f"{version}; below the closed {closed[-1]}: daemons get it bound into place" if closed else version
+
+
+def docker_answers(path: str) -> str:
+    """Somebody who speaks Docker's protocol is at the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(5.0)
+        try:
+            sock.connect(path)
+            sock.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+            said = sock.recv(64)
+        except OSError as error:
+            raise ProbeError(f"no Docker answers at {path}: {error.strerror or 'too slow'}") from None
+    if b" 200 " not in said:
+        raise ProbeError(f"what answers at {path} is not Docker")
+    return f"Docker answers at {path}"
+
+
+def attempt[T](probe: Callable[[], T]) -> T:
+    """Run a probe; whatever an operating system can answer becomes a `ProbeError`."""
+    try:
+        return probe()
+    except (OSError, ValueError, netns.NftError, subprocess.SubprocessError) as error:
+        reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        raise ProbeError(f"{type(error).__name__}: {reason}"[:300]) from None
+
+
+def _scratch() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir="/run")

@@ -1,0 +1,385 @@
+"""The unmodified OpenSandbox SDK, synchronous and asynchronous, against a running server: what it asks for happens.
+
+What concerns the network is judged by what the demo internet received.
+"""
+
+import base64
+import inspect
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+from opensandbox.config.connection import ConnectionConfig
+from opensandbox.config.connection_sync import ConnectionConfigSync
+from opensandbox.exceptions import SandboxApiException, SandboxException
+from opensandbox.manager import SandboxManager
+from opensandbox.models.execd import RunCommandOpts
+from opensandbox.models.filesystem import (
+    ContentReplaceEntry,
+    DirectoryListEntry,
+    MoveEntry,
+    SearchEntry,
+    SetPermissionEntry,
+    WriteEntry,
+)
+from opensandbox.models.sandboxes import (
+    CredentialProxyConfig,
+    NetworkPolicy,
+    NetworkRule,
+    SandboxFilter,
+)
+from opensandbox.sandbox import Sandbox
+from opensandbox.sync.manager import SandboxManagerSync
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.internet import API, STATUS, Internet
+from demo.stack import IMAGE, Stack
+
+pytestmark = pytest.mark.system
+
+BIG = 20 << 20
+
+
+async def settle(value: Any) -> Any:
+    """The value of a call of either SDK."""
+    return await value if inspect.isawaitable(value) else value
+
+
+class Sdk:
+    """One of the two SDKs."""
+
+    def __init__(self, kind: str, stack: Stack) -> None:
+        self.kind, self.stack = kind, stack
+        self._open: list[Any] = []
+
+    def connection(self, **options: Any) -> Any:
+        """How to reach the server."""
+        cls = ConnectionConfig if self.kind == "async" else ConnectionConfigSync
+        return cls(domain=f"127.0.0.1:{self.stack.port}", api_key=self.stack.api_key, **options)
+
+    async def create(self, **options: Any) -> Any:
+        """A sandbox that is removed when the test is over."""
+        cls: Any = Sandbox if self.kind == "async" else SandboxSync
+        proxied = options.pop("use_server_proxy", False)
+        extensions = {"sallyport.runtime": "runc"} | options.pop("extensions", {})
+        options.setdefault("connection_config", self.connection(use_server_proxy=proxied))
+        sandbox = await settle(cls.create(options.pop("image", IMAGE), extensions=extensions, **options))
+        self._open.append(sandbox)
+        return sandbox
+
+    async def connect(self, name: str, **options: Any) -> Any:
+        cls: Any = Sandbox if self.kind == "async" else SandboxSync
+        sandbox = await settle(cls.connect(name, connection_config=self.connection(**options)))
+        self._open.append(sandbox)
+        return sandbox
+
+    async def manager(self) -> Any:
+        cls: Any = SandboxManager if self.kind == "async" else SandboxManagerSync
+        manager = await settle(cls.create(connection_config=self.connection()))
+        self._open.append(manager)
+        return manager
+
+    async def close(self) -> None:
+        for item in reversed(self._open):
+            if hasattr(item, "kill"):
+                try:
+                    await settle(item.kill())
+                except SandboxApiException as error:
+                    if error.status_code != httpx.codes.NOT_FOUND:
+                        raise
+            await settle(item.close())
+
+
+@pytest.fixture(params=["sync", "async"], name="sdk")
+async def _sdk(request: pytest.FixtureRequest, stack: Stack) -> AsyncIterator[Sdk]:
+    sdk = Sdk(request.param, stack)
+    yield sdk
+    await sdk.close()
+
+
+async def within(condition: Callable[[], Awaitable[bool]], seconds: float) -> bool:
+    """Whether `condition` became true in time."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def out(execution: Any) -> str:
+    return "".join(message.text for message in execution.logs.stdout)
+
+
+async def shell(sandbox: Any, command: str | list[str], **options: Any) -> Any:
+    return await settle(sandbox.commands.run(command, opts=RunCommandOpts(**options) if options else None))
+
+
+async def test_what_a_create_call_says_is_what_there_is(sdk: Sdk) -> None:
+    """Entrypoint echoed exactly, environment, metadata, limits given as text, and no expiry where none was asked."""
+    entrypoint = ["/bin/sh", "-c", "echo started >/tmp/marker; exec sleep 3600"]
+    sandbox = await sdk.create(
+        entrypoint=entrypoint,
+        env={"PLAIN": "a b=c", "EMPTY": ""},
+        metadata={"team": "a", "example.com/role": "x.y"},
+        resource={"cpu": "500m", "memory": "256Mi"},
+        timeout=None,
+    )
+    info = await settle(sandbox.get_info())
+    execution = await shell(sandbox, 'cat /tmp/marker; printf \'%s|%s|\' "$PLAIN" "${EMPTY-unset}"')
+
+    assert (entrypoint, "Running", None) == (info.entrypoint, info.status.state, info.expires_at)
+    assert {"team": "a", "example.com/role": "x.y"} == info.metadata
+    assert IMAGE == info.image.image
+    assert "started\na b=c||" == out(execution).replace("\r", "")
+    metrics = await settle(sandbox.get_metrics())
+    assert 0 < metrics.memory_used_in_mib <= metrics.memory_total_in_mib == 256
+    assert metrics.cpu_count > 0
+    assert 0 <= metrics.cpu_used_percentage <= 100
+    assert await settle(sandbox.is_healthy())
+
+
+def test_an_explicit_null_is_no_value(stack: Stack) -> None:
+    """Nulls anywhere a field is optional mean that it is absent."""
+    plain = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "60"], "resourceLimits": {"memory": "128Mi"}}
+    nulls = {"env": {"A": None, "B": "b"}, "metadata": None, "timeout": None, "networkPolicy": None, "volumes": None}
+    with httpx.Client(base_url=f"{stack.base}/v1", headers={"OPEN-SANDBOX-API-KEY": stack.api_key}) as client:
+        answer = client.post("/sandboxes", json=plain | nulls, timeout=30)
+        assert 202 == answer.status_code, answer.text
+        name = answer.json()["id"]
+        try:
+            assert f"/v1/sandboxes/{name}" == answer.headers["Location"]
+            shown = client.get(f"/sandboxes/{name}").json()
+            assert [] == [key for key, value in shown.items() if value is None]
+            assert "expiresAt" not in shown
+        finally:
+            client.delete(f"/sandboxes/{name}", timeout=30)
+
+
+async def test_lists_renewals_metadata_and_the_end(sdk: Sdk) -> None:
+    tag = secrets.token_hex(6)
+    made = [await sdk.create(metadata={"run": tag, "n": str(n)}, timeout=timedelta(minutes=20)) for n in range(3)]
+    manager = await sdk.manager()
+
+    async def listed(**options: Any) -> Any:
+        metadata = {"run": tag, **options.pop("metadata", {})}
+        return await settle(manager.list_sandbox_infos(SandboxFilter(metadata=metadata, **options)))
+
+    everything = await listed(page_size=2, page=1)
+    rest = await listed(page_size=2, page=2)
+    assert (3, 2, True) == (
+        everything.pagination.total_items,
+        everything.pagination.total_pages,
+        everything.pagination.has_next_page,
+    )
+    ids = [info.id for page in (everything, rest) for info in page.sandbox_infos]
+    assert [sandbox.id for sandbox in reversed(made)] == ids
+    assert [made[1].id] == [info.id for info in (await listed(metadata={"n": "1"})).sandbox_infos]
+    assert [] == (await listed(states=["Paused"])).sandbox_infos
+    assert 3 == len((await listed(states=["running", "Paused"])).sandbox_infos)
+
+    patched = await settle(made[0].patch_metadata({"n": None, "odd": "v_1.2"}))
+    assert {"run": tag, "odd": "v_1.2"} == patched.metadata
+    assert [made[0].id] == [info.id for info in (await listed(metadata={"odd": "v_1.2"})).sandbox_infos]
+
+    renewed = await settle(made[0].renew(timedelta(minutes=2)))
+    left = renewed.expires_at - datetime.now(UTC)
+    assert timedelta(seconds=100) < left <= timedelta(minutes=2)
+    await settle(manager.kill_sandbox(made[2].id))
+    with pytest.raises(SandboxApiException) as raised:
+        await settle(made[2].get_info())
+    assert 404 == raised.value.status_code
+    assert raised.value.request_id
+    assert "DOCKER::SANDBOX_NOT_FOUND" == raised.value.error.code
+    assert 2 == (await listed()).pagination.total_items
+
+
+@pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
+async def test_endpoints_carry_what_their_ports_ask_for(sdk: Sdk, proxied: bool) -> None:
+    """And a second client, that knows only the id, gets the same."""
+    sandbox = await sdk.create(use_server_proxy=proxied)
+    again = await sdk.connect(sandbox.id, use_server_proxy=proxied)
+    for port, header in ((44772, "X-EXECD-ACCESS-TOKEN"), (18080, "OPENSANDBOX-EGRESS-AUTH"), (8080, None)):
+        endpoint = await settle(sandbox.get_endpoint(port))
+        assert endpoint.endpoint.endswith(f"/v1/sandboxes/{sandbox.id}/proxy/{port}")
+        assert "://" not in endpoint.endpoint
+        assert ({header} if header else set()) == set(endpoint.headers)
+        assert endpoint == await settle(again.get_endpoint(port))
+    assert "hello\n" == out(await shell(again, "echo hello"))
+    with pytest.raises(SandboxApiException) as raised:
+        await sdk.connect("sbx-000000000000000000000000")
+    assert (404, True) == (raised.value.status_code, bool(raised.value.request_id))
+
+
+async def test_files(sdk: Sdk) -> None:
+    sandbox = await sdk.create()
+    files = sandbox.files
+    await settle(files.create_directories([WriteEntry(path="/tmp/d/e", mode=755)]))
+    await settle(files.write_file("/tmp/d/one.txt", "grüße\n", mode=640))
+    await settle(files.write_files([WriteEntry(path="/tmp/d/e/two.bin", data=b"\0\xff\r\n", mode=600)]))
+    assert "grüße\n" == await settle(files.read_file("/tmp/d/one.txt"))
+    assert b"\0\xff\r\n" == await settle(files.read_bytes("/tmp/d/e/two.bin"))
+    assert b"\xff\r" == await settle(files.read_bytes("/tmp/d/e/two.bin", range_header="bytes=1-2"))
+
+    info = (await settle(files.get_file_info(["/tmp/d/one.txt"])))["/tmp/d/one.txt"]
+    assert (640, "root", 8) == (info.mode, info.owner, info.size)
+    found = await settle(files.search(SearchEntry(path="/tmp/d", pattern="**/*.bin")))
+    assert ["/tmp/d/e/two.bin"] == [entry.path for entry in found]
+    listed = await settle(files.list_directory(DirectoryListEntry(path="/tmp/d", depth=2)))
+    assert ["/tmp/d/e", "/tmp/d/e/two.bin", "/tmp/d/one.txt"] == sorted(entry.path for entry in listed)
+
+    await settle(files.move_files([MoveEntry(src="/tmp/d/one.txt", dest="/tmp/d/three.txt")]))
+    await settle(files.set_permissions([SetPermissionEntry(path="/tmp/d/three.txt", mode=600, owner="nobody")]))
+    moved = (await settle(files.get_file_info(["/tmp/d/three.txt"])))["/tmp/d/three.txt"]
+    assert (600, "nobody") == (moved.mode, moved.owner)
+    entry = ContentReplaceEntry(path="/tmp/d/three.txt", old_content="grüße", new_content="hello")
+    await settle(files.replace_contents([entry]))
+    assert "hello\n" == await settle(files.read_file("/tmp/d/three.txt"))
+    await settle(files.delete_files(["/tmp/d/three.txt"]))
+    with pytest.raises(SandboxApiException) as raised:
+        await settle(files.read_file("/tmp/d/three.txt"))
+    assert 404 == raised.value.status_code
+    await settle(files.delete_directories(["/tmp/d"]))
+    assert "gone\n" == out(await shell(sandbox, "test -e /tmp/d || echo gone"))
+
+    big = secrets.token_bytes(1 << 20) * (BIG >> 20)
+    await settle(files.write_file("/tmp/big", big))
+    assert big == await settle(files.read_bytes("/tmp/big"))
+
+
+async def test_commands(sdk: Sdk) -> None:
+    sandbox = await sdk.create(env={"OUTER": "o"})
+    execution = await shell(sandbox, "echo out; echo err >&2; exit 7")
+    assert (7, "out\n") == (execution.exit_code, out(execution))
+    assert ["err\n"] == [message.text for message in execution.logs.stderr]
+    assert (0, "a  b|$HOME|\n") == (
+        (done := await shell(sandbox, ["printf", "%s|%s|\n", "a  b", "$HOME"])).exit_code,
+        out(done),
+    )
+    told = await shell(sandbox, "pwd; echo $OUTER$INNER; id -u", working_directory="/usr", envs={"INNER": "i"}, uid=33)
+    assert ["/usr", "oi", "33"] == out(told).split()
+
+    began = time.monotonic()
+    late = await shell(sandbox, "sleep 30", timeout=timedelta(seconds=1))
+    assert late.exit_code != 0
+    assert time.monotonic() - began < 8
+
+    background = await shell(sandbox, "echo first; sleep 0.3; echo second; exit 3", background=True)
+
+    async def ended() -> bool:
+        return not (await settle(sandbox.commands.get_command_status(background.id))).running
+
+    assert await within(ended, 10)
+    assert 3 == (await settle(sandbox.commands.get_command_status(background.id))).exit_code
+    logs = await settle(sandbox.commands.get_background_command_logs(background.id))
+    assert ["first", "second"] == logs.content.split()
+
+    endless = await shell(sandbox, "sleep 300", background=True)
+    await settle(sandbox.commands.interrupt(endless.id))
+
+    async def interrupted() -> bool:
+        return not (await settle(sandbox.commands.get_command_status(endless.id))).running
+
+    assert await within(interrupted, 10)
+
+
+def received(internet: Internet, marker: str) -> list[dict[str, Any]]:
+    """The requests that reached any server with `marker` in their target."""
+    lines = internet.request_log.read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if marker in str(entry.get("target"))]
+
+
+@pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
+async def test_an_egress_policy_changes_on_the_wire(sdk: Sdk, internet: Internet, proxied: bool) -> None:
+    rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=STATUS)])
+    sandbox = await sdk.create(network_policy=rules, use_server_proxy=proxied)
+    policy = await settle(sandbox.get_egress_policy())
+    assert ("deny", [("allow", STATUS)]) == (
+        policy.default_action,
+        [(rule.action, rule.target) for rule in policy.egress],
+    )
+
+    async def arrives(host: str) -> bool:
+        marker = secrets.token_hex(8)
+        await shell(sandbox, f"curl -sS -o /dev/null --max-time 2 https://{host}/{marker}")
+        return bool(received(internet, marker))
+
+    async def refused(host: str) -> bool:
+        return not await arrives(host)
+
+    assert await arrives(STATUS)
+    assert not await arrives(API)
+    await settle(sandbox.patch_egress_rules([NetworkRule(action="allow", target=API)]))
+    assert await within(lambda: arrives(API), 2)
+    await settle(sandbox.delete_egress_rules([API, "unknown.example.org"]))
+    assert await within(lambda: refused(API), 2)
+    await settle(sandbox.patch_egress_rules([NetworkRule(action="deny", target=STATUS)]))
+    assert await within(lambda: refused(STATUS), 2)
+    await settle(sandbox.delete_egress_rules([STATUS]))
+    assert [] == (await settle(sandbox.get_egress_policy())).egress
+
+
+async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Internet) -> None:
+    """Bearer, basic, apiKey and customHeaders reach the API host; a rotation and a revocation do, too, within 2 s."""
+    rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=API)])
+    sandbox = await sdk.create(network_policy=rules, credential_proxy=CredentialProxyConfig(enabled=True))
+    values = {name: f"{name}-{secrets.token_hex(20)}" for name in ("token", "key", "first", "second")}
+    values["login"] = base64.b64encode(f"user:{secrets.token_hex(20)}".encode()).decode()
+
+    def binding(name: str, auth: dict[str, Any]) -> dict[str, Any]:
+        return {"name": name, "match": {"hosts": [API], "paths": [f"/{name}/*"]}, "auth": auth}
+
+    custom = [{"name": "X-First", "credential": "first"}, {"name": "X-Second", "credential": "second"}]
+    made = await settle(
+        sandbox.credential_vault.create(
+            credentials=[{"name": name, "source": {"type": "inline", "value": text}} for name, text in values.items()],
+            bindings=[
+                binding("bearer", {"type": "bearer", "credential": "token"}),
+                binding("basic", {"type": "basic", "credential": "login"}),
+                binding("apikey", {"type": "apiKey", "name": "x-api-key", "credential": "key"}),
+                binding("custom", {"type": "customHeaders", "headers": custom}),
+            ],
+        )
+    )
+    assert (1, sorted(values)) == (made.revision, [item.name for item in made.credentials])
+
+    async def sent(name: str) -> dict[str, str]:
+        """The headers that reach the API host for a request below the binding's path."""
+        marker = secrets.token_hex(8)
+        command = f"curl -sS -D - --max-time 5 -H 'Authorization: mine' https://{API}/{name}/{marker}"
+        execution = await shell(sandbox, command)
+        assert [] == [True for value in values.values() if value in out(execution)]
+        entries = received(internet, marker)
+        return {key.lower(): value for key, value in entries[0]["headers"]} if entries else {}
+
+    assert f"Bearer {values['token']}" == (await sent("bearer"))["authorization"]
+    assert f"Basic {values['login']}" == (await sent("basic"))["authorization"]
+    assert values["key"] == (await sent("apikey"))["x-api-key"]
+    headers = await sent("custom")
+    assert (values["first"], values["second"]) == (headers["x-first"], headers["x-second"])
+    assert "mine" == (await sent("unbound"))["authorization"]
+
+    fresh = f"fresh-{secrets.token_hex(20)}"
+    change = {"replace": [{"name": "token", "source": {"type": "inline", "value": fresh}}]}
+    with pytest.raises(SandboxException):
+        await settle(sandbox.credential_vault.patch(expected_revision=9, credentials=change))
+    patched = await settle(sandbox.credential_vault.patch(expected_revision=1, credentials=change))
+    assert 2 == patched.revision
+    values["token"] = fresh
+
+    async def rotated() -> bool:
+        return (await sent("bearer")).get("authorization") == f"Bearer {fresh}"
+
+    assert await within(rotated, 2)
+    await settle(sandbox.credential_vault.delete())
+
+    async def revoked() -> bool:
+        return (await sent("bearer")).get("authorization") == "mine"
+
+    assert await within(revoked, 2)
+    with pytest.raises(SandboxException):
+        await settle(sandbox.credential_vault.get())

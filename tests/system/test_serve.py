@@ -1,0 +1,395 @@
+"""`sallyport serve` and `sallyport doctor` on machines that lack something: refusals, remedies, nothing left behind.
+
+Each test has a server of its own (directories, port, upstream namespace), beside whatever else runs here. It takes what
+`./run test` names: SALLYPORT_RUNSC, SALLYPORT_EXECD, SALLYPORT_EMPTY_IMAGE.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from runtimes import netns, nft
+from runtimes.cgroups import Cgroups
+from runtimes.dockerd import arguments
+from runtimes.spec import DockerdConfig
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKLY = 20.0
+MANAGED = {"managed": True}
+
+
+def _free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _toml(value: object) -> str:
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(_toml, value)) + "]"
+        case _:
+            return json.dumps(value)
+
+
+class Machine:
+    """A place for one server, and what can be broken about it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.run = directory / "run"
+        self.upstream = directory / "upstream"
+        self.port = _free_port()
+        self.path = os.environ["PATH"]
+        self.top: dict[str, object] = {
+            "state_dir": str(directory / "state"),
+            "run_dir": str(self.run),
+            "upstream_netns": str(self.upstream),
+            "dns_upstreams": ["192.0.2.53:53"],
+            "runsc": os.environ["SALLYPORT_RUNSC"],
+            "execd": os.environ["SALLYPORT_EXECD"],
+        }
+        self.docker: dict[str, object] = {
+            **MANAGED,
+            "data_root": str(directory / "docker"),
+            "log": str(directory / "dockerd.log"),
+        }
+        netns.create(self.upstream, {})
+
+    def without(self, *programs: str) -> None:
+        """Take programs off the PATH: a directory of links to all the others."""
+        bin_ = self.directory / "bin"
+        bin_.mkdir()
+        for directory in self.path.split(":"):
+            for program in Path(directory).iterdir() if Path(directory).is_dir() else ():
+                if program.name not in programs and not (bin_ / program.name).is_symlink():
+                    (bin_ / program.name).symlink_to(program)
+        self.path = str(bin_)
+
+    def broken(self, name: str) -> Path:
+        """Return a program that always fails."""
+        path = self.directory / "broken" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
+        path.chmod(0o755)
+        return path
+
+    def command(self, *words: str) -> list[str]:
+        config = self.directory / "sallyport.toml"
+        text = [f'[server]\nhost = "127.0.0.1"\nport = {self.port}\n[sallyport]']
+        text += [f"{key} = {_toml(value)}" for key, value in self.top.items()]
+        text += ["[sallyport.docker]", *(f"{key} = {_toml(value)}" for key, value in self.docker.items())]
+        config.write_text("\n".join(text) + "\n")
+        return [sys.executable, "-m", "lifecycle.cli", "--config", str(config), *words]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return os.environ | {"PATH": self.path}
+
+    def sallyport(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words),
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=90,
+        )
+
+    def refusal(self) -> str:
+        """Start the server, which must refuse soon; return the line that says why."""
+        began = time.monotonic()
+        done = self.sallyport("serve")
+        assert time.monotonic() - began < QUICKLY
+        assert 1 == done.returncode, done.stderr
+        lines = [line for line in done.stderr.splitlines() if "cannot run" in line]
+        assert 1 == len([line for line in lines if line.endswith("; run: sallyport doctor")]), done.stderr
+        assert "Traceback" not in done.stderr
+        return lines[-1]
+
+    def doctor(self) -> tuple[int, dict[str, str]]:
+        """Run the doctor; return its status and each failed check's line."""
+        done = self.sallyport("doctor")
+        lines = done.stdout.splitlines()
+        assert all(re.match(r"(ok    |FAIL  )[a-z]+: .", line) for line in lines), done.stdout + done.stderr
+        return done.returncode, {line.split()[1][:-1]: line for line in lines if line.startswith("FAIL")}
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The server, up and answering; ended as by Ctrl-C."""
+        log = self.directory / "serve.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                self.command("serve"),
+                cwd=ROOT,
+                env=self.environment,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+            )
+        try:
+            self._wait(process, log)
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            status = process.wait(timeout=60)
+        assert 0 == status, log.read_text()
+
+    def _wait(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            assert process.poll() is None, log.read_text()
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.05)
+        raise AssertionError(log.read_text())
+
+    def left(self) -> list[str]:
+        """Everything of the server that is still there: processes, mounts, namespaces, rules, groups."""
+        found = [f"process {pid}" for pid in netns.processes(frozenset((netns.inode(self.upstream),)))]
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().decode(errors="replace")
+                except OSError:
+                    continue
+                if f"{self.run}/" in words:
+                    found.append(f"process {words!r}")
+        points = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        found += [point for point in points if point.startswith((f"{self.run}/", str(self.directory / "docker")))]
+        found += [str(path) for path in self.run.glob("netns/*")]
+        found += re.findall(nft.GUARD_TABLE, netns.list_rules(self.upstream, "ruleset"))
+        groups = Cgroups(str(self.run))
+        return found + [str(root) for root in groups.hierarchies.roots if (root / groups.parent).exists()]
+
+
+@pytest.fixture(name="machine")
+def _machine() -> Iterator[Machine]:
+    with tempfile.TemporaryDirectory(prefix="sallyport-serve-", dir="/run") as name:
+        Path(name).chmod(0o711)
+        machine = Machine(Path(name))
+        try:
+            yield machine
+            assert [] == machine.left()
+        finally:
+            netns.delete(machine.upstream)
+
+
+def test_a_whole_machine_serves_and_ctrl_c_leaves_nothing(machine: Machine) -> None:
+    """The control of every refusal below; the doctor finds nothing, before the start and while it runs."""
+    assert (0, {}) == machine.doctor()
+    with machine.serving():
+        assert [] != machine.left()
+        assert (0, {}) == machine.doctor()
+    assert [] == machine.left()
+
+
+@pytest.mark.parametrize("reached", ["runtimes/sallyport-runsc", "docker.pid", "config/guard.nft", "config/vaultd.pid"])
+def test_ctrl_c_while_it_starts_leaves_nothing(machine: Machine, reached: str) -> None:
+    """At whatever it is: before dockerd, while dockerd starts, at the guard, at the daemons."""
+    log = machine.directory / "serve.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            machine.command("serve"),
+            cwd=ROOT,
+            env=machine.environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + 60
+    while not (machine.run / reached).exists():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    assert 0 == process.wait(timeout=60), log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert [] == machine.left()
+
+
+def test_without_nft_nothing_is_started(machine: Machine) -> None:
+    machine.without("nft")
+    assert "nft: nft is missing" in machine.refusal()
+    status, failed = machine.doctor()
+    assert (1, True) == (status, {"nft", "slot", "guard"} <= set(failed))
+    assert "install the Debian packages nftables" in failed["nft"]
+
+
+def test_with_an_nft_that_fails_nothing_is_started(machine: Machine) -> None:
+    machine.path = f"{machine.broken('nft').parent}:{machine.path}"
+    assert "nft: nft fails with status 1: no such luck" in machine.refusal()
+    assert {"nft", "slot", "guard"} == set(machine.doctor()[1])
+
+
+@pytest.mark.parametrize("program", ["runc", "runsc"])
+def test_an_allowed_runtime_must_run(machine: Machine, program: str) -> None:
+    """Missing or failing; one that is not allowed may be as it likes."""
+    machine.top[program] = "/nonexistent/program"
+    assert f"{program}: /nonexistent/program is missing" in machine.refusal()
+    machine.top[program] = str(machine.broken(program))
+    assert "fails with status 1" in machine.refusal()
+    status, failed = machine.doctor()
+    assert (1, True) == (status, program in failed)
+    assert "sallyport.allowed_runtimes" in failed[program]
+    other = {"runc": "runsc", "runsc": "runc"}[program]
+    machine.top |= {"allowed_runtimes": [other], "default_runtime": other}
+    assert (0, {}) == machine.doctor()
+    with machine.serving():
+        pass
+
+
+def test_without_docker_nothing_is_started(machine: Machine) -> None:
+    machine.docker = {"managed": False, "socket": str(machine.directory / "none.sock")}
+    assert f"no Docker answers at {machine.directory}/none.sock" in machine.refusal()
+    assert {"docker"} == set(machine.doctor()[1])
+
+
+def test_without_dockerd_nothing_is_started(machine: Machine) -> None:
+    machine.docker["binary"] = "/nonexistent/dockerd"
+    assert "dockerd: /nonexistent/dockerd is missing" in machine.refusal()
+    assert "docker.io" in machine.doctor()[1]["dockerd"]
+
+
+def test_without_its_upstream_namespace_nothing_is_started(machine: Machine) -> None:
+    machine.top["upstream_netns"] = str(machine.directory / "nowhere")
+    assert f"upstream: {machine.directory}/nowhere is no network namespace" in machine.refusal()
+    assert {"upstream"} == set(machine.doctor()[1])
+
+
+def test_a_port_in_use_is_told_before_anything_is_made(machine: Machine) -> None:
+    with closing(socket.create_server(("127.0.0.1", machine.port))):
+        assert f"cannot listen on 127.0.0.1:{machine.port}: it is in use" in machine.refusal()
+        assert not machine.run.exists()
+        assert {"listen"} == set(machine.doctor()[1])
+
+
+def test_a_server_that_cannot_listen_after_all_takes_everything_down(machine: Machine) -> None:
+    """The port is taken between the check and the start: by then dockerd, guard and daemons run."""
+    written = machine.sallyport("serve", "--write-only")
+    assert 0 == written.returncode, written.stderr
+    with closing(socket.create_server(("127.0.0.1", machine.port))):
+        command = [sys.executable, "-m", "runtimes.hostd", str(machine.run / "launch" / "host.json")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90)
+    assert 1 == done.returncode
+    assert f"cannot listen on 127.0.0.1:{machine.port}: it is in use" in done.stderr
+    assert "cannot run: serve did not become ready (status 1); run: sallyport doctor" in done.stderr
+    assert [] == machine.left()
+
+
+def test_a_second_server_in_the_same_place_refuses(machine: Machine) -> None:
+    """And the first one goes on."""
+    with machine.serving():
+        port, machine.port = machine.port, _free_port()
+        assert f"another hostd runs in {machine.run}" in machine.refusal()
+        machine.port = port
+        assert httpx.codes.OK == httpx.get(f"http://127.0.0.1:{port}/health").status_code
+
+
+def test_a_policy_file_that_is_missing_or_wrong(machine: Machine) -> None:
+    policy = machine.directory / "policy.yaml"
+    machine.top["policy_file"] = str(policy)
+    assert 2 == machine.sallyport("serve").returncode
+    assert {"policy"} == set(machine.doctor()[1])
+    policy.write_text("version: 1\npolicies:\n  a: {nonsense: 1}\n")
+    policy.chmod(0o644)
+    assert 2 == machine.sallyport("serve").returncode
+    assert f"{policy}:3:" in machine.doctor()[1]["policy"]
+    policy.write_text("version: 1\n")
+    assert (0, {}) == machine.doctor()
+
+
+def test_the_doctor_finds_what_else_is_wrong(machine: Machine) -> None:
+    """Many things at once, each with its own line and remedy."""
+    script = machine.broken("execd")
+    machine.top |= {
+        "execd": str(script),
+        "images": [{"name": "x", "tar": str(script)}],
+        "upstream_roots": str(script),
+        "dns_upstreams": ["127.0.0.53:53"],
+        "uids.worker_base": 1,
+        "python": "/bin/false",
+        "upstream_netns": "",
+    }
+    status, failed = machine.doctor()
+    assert (1, {"execd", "images", "roots", "dns", "users", "python"}) == (status, set(failed))
+    for name, remedy in (("execd", "CGO_ENABLED=0"), ("roots", "ca-certificates"), ("dns", "sallyport.dns_upstreams")):
+        assert remedy in failed[name]
+
+
+class Operator:
+    """A dockerd that was there before."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = str(directory / "operator.sock")
+        self.daemon_json = directory / "daemon.json"
+        self.daemon_json.write_text("{}\n")
+        config = DockerdConfig(
+            binary=shutil.which("dockerd") or "/usr/sbin/dockerd",
+            data_root=str(directory / "operator"),
+            exec_root=str(directory / "operator-exec"),
+            pidfile=str(directory / "operator.pid"),
+            log="",
+        )
+        with (directory / "operator.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                arguments(config, self.socket, self.daemon_json), stdout=log, stderr=log, start_new_session=True
+            )
+        self._exec_root = Path(config.exec_root)
+
+    def runtimes(self) -> set[str]:
+        command = ["docker", "-H", f"unix://{self.socket}", "info", "-f", "{{json .Runtimes}}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return set(json.loads(done.stdout) or {}) if done.returncode == 0 else set()
+
+    def wait(self, *wanted: str) -> None:
+        deadline = time.monotonic() + 60
+        while not set(wanted) <= self.runtimes():
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=60)
+        netns.unmount_below(self._exec_root)
+
+
+def test_an_operators_docker_is_used_once_it_has_the_entries_that_were_printed(machine: Machine) -> None:
+    """Refused before, with the very text to add; nobody but the operator edits his file."""
+    operator = Operator(machine.directory)
+    try:
+        operator.wait("runc")
+        machine.docker = {"managed": False, "socket": operator.socket}
+        said = machine.refusal()
+        failed = machine.doctor()[1]["runtimes"]
+        assert "{}\n" == operator.daemon_json.read_text()
+        text = re.search(r'"runtimes": \{.*\}\}', said)
+        assert text is not None
+        assert text[0] in failed
+        operator.daemon_json.write_text(f"{{{text[0]}}}")
+        operator.process.send_signal(signal.SIGHUP)
+        operator.wait("sallyport-runc", "sallyport-runsc")
+        assert (0, {}) == machine.doctor()
+        with machine.serving():
+            assert (0, {}) == machine.doctor()
+    finally:
+        operator.close()
