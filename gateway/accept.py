@@ -8,6 +8,7 @@ First bytes -> what the client really speaks -> facts -> verdict -> audit -> and
   waits for the server to speak first gets nothing until its deadline, and nothing upstream happens meanwhile.
 - Each verdict is one record, accepted by the audit log before it takes effect; without the log the verdict is deny.
 - A denial is seen: 403 with rule and reason in HTTP, an alert in TLS, a reset elsewhere.
+- A spliced flow counts as one request of the sandbox's budget, and each byte it sends up is counted before it goes.
 - A flow that is spliced hides no name: with ECH, or without a name, it is not spliced.
 - Every connection ends closed, whatever fails.
 """
@@ -22,6 +23,7 @@ from ipaddress import IPv4Address
 from typing import Any
 
 from audit.client import AuditClient, AuditUnavailable
+from gateway.budget import RULE, Budget
 from gateway.config import GatewayConfig
 from gateway.engine import Engine, InspectedFlow
 from gateway.farewell import ACCESS_DENIED, DECODE_ERROR, UNRECOGNIZED_NAME, alert, farewell, http_answer
@@ -62,6 +64,7 @@ class Acceptor:
     Args:
         config: the active configuration, None before the first one: every connection is reset then.
         engine: what inspects flows; None while there is none: flows that need it are denied.
+        budget: what the sandbox may use in all.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class Acceptor:
         registry: FlowRegistry,
         config: Callable[[], GatewayConfig | None],
         engine: Callable[[], Awaitable[Engine | None]],
+        budget: Budget,
     ) -> None:
         self._audit = audit
         self._dialler = dialler
         self._registry = registry
         self._config = config
         self._engine = engine
+        self._budget = budget
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept for ever."""
@@ -88,7 +93,7 @@ class Acceptor:
                 await asyncio.sleep(0.05)
                 continue
             config = self._config()
-            if config is None or len(self._registry) >= config.limits.connections:
+            if config is None or len(self._registry) >= _connections(config):
                 if config is not None:
                     self._audit.note("flow", "deny", rule="connections", reason="too many connections at once")
                 reset(sock)
@@ -152,6 +157,8 @@ class Acceptor:
             return
         live.still_allowed = self._same_treatment(facts, decision.treatment)
         if decision.treatment is Treatment.SPLICE:
+            if await self._over(client, live, facts):
+                return
             if not await self._allow(client, live, decision, facts):
                 await farewell(client.sock, alert(ACCESS_DENIED))
                 return
@@ -174,6 +181,8 @@ class Acceptor:
             return isinstance(decide_address(active.policy, address, port, active.allowed_addresses), AllowAddress)
 
         live.still_allowed = still
+        if await self._over(client, live, facts):
+            return
         decision = AllowFlow(judged.rule, Treatment.SPLICE, judged.observed)
         if not await self._allow(client, live, decision, facts):
             await farewell(client.sock, alert(ACCESS_DENIED))
@@ -250,10 +259,19 @@ class Acceptor:
         end = "cut"
         with upstream.sock:
             try:
+                if not self._budget.send(len(data)):
+                    raise ConnectionResetError
                 await asyncio.get_running_loop().sock_sendall(upstream.sock, data)
                 traffic.up = len(data)
                 limits = config.limits
-                end = await relay(client.sock, upstream.sock, traffic, idle=limits.idle, total=limits.total)
+                end = await relay(
+                    client.sock,
+                    upstream.sock,
+                    traffic,
+                    idle=limits.idle,
+                    total=limits.total,
+                    may_send=self._budget.send,
+                )
             except BaseException:
                 reset(upstream.sock)
                 raise
@@ -269,6 +287,13 @@ class Acceptor:
                     bytes_up=traffic.up,
                     bytes_down=traffic.down,
                 )
+
+    async def _over(self, client: _Client, live: LiveFlow, facts: FlowFacts) -> bool:
+        """Take a request for a flow that is about to be spliced; True when there was none, and the client was told."""
+        over = self._budget.request()
+        if over is not None:
+            await self._deny(client, live, Deny(RULE, over.reason), alert(ACCESS_DENIED), facts)
+        return over is not None
 
     def _active(self) -> GatewayConfig:
         config = self._config()
@@ -329,6 +354,10 @@ class Acceptor:
             "address": client.destination[0],
             "policy": config.policy.digest if config is not None else None,
         }
+
+
+def _connections(config: GatewayConfig) -> int:
+    return min(config.limits.connections, config.policy.limits.connections)
 
 
 def original_destination(sock: socket.socket) -> tuple[str, int]:

@@ -1,8 +1,9 @@
 """How a forked child of the zygote becomes a worker that can do no more than a worker must.
 
 In this order, each step before what depends on it; any failure ends the child:
-close what is not its own -> own cgroup -> own IPC namespace -> no new privileges -> listeners in the gateway namespace
-(as root: port 53) -> drop groups, gid, uid -> not dumpable, limits -> reseed generators -> system call filter -> run.
+close what is not its own -> own cgroup -> own IPC namespace -> empty mount namespace -> no new privileges -> listeners
+in the gateway namespace (as root: port 53) -> drop groups, gid, uid -> not dumpable, limits -> reseed generators ->
+system call filter -> run.
 
 - No upstream socket exists before the change of user: a socket keeps the user it was made by, and the guard's rules
   go by user.
@@ -30,11 +31,15 @@ MAX_DESCRIPTORS = 8192
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _OOM_SCORE = b"500"
-# A worker may not be able to read a single file: whatever it imports late must be here already.
+# A worker cannot open a single file: whatever it would import late must be here already.
 _PRELOADED = (
     "uvloop",
     "dnslib",
     "traceback",
+    "_suggestions",  # traceback
+    "idna.uts46data",
+    "_sha2",  # random, when seeded with bytes
+    "cryptography.hazmat.backends.openssl.backend",  # cryptography's Rust side, at its first use
     "cryptography.x509",
     "gateway.worker",
     "gateway.full.engine",
@@ -101,13 +106,14 @@ def become_worker(order: Order) -> int:
     _join(order.cgroup)
     _write("/proc/self/oom_score_adj", _OOM_SCORE)
     os.unshare(os.CLONE_NEWIPC)
+    sys.meta_path.append(_LateImports())
+    confine.empty_root()
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     inside = InsideSockets(order.descriptors.namespace)
     listeners = inside.listen()
     os.close(order.descriptors.namespace)
     _drop_privileges(order.uid, order.gid)
     _reseed()
-    sys.meta_path.append(_LateImports())
     confine.install()
     return _run(order, inside, listeners)
 

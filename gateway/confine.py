@@ -1,13 +1,16 @@
-"""The worker's system call filter: what no gateway worker ever needs is not there.
+"""What no gateway worker ever needs is not there: no file system, and few system calls.
 
-A short classic BPF program, assembled here, installed for all threads. A refused call fails with EPERM, so a mistake
+`empty_root` leaves a mount namespace with one mount, an empty read-only directory that only root may enter: no path
+leads anywhere, /proc and /dev neither. What is to be imported must have been before.
+
+`install` is a short classic BPF program, assembled here, for all threads. A refused call fails with EPERM, so a mistake
 shows as an error that is handled, not as a lost worker; a call of another architecture kills.
 
 - No new program (`execve`), no other process (`ptrace`, `process_vm_*`, `pidfd_getfd`), no namespace or mount change,
   no new kernel interface (bpf, io_uring, keyring, perf, userfaultfd), no module or kexec.
 - New sockets are IPv4 and IPv6 only.
 
-It is one layer more: the worker is unprivileged without it. x86-64 and aarch64; elsewhere installing fails.
+They are layers more: the worker is unprivileged without them. x86-64 and aarch64; elsewhere installing fails.
 """
 
 import ctypes
@@ -16,6 +19,7 @@ import os
 import platform
 import socket
 import struct
+from collections.abc import Callable
 
 _SET_MODE_FILTER = 1
 _FLAG_TSYNC = 1
@@ -66,7 +70,39 @@ _DENIED: dict[str, tuple[int, int | None]] = {
     "swapon": (167, 224),
     "reboot": (169, 142),
 }
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 1 << 14, 1 << 18
+_MNT_DETACH = 2
 _MACHINES = {"x86_64": (0xC000003E, 0, 317, 41), "aarch64": (0xC00000B7, 1, 277, 198)}
+
+
+def empty_root() -> None:
+    """Put this process, and the threads it makes from now on, into an empty mount namespace of its own.
+
+    Call it with one thread, as root, with no directory open. Nothing of it shows in the namespace it was called in.
+
+    Raises:
+        OSError: the kernel refused; the worker must not run. EINVAL on a host whose root is the initial ramdisk.
+    """
+    machine = platform.machine()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, function: Callable[..., int], *arguments: object) -> None:
+        if function(*arguments) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"{name}: {os.strerror(error)}")
+
+    if machine not in _MACHINES:
+        raise OSError(errno.ENOSYS, f"no empty root for {machine}")
+    pivot_root = _DENIED["pivot_root"][_MACHINES[machine][1]]
+    os.unshare(os.CLONE_NEWNS)
+    call("mount", libc.mount, None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    # Any directory would do, it is only where the new root stands for a moment; /proc is always there.
+    call("mount", libc.mount, b"empty", b"/proc", b"tmpfs", ctypes.c_ulong(flags), b"mode=0,nr_inodes=1,size=4096")
+    os.chdir("/proc")
+    call("pivot_root", libc.syscall, ctypes.c_long(pivot_root or 0), b".", b".")
+    call("umount", libc.umount2, b".", _MNT_DETACH)  # the old root lies upon the new one
+    os.chdir("/")
 
 
 class _Program(ctypes.Structure):

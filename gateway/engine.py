@@ -15,6 +15,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+from gateway.budget import Over
 from gateway.hello import Hello
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
@@ -56,11 +57,31 @@ class Decider(Protocol):
         ...
 
 
+class SecretRefused(Exception):
+    """A secret must not go into this request. `reason` is a sentence for whoever sent it, and holds no value."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class Secrets(Protocol):
     """The secrets this sandbox's worker may have."""
 
-    async def lease(self, plan: InjectionPlan, host: str, port: int, scheme: Scheme) -> Secret:
-        """Return the secret of `plan` for that destination. Raising means the request is refused (503)."""
+    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+        """Return the secret of `plan` for this one request: its destination, method and path.
+
+        Asked before each use; an answer is for no other request. `SecretRefused` means that the request is denied
+        (403), any other exception that it is refused (503).
+        """
+        ...
+
+
+class Allowance(Protocol):
+    """What the sandbox may still use."""
+
+    def request(self) -> Over | None:
+        """Take one allowed request, or say why there is none: it is answered with 429, or 403 if waiting is no use."""
         ...
 
 

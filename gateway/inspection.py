@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from gateway.config import GatewayConfig
-from gateway.engine import Decider, Dialler, Engine, EngineLimits, Leaf, Recorder, Secrets
+from gateway.engine import Allowance, Decider, Dialler, Engine, EngineLimits, Leaf, Recorder, Secrets
 from gateway.full.engine import FullEngine
 from gateway.full.identity import LeafMint
 from vault.client import VaultClient, VaultError
@@ -42,12 +42,14 @@ class Inspection:
     def __init__(
         self,
         decider: Decider,
+        allowance: Allowance,
         secrets: Secrets,
         recorder: Recorder,
         dialler: Dialler,
         vault: Callable[[], VaultClient],
     ) -> None:
         self._decider = decider
+        self._allowance = allowance
         self._secrets = secrets
         self._recorder = recorder
         self._dialler = dialler
@@ -86,6 +88,7 @@ class Inspection:
         roots, limits = wanted
         candidate = FullEngine(
             decider=self._decider,
+            allowance=self._allowance,
             secrets=self._secrets,
             recorder=self._recorder,
             dialler=self._dialler,

@@ -1,25 +1,31 @@
 """What a worker gives its engines: the ports of `gateway.engine`, bound to this sandbox's channels.
 
 - A lease is used only while `VaultClient.current` says so, and is asked for again when it is over; nothing is kept
-  beyond that. Concurrent requests for one secret share one release.
-- A dial goes through the worker's `Dialler`; its refusals become `ConnectionError` with the reason.
+  beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
+  paths before it gets the value.
+- A dial goes through the worker's `Dialler`; its refusals become `ConnectionError` with the reason. What is written to
+  it is counted first: the write that goes beyond the sandbox's bytes ends the connection instead.
 - The decider reads the policy in force at each call.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from audit.client import AuditClient
+from gateway.budget import Budget
 from gateway.config import GatewayConfig
+from gateway.engine import SecretRefused
 from gateway.upstream import DialError, Dialler
 from policy.decision import AllowRequest, Deny, decide_request
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionPlan
-from vault.client import Lease, VaultClient
+from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.secret import Secret
 
 _STREAM_LIMIT = 64 * 1024
+# Where vaultd judged the request; its other codes are failures.
+_JUDGED = frozenset({"not_bound", "not_granted", "expired", "unknown_secret"})
 
 type _Key = tuple[str, str, int, Scheme]
 
@@ -69,21 +75,35 @@ class LeasedSecrets:
         self._leases: dict[_Key, Lease] = {}
         self._locks: dict[_Key, asyncio.Lock] = {}
 
-    async def lease(self, plan: InjectionPlan, host: str, port: int, scheme: Scheme) -> Secret:
-        """The secret of `plan` for this destination.
+    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+        """The secret of `plan` for this request.
 
         Raises:
-            VaultError: it was not released.
+            SecretRefused: it must not go into this request.
+            VaultError: it was not released for another reason.
         """
-        key = (plan.secret, host, port, scheme)
+        key = (plan.secret, facts.host, facts.port, facts.scheme)
         async with self._locks.setdefault(key, asyncio.Lock()):
             vault = self._vault()
             held = self._leases.get(key)
             if held is None or not vault.current(held):
                 self._leases.pop(key, None)
-                held = await vault.release(plan.secret, host, port, scheme.value)
+                held = await self._release(vault, plan.secret, facts)
                 self._leases[key] = held
+            refusal = held.check(facts.method, facts.path)
+            if refusal is not None:
+                raise SecretRefused(refusal.reason)
             return held.value
+
+    async def _release(self, vault: VaultClient, secret: str, facts: RequestFacts) -> Lease:
+        try:
+            return await vault.release(
+                secret, facts.host, facts.port, facts.scheme.value, method=facts.method, path=facts.path
+            )
+        except ReleaseRefusedError as error:
+            if error.code in _JUDGED:
+                raise SecretRefused(error.reason) from None
+            raise
 
     def drop(self, secrets: frozenset[str] | None) -> None:
         """Forget the leases of these secrets, or all."""
@@ -92,10 +112,11 @@ class LeasedSecrets:
 
 
 class StreamDialler:
-    """`gateway.engine.Dialler` over the worker's dialler."""
+    """`gateway.engine.Dialler` over the worker's dialler and its budget."""
 
-    def __init__(self, dialler: Dialler) -> None:
+    def __init__(self, dialler: Dialler, budget: Budget) -> None:
         self._dialler = dialler
+        self._budget = budget
 
     async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         """Connect to `host`.
@@ -107,9 +128,36 @@ class StreamDialler:
             connection = await self._dialler.dial(host, port)
         except DialError as error:
             raise ConnectionError(error.reason) from None
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_STREAM_LIMIT, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            reader, writer = await asyncio.open_connection(sock=connection.sock, limit=_STREAM_LIMIT)
+            transport, _ = await loop.create_connection(lambda: protocol, sock=connection.sock)
         except BaseException:
             connection.sock.close()
             raise
-        return reader, writer, str(connection.address)
+        return reader, _MeteredWriter(transport, protocol, reader, loop, self._budget), str(connection.address)
+
+
+class _MeteredWriter(asyncio.StreamWriter):
+    """Writes what the budget lets pass."""
+
+    def __init__(
+        self,
+        transport: asyncio.WriteTransport,
+        protocol: asyncio.StreamReaderProtocol,
+        reader: asyncio.StreamReader,
+        loop: asyncio.AbstractEventLoop,
+        budget: Budget,
+    ) -> None:
+        super().__init__(transport, protocol, reader, loop)
+        self._budget = budget
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._budget.send(len(data)):
+            super().write(data)
+        else:
+            self.transport.abort()
+
+    def writelines(self, data: Iterable[bytes | bytearray | memoryview]) -> None:
+        self.write(b"".join(data))

@@ -2,6 +2,7 @@
 
 - What one side sent is what the other gets, in order; an end of stream travels alone (half-close).
 - A reset or error of either side resets both; nothing is buffered beyond one chunk per direction (back-pressure).
+- Nothing goes to the second socket that `may_send` refuses: the relay ends there, and neither side gets more.
 - With `idle` the relay ends when neither direction moved for that long, with `total` at that age.
 - The sockets stay the caller's; it closes them.
 
@@ -11,6 +12,7 @@ It decides nothing and reads nothing of what it carries.
 import asyncio
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,6 +26,7 @@ class End(StrEnum):
     RESET = "reset"
     IDLE = "idle"
     TOTAL = "total"
+    LIMITS = "limits"
 
 
 @dataclass(slots=True)
@@ -36,7 +39,13 @@ class Traffic:
 
 
 async def relay(
-    inner: socket.socket, outer: socket.socket, traffic: Traffic, *, idle: float | None, total: float | None
+    inner: socket.socket,
+    outer: socket.socket,
+    traffic: Traffic,
+    *,
+    idle: float | None,
+    total: float | None,
+    may_send: Callable[[int], bool] | None = None,
 ) -> End:
     """Relay until both directions ended.
 
@@ -44,12 +53,15 @@ async def relay(
         traffic: updated as bytes move, so that a cancelled relay can still be accounted for.
         idle: seconds without a byte in either direction; None never ends for that.
         total: seconds the relay may last; None never ends for that.
+        may_send: asked with the size of each chunk before it goes to the second socket; None never refuses.
     """
     loop = asyncio.get_running_loop()
     traffic.moved = loop.time()
 
     async def pump(source: socket.socket, sink: socket.socket, upwards: bool) -> None:
         while data := await loop.sock_recv(source, _CHUNK):
+            if upwards and may_send is not None and not may_send(len(data)):
+                raise _OverError
             await loop.sock_sendall(sink, data)
             traffic.moved = loop.time()
             if upwards:
@@ -79,6 +91,8 @@ async def relay(
         reset(inner, outer)
         if group_error.subgroup(_IdleError) is not None:
             return End.IDLE
+        if group_error.subgroup(_OverError) is not None:
+            return End.LIMITS
         if group_error.subgroup(OSError) is not None:
             return End.RESET
         raise
@@ -87,6 +101,10 @@ async def relay(
 
 class _IdleError(Exception):
     """Neither direction moved for too long."""
+
+
+class _OverError(Exception):
+    """A chunk was refused by `may_send`."""
 
 
 def reset(*sockets: socket.socket) -> None:

@@ -5,6 +5,7 @@
 - A configuration is taken whole or not at all, and only for this sandbox and generation.
 - The guard's pidfd became readable: nothing is dialled or asked upstream any more and all flows are cut, until a
   `guard` notification brings a new one.
+- The sandbox sent as many bytes as its policy allows: all flows are cut, and nothing more is sent.
 - hostd's channel ended: the worker exits, and its listeners with it.
 
 Operations on the control channel: `configure`, `ping`, `guard` (1 fd), `audit` (1 fd: a new channel to auditd),
@@ -26,6 +27,7 @@ import wire
 from audit.client import AuditClient, AuditUnavailable
 from gateway.accept import Acceptor
 from gateway.birth import Order
+from gateway.budget import RULE, Budget
 from gateway.config import ConfigError, GatewayConfig
 from gateway.dns_server import DnsServer
 from gateway.flows import FlowRegistry
@@ -35,6 +37,7 @@ from gateway.inspection import Inspection
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.resolver import Resolver
 from gateway.upstream import Dialler
+from policy.rules import Limits
 from vault.client import VaultClient
 from wire.frames import close_all
 
@@ -79,14 +82,16 @@ class Worker:
         dialler = Dialler(self._resolver, self._active, lambda: self._guard.alive, time.monotonic)
         self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic)
         self._secrets = LeasedSecrets(lambda: self._vault)
+        budget = Budget(self._limits, time.monotonic, self._spent)
         self._inspection = Inspection(
             PolicyDecider(self._active),
+            budget,
             self._secrets,
             AuditRecorder(self._audit, self._active),
-            StreamDialler(dialler),
+            StreamDialler(dialler, budget),
             lambda: self._vault,
         )
-        self._acceptor = Acceptor(self._audit, dialler, self._registry, self._active, self._inspection.ready)
+        self._acceptor = Acceptor(self._audit, dialler, self._registry, self._active, self._inspection.ready, budget)
         self._ingress = Ingress(socket.socket(fileno=fds.ingress), inside, self._audit, self._active)
 
     async def run(self) -> None:
@@ -116,6 +121,14 @@ class Worker:
 
     def _active(self) -> GatewayConfig | None:
         return self._config
+
+    def _limits(self) -> Limits | None:
+        return self._config.policy.limits if self._config is not None else None
+
+    def _spent(self) -> None:
+        cut = self._registry.cut_all()
+        reason = "the sandbox has sent as many bytes as its policy allows"
+        self._audit.note("flow", "deny", rule=RULE, reason=reason, count=cut)
 
     def _watch_guard(self) -> None:
         asyncio.get_running_loop().add_reader(self._guard.fd, self._guard_gone)

@@ -36,6 +36,7 @@ class ReleaseRefusedError(VaultError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
+        self.reason = message
 
 
 class VaultUnavailableError(VaultError):
@@ -217,13 +218,24 @@ class AdminClient(wire.Client):
         )
         return _text(answer, "root_pem")
 
-    async def regrant(self, sandbox: str, grants: Sequence[Grant], inline: Mapping[str, Secret] | None = None) -> None:
-        """Replace a sandbox's grants, and its inline secrets unless `inline` is None; ended ones are revoked."""
+    async def regrant(
+        self,
+        sandbox: str,
+        grants: Sequence[Grant],
+        inline: Mapping[str, Secret] | None = None,
+        keep: Sequence[str] | None = None,
+    ) -> None:
+        """Replace a sandbox's grants and inline secrets; ended ones are revoked.
+
+        Its inline secrets are `inline` then, and those of the former ones that `keep` names (`unknown_secret` if there
+        is no such). With neither, they stay as they are.
+        """
         await self.call(
             "regrant",
             sandbox=sandbox,
             grants=[grant.to_json() for grant in grants],
             inline=None if inline is None else _inline(inline),
+            keep=None if keep is None else list(keep),
         )
 
     async def close_sandbox(self, sandbox: str) -> None:

@@ -117,14 +117,15 @@ class Operations:
         return {"root_pem": self._custody.open(planned)}
 
     async def _regrant(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "grants", optional=("inline",))
+        parts = _take(parameters, "sandbox", "grants", optional=("inline", "keep"))
         sandbox, grants, inline = _text(parts["sandbox"]), _grants(parts["grants"]), _inline(parts["inline"])
-        planned = self._custody.replan(sandbox, grants, inline)
+        keep = _names(parts["keep"])
+        planned = self._custody.replan(sandbox, grants, inline, keep)
         if self._custody.narrows(planned):
             self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
         else:
             await self._audit.accept("vault.regrant", "info", durable=True, **_about(planned), actor=actor)
-            planned = self._custody.replan(sandbox, grants, inline)
+            planned = self._custody.replan(sandbox, grants, inline, keep)
         try:
             ended = self._custody.regrant(planned)
         except OSError:
@@ -199,6 +200,14 @@ def _inline(items: object) -> dict[str, Secret] | None:
     if not isinstance(items, Mapping) or len(items) > MAX_GRANTS:
         raise wire.RequestError("bad_request", f"inline secrets are an object of at most {MAX_GRANTS}")
     return {inline_name(name): _secret(value) for name, value in items.items()}
+
+
+def _names(items: object) -> list[str] | None:
+    if items is None:
+        return None
+    if not isinstance(items, list) or len(items) > MAX_GRANTS:
+        raise wire.RequestError("bad_request", f"kept names are a list of at most {MAX_GRANTS}")
+    return [inline_name(name) for name in items]
 
 
 def _about(state: SandboxState) -> dict[str, Any]:

@@ -12,6 +12,9 @@ import hmac
 from typing import Any, Never, NoReturn, SupportsIndex, final
 
 MAX_SECRET_BYTES = 64 * 1024
+MIN_SENT = 8
+"""Characters below which a value cannot be told from other text: the gateway could not take it out of a response, and
+does not send it."""
 
 
 @final
@@ -78,13 +81,18 @@ def text_problem(text: str) -> str | None:
 def value_problem(text: str) -> str | None:
     """As `text_problem`, for a secret that goes into headers.
 
-    A line break or NUL would split a header; white space at an end is a pasting mistake that no service accepts.
+    A line break or NUL would split a header; white space at an end is a pasting mistake that no service accepts; what
+    is too short would never be sent (see `MIN_SENT`).
     """
     if problem := text_problem(text):
         return problem
     if any(character in text for character in "\r\n\0"):
         return "the value contains a line break or NUL"
-    return "the value begins or ends with white space" if text != text.strip() else None
+    if text != text.strip():
+        return "the value begins or ends with white space"
+    if len(text) < MIN_SENT:
+        return f"the value is shorter than {MIN_SENT} characters: it could not be taken out of responses"
+    return None
 
 
 def _octets(text: str) -> bytes:

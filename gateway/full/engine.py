@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 
-from gateway.engine import Decider, Dialler, EngineLimits, Identity, InspectedFlow, Recorder, Secrets
+from gateway.engine import Allowance, Decider, Dialler, EngineLimits, Identity, InspectedFlow, Recorder, Secrets
 from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, describe
 from gateway.full.contexts import ClientContexts, UpstreamContext, choose_alpn
@@ -30,6 +30,7 @@ class FullEngine:
         self,
         *,
         decider: Decider,
+        allowance: Allowance,
         secrets: Secrets,
         recorder: Recorder,
         dialler: Dialler,
@@ -46,6 +47,7 @@ class FullEngine:
             ValueError: `upstream_roots` holds no certificate, or something else.
         """
         self._decider = decider
+        self._allowance = allowance
         self._secrets = secrets
         self._recorder = recorder
         self._dialler = dialler
@@ -85,7 +87,7 @@ class FullEngine:
             with contextlib.suppress(OSError):
                 flow.writer.close()
             return
-        gate = Gate(flow, self._decider, self._secrets, self._recorder, self._limits)
+        gate = Gate(flow, self._decider, self._allowance, self._secrets, self._recorder, self._limits)
         ports = Ports(self._dialler, self._identity, self._clients, self._upstream)
         connection = FlowConnection(flow, ports, gate, self._limits, mitm.options(self._limits.idle_seconds))
         deadline = asyncio.get_running_loop().call_later(self._limits.handshake_seconds, connection.end_handshake)

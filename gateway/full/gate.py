@@ -1,11 +1,12 @@
 """The add-ons of an inspected flow: decide each request, put secrets in, take them out of the answer.
 
 Order for each request:
-translate -> decide -> allow record accepted -> lease -> use record accepted -> inject -> forward.
+translate -> decide -> count -> allow record accepted -> lease -> use record accepted -> inject -> forward.
 Nothing has been sent to the server before that order is complete, and no connection to it opened.
 
 - Every request is judged alone, whatever came before it on its connection.
-- A denial is an answer with a reason. A failure of log or vault is a 503. Any other exception here ends the flow.
+- A denial is an answer with a reason; one request too many is a 429, a failure of log or vault a 503. Any other
+  exception here ends the flow.
 - A response on a connection that used a secret is scrubbed of it: values, header names, body, trailers. Encoded bodies
   are decoded up to a limit first. Such requests ask for `identity` and for the whole document (no `Range`).
 - `Sentinel` runs last and ends every flow that `Gate` did not stamp.
@@ -22,7 +23,8 @@ from mitmproxy import http
 from mitmproxy.http import HTTPFlow
 from mitmproxy.websocket import WebSocketData
 
-from gateway.engine import Decider, EngineLimits, InspectedFlow, Recorder, Secrets
+from gateway.budget import RULE, Over
+from gateway.engine import Allowance, Decider, EngineLimits, InspectedFlow, Recorder, SecretRefused, Secrets
 from gateway.full import pages
 from gateway.full.decode import decode
 from gateway.hello import Refused
@@ -32,6 +34,7 @@ from gateway.translate import Headers, RequestParts, Translated, translate
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
 from policy.injection import render
+from vault.secret import MIN_SENT, Secret
 
 STAMP = "sallyport"
 _HOP_BY_HOP = frozenset(
@@ -64,11 +67,18 @@ class Gate:
     """Judges and changes the requests of one flow."""
 
     def __init__(
-        self, flow: InspectedFlow, decider: Decider, secrets: Secrets, recorder: Recorder, limits: EngineLimits
+        self,
+        flow: InspectedFlow,
+        decider: Decider,
+        allowance: Allowance,
+        secrets: Secrets,
+        recorder: Recorder,
+        limits: EngineLimits,
     ) -> None:
         self._flow = flow
         self._facts = FlowFacts(flow.host, flow.port, flow.scheme)
         self._decider = decider
+        self._allowance = allowance
         self._secrets = secrets
         self._recorder = recorder
         self._limits = limits
@@ -125,6 +135,10 @@ class Gate:
         if isinstance(decision, Deny):
             await self._deny(flow, translated, decision)
             return
+        over = self._allowance.request()
+        if over is not None:
+            await self._deny_over(flow, translated, over)
+            return
         headers = await self._permit(flow, translated, decision)
         if headers is None:
             return
@@ -146,13 +160,24 @@ class Gate:
             raise TypeError("a decision is AllowRequest or Deny")
         return decision
 
-    async def _deny(self, flow: HTTPFlow, translated: Translated, denied: Deny) -> None:
+    async def _deny(self, flow: HTTPFlow, translated: Translated, denied: Deny, *, secret: str | None = None) -> None:
         facts = translated.facts
         what = f"{facts.method} {facts.scheme.value}://{translated.host_header.decode('ascii')}{facts.path[:512]}"
         accepts = [value for name, value in translated.headers if name.lower() == b"accept"]
         self._answer(flow, facts, 403, pages.denial(denied.rule, denied.reason, what, accepts))
+        await self._record_denial(facts, denied, secret)
+
+    async def _deny_over(self, flow: HTTPFlow, translated: Translated, over: Over) -> None:
+        denied = Deny(RULE, over.reason)
+        if over.retry_after is None:
+            await self._deny(flow, translated, denied)
+            return
+        self._answer(flow, translated.facts, 429, pages.over(over.reason, over.retry_after))
+        await self._record_denial(translated.facts, denied, None)
+
+    async def _record_denial(self, facts: RequestFacts, denied: Deny, secret: str | None) -> None:
         try:
-            await self._record("request", "deny", facts, rule=denied.rule, reason=denied.reason)
+            await self._record("request", "deny", facts, rule=denied.rule, reason=denied.reason, secret=secret)
         except Exception:  # noqa: BLE001 - the answer is a denial already; a log that does not answer changes nothing
             self._recorder.note("request", "deny", rule=denied.rule, reason=denied.reason, **self._where())
 
@@ -160,6 +185,7 @@ class Gate:
         """The headers to forward, or None once the request has been answered with a failure."""
         facts = translated.facts
         observed = allowed.observed
+        asked: str | None = None
         try:
             await self._record(
                 "request",
@@ -176,7 +202,8 @@ class Gate:
             # Before the first wait, so that a revocation that happens meanwhile finds this flow.
             self.used |= {plan.secret for plan in allowed.injections}
             for plan in allowed.injections:
-                value = (await self._secrets.lease(plan, facts.host, facts.port, facts.scheme)).reveal()
+                asked = plan.secret
+                value = _sendable(await self._secrets.lease(plan, facts))
                 name, text = render(plan, value)
                 rendered.append((name, text))
                 values |= _forms(value, text)
@@ -187,6 +214,9 @@ class Gate:
             if values:
                 self._patterns = Patterns(self._values | values)
                 self._values |= values
+        except SecretRefused as error:
+            await self._deny(flow, translated, Deny(allowed.rule, error.reason), secret=asked)
+            return None
         except Exception as error:  # noqa: BLE001 - denies: whichever port failed, the request goes no further
             reason = "a secret cannot be sent" if isinstance(error, InjectionError | ValueError) else "not available"
             self._recorder.note("request", "deny", rule=allowed.rule, reason=reason, **self._where())
@@ -411,6 +441,13 @@ class Sentinel:
             raise Unstamped("no decision on this request")
         if not stamp.allowed and flow.response is None and flow.error is None:
             raise Unstamped("a refused request without an answer")
+
+
+def _sendable(secret: Secret) -> str:
+    value = secret.reveal()
+    if len(value) < MIN_SENT:
+        raise SecretRefused(f"the secret is shorter than {MIN_SENT} characters and could not be kept out of responses")
+    return value
 
 
 def _forms(value: str, rendered: str) -> set[str]:

@@ -46,6 +46,12 @@ def denial(rule: str, reason: str, what: str, accepts: Iterable[bytes]) -> tuple
     return _page("text/plain; charset=utf-8", f"Denied by policy rule {rule}: {reason}\n{ask}\n".encode())
 
 
+def over(reason: str, retry_after: int) -> tuple[Fields, bytes]:
+    """Headers and body of a 429."""
+    fields, body = _page("text/plain; charset=utf-8", f"Over the limits of this sandbox: {reason}\n".encode())
+    return [*fields, (b"retry-after", str(retry_after).encode())], body
+
+
 def http1(status: int, page: tuple[Fields, bytes]) -> bytes:
     """A whole HTTP/1.1 response after which the connection is closed."""
     fields, body = page

@@ -63,6 +63,26 @@ async def test_silence_ends_at_the_idle_limit_and_noise_at_the_total_limit(socke
     noise.cancel()
 
 
+async def test_a_refused_chunk_is_not_sent_and_ends_both_directions(sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    loop, traffic, asked = asyncio.get_running_loop(), Traffic(), list[int]()
+
+    def may_send(count: int) -> bool:
+        asked.append(count)
+        return sum(asked) <= 10
+
+    task = asyncio.create_task(relay(inner, outer, traffic, idle=5, total=5, may_send=may_send))
+    await loop.sock_sendall(server, bytes(100))  # downwards nothing is asked
+    await loop.sock_sendall(client, b"0123456789")
+    assert b"0123456789" == await loop.sock_recv(server, 100)
+    await loop.sock_sendall(client, b"X")
+    assert End.LIMITS == await task
+    inner.close()
+    outer.close()
+    assert b"" == await everything(server)
+    assert ([10, 1], 10) == (asked, traffic.up)
+
+
 async def test_a_half_closed_flow_has_the_idle_limit_too(sockets: Sockets) -> None:
     client, inner, outer, _ = sockets
     client.shutdown(socket.SHUT_WR)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.names import HostPattern
-from policy.rules import Action, Endpoint, Precedence, Rule, RuleList
+from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
 from runtimes.netplan import PLAN
 from runtimes.nft import render_gateway
 from vault import keyring
@@ -46,6 +46,7 @@ PREFIX = f"gwt-{os.getpid()}"
 DNS = "93.184.216.53"
 WEB = "93.184.216.34"
 SECRET = "tok-5f1d7a90c2"
+SCOPED = "scoped-88b1e0"
 UID = 700003000 + os.getpid() % 1000
 TIMEOUT = 15.0
 
@@ -365,6 +366,7 @@ def vaultd(auditd: tuple[Channel, Path], tmp_path_factory: pytest.TempPathFactor
         options: dict[str, Any] = {"pass_fds": [theirs.fileno()], "env": environment}
         with daemon("vault.broker", config, base / "vault.sock", **options) as made:
             made.call("put", name="api-token", value=SECRET, hosts=["good.example.com"], ports=[443], schemes=["https"])
+            made.call("put", name="scoped", value=SCOPED, hosts=["good.example.com"], methods=["GET"], paths=["/v1/*"])
             yield made
 
 
@@ -378,20 +380,28 @@ def rig(
     config = tmp_path_factory.mktemp("zygote") / "zygote.json"
     config.write_text('{"worker_defaults": {}}')
     ours, theirs = socket.socketpair()
+    log = config.with_name("stderr")
+    stderr = log.open("wb")
     process = subprocess.Popen(
         ["nsenter", f"--net=/run/netns/{PREFIX}-up", sys.executable, "-m", "gateway.zygote", str(config)],
         cwd=ROOT,
         pass_fds=[theirs.fileno()],
         env={"PATH": os.environ["PATH"], "SALLYPORT_CONTROL_FD": str(theirs.fileno())},
+        stderr=stderr,
     )
     theirs.close()
+    stderr.close()
     made = Rig(channel(ours), *auditd, internet, vaultd, internet.certificate)
     try:
         made.zygote.call("ping")
         yield made
     finally:
         ours.close()
-        assert process.wait(TIMEOUT) == 0
+        status = process.wait(TIMEOUT)
+        sys.stderr.write(log.read_text())
+        assert status == 0
+    # Whatever these tests made workers do, none of them wanted a module that it had not been born with.
+    assert [] == [line for line in log.read_text().splitlines() if "is not in the worker" in line]
 
 
 @contextlib.contextmanager
@@ -400,7 +410,8 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
     control, control_child = socket.socketpair()
     audit, audit_child = socket.socketpair()
     vault, vault_child = socket.socketpair()
-    grants = [{"secret": "api-token", "host": "good.example.com", "port": 443, "scheme": "https"}]
+    place = {"host": "good.example.com", "port": 443, "scheme": "https"}
+    grants = [{"secret": secret, **place} for secret in ("api-token", "scoped")]
     opened = rig.vaultd.call("open_sandbox", sandbox=rig.sandbox, lineage="l-1", grants=grants, inline={})
     rig.vaultd.call("attach", (vault.fileno(),), sandbox=rig.sandbox, generation=rig.generation)
     rig.auditd.call("attach", (audit.fileno(),), sandbox=rig.sandbox, generation=rig.generation, producer="gateway")
@@ -669,6 +680,155 @@ def test_every_thread_of_a_worker_is_unprivileged_and_confined(gate: Gate) -> No
         assert "" == status["Groups"].strip()
     targets = [os.readlink(f"/proc/{gate.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{gate.pid}/fd")]
     assert 0 == sum(target.startswith("net:") for target in targets)
+
+
+def mounts_of(pid: int, thread: str) -> list[list[str]]:
+    lines = Path(f"/proc/{pid}/task/{thread}/mountinfo").read_text().splitlines()
+    return [line.split() for line in lines]
+
+
+def test_no_thread_of_a_worker_sees_a_file_system(gate: Gate) -> None:
+    """One mount, read-only, closed and empty; the zygote it was forked from still has all of its own."""
+    gate.configure(policy("good.example.com"))
+    zygote = int(gate.rig.zygote.call("ping")["pid"])
+    assert len(mounts_of(zygote, str(zygote))) > 1
+    assert [] != os.listdir(f"/proc/{zygote}/root")
+    for thread in os.listdir(f"/proc/{gate.pid}/task"):
+        (mount,) = mounts_of(gate.pid, thread)
+        assert ["/", "ro,nosuid,nodev,noexec", "tmpfs"] == [mount[4], ",".join(mount[5].split(",")[:4]), mount[-3]]
+        root = Path(f"/proc/{gate.pid}/task/{thread}/root")
+        assert ([], 0, 0) == (os.listdir(root), root.stat().st_mode & 0o777, root.stat().st_uid)
+        assert ["/", "/"] == [os.readlink(f"/proc/{gate.pid}/task/{thread}/{name}") for name in ("root", "cwd")]
+        assert os.stat(root).st_ino == os.stat(f"/proc/{gate.pid}/task/{thread}/cwd").st_ino
+    for fd in os.listdir(f"/proc/{gate.pid}/fd"):
+        assert not Path(f"/proc/{gate.pid}/fd/{fd}").is_dir()
+
+
+def limited(source: CompiledPolicy, **limits: int) -> CompiledPolicy:
+    return replace(source, limits=Limits(**limits))
+
+
+def denials(gate: Gate, rule: str) -> list[tuple[str, str]]:
+    found = [item for item in gate.rig.records() if item["decision"] == "deny" and item.get("rule") == rule]
+    return [(item["kind"], item["reason"]) for item in found]
+
+
+def eventual_denials(gate: Gate, rule: str, count: int = 1) -> list[tuple[str, str]]:
+    """The denials of `rule` once there are `count`: a note reaches the log after what it notes."""
+    deadline = time.monotonic() + TIMEOUT
+    while len(found := denials(gate, rule)) < count:
+        assert time.monotonic() < deadline, f"no denial by {rule}"
+        select.select([], [], [], 0.02)
+    return found
+
+
+def test_a_spliced_flow_is_one_request_and_the_one_too_many_is_not_dialled(gate: Gate) -> None:
+    gate.configure(limited(policy("good.example.com"), requests_per_minute=1))
+    with gate.dial() as client:
+        client.sendall(hello("good.example.com"))
+        gate.rig.internet.next_connection()
+        with gate.dial() as second:
+            second.sendall(hello("good.example.com"))
+            assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(second)
+    assert 1 == len(gate.rig.internet.accepted)
+    assert [("flow", "more than 1 requests in a minute")] == denials(gate, "limits")
+
+
+def test_an_inspected_request_too_many_is_a_429(gate: Gate) -> None:
+    gate.configure(limited(INJECTING, requests_per_minute=1))
+    request = b"GET /v1 HTTP/1.1\r\nHost: good.example.com\r\nConnection: close\r\n\r\n"
+    assert converse(gate, request)[1].startswith(b"HTTP/1.1 200 ")
+    trust = ssl.create_default_context(cadata=gate.root)
+    with trust.wrap_socket(gate.dial(), server_hostname="good.example.com") as client:
+        client.sendall(request)
+        answer = ended(client)
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"\r\nretry-after: " in answer
+    assert 1 == len(gate.rig.internet.accepted)
+    assert [("request", "more than 1 requests in a minute")] == denials(gate, "limits")
+
+
+def test_the_byte_too_many_cuts_all_flows_and_is_not_sent(gate: Gate) -> None:
+    first = hello("good.example.com")
+    gate.configure(limited(policy("good.example.com"), bytes_out=2 * len(first) + 1000))
+    with gate.dial() as one, gate.dial() as two:
+        one.sendall(first)
+        at_one = gate.rig.internet.next_connection()
+        two.sendall(first)
+        at_two = gate.rig.internet.next_connection()
+        one.sendall(bytes(1000))
+        with at_one.makefile("rb") as stream:
+            assert first + bytes(1000) == stream.read(len(first) + 1000)
+        two.sendall(b"X")
+        assert [b"", b""] == [ended(one), ended(two)]
+        assert [b"", first] == [ended(at_one), ended(at_two)]
+    with gate.dial() as client:
+        client.sendall(first)
+        assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
+    assert 2 == len(gate.rig.internet.accepted)
+    spent = ("flow", "the sandbox has sent as many bytes as its policy allows")
+    assert [spent, spent] == eventual_denials(gate, "limits", 2)
+
+
+def test_bytes_of_inspected_flows_count_too(gate: Gate) -> None:
+    gate.configure(limited(INJECTING, bytes_out=20_000))
+    trust = ssl.create_default_context(cadata=gate.root)
+    upstream = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile("w") as pem:
+        pem.write(gate.rig.internet.certificate + gate.rig.internet.key)
+        pem.flush()
+        upstream.load_cert_chain(pem.name)
+
+    def serve() -> int:
+        with upstream.wrap_socket(gate.rig.internet.next_connection(), server_side=True) as server:
+            return len(ended(server))
+
+    head = b"POST /v1 HTTP/1.1\r\nHost: good.example.com\r\nContent-Length: 60000\r\n\r\n"
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve)
+        with trust.wrap_socket(gate.dial(), server_hostname="good.example.com") as client:
+            with contextlib.suppress(OSError):
+                client.sendall(head + bytes(60_000))
+            assert b"" == ended(client)
+        assert serving.result(TIMEOUT) < 20_000
+    assert [("flow", "the sandbox has sent as many bytes as its policy allows")] == eventual_denials(gate, "limits")
+
+
+@pytest.mark.parametrize(("of_policy", "of_gateway"), [(1, 512), (512, 1)])
+def test_the_smaller_cap_on_connections_holds(gate: Gate, of_policy: int, of_gateway: int) -> None:
+    gate.configure(limited(policy("good.example.com"), connections=of_policy), limits={"connections": of_gateway})
+    with gate.dial() as client:
+        client.sendall(hello("good.example.com"))
+        gate.rig.internet.next_connection()
+        with contextlib.suppress(ConnectionResetError), gate.dial() as second:  # the reset may overtake the connect
+            assert b"" == ended(second)
+    assert 1 == len(gate.rig.internet.accepted)
+    assert [("flow", "too many connections at once")] == eventual_denials(gate, "connections")
+
+
+def test_a_scoped_secret_goes_to_its_method_and_path_and_nowhere_else(rig: Rig, tmp_path: Path) -> None:
+    rig.internet.forget()
+    rule = INJECTING.rules[0]
+    scoped = replace(rule, injections=(InjectionPlan("api", "scoped", InjectionKind.BEARER, "Authorization"),))
+    with worker(rig, tmp_path) as gate:
+        gate.configure(CompiledPolicy("scoped", (RuleList("scoped", Precedence.DENY_WINS, rules=(scoped,)),)))
+        trust = ssl.create_default_context(cadata=gate.root)
+        for method, path, inside in (
+            ("POST", "/v1/x", False),  # refused by vaultd: nothing is leased yet
+            ("GET", "/v1/x", True),
+            ("GET", "/v2/x", False),  # refused by the lease
+            ("GET", "/v1/y", True),
+        ):
+            request = f"{method} {path} HTTP/1.1\r\nHost: good.example.com\r\nConnection: close\r\n\r\n".encode()
+            if inside:
+                assert b"Bearer " + SCOPED.encode() in converse(gate, request)[0]
+                continue
+            with trust.wrap_socket(gate.dial(), server_hostname="good.example.com") as client:
+                client.sendall(request)
+                assert ended(client).startswith(b"HTTP/1.1 403 ")
+        assert 2 == len(rig.internet.accepted)
+        expected = [f"the secret is not bound to this {what}" for what in ("method", "path")]
+        assert [("request", reason) for reason in expected] == denials(gate, "api")
 
 
 def test_each_decision_is_one_record_before_its_effect(gate: Gate) -> None:

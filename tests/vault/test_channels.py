@@ -83,8 +83,8 @@ async def test_an_ended_log_means_no_release_and_no_authority(vault: Any) -> Non
     await vault.audit._client.close()
     assert "audit_unavailable" == await refusal(worker.release(*ASK))
     assert "audit_unavailable" == await refusal(worker.intermediate())
-    assert "audit_unavailable" == await refusal(vault.admin.put("other", Secret("x"), BINDING))
-    assert "audit_unavailable" == await refusal(vault.admin.rotate("token", Secret("x")))
+    assert "audit_unavailable" == await refusal(vault.admin.put("other", Secret("other-value"), BINDING))
+    assert "audit_unavailable" == await refusal(vault.admin.rotate("token", Secret("other-value")))
     assert "audit_unavailable" == await refusal(vault.admin.open_sandbox("sbx-2", "lin-2"))
     assert "audit_unavailable" == await refusal(vault.admin.regrant(SANDBOX, [GRANT], {"inline:a": Secret("x")}))
     await vault.admin.regrant(SANDBOX, [])
@@ -166,10 +166,10 @@ async def test_rotation_calls_leases_back_and_the_next_release_is_the_new_value(
     await opened(vault)
     worker = await vault.worker(SANDBOX, 1, revoked.put)
     lease = await worker.release(*ASK)
-    assert 2 == await vault.admin.rotate("token", Secret("new"))
+    assert 2 == await vault.admin.rotate("token", Secret("new-value"))
     assert frozenset({"token"}) == await revoked.get()
     assert not worker.current(lease)
-    assert Secret("new") == (await worker.release(*ASK)).value
+    assert Secret("new-value") == (await worker.release(*ASK)).value
     await vault.admin.delete("token")
     assert frozenset({"token"}) == await revoked.get()
     assert "unknown_secret" == await refusal(worker.release(*ASK))
@@ -181,7 +181,7 @@ async def test_a_worker_without_a_lease_is_not_told(vault: Any) -> None:
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
     await opened(vault)
     worker = await vault.worker(SANDBOX, 1, revoked.put)
-    await vault.admin.rotate("token", Secret("new"))
+    await vault.admin.rotate("token", Secret("new-value"))
     await worker.release(*ASK)
     assert revoked.empty()
     await worker.close()
@@ -204,6 +204,45 @@ async def test_regranting_ends_what_was_taken_away(vault: Any) -> None:
     await vault.admin.regrant(SANDBOX, [])
     assert frozenset({"token", "inline:a"}) == await revoked.get()
     assert "not_granted" == await refusal(worker.release(*ASK))
+    await worker.close()
+
+
+async def test_kept_inline_secrets_stay_beside_the_new_ones_and_their_leases_go_on(vault: Any) -> None:
+    """What lifecycle sends for a replaced credential: the new value beside the old one, then the old one dropped."""
+    revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
+    grants = [Grant.make(f"inline:{name}", "mine.test", 443, "https") for name in ("1/a", "1/b", "2/a")]
+    old_a, old_b, new_a = (Secret(text) for text in ("value of 1/a", "value of 1/b", "value of 2/a"))
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", grants[:2], {"inline:1/a": old_a, "inline:1/b": old_b})
+    worker = await vault.worker(SANDBOX, 1, revoked.put)
+    leases = {name: await worker.release(f"inline:{name}", "mine.test", 443, "https") for name in ("1/a", "1/b")}
+    await vault.admin.regrant(SANDBOX, grants, {"inline:2/a": new_a}, ["inline:1/a", "inline:1/b"])
+    values = [(await worker.release(grant.secret, "mine.test", 443, "https")).value for grant in grants]
+    assert [old_a, old_b, new_a] == values
+    assert [True, True] == [worker.current(lease) for lease in leases.values()]
+    assert revoked.empty()
+    await vault.admin.regrant(SANDBOX, grants[1:], {}, ["inline:1/b", "inline:2/a"])
+    assert frozenset({"inline:1/a"}) == await revoked.get()
+    assert [False, True] == [worker.current(lease) for lease in leases.values()]
+    assert "not_granted" == await refusal(worker.release("inline:1/a", "mine.test", 443, "https"))
+    assert new_a == (await worker.release("inline:2/a", "mine.test", 443, "https")).value
+    await vault.admin.regrant(SANDBOX, grants[2:], {"inline:2/a": old_a}, ["inline:2/a"])
+    assert old_a == (await worker.release("inline:2/a", "mine.test", 443, "https")).value
+    await worker.close()
+
+
+async def test_keeping_an_inline_secret_that_is_not_there_changes_nothing(vault: Any) -> None:
+    """Stored secrets and those of other sandboxes are not this sandbox's to keep either."""
+    await vault.admin.put("token", Secret(CANARY), BINDING)
+    mine = Grant.make("inline:1/a", "mine.test", 443, "https")
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [mine], {"inline:1/a": Secret("one")})
+    await vault.admin.open_sandbox("sbx-2", "lin-2", [], {"inline:9/z": Secret("two")})
+    for name in ("inline:2/a", "token", "inline:9/z"):
+        refused = vault.admin.regrant(SANDBOX, [], {"inline:2/b": Secret("new")}, ["inline:1/a", name])
+        assert "unknown_secret" == await refusal(refused)
+    worker = await vault.worker(SANDBOX, 1)
+    assert Secret("one") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
+    for keep in ("inline:1/a", [5], [""], ["inline:1/a"] * 257):
+        assert "bad_request" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], keep=keep))
     await worker.close()
 
 

@@ -49,39 +49,39 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 def test_a_stored_secret_is_given_back(store: Store) -> None:
     """Value, binding and version 1."""
-    info = store.put("a", Secret("1"), BINDING)
+    info = store.put("a", Secret("value-no-1"), BINDING)
     assert (1, BINDING) == (info.version, info.binding)
     assert info == store.info("a")
-    assert Secret("1") == store.value("a")
+    assert Secret("value-no-1") == store.value("a")
 
 
 def test_put_never_replaces(store: Store) -> None:
     """A second put of a name is refused and the first value stays."""
-    store.put("a", Secret("1"), BINDING)
+    store.put("a", Secret("value-no-1"), BINDING)
     with pytest.raises(SecretExistsError):
-        store.put("a", Secret("2"), BINDING)
-    assert Secret("1") == store.value("a")
+        store.put("a", Secret("value-no-2"), BINDING)
+    assert Secret("value-no-1") == store.value("a")
 
 
 def test_rotation_changes_the_value_and_the_version_only(store: Store) -> None:
     """Binding and creation time stay."""
-    before = store.put("a", Secret("1"), BINDING)
-    after = store.rotate("a", Secret("2"))
+    before = store.put("a", Secret("value-no-1"), BINDING)
+    after = store.rotate("a", Secret("value-no-2"))
     assert (2, before.created, BINDING) == (after.version, after.created, after.binding)
     assert after.updated > before.updated
-    assert Secret("2") == store.value("a")
+    assert Secret("value-no-2") == store.value("a")
 
 
 def test_what_was_deleted_is_unknown(store: Store) -> None:
     """Every operation but put refuses an unknown name."""
-    store.put("a", Secret("1"), BINDING)
+    store.put("a", Secret("value-no-1"), BINDING)
     store.delete("a")
     for call in (store.info, store.value, store.delete):
         with pytest.raises(UnknownSecretError):
             call("a")
     with pytest.raises(UnknownSecretError):
-        store.rotate("a", Secret("2"))
-    assert 1 == store.put("a", Secret("3"), BINDING).version
+        store.rotate("a", Secret("value-no-2"))
+    assert 1 == store.put("a", Secret("value-no-3"), BINDING).version
 
 
 def test_the_list_is_sorted_and_has_no_values(store: Store) -> None:
@@ -97,51 +97,51 @@ def test_the_list_is_sorted_and_has_no_values(store: Store) -> None:
 def test_bad_names_are_refused(store: Store, name: str) -> None:
     """A name is never a path."""
     with pytest.raises(GrantError):
-        store.put(name, Secret("1"), BINDING)
+        store.put(name, Secret("value-no-1"), BINDING)
 
 
 @pytest.mark.parametrize("value", ["", "a\r\nb", " a", "x" * 65537])
 def test_bad_values_are_refused_by_put_and_rotate(store: Store, value: str) -> None:
     """And the former value stays."""
-    store.put("a", Secret("1"), BINDING)
+    store.put("a", Secret("value-no-1"), BINDING)
     with pytest.raises(UnfitSecretError):
         store.put("b", Secret(value), BINDING)
     with pytest.raises(UnfitSecretError):
         store.rotate("a", Secret(value))
-    assert Secret("1") == store.value("a")
+    assert Secret("value-no-1") == store.value("a")
 
 
 def test_the_number_of_secrets_is_bounded() -> None:
     """One more than the limit is refused."""
     store = MemoryStore()
     for number in range(MAX_SECRETS):
-        store.put(f"s{number}", Secret("1"), BINDING)
+        store.put(f"s{number}", Secret("value-no-1"), BINDING)
     with pytest.raises(UnfitSecretError):
-        store.put("more", Secret("1"), BINDING)
+        store.put("more", Secret("value-no-1"), BINDING)
 
 
 def test_a_file_store_comes_back(tmp_path: Path) -> None:
     """Another opening with the same key gives the same secrets."""
     first = FileStore(tmp_path / "secrets", KEYRING)
-    info = first.put("a", Secret("1"), BINDING)
+    info = first.put("a", Secret("value-no-1"), BINDING)
     first.close()
     second = FileStore(tmp_path / "secrets", KEYRING)
     assert [info] == second.list_infos()
-    assert Secret("1") == second.value("a")
+    assert Secret("value-no-1") == second.value("a")
     second.close()
 
 
 def test_another_key_opens_nothing(tmp_path: Path) -> None:
     """With a wrong key every record is damaged, none is readable, and deleting one still works."""
     first = FileStore(tmp_path / "secrets", KEYRING)
-    first.put("a", Secret("1"), BINDING)
+    first.put("a", Secret("value-no-1"), BINDING)
     first.close()
     other = FileStore(tmp_path / "secrets", Keyring(bytes(32)))
     assert (["a"], []) == (other.damaged, other.list_infos())
     with pytest.raises(DamagedSecretError):
         other.value("a")
     with pytest.raises(SecretExistsError):
-        other.put("a", Secret("2"), BINDING)
+        other.put("a", Secret("value-no-2"), BINDING)
     other.delete("a")
     assert [] == other.damaged
     other.close()
@@ -168,10 +168,10 @@ def test_records_cannot_be_exchanged_or_put_back(tmp_path: Path) -> None:
     """A file under another's name, a body behind other metadata, and an older file are each detected."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     for name in ("a", "b"):
-        store.put(name, Secret("1"), BINDING)
+        store.put(name, Secret("value-no-1"), BINDING)
     first, second = sorted((tmp_path / "secrets").iterdir())
     old = first.read_bytes()
-    store.rotate("a", Secret("2"))
+    store.rotate("a", Secret("value-no-2"))
     new = first.read_bytes()
     end = 8 + int.from_bytes(old[4:8])  # where the sealed metadata ends
     for content in (second.read_bytes(), old, old[:end] + new[8 + int.from_bytes(new[4:8]) :]):
@@ -194,14 +194,14 @@ def test_files_are_private_and_hold_no_plaintext(tmp_path: Path) -> None:
 def test_links_are_not_followed(tmp_path: Path) -> None:
     """Neither a record nor the directory may be a symlink; others may not enter the directory."""
     store = FileStore(tmp_path / "secrets", KEYRING)
-    store.put("a", Secret("1"), BINDING)
+    store.put("a", Secret("value-no-1"), BINDING)
     (path,) = (tmp_path / "secrets").iterdir()
     path.rename(tmp_path / "moved")
     path.symlink_to(tmp_path / "moved")
     with pytest.raises(DamagedSecretError):
         store.value("a")
-    store.rotate("a", Secret("2"))  # replaces the link itself, not what it names
-    assert Secret("2") == store.value("a")
+    store.rotate("a", Secret("value-no-2"))  # replaces the link itself, not what it names
+    assert Secret("value-no-2") == store.value("a")
     assert not path.is_symlink()
     store.close()
     (tmp_path / "link").symlink_to(tmp_path / "secrets")

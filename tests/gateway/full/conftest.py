@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gateway.engine import EngineLimits, InspectedFlow
+from gateway.budget import Over
+from gateway.engine import EngineLimits, InspectedFlow, SecretRefused
 from gateway.full.engine import FullEngine
 from gateway.full.identity import LeafMint
 from gateway.hello import Hello, NeedMore, RequestHead, read_head, read_hello
@@ -212,6 +213,9 @@ class Rig:
     flows: list[asyncio.Task[None]] = field(default_factory=list)
     engine: FullEngine = None  # type: ignore[assignment]
     broken_lease: bool = False
+    over: Over | None = None
+    leased: list[RequestFacts] = field(default_factory=list)
+    refuse_lease: Callable[[RequestFacts], str | None] = lambda _facts: None
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
         self.facts.append(facts)
@@ -223,10 +227,16 @@ class Rig:
             return AllowRequest("open")
         return AllowRequest("api", (self.plan,))
 
-    async def lease(self, plan: InjectionPlan, host: str, port: int, scheme: Scheme) -> Secret:
+    def request(self) -> Over | None:
+        return self.over
+
+    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
         if self.broken_lease:
             raise ConnectionError("the vault is gone")
-        assert (self.plan, "good.test") == (plan, host)
+        assert (self.plan, "good.test") == (plan, facts.host)
+        self.leased.append(facts)
+        if refused := self.refuse_lease(facts):
+            raise SecretRefused(refused)
         return Secret(self.secret)
 
     async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
@@ -355,6 +365,7 @@ class running:
         intermediate = rig.sandbox_root.intermediate("Sandbox Worker")
         rig.engine = FullEngine(
             decider=rig,
+            allowance=rig,
             secrets=rig,
             recorder=rig.audit,
             dialler=rig,

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import zstandard
 
+from gateway.budget import Over
 from gateway.engine import EngineLimits
 from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme
@@ -306,6 +307,56 @@ async def test_without_the_vault_nothing_leaves_but_other_requests_do(rig):
     assert [b"503", b"200"] == [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
     assert b"credential proxy unavailable" in answer
     assert 1 == rig.upstream.requests
+
+
+async def test_each_request_asks_for_its_secret_with_its_own_method_and_path(rig):
+    """Also on one connection: a secret that may go to one path is denied to the next."""
+    rig.refuse_lease = lambda facts: None if facts.path == "/v1/in" else "the secret is not bound to this path"
+    post = b"POST /v1/out?q=1 HTTP/1.1\r\nHost: good.test\r\nContent-Length: 0\r\n\r\n"
+    answer = await rig.exchange(GET % b"/v1/in" + post + GET % b"/v1/in")
+    assert [b"200", b"403", b"200"] == [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+    assert b"Denied by policy rule api: the secret is not bound to this path\n" in answer
+    assert [("GET", "/v1/in"), ("POST", "/v1/out"), ("GET", "/v1/in")] == [
+        (facts.method, facts.path) for facts in rig.leased
+    ]
+    assert 2 == rig.upstream.requests
+    assert b"/v1/out" not in rig.upstream.data
+    (denied,) = [fields for kind, decision, fields in rig.audit.records if (kind, decision) == ("request", "deny")]
+    assert ("api", "the secret is not bound to this path", "api-token", "/v1/out") == tuple(
+        denied[key] for key in ("rule", "reason", "secret", "path")
+    )
+
+
+@pytest.mark.parametrize(("secret", "status"), [("7-chars", b"403"), ("8-chars!", b"200")])
+async def test_a_secret_too_short_to_be_scrubbed_is_not_sent_and_the_answer_says_why(rig, secret, status):
+    rig.secret = secret
+    answer = await rig.exchange(GET % b"/v1")
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert (status == b"403") == (b"the secret is shorter than 8 characters" in answer)
+    assert (status == b"200") == (secret.encode() in rig.upstream.data)
+    assert (status == b"403") == (("request", "deny") in rig.audit.kinds())
+
+
+async def test_one_request_too_many_is_a_429_that_says_when_to_come_back(rig):
+    rig.over = Over("more than 60 requests in a minute", 7)
+    answer = await rig.exchange(GET % b"/open")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+    assert b"\r\nretry-after: 7" in head
+    assert b"more than 60 requests in a minute" in body
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    (fields,) = [fields for kind, decision, fields in rig.audit.records if (kind, decision) == ("request", "deny")]
+    assert ("limits", "more than 60 requests in a minute") == (fields["rule"], fields["reason"])
+    rig.over = None
+    assert (await rig.exchange(GET % b"/open")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_where_waiting_is_no_use_the_answer_is_a_403(rig):
+    rig.over = Over("the sandbox has sent as many bytes as its policy allows", None)
+    answer = await rig.exchange(GET % b"/open")
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert b"Denied by policy rule limits: the sandbox has sent as many bytes" in answer
+    assert (0, [("request", "deny")]) == (rig.dials, rig.audit.kinds())
 
 
 async def test_a_value_that_would_split_a_header_is_not_sent(rig):

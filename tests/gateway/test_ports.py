@@ -1,0 +1,155 @@
+"""A leased secret goes only into requests its owner allowed, and no more bytes go up than the budget lets pass."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address
+from typing import Any
+
+import pytest
+
+import wire
+from gateway.budget import Budget
+from gateway.config import GatewayConfig
+from gateway.engine import SecretRefused
+from gateway.ports import LeasedSecrets, StreamDialler
+from gateway.resolver import Resolver
+from gateway.upstream import Dialler
+from policy.compiled import DENY_ALL
+from policy.facts import RequestFacts, Scheme
+from policy.injection import InjectionKind, InjectionPlan
+from policy.rules import Limits
+from vault.client import ReleaseRefusedError, VaultClient
+from vault.secret import Secret
+
+PLAN = InjectionPlan("api", "token", InjectionKind.BEARER, "Authorization")
+
+
+def request(method: str = "GET", path: str = "/v1/x") -> RequestFacts:
+    return RequestFacts("good.test", 443, Scheme.HTTPS, method, path, "q=1")
+
+
+@dataclass
+class Far:
+    """vaultd's end of the channel."""
+
+    scope: dict[str, Any] = field(default_factory=dict)
+    refusal: wire.RequestError | None = None
+    asked: list[wire.Message] = field(default_factory=list)
+    channel: wire.Client | None = None
+
+    async def handle(self, channel: wire.Client, _op: str, parameters: wire.Message, _fds: list[int]) -> wire.Message:
+        self.channel = channel
+        self.asked.append(parameters)
+        if self.refusal is not None:
+            raise self.refusal
+        return {"value": f"value {len(self.asked)}", "lease_seconds": 300, "scope": self.scope}
+
+
+@pytest.fixture
+async def far() -> Far:
+    return Far()
+
+
+@pytest.fixture
+async def secrets(far: Far) -> AsyncIterator[LeasedSecrets]:
+    near, other = socket.socketpair()
+    server = await wire.serve_connection(other, far.handle)
+    vault = VaultClient.from_fd(near.detach())
+    yield LeasedSecrets(lambda: vault)
+    await vault.close()
+    await server.close()
+
+
+async def test_a_release_is_asked_for_with_the_request_and_serves_the_next_ones(
+    far: Far, secrets: LeasedSecrets
+) -> None:
+    assert Secret("value 1") == await secrets.lease(PLAN, request("POST", "/v1/x"))
+    assert Secret("value 1") == await secrets.lease(PLAN, request("GET", "/other"))
+    where = {"secret": "token", "host": "good.test", "port": 443, "scheme": "https"}
+    assert [{**where, "method": "POST", "path": "/v1/x"}] == far.asked
+
+
+@pytest.mark.parametrize(
+    ("outside", "reason"),
+    [
+        (request("POST"), "the secret is not bound to this method"),
+        (request(path="/v2/x"), "the secret is not bound to this path"),
+        (request(path="/v1/../x"), "the path is missing or could be read in two ways"),
+    ],
+)
+async def test_a_lease_at_hand_is_refused_to_a_request_outside_its_scope(
+    far: Far, secrets: LeasedSecrets, outside: RequestFacts, reason: str
+) -> None:
+    far.scope = {"methods": ["GET"], "paths": ["/v1/*"]}
+    await secrets.lease(PLAN, request())
+    with pytest.raises(SecretRefused) as caught:
+        await secrets.lease(PLAN, outside)
+    assert reason == caught.value.reason
+    assert Secret("value 1") == await secrets.lease(PLAN, request(path="/v1/y"))
+    assert 1 == len(far.asked)
+
+
+async def test_a_value_that_came_with_another_scope_than_was_asked_for_is_not_used(
+    far: Far, secrets: LeasedSecrets
+) -> None:
+    far.scope = {"methods": ["PUT"], "paths": None}
+    with pytest.raises(SecretRefused):
+        await secrets.lease(PLAN, request())
+
+
+async def test_after_a_revocation_the_lease_is_asked_for_again(far: Far, secrets: LeasedSecrets) -> None:
+    await secrets.lease(PLAN, request())
+    assert far.channel is not None
+    await far.channel.notify("revoke", secrets=["token"])
+    await far.channel.call("revoke", secrets=[])  # its answer follows the notification
+    assert Secret("value 2") == await secrets.lease(PLAN, request())
+
+
+@pytest.mark.parametrize("code", ["not_bound", "not_granted", "expired", "unknown_secret"])
+async def test_what_vaultd_judged_is_a_refusal_with_its_reason(far: Far, secrets: LeasedSecrets, code: str) -> None:
+    far.refusal = wire.RequestError(code, "a sentence")
+    with pytest.raises(SecretRefused) as caught:
+        await secrets.lease(PLAN, request())
+    assert "a sentence" == caught.value.reason
+
+
+@pytest.mark.parametrize("code", ["audit_unavailable", "rate_limited", "damaged", "stale_generation"])
+async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSecrets, code: str) -> None:
+    far.refusal = wire.RequestError(code, "a sentence")
+    with pytest.raises(ReleaseRefusedError):
+        await secrets.lease(PLAN, request())
+
+
+async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent() -> None:
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = b""
+        try:
+            while part := await reader.read(100):
+                data += part
+        except ConnectionResetError:
+            pass
+        writer.close()
+        received.set_result(data)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    hosts = {"good.test": (IPv4Address("127.0.0.1"),)}
+    config = GatewayConfig("sbx-1", 1, DENY_ALL, "", (), IPv4Address("192.0.2.2"), (), hosts)
+    clock = asyncio.get_running_loop().time
+    spent: list[float] = []
+    budget = Budget(lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))
+    dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
+    _, writer, address = await StreamDialler(dialler, budget).dial("good.test", port)
+    assert "127.0.0.1" == address
+    writer.write(b"01234")
+    writer.writelines([b"56", b"789"])
+    await writer.drain()
+    assert (False, 0) == (writer.is_closing(), len(spent))
+    writer.write(b"X")
+    assert (True, 1) == (writer.is_closing(), len(spent))
+    assert (await received) in (b"0123456789", b"")  # a reset may overtake what was sent before it
+    server.close()
