@@ -66,7 +66,10 @@ class ServeConfig:
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            return socket.create_server((self.host, self.port), family=family, backlog=self.backlog)
+            listener = socket.create_server((self.host, self.port), family=family, backlog=self.backlog)
+            # Inherited by what is accepted: asyncio sets it only on sockets that name their protocol, these do not.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return listener
         except OSError as error:
             reason = "it is in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
             raise OSError(f"cannot listen on {self.host}:{self.port}: {reason}") from error
