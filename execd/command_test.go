@@ -332,6 +332,15 @@ func TestChildrenStartClean(t *testing.T) {
 	equal(t, ids[0], ids[1])
 }
 
+func TestChildrenGoBeforeTheDaemonWhenMemoryRunsOut(t *testing.T) {
+	f := newFixture(t)
+	result := f.run(object{
+		"command": `until grep -qx 500 /proc/$$/oom_score_adj; do :; done; cat /proc/self/oom_score_adj`,
+		"timeout": 5000,
+	})
+	equal(t, []string{"500\n"}, result.stdout)
+}
+
 func TestFinishedRecordsAreBounded(t *testing.T) {
 	records := NewRecords(10)
 	for range finishedLimit + 100 {

@@ -14,11 +14,14 @@ package main
 //     the gate for reading and looks at the state first.
 //   - A child starts with default signal dispositions, no blocked signal, its own
 //     session and no descriptor but 0, 1 and 2.
+//   - At a memory limit the kernel kills what was started here before this daemon:
+//     as PID 1 its end would be the sandbox's.
 
 import (
 	"os"
 	"os/signal"
 	"runtime"
+	"strconv"
 	"sync"
 	"syscall"
 	"time"
@@ -117,11 +120,18 @@ func (r *Reaper) Start(spec Spec) (*Process, error) {
 	if err != nil {
 		return nil, &os.PathError{Op: "fork/exec", Path: spec.Path, Err: err}
 	}
+	preferForKilling(pid)
 	process := &Process{Pid: pid, Done: make(chan struct{}), reaper: r}
 	r.table.Lock()
 	r.children[pid] = process
 	r.table.Unlock()
 	return process, nil
+}
+
+// preferForKilling makes a process, and what it will fork, the first to go when
+// memory runs out. Where that cannot be said, everything still works.
+func preferForKilling(pid int) {
+	_ = os.WriteFile("/proc/"+strconv.Itoa(pid)+"/oom_score_adj", []byte("500"), 0)
 }
 
 // SignalGroup signals the group while its leader is not yet reaped. It reports

@@ -62,10 +62,26 @@ def _listeners() -> Listeners:
     return Listeners(proxy, dns_udp, dns_tcp)
 
 
+def _tune(sock: socket.socket) -> None:
+    """For a relay: no waiting for more to send, and no waiting for a sandbox whose network stack is gone.
+
+    runsc's stack ends with the sandbox, without a FIN: only probes tell. They must be missed for half a minute.
+    """
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, 10),
+        (socket.TCP_KEEPINTVL, 5),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 30_000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 def _tcp_listener(port: int, backlog: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is accepted inherits it: we relay, at once
+    _tune(sock)  # what is accepted inherits it
     sock.bind(("0.0.0.0", port))  # noqa: S104 - every address of a namespace that has one interface
     sock.listen(backlog)
     return sock
@@ -75,7 +91,7 @@ def _dialling(interface: str) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode("ascii"))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _tune(sock)
     except BaseException:
         sock.close()
         raise

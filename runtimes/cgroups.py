@@ -151,3 +151,23 @@ class Cgroups:
                 with contextlib.suppress(OSError):
                     directory.rmdir()
         return tuple(residue)
+
+
+def remove_container_groups(container: str, mountinfo: str | None = None) -> tuple[str, ...]:
+    """Remove Docker's groups of a container that is gone; return those that stay.
+
+    Docker does it itself, unless its shim was killed before it could. Both of its layouts are looked at: `docker/<id>`
+    of the cgroupfs driver and systemd's scope.
+    """
+    text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+    kinds = (" - cgroup ", " - cgroup2 ")
+    points = [Path(line.split(" ")[4]) for line in text.splitlines() if any(kind in line for kind in kinds)]
+    left = []
+    for point in points:
+        for group in (point / "docker" / container, point / "system.slice" / f"docker-{container}.scope"):
+            for directory, _, _ in os.walk(group, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory)
+            if group.exists():
+                left.append(f"cgroup {group}")
+    return tuple(left)

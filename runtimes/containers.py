@@ -2,10 +2,13 @@
 
 - The image's entrypoint is replaced by execd, which starts the requested one.
 - Trust anchors, resolver, hosts and host name are ours, at fixed read-only mounts; the request cannot move them.
+- Processes are a container's when their command line names its id: shim, runtime, its helpers.
 - Everything mounted is readable by everybody inside: nothing here is secret.
 """
 
 import os
+import signal
+import time
 from pathlib import Path
 
 from runtimes import seccomp
@@ -16,6 +19,8 @@ from runtimes.spec import LaunchSpec
 
 CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
 EXECD = "/opt/opensandbox/execd"
+_LEAVE_SECONDS = 1.0
+_END_SECONDS = 2.0
 _CA_VARIABLES = (
     "SSL_CERT_FILE",
     "REQUESTS_CA_BUNDLE",
@@ -84,3 +89,34 @@ def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> Co
         memory_bytes=spec.memory_bytes,
         pids=spec.pids,
     )
+
+
+def processes(container: str) -> tuple[int, ...]:
+    """Return the processes on the host that name container id `container` in their command line."""
+    needle, found = container.encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if needle in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(int(name))
+        except OSError:
+            continue
+    return tuple(found)
+
+
+def end_processes(container: str) -> tuple[str, ...]:
+    """Wait until the processes of a removed container have left, end those that do not; return what is left.
+
+    Blocks for at most some seconds. After a start that failed, or a death of Docker, its shim may stay for ever.
+    """
+    began = time.monotonic()
+    while left := processes(container):
+        waited = time.monotonic() - began
+        if waited > _LEAVE_SECONDS + _END_SECONDS:
+            break
+        for pid in left if waited > _LEAVE_SECONDS else ():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+    return tuple(f"process {pid} of container {container[:12]}" for pid in left)

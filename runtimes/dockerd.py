@@ -79,6 +79,7 @@ class Dockerd:
         stale = Path(self._config.exec_root, "containerd")
         for path in (Path(self._config.pidfile), *stale.glob("containerd*.pid"), *stale.glob("containerd*.sock*")):
             path.unlink(missing_ok=True)
+        bound = self._bind_note.exists()
         log = os.open(self._config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -98,6 +99,8 @@ class Dockerd:
         except TimeoutError as error:
             await self._end(process)
             raise DockerdError(f"dockerd does not answer; see {self._config.log}") from error
+        if bound:  # by one that was killed; this one found the mount and takes it for somebody else's
+            self._bind_note.touch(mode=0o600)
 
     async def _answering(self, process: asyncio.subprocess.Process) -> None:
         while True:
@@ -149,8 +152,11 @@ class Dockerd:
 
     def _unmount(self) -> None:
         netns.unmount_below(Path(self._config.exec_root))
-        # dockerd binds its data directory over itself, notes that, and undoes it at its end, but not at an early one.
-        note = Path(self._config.exec_root, "unmount-on-shutdown")
-        if note.exists():
+        if self._bind_note.exists():
             netns.unmount(Path(self._config.data_root))
-            note.unlink()
+            self._bind_note.unlink()
+
+    @property
+    def _bind_note(self) -> Path:
+        """What dockerd writes when it bound its data directory over itself, to undo that when it ends in order."""
+        return Path(self._config.exec_root, "unmount-on-shutdown")

@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import wire
-from runtimes import netns, slots
-from runtimes.cgroups import Cgroups, Limits
+from runtimes import containers, netns, slots
+from runtimes.cgroups import Cgroups, Limits, remove_container_groups
 from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
 from runtimes.docker import Docker, DockerError, UnknownImage
@@ -35,6 +36,7 @@ from runtimes.workers import Identity, Worker, birth
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 _CALM_SECONDS = 60.0
 _PARALLEL_LAUNCHES = 4
+_SLOT_ATTEMPTS = 16
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Sandboxes:
         self._cgroups = cgroups
         self._limits = Limits()
         self._known: dict[str, Sandbox] = {}
-        self._free = list(range(config.uids.workers - 1, -1, -1))
+        self._free = deque(range(config.uids.workers))  # used in turn: a number, and its uid, rests before its next use
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
         self.closing = False
 
@@ -98,10 +100,7 @@ class Sandboxes:
     async def _launch(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
         began = time.monotonic()
         image = await self._docker.image(spec.image)
-        if not self._free:
-            raise wire.RequestError("full", "no slot is free")
-        sandbox.slot_index = self._free.pop()
-        sandbox.slot = await asyncio.to_thread(slots.make, self._run / "netns", sandbox.slot_index, PLAN)
+        await self._take_slot(sandbox)
         slotted = time.monotonic()
         sandbox.ingress = self._listen(spec.sandbox)
         sandbox.gateway = spec.gateway
@@ -121,6 +120,19 @@ class Sandboxes:
         }
         _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
         return {"started_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "timing": timing}
+
+    async def _take_slot(self, sandbox: Sandbox) -> None:
+        """Make a slot under the next free number; one whose name is taken by a stranger is passed over."""
+        for _ in range(min(len(self._free), _SLOT_ATTEMPTS)):
+            sandbox.slot_index = self._free.popleft()
+            try:
+                sandbox.slot = await asyncio.to_thread(slots.make, self._run / "netns", sandbox.slot_index, PLAN)
+                return
+            except FileExistsError:
+                _log.error("something stands where slot %d would be made", sandbox.slot_index)
+                self._free.append(sandbox.slot_index)
+                sandbox.slot_index = None
+        raise wire.RequestError("full", "no slot is free")
 
     def _listen(self, sandbox: str) -> socket.socket:
         """Make the ingress listener; connections wait in it while there is no worker."""
@@ -289,14 +301,20 @@ class Sandboxes:
         return tuple(residue)
 
     async def _remove_container(self, sandbox: Sandbox) -> list[str]:
+        """Remove the container, and what Docker forgets: after its own death, or when a start has failed."""
         try:
-            for container, _ in await self._docker.ours(sandbox.id):
+            known = {container for container, _ in await self._docker.ours(sandbox.id)}
+            for container in known:
                 await self._docker.remove(container)
-                for suffix in (".json", ".claimed", ".new"):
-                    (self._run / "plans" / f"{container}{suffix}").unlink(missing_ok=True)
-            return [f"container {container}" for container, _ in await self._docker.ours(sandbox.id)]
+            left = [f"container {container}" for container, _ in await self._docker.ours(sandbox.id)]
         except DockerError as error:
             return [f"container of {sandbox.id}: {error}"]
+        for container in known | ({sandbox.container} if sandbox.container is not None else set()):
+            for suffix in (".json", ".claimed", ".new"):
+                (self._run / "plans" / f"{container}{suffix}").unlink(missing_ok=True)
+            left += await asyncio.to_thread(containers.end_processes, container)
+            left += await asyncio.to_thread(remove_container_groups, container)
+        return left
 
     def _remove_files(self, sandbox: Sandbox) -> list[str]:
         paths = [self._run / "ingress" / f"{sandbox.id}.sock", self._run / "sandboxes" / sandbox.id]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.cgroups import Cgroups, Hierarchies, Limits, find, settings
+from runtimes.cgroups import Cgroups, Hierarchies, Limits, find, remove_container_groups, settings
 
 _V1 = """\
 32 31 0:27 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct
@@ -47,3 +47,26 @@ def test_a_limit_that_cannot_be_set_leaves_no_group(tmp_path: Path) -> None:
 def test_two_instances_have_groups_of_their_own(tmp_path: Path) -> None:
     hierarchies = Hierarchies(1, (tmp_path,))
     assert Cgroups("/run/a", hierarchies).parent != Cgroups("/run/b", hierarchies).parent
+
+
+def test_what_docker_left_of_a_container_is_removed_in_every_hierarchy_and_nothing_else(tmp_path: Path) -> None:
+    points = [tmp_path / "memory", tmp_path / "unified"]
+    kept = points[0] / "docker" / "other"
+    for group in (points[0] / "docker" / "id1" / "init", points[1] / "system.slice" / "docker-id1.scope", kept):
+        group.mkdir(parents=True)
+    table = "".join(
+        f"1 2 0:3 / {point} rw - {kind} none rw\n" for point, kind in zip(points, ("cgroup", "cgroup2"), strict=True)
+    )
+
+    assert () == remove_container_groups("id1", table)
+    assert not (points[0] / "docker" / "id1").exists()
+    assert not (points[1] / "system.slice" / "docker-id1.scope").exists()
+    assert kept.exists()
+
+
+def test_a_group_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
+    group = tmp_path / "docker" / "id1"
+    group.mkdir(parents=True)
+    (group / "tasks").touch()
+
+    assert (f"cgroup {group}",) == remove_container_groups("id1", f"1 2 0:3 / {tmp_path} rw - cgroup none rw\n")

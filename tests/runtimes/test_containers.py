@@ -1,9 +1,13 @@
 """What a container is made of."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
-from runtimes.containers import CA_BUNDLE, command, environment, plan_container, write_files
+from runtimes.containers import CA_BUNDLE, command, end_processes, environment, plan_container, write_files
 from runtimes.spec import LaunchSpec
 from tests.runtimes.test_spec import launch_message
 
@@ -32,3 +36,25 @@ def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None
     plan = plan_container(spec, "sha256:1", tmp_path, Path("/execd"))
     assert ("sha256:1", "sallyport-runc") == (plan.image, plan.runtime)
     assert {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", CA_BUNDLE} <= {bind.destination for bind in plan.binds}
+
+
+def test_processes_that_name_a_removed_container_are_ended() -> None:
+    """And nobody else: a shim that stays behind is known by the id in its command line."""
+    container, other = "c0ffee" * 10 + "aaaa", "c0ffee" * 10 + "bbbb"
+    script = "import sys; print(flush=True); sys.stdin.read()"
+    pair = [
+        subprocess.Popen([sys.executable, "-c", script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for name in (container, other)
+    ]
+    with pair[0], pair[1]:
+        try:
+            for process in pair:
+                assert process.stdout is not None and process.stdout.readline()
+            reaper = threading.Thread(target=pair[0].wait)
+            reaper.start()
+            assert () == end_processes(container)
+            reaper.join()
+            assert (-signal.SIGKILL, None) == (pair[0].returncode, pair[1].poll())
+        finally:
+            for process in pair:
+                process.kill()

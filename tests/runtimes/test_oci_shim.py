@@ -72,6 +72,13 @@ def test_the_namespace_is_set_and_only_dockers_hook_is_gone() -> None:
     assert config["linux"]["sysctl"]["net.ipv4.ping_group_range"] == "1 0"
 
 
+def test_planned_mounts_carry_no_privilege_and_nothing_propagates() -> None:
+    config = bundle()
+    harden(config, plan(), "runc")
+    assert ["rbind", "ro", "rprivate", "nosuid", "nodev"] == config["mounts"][2]["options"]
+    assert "rprivate" == config["linux"]["rootfsPropagation"]
+
+
 def _changed(path: str, value: Any) -> dict[str, Any]:
     config = copy.deepcopy(bundle())
     at: Any = config

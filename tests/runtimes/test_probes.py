@@ -1,0 +1,102 @@
+"""What the doctor judges from bytes and numbers alone."""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from runtimes import probes
+from runtimes.doctor import Question, add_to_docker, ask, lines
+from runtimes.probes import ProbeError
+from runtimes.shim_install import entries
+from runtimes.spec import HostConfig, Uids
+from tests.runtimes.test_spec import host_config
+
+
+def _elf(*kinds: int) -> bytes:
+    head = bytearray(64)
+    head[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<Q", head, 32, 64)
+    struct.pack_into("<HH", head, 54, 56, len(kinds))
+    return bytes(head) + b"".join(struct.pack("<I", kind) + bytes(52) for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("head", "static"),
+    [
+        (_elf(1, 2), True),
+        (_elf(1, 3), False),
+        (_elf(), False),
+        (_elf(1)[:100], False),
+        (b"#!/bin/sh\n", False),
+        (b"", False),
+    ],
+)
+def test_a_static_program_asks_for_no_loader(head: bytes, static: bool) -> None:
+    assert static == probes.is_static(head)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "count", "expected"),
+    [
+        ("serve", 700000001, 1, ["serve"]),
+        ("range", 600000000, 100000001, []),
+        ("range", 600000000, 100000002, ["range"]),
+        ("last", 700005095, 1, ["last"]),
+        ("behind", 700005096, 10, []),
+    ],
+)
+def test_ids_of_others_are_told_to_the_last_number(name: str, first: int, count: int, expected: list[str]) -> None:
+    assert expected == probes.overlapping(Uids(), [(name, first, count)])
+
+
+def test_subordinate_ranges_are_read_and_rubbish_is_not() -> None:
+    text = "agent:100000:65536\n# nothing\nbad:x:1\n"
+    assert [("agent", 100000, 65536)] == probes.subordinate(text)
+
+
+def test_a_program_that_is_missing_or_fails_is_told_apart() -> None:
+    with pytest.raises(ProbeError, match="is missing"):
+        probes.program("/nonexistent/x")
+    with pytest.raises(ProbeError, match="fails with status 1"):
+        probes.program("/bin/false")
+
+
+def test_an_image_must_be_a_tar(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_text("no tar")
+    images = [{"name": "x", "tar": str(tmp_path / "x.tar")}]
+    with pytest.raises(ProbeError, match="is not a tar"):
+        probes.images(HostConfig.model_validate(host_config(images=images)))
+    (tmp_path / "x.tar").write_bytes(bytes(10240))
+    assert "x" == probes.images(HostConfig.model_validate(host_config(images=images)))
+
+
+def test_a_resolver_on_loopback_is_of_no_use() -> None:
+    with pytest.raises(ProbeError, match="this host itself"):
+        probes.resolvers(HostConfig.model_validate(host_config(dns_upstreams=["127.0.0.53:53"])))
+    with pytest.raises(ProbeError, match="no resolver"):
+        probes.resolvers(HostConfig.model_validate(host_config(dns_upstreams=[])))
+
+
+def test_roots_must_be_certificates_and_readable(tmp_path: Path) -> None:
+    path = tmp_path / "roots.pem"
+    path.write_text("nothing")
+    path.chmod(0o644)
+    with pytest.raises(ProbeError, match="no certificate"):
+        probes.roots(str(path))
+    path.chmod(0o600)
+    with pytest.raises(ProbeError, match="readable by everybody"):
+        probes.roots(str(path))
+
+
+def test_a_failure_is_one_line_with_its_remedy() -> None:
+    def missing() -> str:
+        raise FileNotFoundError(2, "No such file or directory", "/x")
+
+    checks = [ask(Question("a", "mend it", missing)), ask(Question("b", "mend it", lambda: "fine"))]
+    assert ["FAIL  a: FileNotFoundError: No such file or directory: /x -> mend it", "ok    b: fine"] == lines(checks)
+
+
+def test_what_to_add_to_docker_is_the_very_text() -> None:
+    said = add_to_docker(entries(Path("/run/sallyport/runtimes"), ["runsc"]))
+    assert said.endswith(': "runtimes": {"sallyport-runsc": {"path": "/run/sallyport/runtimes/sallyport-runsc"}}')

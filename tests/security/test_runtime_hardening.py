@@ -1,0 +1,368 @@
+"""What a process inside a sandbox is, has and may do, against the documented table of each runtime.
+
+The same probe runs inside and, as a control, as root on the host in namespaces of its own: a door that is shut in
+the sandbox but not there is one that can open.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opensandbox.exceptions import SandboxException
+from opensandbox.models.execd import RunCommandOpts
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.sandboxes import DemoSandbox
+from demo.stack import Stack
+from runtimes.containers import CA_BUNDLE, EXECD
+from runtimes.docker import CAPABILITIES
+
+pytestmark = pytest.mark.system
+
+PROBE = Path(__file__).with_name("hardening_probe.py")
+ENDED = {"Failed", "Terminated"}
+OTHER = {"runsc": "runc", "runc": "runsc"}
+_NUMBERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETGID": 6, "SETUID": 7}
+_NUMBERS |= {"NET_BIND_SERVICE": 10}
+MASK = f"{sum(1 << _NUMBERS[name] for name in CAPABILITIES):016x}"
+NONE = f"{0:016x}"
+
+OPEN = {
+    # Raising one's own chance to be killed is everybody's right; lowering it is not.
+    "runc": {"write /proc/1/oom_score_adj"},
+    # All of these are the sandbox's own kernel's: its keyring, its priorities, its files. Nothing of the host's is
+    # behind them; what they change ends at the sandbox, whose limits are set outside of it.
+    "runsc": {
+        "keyctl",
+        "nice -5",
+        "ping socket",
+        "unshare user",
+        "netlink uevent",
+        "write /proc/1/oom_score_adj",
+        "write /proc/sysrq-trigger",
+        "write /proc/sys/kernel/hostname",
+        "write /proc/sys/net/ipv4/ip_forward",
+        "write /proc/sys/vm/overcommit_memory",
+        "write /sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "write /sys/fs/cgroup/devices/devices.allow",
+        "write /sys/fs/cgroup/pids/pids.max",
+    },
+}
+PROVEN = {
+    *("keyctl", "add_key", "bpf", "perf_event_open", "io_uring", "open_by_handle_at", "process_vm_readv"),
+    *("pidfd_getfd", "fsopen", "mount", "setns", "mknod", "route", "chroot", "sethostname", "raw icmp", "raw ip"),
+    *("unshare mnt", "unshare uts", "unshare ipc", "unshare user", "unshare net", "family packet"),
+    *("netlink netfilter", "netlink generic", "write /proc/sys/kernel/core_pattern"),
+}
+NODES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx")}
+OURS = {
+    *(EXECD, CA_BUNDLE, "/etc/ssl/certs/ca-certificates.crt", "/etc/resolv.conf", "/etc/hosts", "/etc/hostname"),
+}
+
+
+_STRANGERS = """
+import os
+listed = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+threads = {int(name) for pid in listed for name in os.listdir(f"/proc/{pid}/task")}
+found = []
+for pid in set(range(1, 32768)) - listed - threads:
+    try:
+        os.kill(pid, 0)
+        found.append(pid)
+    except ProcessLookupError:
+        pass
+print(found)
+"""
+
+
+@pytest.fixture(scope="module", name="reports")
+def _reports(stack: Stack, sandboxes: dict[str, DemoSandbox]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for runtime, sandbox in sandboxes.items():
+        inside = stack.connect(sandbox.id)
+        try:
+            inside.files.write_file("/tmp/hardening.py", PROBE.read_text())
+            _, printed = sandbox.run("python3 /tmp/hardening.py")
+            found[runtime] = json.loads(printed)
+        finally:
+            inside.close()
+    return found
+
+
+@pytest.fixture(scope="module", name="control")
+def _control() -> dict[str, Any]:
+    command = ["unshare", "-mnui", "sh", "-c", f"ip link set lo up && exec python3 {PROBE}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@pytest.fixture(name="small")
+def _small(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
+    """A sandbox of its own, with little of everything."""
+    sandbox = stack.create(runtime, resource={"memory": "256Mi", "cpu": "500m", "pids": "128"})
+    try:
+        yield sandbox
+    finally:
+        with contextlib.suppress(SandboxException):  # a test may have done it
+            sandbox.kill()
+        sandbox.close()
+
+
+def host_pid(stack: Stack, sandbox: str) -> int:
+    """The sandbox's first process as the host sees it: PID 1 on runc, the kernel of it on runsc."""
+    container = stack.host("inspect", sandbox=sandbox)["container"]
+    return int(stack.docker("inspect", "-f", "{{.State.Pid}}", container).stdout)
+
+
+def printed(sandbox: SandboxSync, command: str) -> str:
+    execution = sandbox.commands.run(command)
+    return "".join(message.text for message in (*execution.logs.stdout, *execution.logs.stderr))
+
+
+def state_within(stack: Stack, sandbox: str, states: set[str], seconds: float = 15.0) -> str:
+    """The state that the API tells of a sandbox, once it is one of `states` or the time is over."""
+    deadline = time.monotonic() + seconds
+    address, key = f"{stack.base}/v1/sandboxes/{sandbox}", {"OPEN-SANDBOX-API-KEY": stack.api_key}
+    while True:
+        state = str(httpx.get(address, headers=key, timeout=10).json()["status"]["state"])
+        if state in states or time.monotonic() > deadline:
+            return state
+        time.sleep(0.1)
+
+
+def test_the_doors_can_open(control: dict[str, Any]) -> None:
+    """On the host, as root, what is tried below succeeds."""
+    assert set() == {name for name in PROVEN if control["doors"][name] != "open"}
+
+
+def test_exactly_the_documented_doors_are_open(runtime: str, reports: dict[str, dict[str, Any]]) -> None:
+    doors: dict[str, str] = reports[runtime]["doors"]
+
+    assert {} == {name: outcome for name, outcome in doors.items() if "broken" in outcome}
+    assert set() == {name for name, outcome in doors.items() if outcome == "open"} - OPEN[runtime]
+
+
+@pytest.mark.parametrize("who", ["init", "self"])
+def test_capabilities_are_the_documented_ones(who: str, runtime: str, reports: dict[str, dict[str, Any]]) -> None:
+    status = reports[runtime][who]
+
+    assert (MASK, MASK, MASK) == (status["CapPrm"], status["CapEff"], status["CapBnd"])
+    assert (NONE, NONE) == (status["CapInh"], status["CapAmb"])
+    assert "1" == status["NoNewPrivs"]
+    if runtime == "runc":
+        assert "2" == status["Seccomp"]
+
+
+def test_an_exec_of_docker_gains_nothing(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
+    """Not even root on the host gets a process with more than PID 1's privileges into a sandbox."""
+    container = stack.host("inspect", sandbox=sandboxes[runtime].id)["container"]
+    plain = stack.docker("exec", container, "sh", "-c", "cat /proc/self/status; ls /proc/self/fd")
+    privileged = stack.docker("exec", "--privileged", container, "true")
+
+    assert re.search(rf"CapEff:\s+{MASK}\n", plain.stdout)
+    assert re.search(r"NoNewPrivs:\s+1\n", plain.stdout)
+    assert ["0", "1", "2", "3"] == plain.stdout.split()[-4:]  # 3 is `ls` reading the directory
+    assert 0 != privileged.returncode
+    assert "capabilities" in privileged.stderr + privileged.stdout
+
+
+def test_a_set_user_id_program_gives_nothing(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
+    command = (
+        "cp $(readlink -f $(command -v python3)) /tmp/raised && chmod 4755 /tmp/raised && stat -c %a /tmp/raised && "
+        "python3 -c 'import os; os.setgid(65534); os.setuid(65534); "
+        'os.execv("/tmp/raised", ["raised", "-c", "import os; print(os.geteuid())"])\'; rm -f /tmp/raised'
+    )
+    _, text = sandboxes[runtime].run(command)
+
+    assert ["4755", "65534"] == text.split()
+
+
+def test_device_nodes_are_the_harmless_ones(runtime: str, reports: dict[str, dict[str, Any]]) -> None:
+    """runsc adds the nodes of its own fuse and tun; nobody inside has the capability that they ask for."""
+    allowed = NODES | ({"/dev/fuse", "/dev/net/tun"} if runtime == "runsc" else set())
+
+    assert set() == reports[runtime]["nodes"].keys() - allowed
+    assert "open" != reports[runtime]["doors"]["tun"]
+
+
+def test_mounts_are_ours_read_only_and_inert(runtime: str, reports: dict[str, dict[str, Any]]) -> None:
+    report = reports[runtime]
+    kinds: dict[str, str] = report["kinds"]
+    kernel = {"proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "dev"}
+
+    assert OURS | {"/"} == {path for path, kind in kinds.items() if kind not in kernel}
+    assert [] == [path for path in OURS if not {"ro", "nosuid"} <= set(report["mounts"][path])]
+    if runtime == "runc":
+        assert [] == [path for path in OURS if "nodev" not in report["mounts"][path]]
+    assert [] == report["propagation"]
+    assert [] == [path for path in report["mounts"] if "docker" in path or path.endswith(".sock")]
+
+
+def test_no_descriptor_leads_out(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
+    """A command has its three; PID 1 of runc has no directory, namespace or file of the host."""
+    _, text = sandboxes[runtime].run("ls /proc/self/fd | wc -l; ls -d /proc/self/fd/* /proc/self/cwd/..")
+    assert "4" == text.split()[0]
+    if runtime == "runc":
+        pid = host_pid(stack, sandboxes[runtime].id)
+        held = {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
+        harmless = re.compile(
+            r"(pipe|socket|anon_inode):.*|/dev/null|/sys/fs/cgroup/cpu.*|/proc/\d+/.*|/opt/opensandbox/.*"
+        )
+        assert set() == {path for path in held if not harmless.fullmatch(path)}
+
+
+@pytest.mark.parametrize("kind", ["net", "pid", "mnt", "ipc", "uts"])
+def test_namespaces_are_nobody_elses(kind: str, runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
+    def inode(pid: int | str) -> int:
+        return os.stat(f"/proc/{pid}/ns/{kind}").st_ino
+
+    names = [sandboxes[runtime].id, sandboxes[OTHER[runtime]].id]
+    own, other = (inode(host_pid(stack, name)) for name in names)
+    worker = inode(stack.host("inspect", sandbox=names[0])["worker_pid"])
+
+    assert own not in {other, worker, inode("self")}
+
+
+def test_only_the_sandboxs_own_processes_can_be_seen(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
+    """No pid beyond one's own answers to a signal, and none has a root directory to look into."""
+    _, text = sandboxes[runtime].run(f"cat >/tmp/pids.py <<'END'\n{_STRANGERS}END\npython3 /tmp/pids.py")
+
+    assert "[]" == text.strip()
+
+
+def test_init_holds_nothing_worth_stealing(
+    runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox], reports: dict[str, dict[str, Any]]
+) -> None:
+    """Only the hash of the token is there, and nothing in any environment leads to the token."""
+    sandbox = stack.connect(sandboxes[runtime].id)
+    try:
+        token = sandbox.get_endpoint(44772).headers["X-EXECD-ACCESS-TOKEN"]
+        egress = sandbox.get_endpoint(18080).headers["OPENSANDBOX-EGRESS-AUTH"]
+    finally:
+        sandbox.close()
+    report = reports[runtime]
+    command = report["command"]
+
+    assert hashlib.sha256(token.encode()).hexdigest() == command[command.index("--access-token-sha256") + 1]
+    told = json.dumps([command, report["environment"]])
+    assert [] == [value for value in (token, egress, stack.api_key) if value in told]
+    assert "open" != report["doors"]["read /proc/1/environ"]
+    _, text = sandboxes[runtime].run("grep -alsF -e EXECD_ACCESS_TOKEN /proc/*/environ; env | grep -ci token; true")
+    assert "0" == text.strip()
+
+
+def test_execd_answers_nobody_without_its_token(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
+    """401 from inside and through the proxy: with none, a wrong one, another sandbox's, and the hash itself."""
+    name, other = sandboxes[runtime].id, sandboxes[OTHER[runtime]].id
+    theirs = stack.connect(other)
+    try:
+        stranger = theirs.get_endpoint(44772).headers["X-EXECD-ACCESS-TOKEN"]
+    finally:
+        theirs.close()
+    _, shown = sandboxes[runtime].run("tr '\\0' '\\n' </proc/1/cmdline | sed -n 4p")
+    address = f"{stack.base}/v1/sandboxes/{name}/proxy/44772/files/info?path=/etc/passwd"
+    header = "X-EXECD-ACCESS-TOKEN"
+    given: list[dict[str, str]] = [{}, *({header: value} for value in ("", "x", stranger, shown.strip()))]
+
+    assert [401] * len(given) == [httpx.get(address, headers=headers, timeout=10).status_code for headers in given]
+    key = {"OPEN-SANDBOX-API-KEY": stack.api_key}
+    assert 401 == httpx.get(address, headers=key, timeout=10).status_code
+    for host in ("127.0.0.1", "192.0.2.2", "[::1]"):
+        _, code = sandboxes[runtime].run(
+            f"curl -s -o /dev/null --max-time 5 -w '%{{http_code}}' -X POST -d '{{\"command\":\"id\"}}' "
+            f"http://{host}:44772/command"
+        )
+        assert code in ("401", "000" if host == "[::1]" else "401")
+
+
+def test_execd_ended_from_inside_ends_the_sandbox(runtime: str, stack: Stack, small: SandboxSync) -> None:
+    """runc's PID 1 cannot be killed, only asked; either way the sandbox is then told dead, and nothing answers."""
+    if runtime == "runc":
+        assert "alive" in printed(small, "kill -KILL 1; echo alive")
+    endpoint = small.get_endpoint(44772)
+    signal = "TERM" if runtime == "runc" else "KILL"
+    small.commands.run(f"kill -{signal} 1", opts=RunCommandOpts(background=True))
+
+    assert state_within(stack, str(small.id), ENDED) in ENDED
+    assert 502 == httpx.get(f"http://{endpoint.endpoint}/ping", headers=endpoint.headers, timeout=20).status_code
+
+
+def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> None:
+    """Over the limit runc loses the process and runsc the sandbox; the gateway is not touched."""
+    worker = stack.host("inspect", sandbox=str(small.id))["worker_pid"]
+    assert "fits" in printed(small, "python3 -c 'bytearray(64 << 20)' && echo fits")
+    command = "python3 -c 'bytearray(400 << 20)'"
+    if runtime == "runsc":
+        small.commands.run(command, opts=RunCommandOpts(background=True))
+        assert "Failed" == state_within(stack, str(small.id), ENDED)
+    else:
+        assert "ended 137" in printed(small, f"{command}; echo ended $?")
+        assert "here" in printed(small, "echo here")
+
+    assert worker == stack.host("inspect", sandbox=str(small.id))["worker_pid"]
+
+
+def test_processes_are_limited_and_execd_survives_the_storm(runtime: str, stack: Stack, small: SandboxSync) -> None:
+    """A fork storm ends at the limit; the sandbox can still be asked, or is told dead; it can be removed at once."""
+    storm = "for i in $(seq 400); do sleep 60 & done 2>&1 | tail -c 300"
+    small.commands.run(f"sh -c '{storm}'", opts=RunCommandOpts(background=True, timeout=timedelta(seconds=8)))
+    container = stack.host("inspect", sandbox=str(small.id))["container"]
+    group = next(path for path in Path("/sys/fs/cgroup").glob(f"**/{container}/pids.max"))
+
+    assert "128" == group.read_text().strip()
+    assert int((group.parent / "pids.current").read_text()) <= 128
+    assert state_within(stack, str(small.id), {"Running"}) == "Running"
+    began = time.monotonic()
+    small.kill()
+    assert time.monotonic() - began < 10
+
+
+def test_processor_time_is_limited(small: SandboxSync) -> None:
+    """Half a processor is half a processor."""
+    burn = "import time\nw=time.time()\nwhile time.time()-w<2: pass\nprint(time.process_time()/2)"
+
+    assert float(printed(small, f"python3 -c '{burn}'")) < 0.85
+
+
+def test_no_core_is_dumped(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
+    _, text = sandboxes[runtime].run("ulimit -Hc; ulimit -c unlimited 2>&1 | grep -c .")
+
+    assert ["0", "1"] == text.split()
+
+
+def test_runsc_runs_with_the_stated_flags_and_writes_no_log(stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
+    words = Path(f"/proc/{host_pid(stack, sandboxes['runsc'].id)}/cmdline").read_bytes().decode().split("\0")
+    values = dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("-") and "=" in word)
+
+    assert "sandbox" == values.get("network", "sandbox")
+    for flag in ("net-raw", "allow-packet-socket-write", "allow-flag-override", "debug", "strace", "log-packets"):
+        assert "false" == values.get(flag, "false")
+    assert "none" == values.get("host-uds", "none")
+    assert [] == [word for word in values if "TESTONLY" in word or "debug-log" in word]
+
+
+@pytest.mark.parametrize("descriptor", [3, 7, 8])
+def test_a_work_directory_that_is_a_descriptor_starts_nothing(descriptor: int, stack: Stack) -> None:
+    """CVE-2024-21626: an image that wants to work in a directory of runc's is refused, and nothing is left of it."""
+    image = f"sallyport/workdir-{descriptor}"
+    before = stack.host("list")["sandboxes"]
+    work = f"WORKDIR /proc/self/fd/{descriptor}"
+    assert 0 == stack.docker("import", "-c", work, os.environ["SALLYPORT_EMPTY_IMAGE"], image).returncode
+    try:
+        with pytest.raises(SandboxException):
+            stack.create("runc", image=image, policy="deny-all")
+    finally:
+        stack.docker("rmi", "-f", image)
+
+    assert before == stack.host("list")["sandboxes"]
