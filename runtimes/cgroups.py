@@ -157,17 +157,20 @@ def remove_container_groups(container: str, mountinfo: str | None = None) -> tup
     """Remove Docker's groups of a container that is gone; return those that stay.
 
     Docker does it itself, unless its shim was killed before it could. Both of its layouts are looked at: `docker/<id>`
-    of the cgroupfs driver and systemd's scope.
+    of the cgroupfs driver and systemd's scope. Blocks for at most `_SETTLE_SECONDS`: a group can be removed only when
+    the last process in it has been reaped.
     """
     text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
     kinds = (" - cgroup ", " - cgroup2 ")
     points = [Path(line.split(" ")[4]) for line in text.splitlines() if any(kind in line for kind in kinds)]
-    left = []
-    for point in points:
-        for group in (point / "docker" / container, point / "system.slice" / f"docker-{container}.scope"):
+    names = (Path("docker", container), Path("system.slice", f"docker-{container}.scope"))
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while left := [group for point in points for name in names if (group := point / name).exists()]:
+        for group in left:
             for directory, _, _ in os.walk(group, topdown=False):
                 with contextlib.suppress(OSError):
                     os.rmdir(directory)
-            if group.exists():
-                left.append(f"cgroup {group}")
-    return tuple(left)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return tuple(f"cgroup {group}" for group in left if group.exists())
