@@ -69,6 +69,9 @@ _STATUSES = {
     "500": "500 Internal Server Error",
 }
 
+PAUSE = b""
+"""In the place of a piece: a moment in which nothing is sent."""
+
 REDIRECTS = {
     "attacker": f"https://{ATTACKER}/taken",
     "metadata": f"http://{METADATA_ADDRESS}/latest/meta-data/",
@@ -86,6 +89,14 @@ def _chunked(body: bytes, size: int, trailers: bytes = b"") -> Pieces:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
     parts = [body[start : start + size] for start in range(0, len(body), size)]
     return [head, *(b"%x\r\n%s\r\n" % (len(part), part) for part in parts), b"0\r\n" + trailers + b"\r\n"]
+
+
+def mirror(body: bytes, first: int) -> Pieces:
+    """What the client sent, sent back: its first bytes, a moment later the others."""
+    head, *_ = _chunked(b"", 1)
+    parts = (b"%x\r\n%s\r\n" % (len(part), part) if part else b"" for part in (body[:first], body[first:]))
+    before, after = parts
+    return [head + before, PAUSE, after + b"0\r\n\r\n"]
 
 
 def forms(secret: str) -> dict[str, tuple[Pieces, bool]]:

@@ -1,4 +1,4 @@
-"""Attacks in exact bytes: sent from a sandbox and, for the control, from where no gate stands; judged where they arrive.
+"""Attacks in exact bytes: sent from a sandbox and, for the control, from where no gate stands; judged at the far end.
 
 - Every attack writes its mark into what it sends, so that what arrives can be told apart.
 - `Verdicts` holds both sides of one batch: what each client got, and what the servers noted, the wire carried and the
@@ -74,14 +74,14 @@ class Verdicts:
         return str(self.answers[attack.name]["received"])
 
     def arrived(self, attack: Attack) -> list[str]:
-        """The targets with this attack's mark that any server noted; `refused LINE` where it was no request to it."""
+        """The targets of requests with this attack's mark that any server received."""
         mark = self.marks[attack.name]
-        found = [
-            str(note["target"]) if "target" in note else f"refused {note.get('refused', '')}"
-            for note in self.noted
-            if mark in json.dumps(note)
-        ]
-        return sorted(found)
+        return sorted(str(note["target"]) for note in self.noted if "target" in note and mark in json.dumps(note))
+
+    def heard(self, attack: Attack) -> bool:
+        """Whether any server got a byte string with this attack's mark, a request or not."""
+        mark = self.marks[attack.name]
+        return any(mark in note.get("heard", "") for note in self.noted)
 
     def expected(self, attack: Attack) -> list[str]:
         """The targets that may arrive."""
@@ -113,8 +113,7 @@ class Verdicts:
 def marks(attacks: Iterable[Attack]) -> dict[str, str]:
     """A mark for each attack that appears nowhere else."""
     prefix = os.urandom(3).hex()
-    made = {attack.name: f"m{prefix}{number:03d}z" for number, attack in enumerate(attacks)}
-    return made
+    return {attack.name: f"m{prefix}{number:03d}z" for number, attack in enumerate(attacks)}
 
 
 def _read_notes(internet: Internet) -> list[dict[str, Any]]:
@@ -179,6 +178,9 @@ def _run(
             time.sleep(0.2)
             noted, logged = _read_notes(internet)[before:], records()
             verdicts = Verdicts(named, answers, noted, [*gated.since(0), *ungated.since(0)], logged)
-            if verdicts.received_requests == verdicts.logged_requests or not logged:
+            complete = (
+                verdicts.received_requests == verdicts.logged_requests if logged else all(map(verdicts.heard, attacks))
+            )
+            if complete:
                 break
     return verdicts

@@ -25,7 +25,7 @@ from typing import Any
 
 PATIENCE_SECONDS = 6.0
 QUIET_SECONDS = 0.8
-_PARALLEL = 12
+_PARALLEL = 24
 
 
 class Channel:
@@ -72,7 +72,8 @@ class Channel:
     def _first_flight(self, data: bytes, shape: dict[str, Any]) -> None:
         if "replace" in shape:
             old, new = (text.encode("latin-1") for text in shape["replace"])
-            assert old in data and len(old) == len(new), "a replacement keeps the length"
+            if old not in data or len(old) != len(new):
+                raise ValueError("a replacement keeps the length")
             data = data.replace(old, new)
         if "append" in shape:
             data = _with_extension(data, bytes.fromhex(shape["append"]))

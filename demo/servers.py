@@ -21,20 +21,23 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from dnslib import QTYPE, RCODE, RR, A, DNSError, DNSRecord
 
-from demo.echoes import REDIRECTS, forms
+from demo.echoes import PAUSE, REDIRECTS, forms, mirror
 from demo.hostile_names import HostileNames
 from demo.internet import ADDRESSES, API, ATTACKER, ATTACKER_V6, DNS_ADDRESS, GIT, INDEX, METADATA_ADDRESS, STATUS
 
 PACKAGE = "bank_tools"
 VERSION = "1.0"
 _MAX_BODY = 64 * 1024 * 1024
+_MAX_HEARD = 64 * 1024
 
 
 class RequestLog:
@@ -88,6 +91,23 @@ def _wheel() -> bytes:
     return buffer.getvalue()
 
 
+class _Heard(io.RawIOBase):
+    """Reads a connection and remembers the beginning of what it read."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.data = bytearray()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._connection.recv_into(buffer)
+        if len(self.data) < _MAX_HEARD:
+            self.data += bytes(buffer[:count])
+        return count
+
+
 class Handler(BaseHTTPRequestHandler):
     """One request of any of the hosts; the server it belongs to says which."""
 
@@ -97,11 +117,15 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """The request log is the record; nothing goes to standard error."""
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What is no request has arrived all the same."""
-        line = getattr(self, "raw_requestline", b"")
-        self.server.log.note(self.server.name, port=self.server.port, refused=line[:65536].decode("latin-1"))
-        super().send_error(code, message, explain)
+    def setup(self) -> None:
+        super().setup()
+        self._heard = _Heard(self.connection)
+        self.rfile = io.BufferedReader(self._heard)
+
+    def finish(self) -> None:
+        """What was no request has arrived all the same."""
+        super().finish()
+        self.server.log.note(self.server.name, port=self.server.port, heard=bytes(self._heard.data).decode("latin-1"))
 
     def _body(self) -> bytes:
         length = int(self.headers.get("Content-Length") or 0)
@@ -129,6 +153,9 @@ class Handler(BaseHTTPRequestHandler):
     def _raw(self, pieces: list[bytes], ends: bool) -> None:
         """Send a response as it is, each piece in a TLS record of its own; to HEAD only the first."""
         for piece in pieces[:1] if self.command == "HEAD" else pieces:
+            if piece == PAUSE:
+                time.sleep(0.3)
+                continue
             self.wfile.write(piece)
             self.wfile.flush()
         self.close_connection = ends or self.command == "HEAD"
@@ -209,6 +236,9 @@ class Handler(BaseHTTPRequestHandler):
         if parts.path == "/v1/echo":
             pieces, ends = forms(self.server.accounts["api"])[options["form"]]
             self._raw(pieces, ends)
+            return
+        if parts.path == "/v1/mirror":
+            self._raw(mirror(body, int(options["first"])), False)
             return
         if parts.path == "/v1/redirect":
             self._reply(int(options["status"]), b"this way\n", Location=REDIRECTS[options["to"]])

@@ -5,10 +5,12 @@
   What a scheme adds (`Bearer `, `user:` before encoding) needs no form of its own: the value inside is found.
 - In a body each byte of a match becomes `*`, so that lengths, and with them every kind of framing, stay right. In a
   header a match becomes `[REDACTED]`.
-- The output of a `Scrubber` does not depend on how its input was cut into chunks. Only bytes that may be the beginning
-  of a match are held back (and one base64 character), so a stream of events is not delayed by the window.
+- The output of a `Scrubber` does not depend on how its input was cut into chunks. What is held back does not depend on
+  the values, only on their length: the last line, as far as a match could begin in it. Whoever chooses what a server
+  sends learns nothing from when it arrives. No form has a line end or NUL in it, so events and lines are not delayed.
 - At the end of a stream, a held beginning of `MIN_PARTIAL` bytes or more is taken out too: a response cut inside a
-  secret shows no part of it. After an abrupt end, what is held is never released.
+  secret shows no part of it. That answers a guess, so `Scrubber.partial` tells of it, and an engine allows few of them.
+  After an abrupt end, what is held is never released.
 
 Pure. Not covered: compressed bytes (see `gateway.full.decode`), reversals, ciphers, and other transformations.
 """
@@ -84,9 +86,13 @@ class Patterns:
         return earliest
 
     def hold(self, data: bytes) -> int:
-        """Where what must be held back of `data` begins: `partial`, and a left neighbour of a match to come."""
-        start = self.partial(data)
-        return start - (start > 0 and data[start - 1] in _BASE64)
+        """Where what must be held back of `data` begins.
+
+        A match that is not complete begins less than `longest` bytes before the end, one whose right neighbour is
+        missing exactly there, and its left neighbour one byte before; and none reaches over a line end.
+        """
+        line = max(data.rfind(end) for end in (b"\n", b"\r", b"\0")) + 1
+        return max(line, len(data) - self.longest - 1, 0)
 
 
 def _partial(data: bytes, form: bytes, longest: int) -> int:
@@ -137,11 +143,19 @@ def _base64_forms(raw: bytes) -> set[bytes]:
 
 
 class Scrubber:
-    """Scrubs one body. Feed it chunks in order, then call `finish` once, unless the body ended abruptly."""
+    """Scrubs one body. Feed it chunks in order, then call `finish` once, unless the body ended abruptly.
 
-    __slots__ = ("_held", "_masked", "_patterns")
+    Args:
+        prompt: hold back only what may be the beginning of a match. For protocols whose peers wait for one another's
+            messages; who chooses the server's messages there can tell from their arrival how a value begins.
+    """
 
-    def __init__(self, patterns: Patterns) -> None:
+    __slots__ = ("_held", "_masked", "_patterns", "_prompt", "partial")
+
+    def __init__(self, patterns: Patterns, *, prompt: bool = False) -> None:
+        self._prompt = prompt
+        self.partial = False
+        """After `finish`: whether the stream ended with what may be the beginning of a value."""
         self._patterns = patterns
         self._held = b""
         self._masked = 0  # so many bytes at the start of _held belong to a match found before
@@ -149,13 +163,18 @@ class Scrubber:
     def feed(self, chunk: bytes) -> bytes:
         """Return what can be let out so far."""
         data = self._held + chunk
-        return self._release(data, self._patterns.hold(data))
+        start = self._patterns.hold(data)
+        if self._prompt:
+            partial = self._patterns.partial(data)
+            start = max(start, partial - (partial > 0 and data[partial - 1] in _BASE64))
+        return self._release(data, start)
 
     def finish(self) -> bytes:
         """Return the rest."""
         data = self._held
         start = self._patterns.partial(data)
         if len(data) - start >= MIN_PARTIAL:
+            self.partial = True
             return self._release(data, len(data), extra=(start, len(data)))
         return self._release(data, len(data))
 

@@ -29,7 +29,7 @@ from gateway.full import pages
 from gateway.full.decode import decode
 from gateway.hello import Refused
 from gateway.inject import InjectionError, inject
-from gateway.scrub import Patterns, Scrubber, scrub_bytes, scrub_header
+from gateway.scrub import Patterns, Scrubber, scrub_header
 from gateway.translate import Headers, RequestParts, Translated, translate
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
@@ -41,9 +41,23 @@ _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te"}
     | {b"trailer", b"upgrade", b"alt-svc", b"http2-settings"}
 )
-_NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"range", b"if-range"})
+_NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _VERSIONS = {"HTTP/1.0": 10, "HTTP/1.1": 11, "HTTP/2.0": 20}
 _WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+MAX_PARTIAL = 8
+"""Responses to one sandbox that may end with what looks like the beginning of a secret. Each answers one guess."""
+
+
+@dataclass(slots=True)
+class Reflections:
+    """How often responses ended with what looks like the beginning of a secret. One per engine."""
+
+    partial: int = 0
+
+    @property
+    def too_many(self) -> bool:
+        return self.partial >= MAX_PARTIAL
 
 
 class Unstamped(Exception):
@@ -74,8 +88,10 @@ class Gate:
         secrets: Secrets,
         recorder: Recorder,
         limits: EngineLimits,
+        reflections: Reflections,
     ) -> None:
         self._flow = flow
+        self._reflections = reflections
         self._facts = FlowFacts(flow.host, flow.port, flow.scheme)
         self._decider = decider
         self._allowance = allowance
@@ -156,6 +172,8 @@ class Gate:
         decision = self._decider.decide_request(translated.facts)
         if isinstance(decision, AllowRequest) and translated.websocket and decision.injections:
             return Deny(decision.rule, "WebSocket is off for requests that carry a secret")
+        if isinstance(decision, AllowRequest) and decision.injections and self._reflections.too_many:
+            return Deny("reflection", "too many responses ended with what looks like the beginning of a secret")
         if not isinstance(decision, AllowRequest | Deny):
             raise TypeError("a decision is AllowRequest or Deny")
         return decision
@@ -278,16 +296,26 @@ class Gate:
         encodings = _encodings(response.headers)
         if self._patterns is not None and encodings not in ([], ["identity"]):
             return  # not streamed: `response` gets the whole body, within the limit of the buffer
-        scrubber = None if self._patterns is None else Scrubber(self._patterns)
+        scrubber = None if self._patterns is None else Scrubber(self._patterns, prompt=_is_grpc(response.headers))
+        if scrubber is not None and response.headers.get("grpc-encoding", "identity") != "identity":
+            raise Unstamped("compressed messages cannot be scrubbed")
 
         def stream(data: bytes) -> list[bytes]:
             stamp.bytes_down += len(data)
             if scrubber is not None:
-                data = scrubber.feed(data) if data else scrubber.finish()
+                data = scrubber.feed(data) if data else self._finish(scrubber)
             # Never an empty chunk: in chunked coding it would end the body.
             return [data] if data else []
 
         response.stream = stream
+
+    def _finish(self, scrubber: Scrubber) -> bytes:
+        rest = scrubber.finish()
+        if scrubber.partial:
+            self._reflections.partial += 1
+            reason = "a response ended with what looks like the beginning of a secret"
+            self._recorder.note("request", "info", rule="reflection", reason=reason, **self._where())
+        return rest
 
     def _cleaned(self, headers: http.Headers, stamp: Stamp, status: int) -> list[tuple[bytes, bytes]]:
         closes = b"close" in headers.get("connection", "").lower().encode("latin-1", "replace")
@@ -341,7 +369,8 @@ class Gate:
                 b"HTTP/1.1", 502, b"Bad Gateway", http.Headers(fields), page, None, time.time(), time.time()
             )
             return
-        response.data.content = scrub_bytes(patterns, decoded)
+        scrubber = Scrubber(patterns)
+        response.data.content = scrubber.feed(decoded) + self._finish(scrubber)
         for name in ("content-encoding", "transfer-encoding", "content-length"):
             response.headers.pop(name, None)
         response.headers["content-length"] = str(len(response.data.content))
@@ -469,6 +498,11 @@ def _forms(value: str, rendered: str) -> set[str]:
 def _encodings(headers: http.Headers) -> list[str]:
     values = headers.get_all("content-encoding")
     return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]
+
+
+def _is_grpc(headers: http.Headers) -> bool:
+    """Whether the peers may wait for one another's messages, which have no line ends."""
+    return str(headers.get("content-type", "")).lower().startswith("application/grpc")
 
 
 def _accepts(flow: HTTPFlow, stamp: Stamp) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import h2.errors
 import h2.events
+import h2.exceptions
 import h11
 from mitmproxy import http
 from mitmproxy.connection import ConnectionState, Server
@@ -308,6 +309,8 @@ class StrictHttp2Server(_http2.Http2Server):
             if self._resets > MAX_RESETS:
                 yield from self.protocol_error("too many resets", h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
                 return True
+        if isinstance(event, h2.exceptions.ProtocolError):  # in the place of events that cannot be read
+            yield RefusedRequestHook("malformed HTTP/2")
         if isinstance(event, h2.events.RequestReceived):
             # mitmproxy overwrites :scheme before anybody else sees it.
             scheme = b"https" if self._pin.tls else b"http"
@@ -353,6 +356,7 @@ class StrictStream(mitm_http.HttpStream):
         # Answered locally: do not wait for the body, and drop the stream, which discards what still comes.
         self.client_state = self.state_done
         yield from self.send_response()
+        self.client_state = self.state_errored  # what of the body was queued meanwhile is swallowed
 
     def state_consume_response_body(self, event: events.Event) -> Commands[None]:
         known = len(self.response_body_buf)
