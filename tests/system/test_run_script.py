@@ -1,8 +1,13 @@
 """The front door says what it does and refuses what it cannot do."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,3 +51,29 @@ def test_the_command_line_sees_what_was_built_and_files_of_the_callers_directory
         seen.append(done.stderr.split(":")[0])
 
     assert [f"{tmp_path}/built/audit", f"{tmp_path}/own/audit"] == seen
+
+
+def test_clean_removes_what_run_made_and_only_that(tmp_path: Path) -> None:
+    """A mount and a process that name its directories go too; a copy of the script, so that no .venv goes."""
+    script = tmp_path / "checkout" / "run"
+    script.parent.mkdir()
+    script.write_bytes((ROOT / "run").read_bytes())
+    script.chmod(0o755)
+    home, run_dir = tmp_path / "home", tmp_path / "run"
+    for directory in (home / "cache", run_dir / "netns"):
+        directory.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(run_dir / "netns")], check=True)
+    sleeper = subprocess.Popen(["sh", "-c", "sleep 300", f"{run_dir}/x"])
+    bystander = subprocess.Popen(["sleep", "300"])
+    environment = {**os.environ, "SALLYPORT_HOME": str(home), "SALLYPORT_RUN_DIR": str(run_dir)}
+    try:
+        done = subprocess.run([script, "clean"], env=environment, capture_output=True, text=True, check=False)
+
+        assert 0 == done.returncode, done.stderr
+        assert (False, False) == (home.exists(), run_dir.exists())
+        assert -signal.SIGTERM == sleeper.wait(10)
+        assert bystander.poll() is None
+    finally:
+        for process in (sleeper, bystander):
+            process.kill()
+            process.wait()
