@@ -98,7 +98,9 @@ def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char]) -> No
     Raises:
         OSError: it was refused.
     """
-    if LIBC.syscall(NUMBERS[name], *arguments) < 0:
+    # Whole words: as plain ints the last ones would leave the upper half of their place on the stack as it was.
+    words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    if LIBC.syscall(NUMBERS[name], *words) < 0:
         raise OSError(ctypes.get_errno(), name)
 
 
