@@ -1,0 +1,28 @@
+"""What the documents name exists: a claim whose test is gone is no longer a claim."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/compatibility.md", "docs/threat-model.md")
+_PATH = re.compile(r"`((?:tests|docs|gateway|runtimes|lifecycle|policy|audit|vault|wire|demo)/[\w./-]+)`")
+_TEST = re.compile(r"`(test_\w+)`")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_path_and_test_that_is_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+
+    assert [] == [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
+    assert [] == [name for name in _TEST.findall(text) if f"def {name}(" not in sources]
+
+
+def test_every_claim_of_the_threat_model_names_a_test() -> None:
+    table = (ROOT / "docs/threat-model.md").read_text().split("## Claims")[1].split("## If a component")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| Claim")]
+
+    assert len(rows) > 10
+    assert [] == [row for row in rows if not ("Ways out" in row or _TEST.search(row) or "`tests/" in row)]
