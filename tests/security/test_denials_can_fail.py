@@ -97,12 +97,13 @@ def test_without_our_seccomp_profile_the_kernel_doors_open(internet: Internet, c
     assert controls["io-uring"] > 0
 
 
-def test_two_sandboxes_on_one_segment_do_reach_one_another(stack: Stack, values: Secrets) -> None:
+def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, stack: Stack, values: Secrets) -> None:
     (attempt,) = (a for a in ATTEMPTS if a.far_end is FarEnd.NEIGHBOUR)
-    one, other = DemoSandbox(stack, "runc", values), DemoSandbox(stack, "runc", values)
+    one, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
     try:
         join_neighbours(stack, one.id, other.id)
         with (
+            one.address_restored(),
             Capture(stack.netns(other.id, "sbx"), "eth0") as wire,
             PrivilegedContainer(stack.netns(one.id, "sbx"), sandbox_targets(), "192.0.2.1") as container,
         ):
