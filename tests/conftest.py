@@ -1,10 +1,13 @@
 """One demo internet and one running Sallyport for all system and security tests of a session.
 
 These tests need root and what `./run test` prepares (dockerd, runsc, execd, images); it names them in SALLYPORT_*
-variables. Without them a system test fails: it is never skipped.
+variables. Without them a system test fails: it is never skipped. Two sessions at once need a home, a run directory,
+SALLYPORT_TEST_INTERNET (prefix of namespaces) and SALLYPORT_TEST_PORT each.
 """
 
+import os
 import secrets
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +17,11 @@ import pytest
 from demo.control import run_controls
 from demo.internet import API, GIT, INDEX, Internet
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import Stack
+from demo.stack import IMAGE, Stack
 
 RUNTIMES = ("runsc", "runc")
+INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
+PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
 
 
 @pytest.fixture(scope="session", name="values")
@@ -39,7 +44,7 @@ def _directory() -> Iterator[Path]:
 @pytest.fixture(scope="session", name="internet")
 def _internet(directory: Path, values: Secrets) -> Iterator[Internet]:
     accounts = {"git": values.git, "index": values.index, "api": values.api}
-    with Internet("spdemo", directory / "internet", accounts) as internet:
+    with Internet(INTERNET, directory / "internet", accounts) as internet:
         yield internet
 
 
@@ -50,7 +55,7 @@ def _controls(internet: Internet) -> dict[str, int]:
 
 @pytest.fixture(scope="session", name="stack")
 def _stack(directory: Path, internet: Internet, values: Secrets) -> Iterator[Stack]:
-    with Stack(internet, directory / "sallyport") as stack:
+    with Stack(internet, directory / "sallyport", port=PORT) as stack:
         for name, host, value in (
             ("git-login", GIT, values.git),
             ("index-login", INDEX, values.index),
@@ -77,3 +82,31 @@ def _sandboxes(stack: Stack, values: Secrets) -> Iterator[dict[str, DemoSandbox]
 def _runtime(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+class Second(Stack):
+    """A Sallyport of its own, with the empty image only: one that may be killed."""
+
+    @property
+    def settings(self) -> str:
+        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{IMAGE}"')
+        return head + tail.partition("\n\n")[2]
+
+
+@pytest.fixture(name="second")
+def _second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    """A second server beside the session's, with its own Docker and internet, for tests that kill or bend it."""
+    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-second")
+    home = tmp_path / "home"
+    for parent in (home, *tmp_path.parents[:3], tmp_path):
+        parent.mkdir(exist_ok=True)
+        parent.chmod(0o711)
+    monkeypatch.setenv("SALLYPORT_HOME", str(home))
+    monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
+    accounts = {"git": "a:b", "index": "a:b", "api": "c"}
+    with Internet(f"{INTERNET}-second", tmp_path / "internet", accounts) as internet:
+        try:
+            with Second(internet, tmp_path / "stack", port=PORT + 1) as stack:
+                yield stack
+        finally:
+            subprocess.run(["rm", "-rf", str(run), str(home)], check=False)

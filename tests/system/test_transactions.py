@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ import httpx
 import pytest
 from opensandbox.models.execd import RunCommandOpts
 
-from demo.internet import API, ATTACKER, STATUS, Internet
+from demo.internet import API, ATTACKER, STATUS
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import EMPTY_IMAGE, IMAGE, Stack
+from demo.stack import EMPTY_IMAGE, Stack
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -298,35 +297,7 @@ def test_a_killed_control_plane_comes_back_to_what_it_left(runtime: str, stack: 
 _LOOP = f"while :; do curl -sS -o /dev/null --max-time 5 https://{STATUS}/ && echo x >>/tmp/count; sleep 0.2; done\n"
 
 
-class Second(Stack):
-    """A Sallyport of its own, with the empty image only: one that may be killed."""
-
-    @property
-    def settings(self) -> str:
-        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{IMAGE}"')
-        return head + tail.partition("\n\n")[2]
-
-
-@pytest.fixture(name="second")
-def _second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Second]:
-    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-second")
-    home = tmp_path / "home"
-    for parent in (home, *tmp_path.parents[:3], tmp_path):
-        parent.mkdir(exist_ok=True)
-        parent.chmod(0o711)
-    monkeypatch.setenv("SALLYPORT_HOME", str(home))
-    monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
-    accounts = {"git": "a:b", "index": "a:b", "api": "c"}
-    with Internet("spsecond", tmp_path / "internet", accounts) as internet:
-        try:
-            stack = Second(internet, tmp_path / "stack", port=18091)
-            with stack:
-                yield stack
-        finally:
-            subprocess.run(["rm", "-rf", str(run), str(home)], check=False)
-
-
-async def test_the_end_of_the_host_daemon_is_the_end_of_its_sandboxes(second: Second) -> None:
+async def test_the_end_of_the_host_daemon_is_the_end_of_its_sandboxes(second: Stack) -> None:
     """SIGTERM with live sandboxes on both runtimes: no process, namespace, mount, group or container is left."""
     async with client(second) as http:
         requests = [body(extensions={"sallyport.runtime": runtime}) for runtime in ("runc", "runsc")]
@@ -342,7 +313,7 @@ async def test_the_end_of_the_host_daemon_is_the_end_of_its_sandboxes(second: Se
     assert [] == [line for line in mounts if f"{second.run}/" in line]
 
 
-async def test_a_launch_whose_docker_dies_leaves_nothing(second: Second) -> None:
+async def test_a_launch_whose_docker_dies_leaves_nothing(second: Stack) -> None:
     """Killed in the middle of launches, Docker comes back; what failed is gone, and the next create works."""
     before = take(second)
     async with client(second) as http:
