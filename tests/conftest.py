@@ -94,19 +94,18 @@ class Second(Stack):
 
 
 @pytest.fixture(name="second")
-def _second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    """A second server beside the session's, with its own Docker and internet, for tests that kill or bend it."""
+def _second(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    """A second server beside the session's, with its own Docker and internet, for tests that kill or bend one."""
     run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-second")
-    home = tmp_path / "home"
-    for parent in (home, *tmp_path.parents[:3], tmp_path):
-        parent.mkdir(exist_ok=True)
-        parent.chmod(0o711)
-    monkeypatch.setenv("SALLYPORT_HOME", str(home))
-    monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
     accounts = {"git": "a:b", "index": "a:b", "api": "c"}
-    with Internet(f"{INTERNET}-second", tmp_path / "internet", accounts) as internet:
-        try:
-            with Second(internet, tmp_path / "stack", port=PORT + 1) as stack:
-                yield stack
-        finally:
-            subprocess.run(["rm", "-rf", str(run), str(home)], check=False)
+    with tempfile.TemporaryDirectory(prefix="sallyport-second-") as name:
+        place = Path(name)
+        place.chmod(0o711)
+        monkeypatch.setenv("SALLYPORT_HOME", str(place / "home"))
+        monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
+        with Internet(f"{INTERNET}-second", place / "internet", accounts) as internet:
+            try:
+                with Second(internet, place / "stack", port=PORT + 1) as stack:
+                    yield stack
+            finally:
+                subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)
