@@ -27,6 +27,7 @@ const (
 	codeUnknown         = "UNKNOWN"
 	codeUnauthorized    = "UNAUTHORIZED"
 	codeUnavailable     = "SERVICE_UNAVAILABLE"
+	codeContextNotFound = "CONTEXT_NOT_FOUND"
 )
 
 const (
@@ -47,6 +48,8 @@ func (p *problem) Error() string { return p.message }
 func badRequest(message string) *problem {
 	return &problem{http.StatusBadRequest, codeInvalidBody, message}
 }
+
+var errEmptyBody = badRequest("request body is empty")
 
 func missingQuery(name string) *problem {
 	return &problem{http.StatusBadRequest, codeMissingQuery, "missing query parameter '" + name + "'"}
@@ -126,7 +129,7 @@ func decodeJSON(w http.ResponseWriter, r *http.Request, limit int64, into any) e
 		return badRequest("request body is larger than " + strconv.FormatInt(limit, 10) + " bytes")
 	}
 	if errors.Is(err, io.EOF) {
-		return badRequest("request body is empty")
+		return errEmptyBody
 	}
 	if err != nil {
 		return badRequest("error parsing request: " + jsonFault(err))

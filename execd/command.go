@@ -117,7 +117,7 @@ func (c *Commands) validate(request *commandRequest) (*plan, error) {
 	}
 	p.env = c.env.ForCommand(request.Envs)
 	if request.Cwd != nil && *request.Cwd != "" {
-		if p.directory, err = c.workingDirectory(*request.Cwd, p.env); err != nil {
+		if p.directory, err = c.workingDirectory(*request.Cwd, p.env, c.directory); err != nil {
 			return nil, err
 		}
 	}
@@ -150,8 +150,8 @@ func (c *Commands) identity(uid, gid *int64) (*syscall.Credential, error) {
 	return credential, nil
 }
 
-// workingDirectory expands with the command's environment.
-func (c *Commands) workingDirectory(text string, env map[string]string) (string, error) {
+// expandPath expands with the command's environment; the result may be relative.
+func (c *Commands) expandPath(text string, env map[string]string) (string, error) {
 	missing, prefix, rest := false, "", text
 	if after, ok := strings.CutPrefix(text, "~"); ok && (after == "" || after[0] == '/') {
 		prefix, rest = c.home(), after
@@ -169,17 +169,37 @@ func (c *Commands) workingDirectory(text string, env map[string]string) (string,
 	if strings.IndexByte(path, 0) >= 0 {
 		return "", badRequest("cwd contains NUL")
 	}
-	if !filepath.IsAbs(path) {
-		path = filepath.Join(c.directory, path)
+	return path, nil
+}
+
+// expandDirectory is expandPath for a directory that need not exist; one that is
+// relative begins at base.
+func (c *Commands) expandDirectory(text string, env map[string]string, base string) (string, error) {
+	path, err := c.expandPath(text, env)
+	if err == nil && !filepath.IsAbs(path) {
+		path = filepath.Join(base, path)
 	}
+	return path, err
+}
+
+// workingDirectory is expandDirectory for one that must exist.
+func (c *Commands) workingDirectory(text string, env map[string]string, base string) (string, error) {
+	path, err := c.expandDirectory(text, env, base)
+	if err == nil {
+		err = checkDirectory(path)
+	}
+	return path, err
+}
+
+func checkDirectory(path string) error {
 	info, err := os.Stat(path)
 	if err != nil {
-		return "", badRequest("cwd is not accessible: " + path + ": " + reason(err))
+		return badRequest("cwd is not accessible: " + path + ": " + reason(err))
 	}
 	if !info.IsDir() {
-		return "", badRequest("cwd is not a directory: " + path)
+		return badRequest("cwd is not a directory: " + path)
 	}
-	return path, nil
+	return nil
 }
 
 func (c *Commands) home() string { return c.env.Home(c.accounts) }

@@ -130,7 +130,7 @@ func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
 
 	var pumps sync.WaitGroup
 	for i, kind := range []string{"stdout", "stderr"} {
-		lines := &lineSplitter{emit: func(text []byte) { stream.text(kind, text) }}
+		lines := &lineSplitter{bare: !keepTerminators, emit: func(text []byte) { stream.text(kind, text) }}
 		pumps.Go(func() { pipes[i].copyTo(lines, stream.flush) })
 	}
 	c.pingUntil(rec.done, stream)

@@ -3,8 +3,8 @@ package main
 // Cuts a byte stream into the texts of output events (contract 4.4).
 //
 // Invariants
-//   - The concatenation of all texts is the input, byte for byte, as long as
-//     keepTerminators is set; no text is empty.
+//   - The concatenation of all texts is the input, byte for byte, unless they are
+//     bare; no text is empty.
 //   - \n, \r and \r\n end a text; \r\n is one terminator also across reads.
 //   - No text is longer than maxText bytes, so that even with six JSON bytes per
 //     byte an event stays below 1 MiB; a cut never splits a UTF-8 sequence.
@@ -22,6 +22,7 @@ const keepTerminators = true
 type lineSplitter struct {
 	pending []byte
 	held    bool // pending ends with \r whose \n may follow
+	bare    bool // texts lose their terminator; one that has nothing else stays "\n"
 	emit    func(text []byte)
 }
 
@@ -66,7 +67,7 @@ func (s *lineSplitter) flush() {
 }
 
 func (s *lineSplitter) send(text []byte) {
-	if !keepTerminators {
+	if s.bare {
 		if bare := bytes.TrimRight(text, "\r\n"); len(bare) > 0 {
 			text = bare
 		} else {

@@ -64,13 +64,15 @@ func run() int {
 	}
 	reaper := NewReaper()
 	accounts := func() Accounts { return LoadAccounts("") }
+	commands := &Commands{
+		reaper: reaper, records: NewRecords(config.MaxRunning), env: env, accounts: accounts,
+		directory: directory, tail: config.Tail, log: logger,
+	}
 	server := &Server{
-		auth: auth,
-		port: config.Port,
-		commands: &Commands{
-			reaper: reaper, records: NewRecords(config.MaxRunning), env: env, accounts: accounts,
-			directory: directory, tail: config.Tail, log: logger,
-		},
+		auth:     auth,
+		port:     config.Port,
+		commands: commands,
+		sessions: NewSessions(commands),
 		files: &Files{
 			env: env, accounts: accounts, directory: directory, umask: currentUmask(),
 			walks: make(chan struct{}, concurrentWalks),

@@ -59,12 +59,13 @@ func newFixture(t *testing.T) *fixture {
 	env := NewEnvironment(append(os.Environ(), "EXECD_ENVS="+f.envFile, "EXECD_ACCESS_TOKEN=secret", "FIXTURE=daemon"))
 	accounts := func() Accounts { return LoadAccounts("") }
 	logger := log.New(io.Discard, "", 0)
+	commands := &Commands{
+		reaper: testReaper, records: NewRecords(defaultMaxRunning), env: env, accounts: accounts,
+		directory: "/", tail: defaultTail, log: logger,
+	}
 	f.server = &Server{
 		auth: auth, port: defaultPort,
-		commands: &Commands{
-			reaper: testReaper, records: NewRecords(defaultMaxRunning), env: env, accounts: accounts,
-			directory: "/", tail: defaultTail, log: logger,
-		},
+		commands: commands, sessions: NewSessions(commands),
 		files:   &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
 		metrics: NewMetrics(), proxy: newProxy(func(string) {}), log: logger,
 	}
@@ -126,11 +127,17 @@ type testRun struct {
 // run executes a foreground command to its end.
 func (f *fixture) run(request any) testRun {
 	f.t.Helper()
+	return f.runAt("/command", request)
+}
+
+// runAt reads the stream of a route to its end.
+func (f *fixture) runAt(path string, request any) testRun {
+	f.t.Helper()
 	body, err := json.Marshal(request)
 	if err != nil {
 		f.t.Fatal(err)
 	}
-	response := f.do("POST", "/command", bytes.NewReader(body))
+	response := f.do("POST", path, bytes.NewReader(body))
 	if response.StatusCode != 200 {
 		text, _ := io.ReadAll(response.Body)
 		f.t.Fatalf("status %d: %s", response.StatusCode, text)

@@ -13,7 +13,7 @@ package main
 //   - No signal is sent to a process that was already reaped: signalling holds
 //     the gate for reading and looks at the state first.
 //   - A child starts with default signal dispositions, no blocked signal, its own
-//     session and no descriptor but 0, 1 and 2.
+//     session and no descriptor but 0, 1, 2 and what its Spec names.
 //   - At a memory limit the kernel kills what was started here before this daemon:
 //     as PID 1 its end would be the sandbox's.
 
@@ -45,13 +45,14 @@ type Process struct {
 	reaped bool // guarded by the gate
 }
 
-// Spec says what to start. Files are descriptors for 0, 1 and 2.
+// Spec says what to start. Files are descriptors for 0, 1 and 2, Extra those for higher numbers.
 type Spec struct {
 	Path     string
 	Argv     []string
 	Env      []string
 	Dir      string
 	Files    [3]uintptr
+	Extra    map[int]uintptr
 	Identity *syscall.Credential
 }
 
@@ -112,7 +113,7 @@ func (r *Reaper) Start(spec Spec) (*Process, error) {
 	pid, err := syscall.ForkExec(spec.Path, spec.Argv, &syscall.ProcAttr{
 		Dir:   spec.Dir,
 		Env:   spec.Env,
-		Files: spec.Files[:],
+		Files: spec.descriptors(),
 		Sys:   &syscall.SysProcAttr{Setsid: true, Credential: spec.Identity},
 	})
 	restoreSignalMask(mask)
@@ -126,6 +127,18 @@ func (r *Reaper) Start(spec Spec) (*Process, error) {
 	r.children[pid] = process
 	r.table.Unlock()
 	return process, nil
+}
+
+// descriptors lists them by number; a gap is closed in the child.
+func (s *Spec) descriptors() []uintptr {
+	list := s.Files[:]
+	for number, fd := range s.Extra {
+		for len(list) <= number {
+			list = append(list, ^uintptr(0))
+		}
+		list[number] = fd
+	}
+	return list
 }
 
 // preferForKilling makes a process, and what it will fork, the first to go when

@@ -34,6 +34,7 @@ type Server struct {
 	auth     Auth
 	port     int
 	commands *Commands
+	sessions *Sessions
 	files    *Files
 	metrics  *Metrics
 	proxy    http.Handler
@@ -88,7 +89,9 @@ func (s *Server) route(method, path, raw string) http.HandlerFunc {
 	case "POST /command":
 		return s.commands.run
 	case "DELETE /command", "DELETE /code":
-		return s.commands.interrupt
+		return s.interrupt
+	case "POST /session":
+		return s.sessions.create
 	case "GET /files/info":
 		return s.files.info
 	case "GET /files/search":
@@ -121,18 +124,31 @@ func (s *Server) route(method, path, raw string) http.HandlerFunc {
 	if strings.HasPrefix(path, "/v1/isolated/") {
 		return isolatedUnavailable
 	}
-	if method == http.MethodGet {
-		segments := strings.Split(raw, "/") // the id is decoded once
-		if len(segments) == 4 && segments[1] == "command" {
-			if segments[2] == "status" {
-				return s.commands.statusOf(segments[3])
-			}
-			if segments[3] == "logs" {
-				return s.commands.logsOf(segments[2])
-			}
-		}
+	return s.routeWithID(method, strings.Split(raw, "/")[1:])
+}
+
+// routeWithID finds the handlers whose path has an id, which is decoded once.
+func (s *Server) routeWithID(method string, raw []string) http.HandlerFunc {
+	switch {
+	case method == http.MethodGet && len(raw) == 3 && raw[0] == "command" && raw[1] == "status":
+		return s.commands.statusOf(raw[2])
+	case method == http.MethodGet && len(raw) == 3 && raw[0] == "command" && raw[2] == "logs":
+		return s.commands.logsOf(raw[1])
+	case method == http.MethodPost && len(raw) == 3 && raw[0] == "session" && raw[2] == "run":
+		return s.sessions.run(raw[1])
+	case method == http.MethodDelete && len(raw) == 2 && raw[0] == "session":
+		return s.sessions.delete(raw[1])
 	}
 	return nil
+}
+
+// interrupt ends what runs under an id: a session's, or a command's.
+func (s *Server) interrupt(w http.ResponseWriter, r *http.Request) {
+	if s.sessions.interrupt(r.URL.Query().Get("id")) {
+		writeEmpty(w)
+		return
+	}
+	s.commands.interrupt(w, r)
 }
 
 // rawPath is the path as it was sent.

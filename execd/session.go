@@ -1,0 +1,270 @@
+package main
+
+// Bash sessions (contract 7): making, finding, ending. session_run.go runs
+// commands in them, session_shell.go says what they keep.
+//
+// Invariants
+//   - Runs of one session come one after the other; who waits is bounded.
+//   - Sessions are bounded in number and in what they keep together; one that was
+//     not used for a day makes room for another.
+//   - Ending a session kills what runs in it.
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+)
+
+const (
+	sessionLimit      = 1024
+	sessionStateTotal = 64 << 20
+	sessionIdle       = 24 * time.Hour
+	sessionWaiting    = 64
+	sessionRunTime    = 24 * time.Hour
+)
+
+// Sessions is the table of all bash sessions.
+type Sessions struct {
+	commands *Commands
+	mutex    sync.Mutex
+	byID     map[string]*session
+}
+
+type session struct {
+	id   string
+	turn chan struct{} // holds one value while nobody runs
+	gone chan struct{} // closed by end
+
+	// Guarded by the mutex of Sessions.
+	waiting int
+	used    time.Time
+	ended   bool
+	process *Process  // of the run under way
+	asked   time.Time // when it was last interrupted
+	kept    int       // bytes of state
+
+	state shellState // belongs to who has the turn
+}
+
+// NewSessions keeps sessions whose commands share everything with plain ones.
+func NewSessions(commands *Commands) *Sessions {
+	return &Sessions{commands: commands, byID: map[string]*session{}}
+}
+
+// newUUID is a random UUID as text.
+func newUUID() string {
+	var raw [16]byte
+	rand.Read(raw[:])
+	raw[6], raw[8] = raw[6]&0x0f|0x40, raw[8]&0x3f|0x80
+	return fmt.Sprintf("%x-%x-%x-%x-%x", raw[:4], raw[4:6], raw[6:8], raw[8:10], raw[10:])
+}
+
+func (s *Sessions) create(w http.ResponseWriter, r *http.Request) {
+	var request struct {
+		Cwd *string `json:"cwd"`
+	}
+	err := decodeJSON(w, r, commandBodyLimit, &request)
+	if err != nil && !errors.Is(err, errEmptyBody) {
+		writeError(w, err)
+		return
+	}
+	directory := s.commands.directory
+	if request.Cwd != nil && *request.Cwd != "" {
+		env := s.commands.env.ForCommand(nil)
+		if directory, err = s.commands.expandDirectory(*request.Cwd, env, s.commands.directory); err == nil {
+			err = makeDirectory(directory)
+		}
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+	}
+	made := &session{id: newUUID(), turn: make(chan struct{}, 1), gone: make(chan struct{}), used: time.Now()}
+	made.state.directory = directory
+	made.turn <- struct{}{}
+	if !s.add(made) {
+		w.Header().Set("Retry-After", "1")
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many sessions"})
+		return
+	}
+	writeJSON(w, http.StatusOK, map[string]string{"session_id": made.id})
+}
+
+func makeDirectory(path string) error {
+	if err := os.MkdirAll(path, 0o777); err != nil {
+		return badRequest("cwd cannot be made: " + path + ": " + reason(err))
+	}
+	return nil
+}
+
+// add takes a session up, if need be in the place of one that nobody used for long.
+func (s *Sessions) add(made *session) bool {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	if len(s.byID) >= sessionLimit {
+		for id, old := range s.byID {
+			if old.process == nil && old.waiting == 0 && time.Since(old.used) > sessionIdle {
+				old.ended = true
+				close(old.gone)
+				delete(s.byID, id)
+			}
+		}
+	}
+	if len(s.byID) >= sessionLimit {
+		return false
+	}
+	s.byID[made.id] = made
+	return true
+}
+
+func (s *Sessions) find(id string) *session {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	return s.byID[id]
+}
+
+// decodedID decodes the id of a path once; a broken one finds nothing.
+func decodedID(segment string) string {
+	id, err := url.PathUnescape(segment)
+	if err != nil {
+		return segment
+	}
+	return id
+}
+
+func (s *Sessions) delete(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		id := decodedID(escaped)
+		if !s.end(id) {
+			writeError(w, &problem{http.StatusNotFound, codeContextNotFound, "session " + id + " not found"})
+			return
+		}
+		writeEmpty(w)
+	}
+}
+
+// end removes a session and kills what runs in it.
+func (s *Sessions) end(id string) bool {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	ending := s.byID[id]
+	if ending == nil {
+		return false
+	}
+	delete(s.byID, id)
+	ending.ended = true
+	close(ending.gone)
+	if ending.process != nil {
+		ending.process.SignalGroup(syscall.SIGKILL)
+	}
+	return true
+}
+
+// interrupt ends the command that runs in a session; the session stays.
+func (s *Sessions) interrupt(id string) bool {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	interrupted := s.byID[id]
+	if interrupted == nil {
+		return false
+	}
+	since := time.Since(interrupted.asked)
+	if interrupted.process == nil {
+		return since < interruptRepeat
+	}
+	if since > interruptGrace {
+		interrupted.asked = time.Now()
+		go interrupted.process.Terminate(interruptGrace)
+	}
+	return true
+}
+
+var (
+	errTooManyWaiting = &problem{http.StatusServiceUnavailable, codeUnavailable, "too many runs wait for this session"}
+	errLeft           = errors.New("the client left")
+)
+
+func contextNotFound(id string) *problem {
+	return &problem{http.StatusInternalServerError, codeRuntime, "context not found: " + id}
+}
+
+// enter waits until it is this run's turn.
+func (s *Sessions) enter(r *http.Request, entered *session) error {
+	s.mutex.Lock()
+	if entered.waiting >= sessionWaiting {
+		s.mutex.Unlock()
+		return errTooManyWaiting
+	}
+	entered.waiting++
+	s.mutex.Unlock()
+	var err error
+	select {
+	case <-entered.turn:
+	case <-entered.gone:
+		err = contextNotFound(entered.id)
+	case <-r.Context().Done():
+		err = errLeft
+	}
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	entered.waiting--
+	return err
+}
+
+// leave gives the turn to the next run.
+func (s *Sessions) leave(left *session) {
+	s.mutex.Lock()
+	left.process = nil
+	left.used = time.Now()
+	s.mutex.Unlock()
+	left.turn <- struct{}{}
+}
+
+// begun notes the process of a run; a session that ended meanwhile kills it.
+func (s *Sessions) begun(running *session, process *Process) {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	running.process = process
+	if running.ended {
+		process.SignalGroup(syscall.SIGKILL)
+	}
+}
+
+// keep replaces the state of a session, if all sessions together may keep that much.
+func (s *Sessions) keep(keeping *session, state shellState) error {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	total := state.size() - keeping.kept
+	for _, other := range s.byID {
+		total += other.kept
+	}
+	if total > sessionStateTotal {
+		return errStateSize
+	}
+	keeping.kept = state.size()
+	keeping.state = state
+	return nil
+}
+
+// stateFile is a file in memory with a content, at its beginning.
+func stateFile(content []byte) (*os.File, error) {
+	file, err := memoryFile()
+	if err != nil {
+		return nil, err
+	}
+	if _, err = file.Write(content); err == nil {
+		_, err = file.Seek(0, io.SeekStart)
+	}
+	if err != nil {
+		file.Close()
+		return nil, err
+	}
+	return file, nil
+}

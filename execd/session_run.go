@@ -1,0 +1,246 @@
+package main
+
+// A run in a bash session (contract 7).
+//
+// Invariants
+//   - The run's output is one stream, stderr in it, a line per event without its
+//     terminator; the state never travels with it.
+//   - A client that leaves ends its command; time-out and interrupt concern the
+//     whole process group.
+//   - Exactly one terminal event; the state is kept before it is sent.
+
+import (
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+type sessionRunRequest struct {
+	Command *string `json:"command"`
+	Cwd     *string `json:"cwd"`
+	Timeout *int64  `json:"timeout"`
+}
+
+func (s *Sessions) run(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		var request sessionRunRequest
+		err := decodeJSON(w, r, commandBodyLimit, &request)
+		var timeout time.Duration
+		if err == nil {
+			timeout, err = request.check()
+		}
+		found := s.find(decodedID(escaped))
+		if err == nil && found == nil {
+			err = contextNotFound(decodedID(escaped))
+		}
+		if err == nil {
+			err = s.enter(r, found)
+		}
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		defer s.leave(found)
+		s.serve(w, r, found, &request, timeout)
+	}
+}
+
+// check returns the time limit.
+func (r *sessionRunRequest) check() (time.Duration, error) {
+	if r.Command == nil || strings.TrimSpace(*r.Command) == "" || strings.IndexByte(*r.Command, 0) >= 0 {
+		return 0, badRequest("command must be a non-blank text without NUL")
+	}
+	timeout := int64(0)
+	if r.Timeout != nil {
+		timeout = *r.Timeout
+	}
+	if timeout < 0 || timeout > sessionRunTime.Milliseconds() {
+		return 0, badRequest("timeout must be a number of milliseconds, from 0 to one day")
+	}
+	if timeout == 0 {
+		return sessionRunTime, nil
+	}
+	return time.Duration(timeout) * time.Millisecond, nil
+}
+
+// sessionRun is one run under way.
+type sessionRun struct {
+	given   map[string]string // environment without what the session made of it
+	process *Process
+	pipe    *outputPipe
+	result  *os.File // where the driver leaves the new state
+	parse   func(text []byte, given map[string]string) (shellState, bool)
+}
+
+// serve carries out a run; the caller has the turn.
+func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, request *sessionRunRequest, limit time.Duration) {
+	run, err := s.start(in, request)
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	defer s.commands.records.release()
+	defer run.result.Close()
+	s.begun(in, run.process)
+	began := time.Now()
+	stream := newEventStream(w)
+	stream.begin(in.id)
+
+	lines := &lineSplitter{bare: true, emit: func(text []byte) { stream.text("stdout", text) }}
+	drained := make(chan struct{})
+	go func() {
+		run.pipe.copyTo(lines, stream.flush)
+		close(drained)
+	}()
+	timedOut := s.supervise(r, run.process, limit, stream)
+	run.pipe.leaderGone(s.commands.tail)
+	s.commands.pingUntil(drained, stream)
+
+	status := run.process.Status
+	if !status.Signaled() && !timedOut {
+		if err := s.keepResult(in, run); err != nil {
+			stream.text("stdout", []byte("execd: "+err.Error()))
+		}
+	}
+	switch {
+	case timedOut:
+		stream.fail("CommandExecError", "-1", []string{"timeout after " + limit.String()})
+	case status.Signaled():
+		stream.fail("CommandExecError", "-1", []string{"signal: " + status.Signal().String()})
+	case status.ExitStatus() != 0:
+		code := strconv.Itoa(status.ExitStatus())
+		stream.fail("CommandExecError", code, []string{"exit status " + code})
+	default:
+		stream.complete(time.Since(began))
+	}
+}
+
+// start forks the shell of a run.
+func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionRun, err error) {
+	c := s.commands
+	given := c.env.ForCommand(nil)
+	env := in.state.apply(given)
+	if request.Cwd != nil && *request.Cwd != "" {
+		directory, err := c.workingDirectory(*request.Cwd, env, in.state.directory)
+		if err != nil {
+			return nil, err
+		}
+		in.state.directory = directory
+		env["PWD"] = directory
+	} else if err := checkDirectory(in.state.directory); err != nil {
+		return nil, err
+	}
+	if !c.records.reserve() {
+		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many running commands"}
+	}
+	defer func() {
+		if err != nil {
+			c.records.release()
+		}
+	}()
+	spec, parse, input, err := s.driver(in, env, *request.Command)
+	if err != nil {
+		return nil, runtimeError(err)
+	}
+	source, err := stateFile(input)
+	if err != nil {
+		return nil, runtimeError(err)
+	}
+	defer source.Close()
+	result, err := stateFile(nil)
+	if err != nil {
+		return nil, runtimeError(err)
+	}
+	run = &sessionRun{given: given, result: result, parse: parse}
+	if err = run.fork(c.reaper, spec, source); err != nil {
+		result.Close()
+		return nil, runtimeError(err)
+	}
+	return run, nil
+}
+
+const (
+	bashInput, bashResult = 3, 4
+	shResult              = 9
+)
+
+// driver chooses the shell.
+func (s *Sessions) driver(in *session, env map[string]string, command string) (
+	spec Spec, parse func([]byte, map[string]string) (shellState, bool), input []byte, err error,
+) {
+	search, _ := s.commands.env.Lookup("PATH")
+	spec = Spec{Dir: in.state.directory, Env: environList(env)}
+	if spec.Path, err = lookProgram("bash", search); err == nil {
+		spec.Argv = []string{"bash", "--noprofile", "--norc", "-c", bashDriver, "bash"}
+		return spec, parseBash, in.state.input(command), nil
+	}
+	if spec.Path, err = lookProgram("sh", search); err != nil {
+		return spec, nil, nil, errNoShell
+	}
+	spec.Argv = []string{"sh", "-c", shDriver, "sh", command}
+	return spec, parseSh, nil, nil
+}
+
+// fork starts the process with one pipe for both outputs.
+func (run *sessionRun) fork(reaper *Reaper, spec Spec, source *os.File) error {
+	null, err := openNull()
+	if err != nil {
+		return err
+	}
+	defer null.Close()
+	pipe, childEnd, err := newOutputPipe()
+	if err != nil {
+		return err
+	}
+	defer syscall.Close(childEnd)
+	output := uintptr(childEnd)
+	spec.Files = [3]uintptr{null.Fd(), output, output}
+	spec.Extra = map[int]uintptr{bashInput: source.Fd(), bashResult: run.result.Fd()}
+	if spec.Argv[0] == "sh" {
+		spec.Extra = map[int]uintptr{shResult: run.result.Fd()}
+	}
+	if run.process, err = reaper.Start(spec); err != nil {
+		pipe.read.Close()
+		return err
+	}
+	run.pipe = pipe
+	return nil
+}
+
+// supervise waits for the leader and ends it at the time limit, or when the client left.
+func (s *Sessions) supervise(r *http.Request, process *Process, limit time.Duration, stream *eventStream) (timedOut bool) {
+	expired := time.NewTimer(limit)
+	defer expired.Stop()
+	ticker := time.NewTicker(pingInterval)
+	defer ticker.Stop()
+	left := r.Context().Done()
+	for {
+		select {
+		case <-process.Done:
+			return timedOut
+		case <-expired.C:
+			timedOut = process.SignalGroup(syscall.SIGKILL)
+		case <-left:
+			left = nil
+			go process.Terminate(interruptGrace)
+		case <-ticker.C:
+			stream.ping()
+		}
+	}
+}
+
+// keepResult takes the new state over, if the shell left one.
+func (s *Sessions) keepResult(in *session, run *sessionRun) error {
+	text, err := readState(run.result)
+	if err != nil || len(text) == 0 {
+		return err
+	}
+	state, whole := run.parse(text, run.given)
+	if !whole {
+		return nil // the shell was ended by its user on the way
+	}
+	return s.keep(in, state)
+}

@@ -1,0 +1,195 @@
+package main
+
+// What a bash session keeps between its runs, and the program that carries it.
+//
+// Each run is a shell of its own. It reads the state and the command from one
+// file in memory and writes the new state to another one when the command is
+// over. Nothing of this is on disk, on a command line or in the output.
+//
+// Invariants
+//   - Kept: variables of every kind with their attributes, functions, aliases,
+//     set -o, shopt, umask, working directory. Not kept: jobs, descriptors, traps.
+//   - A run that ends before its shell does so by itself (exit, exec, a signal,
+//     set -e) leaves the state as it was.
+//   - A variable that only repeats what the daemon or EXECD_ENVS gave is not kept:
+//     the next run takes the then current value.
+//   - What comes back is text for the user's own shell, never run by anybody else;
+//     its size is bounded and its form is checked.
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"strings"
+)
+
+// stateLimit bounds the kept state of one session, in bytes.
+const stateLimit = 4 << 20
+
+// bashDriver runs in the shell of a session: descriptor 3 gives the state and the
+// command, descriptor 4 takes the new state. It is one compound command, so that
+// aliases of the session cannot change how it is read.
+const bashDriver = `{
+exec 250<&3 3<&- 251>&4 4>&-; builtin mapfile -d '' -u 250 -t __execd; exec 250<&-
+builtin eval "${__execd[0]}" 2>/dev/null 251>&-
+builtin eval "${__execd[1]}" 251>&-
+{ __execd=$?; builtin trap - DEBUG ERR RETURN; (
+builtin printf '%s\0' "$PWD"; builtin set +o; builtin printf '\0'; builtin shopt -p; builtin printf '\0'; builtin umask -p
+builtin printf '\0'; builtin set +efuxv; builtin declare -f; builtin printf '\0'; builtin declare -Fx; builtin declare -Fr
+builtin printf '\0'; builtin alias -p; builtin printf '\0'; builtin unalias -a; builtin mapfile -t __execd_names < <(builtin compgen -v)
+for __execd_name in "${__execd_names[@]}"; do
+builtin printf '%s\0%s\0' "$__execd_name" "${!__execd_name-}"; builtin declare -p "$__execd_name"; builtin printf '\0'
+done; builtin printf 'end\0'
+) >&251; builtin set +x; } 2>/dev/null; builtin exit "$__execd"
+}`
+
+// shDriver is for images without bash: exported variables and the working
+// directory are kept.
+const shDriver = `__execd=$1; set --; eval "unset -v __execd; $__execd" 9>&-
+__execd=$?; { printf '%s\0' "$PWD"; env -0 && printf 'end\0'; } >&9 2>/dev/null; exit "$__execd"`
+
+// shellState is what is kept. The zero value is that of a new session.
+type shellState struct {
+	directory string
+	script    []byte             // text that a bash evaluates before it sets the options
+	options   []byte             // its options, one command in a line; some would disturb what is done before a command
+	env       map[string]*string // without bash: what was set, and nil for what was unset
+}
+
+// initialScript makes aliases useful although the shell is not interactive.
+const initialScript = "shopt -s expand_aliases\n"
+
+// apply returns the environment of a run: the given one, and what the session made of it.
+func (s *shellState) apply(given map[string]string) map[string]string {
+	env := maps.Clone(given)
+	for name, value := range s.env {
+		if value == nil {
+			delete(env, name)
+		} else {
+			env[name] = *value
+		}
+	}
+	env["PWD"] = s.directory
+	return env
+}
+
+// input is what a bash driver reads.
+func (s *shellState) input(command string) []byte {
+	script := s.script
+	if script == nil {
+		script = []byte(initialScript)
+	}
+	options := bytes.ReplaceAll(s.options, []byte("\n"), []byte("; "))
+	// The backslash keeps an alias of the session from being taken for it.
+	return fmt.Appendf(nil, "%s\x00{ \\builtin unset -v __execd; %s} 2>/dev/null; %s\x00", script, options, command)
+}
+
+func (s *shellState) size() int { return len(s.script) + len(s.options) }
+
+var errStateSize = fmt.Errorf("the state of the session is larger than %d bytes and was not kept", stateLimit)
+
+// readState returns the text a driver left in a file, nil if there is none.
+func readState(file *os.File) ([]byte, error) {
+	if info, err := file.Stat(); err != nil || info.Size() > stateLimit {
+		return nil, errStateSize
+	}
+	return io.ReadAll(io.NewSectionReader(file, 0, stateLimit))
+}
+
+// parseBash reads what bashDriver wrote; ok is false when it is not whole. given
+// is the environment of the run without what the session had made of it.
+func parseBash(text []byte, given map[string]string) (state shellState, ok bool) {
+	const header, perVariable = 7, 3
+	fields := bytes.Split(text, []byte{0})
+	if len(fields) < header+2 || (len(fields)-header-2)%perVariable != 0 || string(fields[len(fields)-2]) != "end" {
+		return state, false
+	}
+	directory, options, shopts, umask := fields[0], fields[1], fields[2], fields[3]
+	functions, attributes, aliases := fields[4], fields[5], fields[6]
+	var script bytes.Buffer
+	aliasing := []byte("shopt -u expand_aliases\n")
+	for line := range bytes.Lines(shopts) {
+		if bytes.HasSuffix(bytes.TrimSpace(line), []byte(" expand_aliases")) {
+			aliasing = line
+		} else {
+			script.Write(line)
+		}
+	}
+	// Without aliases: bodies of functions were expanded when they were defined, and are not again.
+	script.WriteString("shopt -u expand_aliases\n")
+	seen := map[string]bool{}
+	for variables := fields[header : len(fields)-2]; len(variables) > 0; variables = variables[perVariable:] {
+		name, value, declaration := string(variables[0]), string(variables[1]), variables[2]
+		seen[name] = true
+		former, inherited := given[name]
+		if ownVariable(name) || (inherited && former == value && bytes.HasPrefix(declaration, []byte("declare -x "))) {
+			continue
+		}
+		script.Write(declaration)
+	}
+	for name := range given {
+		if isVariableName(name) && !seen[name] && !ownVariable(name) {
+			script.WriteString("unset -v " + name + "\n")
+		}
+	}
+	script.Write(aliases)
+	script.Write(umask)
+	// From here on a name may mean a function of the session.
+	script.Write(functions)
+	script.Write(builtins(attributes))
+	script.Write(builtins(aliasing))
+	return shellState{directory: string(directory), script: script.Bytes(), options: builtins(options)}, true
+}
+
+// builtins makes sure that each line calls a builtin command, whatever is called the same.
+func builtins(lines []byte) []byte {
+	var out bytes.Buffer
+	for line := range bytes.Lines(lines) {
+		out.WriteString(`\builtin `)
+		out.Write(line)
+	}
+	return out.Bytes()
+}
+
+// ownVariable tells what belongs to the shell of one run, or is read-only in any.
+func ownVariable(name string) bool {
+	switch name {
+	case "_", "DIRSTACK", "EUID", "FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "OPTERR", "PIPESTATUS", "PPID", "PWD",
+		"RANDOM", "SECONDS", "SHELLOPTS", "SHLVL", "SRANDOM", "UID":
+		return true
+	}
+	for _, prefix := range []string{"__execd", "BASH", "COMP_", "EPOCH", "READLINE_"} {
+		if strings.HasPrefix(name, prefix) {
+			return true
+		}
+	}
+	return false
+}
+
+// parseSh reads what shDriver wrote.
+func parseSh(text []byte, given map[string]string) (state shellState, ok bool) {
+	fields := strings.Split(string(text), "\x00")
+	if len(fields) < 3 || fields[len(fields)-2] != "end" {
+		return state, false
+	}
+	state = shellState{directory: fields[0], env: map[string]*string{}}
+	seen := map[string]bool{}
+	for _, entry := range fields[1 : len(fields)-2] {
+		name, value, found := strings.Cut(entry, "=")
+		if !found || name == "" || ownVariable(name) {
+			continue
+		}
+		seen[name] = true
+		if former, inherited := given[name]; !inherited || former != value {
+			state.env[name] = &value
+		}
+	}
+	for name := range given {
+		if !seen[name] && !ownVariable(name) {
+			state.env[name] = nil
+		}
+	}
+	return state, true
+}
