@@ -31,6 +31,35 @@ type Files struct {
 	walks     chan struct{} // slots for recursive walks
 }
 
+// route finds the handler of a file or directory route.
+func (f *Files) route(method, path string) http.HandlerFunc {
+	switch method + " " + path {
+	case "GET /files/info":
+		return f.info
+	case "GET /files/search":
+		return f.search
+	case "GET /files/download":
+		return f.download
+	case "POST /files/upload":
+		return f.upload
+	case "POST /files/mv":
+		return f.move
+	case "POST /files/permissions":
+		return f.permissions
+	case "POST /files/replace":
+		return f.replace
+	case "DELETE /files":
+		return f.remove
+	case "GET /directories/list":
+		return f.list
+	case "POST /directories":
+		return f.makeDirectories
+	case "DELETE /directories":
+		return f.removeDirectories
+	}
+	return nil
+}
+
 // fileInfo is FileInfo of the contract; every key is always present.
 type fileInfo struct {
 	Path       string    `json:"path"`

@@ -109,6 +109,15 @@ func (f *Files) rootOf(r *http.Request) (string, error) {
 	return f.onePath(query)
 }
 
+// listable refuses a root that cannot be read: no entries would look like an empty directory.
+func listable(root string) error {
+	directory, err := os.Open(root)
+	if err != nil {
+		return err
+	}
+	return directory.Close()
+}
+
 func (f *Files) search(w http.ResponseWriter, r *http.Request) {
 	root, err := f.rootOf(r)
 	if err != nil {
@@ -131,6 +140,10 @@ func (f *Files) search(w http.ResponseWriter, r *http.Request) {
 	}
 	if !info.IsDir() {
 		writeError(w, badRequest("not a directory: "+root))
+		return
+	}
+	if err := listable(root); err != nil {
+		writeError(w, err)
 		return
 	}
 	f.stream(w, r, root, -1, func(info fs.FileInfo) bool { return !info.IsDir() && glob.Match(info.Name()) })
@@ -160,6 +173,10 @@ func (f *Files) list(w http.ResponseWriter, r *http.Request) {
 	case !info.IsDir():
 		writeError(w, badRequest("not a directory: "+root))
 	default:
+		if err := listable(root); err != nil {
+			writeError(w, err)
+			return
+		}
 		f.stream(w, r, root, depth, func(fs.FileInfo) bool { return true })
 	}
 }

@@ -21,6 +21,9 @@ func main() {
 }
 
 func run() int {
+	if len(os.Args) == 2 && os.Args[1] == helperFlag {
+		return runHelper()
+	}
 	config, clear, err := parseConfig(os.Args[1:], os.Getenv, os.Stderr)
 	if errors.Is(err, errUsage) {
 		return 2
@@ -81,6 +84,11 @@ func run() int {
 		proxy:   newProxy(func(line string) { logger.Print(line) }),
 		log:     logger,
 	}
+	self, err := os.Executable()
+	if err != nil {
+		self = os.Args[0]
+	}
+	server.identities = NewIdentities(reaper, accounts, logger, self)
 	listener, err := listen(":" + strconv.Itoa(config.Port))
 	if err != nil {
 		logger.Printf("cannot listen: %v", err)

@@ -29,6 +29,9 @@ func TestMain(m *testing.M) {
 	if err != nil {
 		panic(err)
 	}
+	if err := os.Chmod(directory, 0o755); err != nil { // helpers are started as other users
+		panic(err)
+	}
 	testBinary = filepath.Join(directory, "execd")
 	build := exec.Command("go", "build", "-trimpath", "-o", testBinary, ".")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -66,8 +69,9 @@ func newFixture(t *testing.T) *fixture {
 	f.server = &Server{
 		auth: auth, port: defaultPort,
 		commands: commands, sessions: NewSessions(commands),
-		files:   &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
-		metrics: NewMetrics(), proxy: newProxy(func(string) {}), log: logger,
+		files:      &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
+		identities: NewIdentities(testReaper, accounts, logger, testBinary),
+		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger,
 	}
 	f.http = httptest.NewServer(f.server)
 	t.Cleanup(f.http.Close)

@@ -31,14 +31,15 @@ const (
 
 // Server answers requests.
 type Server struct {
-	auth     Auth
-	port     int
-	commands *Commands
-	sessions *Sessions
-	files    *Files
-	metrics  *Metrics
-	proxy    http.Handler
-	log      *log.Logger
+	auth       Auth
+	port       int
+	commands   *Commands
+	sessions   *Sessions
+	files      *Files
+	identities *Identities
+	metrics    *Metrics
+	proxy      http.Handler
+	log        *log.Logger
 }
 
 // Serve accepts connections until the listener is closed.
@@ -73,6 +74,9 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.serveProxy(w, r, rest)
 		return
 	}
+	if rest, ok := strings.CutPrefix(path, identityPrefix); ok && s.serveAs(w, r, rest) {
+		return
+	}
 	if path != "/" {
 		path = strings.TrimSuffix(path, "/")
 		raw = strings.TrimSuffix(raw, "/")
@@ -92,34 +96,15 @@ func (s *Server) route(method, path, raw string) http.HandlerFunc {
 		return s.interrupt
 	case "POST /session":
 		return s.sessions.create
-	case "GET /files/info":
-		return s.files.info
-	case "GET /files/search":
-		return s.files.search
-	case "GET /files/download":
-		return s.files.download
-	case "POST /files/upload":
-		return s.files.upload
-	case "POST /files/mv":
-		return s.files.move
-	case "POST /files/permissions":
-		return s.files.permissions
-	case "POST /files/replace":
-		return s.files.replace
-	case "DELETE /files":
-		return s.files.remove
-	case "GET /directories/list":
-		return s.files.list
-	case "POST /directories":
-		return s.files.makeDirectories
-	case "DELETE /directories":
-		return s.files.removeDirectories
 	case "GET /metrics":
 		return s.metrics.serve
 	case "GET /metrics/watch":
 		return s.metrics.watch
 	case "GET /v1/isolated/capabilities":
 		return isolatedCapabilities
+	}
+	if handler := s.files.route(method, path); handler != nil {
+		return handler
 	}
 	if strings.HasPrefix(path, "/v1/isolated/") {
 		return isolatedUnavailable
@@ -140,6 +125,22 @@ func (s *Server) routeWithID(method string, raw []string) http.HandlerFunc {
 		return s.sessions.delete(raw[1])
 	}
 	return nil
+}
+
+const identityPrefix = "/v1/filesystem"
+
+// serveAs answers the file routes with an identity; false where there is no such route.
+func (s *Server) serveAs(w http.ResponseWriter, r *http.Request, rest string) bool {
+	chosen, route, ok, err := splitIdentity(strings.TrimSuffix(rest, "/"))
+	if !ok || s.files.route(r.Method, route) == nil {
+		return false
+	}
+	if err != nil {
+		writeError(w, err)
+		return true
+	}
+	s.identities.serve(w, r, chosen, route)
+	return true
 }
 
 // interrupt ends what runs under an id: a session's, or a command's.

@@ -287,6 +287,42 @@ async def test_commands(sdk: Sdk) -> None:
     assert await within(interrupted, 10)
 
 
+@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+async def test_bash_sessions(sdk: Sdk, runtime: str) -> None:
+    """State stays between runs as a shell has it, and one that ends its shell leaves it as it was."""
+    sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
+    session = await settle(sandbox.commands.create_session(working_directory="/tmp/made/by-session"))
+
+    async def run(command: str, **options: Any) -> Any:
+        return await settle(sandbox.commands.run_in_session(session, command, **options))
+
+    await run("export WHO=world; greet() { echo \"hello $1\"; }; declare -A map=([a]='b  c'); set -o pipefail; n=1")
+    told = await run('greet "$WHO"; echo "${map[a]}"; pwd; false | true; echo $?')
+    assert ["hello world", "b  c", "/tmp/made/by-session", "1"] == [message.text for message in told.logs.stdout]
+    assert 3 == (await run("n=2; echo oops >&2; exit 3")).exit_code
+    assert ["1"] == [message.text for message in (await run("echo $n")).logs.stdout]
+    assert ["/usr"] == [message.text for message in (await run("pwd", working_directory="/usr")).logs.stdout]
+    late = await run("sleep 60 & sleep 60", timeout=timedelta(seconds=1))
+    assert (-1, ["timeout after 1s"]) == (late.exit_code, late.error.traceback)
+    assert ["1 /usr"] == [message.text for message in (await run("echo $n $PWD")).logs.stdout]
+    await settle(sandbox.commands.delete_session(session))
+    with pytest.raises(SandboxException):
+        await run("echo gone")
+
+
+@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
+    """What one identity wrote belongs to it, and another may not read it."""
+    sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
+    await shell(sandbox, "mkdir -m 1777 /tmp/shared")
+    mine, other = sandbox.files_with_identity(1234, 1235), sandbox.files_with_identity(1300, 1300)
+    await settle(mine.write_file("/tmp/shared/mine", "content", mode=600))
+    assert "1234 1235 600" == out(await shell(sandbox, "stat -c '%u %g %a' /tmp/shared/mine")).strip()
+    assert "content" == await settle(mine.read_file("/tmp/shared/mine"))
+    with pytest.raises(SandboxException):
+        await settle(other.read_file("/tmp/shared/mine"))
+
+
 def received(internet: Internet, marker: str) -> list[dict[str, Any]]:
     """The requests that reached any server with `marker` in their target."""
     lines = internet.request_log.read_text().splitlines()
