@@ -72,10 +72,11 @@ func run() int {
 		directory: directory, tail: config.Tail, log: logger,
 	}
 	server := &Server{
-		auth:     auth,
-		port:     config.Port,
-		commands: commands,
-		sessions: NewSessions(commands),
+		auth:      auth,
+		port:      config.Port,
+		commands:  commands,
+		sessions:  NewSessions(commands),
+		terminals: NewTerminals(commands),
 		files: &Files{
 			env: env, accounts: accounts, directory: directory, umask: currentUmask(),
 			walks: make(chan struct{}, concurrentWalks),

@@ -54,6 +54,7 @@ type Spec struct {
 	Files    [3]uintptr
 	Extra    map[int]uintptr
 	Identity *syscall.Credential
+	Terminal bool // descriptor 0 becomes the controlling terminal
 }
 
 // NewReaper begins to collect children at once.
@@ -114,7 +115,7 @@ func (r *Reaper) Start(spec Spec) (*Process, error) {
 		Dir:   spec.Dir,
 		Env:   spec.Env,
 		Files: spec.descriptors(),
-		Sys:   &syscall.SysProcAttr{Setsid: true, Credential: spec.Identity},
+		Sys:   &syscall.SysProcAttr{Setsid: true, Setctty: spec.Terminal, Credential: spec.Identity},
 	})
 	restoreSignalMask(mask)
 	runtime.UnlockOSThread()
@@ -153,6 +154,23 @@ func (p *Process) SignalGroup(sig syscall.Signal) bool {
 	p.reaper.gate.RLock()
 	defer p.reaper.gate.RUnlock()
 	return !p.reaped && syscall.Kill(-p.Pid, sig) == nil
+}
+
+// signalWith signals the group and another one of its session (0: none) while the
+// leader is not yet reaped: until then a terminal's foreground group is its own.
+func (p *Process) signalWith(foreground int, sig syscall.Signal) {
+	p.reaper.gate.RLock()
+	defer p.reaper.gate.RUnlock()
+	if p.reaped {
+		return
+	}
+	if foreground > 1 && foreground != p.Pid {
+		_ = syscall.Kill(-foreground, sig)
+		if sig == syscall.SIGINT || sig == syscall.SIGQUIT {
+			return // as the keys of a terminal would
+		}
+	}
+	_ = syscall.Kill(-p.Pid, sig)
 }
 
 // signalRemains also reaches a group whose leader is gone. A group number is not

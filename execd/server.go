@@ -35,6 +35,7 @@ type Server struct {
 	port       int
 	commands   *Commands
 	sessions   *Sessions
+	terminals  *Terminals
 	files      *Files
 	identities *Identities
 	metrics    *Metrics
@@ -94,6 +95,8 @@ func (s *Server) route(method, path, raw string) http.HandlerFunc {
 		return s.commands.run
 	case "DELETE /command", "DELETE /code":
 		return s.interrupt
+	case "POST /pty":
+		return s.terminals.create
 	case "POST /session":
 		return s.sessions.create
 	case "GET /metrics":
@@ -119,6 +122,12 @@ func (s *Server) routeWithID(method string, raw []string) http.HandlerFunc {
 		return s.commands.statusOf(raw[2])
 	case method == http.MethodGet && len(raw) == 3 && raw[0] == "command" && raw[2] == "logs":
 		return s.commands.logsOf(raw[1])
+	case method == http.MethodGet && len(raw) == 2 && raw[0] == "pty":
+		return s.terminals.status(raw[1])
+	case method == http.MethodDelete && len(raw) == 2 && raw[0] == "pty":
+		return s.terminals.delete(raw[1])
+	case method == http.MethodGet && len(raw) == 3 && raw[0] == "pty" && raw[2] == "ws":
+		return s.terminals.attach(raw[1])
 	case method == http.MethodPost && len(raw) == 3 && raw[0] == "session" && raw[2] == "run":
 		return s.sessions.run(raw[1])
 	case method == http.MethodDelete && len(raw) == 2 && raw[0] == "session":

@@ -89,6 +89,23 @@ func bytesReadable(fd uintptr) int {
 	return int(waiting)
 }
 
+// foregroundGroup is the process group in the foreground of a terminal, 0 if unknown.
+func foregroundGroup(terminal *os.File) int {
+	var group int32
+	raw, err := terminal.SyscallConn()
+	if err != nil {
+		return 0
+	}
+	errno := syscall.EBADF
+	_ = raw.Control(func(fd uintptr) {
+		_, _, errno = syscall.Syscall(syscall.SYS_IOCTL, fd, syscall.TIOCGPGRP, uintptr(unsafe.Pointer(&group)))
+	})
+	if errno != 0 {
+		return 0
+	}
+	return int(group)
+}
+
 // currentUmask reads the umask; only safe before other goroutines create files.
 func currentUmask() os.FileMode {
 	mask := syscall.Umask(0)

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from typing import Any
 
 import httpx
@@ -36,6 +37,7 @@ from opensandbox.models.sandboxes import (
 from opensandbox.sandbox import Sandbox
 from opensandbox.sync.manager import SandboxManagerSync
 from opensandbox.sync.sandbox import SandboxSync
+from websockets.asyncio.client import connect
 
 from demo.internet import API, STATUS, Internet
 from demo.stack import IMAGE, Stack
@@ -321,6 +323,32 @@ async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
     assert "content" == await settle(mine.read_file("/tmp/shared/mine"))
     with pytest.raises(SandboxException):
         await settle(other.read_file("/tmp/shared/mine"))
+
+
+@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None:
+    """No SDK has terminals yet; what a client of the wire contract sees, through the endpoint the SDK was told."""
+    sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
+    endpoint = await settle(sandbox.get_endpoint(44772))
+    base, headers = endpoint.endpoint, {**endpoint.headers, "OPEN-SANDBOX-API-KEY": sdk.stack.api_key}
+    async with httpx.AsyncClient(headers=headers) as http:
+        made = await http.post(f"http://{base}/pty", json={"cwd": "/tmp/made"})
+        assert 201 == made.status_code, made.text
+        session = made.json()["session_id"]
+        async with connect(f"ws://{base}/pty/{session}/ws", additional_headers=headers) as terminal:
+            assert ("connected", "pty") == itemgetter("type", "mode")(json.loads(await terminal.recv()))
+            await terminal.send(json.dumps({"type": "resize", "cols": 91, "rows": 31}))
+            await terminal.send(b"\x00stty size; pwd; exit 5\n")
+            shown, texts = b"", []
+            async for frame in terminal:
+                if isinstance(frame, bytes):
+                    shown += frame[1:]
+                else:
+                    texts.append(json.loads(frame))
+        assert b"31 91" in shown
+        assert b"/tmp/made" in shown
+        assert {"type": "exit", "exit_code": 5} == texts[-1]
+        assert 200 == (await http.delete(f"http://{base}/pty/{session}")).status_code
 
 
 def received(internet: Internet, marker: str) -> list[dict[str, Any]]:

@@ -1,0 +1,132 @@
+package main
+
+// Terminals (contract 12): making, finding, ending. terminal_process.go runs the
+// shell behind one, terminal_socket.go speaks to its clients.
+//
+// Invariants
+//   - Nothing is started before the first client is there; the first one fixes
+//     whether it is a terminal or three pipes.
+//   - Terminals are bounded in number. One that was never used, or not for a day,
+//     makes room for another.
+
+import (
+	"errors"
+	"net/http"
+	"sync"
+	"syscall"
+	"time"
+)
+
+const (
+	terminalLimit   = 64
+	terminalDormant = time.Hour // made, but never used
+	terminalIdle    = 24 * time.Hour
+)
+
+// Terminals is the table of all terminals.
+type Terminals struct {
+	commands *Commands
+	mutex    sync.Mutex
+	byID     map[string]*terminal
+}
+
+// NewTerminals keeps terminals whose shells share everything with plain commands.
+func NewTerminals(commands *Commands) *Terminals {
+	return &Terminals{commands: commands, byID: map[string]*terminal{}}
+}
+
+func (t *Terminals) create(w http.ResponseWriter, r *http.Request) {
+	var request struct {
+		Cwd     *string `json:"cwd"`
+		Command *string `json:"command"`
+	}
+	err := decodeJSON(w, r, commandBodyLimit, &request)
+	if err != nil && !errors.Is(err, errEmptyBody) {
+		writeError(w, err)
+		return
+	}
+	made := newTerminal(t.commands)
+	if request.Command != nil {
+		made.command = *request.Command
+	}
+	if request.Cwd != nil && *request.Cwd != "" {
+		env := t.commands.env.ForCommand(nil)
+		if made.directory, err = t.commands.expandDirectory(*request.Cwd, env, t.commands.directory); err == nil {
+			err = makeDirectory(made.directory)
+		}
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+	}
+	if !t.add(made) {
+		w.Header().Set("Retry-After", "1")
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many terminals"})
+		return
+	}
+	writeJSON(w, http.StatusCreated, map[string]string{"session_id": made.id})
+}
+
+func (t *Terminals) add(made *terminal) bool {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if len(t.byID) >= terminalLimit {
+		for id, old := range t.byID {
+			if old.abandoned(time.Now()) {
+				old.end()
+				delete(t.byID, id)
+			}
+		}
+	}
+	if len(t.byID) >= terminalLimit {
+		return false
+	}
+	t.byID[made.id] = made
+	return true
+}
+
+func (t *Terminals) find(escaped string) (*terminal, error) {
+	id := decodedID(escaped)
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if found := t.byID[id]; found != nil {
+		return found, nil
+	}
+	return nil, &problem{http.StatusNotFound, codeContextNotFound, "pty session " + id + " not found"}
+}
+
+func (t *Terminals) status(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		found, err := t.find(escaped)
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		running, offset := found.state()
+		writeJSON(w, http.StatusOK, map[string]any{"session_id": found.id, "running": running, "output_offset": offset})
+	}
+}
+
+func (t *Terminals) delete(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		found, err := t.find(escaped)
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		t.mutex.Lock()
+		delete(t.byID, found.id)
+		t.mutex.Unlock()
+		found.end()
+		writeEmpty(w)
+	}
+}
+
+// end kills what runs behind a terminal that is no longer in the table.
+func (t *terminal) end() {
+	t.mutex.Lock()
+	t.removed = true
+	t.mutex.Unlock()
+	t.changed.Broadcast()
+	t.signal(syscall.SIGKILL)
+}

@@ -1,0 +1,280 @@
+package main
+
+// The process of a terminal, and the output it can show again.
+//
+// Invariants
+//   - Clients read from a ring of the last MiB at their own speed: a slow one misses
+//     output and is told so, and never holds the shell up.
+//   - The exit is known to clients only after all output that came before it.
+//   - A signal reaches the foreground group only while the shell has not been reaped.
+
+import (
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/creack/pty"
+)
+
+const (
+	scrollback      = 1 << 20
+	firstColumns    = 80
+	firstRows       = 24
+	inputWriteLimit = 10 * time.Second
+)
+
+// Kinds of output, which are also the tags of their frames.
+const (
+	kindOutput byte = 0x01
+	kindError  byte = 0x02
+	kindReplay byte = 0x03
+)
+
+// segment is a stretch of output of one kind.
+type segment struct {
+	kind byte
+	end  int64 // offset behind it
+}
+
+type terminal struct {
+	id        string
+	commands  *Commands
+	directory string
+	command   string
+
+	mutex    sync.Mutex
+	changed  *sync.Cond // output, exit, removal, a change of the holder
+	pipes    bool       // fixed by the first client
+	started  bool
+	process  *Process
+	input    *os.File // of the terminal, or the pipe to stdin
+	output   []byte   // the last bytes, at most scrollback
+	segments []segment
+	total    int64 // bytes there ever were
+	exited   bool
+	exitCode int
+	removed  bool
+	holder   *attachment
+	viewers  int
+	used     time.Time
+}
+
+func newTerminal(commands *Commands) *terminal {
+	t := &terminal{id: newUUID(), commands: commands, directory: commands.directory, used: time.Now()}
+	t.changed = sync.NewCond(&t.mutex)
+	return t
+}
+
+func (t *terminal) state() (running bool, offset int64) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	return t.started && !t.exited, t.total
+}
+
+func (t *terminal) abandoned(now time.Time) bool {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if t.holder != nil || t.viewers > 0 {
+		return false
+	}
+	limit := terminalIdle
+	if !t.started || t.exited {
+		limit = terminalDormant
+	}
+	return now.Sub(t.used) > limit
+}
+
+// add appends output.
+func (t *terminal) add(kind byte, data []byte) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	t.total += int64(len(data))
+	if last := len(t.segments) - 1; last >= 0 && t.segments[last].kind == kind {
+		t.segments[last].end = t.total
+	} else {
+		t.segments = append(t.segments, segment{kind, t.total})
+	}
+	t.output = append(t.output, data...)
+	if len(t.output) > 2*scrollback { // moved now and then, not with each byte
+		t.output = append(t.output[:0], t.output[len(t.output)-scrollback:]...)
+		for first := t.total - scrollback; len(t.segments) > 1 && t.segments[0].end <= first; {
+			t.segments = t.segments[1:]
+		}
+	}
+	t.changed.Broadcast()
+}
+
+// first is the offset of the oldest byte that is still there; mutex held.
+func (t *terminal) first() int64 { return t.total - int64(min(len(t.output), scrollback)) }
+
+// at copies output from an offset on, of one kind, at most len(buffer); mutex held.
+func (t *terminal) at(offset int64, buffer []byte) (kind byte, n int) {
+	for _, s := range t.segments {
+		if offset < s.end {
+			from := len(t.output) - int(t.total-offset)
+			return s.kind, copy(buffer[:min(int64(len(buffer)), s.end-offset)], t.output[from:])
+		}
+	}
+	return 0, 0
+}
+
+// begin starts the shell if it does not run; a shell without a command of its own
+// is started again after its exit, behind the old output.
+func (t *terminal) begin(pipes bool) error {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if t.removed {
+		return os.ErrClosed
+	}
+	if t.started && (!t.exited || t.command != "") {
+		return nil
+	}
+	if !t.started {
+		t.pipes = pipes
+	}
+	if err := t.start(); err != nil {
+		return err
+	}
+	t.started, t.exited = true, false
+	return nil
+}
+
+// start forks the shell; mutex held.
+func (t *terminal) start() error {
+	c := t.commands
+	env := c.env.ForCommand(nil)
+	env["TERM"] = "xterm-256color"
+	spec := Spec{Dir: t.directory, Env: environList(env)}
+	search, _ := c.env.Lookup("PATH")
+	var err error
+	if spec.Path, err = lookProgram("bash", search); err == nil {
+		spec.Argv = []string{"bash", "--norc", "--noprofile"}
+	} else if spec.Path, err = lookProgram("sh", search); err == nil {
+		spec.Argv = []string{"sh"}
+	} else {
+		return errNoShell
+	}
+	if t.command != "" {
+		spec.Argv = append(spec.Argv, "-c", t.command)
+	}
+	if t.pipes {
+		return t.startPipes(spec)
+	}
+	return t.startTerminal(spec)
+}
+
+func (t *terminal) startTerminal(spec Spec) error {
+	master, slave, err := pty.Open()
+	if err != nil {
+		return err
+	}
+	defer slave.Close()
+	_ = pty.Setsize(master, &pty.Winsize{Rows: firstRows, Cols: firstColumns})
+	spec.Files = [3]uintptr{slave.Fd(), slave.Fd(), slave.Fd()}
+	spec.Terminal = true
+	process, err := t.commands.reaper.Start(spec)
+	if err != nil {
+		master.Close()
+		return err
+	}
+	t.process, t.input = process, master
+	go t.follow(process, master, map[byte]*os.File{kindOutput: master})
+	return nil
+}
+
+func (t *terminal) startPipes(spec Spec) error {
+	stdin, input, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer stdin.Close()
+	pipes, childEnds, err := outputPipes()
+	if err != nil {
+		input.Close()
+		return err
+	}
+	defer syscall.Close(childEnds[0])
+	defer syscall.Close(childEnds[1])
+	spec.Files = [3]uintptr{stdin.Fd(), uintptr(childEnds[0]), uintptr(childEnds[1])}
+	process, err := t.commands.reaper.Start(spec)
+	if err != nil {
+		input.Close()
+		pipes[0].read.Close()
+		pipes[1].read.Close()
+		return err
+	}
+	t.process, t.input = process, input
+	go t.follow(process, input, map[byte]*os.File{kindOutput: pipes[0].read, kindError: pipes[1].read})
+	return nil
+}
+
+// follow takes the output until the process is gone, and a short tail of it.
+func (t *terminal) follow(process *Process, input *os.File, outputs map[byte]*os.File) {
+	var pumps sync.WaitGroup
+	for kind, file := range outputs {
+		pumps.Go(func() {
+			buffer := make([]byte, 32<<10)
+			for {
+				n, err := file.Read(buffer)
+				if n > 0 {
+					t.add(kind, buffer[:n])
+				}
+				if err != nil {
+					return
+				}
+			}
+		})
+	}
+	<-process.Done
+	for _, file := range outputs {
+		_ = file.SetReadDeadline(time.Now().Add(t.commands.tail))
+	}
+	pumps.Wait()
+	code := process.Status.ExitStatus() // -1 for a signal
+	t.mutex.Lock()
+	t.exited, t.exitCode = true, code
+	t.used = time.Now()
+	t.mutex.Unlock()
+	t.changed.Broadcast()
+	input.Close()
+	for _, file := range outputs {
+		file.Close()
+	}
+}
+
+// write gives input to the shell; one that does not read it for long is an error.
+func (t *terminal) write(data []byte) error {
+	t.mutex.Lock()
+	input := t.input
+	t.mutex.Unlock()
+	if input == nil {
+		return os.ErrClosed
+	}
+	_ = input.SetWriteDeadline(time.Now().Add(inputWriteLimit))
+	_, err := input.Write(data)
+	return err
+}
+
+func (t *terminal) resize(columns, rows uint16) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if t.started && !t.exited && !t.pipes {
+		_ = pty.Setsize(t.input, &pty.Winsize{Rows: rows, Cols: columns})
+	}
+}
+
+// signal reaches what runs in the foreground, and the shell itself where that is
+// not enough to end it.
+func (t *terminal) signal(sig syscall.Signal) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if t.process == nil || t.exited {
+		return
+	}
+	foreground := 0
+	if !t.pipes {
+		foreground = foregroundGroup(t.input)
+	}
+	t.process.signalWith(foreground, sig)
+}
