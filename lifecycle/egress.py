@@ -176,12 +176,28 @@ class Egress:
                     return
                 compiled = await self._compile(row)
                 await self._configure(row, compiled)
-            except (EgressError, Unreachable, wire.RemoteError) as error:
+                # A change that was cut short may have left grants and values beside those of the registry.
+                await self._orchestrator.vaultd.regrant(row.id, compiled.grants, {}, _names(row))
+            except (EgressError, ApiError, Unreachable, wire.RemoteError) as error:
                 _log.warning("policy of %s still not applied: %s", sandbox, _brief(error))
                 return
             await self._orchestrator.registry.update(
                 sandbox, lambda current: replace(current, policy_digest=compiled.digest)
             )
+
+    async def reconcile(self, sandbox: str) -> None:
+        """Apply what the registry says if the gateway has another policy: somebody died in the middle of a change."""
+        async with self._orchestrator.lock(sandbox):
+            try:
+                row = await self._row(sandbox)
+                there = await self._orchestrator.hostd.policy(sandbox)
+            except (EgressError, ApiError, Unreachable, wire.RemoteError) as error:
+                _log.warning("policy of %s cannot be compared: %s", sandbox, type(error).__name__)
+                return
+            if there in ("", row.policy_digest):
+                return
+            await self._orchestrator.registry.update(row.id, lambda current: replace(current, policy_digest=""))
+        await self.reapply(sandbox)
 
     async def _apply(self, row: Sandbox, changed: Sandbox, kind: str, change: Change | None) -> Sandbox:
         compiled = await self._compile(changed)

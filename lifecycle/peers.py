@@ -92,6 +92,10 @@ class Hostd(Daemon):
         """The generation of the worker that runs for a sandbox now."""
         return int((await self.call("inspect", sandbox=sandbox)).get("generation") or 1)
 
+    async def policy(self, sandbox: str) -> str:
+        """The digest of the policy that a sandbox's worker has confirmed."""
+        return str((await self.call("inspect", sandbox=sandbox)).get("policy") or "")
+
     async def remove(self, sandbox: str) -> list[str]:
         """Remove a sandbox; returns what is left of it, which should be nothing. Unknown ones are no error."""
         try:

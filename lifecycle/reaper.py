@@ -4,7 +4,10 @@
 - What could not be removed is tried again, later and later, for as long as it takes.
 - At start the registry and hostd are compared: time that passed while the server was down counts, a creation whose
   caller never got an answer is undone, a sandbox nobody wrote down is removed, one that is gone is shown as Failed.
-- Afterwards hostd is asked every few seconds how its sandboxes are; lists and gets read the database only.
+- At start every gateway is given its policy anew: whatever was under way when an earlier process ended, and whatever
+  changed meanwhile, afterwards the registry's policy is in force and the vault's grants are those of that policy.
+- Afterwards hostd is asked every few seconds how its sandboxes are; lists and gets read the database only. A sandbox
+  that hostd no longer has is Failed; a gateway with another policy than the registry's is given that one.
 """
 
 import asyncio
@@ -25,6 +28,7 @@ RETRY_FIRST = 1.0
 RETRY_MOST = 60.0
 OBSERVE_SECONDS = 2.0
 _PARALLEL = 4
+_LIVE = (State.RUNNING, State.PAUSED)
 
 _log = logging.getLogger(__name__)
 
@@ -103,10 +107,10 @@ class Observer:
         for row in rows.values():
             if row.state is State.PENDING:
                 await registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", "Its creation was interrupted.", now))
-            elif row.id not in there and row.state not in (State.STOPPING, State.FAILED, State.TERMINATED):
-                await registry.put(
-                    row.moved(State.FAILED, "CONTAINER_LOST", "The sandbox is gone from this host.", now)
-                )
+            elif row.id not in there:
+                await registry.put(_lost(row, now))
+            elif row.state in _LIVE:
+                await registry.put(replace(row, policy_digest=""))
         for sandbox in there.keys() - rows.keys():
             _log.warning("removing %s, which nobody asked for", sandbox)
             with contextlib.suppress(Unreachable, wire.RemoteError):
@@ -142,8 +146,11 @@ class Observer:
 
     async def observe(self) -> None:
         """Take over what hostd says of its sandboxes, and re-apply policies that could not be applied."""
+        before = {row.id for row in await self._orchestrator.registry.all() if row.state in _LIVE}
         items = await self._orchestrator.hostd.list()
         now = self._orchestrator.clock()
+        for sandbox in before - {str(item.get("sandbox")) for item in items}:
+            await self._orchestrator.registry.update(sandbox, lambda row: _lost(row, now))
         for item in items:
             seen = condition(item)
             if seen is None:
@@ -157,9 +164,19 @@ class Observer:
                 return row.moved(state, reason, message, now)  # noqa: B023 - run at once
 
             await self._orchestrator.registry.update(str(item.get("sandbox")), change)
+        there = {str(item.get("sandbox")): str(item.get("policy") or "") for item in items}
         for row in await self._orchestrator.registry.all():
             if row.state is State.RUNNING and not row.policy_digest:
                 await self._egress.reapply(row.id)
+            elif row.state is State.RUNNING and there.get(row.id) not in (None, "", row.policy_digest):
+                await self._egress.reconcile(row.id)
+
+
+def _lost(row: Sandbox, now: float) -> Sandbox:
+    """A row whose sandbox hostd does not have: it ended with a process of ours, or with the host."""
+    if row.state in (State.PENDING, State.STOPPING, State.FAILED, State.TERMINATED):
+        return row
+    return row.moved(State.FAILED, "CONTAINER_LOST", "The sandbox is gone from this host.", now)
 
 
 def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:

@@ -221,3 +221,50 @@ async def test_concurrent_metadata_patches_are_atomic(server: World) -> None:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
         await asyncio.gather(*(client.patch(f"{path}/metadata", json={f"k{i}": "v"}) for i in range(20)))
         assert 20 == len((await client.get(path)).json()["metadata"])
+
+
+async def test_a_sandbox_that_hostd_lost_while_we_ran_is_failed() -> None:
+    """hostd was killed and could not adopt it; one that is there stays Running."""
+    async with world() as described, described.serving() as server, server.client() as client:
+        keep, lost = [(await client.post("/v1/sandboxes", json=BODY)).json()["id"] for _ in range(2)]
+        assert server.server is not None
+        del server.hostd.sandboxes[lost]
+        await server.server.observer.observe()
+        status = (await client.get(f"/v1/sandboxes/{lost}")).json()["status"]
+        assert ("Failed", "CONTAINER_LOST") == (status["state"], status["reason"])
+        assert "Running" == (await client.get(f"/v1/sandboxes/{keep}")).json()["status"]["state"]
+        assert 204 == (await client.delete(f"/v1/sandboxes/{lost}")).status_code
+
+
+async def test_a_gateway_with_another_policy_is_given_the_registrys() -> None:
+    """hostd was killed between the gateway's word and ours: whichever it kept, ours is in force in the end."""
+    async with world() as described, described.serving() as server, server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        assert server.server is not None
+        ours = server.hostd.specs[name]["gateway"]["policy"]
+        server.hostd.sandboxes[name]["policy"] = ours["digest"]
+        await server.server.observer.observe()
+        calls = len(server.hostd.named("configure"))
+
+        server.hostd.sandboxes[name]["policy"] = "0" * 64
+        server.hostd.specs[name]["gateway"] = {}
+        await server.server.observer.observe()
+
+        assert ours == server.hostd.specs[name]["gateway"]["policy"]
+        assert calls + 1 == len(server.hostd.named("configure"))
+
+
+async def test_after_a_restart_every_gateway_and_every_vault_is_as_the_registry_says() -> None:
+    """A former process was killed in the middle of a change: what it had granted beside is taken back."""
+    async with world() as described:
+        async with described.serving() as server, server.client() as client:
+            name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        ours, granted = described.hostd.specs[name]["gateway"]["policy"], described.vaultd.grants[name]
+        described.hostd.specs[name]["gateway"] = {}
+        described.vaultd.grants[name] = [{"secret": "s", "host": "x.example", "port": 443, "scheme": "https"}]
+        described.vaultd.inline[name] = {"left": "over"}
+        async with described.serving() as server, server.client() as client:
+            assert server.server is not None
+            await server.server.observer.observe()
+            assert ours == described.hostd.specs[name]["gateway"]["policy"]
+            assert (granted, {}) == (described.vaultd.grants[name], described.vaultd.inline[name])
