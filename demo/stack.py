@@ -73,6 +73,11 @@ data_root = "{self._docker_data}"
 """
 
     def __enter__(self) -> "Stack":
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the server and wait until it answers; also after `kill`, to take over what was left."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
         self.config.write_text(self.settings)
         with self.log.open("ab") as log:
@@ -87,7 +92,13 @@ data_root = "{self._docker_data}"
         except BaseException:
             self.stop()
             raise
-        return self
+
+    def kill(self) -> None:
+        """Kill what was started here, as the kernel or an operator in a hurry would: nothing is removed."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -21,6 +21,7 @@ import vault.cli
 import vault.keyring
 from lifecycle import doctor, launch, settings
 from lifecycle.settings import Settings, SettingsError
+from runtimes import predecessor
 
 OK, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
@@ -118,7 +119,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     elif policy.cli.check(configured.policy_file) != 0:
         return WRONG
     try:
-        if not write_only:
+        if not write_only and not predecessor.runs(configured.run_dir / "config", "serve"):
             launch.serve_config(configured, ()).listen().close()
         keys = launch.api_keys(configured)
         _master_key(configured)
@@ -136,7 +137,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     python = str(configured.get("sallyport.python", sys.executable))
     os.chdir(doctor.PROJECT)  # what `-m` finds must not depend on where an operator stands
     try:
-        os.execv(python, [python, "-m", "runtimes.hostd", str(host)])  # noqa: S606 - no shell is meant
+        os.execv(python, [python, "-m", "runtimes.keeper", str(host)])  # noqa: S606 - no shell is meant
     except OSError as error:
         print(f"sallyport: cannot run: {python}: {error.strerror}; run: sallyport doctor", file=sys.stderr)
     return FAILED

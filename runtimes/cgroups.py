@@ -136,6 +136,16 @@ class Cgroups:
             time.sleep(0.01)
         return tuple(f"cgroup {directory}" for directory in left)
 
+    def wait_empty(self, seconds: float) -> None:
+        """Wait at most so long for a dead hostd's workers: they end by themselves, once they have had their say."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(
+            procs.read_text().strip()
+            for root in self.hierarchies.roots
+            for procs in (root / self.parent).glob("*/cgroup.procs")
+        ):
+            time.sleep(0.02)
+
     def sweep(self) -> tuple[str, ...]:
         """Remove all groups of this instance, and the instance's own directories; return what is left."""
         names = {

@@ -1,12 +1,16 @@
 """The daemons around hostd and its channels to them: auditd, vaultd, zygote, serve.
 
-- vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again.
+- auditd, vaultd and serve are adopted from a former hostd where they run as they would be started: others reach them
+  by their sockets. vaultd only together with auditd, whose channel it holds; a zygote never, it was the old one's.
+- vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again. The number
+  of that channel never repeats, whatever was killed: it is on disk before it is used.
 - After auditd or vaultd came back, every worker is told to be born again: its channels ended with the old daemon.
 - A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and nobody gets a
   second guess at the same one.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -28,6 +32,7 @@ from runtimes.supervisor import (
     nothing_to_inherit,
     ping,
 )
+from runtimes.together import together
 
 SOCKET_GROUP = 700000000
 """Group of auditd and vaultd only: may make sockets in the run directory."""
@@ -36,55 +41,85 @@ _log = logging.getLogger(__name__)
 
 
 _FORGET_SECONDS = 5.0
+_END_SECONDS = 3.0
+_UP_SECONDS = 60.0
+ADOPTABLE = ("auditd", "vaultd", "serve")
 
 
 class Daemons:
-    """Started in order by `start`, ended in the other order by `stop`."""
+    """Started by `start`, ended in the other order by `stop`."""
 
     def __init__(self, config: HostConfig, workers_lost: Callable[[], Awaitable[None]]) -> None:
         self._config = config
         self._run = Path(config.run_dir)
         self._workers_lost = workers_lost
-        self._vault_generation = 0
+        self._vault_generation = Counter(Path(config.state_dir) / "hostd" / "vault-generation")
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
         self._zygote_control: socket.socket | None = None
         self._serve_read = -1
         self._renewal: asyncio.Task[None] | None = None
+        self._attaching: asyncio.Task[None] | None = None
         self._killed: set[int] = set()
+        self._sockets = {"auditd": self._run / "audit.sock", "vaultd": self._run / "vault.sock"}
 
     async def start(self) -> None:
-        """Start auditd, vaultd and the zygote.
+        """Start auditd, then vaultd, and beside them the zygote; those that run already are adopted.
 
         Raises:
             supervisor.NotReady: one of them does not come up; call `stop`.
         """
-        for name in ("auditd", "vaultd", "zygote"):
-            await self._start(next(item for item in self._config.processes if item.name == name))
+        await together(self._start_vault(), self._start(self._named("zygote")))
+
+    async def _start_vault(self) -> None:
+        auditd, vaultd = self._named("auditd"), self._named("vaultd")
+        if await self._adopted(auditd):
+            if not await self._adopted(vaultd):
+                await self._start(vaultd)
+        else:
+            await together(self._start(auditd), self._start(vaultd))
+
+    def _named(self, name: str) -> ProcessConfig:
+        return next(item for item in self._config.processes if item.name == name)
 
     async def start_serve(self) -> None:
-        """Start serve, if there is one, and wait until it listens.
+        """Start or adopt serve, if there is one, and wait until it listens.
 
         Raises:
             supervisor.NotReady: it cannot; it said why.
         """
         for item in self._config.processes:
-            if item.name == "serve":
+            if item.name == "serve" and not await self._adopted(item):
                 await self._start(item)
 
+    async def _adopted(self, process: ProcessConfig) -> bool:
+        """Adopt a daemon that a former hostd left, if it would be started just the same; return whether it was."""
+        daemon = self._daemon(process)
+        left = await asyncio.to_thread(predecessor.take, self._run / "config", process.name, daemon.program.identity)
+        if left is None or not await daemon.adopt(left, partial(self._answers, process.name)):
+            return False
+        self._supervised[process.name] = daemon
+        return True
+
     async def _start(self, process: ProcessConfig) -> None:
+        """Start a daemon, in place of one that was left."""
+        await asyncio.to_thread(predecessor.end, self._run / "config", process.name, _END_SECONDS)
         daemon = self._daemon(process)
         self._supervised[process.name] = daemon
         await daemon.start()
+
+    async def _answers(self, name: str) -> None:
+        if (path := self._sockets.get(name)) is not None:
+            await ping(path)
 
     def _daemon(self, process: ProcessConfig) -> Supervised:
         uids = self._config.uids
         match process.name:
             case "auditd":
-                parts = (nothing_to_inherit, lambda: ping(self._run / "audit.sock"), self._auditd_up)
+                parts = (nothing_to_inherit, lambda: ping(self._sockets["auditd"]), self._auditd_up)
                 return self._make(process, uids.auditd, (SOCKET_GROUP,), None, *parts)
             case "vaultd":
-                parts = (self._vault_channel, lambda: ping(self._run / "vault.sock"), self._vaultd_up)
+                parts = (self._vault_channel, lambda: ping(self._sockets["vaultd"]), self._vaultd_up)
                 return self._make(process, uids.vaultd, (SOCKET_GROUP,), None, *parts)
             case "zygote":
                 netns = self._config.upstream_netns
@@ -112,8 +147,9 @@ class Daemons:
             groups=tuple(groups),
             netns=netns,
             expose=interpreter_paths(self._config.run_dir, self._config.state_dir),
+            configuration=Path(process.config).read_bytes(),
         )
-        noted = partial(predecessor.note, self._run / "config")
+        noted = partial(predecessor.note, self._run / "config", identity=program.identity)
         return Supervised(self._config.python, program, prepare, ready, up, noted)
 
     def _hand_over(self, process: ProcessConfig, uid: int) -> Path:
@@ -138,6 +174,17 @@ class Daemons:
             raise ConnectionError(f"{name} is down")
         return client
 
+    async def available(self) -> None:
+        """Wait, for a bounded while, until every daemon that a worker is born with can be reached."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_UP_SECONDS):
+                for name in ("auditd", "vaultd", "zygote"):
+                    await self._reachable(name)
+
+    async def _reachable(self, name: str) -> None:
+        while (client := self._clients.get(name)) is None or client.closed.is_set():  # noqa: ASYNC110 - of many events
+            await asyncio.sleep(0.02)
+
     def pids(self) -> dict[str, int]:
         """Return the daemons' process ids, 0 for one that is down."""
         return {name: daemon.pid for name, daemon in self._supervised.items()}
@@ -149,20 +196,31 @@ class Daemons:
         self._clients[name] = await wire.Client.connect(path)
 
     async def _auditd_up(self, restarted: bool) -> None:
-        await self._connect("auditd", self._run / "audit.sock")
-        if restarted:
+        await self._connect("auditd", self._sockets["auditd"])
+        if restarted and (self._attaching is None or self._attaching.done()):
             # vaultd's channel ended with the old auditd. It ends by itself; this is for one that hangs.
             await self._supervised["vaultd"].kick()
 
     async def _vault_channel(self) -> Inheritance:
+        """Make vaultd's audit channel. It gets its other end once auditd is there: both may start side by side."""
         ours, theirs = socket.socketpair()
-        with ours:
-            self._vault_generation += 1
-            await self.attach("auditd", ours, sandbox=None, generation=self._vault_generation, producer="vault")
-            return Inheritance({"SALLYPORT_AUDIT_FD": theirs.detach()})
+        if self._attaching is not None:
+            self._attaching.cancel()
+        self._attaching = asyncio.create_task(self._attach_vault(ours), name="vault-channel")
+        return Inheritance({"SALLYPORT_AUDIT_FD": theirs.detach()})
+
+    async def _attach_vault(self, ours: socket.socket) -> None:
+        with ours:  # closed whatever happens: a channel that leads nowhere ends vaultd, which is then started again
+            try:
+                async with asyncio.timeout(_UP_SECONDS):
+                    await self._reachable("auditd")
+                generation = await asyncio.to_thread(self._vault_generation.next)
+                await self.attach("auditd", ours, sandbox=None, generation=generation, producer="vault")
+            except (OSError, ValueError, wire.RemoteError) as error:
+                _log.error("vaultd gets no audit channel: %s", type(error).__name__)
 
     async def _vaultd_up(self, restarted: bool) -> None:
-        await self._connect("vaultd", self._run / "vault.sock")
+        await self._connect("vaultd", self._sockets["vaultd"])
         if restarted:
             await self._workers_lost()
 
@@ -249,9 +307,10 @@ class Daemons:
 
     async def stop(self) -> None:
         """End all daemons, the last started first."""
-        if self._renewal is not None:
-            self._renewal.cancel()
-            await asyncio.gather(self._renewal, return_exceptions=True)
+        for task in (self._renewal, self._attaching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         for name in ("serve", "zygote", "vaultd", "auditd"):
             if (client := self._clients.pop(name, None)) is not None:
                 await client.close()
@@ -265,3 +324,25 @@ class Daemons:
 
 async def _nothing(_restarted: bool) -> None:
     return None
+
+
+class Counter:
+    """A number in a file that only grows, over the death of every process and of the host."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def next(self) -> int:
+        """Return the next number; it is on disk.
+
+        Raises:
+            OSError, ValueError: it cannot be; no number was used.
+        """
+        number = int(self._path.read_text()) + 1 if self._path.exists() else 1
+        temporary = self._path.with_suffix(".new")
+        with temporary.open("w") as file:
+            file.write(f"{number}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self._path)
+        return number

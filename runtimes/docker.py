@@ -3,7 +3,7 @@
 - Its blocking calls run in a pool of a few threads; each has a time limit.
 - A container gets no network, no capability beyond the list, no privilege to gain, limits, no restarts, and binds that
   we name. Nothing of it comes from the image but user, work directory and environment.
-- The label `sallyport.sandbox` marks ours; nothing without it is ever removed.
+- The label `sallyport.sandbox` marks ours, `sallyport.instance` the server's; without both nothing is ever removed.
 """
 
 import asyncio
@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import docker
-import docker.errors
-import requests.exceptions
-
 LABEL = "sallyport.sandbox"
+INSTANCE_LABEL = "sallyport.instance"
 _SOURCE_LABEL = "sallyport.source"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
 _THREADS = 8
@@ -95,17 +92,28 @@ class State:
 class Docker:
     """One Docker daemon, by its socket."""
 
-    def __init__(self, socket: str) -> None:
+    def __init__(self, socket: str, instance: str = "") -> None:
         """Connect.
+
+        Args:
+            instance: what tells our containers from another server's on the same Docker.
 
         Raises:
             DockerError: there is no Docker at `socket`.
         """
+        # Imported late, and so beside other work: it takes half a second.
+        import docker
+        import docker.errors
+        import requests.exceptions
+
+        self._errors: Any = docker.errors
+        self._broken = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
         try:
             self._api: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_TIMEOUT)
             self._slow: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_IMPORT_TIMEOUT)
-        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+        except self._broken as error:
             raise DockerError(f"no Docker answers at {socket}") from error
+        self._instance = instance
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
 
     def close(self) -> None:
@@ -117,11 +125,11 @@ class Docker:
     async def _run[T](self, call: Callable[[], T]) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, call)
-        except docker.errors.ImageNotFound as error:
+        except self._errors.ImageNotFound as error:
             raise UnknownImage("no such image") from error
-        except docker.errors.APIError as error:
+        except self._errors.APIError as error:
             raise DockerError(str(error.explanation or error)[:500]) from error
-        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+        except self._broken as error:
             raise DockerError(f"docker: {type(error).__name__}") from error
 
     async def version(self) -> dict[str, Any]:
@@ -198,7 +206,7 @@ class Docker:
                 command=list(plan.command[1:]),
                 environment=[f"{name}={value}" for name, value in plan.env.items()],
                 hostname=plan.hostname,
-                labels={LABEL: plan.sandbox},
+                labels={LABEL: plan.sandbox, INSTANCE_LABEL: self._instance},
                 name=plan.name,
                 host_config=host,
                 healthcheck={"test": ["NONE"]},
@@ -225,7 +233,7 @@ class Docker:
         try:
             found = await self._run(lambda: self._api.inspect_container(container))
         except DockerError as error:
-            if isinstance(error.__cause__, docker.errors.NotFound):
+            if isinstance(error.__cause__, self._errors.NotFound):
                 return None
             raise
         state = found["State"]
@@ -243,11 +251,11 @@ class Docker:
         try:
             await self._run(lambda: self._api.remove_container(container, force=True, v=True))
         except DockerError as error:
-            if not isinstance(error.__cause__, docker.errors.NotFound):
+            if not isinstance(error.__cause__, self._errors.NotFound):
                 raise
 
     async def ours(self, sandbox: str | None = None) -> tuple[tuple[str, str], ...]:
         """Return (container id, sandbox id) of our containers in any state."""
-        label = LABEL if sandbox is None else f"{LABEL}={sandbox}"
-        found = await self._run(lambda: self._api.containers(all=True, filters={"label": label}))
+        labels = [LABEL if sandbox is None else f"{LABEL}={sandbox}", f"{INSTANCE_LABEL}={self._instance}"]
+        found = await self._run(lambda: self._api.containers(all=True, filters={"label": labels}))
         return tuple((str(item["Id"]), str(item["Labels"][LABEL])) for item in found)

@@ -3,21 +3,27 @@
 - It has no bridge, no iptables, no forwarding and no network but loopback: it cannot touch the host's network, and
   a second dockerd on the host's own network would delete the first one's bridge.
 - It is stopped by its process id, never by name, and its containerd with it.
+- Containers and their shims outlive it, so that a sandbox works on while it is started again. Nothing can be started
+  meanwhile, or by it afterwards: each container had a launch plan for one start only.
 """
 
 import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+import time
 from pathlib import Path
 
-from runtimes import netns
+from runtimes import netns, predecessor
+from runtimes.adopted import Adopted, Process
 from runtimes.spec import DockerdConfig
 
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 20.0
-_RESTART_SECONDS = 1.0
+_ADOPT_SECONDS = 3.0
+_CALM_SECONDS = 10.0
+_BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0)
+_NAME = "dockerd"
 
 _log = logging.getLogger(__name__)
 
@@ -51,19 +57,20 @@ def arguments(config: DockerdConfig, socket: str, daemon_json: Path) -> list[str
 class Dockerd:
     """Keeps one dockerd running, from `start` to `stop`.
 
-    After a crash it is started again. Its containers ended with it: they had plans for one start only.
+    After a crash it is started again, and with it its containerd, its child. When only containerd has ended dockerd is
+    ended too: by itself it would take many seconds to start another. Its containers live on meanwhile (live-restore).
     """
 
-    def __init__(self, config: DockerdConfig, socket: str, daemon_json: Path, noted: Callable[[int], None]) -> None:
+    def __init__(self, config: DockerdConfig, socket: str, daemon_json: Path) -> None:
+        """Keep what is needed; process notes go beside `daemon_json`."""
         self._config = config
         self._socket = socket
         self._daemon_json = daemon_json
-        self._noted = noted
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
         self._monitor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start it and wait until it answers.
+        """Adopt it where it runs as it would be started, else start it; wait until it answers.
 
         Raises:
             DockerdError: it ended, or does not answer in time.
@@ -72,8 +79,27 @@ class Dockerd:
         parents = (Path(self._socket).parent, Path(config.pidfile).parent, Path(config.log).parent)
         for directory in (config.data_root, config.exec_root, *parents):
             Path(directory).mkdir(mode=0o711, parents=True, exist_ok=True)
-        await self._launch()
+        if not await self._adopt():
+            await asyncio.to_thread(predecessor.end, self._notes, _NAME)
+            await self._launch()
         self._monitor = asyncio.create_task(self._keep(), name="dockerd")
+
+    async def _adopt(self) -> bool:
+        left = await asyncio.to_thread(predecessor.take, self._notes, _NAME, self._identity())
+        if left is None:
+            return False
+        try:
+            async with asyncio.timeout(_ADOPT_SECONDS):
+                await self._answering(left)
+        except (DockerdError, TimeoutError):
+            return False
+        _log.info("dockerd goes on (process %d)", left.pid)
+        self._process = left
+        return True
+
+    def _identity(self) -> str:
+        command = arguments(self._config, self._socket, self._daemon_json)
+        return predecessor.digest(command, self._daemon_json.read_bytes())
 
     async def _launch(self) -> None:
         stale = Path(self._config.exec_root, "containerd")
@@ -92,7 +118,7 @@ class Dockerd:
         finally:
             os.close(log)
         self._process = process
-        self._noted(process.pid)
+        predecessor.note(self._notes, _NAME, process.pid, self._identity())
         try:
             async with asyncio.timeout(_READY_SECONDS):
                 await self._answering(process)
@@ -102,14 +128,14 @@ class Dockerd:
         if bound:  # by one that was killed; this one found the mount and takes it for somebody else's
             self._bind_note.touch(mode=0o600)
 
-    async def _answering(self, process: asyncio.subprocess.Process) -> None:
+    async def _answering(self, process: Process) -> None:
         while True:
             if process.returncode is not None:
                 raise DockerdError(f"dockerd ended with status {process.returncode}; see {self._config.log}")
             try:
                 reader, writer = await asyncio.open_unix_connection(self._socket)
             except OSError:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.02)
                 continue
             try:
                 writer.write(b"GET /_ping HTTP/1.0\r\n\r\n")
@@ -119,19 +145,53 @@ class Dockerd:
                 pass
             finally:
                 writer.close()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
 
     async def _keep(self) -> None:
+        attempt = 0
         while self._process is not None:
+            began = time.monotonic()
+            await self._either_ended(self._process)
+            if self._process.returncode is None:
+                _log.error("containerd ended: dockerd is started again with a new one")
+                self._process.kill()
             status = await self._process.wait()
             _log.error("dockerd ended with status %s", status)
-            await asyncio.sleep(_RESTART_SECONDS)
+            attempt = 0 if time.monotonic() - began > _CALM_SECONDS else attempt
+            await asyncio.sleep(_BACKOFF[min(attempt, len(_BACKOFF) - 1)])
+            attempt += 1
             try:
                 await self._launch()
             except (DockerdError, OSError) as error:
                 _log.error("dockerd does not come back: %s", error)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _either_ended(self, process: Process) -> None:
+        """Wait until dockerd or the containerd that it has started has ended."""
+        waiting = [asyncio.create_task(process.wait(), name="dockerd-end")]
+        containerd = await asyncio.to_thread(self._containerd, process.pid)
+        if containerd is not None:
+            waiting.append(asyncio.create_task(containerd.wait(), name="containerd-end"))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _containerd(self, parent: int) -> Adopted | None:
+        """Return the containerd that process `parent` has started; None where it uses one that was there."""
+        for path in Path(self._config.exec_root, "containerd").glob("*containerd.pid"):
+            try:
+                pid = int(path.read_text())
+                fd = os.pidfd_open(pid)
+            except (OSError, ValueError):
+                continue
+            if predecessor.parent(pid) == parent:
+                return Adopted(pid, fd)
+            os.close(fd)
+        return None
+
+    async def _end(self, process: Process) -> None:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
@@ -155,6 +215,10 @@ class Dockerd:
         if self._bind_note.exists():
             netns.unmount(Path(self._config.data_root))
             self._bind_note.unlink()
+
+    @property
+    def _notes(self) -> Path:
+        return self._daemon_json.parent
 
     @property
     def _bind_note(self) -> Path:

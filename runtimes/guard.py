@@ -8,13 +8,15 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from runtimes import netns, nft
+from runtimes import netns, nft, predecessor
 
 _READY_SECONDS = 10.0
-_BACKOFF = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+_BACKOFF = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)
+_CALM_SECONDS = 10.0
 
 
 class GuardError(Exception):
@@ -25,6 +27,7 @@ class Guard:
     """Keeps one guard process alive. `pidfd` is that of the current one."""
 
     def __init__(self, rules_file: Path, upstream: Path | None, changed: Callable[[int], Awaitable[None]]) -> None:
+        """Keep what is needed; process notes go beside `rules_file`."""
         self._rules_file = rules_file
         self._upstream = upstream
         self._changed = changed
@@ -39,6 +42,8 @@ class Guard:
         Raises:
             GuardError: it is not in force in time.
         """
+        # A former hostd's guard ends with it, but the table is its own until it has.
+        await asyncio.to_thread(predecessor.end, self._rules_file.parent, "guard")
         self._rules_file.write_text(nft.render_guard(plan))
         await self._spawn()
         self._monitor = asyncio.create_task(self._keep(), name="guard")
@@ -53,6 +58,7 @@ class Guard:
         if process.stdin is None:
             raise GuardError("no standard input")
         self._process = process
+        predecessor.note(self._rules_file.parent, "guard", process.pid)
         process.stdin.write(f'include "{self._rules_file}"\n'.encode())
         try:
             async with asyncio.timeout(_READY_SECONDS):
@@ -79,13 +85,15 @@ class Guard:
         return "flags owner" in listed and "chain output" in listed
 
     async def _keep(self) -> None:
+        attempt = 0
         while True:
-            process = self._process
+            process, began = self._process, time.monotonic()
             if process is not None:
                 await process.wait()
-            pause = _BACKOFF[min(self.restarts, len(_BACKOFF) - 1)]
+            attempt = 0 if time.monotonic() - began > _CALM_SECONDS else attempt
             self.restarts += 1
-            await asyncio.sleep(pause)
+            await asyncio.sleep(_BACKOFF[min(attempt, len(_BACKOFF) - 1)])
+            attempt += 1
             try:
                 await self._spawn()
             except (GuardError, OSError):

@@ -4,37 +4,45 @@ This is the composition: directories, dockerd, guard, daemons, sandboxes, and th
 
 - Only root and serve may connect; parameters are validated strictly; an unknown operation is refused.
 - It speaks no HTTP to anybody but Docker, and holds no secret.
-- SIGINT and SIGTERM remove all sandboxes and end everything it started. After a SIGKILL workers and guard end by
-  themselves (their channels end), sandboxes are closed, and the next start removes what is left.
+- SIGINT and SIGTERM remove all sandboxes and end everything it started.
+- After a SIGKILL workers, zygote and guard end by themselves (their channels end) and sandboxes are closed. The next
+  start adopts the daemons and sandboxes that are as they were written down, and removes everything else. `keeper`
+  sees to it that there is a next start.
+- It starts side by side whatever does not need the other: what is back late is closed for as long.
 """
 
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import stat
 import sys
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
 import wire
-from runtimes import predecessor, shim_install, slots
+from runtimes import predecessor, shim_install
+from runtimes.adoption import adopt_or_remove
 from runtimes.cgroups import Cgroups
-from runtimes.daemons import SOCKET_GROUP, Daemons
+from runtimes.daemons import ADOPTABLE, SOCKET_GROUP, Daemons
 from runtimes.docker import Docker, DockerError, UnknownImage
 from runtimes.dockerd import Dockerd, DockerdError
 from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
 from runtimes.guard import Guard, GuardError
+from runtimes.keeper import READY_FD
 from runtimes.nft import GuardPlan
+from runtimes.records import Records
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import SANDBOX_ID, HostConfig, LaunchSpec
 from runtimes.supervisor import NotReady
+from runtimes.together import together
 from wire.frames import close_all
+
+_GRACE_SECONDS = 1.0
+"""For workers of a hostd that is gone to write what they still have to say."""
 
 _log = logging.getLogger("hostd")
 
@@ -48,6 +56,7 @@ def make_directories(config: HostConfig) -> None:
         (run / "plans", 0, 0, 0o700),
         (run / "netns", 0, 0, 0o700),
         (run / "sandboxes", 0, 0, 0o711),
+        (run / "records", 0, 0, 0o700),
         (run / "runtimes", 0, 0, 0o755),
         (run / "config", 0, 0, 0o711),
         (state, 0, 0, 0o711),
@@ -83,6 +92,7 @@ class Host:
         self._run = Path(config.run_dir)
         upstream = Path(config.upstream_netns) if config.upstream_netns is not None else None
         self._cgroups = Cgroups(config.run_dir)
+        self._records = Records(self._run / "records")
         self._dockerd: Dockerd | None = None
         self._docker: Docker | None = None
         self._guard = Guard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
@@ -90,6 +100,11 @@ class Host:
         self._sandboxes: Sandboxes | None = None
         self._server: asyncio.Task[None] | None = None
         self._lock = -1
+
+    @property
+    def succeeds(self) -> bool:
+        """Whether a hostd before this one was killed here: there is something to adopt or to remove."""
+        return predecessor.any_left(self._run / "config")
 
     async def _guard_changed(self, pidfd: int) -> None:
         if self._sandboxes is not None:
@@ -106,34 +121,30 @@ class Host:
             Refused, DockerdError, DockerError, GuardError, NotReady, OSError: it cannot run; call `stop`.
         """
         config, uids = self._config, self._config.uids
-        await refusal(config)
+        succeeds = self.succeeds
+        if not succeeds:
+            await refusal(config)
         make_directories(config)
         try:
             self._lock = predecessor.lock(self._run)
         except BlockingIOError:
             raise Refused(f"another hostd runs in {self._run}") from None
-        if ended := await asyncio.to_thread(predecessor.end_all, self._run / "config"):
+        notes = self._run / "config"
+        spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended where it is started anew
+        if ended := await asyncio.to_thread(predecessor.end_all, notes, spared, 0.0):
             _log.warning("ended what a predecessor left running: %s", ", ".join(ended))
-        entries = shim_install.write_wrappers(
-            self._run / "runtimes", self._run / "plans", config.python, config.runc, config.runsc
-        )
-        if config.dockerd is not None:
-            daemon_json = self._run / "config" / "daemon.json"
-            shim_install.write_daemon_json(daemon_json, entries)
-            noted = partial(predecessor.note, self._run / "config", "dockerd")
-            self._dockerd = Dockerd(config.dockerd, config.docker_socket, daemon_json, noted)
-            await self._dockerd.start()
-        self._docker = await asyncio.to_thread(Docker, config.docker_socket)
-        known = await runtimes_known(config, self._docker)
-        if not known.ok:
-            raise Refused(f"{known.detail}: {known.remedy}")
-        await self._sweep(self._docker)
-        for image in config.images:
-            await self._docker.import_image(image.name, Path(image.tar))
         workers = (uids.worker_base, uids.worker_base + uids.workers - 1)
-        await self._guard.start(GuardPlan(*workers, config.resolvers, config.allowed))
-        await self._daemons.start()
-        self._sandboxes = Sandboxes(config, self._docker, self._daemons, self._guard, self._cgroups)
+        await together(
+            self._daemons.start(),
+            self._guard.start(GuardPlan(*workers, config.resolvers, config.allowed)),
+            asyncio.to_thread(self._cgroups.wait_empty, _GRACE_SECONDS),
+            self._start_docker(),
+        )
+        docker = self._connected()
+        fit = await adopt_or_remove(self._run, uids, docker, self._cgroups, self._records)
+        self._sandboxes = Sandboxes(config, docker, self._daemons, self._guard, self._cgroups, self._records)
+        for record, slot in fit:
+            self._sandboxes.adopt(record, slot)
         self._server = await wire.serve_unix(
             self._run / "hostd.sock",
             self.handle,
@@ -142,32 +153,38 @@ class Host:
             owner=(0, uids.serve),
         )
         await self._daemons.start_serve()
-        _log.info("ready: %s", self._run / "hostd.sock")
+        if succeeds:
+            await refusal(config)  # the same as at a first start, but now that sandboxes have their gates again
+        _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", len(fit))
 
-    async def _sweep(self, docker: Docker) -> None:
-        """Remove what a killed predecessor left: nothing of it is adopted."""
-        for container, sandbox in await docker.ours():
-            if await self._is_ours(container, sandbox):
-                await docker.remove(container)
-        residue = await asyncio.to_thread(slots.sweep, self._run / "netns")
-        residue += await asyncio.to_thread(self._cgroups.sweep)
-        for directory in (self._run / "plans", self._run / "ingress"):
-            for path in directory.iterdir():
-                path.unlink()
-        for path in (self._run / "sandboxes").iterdir():
-            shutil.rmtree(path)
-        if residue:
-            _log.warning("left by a predecessor: %s", "; ".join(residue))
+    async def _start_docker(self) -> None:
+        config = self._config
+        entries = shim_install.write_wrappers(
+            self._run / "runtimes", self._run / "plans", config.python, config.runc, config.runsc
+        )
+        if config.dockerd is not None:
+            daemon_json = self._run / "config" / "daemon.json"
+            shim_install.write_daemon_json(daemon_json, entries)
+            self._dockerd = Dockerd(config.dockerd, config.docker_socket, daemon_json)
+            await self._dockerd.start()
+        self._docker = await asyncio.to_thread(Docker, config.docker_socket, self._cgroups.parent.name)
+        known = await runtimes_known(config, self._docker)
+        if not known.ok:
+            raise Refused(f"{known.detail}: {known.remedy}")
+        for image in config.images:
+            await self._docker.import_image(image.name, Path(image.tar))
 
-    async def _is_ours(self, container: str, sandbox: str) -> bool:
-        """A shared dockerd may serve another hostd: its containers have their plans and files elsewhere."""
-        if self._config.dockerd is not None:
-            return True
-        plans = (self._run / "plans" / f"{container}{suffix}" for suffix in (".json", ".claimed"))
-        return (self._run / "sandboxes" / sandbox).exists() or any(path.exists() for path in plans)
+    def _connected(self) -> Docker:
+        if self._docker is None:
+            raise DockerError("no Docker")
+        return self._docker
 
-    async def stop(self) -> None:
-        """Remove all sandboxes and end everything that `start` started."""
+    async def stop(self, *, remove: bool) -> None:
+        """End everything that `start` started or adopted.
+
+        Args:
+            remove: remove all sandboxes first; else they stay cut off, for the next start to adopt.
+        """
         await self._daemons.stop_serve()
         if self._server is not None:
             self._server.cancel()
@@ -175,10 +192,13 @@ class Host:
             (self._run / "hostd.sock").unlink(missing_ok=True)
         if self._sandboxes is not None:
             self._sandboxes.closing = True
-            names = self._sandboxes.names()
-            if residue := await self._sandboxes.remove_all():
-                _log.error("left behind: %s", "; ".join(residue))
-            await self._daemons.forget(names)
+            if remove:
+                names = self._sandboxes.names()
+                if residue := await self._sandboxes.remove_all():
+                    _log.error("left behind: %s", "; ".join(residue))
+                await self._daemons.forget(names)
+            else:
+                await self._sandboxes.release()
         await self._daemons.stop()
         await self._guard.stop()
         if self._docker is not None:
@@ -187,8 +207,7 @@ class Host:
             await self._dockerd.stop()
         if self._lock >= 0:
             await asyncio.to_thread(self._cgroups.sweep)
-            for path in (self._run / "config").glob("*.pid"):
-                path.unlink()
+            await asyncio.to_thread(predecessor.end_all, self._run / "config")
             os.close(self._lock)
 
     async def handle(
@@ -299,32 +318,47 @@ def _sandbox(parameters: wire.Message) -> str:
 
 async def run(config: HostConfig) -> int:
     """Run until SIGINT or SIGTERM; return the exit status."""
+    keeper = _keeper()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the keeper has blocked them till now
     try:
         host = Host(config)
     except OSError as error:
         _log.error("cannot run: %s; run: sallyport doctor", error)
         return 1
+    # A start that takes over what a killed hostd left is not given up half way: what it adopts is removed in order.
+    patient = host.succeeds
     starting = asyncio.create_task(host.start(), name="start")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
+        if not starting.done() and not patient:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         await starting
+        if keeper is not None:
+            keeper.write(b"1")
         await stopping
-    except (Refused, DockerdError, DockerError, GuardError, NotReady, OSError, wire.RemoteError) as error:
+    except (Refused, DockerdError, DockerError, GuardError, NotReady, OSError, ValueError, wire.RemoteError) as error:
         _log.error("cannot run: %s; run: sallyport doctor", str(error) or type(error).__name__)
         return 1
     finally:
         stopping.cancel()
-        await host.stop()
+        await host.stop(remove=stop.is_set())
     return 0
+
+
+def _keeper() -> BinaryIO | None:
+    """Return where to tell the keeper, if there is one, that we are ready: from then on we are restarted."""
+    number = os.environ.pop(READY_FD, "")
+    if not number.isdigit():
+        return None
+    os.set_inheritable(int(number), False)
+    return os.fdopen(int(number), "wb", buffering=0)
 
 
 def main(arguments: list[str]) -> int:

@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pyroute2 import IPRoute
-
 from runtimes.netplan import GATEWAY_SYSCTLS, SANDBOX_SYSCTLS, NetworkPlan
 
 _MS_BIND = 0x1000
@@ -127,6 +125,9 @@ def create_sandbox(path: Path) -> int:
 
 @contextmanager
 def _netlink() -> Iterator[Any]:
+    # Imported late: that takes most of a second, and a hostd that adopts needs no link.
+    from pyroute2 import IPRoute
+
     handle = IPRoute()
     try:
         yield handle
@@ -232,6 +233,15 @@ def list_rules(path: Path | None, *what: str) -> str:
 def inode(path: Path | None) -> int:
     """Return the inode of the network namespace at `path` (None: our own)."""
     return os.stat(path or "/proc/self/ns/net").st_ino
+
+
+def of_process(pid: int) -> int:
+    """Return the inode of the network namespace that process `pid` lives in.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
 
 
 def mounted(inodes: frozenset[int]) -> tuple[str, ...]:

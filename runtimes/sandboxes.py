@@ -3,6 +3,9 @@
 - One order, never another: slot, worker (denies everything), its configuration, container, plan, start.
 - Each step that fails takes all former ones back. A sandbox whose worker has died stays closed: its packets end in a
   namespace without a way out, until the next generation has the same configuration.
+- Each step is written down before it is taken (`records`), so that after our own death there is enough to adopt a
+  sandbox that runs, or to remove one that was half made. What is adopted, and what is not, is `adoption`'s to say.
+- A generation is written down before a worker is born with it: no number is ever used twice.
 - One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time.
 - Removal stops traffic first, and is judged by process, inode, mount, group and file.
 """
@@ -16,8 +19,6 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,15 @@ from runtimes import containers, netns, slots
 from runtimes.cgroups import Cgroups, Limits, remove_container_groups
 from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
-from runtimes.docker import Docker, DockerError, UnknownImage
+from runtimes.docker import Docker, DockerError
 from runtimes.guard import Guard
 from runtimes.netplan import PLAN
+from runtimes.records import Record, Records
+from runtimes.sandbox import Sandbox, describe, told
 from runtimes.spec import HostConfig, LaunchSpec
 from runtimes.workers import Identity, Worker, birth
 
-_RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+_RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0)
 _CALM_SECONDS = 60.0
 _PARALLEL_LAUNCHES = 4
 _SLOT_ATTEMPTS = 16
@@ -41,34 +44,25 @@ _SLOT_ATTEMPTS = 16
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Sandbox:
-    """What exists of one sandbox. Parts are None until made and after they are gone."""
-
-    id: str
-    generation: int
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    slot: slots.Slot | None = None
-    slot_index: int | None = None
-    ingress: socket.socket | None = None
-    worker: Worker | None = None
-    watch: asyncio.Task[None] | None = None
-    gateway: dict[str, Any] = field(default_factory=dict)
-    container: str | None = None
-    restarts: int = 0
-    running: bool = False
-
-
 class Sandboxes:
     """All sandboxes of this host."""
 
-    def __init__(self, config: HostConfig, docker: Docker, daemons: Daemons, guard: Guard, cgroups: Cgroups) -> None:
+    def __init__(
+        self,
+        config: HostConfig,
+        docker: Docker,
+        daemons: Daemons,
+        guard: Guard,
+        cgroups: Cgroups,
+        records: Records,
+    ) -> None:
         self._config = config
         self._run = Path(config.run_dir)
         self._docker = docker
         self._daemons = daemons
         self._guard = guard
         self._cgroups = cgroups
+        self._records = records
         self._limits = Limits()
         self._known: dict[str, Sandbox] = {}
         self._free = deque(range(config.uids.workers))  # used in turn: a number, and its uid, rests before its next use
@@ -85,7 +79,7 @@ class Sandboxes:
             raise wire.RequestError("unavailable", "the host is stopping")
         if spec.sandbox in self._known:
             raise wire.RequestError("exists", "there is a sandbox of this id")
-        sandbox = Sandbox(spec.sandbox, spec.generation)
+        sandbox = Sandbox(spec.sandbox, spec.generation, spec.runtime)
         self._known[spec.sandbox] = sandbox
         async with sandbox.lock:
             try:
@@ -95,22 +89,44 @@ class Sandboxes:
                 residue = await asyncio.shield(self._unmake(sandbox))
                 if residue:
                     _log.error("launch of %s left: %s", spec.sandbox, "; ".join(residue))
-                raise _told(error) from error
+                raise told(error) from error
+
+    def adopt(self, record: Record, slot: slots.Slot) -> None:
+        """Take over a sandbox that runs; its worker is born as soon as it can be, with what was in force.
+
+        Raises:
+            OSError: its ingress cannot be made; nothing was taken over.
+        """
+        sandbox = Sandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
+        sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
+        sandbox.gateway, sandbox.policy = record.gateway, record.policy
+        sandbox.ingress = self._listen(record.sandbox)
+        self._free.remove(slot.index)
+        self._known[record.sandbox] = sandbox
+        sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{record.sandbox}")
+
+    def _write_down(self, sandbox: Sandbox) -> None:
+        self._records.write(sandbox.record(self._config.uids.worker_base))
 
     async def _launch(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
         began = time.monotonic()
         image = await self._docker.image(spec.image)
+        sandbox.gateway = spec.gateway
+        self._write_down(sandbox)
         await self._take_slot(sandbox)
         slotted = time.monotonic()
         sandbox.ingress = self._listen(spec.sandbox)
-        sandbox.gateway = spec.gateway
+        self._write_down(sandbox)
         sandbox.worker = await self._birth(sandbox)
         gated = time.monotonic()
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec)
         container = await self._docker.create(plan_container(spec, image.id, files, Path(self._config.execd)))
         sandbox.container = container
+        self._write_down(sandbox)
         await self._plan(sandbox, spec)
         await self._docker.start(container)
+        sandbox.phase = "running"
+        self._write_down(sandbox)
         sandbox.running = True
         sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{spec.sandbox}")
         timing = {
@@ -161,7 +177,7 @@ class Sandboxes:
         )
         worker = await birth(identity, sandbox.ingress, self._daemons, self._guard, self._cgroups, self._limits)
         try:
-            await worker.configure(sandbox.gateway)
+            sandbox.policy = await worker.configure(sandbox.gateway)
         except BaseException:
             await asyncio.shield(worker.end())
             raise
@@ -206,12 +222,14 @@ class Sandboxes:
         if old is not None:
             await asyncio.shield(old.end())
             _log.warning("worker of %s ended (generation %d)", sandbox.id, sandbox.generation)
+        await self._daemons.available()
         await asyncio.sleep(_RESPAWN_BACKOFF[min(attempt, len(_RESPAWN_BACKOFF) - 1)])
         if attempt:
             await self._daemons.fresh_zygote()
         sandbox.generation += 1
         sandbox.restarts += 1
         try:
+            self._write_down(sandbox)
             sandbox.worker = await self._birth(sandbox)
         except (OSError, ConnectionError, TimeoutError, wire.RemoteError) as error:
             _log.warning("no new worker for %s: %s", sandbox.id, type(error).__name__)
@@ -230,7 +248,10 @@ class Sandboxes:
                     await sandbox.worker.control.notify("guard", fds=[pidfd])
 
     async def configure(self, name: str, gateway: dict[str, Any]) -> None:
-        """Give a sandbox's worker a new configuration; the old one stays when it is refused."""
+        """Give a sandbox's worker a new configuration; the old one stays when it is refused.
+
+        It is written down once the worker has confirmed it: whoever dies, afterwards one of the two is in force.
+        """
         sandbox = self._get(name)
         if gateway.get("sandbox") != name:
             raise wire.RequestError("invalid", "the gateway configuration is for another sandbox")
@@ -238,14 +259,21 @@ class Sandboxes:
             if sandbox.worker is None or not sandbox.running:
                 raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
             try:
-                await sandbox.worker.configure(gateway)
+                digest = await sandbox.worker.configure(gateway)
             except wire.RemoteError as error:
                 raise wire.RequestError(error.code, error.message) from error
             except (ConnectionError, TimeoutError) as error:
                 # It may have applied it or not. A new worker with the configuration that is known is sure.
                 await sandbox.worker.control.close()
                 raise wire.RequestError("unavailable", "the gateway worker did not confirm") from error
-            sandbox.gateway = gateway
+            former = sandbox.gateway, sandbox.policy
+            sandbox.gateway, sandbox.policy = gateway, digest
+            try:
+                self._write_down(sandbox)
+            except OSError as error:
+                sandbox.gateway, sandbox.policy = former
+                await sandbox.worker.control.close()
+                raise wire.RequestError("unavailable", "the configuration could not be written down") from error
 
     def _get(self, name: str) -> Sandbox:
         if (sandbox := self._known.get(name)) is None:
@@ -256,7 +284,7 @@ class Sandboxes:
         """Remove a sandbox; return what is left of it. One that is not known may still have a container."""
         sandbox = self._known.get(name)
         if sandbox is None:
-            sandbox = Sandbox(name, 1)
+            sandbox = Sandbox(name, 1, self._config.runtimes[0])
         sandbox.running = False
         if sandbox.watch is not None:
             sandbox.watch.cancel()  # a birth that is under way is given up, not waited for
@@ -275,9 +303,23 @@ class Sandboxes:
             residue += [f"removal failed: {type(result).__name__}"] if isinstance(result, BaseException) else result
         return tuple(residue)
 
+    async def release(self) -> None:
+        """End all workers, and leave everything else to the next hostd."""
+        for sandbox in list(self._known.values()):
+            sandbox.running = False
+            if sandbox.watch is not None:
+                sandbox.watch.cancel()
+                await asyncio.gather(sandbox.watch, return_exceptions=True)
+            if sandbox.worker is not None:
+                await sandbox.worker.end()
+
     async def _unmake(self, sandbox: Sandbox) -> tuple[str, ...]:
         """Take everything back, in whatever state it is; the caller holds the lock."""
         sandbox.running = False
+        sandbox.phase = "removing"
+        if sandbox.id in self._known:
+            with contextlib.suppress(OSError):  # a removal is not held up: at worst it is adopted, and removed again
+                self._write_down(sandbox)
         if sandbox.watch is not None:
             sandbox.watch.cancel()
             await asyncio.gather(sandbox.watch, return_exceptions=True)
@@ -297,19 +339,25 @@ class Sandboxes:
             self._free.append(sandbox.slot_index)
             sandbox.slot = sandbox.slot_index = None
         if not residue:
+            self._records.remove(sandbox.id)
             self._known.pop(sandbox.id, None)
         return tuple(residue)
 
     async def _remove_container(self, sandbox: Sandbox) -> list[str]:
-        """Remove the container, and what Docker forgets: after its own death, or when a start has failed."""
+        """Remove the container, and what Docker forgets: after its own death, or when a start has failed.
+
+        Without Docker its processes are ended all the same; the container itself is left for the next attempt.
+        """
+        known = {sandbox.container} if sandbox.container is not None else set()
+        left = []
         try:
-            known = {container for container, _ in await self._docker.ours(sandbox.id)}
+            known |= {container for container, _ in await self._docker.ours(sandbox.id)}
             for container in known:
                 await self._docker.remove(container)
             left = [f"container {container}" for container, _ in await self._docker.ours(sandbox.id)]
         except DockerError as error:
-            return [f"container of {sandbox.id}: {error}"]
-        for container in known | ({sandbox.container} if sandbox.container is not None else set()):
+            left = [f"container of {sandbox.id}: {error}"]
+        for container in known:
             for suffix in (".json", ".claimed", ".new"):
                 (self._run / "plans" / f"{container}{suffix}").unlink(missing_ok=True)
             left += await asyncio.to_thread(containers.end_processes, container)
@@ -324,12 +372,12 @@ class Sandboxes:
 
     async def list(self) -> list[dict[str, Any]]:
         """Return the state of every sandbox."""
-        return list(await asyncio.gather(*(self._describe(sandbox) for sandbox in list(self._known.values()))))
+        return list(await asyncio.gather(*(describe(sandbox, self._docker) for sandbox in list(self._known.values()))))
 
     async def inspect(self, name: str) -> dict[str, Any]:
         """Return the state of one sandbox and what it consists of."""
         sandbox = self._get(name)
-        described = await self._describe(sandbox)
+        described = await describe(sandbox, self._docker)
         if sandbox.slot is not None:
             slot = sandbox.slot
             described |= {
@@ -338,48 +386,3 @@ class Sandboxes:
                 "links": list(await asyncio.to_thread(netns.links, slot.sandbox)),
             }
         return described
-
-    async def _describe(self, sandbox: Sandbox) -> dict[str, Any]:
-        state, reason, exit_code, oom = "creating", "", None, False
-        if sandbox.container is not None:
-            try:
-                found = await self._docker.state(sandbox.container)
-            except DockerError as error:
-                state, reason = "unknown", str(error)
-            else:
-                if found is None:
-                    state, reason = "gone", "the container was removed by somebody else"
-                else:
-                    state, reason, oom = found.status, found.error, found.oom
-                    exit_code = found.exit_code if found.status in ("exited", "dead") else None
-        return {
-            "sandbox": sandbox.id,
-            "state": state,
-            "reason": reason,
-            "exit_code": exit_code,
-            "oom": oom,
-            "worker_pid": sandbox.worker.pid if sandbox.worker is not None else None,
-            "container": sandbox.container,
-            "slot": sandbox.slot_index,
-            "generation": sandbox.generation,
-            "restarts": sandbox.restarts,
-        }
-
-
-_CODES: tuple[tuple[type[BaseException], str, Callable[[BaseException], str]], ...] = (
-    (UnknownImage, "unknown_image", lambda error: "there is no such image on this host"),
-    (DockerError, "docker", str),
-    (netns.NftError, "network", str),
-    (wire.RemoteError, "gateway", str),
-    (TimeoutError, "timeout", lambda error: "a step took too long"),
-    (ConnectionError, "unavailable", str),
-    (OSError, "host", lambda error: f"{type(error).__name__}: {getattr(error, 'strerror', '')}"),
-)
-
-
-def _told(error: BaseException) -> BaseException:
-    """Return what the caller of `launch` is told."""
-    for kind, code, text in _CODES:
-        if isinstance(error, kind):
-            return wire.RequestError(code, text(error)[:500])
-    return error

@@ -58,6 +58,6 @@ def entries(directory: Path, runtimes: Sequence[Runtime]) -> dict[str, dict[str,
 
 
 def write_daemon_json(path: Path, runtimes: dict[str, Any]) -> None:
-    """Write a configuration file for our own dockerd."""
-    path.write_text(json.dumps({"runtimes": runtimes}, indent=2) + "\n")
+    """Write a configuration file for our own dockerd. Its containers outlive it: whoever adopts it finds them."""
+    path.write_text(json.dumps({"live-restore": True, "runtimes": runtimes}, indent=2) + "\n")
     os.chmod(path, 0o644)

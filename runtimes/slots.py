@@ -32,13 +32,18 @@ class Slot:
         return frozenset((self.sandbox_inode, self.gateway_inode))
 
 
+def paths(directory: Path, index: int) -> tuple[Path, Path]:
+    """Return where the namespaces of slot `index` are mounted: the sandbox's and the gateway's."""
+    return directory / f"{index}-sbx", directory / f"{index}-gw"
+
+
 def make(directory: Path, index: int, plan: NetworkPlan) -> Slot:
     """Make slot `index` below `directory`. Blocks for some tens of milliseconds.
 
     Raises:
         OSError, netns.NftError: a step failed, FileExistsError included; nothing of this slot is left.
     """
-    sandbox, gateway = directory / f"{index}-sbx", directory / f"{index}-gw"
+    sandbox, gateway = paths(directory, index)
     made: list[Path] = []
     try:
         gateway_inode = netns.create_gateway(gateway)
@@ -81,10 +86,11 @@ def _kill(slot: Slot) -> tuple[int, ...]:
     return pids
 
 
-def sweep(directory: Path) -> tuple[str, ...]:
-    """Remove what a killed predecessor left in `directory`, whoever is inside; return what is left."""
+def sweep(directory: Path, kept: frozenset[int] = frozenset()) -> tuple[str, ...]:
+    """Remove what a killed predecessor left in `directory`, whoever is inside, but slots `kept`; return the residue."""
     residue: list[str] = []
-    for path in sorted(directory.iterdir()):
+    spared = {path for index in kept for path in paths(directory, index)}
+    for path in sorted(set(directory.iterdir()) - spared):
         inode = path.stat().st_ino
         if path.name.endswith(("-sbx", "-gw")) and inode != netns.inode(None):
             residue += destroy(Slot(-1, path, path, inode, inode))

@@ -1,7 +1,8 @@
-"""Keeps a daemon running: start, wait until it answers, start again when it ends.
+"""Keeps a daemon running: start or adopt, wait until it answers, start again when it ends.
 
 - The user is dropped before the daemon's first instruction (`enter`), never by the daemon itself.
-- A restart backs off; a daemon that has answered for a while starts over with no pause.
+- A restart backs off, by two seconds at most: what keeps dying must not keep the rest from being back soon.
+- One that a former hostd left running is adopted if it would be started just the same and answers.
 - Callbacks run after each start, and again after each restart, before the next death is looked at.
 """
 
@@ -17,11 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import wire
+from runtimes import predecessor
+from runtimes.adopted import Adopted, Process
 
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 10.0
-_CALM_SECONDS = 30.0
-_BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_ADOPT_SECONDS = 3.0
+_CALM_SECONDS = 10.0
+_BACKOFF = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)
 _ROOT = Path(__file__).resolve().parent.parent
 
 _log = logging.getLogger(__name__)
@@ -33,7 +37,10 @@ class NotReady(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to start. `netns` None means hostd's own; `expose` are paths it must be able to read."""
+    """What to start. `netns` None means hostd's own; `expose` are paths it must be able to read.
+
+    `configuration` is the text of its file, for telling whether one that runs is the same.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -41,6 +48,13 @@ class Program:
     groups: tuple[int, ...] = ()
     netns: str | None = None
     expose: tuple[str, ...] = ()
+    configuration: bytes = field(default=b"", repr=False)
+
+    @property
+    def identity(self) -> str:
+        """Equal for two processes that were started from the same code, the same way."""
+        parts = (self.argv, self.uid, self.groups, self.netns, self.expose, self.configuration)
+        return predecessor.digest(predecessor.code(), *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +139,7 @@ class Supervised:
         self._ready = ready
         self._up = up
         self._noted = noted
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
         self._monitor: asyncio.Task[None] | None = None
         self.restarts = 0
 
@@ -145,6 +159,26 @@ class Supervised:
         except BaseException:
             await self.stop()
             raise
+        self._keep_from_now()
+
+    async def adopt(self, process: Adopted, ready: Ready) -> bool:
+        """Take over a process that runs already; False if it does not answer, and it has been ended."""
+        self._process = process
+        try:
+            async with asyncio.timeout(_ADOPT_SECONDS):
+                await ready()
+                await self._up(False)
+        except (OSError, wire.RemoteError) as error:  # ConnectionError and TimeoutError are OSErrors
+            _log.warning("%s cannot be adopted: %s", self.program.name, type(error).__name__)
+            process.kill()
+            await process.wait()
+            self._process = None
+            return False
+        _log.info("%s goes on (process %d)", self.program.name, process.pid)
+        self._keep_from_now()
+        return True
+
+    def _keep_from_now(self) -> None:
         self._monitor = asyncio.create_task(self._keep(), name=f"supervise-{self.program.name}")
 
     async def _launch(self, *, restarted: bool) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import wire
+from runtimes.adopted import readable
 from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
 from runtimes.guard import Guard
@@ -53,8 +54,8 @@ class Worker:
         self._cgroups = cgroups
         self._pidfd = os.pidfd_open(pid)
 
-    async def configure(self, gateway: dict[str, Any]) -> None:
-        """Give it a configuration and wait for its word.
+    async def configure(self, gateway: dict[str, Any]) -> str:
+        """Give it a configuration and wait for its word; return the digest of the policy that is in force now.
 
         Raises:
             wire.RemoteError: it refused; what it had stays in force.
@@ -62,7 +63,8 @@ class Worker:
         """
         identity = self.identity
         complete = gateway | {"sandbox": identity.sandbox, "generation": identity.generation}
-        await self.control.call("configure", timeout=_CONFIGURE_SECONDS, gateway=complete)
+        answer = await self.control.call("configure", timeout=_CONFIGURE_SECONDS, gateway=complete)
+        return str(answer.get("digest") or "")
 
     async def ended(self) -> None:
         """Wait until it has ended, or has not answered for so long that it counts as ended."""
@@ -88,26 +90,11 @@ class Worker:
         left: tuple[str, ...] = ()
         try:
             async with asyncio.timeout(_END_SECONDS):
-                await _readable(self._pidfd)
+                await readable(self._pidfd)
         except TimeoutError:
             left = (f"worker process {self.pid}",)
         os.close(self._pidfd)
         return (*left, *await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup))
-
-
-async def _readable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(fd, wake)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(fd)
 
 
 async def birth(

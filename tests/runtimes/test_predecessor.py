@@ -1,5 +1,6 @@
 """Leftovers are recognised by pid and start time; a run directory has one hostd."""
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -41,3 +42,33 @@ def test_a_second_hostd_does_not_get_the_lock(tmp_path: Path) -> None:
         predecessor.lock(tmp_path)
     os.close(first)
     os.close(predecessor.lock(tmp_path))
+
+
+async def test_only_what_was_started_just_the_same_is_adopted(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "1000")
+    predecessor.note(tmp_path, "auditd", process.pid, "one")
+    assert predecessor.take(tmp_path, "auditd", "two") is None
+    assert predecessor.runs(tmp_path, "auditd")
+    adopted = predecessor.take(tmp_path, "auditd", "one")
+    assert adopted is not None
+    assert (process.pid, None) == (adopted.pid, adopted.returncode)
+    waiting = [asyncio.create_task(adopted.wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    adopted.kill()
+    assert [255, 255] == await asyncio.gather(*waiting)
+    assert 255 == adopted.returncode
+    await process.wait()
+    adopted.kill()
+    assert predecessor.take(tmp_path, "auditd", "one") is None
+    assert not predecessor.runs(tmp_path, "auditd")
+
+
+def test_what_is_spared_goes_on(tmp_path: Path) -> None:
+    processes = {name: subprocess.Popen(["sleep", "1000"]) for name in ("auditd", "zygote")}
+    for name, process in processes.items():
+        predecessor.note(tmp_path, name, process.pid)
+    assert ("zygote",) == predecessor.end_all(tmp_path, ("auditd",), 0.0)
+    assert processes["auditd"].poll() is None
+    assert ("auditd",) == predecessor.end_all(tmp_path)
+    for process in processes.values():
+        process.wait(timeout=5)

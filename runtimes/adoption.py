@@ -1,0 +1,112 @@
+"""Which sandboxes of a killed hostd are taken over, and the removal of everything else that it left.
+
+A sandbox is adopted only if all of it is as it was written down: its launch was complete, its container runs, both
+namespaces are mounted where they were with the very inodes, and the container's first process lives in that sandbox
+namespace. It gets a new worker with its stored configuration; until that stands it is closed, as it was before.
+
+Anything else - half made, half removed, unknown, not matching - is removed, and judged by process, inode and mount.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtimes import containers, netns, slots
+from runtimes.cgroups import Cgroups, remove_container_groups
+from runtimes.docker import Docker, State
+from runtimes.records import Record, Records
+from runtimes.spec import Uids
+
+_log = logging.getLogger(__name__)
+
+
+class Unfit(Exception):
+    """The sandbox is not what was written down; the text says in what."""
+
+
+async def adopt_or_remove(
+    run: Path, uids: Uids, docker: Docker, cgroups: Cgroups, records: Records
+) -> list[tuple[Record, slots.Slot]]:
+    """Return the sandboxes to adopt, with their slots; of all others nothing is left, or it is reported.
+
+    Raises:
+        docker.DockerError: Docker cannot say what there is; nothing was adopted.
+    """
+    present = dict(await docker.ours())
+    fit: list[tuple[Record, slots.Slot]] = []
+    taken: set[int] = set()
+    for record in records.read_all():
+        try:
+            if present.get(record.container or "") != record.sandbox:
+                raise Unfit("its container is not there")
+            slot = await asyncio.to_thread(examine, record, await docker.state(record.container or ""), run, uids)
+            if slot.index in taken:
+                raise Unfit("its slot is another's")
+        except (Unfit, OSError) as reason:
+            _log.warning("%s cannot be adopted and is removed: %s", record.sandbox, reason)
+            continue
+        taken.add(slot.index)
+        fit.append((record, slot))
+    residue = await _sweep(run, docker, cgroups, records, fit, tuple(present))
+    if residue:
+        _log.warning("left by a predecessor: %s", "; ".join(residue))
+    return fit
+
+
+def examine(record: Record, state: State | None, run: Path, uids: Uids) -> slots.Slot:
+    """Return the slot of a sandbox that may be adopted. Blocks for milliseconds.
+
+    Raises:
+        Unfit: it may not.
+        OSError: a part of it cannot be looked at.
+    """
+    index, inodes = record.slot, (record.sandbox_inode, record.gateway_inode)
+    if record.phase != "running" or index is None or inodes[0] is None or inodes[1] is None:
+        raise Unfit("it was half made or half removed")
+    if not 0 <= index < uids.workers or record.uid != uids.worker_base + index:
+        raise Unfit("its worker's uid is another's now")
+    if state is None or state.status != "running" or state.pid <= 0:
+        raise Unfit("its container does not run")
+    slot = slots.Slot(index, *slots.paths(run / "netns", index), inodes[0], inodes[1])
+    for path, inode in ((slot.sandbox, slot.sandbox_inode), (slot.gateway, slot.gateway_inode)):
+        if path.stat().st_ino != inode or str(path) not in netns.mounted(frozenset((inode,))):
+            raise Unfit("its namespaces are not those that were made for it")
+    if netns.of_process(state.pid) != slot.sandbox_inode:
+        raise Unfit("its container is in another namespace")
+    if not (run / "sandboxes" / record.sandbox).is_dir():
+        raise Unfit("its files are gone")
+    return slot
+
+
+async def _sweep(
+    run: Path,
+    docker: Docker,
+    cgroups: Cgroups,
+    records: Records,
+    kept: Sequence[tuple[Record, slots.Slot]],
+    present: Sequence[str],
+) -> list[str]:
+    """Remove everything but what is kept; return what is left."""
+    names = frozenset(record.sandbox for record, _ in kept)
+    alive = {record.container for record, _ in kept}
+    gone = [container for container in present if container not in alive]
+    written = {path.stem for path in (run / "plans").iterdir()} - alive
+    # Traffic first: without its workers a slot leads nowhere, and its processes end with it.
+    residue = await asyncio.to_thread(cgroups.sweep)
+    residue += await asyncio.to_thread(slots.sweep, run / "netns", frozenset(slot.index for _, slot in kept))
+    await asyncio.gather(*(docker.remove(container) for container in gone))
+    for container in {*gone, *written}:
+        residue += await asyncio.to_thread(containers.end_processes, container)
+        residue += await asyncio.to_thread(remove_container_groups, container)
+    for path in (run / "plans").iterdir():
+        if path.stem not in alive:
+            path.unlink()
+    for path in (run / "ingress").iterdir():
+        path.unlink()
+    for path in (run / "sandboxes").iterdir():
+        if path.name not in names:
+            shutil.rmtree(path)
+    records.keep(names)
+    return list(residue)

@@ -1,0 +1,129 @@
+"""Keeps hostd running: what `sallyport serve` becomes. `python -m runtimes.keeper HOST.json`, standard library only.
+
+- hostd that was killed, or ended by itself after it had been ready, is started again, later each time it does not stay;
+  one that cannot run (it ended before it was ever ready) is not: its status is ours.
+- SIGINT and SIGTERM are passed on, and hostd's orderly removal is waited for. hostd finds them pending when they come
+  before it can take them: none is lost, at no moment.
+- A killed keeper is a killed hostd (PR_SET_PDEATHSIG): never a hostd that nobody keeps. The next keeper's hostd adopts.
+- Orphans of everything below come to us and are reaped: a dead process never stays in a group or namespace.
+
+It touches nothing of the host itself, and is small so that nothing can make it fail.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+READY_FD = "SALLYPORT_HOSTD_READY_FD"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+_CALM_SECONDS = 30.0
+_TICK_SECONDS = 1.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+_AWAITED = (*_ENDING, signal.SIGCHLD)
+_USAGE, _CANNOT_START = 64, 71
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Keeper:
+    """One hostd after another."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._stopping = False
+        self._was_ready = False
+
+    def run(self) -> int:
+        """Run until hostd has ended for good; return the exit status."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        attempt = 0
+        while True:
+            began = time.monotonic()
+            status = self._one_life()
+            if self._stopping or status == 0 or (status > 0 and not self._was_ready):
+                return status if status >= 0 else 128 - status
+            attempt = 0 if time.monotonic() - began > _CALM_SECONDS else attempt
+            print(f"sallyport: hostd ended with status {status}: starting it again", file=sys.stderr, flush=True)
+            self._pause(_BACKOFF[min(attempt, len(_BACKOFF) - 1)])
+            attempt += 1
+
+    def _one_life(self) -> int:
+        """Start hostd and wait for its end; return its status, negative for a signal."""
+        ready, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        pid = self._start(told)
+        os.close(told)
+        if self._stopping:  # it came while there was no hostd: this one takes over what is left, to remove it
+            os.kill(pid, signal.SIGTERM)
+        try:
+            while True:
+                status = self._reap(pid)
+                if status is not None:
+                    return status
+                received = signal.sigtimedwait(_AWAITED, _TICK_SECONDS)
+                if received is not None and received.si_signo in _ENDING:
+                    self._stopping = True
+                    os.kill(pid, signal.SIGTERM)
+        finally:
+            self._was_ready = self._was_ready or _read(ready) == b"1"
+            os.close(ready)
+
+    def _start(self, told: int) -> int:
+        ours = os.getpid()
+        pid = os.fork()
+        if pid != 0:
+            return pid
+        try:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == ours:  # else we died before the kernel was told
+                os.setsid()  # a Ctrl-C in our terminal is ours to pass on
+                os.set_inheritable(told, True)
+                # SIGINT and SIGTERM stay blocked, so pending, until hostd has its handlers.
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))
+                environment = {**os.environ, READY_FD: str(told)}
+                os.execve(self._command[0], self._command, environment)  # noqa: S606 - no shell is meant
+        finally:
+            os._exit(_CANNOT_START)
+
+    def _reap(self, wanted: int) -> int | None:
+        """Reap all who have ended; return the status of `wanted` if it is among them."""
+        found = None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return found
+            if pid == 0:
+                return found
+            if pid == wanted:
+                found = os.waitstatus_to_exitcode(status)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait; a signal to end cuts it short."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and not self._stopping:
+            received = signal.sigtimedwait(_AWAITED, left)
+            self._stopping = received is not None and received.si_signo in _ENDING
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 1)
+    except BlockingIOError:
+        return b""
+
+
+def main(arguments: list[str]) -> int:
+    """Keep a hostd with the configuration file that `arguments` names; return the exit status."""
+    if len(arguments) != 1:
+        print("usage: python -m runtimes.keeper HOST.json", file=sys.stderr)
+        return _USAGE
+    return Keeper([sys.executable, "-m", "runtimes.hostd", arguments[0]]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

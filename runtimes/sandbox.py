@@ -1,0 +1,103 @@
+"""One sandbox as hostd knows it: its parts, what is written down of it, and what is told of it.
+
+It changes nothing; `sandboxes` does.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import wire
+from runtimes import netns, slots
+from runtimes.docker import Docker, DockerError, UnknownImage
+from runtimes.records import Phase, Record
+from runtimes.spec import Runtime
+from runtimes.workers import Worker
+
+
+@dataclass(slots=True)
+class Sandbox:
+    """What exists of one sandbox. Parts are None until made and after they are gone."""
+
+    id: str
+    generation: int
+    runtime: Runtime
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    slot: slots.Slot | None = None
+    slot_index: int | None = None
+    ingress: socket.socket | None = None
+    worker: Worker | None = None
+    watch: asyncio.Task[None] | None = None
+    gateway: dict[str, Any] = field(default_factory=dict)
+    policy: str = ""
+    phase: Phase = "launching"
+    container: str | None = None
+    restarts: int = 0
+    running: bool = False
+
+    def record(self, worker_base: int) -> Record:
+        """Return what is written down of it now."""
+        slot, index = self.slot, self.slot_index
+        return Record(
+            sandbox=self.id,
+            runtime=self.runtime,
+            phase=self.phase,
+            generation=self.generation,
+            uid=None if index is None else worker_base + index,
+            slot=index,
+            sandbox_inode=None if slot is None else slot.sandbox_inode,
+            gateway_inode=None if slot is None else slot.gateway_inode,
+            container=self.container,
+            policy=self.policy,
+            gateway=self.gateway,
+        )
+
+
+async def describe(sandbox: Sandbox, docker: Docker) -> dict[str, Any]:
+    """Return the state of a sandbox, as `list` and `inspect` tell it."""
+    state, reason, exit_code, oom = "creating", "", None, False
+    if sandbox.container is not None:
+        try:
+            found = await docker.state(sandbox.container)
+        except DockerError as error:
+            state, reason = "unknown", str(error)
+        else:
+            if found is None:
+                state, reason = "gone", "the container was removed by somebody else"
+            else:
+                state, reason, oom = found.status, found.error, found.oom
+                exit_code = found.exit_code if found.status in ("exited", "dead") else None
+    return {
+        "sandbox": sandbox.id,
+        "state": state,
+        "reason": reason,
+        "exit_code": exit_code,
+        "oom": oom,
+        "worker_pid": sandbox.worker.pid if sandbox.worker is not None else None,
+        "container": sandbox.container,
+        "slot": sandbox.slot_index,
+        "generation": sandbox.generation,
+        "restarts": sandbox.restarts,
+        "policy": sandbox.policy,
+    }
+
+
+_CODES: tuple[tuple[type[BaseException], str, Callable[[BaseException], str]], ...] = (
+    (UnknownImage, "unknown_image", lambda error: "there is no such image on this host"),
+    (DockerError, "docker", str),
+    (netns.NftError, "network", str),
+    (wire.RemoteError, "gateway", str),
+    (TimeoutError, "timeout", lambda error: "a step took too long"),
+    (ConnectionError, "unavailable", str),
+    (OSError, "host", lambda error: f"{type(error).__name__}: {getattr(error, 'strerror', '')}"),
+)
+
+
+def told(error: BaseException) -> BaseException:
+    """Return what the caller of `launch` is told."""
+    for kind, code, text in _CODES:
+        if isinstance(error, kind):
+            return wire.RequestError(code, text(error)[:500])
+    return error

@@ -1,0 +1,130 @@
+"""The keeper restarts what was killed, gives up what cannot run, passes signals on, and never leaves a hostd behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_KEEP = "import sys; from runtimes.keeper import Keeper; sys.exit(Keeper([sys.executable, '-c', *sys.argv[1:]]).run())"
+_NOTED = "import os, sys, signal, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); "
+_READY = "os.write(int(os.environ['SALLYPORT_HOSTD_READY_FD']), b'1'); "
+_STAY = "time.sleep(60)"
+_ORDERLY = (
+    "end = lambda *_: (time.sleep(0.3), open(sys.argv[1], 'a').write('removed\\n'), sys.exit(0)); "
+    "signal.signal(signal.SIGTERM, end); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); "
+)
+
+
+class Kept:
+    """A keeper with a program in place of hostd; each life notes its pid."""
+
+    def __init__(self, notes: Path, program: str) -> None:
+        self.notes = notes
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _KEEP, _NOTED + program, str(notes)], cwd=_ROOT, stderr=subprocess.DEVNULL
+        )
+
+    def lines(self, count: int) -> list[str]:
+        until(lambda: self.notes.exists() and len(self.notes.read_text().splitlines()) >= count)
+        return self.notes.read_text().splitlines()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(name="keep")
+def _keep(tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
+    made: list[Kept] = []
+
+    def keep(program: str) -> Kept:
+        made.append(Kept(tmp_path / "lives", program))
+        return made[-1]
+
+    yield keep
+    for one in made:
+        one.process.kill()
+        one.process.wait()
+
+
+@pytest.mark.parametrize("program", [_STAY, _READY + _STAY])
+def test_a_killed_hostd_is_started_again(keep: Callable[[str], Kept], program: str) -> None:
+    kept = keep(program)
+    for life in (1, 2):
+        os.kill(int(kept.lines(life)[-1]), signal.SIGKILL)
+    assert 3 == len(set(kept.lines(3)))
+    assert kept.process.poll() is None
+
+
+@pytest.mark.parametrize("status", [1, 64, 78])
+def test_a_hostd_that_cannot_run_is_not_started_again(keep: Callable[[str], Kept], status: int) -> None:
+    kept = keep(f"sys.exit({status})")
+    assert status == kept.process.wait(timeout=30)
+    assert 1 == len(kept.lines(1))
+
+
+def test_a_hostd_that_ends_after_it_was_ready_is_started_again(keep: Callable[[str], Kept]) -> None:
+    assert 2 == len(set(keep(_READY + "sys.exit(1)").lines(2)[:2]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_the_removal_waited_for(keep: Callable[[str], Kept], number: int) -> None:
+    kept = keep(_ORDERLY + _READY + "open(sys.argv[1], 'a').write('up\\n'); " + _STAY)
+    kept.lines(2)
+    kept.process.send_signal(number)
+    assert 0 == kept.process.wait(timeout=30)
+    assert "removed" == kept.lines(3)[-1]
+
+
+def test_a_signal_that_comes_before_hostd_can_take_it_is_not_lost(keep: Callable[[str], Kept]) -> None:
+    """It was started, and has not said yet what it does at SIGTERM: the signal waits for it."""
+    kept = keep("time.sleep(0.7); " + _ORDERLY + _STAY)
+    kept.lines(1)
+    kept.process.send_signal(signal.SIGTERM)
+    assert 0 == kept.process.wait(timeout=30)
+    assert "removed" == kept.lines(2)[-1]
+
+
+def test_a_hostd_that_was_killed_is_started_once_more_to_remove_what_is_left(keep: Callable[[str], Kept]) -> None:
+    """The signal comes while there is no hostd, in the pause before a restart."""
+    kept = keep(_READY + "os._exit(1) if len(open(sys.argv[1]).readlines()) < 4 else None; " + _ORDERLY + _STAY)
+    kept.lines(3)
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.process.wait(timeout=30) in (0, 1)
+
+
+def test_a_killed_keeper_leaves_no_hostd(keep: Callable[[str], Kept]) -> None:
+    kept = keep(_READY + _STAY)
+    hostd = int(kept.lines(1)[0])
+    assert alive(hostd)
+    kept.process.kill()
+    until(lambda: not alive(hostd))
+
+
+def test_orphans_are_reaped(keep: Callable[[str], Kept]) -> None:
+    """What hostd's children leave behind comes to the keeper, and does not stay as a zombie in a group."""
+    kept = keep("os.fork() or (os.fork() and os._exit(0)) or (time.sleep(0.5), os._exit(0)); " + _READY + _STAY)
+    kept.lines(1)
+    until(lambda: [] != children(kept.process.pid))
+    until(lambda: not [pid for pid in children(kept.process.pid) if not alive(pid)])
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
