@@ -25,7 +25,7 @@ from lifecycle.peers import Auditd, Daemon, Hostd, Vaultd
 from lifecycle.policies import Policies
 from lifecycle.proxy import Proxy
 from lifecycle.reaper import Observer, Reaper
-from lifecycle.registry import Registry
+from lifecycle.registry import Registry, RegistryError
 from lifecycle.routes import endpoints, networkpolicy, sandboxes, system, unsupported
 from lifecycle.routes.context import Context
 from lifecycle.serve_config import ServeConfig
@@ -63,7 +63,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.context.creations.close()
+            await asyncio.gather(self.context.creations.close(), self.context.egress.close())
             for daemon in self.daemons:
                 await daemon.close()
             await self.registry.close()
@@ -76,7 +76,10 @@ class Server:
         while True:
             await asyncio.sleep(POLICY_SECONDS)
             if await self.policies.reload():
-                await self.observer.recompile()
+                try:
+                    await self.observer.recompile()
+                except RegistryError as error:
+                    _log.error("not every sandbox has the new policies yet: %s", type(error).__name__)
 
 
 def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Callable[[], float] = time.time) -> Server:
@@ -106,7 +109,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Cal
         connections=config.proxy_connections,
         renew_interval=config.renew_interval,
     )
-    orchestrator.forget.append(proxy.forget)
+    orchestrator.forget += [proxy.forget, egress.forget]
     context = Context(orchestrator, creations, egress, egress_api, tokens, config.limits, config.external_base)
     guard = BrowserGuard.of((config.host, *config.allowed_hosts))
     return Server(

@@ -22,7 +22,7 @@ from lifecycle.errors import ApiError, unavailable, unknown_sandbox
 from lifecycle.labels import patched
 from lifecycle.peers import Auditd, Hostd, Unreachable, Vaultd
 from lifecycle.policies import Compiled, Policies
-from lifecycle.registry import Registry, Sandbox, State
+from lifecycle.registry import Registry, RegistryError, Sandbox, State
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
@@ -78,7 +78,10 @@ class Orchestrator:
         self.expiry_changed: Callable[[], None] = lambda: None
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """Called with the id of each sandbox that is gone, to drop what is kept for it."""
+        self.making: set[str] = set()
+        """The sandboxes that are being created now: a row `Pending` of any other was left behind."""
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+        self._open_chains: set[str] = set()
 
     # -- reading
 
@@ -98,19 +101,28 @@ class Orchestrator:
 
     # -- removal
 
-    async def remove(self, sandbox: str, reason: str) -> None:
+    async def remove(
+        self, sandbox: str, reason: str, *, unless: Callable[[Sandbox], bool] = lambda current: False
+    ) -> None:
         """Remove a sandbox and everything that was made for it; on return it is gone.
 
+        Args:
+            unless: looked at when no more change to the sandbox can come between; if true, it is not removed (409).
+
         Raises:
-            ApiError: 404, or 500 if something of it is left; the reaper will then go on.
+            ApiError: 404, 409, or 500 if something of it is left; the reaper will then go on.
         """
         if not _ID.fullmatch(sandbox):
             raise unknown_sandbox(sandbox)
         async with self.lock(sandbox):
             now = self.clock()
-            row = await self.registry.update(
-                sandbox, lambda current: current.moved(State.STOPPING, "REMOVING", f"Removing: {reason}.", now)
-            )
+
+            def change(current: Sandbox) -> Sandbox:
+                if unless(current):
+                    raise ApiError(409, "DOCKER::SANDBOX_DELETE_FAILED", "The sandbox is not to be removed any more.")
+                return current.moved(State.STOPPING, "REMOVING", f"Removing: {reason}.", now)
+
+            row = await self.registry.update(sandbox, change)
             if row is None:
                 raise unknown_sandbox(sandbox)
             await self.note("lifecycle.remove", "info", sandbox=sandbox, reason=reason)
@@ -126,9 +138,14 @@ class Orchestrator:
                 raise ApiError(
                     500, "DOCKER::SANDBOX_DELETE_FAILED", f"Removal is being retried: {len(residue)} things are left."
                 )
-            with contextlib.suppress(Unreachable, wire.RemoteError):
-                await self.auditd.close_sandbox(sandbox)
-            await self.registry.delete(sandbox)
+            await self.close_chain(sandbox)
+            try:
+                await self.registry.delete(sandbox)
+            except RegistryError:
+                self.expiry_changed()
+                raise ApiError(
+                    500, "DOCKER::SANDBOX_DELETE_FAILED", "Removal is being retried: the state database failed."
+                ) from None
         for forget in self.forget:
             await forget(sandbox)
 
@@ -223,6 +240,23 @@ class Orchestrator:
                 del self._locks[sandbox]
             else:
                 self._locks[sandbox] = (lock, users - 1)
+
+    async def close_chain(self, sandbox: str) -> None:
+        """Have the audit chain of a sandbox that is gone ended; tried again later if it cannot be now."""
+        try:
+            await self.auditd.close_sandbox(sandbox)
+        except (Unreachable, wire.RemoteError) as error:
+            self._open_chains.add(sandbox)
+            _log.warning("the audit chain of %s is to be ended later: %s", sandbox, error)
+        else:
+            self._open_chains.discard(sandbox)
+
+    async def close_chains(self) -> None:
+        """End the chains that could not be ended before, as long as that works."""
+        for sandbox in sorted(self._open_chains):
+            await self.close_chain(sandbox)
+            if sandbox in self._open_chains:
+                return
 
     async def record(self, kind: str, decision: str, **fields: Any) -> None:
         """Have a change recorded before it is made.

@@ -56,6 +56,8 @@ class Policies:
         self._document = document
         self._path = path
         self._seen = None if path is None else _stamp(path)
+        self.version = 0
+        """Grows with each document that was read."""
 
     @classmethod
     def read(cls, path: Path) -> "Policies":
@@ -106,6 +108,7 @@ class Policies:
         self._seen = stamp
         try:
             self._document = await asyncio.to_thread(load, self._path)
+            self.version += 1
         except (PolicyError, OSError) as error:
             _log.error("policy file not reloaded, the former one stays in force: %s", error)
             return False

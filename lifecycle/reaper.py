@@ -7,7 +7,9 @@
 - At start every gateway is given its policy anew: whatever was under way when an earlier process ended, and whatever
   changed meanwhile, afterwards the registry's policy is in force and the vault's grants are those of that policy.
 - Afterwards hostd is asked every few seconds how its sandboxes are; lists and gets read the database only. A sandbox
-  that hostd no longer has is Failed; a gateway with another policy than the registry's is given that one.
+  that hostd no longer has is Failed; a gateway with another policy than the registry's is given that one; a creation
+  whose row could not be written, or a policy change that broke off, is finished.
+- Neither task ends by an error: it waits and goes on.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from lifecycle.egress import Egress
 from lifecycle.errors import ApiError
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Unreachable
-from lifecycle.registry import Sandbox, State
+from lifecycle.registry import RegistryError, Sandbox, State
 
 RETRY_FIRST = 1.0
 RETRY_MOST = 60.0
@@ -50,7 +52,11 @@ class Reaper:
         """Work until cancelled."""
         while True:
             self._wake.clear()
-            pause = await self._round()
+            try:
+                pause = await self._round()
+            except Exception as error:  # noqa: BLE001 - closes: without this task nothing would expire any more
+                _log.error("a round of removals failed: %s", type(error).__name__)
+                pause = RETRY_FIRST
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
@@ -77,14 +83,18 @@ class Reaper:
             if current is None or (current.expires_at != row.expires_at and over):
                 return  # removed or renewed meanwhile
             try:
-                await self._orchestrator.remove(row.id, "expired" if over else "left over")
+                await self._orchestrator.remove(row.id, "expired" if over else "left over", unless=self._renewed)
             except ApiError as error:
-                if error.status != 404:
+                if error.status not in (404, 409):
                     _, last = self._retries.get(row.id, (0.0, 0.0))
                     delay = min(max(last * 2, RETRY_FIRST), RETRY_MOST)
                     self._retries[row.id] = (self._orchestrator.clock() + delay, delay)
                 return
             self._retries.pop(row.id, None)
+
+    def _renewed(self, row: Sandbox) -> bool:
+        over = row.expires_at is not None and row.expires_at <= self._orchestrator.clock()
+        return row.state is not State.STOPPING and not over
 
 
 class Observer:
@@ -100,17 +110,18 @@ class Observer:
         Raises:
             Unreachable, wire.RemoteError: hostd cannot say what it has.
         """
+        began = self._orchestrator.clock()
         there = {str(item.get("sandbox")): item for item in await self._orchestrator.hostd.list()}
         now = self._orchestrator.clock()
         registry = self._orchestrator.registry
         rows = {row.id: row for row in await registry.all()}
         for row in rows.values():
             if row.state is State.PENDING:
-                await registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", "Its creation was interrupted.", now))
-            elif row.id not in there:
-                await registry.put(_lost(row, now))
+                await self._abandoned(row, now)
+            elif row.id not in there and row.state in _LIVE and row.changed_at < began:
+                await self._seen(row.id, {"state": "gone"}, now)
             elif row.state in _LIVE:
-                await registry.put(replace(row, policy_digest=""))
+                await registry.update(row.id, lambda current: replace(current, policy_digest=""))
         for sandbox in there.keys() - rows.keys():
             _log.warning("removing %s, which nobody asked for", sandbox)
             with contextlib.suppress(Unreachable, wire.RemoteError):
@@ -125,7 +136,7 @@ class Observer:
             try:
                 await self.adopt()
                 break
-            except (Unreachable, wire.RemoteError) as error:
+            except (Unreachable, wire.RemoteError, RegistryError) as error:
                 _log.warning("cannot adopt yet: %s", error)
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 10.0)
@@ -134,49 +145,59 @@ class Observer:
             await asyncio.sleep(OBSERVE_SECONDS)
             try:
                 await self.observe()
-            except (Unreachable, wire.RemoteError) as error:
-                _log.warning("cannot observe: %s", error)
+            except Exception as error:  # noqa: BLE001 - closes: what is unsettled would stay so without this task
+                _log.warning("cannot observe: %s: %s", type(error).__name__, error)
 
     async def recompile(self) -> None:
-        """The operator's document changed: give every sandbox its policy under the new one."""
+        """The operator's document may have changed: give every sandbox its policy under the one in force."""
         for row in await self._orchestrator.registry.all():
-            if row.state in (State.RUNNING, State.PAUSED):
-                await self._orchestrator.registry.update(row.id, lambda current: replace(current, policy_digest=""))
-                await self._egress.reapply(row.id)
+            if row.state in _LIVE:
+                await self._egress.reapply(row.id, anew=True)
 
     async def observe(self) -> None:
-        """Take over what hostd says of its sandboxes, and re-apply policies that could not be applied."""
-        before = {row.id for row in await self._orchestrator.registry.all() if row.state in _LIVE}
-        items = await self._orchestrator.hostd.list()
+        """Take over what hostd says of its sandboxes, and finish what was left unfinished."""
+        began = self._orchestrator.clock()
+        items = {str(item.get("sandbox")): item for item in await self._orchestrator.hostd.list()}
+        there = {name: str(item.get("policy") or "") for name, item in items.items()}
         now = self._orchestrator.clock()
-        for sandbox in before - {str(item.get("sandbox")) for item in items}:
-            await self._orchestrator.registry.update(sandbox, lambda row: _lost(row, now))
-        for item in items:
-            seen = condition(item)
-            if seen is None:
-                continue
-            state, reason, message = seen
-
-            def change(row: Sandbox) -> Sandbox:
-                settled = (State.RUNNING, State.PAUSED, State.TERMINATED, State.FAILED)
-                if row.state not in settled or (row.state, row.reason) == (state, reason):  # noqa: B023 - run at once
-                    return row
-                return row.moved(state, reason, message, now)  # noqa: B023 - run at once
-
-            await self._orchestrator.registry.update(str(item.get("sandbox")), change)
-        there = {str(item.get("sandbox")): str(item.get("policy") or "") for item in items}
         for row in await self._orchestrator.registry.all():
-            if row.state is State.RUNNING and not row.policy_digest:
+            if row.state is State.PENDING:
+                await self._abandoned(row, now)
+            elif row.id in items:
+                await self._seen(row.id, items[row.id], now)
+            elif row.state in _LIVE and row.changed_at < began:
+                await self._seen(row.id, {"state": "gone"}, now)
+            if row.state in _LIVE and self._egress.unsettled(row):
                 await self._egress.reapply(row.id)
             elif row.state is State.RUNNING and there.get(row.id) not in (None, "", row.policy_digest):
                 await self._egress.reconcile(row.id)
+        await self._orchestrator.close_chains()
 
+    async def _seen(self, sandbox: str, item: dict[str, Any], now: float) -> None:
+        seen = condition(item)
+        if seen is None:
+            return
+        state, reason, message = seen
 
-def _lost(row: Sandbox, now: float) -> Sandbox:
-    """A row whose sandbox hostd does not have: it ended with a process of ours, or with the host."""
-    if row.state in (State.PENDING, State.STOPPING, State.FAILED, State.TERMINATED):
-        return row
-    return row.moved(State.FAILED, "CONTAINER_LOST", "The sandbox is gone from this host.", now)
+        def change(row: Sandbox) -> Sandbox:
+            settled = (State.RUNNING, State.PAUSED, State.TERMINATED, State.FAILED)
+            if row.state not in settled or (row.state, row.reason) == (state, reason):
+                return row
+            return row.moved(state, reason, message, now)
+
+        await self._orchestrator.registry.update(sandbox, change)
+
+    async def _abandoned(self, row: Sandbox, now: float) -> None:
+        """A creation that is not under way any more, and could not say so: undo it."""
+
+        def change(current: Sandbox) -> Sandbox:
+            if current.state is not State.PENDING or current.id in self._orchestrator.making:
+                return current
+            return current.moved(State.STOPPING, "CLEANUP_PENDING", "Its creation was interrupted.", now)
+
+        if row.id not in self._orchestrator.making:
+            await self._orchestrator.registry.update(row.id, change)
+            self._orchestrator.expiry_changed()
 
 
 def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:

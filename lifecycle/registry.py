@@ -19,6 +19,9 @@ from typing import Any
 
 _SCHEMA_VERSION = 1
 
+RegistryError = sqlite3.Error
+"""The database could not be read or written; whether a write was done is not known."""
+
 
 class State(StrEnum):
     """The states of the lifecycle API."""

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import wire
@@ -26,7 +26,7 @@ from lifecycle.errors import ApiError, busy, invalid, unavailable, unknown_sandb
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Unreachable
 from lifecycle.policies import Compiled, Refused
-from lifecycle.registry import Sandbox, State
+from lifecycle.registry import RegistryError, Sandbox, State
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class Creations:
         ):
             raise busy("Too many sandboxes at once on this server.")
         network_policy = plan.network_policy
+        version = self._orchestrator.policies.version
         try:
             compiled = await self._orchestrator.policies.compile(plan.policy_name, network_policy)
         except Refused as error:
@@ -111,11 +112,21 @@ class Creations:
             lineage=sandbox,
             renew_seconds=plan.renew_seconds,
         )
-        await self._orchestrator.registry.put(row)
-        task = asyncio.get_running_loop().create_task(self._make(row, plan, compiled), name=f"create:{sandbox}")
+        self._orchestrator.making.add(sandbox)
+        try:
+            await self._orchestrator.registry.put(row)
+        except BaseException:
+            self._orchestrator.making.discard(sandbox)
+            raise
+        making = self._make(row, plan, compiled, version)
+        task = asyncio.get_running_loop().create_task(making, name=f"create:{sandbox}")
         creation = self._creations[sandbox] = Creation(sandbox, task)
-        task.add_done_callback(lambda _: self._creations.pop(sandbox, None))
+        task.add_done_callback(lambda _: self._ended(sandbox))
         return creation
+
+    def _ended(self, sandbox: str) -> None:
+        self._creations.pop(sandbox, None)
+        self._orchestrator.making.discard(sandbox)
 
     async def finish(self, creation: Creation) -> Sandbox:
         """Wait for a creation, as long as its caller may be kept waiting, and return what to answer.
@@ -169,22 +180,28 @@ class Creations:
         except Unreachable as error:
             raise unavailable("DOCKER::INITIALIZATION_ERROR", f"{error}.") from None
 
-    async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled) -> Sandbox:
+    async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled, version: int) -> Sandbox:
         async with self._launches, self._orchestrator.lock(row.id):
             try:
                 await self._start(row, plan, compiled)
+                running = await self._running(row, version)
             except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
                 failure = _failure(error)
                 await self._undo(row, failure)
                 raise failure from None
-            now = self._orchestrator.clock()
-            running = await self._orchestrator.registry.update(
-                row.id,
-                lambda current: current.moved(
-                    State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.", now
-                ),
-            )
         self._orchestrator.expiry_changed()
+        return running
+
+    async def _running(self, row: Sandbox, version: int) -> Sandbox:
+        now = self._orchestrator.clock()
+        # The operator's document may have changed since this policy was compiled: then the observer applies it anew.
+        digest = row.policy_digest if version == self._orchestrator.policies.version else ""
+
+        def change(current: Sandbox) -> Sandbox:
+            moved = current.moved(State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.", now)
+            return replace(moved, policy_digest=digest)
+
+        running = await self._orchestrator.registry.update(row.id, change)
         if running is None:
             raise unknown_sandbox(row.id)
         return running
@@ -227,15 +244,20 @@ class Creations:
         except (Unreachable, wire.RemoteError) as error:
             _log.warning("undoing the creation of %s is left to the reaper: %s", row.id, error)
             residue = ["unknown"]
-        if residue:
-            await self._orchestrator.registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", failure.message, now))
-            self._orchestrator.expiry_changed()
-        elif answered:
-            await self._orchestrator.registry.put(row.moved(State.FAILED, "CREATE_FAILED", failure.message, now))
-        else:
-            await self._orchestrator.registry.delete(row.id)
-        with contextlib.suppress(Unreachable, wire.RemoteError):
-            await self._orchestrator.auditd.close_sandbox(row.id)
+        if not residue:
+            await self._orchestrator.close_chain(row.id)
+        try:
+            if residue:
+                await self._orchestrator.registry.put(
+                    row.moved(State.STOPPING, "CLEANUP_PENDING", failure.message, now)
+                )
+                self._orchestrator.expiry_changed()
+            elif answered:
+                await self._orchestrator.registry.put(row.moved(State.FAILED, "CREATE_FAILED", failure.message, now))
+            else:
+                await self._orchestrator.registry.delete(row.id)
+        except RegistryError as error:
+            _log.warning("the row of %s is left to the observer: %s", row.id, type(error).__name__)
 
     async def close(self) -> None:
         """Stop what is under way; rows tell the next start where it was."""

@@ -1,0 +1,116 @@
+"""Faults at the control plane's own seams: each call to a daemon and each write to the registry is a step.
+
+A request carries its `Injection` in a context variable, so what it starts (a creation's task, a write that outlives its
+caller) counts its steps with it, and the background tasks count none. Steps are found by running, never listed.
+
+A kill is told by its effects: from the step on, nothing this server does has any. (What a process does not do after a
+SIGKILL is just that.)
+"""
+
+import asyncio
+import os
+import signal
+import sqlite3
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import wire
+from lifecycle import peers, registry
+
+ERRORS = ("refused", "unreached", "unanswered", "outage")
+LEAVES = ("left-before", "left-after")
+KILLS = ("killed-before", "killed-after")
+REGISTRY = "registry"
+
+
+@dataclass
+class Injection:
+    """One fault: at step `number` (from 0; -1 is none) of one request, in one of the modes above."""
+
+    number: int = -1
+    mode: str = ""
+    seen: list[str] = field(default_factory=list)
+    fired: bool = False
+    leave: Callable[[], object] = lambda: None
+    """Makes the caller of the request go away."""
+
+
+current: ContextVar[Injection | None] = ContextVar("injection", default=None)
+
+
+def failure(place: str) -> Exception:
+    """What a broken `place` raises."""
+    return sqlite3.OperationalError("injected") if place == REGISTRY else peers.Unreachable(place, TimeoutError())
+
+
+@dataclass
+class Injector:
+    """Stands between one server and what it calls; `really` kills the process, else a kill is told by its effects."""
+
+    really: bool = False
+    dead: bool = False
+    out: set[str] = field(default_factory=set)
+    """The places that do not answer until further notice."""
+
+    async def step[T](self, place: str, name: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Do one step, or what the fault makes of it."""
+        if self.dead:
+            raise asyncio.CancelledError
+        if place in self.out:
+            raise failure(place)
+        injection = current.get()
+        if injection is None or injection.fired:
+            return await work()
+        injection.seen.append(f"{place}.{name}")
+        if len(injection.seen) - 1 != injection.number:
+            return await work()
+        injection.fired = True
+        match injection.mode:
+            case "refused":
+                raise failure(place) if place == REGISTRY else wire.RemoteError("injected", "refused")
+            case "unreached":
+                raise failure(place)
+            case "unanswered":
+                await work()
+                raise failure(place)
+            case "outage":
+                self.out.add(place)
+                raise failure(place)
+            case "left-before":
+                injection.leave()
+                return await work()
+            case "left-after":
+                result = await work()
+                injection.leave()
+                return result
+            case "killed-before":
+                self._die()
+            case "killed-after":
+                await work()
+                self._die()
+        raise AssertionError(injection.mode)
+
+    def _die(self) -> None:
+        if self.really:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.dead = True
+        raise asyncio.CancelledError
+
+    def install(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
+        """Put this in the way of every `Daemon` and `Registry`."""
+        call = peers.Daemon.call
+
+        async def stepped(daemon: peers.Daemon, op: str, timeout: float = peers.CALL_TIMEOUT, **parameters: Any) -> Any:
+            return await self.step(daemon.name, op, lambda: call(daemon, op, timeout, **parameters))
+
+        replace(peers.Daemon, "call", stepped)
+        for name in ("put", "update", "delete"):
+            replace(registry.Registry, name, self._write(name, getattr(registry.Registry, name)))
+
+    def _write(self, name: str, write: Callable[..., Awaitable[Any]]) -> Any:
+        async def stepped(database: registry.Registry, *arguments: Any) -> Any:
+            return await self.step(REGISTRY, name, lambda: write(database, *arguments))
+
+        return stepped
