@@ -204,6 +204,8 @@ def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:
     """Translate hostd's description of a sandbox; None if it says nothing the row should take over."""
     reason = str(item.get("reason") or "")
     match str(item.get("state") or "").lower():
+        case "running" if "worker_pid" in item and item["worker_pid"] is None:
+            return State.RUNNING, "GATEWAY_DOWN", "The gateway is down; the sandbox is cut off until it is back."
         case "running":
             return State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully."
         case "restarting":

@@ -36,6 +36,7 @@ class Sandbox:
     container: str | None = None
     restarts: int = 0
     running: bool = False
+    leaving: bool = False
 
     def record(self, worker_base: int) -> Record:
         """Return what is written down of it now."""

@@ -6,7 +6,8 @@
 - Each step is written down before it is taken (`records`), so that after our own death there is enough to adopt a
   sandbox that runs, or to remove one that was half made. What is adopted, and what is not, is `adoption`'s to say.
 - A generation is written down before a worker is born with it: no number is ever used twice.
-- One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time.
+- One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time. A launch or a removal
+  that has begun comes to its end, whether or not anybody still waits for it.
 - Removal stops traffic first, and is judged by process, inode, mount, group and file.
 """
 
@@ -19,6 +20,7 @@ import shutil
 import socket
 import time
 from collections import deque
+from collections.abc import Awaitable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from runtimes.cgroups import Cgroups, Limits, remove_container_groups
 from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
 from runtimes.docker import Docker, DockerError
+from runtimes.finish import finished
 from runtimes.guard import Guard
 from runtimes.netplan import PLAN
 from runtimes.records import Record, Records
@@ -67,7 +70,20 @@ class Sandboxes:
         self._known: dict[str, Sandbox] = {}
         self._free = deque(range(config.uids.workers))  # used in turn: a number, and its uid, rests before its next use
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.closing = False
+
+    async def _whole[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` to its end, even when whoever asked for it goes away in the middle."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.info("%s: %s", type(error).__name__, error)
 
     async def launch(self, spec: LaunchSpec) -> dict[str, Any]:
         """Launch one sandbox; returns when its container has started.
@@ -81,12 +97,17 @@ class Sandboxes:
             raise wire.RequestError("exists", "there is a sandbox of this id")
         sandbox = Sandbox(spec.sandbox, spec.generation, spec.runtime)
         self._known[spec.sandbox] = sandbox
+        return await self._whole(self._make(sandbox, spec))
+
+    async def _make(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
         async with sandbox.lock:
             try:
                 async with self._launching:
+                    if sandbox.leaving or self.closing:
+                        raise wire.RequestError("unavailable", "the sandbox is being removed")
                     return await self._launch(sandbox, spec)
             except BaseException as error:
-                residue = await asyncio.shield(self._unmake(sandbox))
+                residue = await self._unmake(sandbox)
                 if residue:
                     _log.error("launch of %s left: %s", spec.sandbox, "; ".join(residue))
                 raise told(error) from error
@@ -179,7 +200,7 @@ class Sandboxes:
         try:
             sandbox.policy = await worker.configure(sandbox.gateway)
         except BaseException:
-            await asyncio.shield(worker.end())
+            await finished(worker.end())
             raise
         return worker
 
@@ -220,7 +241,7 @@ class Sandboxes:
     async def _respawn(self, sandbox: Sandbox, attempt: int) -> None:
         old, sandbox.worker = sandbox.worker, None
         if old is not None:
-            await asyncio.shield(old.end())
+            await finished(old.end())
             _log.warning("worker of %s ended (generation %d)", sandbox.id, sandbox.generation)
         await self._daemons.available()
         await asyncio.sleep(_RESPAWN_BACKOFF[min(attempt, len(_RESPAWN_BACKOFF) - 1)])
@@ -231,7 +252,7 @@ class Sandboxes:
         try:
             self._write_down(sandbox)
             sandbox.worker = await self._birth(sandbox)
-        except (OSError, ConnectionError, TimeoutError, wire.RemoteError) as error:
+        except Exception as error:  # noqa: BLE001 - closes: it stays without a worker, and the next attempt comes
             _log.warning("no new worker for %s: %s", sandbox.id, type(error).__name__)
 
     async def workers_lost(self) -> None:
@@ -261,6 +282,8 @@ class Sandboxes:
             try:
                 digest = await sandbox.worker.configure(gateway)
             except wire.RemoteError as error:
+                if error.code == "internal":  # it does not say how far it came
+                    await sandbox.worker.control.close()
                 raise wire.RequestError(error.code, error.message) from error
             except (ConnectionError, TimeoutError) as error:
                 # It may have applied it or not. A new worker with the configuration that is known is sure.
@@ -285,11 +308,14 @@ class Sandboxes:
         sandbox = self._known.get(name)
         if sandbox is None:
             sandbox = Sandbox(name, 1, self._config.runtimes[0])
-        sandbox.running = False
+        sandbox.running, sandbox.leaving = False, True
         if sandbox.watch is not None:
             sandbox.watch.cancel()  # a birth that is under way is given up, not waited for
+        return await self._whole(self._leave(sandbox))
+
+    async def _leave(self, sandbox: Sandbox) -> tuple[str, ...]:
         async with sandbox.lock:
-            return await asyncio.shield(self._unmake(sandbox))
+            return await self._unmake(sandbox)
 
     def names(self) -> tuple[str, ...]:
         """Return the ids of all sandboxes."""
@@ -326,19 +352,22 @@ class Sandboxes:
             sandbox.watch = None
         residue: list[str] = []
         if sandbox.worker is not None:
-            residue += await sandbox.worker.end()
-            sandbox.worker = None
+            left = await _taken("gateway worker", sandbox.worker.end())
+            residue += left
+            sandbox.worker = sandbox.worker if left else None
         if sandbox.ingress is not None:
             sandbox.ingress.close()
             sandbox.ingress = None
-        residue += await self._remove_container(sandbox)
+        residue += await _taken("container", self._remove_container(sandbox))
         if sandbox.slot is not None:
-            residue += await asyncio.to_thread(slots.destroy, sandbox.slot)
-        residue += await asyncio.to_thread(self._remove_files, sandbox)
+            left = await _taken("slot", asyncio.to_thread(slots.destroy, sandbox.slot))
+            residue += left
+            sandbox.slot = sandbox.slot if left else None
+        residue += await _taken("files", asyncio.to_thread(self._remove_files, sandbox))
         if sandbox.slot_index is not None and not residue:
             self._free.append(sandbox.slot_index)
-            sandbox.slot = sandbox.slot_index = None
-        if not residue:
+            sandbox.slot_index = None
+        if not residue and self._known.get(sandbox.id, sandbox) is sandbox:
             self._records.remove(sandbox.id)
             self._known.pop(sandbox.id, None)
         return tuple(residue)
@@ -386,3 +415,11 @@ class Sandboxes:
                 "links": list(await asyncio.to_thread(netns.links, slot.sandbox)),
             }
         return described
+
+
+async def _taken(what: str, step: Awaitable[Sequence[str]]) -> list[str]:
+    """Do one step of a removal. One that fails is residue; the steps after it are done all the same."""
+    try:
+        return list(await step)
+    except Exception as error:  # noqa: BLE001 - told as residue: it is tried again
+        return [f"{what}: {type(error).__name__}: {error}"[:200]]

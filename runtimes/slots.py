@@ -2,8 +2,11 @@
 
 - Making is a transaction: a step that fails takes the earlier ones back.
 - Destroying ends every process inside, and is judged by inode and mount, not by a command's success.
+- The kernel gives the inode of a namespace that is gone to the next one made. So the namespaces are held open while a
+  slot is destroyed, and one that is not at its path any more is not looked for by its number.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -61,23 +64,41 @@ def make(directory: Path, index: int, plan: NetworkPlan) -> Slot:
 
 
 def destroy(slot: Slot) -> tuple[str, ...]:
-    """End everything inside `slot` and unmake it; return what is left, nothing if all went well."""
+    """End everything inside `slot` and unmake it; return what is left, nothing if all went well.
+
+    Namespaces with a process that cannot be ended stay mounted, so that it is still found the next time.
+    """
     deadline = time.monotonic() + _SETTLE_SECONDS
-    left = _kill(slot)
-    netns.delete(slot.sandbox)
-    netns.delete(slot.gateway)
-    while left and time.monotonic() < deadline:
-        time.sleep(0.02)
-        left = _kill(slot)
-    return (
-        *(f"process {pid} in a namespace of slot {slot.index}" for pid in left),
-        *(f"mount {path}" for path in netns.mounted(slot.inodes)),
-        *(f"file {path}" for path in (slot.sandbox, slot.gateway) if os.path.lexists(path)),
-    )
+    with contextlib.ExitStack() as stack:
+        inodes = frozenset(
+            inode
+            for path, inode in ((slot.sandbox, slot.sandbox_inode), (slot.gateway, slot.gateway_inode))
+            if _hold(stack, path) == inode
+        )
+        while (left := _kill(inodes)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not left:
+            netns.delete(slot.sandbox)
+            netns.delete(slot.gateway)
+        return (
+            *(f"process {pid} in a namespace of slot {slot.index}" for pid in left),
+            *(f"mount {path}" for path in netns.mounted(inodes)),
+            *(f"file {path}" for path in (slot.sandbox, slot.gateway) if os.path.lexists(path)),
+        )
 
 
-def _kill(slot: Slot) -> tuple[int, ...]:
-    pids = tuple(pid for pid in netns.processes(slot.inodes) if pid != os.getpid())
+def _hold(stack: contextlib.ExitStack, path: Path) -> int | None:
+    """Hold what is at `path` open, and return its inode; None if nothing is there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    stack.callback(os.close, fd)
+    return os.fstat(fd).st_ino
+
+
+def _kill(inodes: frozenset[int]) -> tuple[int, ...]:
+    pids = tuple(pid for pid in netns.processes(inodes) if pid != os.getpid())
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ import wire
 from runtimes.adopted import readable
 from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
+from runtimes.finish import finished
 from runtimes.guard import Guard
 
 _BIRTH_SECONDS = 20.0
@@ -53,6 +54,7 @@ class Worker:
         self._daemons = daemons
         self._cgroups = cgroups
         self._pidfd = os.pidfd_open(pid)
+        self._gone = False
 
     async def configure(self, gateway: dict[str, Any]) -> str:
         """Give it a configuration and wait for its word; return the digest of the policy that is in force now.
@@ -81,20 +83,21 @@ class Worker:
                 return
 
     async def end(self) -> tuple[str, ...]:
-        """Kill it and remove its group; return what is left."""
-        if not select.select([self._pidfd], [], [], 0)[0]:
-            self._daemons.killed(self.pid)
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        await self.control.close()
-        left: tuple[str, ...] = ()
-        try:
-            async with asyncio.timeout(_END_SECONDS):
-                await readable(self._pidfd)
-        except TimeoutError:
-            left = (f"worker process {self.pid}",)
-        os.close(self._pidfd)
-        return (*left, *await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup))
+        """Kill it and remove its group; return what is left. May be called again when something was."""
+        if not self._gone:
+            if not select.select([self._pidfd], [], [], 0)[0]:
+                self._daemons.killed(self.pid)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            await self.control.close()
+            try:
+                async with asyncio.timeout(_END_SECONDS):
+                    await readable(self._pidfd)
+            except TimeoutError:
+                return (f"worker process {self.pid}",)
+            self._gone = True
+            os.close(self._pidfd)
+        return await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup)
 
 
 async def birth(
@@ -115,8 +118,8 @@ async def birth(
         await daemons.attach("vaultd", vault_there, **who)
         netns_fd = os.open(identity.gateway_netns, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, netns_fd)
-        group = await asyncio.to_thread(cgroups.create, identity.cgroup, limits)
         try:
+            group = await finished(asyncio.to_thread(cgroups.create, identity.cgroup, limits))
             answer = await daemons.client("zygote").call(
                 "fork",
                 fds=[
@@ -141,5 +144,5 @@ async def birth(
                 await control.close()
                 raise
         except BaseException:
-            await asyncio.to_thread(cgroups.remove, identity.cgroup)
+            await finished(asyncio.to_thread(cgroups.remove, identity.cgroup))
             raise
