@@ -8,6 +8,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
+from places import Place, running
 from standins import World, world
 
 
@@ -16,3 +17,10 @@ async def server() -> AsyncIterator[World]:
     """A running server that asks for an API key."""
     async with world() as described, described.serving() as running:
         yield running
+
+
+@pytest.fixture
+async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    """A running server without a port, that can be killed and started again."""
+    async with running(monkeypatch.setattr) as there:
+        yield there

@@ -5,141 +5,32 @@ same on the real system, for a part of the cases: tests/system/test_faults.py.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import copy_context
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
 import pytest
-from injection import ERRORS, KILLS, LEAVES, Injection, Injector, current
-from standins import IMAGE, KEY, World, world
+from injection import ERRORS, KILLS, LEAVES, Injection
+from places import (
+    BODY,
+    NEW,
+    POLICY,
+    SETTLE_SECONDS,
+    THIRD,
+    VAULT,
+    WALLET,
+    Place,
+    binding,
+    create,
+    credential,
+    settled,
+    wrong,
+)
 
-from lifecycle import reaper
-from lifecycle.app import Server, build
-from lifecycle.egress import vault_of
-from lifecycle.registry import Sandbox, State
-from policy.api import parse_network_policy
-
-OLD = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.example.org"}]}
-NEW = {"defaultAction": "deny", "egress": [*OLD["egress"], {"action": "allow", "target": "new.example.org"}]}
-BODY: dict[str, Any] = {
-    "image": {"uri": IMAGE},
-    "entrypoint": ["sleep", "1"],
-    "resourceLimits": {},
-    "networkPolicy": OLD,
-    "credentialProxy": {"enabled": True},
-    "timeout": 3600,
-}
-FIRST, SECOND, THIRD = "value-of-the-first", "value-of-the-second", "value-of-the-third"
-SETTLE_SECONDS = 20.0
-
-
-def _credential(name: str, value: str) -> dict[str, Any]:
-    return {"name": name, "source": {"type": "inline", "value": value}}
-
-
-def _binding(name: str, credential: str) -> dict[str, Any]:
-    auth = {"type": "apiKey", "name": f"x-{name}", "credential": credential}
-    return {"name": name, "match": {"hosts": ["api.example.org"], "paths": [f"/{name}/*"]}, "auth": auth}
-
-
-VAULT = {
-    "credentials": [_credential("one", FIRST), _credential("two", SECOND)],
-    "bindings": [_binding("a", "one"), _binding("b", "two")],
-}
-
-
-@dataclass
-class Place:
-    """A server that can be killed and started again, on the same state and beside the same daemons."""
-
-    world: World
-    injector: Injector
-    server: Server | None = None
-    _life: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
-
-    async def start(self) -> None:
-        self.injector.dead = False
-        self.injector.out.clear()
-        described = self.world
-        clock: Callable[[], float] = lambda: time.time() + described.offset  # noqa: E731
-        self.server = build(described.config, described.policies, described.tokens, clock=clock)
-        await self._life.enter_async_context(self.server.running())
-        await self.server.adopted.wait()
-
-    async def stop(self) -> None:
-        await self._life.aclose()
-
-    async def http(self, method: str, path: str, content: Any = None) -> httpx.Response:
-        assert self.server is not None
-        transport = httpx.ASGITransport(self.server.edge, raise_app_exceptions=False)
-        headers = {"OPEN-SANDBOX-API-KEY": KEY}
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
-            return await client.request(method, f"/v1/sandboxes{path}", json=content)
-
-    async def with_fault(
-        self, injection: Injection, operation: Callable[[], Awaitable[httpx.Response]]
-    ) -> httpx.Response | None:
-        """Do an operation with its fault; None if nobody was there any more for the answer."""
-        context = copy_context()
-        context.run(current.set, injection)
-        task = asyncio.get_running_loop().create_task(_awaited(operation), context=context)
-        injection.leave = task.cancel
-        try:
-            return await task
-        except asyncio.CancelledError:
-            return None
-
-    async def rows(self) -> dict[str, Sandbox]:
-        assert self.server is not None
-        return {row.id: row for row in await self.server.registry.all()}
-
-
-async def _awaited(operation: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-    return await operation()
-
-
-async def wrong(place: Place) -> list[str]:
-    """Everything that registry, host, gateway and vault do not agree on."""
-    assert place.server is not None
-    hostd, vaultd = place.world.hostd, place.world.vaultd
-    rows = await place.rows()
-    found = [f"{name} is {row.state}" for name, row in rows.items() if row.state is not State.RUNNING]
-    for where, names in (("host", hostd.sandboxes), ("vault", vaultd.grants), ("vault's values", vaultd.inline)):
-        found += [f"{where} and registry differ in {name}" for name in names.keys() ^ rows.keys()]
-    for name, row in rows.items():
-        if name not in hostd.sandboxes or name not in vaultd.grants:
-            continue
-        policy = None if row.network_policy is None else parse_network_policy(row.network_policy)
-        vault = vault_of(row)
-        compiled = await place.server.policies.compile(row.policy_name, policy, vault)
-        if row.policy_digest != compiled.digest:
-            found.append(f"{name}: the registry's digest is {row.policy_digest[:8]!r}")
-        if hostd.specs[name]["gateway"]["policy"] != compiled.policy.to_json():
-            found.append(f"{name}: the gateway has another policy")
-        if set(map(_grant, vaultd.grants[name])) != set(map(_grant, compiled.grants)):
-            found.append(f"{name}: the vault has other grants")
-        if vaultd.inline[name].keys() != set([] if vault is None else vault.secrets()):
-            found.append(f"{name}: the vault has other values")
-    open_chains = {item["sandbox"] for item in place.world.auditd.records if "sandbox" in item} - rows.keys()
-    closed = {parameters["sandbox"] for parameters in place.world.auditd.named("close_sandbox")}
-    return found + [f"{name}: its audit chain is open" for name in open_chains - closed]
-
-
-def _grant(grant: Any) -> tuple[str, ...]:
-    return tuple(str(grant[key]) for key in ("secret", "host", "port", "scheme"))
-
-
-async def settled(place: Place) -> list[str]:
-    """What is still wrong when nothing is, or the time is over."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while (found := await wrong(place)) and time.monotonic() < deadline:  # noqa: ASYNC110 - it is other processes' state
-        await asyncio.sleep(0.01)
-    return found
+from lifecycle.registry import Sandbox
 
 
 @dataclass(frozen=True)
@@ -164,11 +55,10 @@ def _vault(row: Sandbox | None) -> dict[str, int]:
     return dict(row.vault["credentials"]) if row is not None and row.vault is not None else {}
 
 
-POLICY, WALLET = "/networkpolicy", "/proxy/18080/credential-vault"
 EXPIRY = (datetime.now(UTC) + timedelta(days=2)).replace(microsecond=0)
-ROTATE = {"credentials": {"replace": [_credential("one", THIRD)]}}
+ROTATE = {"credentials": {"replace": [credential("one", THIRD)]}}
 DROP = {"credentials": {"delete": ["two"]}, "bindings": {"delete": ["b"]}}
-ADD = {"credentials": {"add": [_credential("three", THIRD)]}, "bindings": {"add": [_binding("c", "three")]}}
+ADD = {"credentials": {"add": [credential("three", THIRD)]}, "bindings": {"add": [binding("c", "three")]}}
 OPERATIONS = {
     "delete": Operation("DELETE", "", None, 204, lambda row: row is None, True, frozenset({404})),
     "renew": Operation(
@@ -187,31 +77,6 @@ OPERATIONS = {
     "drop": Operation("PATCH", WALLET, DROP, 200, lambda row: "two" not in _vault(row), True, frozenset({400, 404})),
     "close-vault": Operation("DELETE", WALLET, None, 204, lambda row: {} == _vault(row), True, frozenset({404})),
 }
-
-
-@pytest.fixture
-async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """A running server; what it does later it does soon."""
-    monkeypatch.setattr(reaper, "OBSERVE_SECONDS", 0.02)
-    monkeypatch.setattr(reaper, "RETRY_FIRST", 0.02)
-    monkeypatch.setattr(reaper, "RETRY_MOST", 0.05)
-    injector = Injector()
-    injector.install(monkeypatch.setattr)
-    async with world() as described:
-        running = Place(described, injector)
-        await running.start()
-        try:
-            yield running
-        finally:
-            await running.stop()
-
-
-async def create(place: Place, *, vault: bool) -> str:
-    name: str = (await place.http("POST", "", BODY)).json()["id"]
-    if vault:
-        answer = await place.http("POST", f"/{name}{WALLET}", VAULT)
-        assert 201 == answer.status_code, answer.text
-    return name
 
 
 async def judge(place: Place, operation: Operation, injection: Injection, answer: httpx.Response | None) -> list[str]:

@@ -1,0 +1,107 @@
+"""Counts everything a running Sallyport has on this machine, to be compared before and after.
+
+Nothing is asked of Sallyport itself: processes come from /proc, mounts from mountinfo, groups and files from the file
+system, containers from Docker, rows from the database file.
+"""
+
+import os
+import sqlite3
+import subprocess
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from demo.stack import Stack
+from demo.traces import mounted_namespaces, namespaces_in_use
+from runtimes.cgroups import Cgroups
+
+_DAEMONS = ("runtimes.hostd", "lifecycle.serve", "vault.broker", "audit.writer", "gateway.zygote")
+_PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtimes")
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What there is. Processes are told by their command lines, so that a restarted one counts as the same."""
+
+    processes: tuple[str, ...]
+    namespaces: int
+    mounts: tuple[str, ...]
+    cgroups: tuple[str, ...]
+    files: tuple[str, ...]
+    containers: tuple[str, ...]
+    rows: int
+
+    def beyond(self, before: "Census") -> dict[str, object]:
+        """What came and what went, by kind."""
+        differences: dict[str, object] = {}
+        for field in fields(self):
+            old, new = getattr(before, field.name), getattr(self, field.name)
+            if old != new:
+                both = isinstance(new, tuple)
+                differences[field.name] = (Counter(new) - Counter(old), Counter(old) - Counter(new)) if both else new
+        return differences
+
+
+def take(stack: Stack) -> Census:
+    """Take the census of `stack`."""
+    run, state = stack.run, stack.state
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    listed = subprocess.run(
+        ["docker", "-H", f"unix://{run / 'docker.sock'}", "ps", "-aq", "--no-trunc"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    groups = Cgroups(str(run))
+    used = {inode for inodes in namespaces_in_use().values() for inode in inodes} | mounted_namespaces()
+    return Census(
+        processes=tuple(sorted(line for line in command_lines().values() if f"{run}/" in line)),
+        namespaces=len(used & _slots(run)),
+        mounts=tuple(sorted(line.split()[4] for line in mounts if f" {run}/" in line)),
+        cgroups=tuple(
+            sorted(str(path) for root in groups.hierarchies.roots for path in (root / groups.parent).glob("*/"))
+        ),
+        files=tuple(sorted(str(path) for place in _places(run, state) for path in place.rglob("*"))),
+        containers=tuple(sorted(listed.split())),
+        rows=_rows(state / "lifecycle" / "sallyport.db"),
+    )
+
+
+def _slots(run: Path) -> set[int]:
+    return {path.stat().st_ino for path in (run / "netns").glob("*")}
+
+
+def _places(run: Path, state: Path) -> list[Path]:
+    return [*(run / name for name in _PLACES), state / "vault", state / "hostd"]
+
+
+def _rows(path: Path) -> int:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return int(database.execute("SELECT count(*) FROM sandboxes").fetchone()[0])
+
+
+def command_lines() -> dict[int, str]:
+    """The command line of every process."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found[int(name)] = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+    return found
+
+
+def daemons(stack: Stack) -> dict[str, int]:
+    """The pid of each daemon of `stack`: the one that was started first, not what it forked."""
+    lines = sorted(command_lines().items())
+    return {
+        module: next(pid for pid, line in lines if f"-m {module} {stack.run}/" in line)
+        for module in _DAEMONS
+        if any(f"-m {module} {stack.run}/" in line for _, line in lines)
+    }
+
+
+def descriptors(stack: Stack) -> dict[str, int]:
+    """How many descriptors each daemon holds."""
+    return {module: len(os.listdir(f"/proc/{pid}/fd")) for module, pid in daemons(stack).items()}

@@ -1,0 +1,181 @@
+"""hostd as it is, with a fault where a test asks for one, at any function a launch, removal or restart goes through.
+
+A launch is told its fault by the variable FAULT (`label:number:mode`) of the sandbox's environment; the removal, the
+change or the restart of a sandbox by the operation `fault`. `faulted` tells the steps that were seen under a label, and
+`digest` what policy a sandbox's worker says it has. The steps are found by wrapping, not listed.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import wire
+from runtimes import containers, hostd, netns, sandboxes, slots, workers
+from runtimes.cgroups import Cgroups
+from runtimes.daemons import Daemons
+from runtimes.docker import Docker, DockerError
+
+# What drives the steps, or only reads: a fault there is one of a step inside it, or of none.
+_DRIVERS = frozenset(
+    ["_launch", "_make", "_whole", "_ended", "_unmake", "_leave", "_watch", "_respawn", "_get", "_describe"]
+)
+_PLUMBING = frozenset(["in_thread", "inside", "inode", "list_rules", "unmount", "unmount_below", "processes"])
+
+# They make something and return it, and fail only by a step inside: "done, yet an error" is none of theirs.
+_WHOLE = frozenset(
+    [
+        "slots.make",
+        "netns.create",
+        "netns.create_gateway",
+        "netns.create_sandbox",
+        "sandboxes.birth",
+        "Sandboxes._birth",
+        "Cgroups.create",
+        "sandboxes.plan_container",
+    ]
+)
+
+
+@dataclass
+class Fault:
+    """At step `number` (from 0; -1: none): refused, unanswered (done, yet an error), killed-before, killed-after."""
+
+    number: int
+    mode: str
+    op: str = "launch"
+    seen: list[str] = field(default_factory=list)
+    fired: bool = False
+
+    def meets(self, name: str) -> bool:
+        if self.fired:
+            return False
+        self.seen.append(name)
+        self.fired = len(self.seen) - 1 == self.number
+        return self.fired
+
+
+_current: ContextVar[Fault | None] = ContextVar("fault", default=None)
+_labelled: dict[str, Fault] = {}
+_waiting: dict[str, Fault] = {}
+
+
+def _failure(name: str) -> Exception:
+    if name.startswith("Docker."):
+        return DockerError("injected")
+    if name.startswith(("Client.", "Daemons.", "Worker.")):
+        return ConnectionError("injected")
+    return netns.NftError("injected") if name == "netns.load_rules" else OSError("injected")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stepped(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    async def slowly(fault: Fault, arguments: Any, options: Any) -> Any:
+        if fault.mode == "killed-before":
+            _kill()
+        if fault.mode == "refused":
+            raise _failure(name)
+        result = await work(*arguments, **options)
+        if fault.mode == "killed-after":
+            _kill()
+        if name in _WHOLE:
+            return result
+        raise _failure(name)
+
+    def stepped(*arguments: Any, **options: Any) -> Any:
+        fault = _current.get()
+        if fault is None or not fault.meets(name):
+            return work(*arguments, **options)
+        if asyncio.iscoroutinefunction(work):
+            return slowly(fault, arguments, options)
+        if fault.mode == "killed-before":
+            _kill()
+        if fault.mode == "refused":
+            raise _failure(name)
+        result = work(*arguments, **options)
+        if fault.mode == "killed-after":
+            _kill()
+        if name in _WHOLE:
+            return result
+        raise _failure(name)
+
+    return stepped
+
+
+def _wrap(owner: Any, title: str, names: Callable[[str], bool]) -> None:
+    for name, work in list(vars(owner).items()):
+        ours = getattr(work, "__module__", "").startswith(("runtimes", "wire"))
+        if ours and hasattr(work, "__code__") and names(name):
+            setattr(owner, name, _stepped(f"{title}.{name}", work))
+
+
+def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]) -> Callable[..., Any]:
+    async def run(self: Any, subject: Any, *rest: Any) -> Any:
+        name = name_of(subject)
+        if op == "launch":
+            text = subject.env.get("FAULT", "")
+            if text:
+                label, number, mode = text.split(":")
+                _current.set(_labelled.setdefault(label, Fault(int(number), mode)))
+        elif (fault := _waiting.get(name)) is not None and fault.op == op:
+            _current.set(_waiting.pop(name))
+        else:
+            _current.set(None)
+        return await work(self, subject, *rest)
+
+    return run
+
+
+def _install() -> None:
+    def public(name: str) -> bool:
+        return not name.startswith("_")
+
+    _wrap(Docker, "Docker", lambda name: public(name) and name not in ("close", "version", "runtimes", "state"))
+    _wrap(netns, "netns", lambda name: public(name) and name not in _PLUMBING)
+    _wrap(slots, "slots", lambda name: name in ("make", "destroy"))
+    _wrap(containers, "containers", lambda name: name == "end_processes")
+    _wrap(Cgroups, "Cgroups", lambda name: name in ("create", "remove"))
+    _wrap(Daemons, "Daemons", lambda name: name in ("attach",))
+    _wrap(workers.Worker, "Worker", lambda name: name in ("configure", "end"))
+    _wrap(wire.Client, "Client", lambda name: name == "call")
+    _wrap(
+        sandboxes.Sandboxes, "Sandboxes", lambda name: name.startswith("_") and name[1] != "_" and name not in _DRIVERS
+    )
+    for name in ("write_files", "plan_container", "remove_container_groups", "birth"):
+        setattr(sandboxes, name, _stepped(f"sandboxes.{name}", getattr(sandboxes, name)))
+    cls: Any = sandboxes.Sandboxes
+    cls.launch = _with_fault("launch", cls.launch, lambda spec: spec.sandbox)
+    cls.remove = _with_fault("remove", cls.remove, str)
+    cls.configure = _with_fault("configure", cls.configure, str)
+    cls._respawn = _with_fault("respawn", cls._respawn, lambda sandbox: sandbox.id)
+    handle: Any = hostd.Host.handle
+
+    async def handled(host: Any, client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Any:
+        match op:
+            case "fault":
+                fault = Fault(parameters["number"], parameters["mode"], parameters["of"])
+                _waiting[parameters["sandbox"]] = _labelled[parameters["label"]] = fault
+                return {}
+            case "faulted":
+                fault = _labelled[parameters["label"]]
+                return {"seen": fault.seen, "fired": fault.fired}
+            case "digest":
+                found = host._sandboxes._known.get(parameters["sandbox"])
+                if found is None or found.worker is None:
+                    return {"digest": None}
+                return {"digest": (await found.worker.control.call("ping")).get("digest")}
+        return await handle(host, client, op, parameters, fds)
+
+    hostd.Host.handle = handled  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _install()
+    raise SystemExit(hostd.main(sys.argv[1:]))

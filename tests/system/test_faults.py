@@ -1,0 +1,411 @@
+"""A fault at each step of a launch, a removal, a restart and a change, on the real system: nothing half is left.
+
+The steps of hostd come from `faulty_hostd`, those of the control plane from `faulty_serve`; both are the real programs
+with something in the way of their calls. All cases of the control plane, more quickly: tests/lifecycle/test_faults.py.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from demo.internet import Internet
+from demo.stack import EMPTY_IMAGE, IMAGE, Stack
+
+sys.path.append(str(Path(__file__).parent))
+
+from census import Census, command_lines, take
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFIX = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
+PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090")) + 2
+IDLE = ["tail", "-f", "/dev/null"]
+OLD = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.bank.example"}]}
+RULE = {"action": "allow", "target": "status.bank.example"}
+PARALLEL = 4
+PATIENCE = 60.0
+
+
+class Faulty(Stack):
+    """A Sallyport of its own whose hostd and serve have faults where a test asks for them."""
+
+    @property
+    def settings(self) -> str:
+        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{IMAGE}"')
+        return head + tail.partition("\n\n")[2]
+
+    def __enter__(self) -> "Faulty":
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        self.config.write_text(self.settings)
+        command = [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), "serve", "--write-only"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert 0 == done.returncode, done.stderr
+        host = self.run / "launch" / "host.json"
+        document = json.loads(host.read_text())
+        for process in document["processes"]:
+            if process["name"] == "serve":
+                process["module"] = "tests.system.faulty_serve"
+        host.write_text(json.dumps(document))
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.system.faulty_hostd", str(host)],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        path = self.state / "lifecycle" / "sallyport.db"
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            database.row_factory = sqlite3.Row
+            return {row["id"]: dict(row) for row in database.execute("SELECT * FROM sandboxes")}
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        headers = {"OPEN-SANDBOX-API-KEY": self.api_key}
+        async with httpx.AsyncClient(base_url=f"{self.base}/v1", headers=headers, timeout=120, trust_env=False) as http:
+            yield http
+
+    def disagreements(self) -> list[str]:
+        """What registry, hostd and the workers themselves do not agree on."""
+        rows = self.rows()
+        there = {item["sandbox"]: item for item in self.host("list")["sandboxes"]}
+        found = [f"{name} is {row['state']}" for name, row in rows.items() if row["state"] != "Running"]
+        found += [f"hostd and registry differ in {name}" for name in rows.keys() ^ there.keys()]
+        for name in rows.keys() & there.keys():
+            digest = self.host("digest", sandbox=name)["digest"]
+            if not digest or digest != rows[name]["policy_digest"]:
+                found.append(f"{name}: registry {rows[name]['policy_digest'][:8]!r}, worker {digest and digest[:8]!r}")
+        return found
+
+    def wrong(self, before: Census | None = None) -> list[str]:
+        """What is still not as before (if that is given), or not agreed on, when all is or the time is over."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                found = [*self.disagreements(), *(f"{kind}: {what}" for kind, what in self._beyond(before).items())]
+            except (OSError, httpx.HTTPError, sqlite3.Error) as error:
+                found = [f"not to be asked: {error}"]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)
+
+    def _beyond(self, before: Census | None) -> dict[str, object]:
+        return {} if before is None else take(self).beyond(before)
+
+    def state_of(self, sandbox: str) -> tuple[str, str]:
+        """State and reason, once it has ended or the time is over."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            row = self.rows()[sandbox]
+            if row["state"] in ("Failed", "Terminated") or time.monotonic() > deadline:
+                return row["state"], row["reason"]
+            time.sleep(0.1)
+
+    @property
+    def serve(self) -> int:
+        """The process of the control plane."""
+        return next(pid for pid, line in command_lines().items() if f"-m tests.system.faulty_serve {self.run}/" in line)
+
+
+@pytest.fixture(scope="module", name="faulty")
+def _faulty() -> Iterator[Faulty]:
+    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-faulty")
+    accounts = {"git": "a:b", "index": "a:b", "api": "c"}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="sallyport-faulty-") as name:
+        place = Path(name)
+        place.chmod(0o711)
+        patch.setenv("SALLYPORT_HOME", str(place / "home"))
+        patch.setenv("SALLYPORT_RUN_DIR", str(run))
+        with Internet(f"{PREFIX}-faulty", place / "internet", accounts) as internet:
+            try:
+                with Faulty(internet, place / "stack", port=PORT) as stack:
+                    asyncio.run(_warm(stack))
+                    yield stack
+            finally:
+                subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)
+
+
+async def _warm(stack: Faulty) -> None:
+    async with stack.client() as http:
+        made = await asyncio.gather(
+            *(http.post("/sandboxes", json=body(runtime)) for runtime in ("runc", "runsc", "runc", "runsc"))
+        )
+        await asyncio.gather(*(http.delete(f"/sandboxes/{answer.json()['id']}") for answer in made))
+
+
+def body(runtime: str = "runc", fault: str = "") -> dict[str, Any]:
+    return {
+        "image": {"uri": EMPTY_IMAGE},
+        "resourceLimits": {"memory": "256Mi"},
+        "entrypoint": IDLE,
+        "timeout": 3600,
+        "networkPolicy": OLD,
+        "env": {"FAULT": fault} if fault else {},
+        "extensions": {"sallyport.runtime": runtime},
+    }
+
+
+async def made(http: httpx.AsyncClient, runtime: str = "runc", fault: str = "") -> str:
+    answer = await http.post("/sandboxes", json=body(runtime, fault))
+    assert 202 == answer.status_code, answer.text
+    name: str = answer.json()["id"]
+    return name
+
+
+async def deleted(http: httpx.AsyncClient, name: str) -> None:
+    assert (await http.delete(f"/sandboxes/{name}")).status_code in (204, 404)
+
+
+async def _in_parallel(cases: list[Callable[[], Any]]) -> None:
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def one(case: Callable[[], Any]) -> None:
+        async with gate:
+            await case()
+
+    await asyncio.gather(*(one(case) for case in cases))
+
+
+@pytest.mark.parametrize("mode", ["refused", "unanswered"])
+async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty: Faulty, runtime: str) -> None:
+    """In hostd; the caller is told, or has a sandbox that is whole. The next launch works."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        await deleted(http, await made(http, runtime, f"{runtime}-{mode}:-1:none"))
+        steps = faulty.host("faulted", label=f"{runtime}-{mode}")["seen"]
+        assert len(steps) > 20
+        # Docker and the worker are what differs between the runtimes.
+        numbers = [i for i, step in enumerate(steps) if runtime == "runc" or step.startswith(("Docker.", "Worker."))]
+        told: dict[str, int] = {}
+
+        async def one(number: int) -> None:
+            label = f"{runtime}-{mode}-{number}"
+            answer = await http.post("/sandboxes", json=body(runtime, f"{label}:{number}:{mode}"))
+            assert faulty.host("faulted", label=label)["fired"]
+            told[f"{number} {steps[number]}"] = answer.status_code
+            if answer.status_code == 202:
+                assert [] == [item for item in faulty.disagreements() if answer.json()["id"] in item]
+                await deleted(http, answer.json()["id"])
+
+        await _in_parallel([lambda number=number: one(number) for number in numbers])  # type: ignore[misc]
+        assert [] == faulty.wrong(before), told
+        failed = [step for step, status in told.items() if status >= 400]
+        assert len(failed) >= 4, told
+        await deleted(http, await made(http, runtime))
+    assert [] == faulty.wrong(before)
+
+
+@pytest.mark.parametrize("mode", ["refused", "unanswered"])
+async def test_a_removal_that_fails_at_any_step_is_finished(mode: str, faulty: Faulty, runtime: str) -> None:
+    before = take(faulty)
+    async with faulty.client() as http:
+        name, label = await made(http, runtime), f"remove-{runtime}-{mode}"
+        faulty.host("fault", sandbox=name, label=label, of="remove", number=-1, mode="none")
+        await deleted(http, name)
+        steps = faulty.host("faulted", label=label)["seen"]
+        assert len(steps) > 10
+        numbers = [i for i, step in enumerate(steps) if runtime == "runc" or step.startswith(("Docker.", "Worker."))]
+
+        async def one(number: int) -> None:
+            sandbox = await made(http, runtime)
+            faulty.host("fault", sandbox=sandbox, label=f"{label}-{number}", of="remove", number=number, mode=mode)
+            answer = await http.delete(f"/sandboxes/{sandbox}")
+            assert answer.status_code in (204, 500), answer.text
+            assert faulty.host("faulted", label=f"{label}-{number}")["fired"]
+
+        await _in_parallel([lambda number=number: one(number) for number in numbers])  # type: ignore[misc]
+    assert [] == faulty.wrong(before)
+
+
+async def test_a_gateway_whose_restart_fails_at_any_step_comes_back(faulty: Faulty) -> None:
+    """Its worker is killed; whatever fails on the way to the next one, there is a next one, with the same policy."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        name = await made(http)
+        digest = faulty.rows()[name]["policy_digest"]
+
+        def kill(label: str, number: int, mode: str) -> None:
+            faulty.host("fault", sandbox=name, label=label, of="respawn", number=number, mode=mode)
+            former = faulty.host("inspect", sandbox=name)["worker_pid"]
+            os.kill(former, signal.SIGKILL)
+            deadline = time.monotonic() + PATIENCE
+            while faulty.host("inspect", sandbox=name)["worker_pid"] in (None, former) or faulty.disagreements():
+                assert time.monotonic() < deadline, (label, faulty.disagreements())
+                time.sleep(0.05)
+            assert digest == faulty.host("digest", sandbox=name)["digest"]
+
+        kill("respawn", -1, "none")
+        steps = faulty.host("faulted", label="respawn")["seen"]
+        assert len(steps) > 5
+        for number, mode in [(number, mode) for number in range(len(steps)) for mode in ("refused", "unanswered")]:
+            if number % 2 == (mode == "refused"):  # half of them: each restart after a failure is a pause of its own
+                kill(f"respawn-{number}-{mode}", number, mode)
+                assert faulty.host("faulted", label=f"respawn-{number}-{mode}")["fired"]
+        await deleted(http, name)
+    assert [] == faulty.wrong(before)
+
+
+async def _fault(http: httpx.AsyncClient, fault: str, method: str, path: str, content: Any) -> httpx.Response | None:
+    """A request with a fault of the control plane; None if it died or hung up."""
+    try:
+        return await http.request(method, path, json=content, headers={"X-Request-ID": fault})
+    except httpx.TransportError:
+        return None
+
+
+async def _serving(http: httpx.AsyncClient) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            if (await http.get("/sandboxes")).status_code == 200:
+                return
+        except httpx.TransportError:
+            await asyncio.sleep(0.1)
+    raise AssertionError("serve does not come back")
+
+
+async def test_a_control_plane_killed_at_any_step_of_a_change_leaves_one_policy(faulty: Faulty) -> None:
+    """SIGKILL of `serve` before and after each step of a PATCH: all agree on the old or the new."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        name = await made(http)
+        path = f"/sandboxes/{name}/networkpolicy"
+        answer = await _fault(http, "fault.-1.none", "PATCH", path, [RULE])
+        assert answer is not None and 200 == answer.status_code
+        steps = answer.headers["x-steps"].split(",")
+        assert len(steps) >= 5
+        modes = [(number, mode) for number in range(len(steps)) for mode in ("killed-before", "unanswered")]
+        for number, mode in [*modes, (len(steps) - 1, "killed-after")]:
+            target = f"s{number}-{mode}.bank.example"
+            answer = await _fault(http, f"fault.{number}.{mode}", "PATCH", path, [{**RULE, "target": target}])
+            assert (mode.startswith("killed")) == (answer is None)
+            await _serving(http)
+            assert [] == faulty.wrong(), (steps[number], mode)
+            again = await http.patch(path, json=[{**RULE, "target": target}])
+            assert 200 == again.status_code, again.text
+            assert target in [rule["target"] for rule in again.json()["policy"]["egress"]]
+            assert [] == faulty.disagreements()
+        await deleted(http, name)
+    assert [] == faulty.wrong(before)
+
+
+@pytest.mark.parametrize("mode", ["killed-before", "unanswered", "left-before"])
+async def test_a_creation_that_loses_its_control_plane_leaves_nothing(mode: str, faulty: Faulty) -> None:
+    """At each step; what the caller was not told of is gone, and the workload never ran without its gateway."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        answer = await _fault(http, "fault.-1.none", "POST", "/sandboxes", body())
+        assert answer is not None
+        steps = answer.headers["x-steps"].split(",")
+        await deleted(http, answer.json()["id"])
+        for number in range(len(steps)):
+            answer = await _fault(http, f"fault.{number}.{mode}", "POST", "/sandboxes", body())
+            await _serving(http)
+            if answer is not None and answer.status_code == 202:
+                await deleted(http, answer.json()["id"])
+            assert [] == faulty.wrong(before), steps[number]
+
+
+@pytest.mark.parametrize("mode", ["killed-before", "killed-after"])
+async def test_a_removal_that_loses_its_control_plane_is_finished(mode: str, faulty: Faulty) -> None:
+    before = take(faulty)
+    async with faulty.client() as http:
+        name = await made(http)
+        answer = await _fault(http, "fault.-1.none", "DELETE", f"/sandboxes/{name}", None)
+        assert answer is not None and 204 == answer.status_code
+        steps = answer.headers["x-steps"].split(",")
+        assert len(steps) >= 5
+        for number in range(len(steps)):
+            name = await made(http)
+            assert await _fault(http, f"fault.{number}.{mode}", "DELETE", f"/sandboxes/{name}", None) is None
+            await _serving(http)
+            if (number, mode) == (0, "killed-before"):  # nothing had happened yet
+                assert [] == faulty.disagreements()
+                await deleted(http, name)
+            assert [] == faulty.wrong(before), steps[number]
+
+
+async def test_a_control_plane_killed_during_fifty_operations_comes_back_to_one_truth(faulty: Faulty) -> None:
+    """Creates, deletes and changes at once, and SIGKILL in the middle: what is listed is what runs (LIF-23)."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        names = list(await asyncio.gather(*(made(http) for _ in range(6))))
+        patches = [
+            http.patch(f"/sandboxes/{name}/networkpolicy", json=[{**RULE, "target": f"p{index}.bank.example"}])
+            for name in names
+            for index in range(5)
+        ]
+        creates = [http.post("/sandboxes", json=body()) for _ in range(17)]
+        deletes = [http.delete(f"/sandboxes/{name}") for name in names[:3]]
+        work = [asyncio.ensure_future(one) for one in (*patches, *creates, *deletes)]
+        assert 50 == len(work)
+        await asyncio.sleep(0.7)
+        os.kill(faulty.serve, signal.SIGKILL)
+        await asyncio.gather(*work, return_exceptions=True)
+        await _serving(http)
+        assert [] == faulty.wrong()
+        for name in faulty.rows():
+            await deleted(http, name)
+    assert [] == faulty.wrong(before)
+
+
+async def test_twenty_changes_at_once_are_all_there(faulty: Faulty) -> None:
+    """No lost update, and the worker has the last version (LIF-09)."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        name = await made(http)
+        path = f"/sandboxes/{name}/networkpolicy"
+        targets = {f"t{index}.bank.example" for index in range(20)}
+        answers = await asyncio.gather(
+            *(http.patch(path, json=[{**RULE, "target": target}]) for target in sorted(targets))
+        )
+        assert {200} == {answer.status_code for answer in answers}
+        rules = (await http.get(path)).json()["policy"]["egress"]
+        assert targets <= {rule["target"] for rule in rules}
+        assert [] == faulty.disagreements()
+        await deleted(http, name)
+    assert [] == faulty.wrong(before)
+
+
+@pytest.mark.parametrize("end", ["restart", "kill", "exit"])
+async def test_a_container_that_ends_does_not_come_back(end: str, faulty: Faulty, runtime: str) -> None:
+    """`docker restart`, its first process killed, or ended by itself: told as ended, and not started again (LIF-25)."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        name = await made(http, runtime)
+        container = faulty.host("inspect", sandbox=name)["container"]
+        if end == "restart":
+            assert 0 != faulty.docker("restart", "-t", "0", container).returncode
+        elif end == "kill":
+            assert 0 == faulty.docker("kill", container).returncode
+        else:
+            pid = int(faulty.docker("inspect", "-f", "{{.State.Pid}}", container).stdout)
+            os.kill(pid, signal.SIGKILL)
+        assert ("Failed", "CONTAINER_EXITED_ERROR") == faulty.state_of(name)
+        assert 0 != faulty.docker("start", container).returncode
+        running = faulty.docker("inspect", "-f", "{{.State.Running}}", container).stdout.strip()
+        assert "false" == running
+        await deleted(http, name)
+    assert [] == faulty.wrong(before)
