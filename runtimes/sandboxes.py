@@ -241,7 +241,8 @@ class Sandboxes:
     async def _respawn(self, sandbox: Sandbox, attempt: int) -> None:
         old, sandbox.worker = sandbox.worker, None
         if old is not None:
-            await finished(old.end())
+            if left := await _taken("gateway worker", finished(old.end())):
+                _log.error("the ended worker of %s left: %s", sandbox.id, "; ".join(left))
             _log.warning("worker of %s ended (generation %d)", sandbox.id, sandbox.generation)
         await self._daemons.available()
         await asyncio.sleep(_RESPAWN_BACKOFF[min(attempt, len(_RESPAWN_BACKOFF) - 1)])
