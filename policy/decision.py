@@ -12,9 +12,9 @@ Order of authority, the first that speaks decides:
   each request from the beginning, the flow included.
 - A name rule never authorises a bare address, and an address rule never authorises a name.
 - Injections of one request never compete for a header: two different plans for one slot are a denial.
-- Mode observe turns a list's denial into an allow that carries it (`observed`); such a request gets no injection from
-  that list. Facts that make no sense, `always_deny`, the ceiling, competing injections and bare addresses are denied
-  all the same.
+- Mode observe turns a list's denial into an allow that carries it (`observed`); such a request gets no injection, from
+  no list and no binding. Facts that make no sense, `always_deny`, the ceiling, competing injections and bare addresses
+  are denied all the same.
 
 A `Deny` is the only negative answer. An exception from here means that a decision could not be made: the caller denies.
 """
@@ -82,6 +82,10 @@ class AllowRequest:
     injections: tuple[InjectionPlan, ...] = ()
     observed: Deny | None = None
 
+    def __post_init__(self) -> None:
+        if self.injections and self.observed is not None:
+            raise ValueError("a request that rules would have denied gets no secret")
+
 
 @dataclass(frozen=True, slots=True)
 class AllowAddress:
@@ -143,10 +147,12 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
     )
     if isinstance(lists, Deny):
         return lists
+    if lists.observed is not None:
+        return AllowRequest(lists.rule, (), lists.observed)
     bound = _bindings(policy, facts, endpoint)
     if isinstance(bound, Deny):
         return bound
-    return _settle(policy, facts, overridden or lists.rule, (*lists.injections, *bound), lists.observed)
+    return _settle(policy, facts, overridden or lists.rule, (*lists.injections, *bound))
 
 
 def decide_address(
@@ -212,7 +218,9 @@ def decide_resolved(policy: CompiledPolicy, host: str, ip: IPAddress | str, port
             reason = f"{host} resolves to {address}, which is denied by rule {denial.id}."
             answers.append(_observing(rules, Deny(denial.id, reason)))
     passed = _through_lists(answers)
-    return passed if isinstance(passed, Deny) else AllowAddress("resolved", passed.observed)
+    if isinstance(passed, Deny):
+        return passed
+    return AllowAddress("resolved" if passed.observed is None else passed.rule, passed.observed)
 
 
 def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
@@ -362,7 +370,6 @@ def _settle(
     facts: RequestFacts,
     rule: str,
     plans: tuple[InjectionPlan, ...],
-    observed: Deny | None,
 ) -> AllowRequest | Deny:
     """Check that the plans can be carried out together on this flow."""
     slots: dict[str, InjectionPlan] = {}
@@ -372,7 +379,7 @@ def _settle(
             return Deny("injection-ambiguous", f"{other.binding} and {plan.binding} both set {plan.header}.")
     if slots and facts.scheme is Scheme.HTTP and not (facts.port == 80 and facts.host in policy.plaintext_secrets):
         return Deny("plaintext-secret", f"The operator does not allow secrets to {facts.host} over plain HTTP.")
-    return AllowRequest(rule, tuple(slots.values()), observed)
+    return AllowRequest(rule, tuple(slots.values()))
 
 
 def _on_port(rule: Rule, port: int) -> bool:

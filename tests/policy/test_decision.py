@@ -259,7 +259,7 @@ def test_an_allowed_name_that_resolves_into_a_denied_network_is_not_dialled() ->
     assert "!always-deny:4" == outcome(decide_resolved(policy, "good.test", "93.184.216.66", 443))
     assert "always-allow:1" == outcome(decide_resolved(policy, "status.good.test", "93.184.217.9", 443))
     assert "!always-deny:4" == outcome(decide_resolved(policy, "status.good.test", "93.184.216.66", 443))
-    assert "?agents/not-there resolved" == outcome(decide_resolved(WATCH, "good.test", "93.184.217.9", 443))
+    assert "?agents/not-there observe:watch" == outcome(decide_resolved(WATCH, "good.test", "93.184.217.9", 443))
 
 
 API = {
@@ -354,6 +354,31 @@ def test_observe_lets_pass_what_rules_deny_and_says_so(case: str) -> None:
 def binding(name: str, host: str, **match: Any) -> dict[str, Any]:
     """A bearer binding whose credential has its name."""
     return {"name": name, "match": {"hosts": [host], **match}, "auth": {"type": "bearer", "credential": name}}
+
+
+def test_a_binding_gives_nothing_to_a_request_that_is_only_observed() -> None:
+    """Beside a policy in mode observe the caller's own binding speaks only where that policy's rules allow."""
+    bindings = [binding("mine", "good.test"), binding("far", "other.test")]
+    both = narrow(WATCH, api("+good.test +other.test", bindings=bindings))
+
+    def request(host: str, path: str) -> str:
+        return outcome(decide_request(both, RequestFacts(host, 443, HTTPS, "GET", path)))
+
+    assert "?default observe:watch+api:2" == request("other.test", "/v1/x")
+    assert "?agents/no-admin observe:watch+api:1" == request("good.test", "/v1/admin/x")
+    assert "?default observe:watch+api:2" == request("other.test", "/v1/../x")
+    assert "!api:3" == outcome(
+        decide_request(
+            narrow(WATCH, api("+status.good.test +other.test -good.test")),
+            RequestFacts("good.test", 443, HTTPS, "GET", "/v1/admin/x"),
+        )
+    )
+
+
+def test_an_observed_allow_with_a_secret_cannot_be_made() -> None:
+    (plan,) = [plan for rule in WATCH.rules for plan in rule.injections if plan.secret == "token"][:1]
+    with pytest.raises(ValueError, match="no secret"):
+        AllowRequest("observe:watch", (plan,), Deny("default", "no rule"))
 
 
 def test_bindings_add_headers_to_allowed_requests_and_only_to_them() -> None:
