@@ -248,45 +248,69 @@ class Acceptor:
         facts: FlowFacts,
         dial: Callable[[], Awaitable[Connection]],
     ) -> None:
-        config = self._active()
-        try:
-            upstream = await dial()
-        except DialError as error:
-            denial = Deny(error.failure.value, error.reason)
-            await self._deny(client, live, denial, alert(ACCESS_DENIED), facts)
-            return
         traffic = Traffic()
-        end = "cut"
-        with upstream.sock:
+        end: str | None = "cut"
+        upstream: Connection | None = None
+        try:
             try:
-                if not self._budget.send(len(data)):
-                    raise ConnectionResetError
-                await asyncio.get_running_loop().sock_sendall(upstream.sock, data)
-                traffic.up = len(data)
-                limits = config.limits
-                end = await relay(
-                    client.sock,
-                    upstream.sock,
-                    traffic,
-                    idle=limits.idle,
-                    total=limits.total,
-                    may_send=self._budget.send,
-                )
-            except BaseException:
-                reset(upstream.sock)
-                raise
-            finally:
+                upstream = await dial()
+            except DialError as error:
+                end = None
+                denial = Deny(error.rule, error.reason)
+                await self._deny(client, live, denial, alert(ACCESS_DENIED), facts)
+                return
+            if not await self._observe_address(live, upstream, facts):
+                await farewell(client.sock, alert(ACCESS_DENIED))
+                return
+            limits = self._active().limits
+            end = await relay(
+                client.sock,
+                upstream.sock,
+                traffic,
+                first=data,
+                idle=limits.idle,
+                total=limits.total,
+                may_send=self._budget.send,
+            )
+        finally:
+            if upstream is not None:
+                if end == "cut":
+                    reset(upstream.sock)
+                upstream.sock.close()
+            if end is not None:
                 self._audit.note(
                     "flow",
                     "info",
                     flow=live.flow_id,
                     host=facts.host,
                     port=facts.port,
-                    address=str(upstream.address),
+                    address=None if upstream is None else str(upstream.address),
                     reason=str(end),
                     bytes_up=traffic.up,
                     bytes_down=traffic.down,
                 )
+
+    async def _observe_address(self, live: LiveFlow, upstream: Connection, facts: FlowFacts) -> bool:
+        """Record that policy would have refused this address; False when the log did not accept it."""
+        allowed = upstream.allowed
+        if allowed is None or allowed.observed is None:
+            return True
+        try:
+            await self._audit.accept(
+                "flow",
+                "observe",
+                rule=allowed.rule,
+                observed=allowed.observed.rule,
+                reason=allowed.observed.reason,
+                flow=live.flow_id,
+                host=facts.host,
+                port=facts.port,
+                scheme=facts.scheme.value,
+                address=str(upstream.address),
+            )
+        except AuditUnavailable:
+            return False
+        return True
 
     async def _over(self, client: _Client, live: LiveFlow, facts: FlowFacts) -> bool:
         """Take a request for a flow that is about to be spliced; True when there was none, and the client was told."""

@@ -34,6 +34,7 @@ from gateway.dns_logic import (
 from gateway.dns_wire import QType
 from gateway.resolver import MAX_TTL, Resolver
 from gateway.upstream import permitted
+from policy.decision import Deny
 
 _MAX_IN_FLIGHT = 128
 _MAX_DATAGRAM = 4096
@@ -138,7 +139,9 @@ class DnsServer:
             return resolved(verdict, Outcome.ADDRESSES if own else Outcome.NODATA, own, MAX_TTL, limit)
         resolution = await self._resolver.resolve(verdict.host)
         outcome = resolution.outcome
-        addresses = tuple(item for item in resolution.addresses if permitted(config, verdict.host, item) is None)
+        addresses = tuple(
+            item for item in resolution.addresses if not isinstance(permitted(config, verdict.host, item), Deny)
+        )
         if outcome is Outcome.ADDRESSES and not addresses:
             outcome = Outcome.REFUSED_ADDRESS
         self._audit.note(

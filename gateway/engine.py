@@ -149,8 +149,8 @@ class EngineLimits:
         flows: concurrent flows; one more is closed at once.
         upstream_connections: per flow.
         idle_seconds: without a byte in either direction.
-        handshake_seconds: for the client's TLS handshake, from the start of the flow, and for the server's; three
-            times as long for a dial.
+        handshake_seconds: for the client's TLS handshake, from the start of the flow, for each request head, from its
+            first byte, and for the server's handshake; three times as long for a dial.
         scrub_body_bytes: largest encoded response body (and decoded result) that is decoded to be scrubbed.
         backlog_bytes: data waiting for one slow HTTP/2 peer before the other side is no longer read.
     """

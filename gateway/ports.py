@@ -3,8 +3,9 @@
 - A lease is used only while `VaultClient.current` says so, and is asked for again when it is over; nothing is kept
   beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
   paths before it gets the value.
-- A dial goes through the worker's `Dialler`; its refusals become `ConnectionError` with the reason. What is written to
-  it is counted first: the write that goes beyond the sandbox's bytes ends the connection instead.
+- A dial goes through the worker's `Dialler`; its refusals are recorded and become `ConnectionError` with the reason,
+  and an address that policy only observes is recorded before the connection is handed out. What is written to it is
+  counted first: the write that goes beyond the sandbox's bytes ends the connection instead.
 - The decider reads the policy in force at each call.
 """
 
@@ -15,8 +16,8 @@ from typing import Any
 from audit.client import AuditClient
 from gateway.budget import Budget
 from gateway.config import GatewayConfig
-from gateway.engine import SecretRefused
-from gateway.upstream import DialError, Dialler
+from gateway.engine import Recorder, SecretRefused
+from gateway.upstream import Connection, DialError, Dialler
 from policy.decision import AllowRequest, Deny, decide_request
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionPlan
@@ -114,9 +115,10 @@ class LeasedSecrets:
 class StreamDialler:
     """`gateway.engine.Dialler` over the worker's dialler and its budget."""
 
-    def __init__(self, dialler: Dialler, budget: Budget) -> None:
+    def __init__(self, dialler: Dialler, budget: Budget, recorder: Recorder) -> None:
         self._dialler = dialler
         self._budget = budget
+        self._recorder = recorder
 
     async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         """Connect to `host`.
@@ -127,7 +129,13 @@ class StreamDialler:
         try:
             connection = await self._dialler.dial(host, port)
         except DialError as error:
+            self._recorder.note("flow", "deny", rule=error.rule, reason=error.reason, host=host, port=port)
             raise ConnectionError(error.reason) from None
+        try:
+            await self._record_observed(connection, host, port)
+        except BaseException:
+            connection.sock.close()
+            raise
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_STREAM_LIMIT, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -137,6 +145,21 @@ class StreamDialler:
             connection.sock.close()
             raise
         return reader, _MeteredWriter(transport, protocol, reader, loop, self._budget), str(connection.address)
+
+    async def _record_observed(self, connection: Connection, host: str, port: int) -> None:
+        allowed = connection.allowed
+        if allowed is None or allowed.observed is None:
+            return
+        await self._recorder.accept(
+            "flow",
+            "observe",
+            rule=allowed.rule,
+            observed=allowed.observed.rule,
+            reason=allowed.observed.reason,
+            host=host,
+            port=port,
+            address=str(connection.address),
+        )
 
 
 class _MeteredWriter(asyncio.StreamWriter):

@@ -4,6 +4,8 @@
 - A reset or error of either side resets both; nothing is buffered beyond one chunk per direction (back-pressure).
 - Nothing goes to the second socket that `may_send` refuses: the relay ends there, and neither side gets more.
 - With `idle` the relay ends when neither direction moved for that long, with `total` at that age.
+- A byte is counted when the kernel has taken it for the receiver. Of a relay that ended in order the receiver has each
+  of them; of one that was reset it may have fewer, never more.
 - The sockets stay the caller's; it closes them.
 
 It decides nothing and reads nothing of what it carries.
@@ -43,6 +45,7 @@ async def relay(
     outer: socket.socket,
     traffic: Traffic,
     *,
+    first: bytes = b"",
     idle: float | None,
     total: float | None,
     may_send: Callable[[int], bool] | None = None,
@@ -51,6 +54,7 @@ async def relay(
 
     Args:
         traffic: updated as bytes move, so that a cancelled relay can still be accounted for.
+        first: what was read from the first socket already; it goes ahead of the rest.
         idle: seconds without a byte in either direction; None never ends for that.
         total: seconds the relay may last; None never ends for that.
         may_send: asked with the size of each chunk before it goes to the second socket; None never refuses.
@@ -58,17 +62,29 @@ async def relay(
     loop = asyncio.get_running_loop()
     traffic.moved = loop.time()
 
-    async def pump(source: socket.socket, sink: socket.socket, upwards: bool) -> None:
-        while data := await loop.sock_recv(source, _CHUNK):
-            if upwards and may_send is not None and not may_send(len(data)):
+    async def up() -> None:
+        data = first or await loop.sock_recv(inner, _CHUNK)
+        while data:
+            if may_send is not None and not may_send(len(data)):
                 raise _OverError
-            await loop.sock_sendall(sink, data)
-            traffic.moved = loop.time()
-            if upwards:
-                traffic.up += len(data)
-            else:
-                traffic.down += len(data)
-        sink.shutdown(socket.SHUT_WR)
+            left = memoryview(data)
+            while left:
+                sent = await _send(outer, left)
+                traffic.moved = loop.time()
+                traffic.up += sent
+                left = left[sent:]
+            data = await loop.sock_recv(inner, _CHUNK)
+        outer.shutdown(socket.SHUT_WR)
+
+    async def down() -> None:
+        while data := await loop.sock_recv(outer, _CHUNK):
+            left = memoryview(data)
+            while left:
+                sent = await _send(inner, left)
+                traffic.moved = loop.time()
+                traffic.down += sent
+                left = left[sent:]
+        inner.shutdown(socket.SHUT_WR)
 
     async def watch(seconds: float) -> None:
         left = seconds
@@ -80,7 +96,7 @@ async def relay(
     try:
         async with asyncio.timeout(total), asyncio.TaskGroup() as group:
             watcher = group.create_task(watch(idle)) if idle is not None else None
-            pumps = [group.create_task(pump(inner, outer, True)), group.create_task(pump(outer, inner, False))]
+            pumps = [group.create_task(up()), group.create_task(down())]
             await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
             if watcher is not None:
                 watcher.cancel()
@@ -97,6 +113,26 @@ async def relay(
             return End.RESET
         raise
     return End.CLOSED
+
+
+async def _send(sock: socket.socket, data: memoryview) -> int:
+    """Give the kernel some of `data`, waiting until it takes any; returns how much."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            writable: asyncio.Future[None] = loop.create_future()
+            loop.add_writer(sock, _resolve, writable)
+            try:
+                await writable
+            finally:
+                loop.remove_writer(sock)
+
+
+def _resolve(waiting: "asyncio.Future[None]") -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 class _IdleError(Exception):

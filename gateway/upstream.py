@@ -6,7 +6,8 @@
   resolves again in between. Pairs of the operator's map are exempt; they are the operator's word.
 - Sockets are made by the unprivileged worker, so the guard's rules by user id bind them.
 - While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines.
-- A caller's verdict must be in the audit log before it calls; the dialler records nothing.
+- A caller's verdict must be in the audit log before it calls; the dialler records nothing. What policy's mode observe
+  let pass is handed to the caller (`Connection.allowed`), who records it before the first byte.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from gateway.config import GatewayConfig
 from gateway.dns_logic import Outcome
 from gateway.resolver import Resolver
 from policy.addresses import dialable
-from policy.decision import Deny, decide_resolved
+from policy.decision import AllowAddress, Deny, decide_resolved
 
 _MAX_TRIES = 4
 _MAX_DIALS = 128
@@ -38,21 +39,29 @@ class DialFailure(StrEnum):
 
 
 class DialError(Exception):
-    """No connection was made."""
+    """No connection was made. `rule` is what refused it: one of policy's, or the failure's own."""
 
-    def __init__(self, failure: DialFailure, reason: str) -> None:
+    def __init__(self, failure: DialFailure, reason: str, rule: str | None = None) -> None:
         super().__init__(reason)
         self.failure = failure
         self.reason = reason
+        self.rule = rule or failure.value
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A connected non-blocking socket and the address it is connected to."""
+    """A connected non-blocking socket and the address it is connected to.
+
+    `allowed` is policy's word on an address that a name resolved to.
+    """
 
     sock: socket.socket
     address: IPv4Address | IPv6Address
     port: int
+    allowed: AllowAddress | None = None
+
+
+type _Candidates = tuple[tuple[IPv4Address | IPv6Address, AllowAddress | None], ...]
 
 
 class Dialler:
@@ -99,13 +108,13 @@ class Dialler:
         refused = dialable(address, config.allowed_addresses)
         if refused is not None:
             raise DialError(DialFailure.ADDRESS, f"address is {refused.value}")
-        return await self._connect((address,), port, config)
+        return await self._connect(((address, None),), port, config)
 
-    async def _candidates(self, host: str, port: int, config: GatewayConfig) -> tuple[IPv4Address | IPv6Address, ...]:
+    async def _candidates(self, host: str, port: int, config: GatewayConfig) -> _Candidates:
         """The addresses of `host` that may be dialled, IPv4 only unless the operator named others."""
         mapped = config.host_addresses.get(host)
         if mapped is not None:
-            return mapped
+            return tuple((address, None) for address in mapped)
         resolution = await self._resolver.resolve(host)
         match resolution.outcome:
             case Outcome.ADDRESSES:
@@ -115,10 +124,14 @@ class Dialler:
             case Outcome.FAILED | Outcome.REFUSED_ADDRESS:
                 raise DialError(DialFailure.NAME, "name could not be resolved")
         answers = {item: permitted(config, host, item, port) for item in resolution.addresses}
-        open_ones = tuple(item for item, refused in answers.items() if refused is None)
-        if not open_ones:
-            raise DialError(DialFailure.ADDRESS, next(filter(None, answers.values()), "name has no address"))
-        return open_ones
+        open_ones = [(item, answer) for item, answer in answers.items() if isinstance(answer, AllowAddress)]
+        if open_ones:
+            # What is allowed goes ahead of what is only observed.
+            return tuple(sorted(open_ones, key=lambda one: one[1].observed is not None))
+        for refused in answers.values():
+            if isinstance(refused, Deny):
+                raise DialError(DialFailure.ADDRESS, refused.reason, refused.rule)
+        raise DialError(DialFailure.ADDRESS, "name has no address")
 
     def _ready(self) -> GatewayConfig:
         config = self._config()
@@ -136,17 +149,15 @@ class Dialler:
         self._tokens -= 1
         return config
 
-    async def _connect(
-        self, addresses: tuple[IPv4Address | IPv6Address, ...], port: int, config: GatewayConfig
-    ) -> Connection:
+    async def _connect(self, candidates: _Candidates, port: int, config: GatewayConfig) -> Connection:
         self._dialling += 1
         try:
-            for address in addresses[:_MAX_TRIES]:
+            for address, allowed in candidates[:_MAX_TRIES]:
                 if not self._guarded():
                     raise DialError(DialFailure.GUARD, "the guard of the upstream namespace is not running")
                 try:
                     async with asyncio.timeout(config.limits.connect):
-                        return Connection(await _connected(address, port), address, port)
+                        return Connection(await _connected(address, port), address, port, allowed)
                 except (OSError, TimeoutError):
                     continue
         finally:
@@ -154,13 +165,14 @@ class Dialler:
         raise DialError(DialFailure.CONNECT, "no address of the host could be reached")
 
 
-def permitted(config: GatewayConfig, host: str, address: IPv4Address | IPv6Address, port: int = 443) -> str | None:
-    """None when `host` may be dialled at this address it resolved to, else why not."""
+def permitted(
+    config: GatewayConfig, host: str, address: IPv4Address | IPv6Address, port: int = 443
+) -> AllowAddress | Deny:
+    """Whether `host` may be dialled at this address it resolved to."""
     refused = dialable(address, config.allowed_addresses)
     if refused is not None:
-        return f"{host} resolves to a {refused.value} address"
-    decision = decide_resolved(config.policy, host, address, port)
-    return decision.reason if isinstance(decision, Deny) else None
+        return Deny(DialFailure.ADDRESS.value, f"{host} resolves to a {refused.value} address")
+    return decide_resolved(config.policy, host, address, port)
 
 
 async def _connected(address: IPv4Address | IPv6Address, port: int) -> socket.socket:

@@ -83,12 +83,13 @@ class Worker:
         self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic)
         self._secrets = LeasedSecrets(lambda: self._vault)
         budget = Budget(self._limits, time.monotonic, self._spent)
+        recorder = AuditRecorder(self._audit, self._active)
         self._inspection = Inspection(
             PolicyDecider(self._active),
             budget,
             self._secrets,
-            AuditRecorder(self._audit, self._active),
-            StreamDialler(dialler, budget),
+            recorder,
+            StreamDialler(dialler, budget, recorder),
             lambda: self._vault,
         )
         self._acceptor = Acceptor(self._audit, dialler, self._registry, self._active, self._inspection.ready, budget)

@@ -3,6 +3,7 @@
 - Upstream connections come from the flow's `Dialler`, to the flow's destination, while an allowed request is waiting.
 - A hook that raises, a layer that raises, a hook nobody expects: the flow is aborted, on all its connections, and
   nothing it does afterwards is carried out.
+- A request head that has begun is complete within the handshake's time, or the flow is aborted.
 - A side that sends faster than its HTTP/2 peer reads is no longer read beyond a limit.
 - mitmproxy's log lines quote what peers send; none is passed on.
 """
@@ -26,7 +27,8 @@ from mitmproxy.tls import ClientHelloData, TlsData
 from gateway.engine import Dialler, EngineLimits, Identity, InspectedFlow
 from gateway.full.contexts import ClientContexts, UpstreamContext, verified
 from gateway.full.gate import Gate, Sentinel
-from gateway.full.layers import Pin, Root, StrictHttpLayer
+from gateway.full.layers import Root, StrictHttpLayer
+from gateway.full.pin import Pin
 from policy.facts import FlowFacts, Scheme
 
 _EXPECTED: Final = frozenset(
@@ -120,9 +122,13 @@ class FlowConnection(server.ConnectionHandler):
 
         self.timeout_watchdog.watch = remembered  # type: ignore[method-assign]
         self._aborted = False
+        self.reason = "aborted"
+        """Why this side ended the flow."""
+        self._head: int | None = None
+        self._head_deadline: asyncio.TimerHandle | None = None
         self.gate = gate
         self._addons = (gate, Sentinel())
-        self._pin = Pin(FlowFacts(flow.host, flow.port, flow.scheme), limits.scrub_body_bytes)
+        self._pin = Pin(FlowFacts(flow.host, flow.port, flow.scheme), limits.scrub_body_bytes, gate.sensitive)
         self._down, self._up = _Room(limits.backlog_bytes), _Room(limits.backlog_bytes)
         self._up.connections = self._pin.upstreams
         root = Root(context, self.abort)
@@ -157,6 +163,7 @@ class FlowConnection(server.ConnectionHandler):
 
     async def shutdown(self) -> None:
         """Leave nothing running and nothing open, however `handle_client` ended."""
+        self._await_head(None)
         ios = list(self.transports.values())
         self.transports.clear()
         tasks = [io.handler for io in ios if io.handler is not None and not io.handler.done()]
@@ -188,6 +195,23 @@ class FlowConnection(server.ConnectionHandler):
             self._down.connections = [self._pin.downstream]
         self._down.changed()
         self._up.changed()
+        self._await_head(self._pin.unfinished_head())
+
+    def _await_head(self, head: int | None) -> None:
+        """Give request head number `head` its time; None: no head is under way."""
+        if head == self._head:
+            return
+        self._head = head
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+        if head is not None and not self._aborted:
+            loop = asyncio.get_running_loop()
+            self._head_deadline = loop.call_later(self._limits.handshake_seconds, self._end_head)
+
+    def _end_head(self) -> None:
+        self.reason = "a request head was not complete in time"
+        self.abort()
 
     async def handle_hook(self, hook: commands.StartHook) -> None:
         if self._aborted:

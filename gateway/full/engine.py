@@ -104,7 +104,7 @@ class FullEngine:
             self._live.discard(connection)
             await connection.shutdown()
         if connection.aborted:
-            self._recorder.note("flow", "deny", rule="engine", reason="aborted", **describe(flow))
+            self._recorder.note("flow", "deny", rule="engine", reason=connection.reason, **describe(flow))
 
     def _refusal(self, flow: InspectedFlow) -> str | None:
         if len(self._live) >= self._limits.flows:

@@ -102,6 +102,8 @@ class Gate:
         self._patterns: Patterns | None = None
         self.used: set[str] = set()
         """Names of the secrets that were sent on this flow."""
+        self.sensitive: set[bytes] = set()
+        """Names, in lower case, of the headers they were sent in."""
         self.active: dict[str, Stamp] = {}
         """Allowed requests in progress."""
         self.address: str | None = None
@@ -219,6 +221,7 @@ class Gate:
             values: set[str] = set()
             # Before the first wait, so that a revocation that happens meanwhile finds this flow.
             self.used |= {plan.secret for plan in allowed.injections}
+            self.sensitive |= {plan.slot.encode("ascii") for plan in allowed.injections}
             for plan in allowed.injections:
                 asked = plan.secret
                 value = _sendable(await self._secrets.lease(plan, facts))

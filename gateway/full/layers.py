@@ -1,4 +1,4 @@
-"""mitmproxy's HTTP layers, made strict. (Over 250 lines: one subclass for each lenient class of mitmproxy.)
+"""mitmproxy's HTTP layers, made strict; HTTP/2 is in `http2`. (Over 250 lines: a subclass for each lenient class.)
 
 What mitmproxy does and these do not:
 
@@ -14,13 +14,9 @@ Every upstream connection is made by `StrictHttpLayer.get_connection`, to the on
 """
 
 import re
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-import h2.errors
-import h2.events
-import h2.exceptions
 import h11
 from mitmproxy import http
 from mitmproxy.connection import ConnectionState, Server
@@ -28,54 +24,24 @@ from mitmproxy.proxy import commands, events, layer, tunnel
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layers import http as mitm_http
 from mitmproxy.proxy.layers import tls
-from mitmproxy.proxy.layers.http import _base, _events, _http1, _http2
+from mitmproxy.proxy.layers.http import _base, _events, _http1
 from mitmproxy.proxy.utils import ReceiveBuffer
 
 from gateway.full import pages
+from gateway.full.http2 import StrictHttp2Client, StrictHttp2Server
+from gateway.full.pin import Commands, Pin, RefusedRequestHook
 from gateway.hello import NeedMore, Refused, read_head
 from gateway.translate import RequestParts, translate
-from policy.facts import FlowFacts, Scheme
-
-type Commands[T] = Generator[commands.Command, Any, T]
 
 MAX_BUFFER = 256 * 1024
 """Bytes of one HTTP/1 connection that wait to be parsed."""
 MAX_RESPONSE_HEAD = 128 * 1024
 MAX_INFORMATIONAL = 16
-MAX_RESETS = 100
-"""Streams of one HTTP/2 connection that its client may reset."""
 MAX_DISCARD = 1024 * 1024
 """Bytes of a request body that are thrown away after the request was answered."""
 
 _HEAD_END = re.compile(rb"\n\r?\n")
 _INFORMATIONAL = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9][0-9][ \r\n]")
-
-
-@dataclass
-class RefusedRequestHook(commands.StartHook):  # type: ignore[no-untyped-call]
-    """A request head was refused before it became a flow."""
-
-    name = "sallyport_refused"
-    blocking = False
-    reason: str
-
-
-@dataclass(slots=True)
-class Pin:
-    """What all layers of one flow know: its destination, its limits, its HTTP/2 buffers."""
-
-    facts: FlowFacts
-    response_buffer: int
-    downstream: _http2.Http2Connection | None = None
-    upstreams: list[_http2.Http2Connection] = field(default_factory=list)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.facts.host, self.facts.port
-
-    @property
-    def tls(self) -> bool:
-        return self.facts.scheme is Scheme.HTTPS
 
 
 class Root(layer.Layer):
@@ -159,6 +125,11 @@ class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
         super().__init__(context)
         self._pin = pin
         self._discarded = 0
+        self._heads = 0
+        pin.unfinished_head = self._unfinished_head
+
+    def _unfinished_head(self) -> int | None:
+        return self._heads if self.buf and self.state == self.read_headers else None
 
     def received(self, data: bytes) -> Commands[None]:
         if self.response_done:
@@ -186,6 +157,7 @@ class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
             return
         self.buf.maybe_extract_at_most(head.length)
         self._discarded = 0
+        self._heads += 1
         self.request = http.Request(
             host="",
             port=0,
@@ -276,51 +248,6 @@ def _as_http1(event: _events.RequestHeaders) -> http.Request:
     return request
 
 
-class StrictHttp2Server(_http2.Http2Server):
-    """Speaks HTTP/2 with the sandbox."""
-
-    def __init__(self, context: Context, pin: Pin) -> None:
-        super().__init__(context)
-        self._resets = 0
-        self._pin = pin
-        pin.downstream = self
-
-    def _handle_event(self, event: events.Event) -> Commands[None]:
-        if isinstance(event, _events.ResponseProtocolError) and self._can_answer(event):
-            status = event.code.http_status_code() or 502
-            fields, body = pages.failure(status)
-            self.h2_conn.send_headers(event.stream_id, [(b":status", b"%d" % status), *fields])
-            self.h2_conn.send_data(event.stream_id, body, end_stream=True)
-            yield commands.SendData(self.conn, self.h2_conn.data_to_send())
-            return
-        yield from super()._handle_event(event)
-
-    def _can_answer(self, event: _events.ResponseProtocolError) -> bool:
-        return (
-            event.code.http_status_code() is not None
-            and not self.is_closed(event.stream_id)
-            and self.is_open_for_us(event.stream_id)
-            and not self.h2_conn.streams[event.stream_id].state_machine.headers_sent
-        )
-
-    def handle_h2_event(self, event: h2.events.Event) -> Commands[bool]:
-        if isinstance(event, h2.events.StreamReset):
-            self._resets += 1
-            if self._resets > MAX_RESETS:
-                yield from self.protocol_error("too many resets", h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
-                return True
-        if isinstance(event, h2.exceptions.ProtocolError):  # in the place of events that cannot be read
-            yield RefusedRequestHook("malformed HTTP/2")
-        if isinstance(event, h2.events.RequestReceived):
-            # mitmproxy overwrites :scheme before anybody else sees it.
-            scheme = b"https" if self._pin.tls else b"http"
-            if [bytes(value) for name, value in event.headers or () if name == b":scheme"] != [scheme]:
-                yield RefusedRequestHook(":scheme is not that of the connection")
-                yield from self.protocol_error("wrong scheme")
-                return True
-        return (yield from super().handle_h2_event(event))
-
-
 class StrictHttpClient(mitm_http.HttpClient):
     """Opens one upstream connection and picks the protocol its server chose."""
 
@@ -332,8 +259,7 @@ class StrictHttpClient(mitm_http.HttpClient):
         err = yield commands.OpenConnection(self.context.server)
         if not err:
             if self.context.server.alpn == b"h2":
-                child: layer.Layer = _http2.Http2Client(self.context)
-                self._pin.upstreams.append(child)  # type: ignore[arg-type]
+                child: layer.Layer = StrictHttp2Client(self.context, self._pin)
             else:
                 child = StrictHttp1Client(self.context)
             self.child_layer = child

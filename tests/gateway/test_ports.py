@@ -4,21 +4,25 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, ip_network
 from typing import Any
 
 import pytest
 
 import wire
+from audit.client import AuditUnavailable
 from gateway.budget import Budget
 from gateway.config import GatewayConfig
+from gateway.dns_logic import Outcome
 from gateway.engine import SecretRefused
 from gateway.ports import LeasedSecrets, StreamDialler
-from gateway.resolver import Resolver
+from gateway.resolver import Resolution, Resolver
 from gateway.upstream import Dialler
+from policy.compile import compile_named
 from policy.compiled import DENY_ALL
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
+from policy.load import load_text
 from policy.rules import Limits
 from vault.client import ReleaseRefusedError, VaultClient
 from vault.secret import Secret
@@ -122,6 +126,22 @@ async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSe
         await secrets.lease(PLAN, request())
 
 
+class Recorded:
+    """Keeps what it is told, or does not accept it."""
+
+    def __init__(self, *, failing: bool = False) -> None:
+        self.records: list[tuple[str, str, dict[str, object]]] = []
+        self.failing = failing
+
+    async def accept(self, kind: str, decision: str, **fields: object) -> None:
+        if self.failing:
+            raise AuditUnavailable("no log")
+        self.note(kind, decision, **fields)
+
+    def note(self, kind: str, decision: str, **fields: object) -> None:
+        self.records.append((kind, decision, fields))
+
+
 async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent() -> None:
     received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -143,7 +163,7 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
     spent: list[float] = []
     budget = Budget(lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))
     dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
-    _, writer, address = await StreamDialler(dialler, budget).dial("good.test", port)
+    _, writer, address = await StreamDialler(dialler, budget, Recorded()).dial("good.test", port)
     assert "127.0.0.1" == address
     writer.write(b"01234")
     writer.writelines([b"56", b"789"])
@@ -153,3 +173,48 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
     assert (True, 1) == (writer.is_closing(), len(spent))
     assert (await received) in (b"0123456789", b"")  # a reset may overtake what was sent before it
     server.close()
+
+
+NETWORKS = """
+version: 1
+policies:
+  enforced:
+    rules:
+      - {id: good, host: good.test}
+      - {id: not-there, action: deny, addresses: [127.0.0.0/24]}
+  observed: {extends: [enforced], mode: observe}
+"""
+
+
+class Resolved(Resolver):
+    """Every name is at 127.0.0.1."""
+
+    async def resolve(self, host: str) -> Resolution:
+        return Resolution(Outcome.ADDRESSES, (IPv4Address("127.0.0.1"),), 60)
+
+
+@pytest.mark.parametrize("name", ["enforced", "observed"])
+async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(name: str) -> None:
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    policy = compile_named(load_text(NETWORKS), name)
+    opened = (ip_network("127.0.0.1/32"),)
+    config = GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), opened)
+    clock = asyncio.get_running_loop().time
+    dialler = Dialler(Resolved((), clock, lambda: True), lambda: config, lambda: True, clock)
+    budget = Budget(lambda: Limits(), clock, lambda: None)
+    log = Recorded()
+    if name == "enforced":
+        with pytest.raises(ConnectionError):
+            await StreamDialler(dialler, budget, log).dial("good.test", port)
+    else:
+        _, writer, _ = await StreamDialler(dialler, budget, log).dial("good.test", port)
+        writer.close()
+        with pytest.raises(AuditUnavailable):
+            await StreamDialler(dialler, budget, Recorded(failing=True)).dial("good.test", port)
+    server.close()
+
+    ((kind, decision, fields),) = log.records
+    assert ("flow", "deny" if name == "enforced" else "observe") == (kind, decision)
+    assert f"{name}/not-there".replace("observed", "enforced") in (fields["rule"], fields.get("observed"))
+    assert "good.test resolves to 127.0.0.1, which is denied by rule enforced/not-there." == fields["reason"]

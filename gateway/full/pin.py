@@ -1,0 +1,46 @@
+"""What all layers of one inspected flow know, and the words they are written in."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mitmproxy.proxy import commands
+from mitmproxy.proxy.layers.http import _http2
+
+from policy.facts import FlowFacts, Scheme
+
+type Commands[T] = Generator[commands.Command, Any, T]
+
+
+@dataclass
+class RefusedRequestHook(commands.StartHook):  # type: ignore[no-untyped-call]
+    """A request head was refused before it became a flow."""
+
+    name = "sallyport_refused"
+    blocking = False
+    reason: str
+
+
+@dataclass(slots=True)
+class Pin:
+    """The flow's destination, its limits, its HTTP/2 buffers.
+
+    Attributes:
+        sensitive: names, in lower case, of the headers that ever carried a secret on this flow.
+        unfinished_head: which request head, counted from 0, has begun and is not complete; None while none is.
+    """
+
+    facts: FlowFacts
+    response_buffer: int
+    sensitive: set[bytes] = field(default_factory=set)
+    downstream: _http2.Http2Connection | None = None
+    upstreams: list[_http2.Http2Connection] = field(default_factory=list)
+    unfinished_head: Callable[[], int | None] = lambda: None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.facts.host, self.facts.port
+
+    @property
+    def tls(self) -> bool:
+        return self.facts.scheme is Scheme.HTTPS
