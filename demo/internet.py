@@ -24,6 +24,10 @@ GIT = "git.bank.example"
 INDEX = "pypi.bank.example"
 API = "api.bank.example"
 STATUS = "status.bank.example"
+SPLICED = "raw.bank.example"
+"""Its port 443 takes raw bytes, see `raw_host`."""
+SILENT = "silent.bank.example"
+"""Its address answers no SYN."""
 ATTACKER = "www.attacker.example"
 TUNNEL_ZONE = "t.attacker.example"
 
@@ -32,8 +36,10 @@ ADDRESSES = {
     INDEX: "93.184.216.11",
     API: "93.184.216.12",
     STATUS: "93.184.216.13",
+    SPLICED: "93.184.216.14",
     ATTACKER: "93.184.216.66",
 }
+SILENT_ADDRESS = "93.184.216.15"
 DNS_ADDRESS = "93.184.216.53"
 METADATA_ADDRESS = "169.254.169.254"
 CONTROL_INTERFACE = "ctl0"
@@ -150,6 +156,7 @@ class Internet:
         ip("-n", self.control, "-6", "route", "add", "default", "via", "2606:2800:221::1")
         for address in (*ADDRESSES.values(), DNS_ADDRESS, METADATA_ADDRESS):
             ip("-n", self.net, "addr", "add", f"{address}/32", "dev", "lo")
+        ip("-n", self.net, "route", "add", "blackhole", f"{SILENT_ADDRESS}/32")
         ip("-n", self.net, "-6", "addr", "add", f"{ATTACKER_V6}/128", "dev", "lo", "nodad")
         self._servers = self._start("demo.servers", self.path(self.net), str(self.directory), self._accounts_file())
         self._canary = self.start_canary(self.path(self.up), "host", *LOCAL_CANARY_PORTS)

@@ -5,6 +5,7 @@
 - Each address is one host with its own certificate; each request is noted before it is answered.
 - The Git host runs the stock `git http-backend`; the index speaks PEP 503; both demand basic authentication.
 - The API demands a bearer token and reports what it received, the token included: what a careless upstream does.
+- The raw host takes bytes of any kind after a ClientHello (`raw_host`).
 - The attacker takes whatever comes, on HTTPS, HTTP and a row of other ports, and notes it.
 """
 
@@ -32,10 +33,25 @@ from dnslib import QTYPE, RCODE, RR, A, DNSError, DNSRecord
 
 from demo.echoes import PAUSE, REDIRECTS, forms, mirror
 from demo.hostile_names import HostileNames
-from demo.internet import ADDRESSES, API, ATTACKER, ATTACKER_V6, DNS_ADDRESS, GIT, INDEX, METADATA_ADDRESS, STATUS
+from demo.internet import (
+    ADDRESSES,
+    API,
+    ATTACKER,
+    ATTACKER_V6,
+    DNS_ADDRESS,
+    GIT,
+    INDEX,
+    METADATA_ADDRESS,
+    SILENT,
+    SILENT_ADDRESS,
+    SPLICED,
+    STATUS,
+)
+from demo.raw_host import RawHost
 
 PACKAGE = "bank_tools"
 VERSION = "1.0"
+_ZONE = {**ADDRESSES, SILENT: SILENT_ADDRESS}
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_HEARD = 64 * 1024
 
@@ -334,9 +350,9 @@ class Names:
         hostile = self._hostile.records(name)
         if hostile is not None:
             reply.add_answer(*hostile)
-        elif name in ADDRESSES:
+        elif name in _ZONE:
             if request.q.qtype == QTYPE.A:
-                reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(ADDRESSES[name]), ttl=60))
+                reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(_ZONE[name]), ttl=60))
         else:
             reply.header.rcode = RCODE.NXDOMAIN
         return bytes(reply.pack())
@@ -395,8 +411,11 @@ def main() -> None:
             threading.Thread(target=server.serve_forever, daemon=True).start()
 
         for name, address in ADDRESSES.items():
-            host(name, address, 443, directory / f"{name}.pem")
+            if name != SPLICED:
+                host(name, address, 443, directory / f"{name}.pem")
             host(name, address, 80, None)
+        raw = RawHost(SPLICED, (ADDRESSES[SPLICED], 443), log.note)
+        threading.Thread(target=raw.serve_forever, daemon=True).start()
         host(STATUS, ADDRESSES[STATUS], 8443, directory / f"{STATUS}.pem")
         host(ATTACKER, ATTACKER_V6, 443, directory / f"{ATTACKER}.pem")
         host("metadata", METADATA_ADDRESS, 80, None)

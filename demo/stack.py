@@ -17,6 +17,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.internet import DNS_ADDRESS, Internet
 from demo.traces import Traces, take
+from policy.compiled import CompiledPolicy
 from wire import frames
 
 POLICY = Path(__file__).with_name("policy.yaml")
@@ -191,6 +192,19 @@ data_root = "{self._docker_data}"
             raise StackError(f"hostd refused {op}: {json.dumps(received and received[0].get('error'))}")
         result: dict[str, Any] = received[0]["ok"]
         return result
+
+    def configure(self, sandbox: str, policy: CompiledPolicy, **limits: int) -> None:
+        """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force."""
+        gateway = {
+            "sandbox": sandbox,
+            "generation": 1,
+            "policy": policy.to_json(),
+            "upstream_roots": self.internet.roots.read_text(),
+            "dns_upstreams": [f"{DNS_ADDRESS}:53"],
+            "inside": "192.0.2.2",
+            "limits": limits,
+        }
+        self.host("configure", sandbox=sandbox, gateway=gateway)
 
     def netns(self, sandbox: str, side: str) -> str:
         """The namespace file of a sandbox's slot; `side` is `sbx` or `gw`."""

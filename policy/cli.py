@@ -88,7 +88,7 @@ def _explain(policy: CompiledPolicy, request: RequestFacts) -> int:
 
 
 def _allowed(what: str, rule: str, outcome: str, observed: Deny | None) -> None:
-    print(f"  {what:<8} allow  {rule}: {outcome}")
+    print(f"  {what:<8} {'allow  ' if observed is None else 'observe'} {rule}: {outcome}")
     if observed is not None:
         print(f"           would be denied by {observed.rule}: {observed.reason}")
 

@@ -1,0 +1,308 @@
+"""Mode observe: what rules would deny passes and is told with their words; nothing else passes, and no secret does."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
+
+from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, METADATA_ADDRESS, SPLICED, STATUS, Internet
+from demo.leaks import forms_of, leaks_in
+from demo.raw_attacks import Attack, Verdicts, from_sandbox
+from demo.sandboxes import DemoSandbox, Secrets
+from demo.stack import POLICY, Stack
+from policy.compile import compile_named
+from policy.compiled import CompiledPolicy
+from policy.decision import AllowRequest, decide_flow, decide_request
+from policy.facts import FlowFacts, RequestFacts, Scheme
+from policy.load import load
+from policy.rules import Mode
+
+pytestmark = pytest.mark.system
+
+WATCHING = replace(compile_named(load(POLICY), "watching"), always_deny=("banned.bank.example",))
+ENFORCED = replace(WATCHING, lists=tuple(replace(rules, mode=Mode.ENFORCE) for rules in WATCHING.lists))
+
+NEVER = (
+    Attack("a name the operator denies", ("GET /@@ HTTP/1.1\r\nHost: banned.bank.example\r\n\r\n",), None, API, 80),
+    Attack("a private address", ("GET /@@ HTTP/1.1\r\nHost: private.bank.example\r\n\r\n",), None, STATUS, 80),
+    Attack("the host itself", ("GET /@@ HTTP/1.1\r\nHost: the-host.bank.example\r\n\r\n",), None, STATUS, 80),
+    Attack("metadata", (f"GET /@@ HTTP/1.1\r\nHost: {METADATA_ADDRESS}\r\n\r\n",), None, METADATA_ADDRESS, 80),
+    Attack("a bare address", ("GET /@@ HTTP/1.1\r\nHost: x\r\n\r\n",), None, ATTACKER, options={"sni": None}),
+    Attack("TRACE", (f"TRACE /v1/@@ HTTP/1.1\r\nHost: {API}\r\n\r\n",), API),
+    Attack("CONNECT", (f"CONNECT {API}:443 HTTP/1.1\r\nHost: {API}:443\r\n\r\n@@",), API),
+    Attack("another host on the flow", (f"GET /v1/@@ HTTP/1.1\r\nHost: {GIT}\r\n\r\n",), API),
+    Attack(
+        "two lengths", (f"POST /v1/@@ HTTP/1.1\r\nHost: {API}\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",)
+    ),
+    Attack("text on 443", ("hello @@\r\n",), None, STATUS),
+    Attack("TLS on 80", ("GET /@@ HTTP/1.1\r\n\r\n",), API, API, 80),
+)
+"""What is no rule's matter: denied in both modes."""
+
+
+def _request(method: str, host: str, path: str) -> str:
+    return f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: own\r\nConnection: close\r\n\r\n"
+
+
+def _attack(method: str, host: str, path: str, *, tls: bool = True, port: int | None = None) -> Attack:
+    name = f"{method} {'https' if tls else 'http'}://{host}:{port or ''}{path}"
+    return Attack(name, (_request(method, host, path),), host if tls else None, host, port or (443 if tls else 80))
+
+
+REQUESTS = (
+    *(_attack(word, API, p) for word in ("GET", "POST", "PUT", "DELETE", "HEAD") for p in ("/v1/@@", "/admin/@@")),
+    *(
+        _attack("GET", API, p)
+        for p in ("/v1/../admin/@@", "/v1//@@", "/v1/%2e%2e/@@", "/V1/@@", "/v1;a/@@", "/v1%2f@@")
+    ),
+    *(
+        _attack(word, GIT, p)
+        for word in ("GET", "POST", "DELETE", "PATCH")
+        for p in ("/ledger.git/@@", "/other/@@", "/ledger.git/secret/@@")
+    ),
+    *(_attack(word, INDEX, "/simple/@@") for word in ("GET", "HEAD", "POST", "DELETE", "PUT")),
+    *(_attack("GET", host, "/v1/@@", tls=False) for host in (API, GIT, INDEX, STATUS, ATTACKER, SPLICED)),
+    *(_attack("POST", host, "/v1/@@", tls=False) for host in (API, GIT, INDEX, STATUS, ATTACKER)),
+    *(_attack("GET", host, "/v1/@@") for host in (STATUS, ATTACKER, SPLICED)),
+    *(_attack("GET", host, "/v1/@@", port=8443) for host in (STATUS, ATTACKER, API)),
+    *(_attack("GET", host, "/v1/@@", tls=False, port=8080) for host in (STATUS, ATTACKER, API)),
+)
+NAMES = (API, STATUS, ATTACKER, "nowhere.attacker.example", "t.attacker.example", "banned.bank.example")
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The same requests and names in both modes, with what the log says of them."""
+
+    enforced: Verdicts
+    observed: Verdicts
+    sandbox: str
+
+
+@pytest.fixture(scope="module", name="watchers")
+def _watchers(stack: Stack) -> Iterator[dict[str, Any]]:
+    made: dict[str, Any] = {}
+    try:
+        for runtime in ("runsc", "runc"):
+            made[runtime] = stack.create(runtime, policy="watching")
+        yield made
+    finally:
+        for sandbox in made.values():
+            sandbox.kill()
+            sandbox.close()
+
+
+@pytest.fixture(scope="module", name="outcomes")
+def _outcomes(internet: Internet, stack: Stack, watchers: dict[str, Any]) -> dict[str, Both]:
+    def run(sandbox: Any, policy: CompiledPolicy) -> Verdicts:
+        stack.configure(str(sandbox.id), policy)
+        before = len(_records(stack, str(sandbox.id)))
+        for name in NAMES:
+            sandbox.commands.run(f"getent ahostsv4 {name}")
+        verdicts = from_sandbox((*REQUESTS, *NEVER), internet, stack, str(sandbox.id))
+        return replace(verdicts, records=_records(stack, str(sandbox.id))[before:])
+
+    return {
+        runtime: Both(run(sandbox, ENFORCED), run(sandbox, WATCHING), str(sandbox.id))
+        for runtime, sandbox in watchers.items()
+    }
+
+
+@pytest.fixture(name="both")
+def _both(outcomes: dict[str, Both], runtime: str) -> Both:
+    return outcomes[runtime]
+
+
+def _records(stack: Stack, sandbox: str) -> list[dict[str, Any]]:
+    return [record for record in stack.audit_records() if record.get("sandbox") == sandbox]
+
+
+def _verdicts(records: list[dict[str, Any]], decision: str, rule: str) -> set[tuple[str, ...]]:
+    return {
+        (str(record.get("host")), str(record.get(rule)), str(record["reason"]))
+        for record in records
+        if record["decision"] == decision and record["kind"] in ("dns", "flow", "request")
+    }
+
+
+def test_observe_tells_exactly_what_enforce_denies(both: Both) -> None:
+    """Same host, same rule, same reason; what is no rule's matter is a denial in both."""
+    denied = _verdicts(both.enforced.records, "deny", "rule")
+    observed = _verdicts(both.observed.records, "observe", "observed")
+    still = _verdicts(both.observed.records, "deny", "rule")
+
+    assert len(REQUESTS) >= 50
+    assert set() == _verdicts(both.enforced.records, "observe", "observed")
+    assert denied - still == observed - still
+    assert {host for host, *_ in observed} >= {API, GIT, INDEX, STATUS, ATTACKER, SPLICED}
+    assert {rule for _, rule, _ in observed} == {
+        "default",
+        "ambiguous-path",
+        "watching/no-secrets",
+        "watching/not-there",
+    }
+    assert {rule for _, rule, _ in still} >= {"always-deny:1", "forbidden-method", "address", "request-head"}
+    assert {("dns", ATTACKER), ("flow", ATTACKER), ("request", API)} <= {
+        (record["kind"], record["host"]) for record in both.observed.records if record["decision"] == "observe"
+    }
+    assert {"observe:watching"} == {
+        record["rule"] for record in both.observed.records if record["decision"] == "observe"
+    }
+
+
+def test_what_is_observed_arrives_and_what_is_enforced_does_not(both: Both) -> None:
+    """The one list, judged by the servers: every well-formed request arrives in mode observe."""
+    arrived = {attack.name for attack in REQUESTS if both.observed.arrived(attack)}
+    kept = {attack.name for attack in REQUESTS if both.enforced.arrived(attack)}
+    unserved = {attack.name for attack in REQUESTS if attack.port == 8080 or (attack.host, attack.port) == (API, 8443)}
+    raw = {attack.name for attack in REQUESTS if attack.host in (SPLICED, ATTACKER) and attack.port in (443, 8443)}
+
+    assert {attack.name for attack in REQUESTS} - arrived <= unserved | raw
+    assert kept < arrived
+    assert kept == {
+        *(f"{word} https://{API}:/v1/@@" for word in ("GET", "POST")),
+        *(f"{word} https://{GIT}:/ledger.git/@@" for word in ("GET", "POST")),
+        *(f"{word} https://{INDEX}:/simple/@@" for word in ("GET", "HEAD")),
+        *(f"{word} http://{STATUS}:/v1/@@" for word in ("GET", "POST")),
+        f"GET https://{STATUS}:/v1/@@",
+    }
+
+
+def test_no_secret_goes_where_no_rule_sends_it(both: Both, values: Secrets) -> None:
+    """With the request a rule allows, the secret; with all others, what the sandbox itself sent."""
+    allowed = {(API, "GET"), (API, "POST"), (GIT, "GET"), (GIT, "POST"), (INDEX, "GET"), (INDEX, "HEAD")}
+    carried: set[str] = set()
+    for attack in REQUESTS:
+        mark = both.observed.marks[attack.name]
+        for note in both.observed.noted:
+            if "target" not in note or mark not in json.dumps(note):
+                continue
+            fields = {name.lower(): value for name, value in note["headers"]}
+            if fields["authorization"] != "own":
+                carried.add(attack.name)
+                assert (attack.host, attack.port, note["method"] in ("GET", "POST", "HEAD")) == (
+                    note["host"],
+                    443,
+                    True,
+                )
+    assert carried == {attack.name for attack in REQUESTS if both.enforced.arrived(attack) and attack.host != STATUS}
+    assert {(name.split()[1].split("/")[2].rstrip(":"), name.split()[0]) for name in carried} == allowed
+    uses = {(record["host"], record["rule"]) for record in both.observed.records if record["kind"] == "secret.use"}
+    assert {(API, "agents/api"), (GIT, "agents/ledger"), (INDEX, "agents/packages")} == uses
+
+
+def test_observe_lets_nothing_else_pass(both: Both) -> None:
+    """The operator's denials, addresses that are not public, broken requests: nothing of them arrives in any mode."""
+    for attack in NEVER:
+        assert [] == both.observed.arrived(attack), attack.name
+        assert not [note for note in both.observed.noted if both.observed.marks[attack.name] in json.dumps(note)]
+    public = {*ADDRESSES.values()}
+    gated = [frame for frame in both.observed.data_frames() if frame.source == "93.184.217.1"]
+    assert gated
+    assert {frame.destination for frame in gated} <= public
+
+
+def test_answers_are_scrubbed_and_redirects_are_judged_anew(
+    stack: Stack, watchers: dict[str, Any], runtime: str, internet: Internet, values: Secrets
+) -> None:
+    """A server that echoes the secret or sends the client elsewhere, on one connection with observed requests."""
+    sandbox = watchers[runtime]
+    stack.configure(str(sandbox.id), WATCHING)
+    mark = f"r{secrets.token_hex(6)}"
+    command = (
+        f"curl -sS -i --max-time 20 https://{API}/v1/{mark} https://{API}/admin/{mark} https://{API}/v1/{mark}2; "
+        f"curl -sS -i -L --max-time 20 'https://{API}/v1/redirect?to=attacker&status=302&{mark}'; "
+        f"curl -sS -i -L --max-time 20 'https://{API}/v1/redirect?to=plain&status=307&{mark}'"
+    )
+    before = internet.request_log.read_text().count("\n")
+    done = sandbox.commands.run(command)
+    printed = "".join(message.text for message in (*done.logs.stdout, *done.logs.stderr))
+    notes = [json.loads(line) for line in internet.request_log.read_text().splitlines()[before:]]
+    seen = [
+        (note["host"], note["target"].partition("?")[0], _bearer(note) == f"Bearer {values.api}")
+        for note in notes
+        if "target" in note
+    ]
+
+    assert [
+        (API, f"/v1/{mark}", True),
+        (API, f"/admin/{mark}", False),
+        (API, f"/v1/{mark}2", True),
+        (API, "/v1/redirect", True),
+        (ATTACKER, "/taken", False),
+        (API, "/v1/redirect", True),
+        (API, "/v1/plain", False),
+    ] == seen
+    assert "token_base64" in printed
+    assert [] == [form for value in values.values for form in leaks_in(printed.encode(), forms_of(value))]
+
+
+def _bearer(note: dict[str, Any]) -> str | None:
+    return next((value for name, value in note["headers"] if name.lower() == "authorization"), None)
+
+
+def test_a_binding_of_the_api_follows_the_rules_that_only_observe(
+    stack: Stack, runtime: str, internet: Internet
+) -> None:
+    """Named policy observes, the caller's own allows and binds: only what the named rules allow gets the secret."""
+    value = f"bound-{secrets.token_hex(20)}"
+    rules = [NetworkRule(action="allow", target=host) for host in (STATUS, ATTACKER)]
+    sandbox = stack.create(
+        runtime,
+        policy="watching",
+        network_policy=NetworkPolicy(defaultAction="deny", egress=rules),
+        credential_proxy=CredentialProxyConfig(enabled=True),
+    )
+    try:
+        sandbox.credential_vault.create(
+            credentials=[{"name": "own", "source": {"type": "inline", "value": value}}],
+            bindings=[
+                {"name": name, "match": {"hosts": [host]}, "auth": {"type": "bearer", "credential": "own"}}
+                for name, host in (("status", STATUS), ("attacker", ATTACKER))
+            ],
+        )
+        mark = f"b{secrets.token_hex(6)}"
+        for host in (STATUS, ATTACKER):
+            sandbox.commands.run(f"curl -sS --max-time 20 https://{host}/{mark}")
+        notes = [json.loads(line) for line in internet.request_log.read_text().splitlines() if mark in line]
+    finally:
+        sandbox.kill()
+        sandbox.close()
+
+    carried = {note["host"]: _bearer(note) for note in notes if "target" in note}
+    assert {STATUS: f"Bearer {value}", ATTACKER: None} == carried
+
+
+def test_the_log_and_explain_say_what_would_have_been_denied(both: Both, stack: Stack) -> None:
+    lines = stack.sallyport("audit", "tail", "--denied", "--sandbox", both.sandbox).splitlines()
+    told = [line for line in lines if " OBSERVE " in line and f"https://{API}:443/admin/" in line]
+    assert told
+    assert "observed=default" in told[0]
+    assert "is allowed, but not" in told[0]
+
+    for attack in REQUESTS:
+        scheme = Scheme.HTTPS if attack.tls else Scheme.HTTP
+        method, path = str(attack.send[0]).split()[:2]
+        options = ("--host", attack.host, "--port", str(attack.port), "--scheme", scheme.value, "--method", method)
+        if attack not in REQUESTS[::12]:  # the command itself for some, the functions it asks for all
+            continue
+        words = stack.sallyport("policy", "explain", *options, "--path", path, "--policy", "watching")
+        facts = RequestFacts(attack.host, attack.port, scheme, method, path)
+        decision = decide_request(WATCHING, facts)
+        flow = decide_flow(WATCHING, FlowFacts(attack.host, attack.port, scheme))
+        assert isinstance(decision, AllowRequest), attack.name
+        would = decision.observed is not None or getattr(flow, "observed", None) is not None
+        assert would == ("would be denied by" in words), (attack.name, words)
+        assert would == ("observe " in words), (attack.name, words)
+        assert not (would and "inject" in words)
+
+
+def test_a_sandbox_that_only_observes_is_no_way_into_others(sandboxes: dict[str, DemoSandbox], runtime: str) -> None:
+    """The control: beside it, an enforced sandbox is denied what it would be let."""
+    _, printed = sandboxes[runtime].run(f"curl -sS --max-time 10 https://{API}/admin/x; curl -sS http://{ATTACKER}/")
+    assert "default" in printed
+    assert "this is" not in printed
