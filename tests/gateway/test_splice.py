@@ -106,3 +106,35 @@ async def test_a_cancelled_relay_has_counted_what_it_moved(sockets: Sockets) -> 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert 4 == traffic.up
+
+
+async def test_what_was_read_first_goes_ahead_and_is_counted_and_asked_for(sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    loop, traffic, asked = asyncio.get_running_loop(), Traffic(), list[int]()
+
+    def may_send(count: int) -> bool:
+        asked.append(count)
+        return True
+
+    task = asyncio.create_task(relay(inner, outer, traffic, first=b"hello ", idle=5, total=5, may_send=may_send))
+    await loop.sock_sendall(client, b"world")
+    client.shutdown(socket.SHUT_WR)
+    server.shutdown(socket.SHUT_WR)
+    assert b"hello world" == await everything(server)
+    assert End.CLOSED == await task
+    assert (11, [6, 5]) == (traffic.up, asked)
+
+
+async def test_a_receiver_that_does_not_read_stops_the_sender_and_the_idle_limit_ends_it(sockets: Sockets) -> None:
+    """Only what the kernel took is counted, the first bytes' share included; the receiver finds exactly that."""
+    client, inner, outer, server = sockets
+    traffic = Traffic()
+    sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(client, bytes(64 << 20)))
+    end = await relay(inner, outer, traffic, first=bytes(8 << 20), idle=0.3, total=20)
+    outer.close()
+    sending.cancel()
+    inner.close()
+
+    assert End.IDLE == end
+    assert 0 < traffic.up < 8 << 20
+    assert traffic.up == len(await everything(server))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -12,12 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
+from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
 from demo import raw_stream
 from demo.internet import ADDRESSES, API, SILENT, SILENT_ADDRESS, SPLICED, STATUS, Internet
 from demo.raw_host import stream
+from demo.sandboxes import Secrets
 from demo.stack import POLICY, Stack
 from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
@@ -107,7 +112,7 @@ class Splicer:
         return list(found.values())
 
     def worker(self) -> int:
-        return int(self.stack.host("inspect", sandbox=self.id)["worker"])
+        return int(self.stack.host("inspect", sandbox=self.id)["worker_pid"])
 
 
 @pytest.fixture(scope="module", name="splicers")
@@ -201,7 +206,7 @@ def test_tls_is_end_to_end(splicer: Splicer) -> None:
 
 def test_a_reset_of_either_side_resets_the_other(splicer: Splicer) -> None:
     cases = {
-        "by the host": case("reset", up=4 * MIB, order={"after": MIB}),
+        "by the host": case("reset", up=64 * MIB, order={"after": MIB}),
         "by the client": case(up=MIB, then="reset"),
     }
     before = len(splicer.flows())
@@ -396,3 +401,104 @@ def test_a_large_download_is_whole(splicer: Splicer, internet: Internet) -> None
 
     assert (200_000_000, digest(big)) == (through["received"], through["digest"])
     assert (200_000_000, digest(outside)) == (direct["received"], direct["digest"])
+
+
+def hang(splicer: Splicer, host: str) -> str:
+    """Start a request whose body does not end; returns its mark once the secret was used for it."""
+    name = mark()
+    command = f"(printf x; sleep 30) | curl -sS -T - -X POST https://{host}/v1/{name}"
+    splicer.sdk.commands.run(command, opts=RunCommandOpts(background=True))
+    used = until(lambda: [one for one in splicer.records() if one["kind"] == "secret.use" and _on(splicer, one, name)])
+    assert used
+    assert not _over(splicer, name)
+    return name
+
+
+def _on(splicer: Splicer, use: dict[str, Any], name: str) -> bool:
+    return use["flow"] in {one.get("flow") for one in splicer.records() if name in str(one.get("path"))}
+
+
+def _over(splicer: Splicer, name: str) -> bool:
+    """Whether the server has seen the end of the connection that the mark was on."""
+    lines = splicer.stack.internet.request_log.read_text().splitlines()
+    return any(name in json.loads(line).get("heard", "") for line in lines)
+
+
+def test_a_revoked_secret_cuts_the_flow_that_used_it(splicer: Splicer, values: Secrets) -> None:
+    """Revocation at vaultd ends the inspected flow at the far end, and no spliced one."""
+    name = hang(splicer, API)
+    spliced = case("drip", hold=10)
+    splicer.begin({"live": spliced})
+
+    splicer.stack.sallyport("vault", "rotate", "api-token", stdin=values.api)
+    began = time.monotonic()
+
+    assert until(lambda: _over(splicer, name), 10)
+    print(f"cut {time.monotonic() - began:.3f} s after the answer")
+    assert {} == splicer.far(spliced)
+
+
+@pytest.fixture(name="caller")
+def _caller(stack: Stack, runtime: str) -> Iterator[Splicer]:
+    """A sandbox whose creator allows the raw host and the status host, and may bind credentials."""
+    rules = [NetworkRule(action="allow", target=host) for host in (SPLICED, STATUS)]
+    policy = NetworkPolicy(defaultAction="deny", egress=rules)
+    one = Splicer(stack, runtime, None, network_policy=policy, credential_proxy=CredentialProxyConfig(enabled=True))
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def bind(caller: Splicer, host: str, value: str) -> None:
+    caller.sdk.credential_vault.create(
+        credentials=[{"name": "own", "source": {"type": "inline", "value": value}}],
+        bindings=[{"name": "b", "match": {"hosts": [host]}, "auth": {"type": "bearer", "credential": "own"}}],
+    )
+
+
+def test_the_caller_changes_policy_and_secrets_and_live_flows_obey(caller: Splicer) -> None:
+    """Through the API: a binding ends splicing, a deleted vault ends what used it, a denial ends the rest."""
+    one, value = case("drip", hold=10), f"bound-{secrets.token_hex(20)}"
+    caller.begin({"live": one})
+    bind(caller, SPLICED, value)
+    assert "reset" == until(lambda: caller.far(one), 10).get("how")
+    inspected = case(down=10)
+    caller.run({"inspected": inspected})
+    assert {} == caller.far(inspected, "began")
+    assert "inspect" == caller.flows()[-1][0]["treatment"]
+    caller.sdk.credential_vault.delete()
+
+    bind(caller, STATUS, value)
+    name = hang(caller, STATUS)
+    spliced = case("drip", hold=10)
+    caller.begin({"live": spliced})
+    caller.sdk.credential_vault.delete()
+    began = time.monotonic()
+    assert until(lambda: _over(caller, name), 10)
+    print(f"cut {time.monotonic() - began:.3f} s after the answer")
+    assert {} == caller.far(spliced)
+
+    caller.sdk.patch_egress_rules([NetworkRule(action="deny", target=SPLICED)])
+    assert "reset" == until(lambda: caller.far(spliced), 10).get("how")
+
+
+def test_a_killed_worker_ends_its_flows_and_their_records_stand_open(caller: Splicer) -> None:
+    """What was allowed is in the log; the closing record of a flow dies with its worker."""
+    one = case("drip", hold=10)
+    caller.begin({"live": one})
+
+    os.kill(caller.worker(), signal.SIGKILL)
+
+    assert until(lambda: caller.far(one), 10).get("how") == "reset"
+    again = case(down=10)
+
+    def served() -> bool:
+        try:
+            return bool(caller.run({"again": again})["again"]["received"] == 10)
+        except (SandboxException, httpx.HTTPError):  # what reaches into the sandbox died with the worker, too
+            return False
+
+    assert until(served)
+    assert ["allow"] == [record["decision"] for record in caller.flows()[0]]
+    assert 2 == len(caller.flows()[-1])
