@@ -70,6 +70,7 @@ REQUESTS = (
     *(_attack("GET", host, "/v1/@@", port=8443) for host in (STATUS, ATTACKER, API)),
     *(_attack("GET", host, "/v1/@@", tls=False, port=8080) for host in (STATUS, ATTACKER, API)),
 )
+INSPECTED = tuple(one for one in REQUESTS if one.port in (80, 443) and one.tls in (None, API, GIT, INDEX))
 NAMES = (API, STATUS, ATTACKER, "nowhere.attacker.example", "t.attacker.example", "banned.bank.example")
 
 
@@ -103,6 +104,18 @@ def _outcomes(internet: Internet, stack: Stack, watchers: dict[str, Any]) -> dic
         for name in NAMES:
             sandbox.commands.run(f"getent ahostsv4 {name}")
         verdicts = from_sandbox((*REQUESTS, *NEVER), internet, stack, str(sandbox.id))
+        for _ in range(3):  # a loaded machine keeps some clients waiting for longer than they do
+            late = tuple(one for one in INSPECTED if verdicts.answers[one.name]["error"] == "TimeoutError")
+            if not late:
+                break
+            again = from_sandbox(late, internet, stack, str(sandbox.id))
+            verdicts = replace(
+                again,
+                marks=verdicts.marks | again.marks,
+                answers=verdicts.answers | again.answers,
+                noted=verdicts.noted + again.noted,
+                frames=verdicts.frames + again.frames,
+            )
         return replace(verdicts, records=_records(stack, str(sandbox.id))[before:])
 
     def both(sandbox: Any) -> Both:
@@ -284,9 +297,6 @@ def test_the_log_says_what_would_have_been_denied(both: Both, stack: Stack) -> N
     assert told
     assert "observed=default" in told[0]
     assert "is allowed, but not" in told[0]
-
-
-INSPECTED = tuple(one for one in REQUESTS if one.port in (80, 443) and one.tls in (None, API, GIT, INDEX))
 
 
 @pytest.mark.parametrize("attack", INSPECTED[::12], ids=lambda attack: attack.name)
