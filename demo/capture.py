@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 
@@ -15,6 +16,8 @@ from demo.internet import in_namespace
 
 _ALL = 0x0003
 _MAX_FRAMES = 200_000
+_SO_RCVBUFFORCE = 33
+_SOL_PACKET, _PACKET_STATISTICS = 263, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +52,20 @@ def parse(data: bytes) -> Frame | None:
 
 
 class Capture:
-    """Every frame that arrives on one interface, from the moment of creation. Use as a context manager."""
+    """Every frame that arrives on one interface, from the moment of creation. Use as a context manager.
 
-    def __init__(self, netns: str, interface: str) -> None:
+    Args:
+        keep: which frames are worth keeping; all by default. It runs on the capture's own thread.
+    """
+
+    def __init__(self, netns: str, interface: str, keep: Callable[[Frame], bool] = lambda _frame: True) -> None:
+        self._keep = keep
         self._socket = in_namespace(
             netns,
             lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL)),
         )
         self._socket.bind((interface, _ALL))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 8 << 20)
         self._frames: deque[Frame] = deque(maxlen=_MAX_FRAMES)
         self._seen = 0
         self._lock = threading.Lock()
@@ -81,10 +89,14 @@ class Capture:
             if origin[2] == socket.PACKET_OUTGOING:
                 continue
             frame = parse(data)
-            if frame is not None:
+            if frame is not None and self._keep(frame):
                 with self._lock:
                     self._frames.append(frame)
                     self._seen += 1
+
+    def missed(self) -> int:
+        """How many frames came too fast to be looked at, since this was last asked."""
+        return int(struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1])
 
     def mark(self) -> int:
         """A position in the stream of frames, for `since`."""

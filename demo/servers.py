@@ -65,7 +65,7 @@ class RequestLog:
 
     def note(self, host: str, **fields: object) -> None:
         with self._lock:
-            self._file.write(json.dumps({"host": host, **fields}) + "\n")
+            self._file.write(json.dumps({"host": host, "at": time.time(), **fields}) + "\n")
 
 
 def _git_repository(parent: Path) -> Path:

@@ -22,7 +22,7 @@ from demo.stack import EMPTY_IMAGE, Stack
 
 sys.path.append(str(Path(__file__).parent))
 
-from census import Census, command_lines, daemons, descriptors, take
+from demo.census import Census, command_lines, daemons, descriptors, take
 
 pytestmark = pytest.mark.system
 

@@ -1,0 +1,340 @@
+"""The verdict on a chaos run. Pure: facts in, findings out.
+
+- Nothing escapes: no frame, no byte and no name of a forbidden kind, and no frame the watch may have missed.
+- Wire and log agree one to one: what arrived has exactly one allow record, of the right host, method, path and
+  sandbox; what the log says was allowed did arrive, or its flow was cut (see `_cut`).
+- A secret that arrived has exactly one record of its use.
+- A denial a client was told of is on record, unless the log itself was down or its writer's client was killed.
+- Clients never see a secret, never lose their trust, are never answered what policy forbids.
+- All of them are served again in time after each kill, and under the same policy.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from demo.chaos.facts import FORBIDDEN, Arrival, Asked, Facts, Kill, Record
+from demo.internet import DNS_ADDRESS, STATUS
+
+BOUND = 5.0
+"""Seconds in which everything is back after a kill."""
+AFTERMATH = 1.0
+"""Seconds after the last failure of a kill in which a record may still be of a flow that was cut."""
+_CLOCKS = 0.05
+"""Seconds by which the clocks of a sandbox and of the host may differ."""
+_SHOWN = 8
+_AT_HOST = frozenset({"secret", "plain"})
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """How long one kill was felt."""
+
+    parts: tuple[str, ...]
+    served: float | None
+    """Seconds until the last of the sandboxes was served again; 0: none of them noticed; None: never."""
+    api: float | None
+    whole: float | None
+    created: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong, by the name of what was looked at, and how much of everything there was."""
+
+    findings: dict[str, list[str]]
+    counts: dict[str, int]
+    outages: tuple[Outage, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not any(self.findings.values())
+
+
+def judge(facts: Facts) -> Verdict:
+    """Judge everything."""
+    outages = [_outage(facts, kill) for kill in facts.kills]
+    troubles = [(kill.at, _trouble_end(facts, kill)) for kill in facts.kills]
+    findings = {
+        "nothing escapes": [*_escapes(facts)],
+        "what arrived is on record": [*_unrecorded(facts)],
+        "what is on record arrived": [*_unarrived(facts, troubles)],
+        "uses of secrets are on record": [*_uses(facts)],
+        "denials are on record": [*_denials(facts, troubles)],
+        "names that were asked": [*_names(facts)],
+        "the log verifies": [facts.verified] if facts.verified else [],
+        "no secret in any answer": [*_leaks(facts)],
+        "clients' trust survives": [*_trust(facts)],
+        "the same policy": [*_policies(facts)],
+        "all is back in time": [*_late(facts, outages)],
+        "nothing is left over": [f"{kind}: {what}" for kind, what in facts.census.items()],
+    }
+    counts = {
+        "questions": len(facts.asked),
+        **{f"questions {kind}": count for kind, count in sorted(Counter(a.kind for a in facts.asked).items())},
+        "failures while something was gone": sum(1 for a in facts.asked if not a.good),
+        "arrivals": len(facts.arrivals),
+        "arrivals with a secret": sum(1 for a in facts.arrivals if a.secret),
+        "records": len(facts.records),
+        "allowed but cut": len(_missing(facts)),
+        "denials told while the log was down": len([*_unrecorded_denials(facts)]),
+        "frames to allowed places": facts.wire.allowed,
+        "kills": len(facts.kills),
+    }
+    return Verdict(findings, counts, tuple(outages))
+
+
+# What left.
+
+
+def _escapes(facts: Facts) -> Iterator[str]:
+    kinds = {asked.ident: asked.kind for asked in facts.asked}
+    yield from _some(facts.wire.escaped)
+    yield from _some(
+        f"{arrival.ident} ({kinds[arrival.ident]}) arrived at {arrival.host}"
+        for arrival in facts.arrivals
+        if kinds.get(arrival.ident) in FORBIDDEN
+    )
+    if facts.wire.control < 1:
+        yield "the watch does not see a control frame: it proves nothing"
+    if facts.wire.missed:
+        yield f"the watch missed {facts.wire.missed} frames"
+    if not facts.wire.allowed:
+        yield "the watch saw no allowed frame either: it proves nothing"
+
+
+# Wire and log.
+
+
+def _allows(facts: Facts) -> dict[str, list[Record]]:
+    """The records that let a question out: of requests, of names, and of flows that are relayed unread.
+
+    Those of a flow carry no id; the one question that was open when the record was written is the one it is of.
+    """
+    found: dict[str, list[Record]] = defaultdict(list)
+    flows: dict[str, list[Record]] = defaultdict(list)
+    for record in facts.records:
+        if record.ident and record.decision == "allow" and record.kind in ("request", "dns"):
+            found[record.ident].append(record)
+        elif record.kind == "flow" and record.decision == "allow" and record.host == STATUS:
+            flows[record.sandbox].append(record)
+    for item in facts.asked:
+        if _spliced(facts, item):
+            found[item.ident] += [
+                flow for flow in flows[item.sandbox] if item.began - _CLOCKS <= flow.at <= item.ended + _CLOCKS
+            ]
+    return found
+
+
+def _spliced(facts: Facts, item: Asked) -> bool:
+    return item.kind == "plain" and item.sandbox in facts.spliced
+
+
+def _unrecorded(facts: Facts) -> Iterator[str]:
+    allows = _allows(facts)
+    yield from _some(_disagreement(facts, arrival, allows.get(arrival.ident, [])) for arrival in facts.arrivals)
+    times = Counter(arrival.ident for arrival in facts.arrivals if arrival.whole and arrival.host != DNS_ADDRESS)
+    yield from _some(f"{ident} arrived {count} times" for ident, count in times.items() if count > 1)
+    yield from _some(
+        f"{ident} has {len(records)} allow records" for ident, records in allows.items() if len(records) > 1
+    )
+
+
+def _disagreement(facts: Facts, arrival: Arrival, records: list[Record]) -> str:
+    if not records:
+        return f"{arrival.ident} arrived at {arrival.host} without an allow record"
+    record, expected = records[0], facts.sandboxes.get(arrival.ident[1])
+    if record.kind == "flow":  # found by its sandbox and its time
+        return "" if record.host == arrival.host else f"{arrival.ident} was relayed to {arrival.host}"
+    if record.sandbox != expected:
+        return f"{arrival.ident} of {expected} is recorded as of {record.sandbox}"
+    if arrival.host == DNS_ADDRESS:
+        same = record.kind == "dns" and record.host == arrival.path
+    elif arrival.whole:
+        there = (arrival.host, arrival.method, arrival.path)
+        same = record.kind == "request" and (record.host, record.method, record.path) == there
+    else:
+        same = record.kind == "request" and record.host == arrival.host
+    return "" if same else f"{arrival.ident}: arrived {arrival}, recorded {record}"
+
+
+def _missing(facts: Facts) -> dict[str, Record]:
+    """What was let out and never seen outside, by id."""
+    arrived = {arrival.ident for arrival in facts.arrivals}
+    return {ident: records[0] for ident, records in _allows(facts).items() if records and ident not in arrived}
+
+
+def _unarrived(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[str]:
+    asked = {item.ident: item for item in facts.asked}
+    yield from _some(
+        f"{ident}: allowed at {record.at:.2f}, never arrived and was not cut ({asked.get(ident)})"
+        for ident, record in _missing(facts).items()
+        if not _cut(asked.get(ident), record, troubles)
+    )
+    arrived = {arrival.ident for arrival in facts.arrivals}
+    yield from _some(
+        f"{record.ident}: the log claims status {record.status}, but nothing arrived"
+        for record in facts.records
+        if record.kind == "request" and record.decision == "info" and record.status is not None and record.ident
+        if record.ident not in arrived
+    )
+    yield from _some(
+        f"{item.ident}: answered with {item.saw}, but nothing arrived"
+        for item in facts.asked
+        if item.good and item.kind in (*_AT_HOST, "dns") and item.ident not in arrived
+    )
+
+
+def _cut(asked: Asked | None, record: Record, troubles: list[tuple[float, float]]) -> bool:
+    """Whether a flow was cut between record and first byte: its client got nothing, while something was gone."""
+    return asked is not None and not asked.good and _within(record.at, troubles)
+
+
+def _uses(facts: Facts) -> Iterator[str]:
+    uses = Counter(r.ident for r in facts.records if r.kind == "secret.use" and r.decision == "allow")
+    yield from _some(
+        f"{arrival.ident} arrived with a secret and {uses[arrival.ident]} records of its use"
+        for arrival in facts.arrivals
+        if arrival.secret and uses[arrival.ident] != 1
+    )
+    kinds = {asked.ident: asked for asked in facts.asked}
+    yield from _some(
+        f"{arrival.ident} ({kinds[arrival.ident].kind}) arrived {'with' if arrival.secret else 'without'} a secret"
+        for arrival in facts.arrivals
+        if arrival.whole and arrival.ident in kinds and arrival.host != DNS_ADDRESS
+        if arrival.secret != (kinds[arrival.ident].kind == "secret")
+    )
+
+
+def _unrecorded_denials(facts: Facts) -> Iterator[Asked]:
+    denied = Counter(r.ident for r in facts.records if r.decision == "deny" and r.ident)
+    for item in facts.asked:
+        if item.good and item.kind in ("path", "name", "sni", "nodns") and not denied[item.ident]:
+            yield item
+
+
+def _denials(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[str]:
+    yield from _some(
+        f"{item.ident} ({item.kind}) was denied at {item.ended:.2f} without a record"
+        for item in _unrecorded_denials(facts)
+        if not _within(item.began, troubles) and not _within(item.ended, troubles)
+    )
+    kinds = {asked.ident: asked for asked in facts.asked}
+    doubled = Counter((r.ident, r.kind) for r in facts.records if r.decision == "deny" and r.ident)
+    yield from _some(
+        f"{ident} ({kinds[ident].kind}) has {count} records of its denial"
+        for (ident, _), count in doubled.items()
+        if count > 1 and ident in kinds
+    )
+
+
+def _names(facts: Facts) -> Iterator[str]:
+    for name in sorted(set(facts.stray_names) - facts.allowed_names):
+        yield f"the internet was asked for {name}"
+
+
+# Clients.
+
+
+def _leaks(facts: Facts) -> Iterator[str]:
+    yield from _some(
+        f"{item.ident} ({item.kind}) was told a secret"
+        for item in facts.asked
+        if any(form in item.got for form in facts.secret_forms)
+    )
+
+
+def _trust(facts: Facts) -> Iterator[str]:
+    yield from _some(
+        f"{item.ident} ({item.kind}): {item.saw}" for item in facts.asked if "CERTIFICATE_VERIFY" in item.saw.upper()
+    )
+    yield from _some(
+        f"{item.ident} ({item.kind}) was answered {item.saw}"
+        for item in facts.asked
+        if item.kind in FORBIDDEN and (item.saw == "talks" or item.saw.startswith("2"))
+    )
+
+
+def _policies(facts: Facts) -> Iterator[str]:
+    digests: dict[str, set[str]] = defaultdict(set)
+    for record in facts.records:
+        if record.policy is not None and record.kind in ("request", "flow", "dns", "gateway.configure"):
+            digests[record.sandbox].add(record.policy)
+    for sandbox in facts.sandboxes.values():
+        if len(digests[sandbox]) != 1:
+            yield f"{sandbox} was under {len(digests[sandbox])} policies: {sorted(digests[sandbox])}"
+
+
+# Time.
+
+
+def _within(moment: float, troubles: list[tuple[float, float]]) -> bool:
+    return any(begin - AFTERMATH <= moment <= end for begin, end in troubles)
+
+
+def _failures(facts: Facts, sandbox: str, kill: Kill) -> list[Asked]:
+    return [
+        item
+        for item in facts.asked
+        if item.sandbox == sandbox and item.ended > kill.at and item.began < kill.until and not item.good
+    ]
+
+
+def _trouble_end(facts: Facts, kill: Kill) -> float:
+    """When the last failure that may be this kill's was over."""
+    ends = [item.ended for sandbox in facts.sandboxes.values() for item in _failures(facts, sandbox, kill)]
+    return max([kill.at, *ends]) + AFTERMATH
+
+
+def _outage(facts: Facts, kill: Kill) -> Outage:
+    served = 0.0
+    for sandbox in facts.sandboxes.values():
+        back = _served_again(facts, sandbox, kill)
+        if back is None:
+            return Outage(kill.parts, None, kill.api, kill.whole, kill.created)
+        served = max(served, back)
+    return Outage(kill.parts, served, kill.api, kill.whole, kill.created)
+
+
+def _served_again(facts: Facts, sandbox: str, kill: Kill) -> float | None:
+    """Seconds until, after the last failure of each kind, that kind went well again; None if it did not."""
+    back = 0.0
+    last: dict[str, float] = {}
+    for item in _failures(facts, sandbox, kill):
+        last[item.kind] = max(last.get(item.kind, 0.0), item.began)
+    for kind, failed in last.items():
+        after = [
+            item.ended
+            for item in facts.asked
+            if item.sandbox == sandbox and item.kind == kind and item.good and failed < item.began < kill.until
+        ]
+        if not after:
+            return None
+        back = max(back, min(after) - kill.at)
+    return back
+
+
+def _late(facts: Facts, outages: list[Outage]) -> Iterator[str]:
+    for kill, outage in zip(facts.kills, outages, strict=True):
+        name = " and ".join(kill.parts)
+        if kill.victims != len(kill.parts):
+            yield f"{name}: {kill.victims} processes were found to kill"
+        for what, seconds in (("sandboxes served", outage.served), ("API", kill.api), ("processes", kill.whole)):
+            if seconds is None:
+                yield f"{name} at {kill.at:.2f}: {what} did not come back"
+            elif seconds > BOUND:
+                yield f"{name} at {kill.at:.2f}: {what} back after {seconds:.2f} s"
+        if kill.create_failed:
+            yield f"{name} at {kill.at:.2f}: no new sandbox afterwards: {kill.create_failed}"
+    for sandbox in facts.sandboxes.values():
+        good = Counter(item.kind for item in facts.asked if item.sandbox == sandbox and item.good)
+        for kind in ("secret", "plain", "name", "sni", "dns", "nodns"):
+            if not good[kind]:
+                yield f"{sandbox}: not one {kind} question went well: its silence proves nothing"
+
+
+def _some(findings: Iterable[str]) -> list[str]:
+    """The findings that are not empty, the first few in full."""
+    real = [text for text in findings if text]
+    return real if len(real) <= _SHOWN else [*real[:_SHOWN], f"... and {len(real) - _SHOWN} more of these"]

@@ -1,0 +1,191 @@
+"""`./run chaos`: a whole Sallyport beside the demo internet, killed part by part under load, and judged.
+
+    python -m demo.chaos [--minutes N] [--seed N] [--parts worker,auditd,...] [--out DIR]
+
+Prints the kills as they come, the findings, a table of recoveries by kind; the last line is `chaos: ok ...` or
+`chaos: FAILED ...`, and so is the exit status.
+"""
+
+import argparse
+import json
+import logging
+import math
+import secrets
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from demo.chaos.judge import BOUND, Outage, Verdict, judge
+from demo.chaos.kills import Part
+from demo.chaos.run import Settings, run
+from demo.internet import API, Internet
+from demo.stack import Stack
+
+POLICY = Path(__file__).with_name("policy.yaml")
+_MINUTES = 10.0
+_BEGAN = time.monotonic()
+
+
+class Interrupted(BaseException):
+    """SIGTERM arrived; unwinds every context manager, as Ctrl-C does."""
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def say(text: str) -> None:
+    """Progress, for a reader who waits."""
+    print(f"chaos: {time.monotonic() - _BEGAN:6.1f} s  {text}", flush=True)
+
+
+def figures(values: Iterable[float | None]) -> dict[str, Any]:
+    """Median, 95th percentile and worst of `values`, in seconds; what never came back makes them infinite."""
+    found = sorted(math.inf if value is None else value for value in values)
+    if not found:
+        return {}
+    last = found[min(len(found) - 1, math.ceil(len(found) * 0.95) - 1)]
+    named = {"median": statistics.median_low(found), "p95": last, "worst": found[-1]}
+    return {name: None if math.isinf(value) else round(value, 2) for name, value in named.items()}
+
+
+def recoveries(outages: Iterable[Outage]) -> dict[str, dict[str, Any]]:
+    """The figures of each part alone, and of all pairs that a part was in."""
+    groups: dict[str, list[Outage]] = defaultdict(list)
+    for outage in outages:
+        if len(outage.parts) == 1:
+            groups[outage.parts[0]].append(outage)
+        else:
+            for part in outage.parts:
+                groups[f"{part} in a pair"].append(outage)
+    return {
+        name: {
+            "kills": len(group),
+            "served": figures(item.served for item in group),
+            "api": figures(item.api for item in group),
+            "processes": figures(item.whole for item in group),
+            "create": figures(item.created for item in group if item.created is not None),
+        }
+        for name, group in sorted(groups.items())
+    }
+
+
+def print_verdict(verdict: Verdict, table: dict[str, dict[str, Any]]) -> None:
+    """Print what was found and how fast everything came back."""
+
+    def cell(values: dict[str, Any]) -> str:
+        shown = ("-" if value is None else f"{value:.2f}" for value in values.values())
+        return " ".join(f"{text:>6}" for text in shown).ljust(21)
+
+    titles = ("sandboxes served", "API answers", "processes there", "create and delete")
+    print(f"\n  {'seconds: median, p95, worst':32}{'  '.join(f'{title:21}' for title in titles)}")
+    for name, row in table.items():
+        cells = "  ".join(cell(row[column]) for column in ("served", "api", "processes", "create"))
+        print(f"  {name:24} {row['kills']:4d}   {cells}".rstrip())
+    print()
+    for name, count in verdict.counts.items():
+        print(f"  {count:8d}  {name}")
+    print()
+    for name, found in verdict.findings.items():
+        print(f"{'! ' if found else '  '}{name}: {f'{len(found)} findings' if found else 'yes'}")
+        for line in found:
+            print(f"      {line[:300]}")
+    print()
+
+
+def report(verdict: Verdict, table: dict[str, dict[str, Any]], settings: Settings) -> dict[str, Any]:
+    """Everything as one JSON document."""
+    return {
+        "seed": settings.seed,
+        "good": verdict.good,
+        "findings": verdict.findings,
+        "counts": verdict.counts,
+        "recoveries": table,
+    }
+
+
+def _plain(value: object) -> object:
+    return (
+        value.decode("latin-1")
+        if isinstance(value, bytes)
+        else sorted(value)
+        if isinstance(value, frozenset)
+        else str(value)
+    )
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="./run chaos", description="kill every part of Sallyport under load")
+    parser.add_argument("--minutes", type=float, default=_MINUTES, help="of killing (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="repeats the order of an earlier run")
+    parser.add_argument("--parts", default=",".join(Part), help="what to kill (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=None, help="directory for verdict.json, facts.json and server.log")
+    parser.add_argument("--internet", default="spdemo", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=18090, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    try:
+        options.parts = tuple(Part(name.strip()) for name in options.parts.split(","))
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(words: list[str]) -> int:
+    """Make the run; 0 when nothing is wrong."""
+    options = arguments(words)
+    signal.signal(signal.SIGTERM, _interrupt)
+    for name in ("opensandbox", "httpx"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are findings, not lines between them
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    settings = Settings(options.minutes * 60, options.parts, seed)
+    say(f"seed {seed}; {options.minutes:g} minutes; {', '.join(options.parts)}")
+    token = secrets.token_urlsafe(40)
+    try:
+        with tempfile.TemporaryDirectory(prefix="sallyport-chaos-") as name:
+            place = Path(name)
+            place.chmod(0o711)
+            accounts = {"git": "a:b", "index": "a:b", "api": token}
+            with (
+                Internet(options.internet, place / "internet", accounts) as internet,
+                Stack(internet, place / "sallyport", POLICY, options.port) as stack,
+            ):
+                stack.sallyport("vault", "put", "api-token", "--host", API, stdin=token)
+                try:
+                    facts = run(stack, token, settings, say)
+                finally:
+                    if options.out is not None:
+                        options.out.mkdir(parents=True, exist_ok=True)
+                        shutil.copy(stack.log, options.out / "server.log")
+    except (KeyboardInterrupt, Interrupted):
+        print("chaos: FAILED (interrupted)")
+        return 1
+    except Exception as error:  # noqa: BLE001 - the verdict: whatever failed, it says so and exits 1
+        print(f"chaos: FAILED ({type(error).__name__}: {error})")
+        return 1
+    verdict = judge(facts)
+    table = recoveries(verdict.outages)
+    print_verdict(verdict, table)
+    if options.out is not None:
+        (options.out / "verdict.json").write_text(json.dumps(report(verdict, table, settings), indent=1) + "\n")
+        found = asdict(replace(facts, secret_forms=()))
+        (options.out / "facts.json").write_text(json.dumps(found, default=_plain) + "\n")
+    elapsed = time.monotonic() - _BEGAN
+    wrong = [name for name, found in verdict.findings.items() if found]
+    if wrong:
+        print(f"chaos: FAILED ({'; '.join(wrong)}), seed {seed}, {elapsed:.0f} s")
+        return 1
+    count = verdict.counts
+    print(
+        f"chaos: ok, {count['kills']} kills, {count['questions']} questions, wire and log agree one to one, "
+        f"all back within {BOUND:g} s, seed {seed}, {elapsed:.0f} s"
+    )
+    return 0
