@@ -10,6 +10,7 @@ null), `uid`, `gid`, `groups`, `expose` (paths the daemon must be able to read) 
 """
 
 import ctypes
+import errno
 import json
 import os
 import sys
@@ -49,10 +50,7 @@ def expose(paths: list[str]) -> None:
         return
     os.unshare(os.CLONE_NEWNS)
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-    with open("/proc/self/mountinfo", encoding="utf-8") as file:
-        points = [line.split(" ")[4] for line in file if " - nsfs " in line]
-    for point in points:
-        _check(_libc.umount2(point.encode(), _MNT_DETACH), point)
+    _forget_namespaces()
     # Opened in this namespace and before the covering: the binds below reach what lies underneath.
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in wanted}
     for directory in sorted(set(wanted.values())):
@@ -61,6 +59,20 @@ def expose(paths: list[str]) -> None:
         os.makedirs(path, mode=0o755, exist_ok=True)
         _mount(f"/proc/self/fd/{fd}", path, "", _MS_BIND)
         os.close(fd)
+
+
+def _namespaces() -> list[str]:
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        return [line.split(" ")[4] for line in file if " - nsfs " in line]
+
+
+def _forget_namespaces() -> None:
+    """Unmount every namespace here. One whose file is deleted meanwhile goes by itself, which must not stop us."""
+    for point in _namespaces():
+        if _libc.umount2(point.encode(), _MNT_DETACH) != 0 and ctypes.get_errno() not in (errno.ENOENT, errno.EINVAL):
+            _check(-1, point)
+    if left := _namespaces():
+        raise OSError(errno.EBUSY, "namespaces stay mounted", left[0])
 
 
 def become(uid: int, gid: int, groups: list[int]) -> None:

@@ -1,0 +1,60 @@
+"""A daemon's start beside other servers: namespaces that come and go while it leaves them behind."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runtimes import netns
+
+pytestmark = pytest.mark.system
+
+_ENTER = """
+import os, sys
+sys.path.insert(0, {root!r})
+from runtimes import enter
+os.unshare(os.CLONE_NEWNS)
+enter._mount("none", "/", "", enter._MS_REC | enter._MS_PRIVATE)
+before = enter._namespaces()
+print(len(before), flush=True)
+sys.stdin.readline()
+enter._forget_namespaces()
+print(len(enter._namespaces()), flush=True)
+"""
+
+
+def test_a_namespace_that_goes_meanwhile_does_not_stop_a_daemon(tmp_path: Path) -> None:
+    """Deleted by its owner between the look at the mount table and the unmounting: twenty daemons at once."""
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for number in range(8):
+                netns.create(tmp_path / f"{number}-gw", {})
+            for number in range(8):
+                netns.delete(tmp_path / f"{number}-gw")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        root = str(Path(__file__).resolve().parents[2])
+        daemons = [
+            subprocess.Popen(
+                [sys.executable, "-c", _ENTER.format(root=root)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(20)
+        ]
+        ends = [daemon.communicate("\n", timeout=60) for daemon in daemons]
+    finally:
+        stop.set()
+        thread.join()
+
+    assert [] == [errors for _, errors in ends if errors]
+    assert {"0"} == {printed.split()[1] for printed, _ in ends}
+    assert any(int(printed.split()[0]) for printed, _ in ends)
