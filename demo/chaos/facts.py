@@ -151,8 +151,8 @@ def read_far_end(lines: Iterable[str], authorization: str) -> tuple[list[Arrival
             arrivals.append(Arrival(match[0], host, item["method"], item["target"], secret, at=at))
         else:
             raw += [(found, host, at) for found in IDENT.findall(str(item.get("heard", item.get("body", ""))))]
-    whole = {arrival.ident for arrival in arrivals}
-    arrivals += [Arrival(ident, host, whole=False, at=at) for ident, host, at in raw if ident not in whole]
+    whole = {(arrival.ident, arrival.host) for arrival in arrivals}
+    arrivals += [Arrival(ident, host, whole=False, at=at) for ident, host, at in raw if (ident, host) not in whole]
     return arrivals, strays
 
 

@@ -9,6 +9,7 @@
 - All of them are served again in time after each kill, and under the same policy.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from demo.internet import DNS_ADDRESS, STATUS
 BOUND = 5.0
 """Seconds in which everything is back after a kill."""
 AFTERMATH = 1.0
-"""Seconds after the last failure of a kill in which a record may still be of a flow that was cut."""
+"""Seconds after everything is there again in which a failure, or a record, may still be a kill's."""
 _CLOCKS = 0.05
 """Seconds by which the clocks of a sandbox and of the host may differ."""
 _SHOWN = 8
@@ -52,10 +53,18 @@ class Verdict:
         return not any(self.findings.values())
 
 
-def judge(facts: Facts) -> Verdict:
-    """Judge everything."""
-    outages = [_outage(facts, kill) for kill in facts.kills]
-    troubles = [(kill.at, _trouble_end(facts, kill)) for kill in facts.kills]
+def judge(facts: Facts, bound: float = BOUND) -> Verdict:
+    """Judge everything; after a kill all must be back within `bound` seconds."""
+    questions = _questions(facts)
+    stories = [_Story(kill, questions) for kill in facts.kills]
+    outages = [
+        Outage(kill.parts, story.served, kill.api, kill.whole, kill.created)
+        for kill, story in zip(facts.kills, stories, strict=True)
+    ]
+    troubles = [
+        (kill.at, max(story.end, kill.at + max(kill.api or 0.0, kill.whole or 0.0)) + AFTERMATH)
+        for kill, story in zip(facts.kills, stories, strict=True)
+    ]
     findings = {
         "nothing escapes": [*_escapes(facts)],
         "what arrived is on record": [*_unrecorded(facts)],
@@ -67,20 +76,22 @@ def judge(facts: Facts) -> Verdict:
         "no secret in any answer": [*_leaks(facts)],
         "clients' trust survives": [*_trust(facts)],
         "the same policy": [*_policies(facts)],
-        "all is back in time": [*_late(facts, outages)],
+        "all is back in time": [*_late(facts, outages, bound)],
+        "nothing fails without a cause": [*_without_cause(facts, troubles)],
         "nothing is left over": [f"{kind}: {what}" for kind, what in facts.census.items()],
     }
+    kinds = Counter(item.kind for item in facts.asked)
     counts = {
-        "questions": len(facts.asked),
-        **{f"questions {kind}": count for kind, count in sorted(Counter(a.kind for a in facts.asked).items())},
-        "failures while something was gone": sum(1 for a in facts.asked if not a.good),
-        "arrivals": len(facts.arrivals),
-        "arrivals with a secret": sum(1 for a in facts.arrivals if a.secret),
-        "records": len(facts.records),
-        "allowed but cut": len(_missing(facts)),
-        "denials told while the log was down": len([*_unrecorded_denials(facts)]),
-        "frames to allowed places": facts.wire.allowed,
         "kills": len(facts.kills),
+        "questions": len(facts.asked),
+        **{f"questions, {kind}": count for kind, count in sorted(kinds.items())},
+        "failures": sum(1 for item in facts.asked if not item.good),
+        "arrivals at the far end": len(facts.arrivals),
+        "arrivals with a secret": sum(1 for arrival in facts.arrivals if arrival.secret),
+        "records": len(facts.records),
+        "allowed but cut before they arrived": len(_missing(facts)),
+        "denials told but not on record (log or worker gone)": len([*_unrecorded_denials(facts)]),
+        "frames to allowed places": facts.wire.allowed,
     }
     return Verdict(findings, counts, tuple(outages))
 
@@ -273,49 +284,46 @@ def _within(moment: float, troubles: list[tuple[float, float]]) -> bool:
     return any(begin - AFTERMATH <= moment <= end for begin, end in troubles)
 
 
-def _failures(facts: Facts, sandbox: str, kill: Kill) -> list[Asked]:
-    return [
-        item
-        for item in facts.asked
-        if item.sandbox == sandbox and item.ended > kill.at and item.began < kill.until and not item.good
-    ]
+class _Story:
+    """What the clients lived through after one kill, by sandbox and kind of question."""
+
+    def __init__(self, kill: Kill, questions: dict[tuple[str, str], list[Asked]]) -> None:
+        self.end = kill.at
+        """When the last failure of this kill's was over."""
+        self.served: float | None = 0.0
+        """When the last of all was served again, in seconds after the kill; None: it was not."""
+        horizon = kill.at + max(kill.api or 0.0, kill.whole or 0.0) + AFTERMATH
+        for asked in questions.values():
+            self._follow(kill, horizon, asked[bisect_left(asked, kill.at, key=lambda item: item.ended) :])
+
+    def _follow(self, kill: Kill, horizon: float, asked: list[Asked]) -> None:
+        """A failure is this kill's if it began before everything was there again, or follows such a one directly."""
+        failed = False
+        for item in asked:
+            if item.began > horizon and not failed:
+                return
+            if not item.good and item.began < kill.until:
+                failed = True
+                self.end = max(self.end, item.ended)
+            elif failed and item.good:
+                if self.served is not None:
+                    self.served = max(self.served, item.ended - kill.at)
+                failed = False
+        if failed:
+            self.served = None
 
 
-def _trouble_end(facts: Facts, kill: Kill) -> float:
-    """When the last failure that may be this kill's was over."""
-    ends = [item.ended for sandbox in facts.sandboxes.values() for item in _failures(facts, sandbox, kill)]
-    return max([kill.at, *ends]) + AFTERMATH
+def _questions(facts: Facts) -> dict[tuple[str, str], list[Asked]]:
+    """The questions of each kind and sandbox, in order: each kind is asked by one thread, one after the other."""
+    found: dict[tuple[str, str], list[Asked]] = defaultdict(list)
+    for item in facts.asked:
+        found[item.sandbox, item.kind].append(item)
+    for items in found.values():
+        items.sort(key=lambda item: item.ended)
+    return found
 
 
-def _outage(facts: Facts, kill: Kill) -> Outage:
-    served = 0.0
-    for sandbox in facts.sandboxes.values():
-        back = _served_again(facts, sandbox, kill)
-        if back is None:
-            return Outage(kill.parts, None, kill.api, kill.whole, kill.created)
-        served = max(served, back)
-    return Outage(kill.parts, served, kill.api, kill.whole, kill.created)
-
-
-def _served_again(facts: Facts, sandbox: str, kill: Kill) -> float | None:
-    """Seconds until, after the last failure of each kind, that kind went well again; None if it did not."""
-    back = 0.0
-    last: dict[str, float] = {}
-    for item in _failures(facts, sandbox, kill):
-        last[item.kind] = max(last.get(item.kind, 0.0), item.began)
-    for kind, failed in last.items():
-        after = [
-            item.ended
-            for item in facts.asked
-            if item.sandbox == sandbox and item.kind == kind and item.good and failed < item.began < kill.until
-        ]
-        if not after:
-            return None
-        back = max(back, min(after) - kill.at)
-    return back
-
-
-def _late(facts: Facts, outages: list[Outage]) -> Iterator[str]:
+def _late(facts: Facts, outages: list[Outage], bound: float) -> Iterator[str]:
     for kill, outage in zip(facts.kills, outages, strict=True):
         name = " and ".join(kill.parts)
         if kill.victims != len(kill.parts):
@@ -323,15 +331,25 @@ def _late(facts: Facts, outages: list[Outage]) -> Iterator[str]:
         for what, seconds in (("sandboxes served", outage.served), ("API", kill.api), ("processes", kill.whole)):
             if seconds is None:
                 yield f"{name} at {kill.at:.2f}: {what} did not come back"
-            elif seconds > BOUND:
+            elif seconds > bound:
                 yield f"{name} at {kill.at:.2f}: {what} back after {seconds:.2f} s"
         if kill.create_failed:
             yield f"{name} at {kill.at:.2f}: no new sandbox afterwards: {kill.create_failed}"
+    good = Counter((item.sandbox, item.kind) for item in facts.asked if item.good)
     for sandbox in facts.sandboxes.values():
-        good = Counter(item.kind for item in facts.asked if item.sandbox == sandbox and item.good)
         for kind in ("secret", "plain", "name", "sni", "dns", "nodns"):
-            if not good[kind]:
+            if not good[sandbox, kind]:
                 yield f"{sandbox}: not one {kind} question went well: its silence proves nothing"
+
+
+def _without_cause(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[str]:
+    """Failures while nothing was gone: one alone may be the machine's; three in a row are not."""
+    for (sandbox, kind), items in _questions(facts).items():
+        row = 0
+        for item in items:
+            row = 0 if item.good or _within(item.began, troubles) or _within(item.ended, troubles) else row + 1
+            if row == 3:
+                yield f"{sandbox}: {kind} failed three times in a row at {item.ended:.2f} ({item.saw})"
 
 
 def _some(findings: Iterable[str]) -> list[str]:

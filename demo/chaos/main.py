@@ -129,8 +129,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="repeats the order of an earlier run")
     parser.add_argument("--parts", default=",".join(Part), help="what to kill (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=None, help="directory for verdict.json, facts.json and server.log")
-    parser.add_argument("--internet", default="spdemo", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=18090, help=argparse.SUPPRESS)
+    parser.add_argument("--internet", default="spdemo", help="prefix of its namespaces")
+    parser.add_argument("--port", type=int, default=18090, help="of the API")
     options = parser.parse_args(words)
     try:
         options.parts = tuple(Part(name.strip()) for name in options.parts.split(","))
