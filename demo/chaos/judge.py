@@ -233,10 +233,11 @@ def _denials(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[str]
     )
     kinds = {asked.ident: asked for asked in facts.asked}
     doubled = Counter((r.ident, r.kind) for r in facts.records if r.decision == "deny" and r.ident)
+    # A writer that was killed may have written what it no longer confirmed: then a denial is said again.
     yield from _some(
         f"{ident} ({kinds[ident].kind}) has {count} records of its denial"
         for (ident, _), count in doubled.items()
-        if count > 1 and ident in kinds
+        if count > 1 and ident in kinds and not _within(kinds[ident].ended, troubles)
     )
 
 
