@@ -6,7 +6,8 @@ First bytes -> what the client really speaks -> facts -> verdict -> audit -> and
   recorded and never dialled, but for a literal address that policy allows by name of that address.
 - A connection whose first bytes are neither a strict ClientHello nor a strict request head is reset. A client that
   waits for the server to speak first gets nothing until its deadline, and nothing upstream happens meanwhile.
-- Each verdict is one record, accepted by the audit log before it takes effect; without the log the verdict is deny.
+- Each verdict is one record, accepted by the audit log before it takes effect; without the log the verdict is deny,
+  and its record is sent when the log is back.
 - A denial is seen: 403 with rule and reason in HTTP, an alert in TLS, a reset elsewhere.
 - A spliced flow counts as one request of the sandbox's budget, and each byte it sends up is counted before it goes.
 - A flow that is spliced hides no name: with ECH, or without a name, it is not spliced.
@@ -361,12 +362,11 @@ class Acceptor:
         reset(client.sock)
 
     async def _record_denial(self, client: _Client, live: LiveFlow, denial: Deny, facts: FlowFacts | None) -> None:
+        fields = {"rule": denial.rule, "reason": denial.reason, **self._fields(client, live, facts)}
         try:
-            await self._audit.accept(
-                "flow", "deny", rule=denial.rule, reason=denial.reason, **self._fields(client, live, facts)
-            )
+            await self._audit.accept("flow", "deny", **fields)
         except AuditUnavailable:
-            _log.warning("a denial could not be recorded")
+            self._audit.note("flow", "deny", **fields)  # it is denied all the same; the log is told when it is back
 
     def _fields(self, client: _Client, live: LiveFlow, facts: FlowFacts | None) -> dict[str, Any]:
         config = self._config()

@@ -1,7 +1,8 @@
 """Serves DNS to the sandbox over the sockets in its gateway namespace.
 
 - Each allowed query is accepted into the audit log before anything of it goes upstream; without the log the answer is
-  SERVFAIL. Denials are accepted before they are answered; floods (rate, malformed) are notes, which the log counts.
+  SERVFAIL. Denials are accepted before they are answered, or noted for later while there is no log; floods (rate,
+  malformed) are notes, which the log counts.
 - Only addresses the gateway itself would dial are answered.
 - Queries in flight, TCP connections, queries per connection and all waiting times are bounded; beyond them a UDP
   query is dropped and a TCP connection closed.
@@ -124,7 +125,10 @@ class DnsServer:
         try:
             await self._accept(verdict.event)
         except AuditUnavailable:
-            return unavailable(verdict) if isinstance(verdict, Resolve) else verdict.data
+            if isinstance(verdict, Resolve):
+                return unavailable(verdict)
+            self._note(verdict.event)  # it is denied all the same; the log is told when it is back
+            return verdict.data
         if isinstance(verdict, Answer):
             return verdict.data
         return await self._resolve(verdict, limit)

@@ -19,7 +19,7 @@ from vault.client import VaultClient, VaultError
 
 _READY_SECONDS = 5.0
 _FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 10.0
+_LONGEST_PAUSE = 1.0
 
 _log = logging.getLogger(__name__)
 

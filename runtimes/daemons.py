@@ -4,7 +4,7 @@
   by their sockets. vaultd only together with auditd, whose channel it holds; a zygote never, it was the old one's.
 - vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again. The number
   of that channel never repeats, whatever was killed: it is on disk before it is used.
-- After auditd or vaultd came back, every worker is told to be born again: its channels ended with the old daemon.
+- After auditd or vaultd came back, every worker gets a new channel: the former one ended with the old daemon.
 - A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and nobody gets a
   second guess at the same one.
 """
@@ -49,10 +49,11 @@ ADOPTABLE = ("auditd", "vaultd", "serve")
 class Daemons:
     """Started by `start`, ended in the other order by `stop`."""
 
-    def __init__(self, config: HostConfig, workers_lost: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, config: HostConfig, reconnect: Callable[[str], None]) -> None:
+        """Keep what is needed; `reconnect` is told the name of each daemon that is a new process for the workers."""
         self._config = config
         self._run = Path(config.run_dir)
-        self._workers_lost = workers_lost
+        self._reconnect = reconnect
         self._vault_generation = Counter(Path(config.state_dir) / "hostd" / "vault-generation")
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
@@ -197,6 +198,8 @@ class Daemons:
 
     async def _auditd_up(self, restarted: bool) -> None:
         await self._connect("auditd", self._sockets["auditd"])
+        if restarted:
+            self._reconnect("auditd")
         if restarted and (self._attaching is None or self._attaching.done()):
             # vaultd's channel ended with the old auditd. It ends by itself; this is for one that hangs.
             await self._supervised["vaultd"].kick()
@@ -222,7 +225,7 @@ class Daemons:
     async def _vaultd_up(self, restarted: bool) -> None:
         await self._connect("vaultd", self._sockets["vaultd"])
         if restarted:
-            await self._workers_lost()
+            self._reconnect("vaultd")
 
     async def _zygote_channel(self) -> Inheritance:
         ours, theirs = socket.socketpair()

@@ -96,7 +96,7 @@ class Host:
         self._dockerd: Dockerd | None = None
         self._docker: Docker | None = None
         self._guard = Guard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
-        self._daemons = Daemons(config, self._workers_lost)
+        self._daemons = Daemons(config, self._reconnect)
         self._sandboxes: Sandboxes | None = None
         self._server: asyncio.Task[None] | None = None
         self._lock = -1
@@ -110,9 +110,9 @@ class Host:
         if self._sandboxes is not None:
             await self._sandboxes.guard_changed(pidfd)
 
-    async def _workers_lost(self) -> None:
+    def _reconnect(self, daemon: str) -> None:
         if self._sandboxes is not None:
-            await self._sandboxes.workers_lost()
+            self._sandboxes.reconnect(daemon)
 
     async def start(self) -> None:
         """Start everything; the socket comes last but serve.

@@ -71,6 +71,7 @@ class Sandboxes:
         self._free = deque(range(config.uids.workers))  # used in turn: a number, and its uid, rests before its next use
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._reconnecting: set[asyncio.Task[None]] = set()
         self.closing = False
 
     async def _whole[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -256,11 +257,23 @@ class Sandboxes:
         except Exception as error:  # noqa: BLE001 - closes: it stays without a worker, and the next attempt comes
             _log.warning("no new worker for %s: %s", sandbox.id, type(error).__name__)
 
-    async def workers_lost(self) -> None:
-        """auditd or vaultd is a new process: end all workers, so that each is born again with new channels."""
+    def reconnect(self, daemon: str) -> None:
+        """auditd or vaultd is a new process: give every worker a channel to it, beside whatever else goes on."""
         for sandbox in list(self._known.values()):
-            if sandbox.worker is not None:
-                await sandbox.worker.control.close()
+            task = asyncio.create_task(self._reconnect(sandbox, daemon), name=f"reconnect-{sandbox.id}")
+            self._reconnecting.add(task)
+            task.add_done_callback(self._reconnecting.discard)
+
+    async def _reconnect(self, sandbox: Sandbox, daemon: str) -> None:
+        # Under the lock: a worker that is being born may still have been attached to the former process.
+        async with sandbox.lock:
+            if (worker := sandbox.worker) is None:
+                return
+            try:
+                await worker.reconnect(daemon)
+            except (OSError, wire.RemoteError) as error:  # ConnectionError and TimeoutError are OSErrors
+                _log.warning("worker of %s has no channel to %s: %s", sandbox.id, daemon, type(error).__name__)
+                await worker.control.close()  # it ends, and is born again
 
     async def guard_changed(self, pidfd: int) -> None:
         """Tell all workers of the new guard."""

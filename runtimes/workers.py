@@ -1,6 +1,7 @@
 """One gateway worker: born with its channels, configured before anybody is let in, watched by a pidfd.
 
 - The order is fixed: audit and vault channels, cgroup, fork, configuration. A step that fails ends the child.
+- When auditd or vaultd is a new process, it gets a new channel and lives on; what it had to tell is told then.
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
 - A worker is ended through its pidfd: a number that was used again is never hit.
 """
@@ -27,6 +28,9 @@ _CONFIGURE_SECONDS = 20.0
 _END_SECONDS = 5.0
 _PING_SECONDS = 5.0
 _SILENCE_SECONDS = 10.0
+_RECONNECT_SECONDS = 5.0
+_CHANNELS = {"auditd": "audit", "vaultd": "vault"}
+"""What a worker calls its channel to a daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,17 @@ class Worker:
         answer = await self.control.call("configure", timeout=_CONFIGURE_SECONDS, gateway=complete)
         return str(answer.get("digest") or "")
 
+    async def reconnect(self, daemon: str) -> None:
+        """Give it a new channel to auditd or vaultd, which is a new process, and wait for its word.
+
+        Raises:
+            wire.RemoteError, ConnectionError, TimeoutError, OSError: it has none now; end it.
+        """
+        with contextlib.ExitStack() as stack:
+            there, here = map(stack.enter_context, socket.socketpair())
+            await attach(self._daemons, daemon, there, self.identity)
+            await self.control.call(_CHANNELS[daemon], fds=[here.fileno()], timeout=_RECONNECT_SECONDS)
+
     async def ended(self) -> None:
         """Wait until it has ended, or has not answered for so long that it counts as ended."""
         while True:
@@ -100,6 +115,18 @@ class Worker:
         return await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup)
 
 
+async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Identity) -> None:
+    """Hand `end` to auditd or vaultd as the channel of the worker that is `identity`.
+
+    Raises:
+        wire.RemoteError, ConnectionError, TimeoutError: it was not taken.
+    """
+    who: dict[str, Any] = {"sandbox": identity.sandbox, "generation": identity.generation}
+    if daemon == "auditd":
+        who["producer"] = "gateway"
+    await daemons.attach(daemon, end, **who)
+
+
 async def birth(
     identity: Identity, ingress: socket.socket, daemons: Daemons, guard: Guard, cgroups: Cgroups, limits: Limits
 ) -> Worker:
@@ -114,8 +141,8 @@ async def birth(
         control_here, control_there = map(stack.enter_context, socket.socketpair())
         audit_there, audit_here = map(stack.enter_context, socket.socketpair())
         vault_there, vault_here = map(stack.enter_context, socket.socketpair())
-        await daemons.attach("auditd", audit_there, **who, producer="gateway")
-        await daemons.attach("vaultd", vault_there, **who)
+        await attach(daemons, "auditd", audit_there, identity)
+        await attach(daemons, "vaultd", vault_there, identity)
         netns_fd = os.open(identity.gateway_netns, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, netns_fd)
         try:

@@ -199,7 +199,8 @@ class Gate:
         try:
             await self._record("request", "deny", facts, rule=denied.rule, reason=denied.reason, secret=secret)
         except Exception:  # noqa: BLE001 - the answer is a denial already; a log that does not answer changes nothing
-            self._recorder.note("request", "deny", rule=denied.rule, reason=denied.reason, **self._where())
+            where = {**self._where(), "method": facts.method, "path": facts.path}
+            self._recorder.note("request", "deny", rule=denied.rule, reason=denied.reason, **where)
 
     async def _permit(self, flow: HTTPFlow, translated: Translated, allowed: AllowRequest) -> Headers | None:
         """The headers to forward, or None once the request has been answered with a failure."""

@@ -99,6 +99,7 @@ async def _worker(order: dict[str, Any]) -> None:
     os.setresgid(order["gid"], order["gid"], order["gid"])
     os.setresuid(order["uid"], order["uid"], order["uid"])
     said: dict[str, Any] = {}
+    channels: list[str] = []
 
     async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
         close_all(fds)
@@ -107,13 +108,18 @@ async def _worker(order: dict[str, Any]) -> None:
                 raise wire.RequestError("refused", "told to refuse")
             said["gateway"] = parameters["gateway"]
             return {"digest": "standin"}
+        if op in ("audit", "vault"):
+            if said["gateway"].get("deaf"):
+                raise wire.RequestError("refused", "told to be deaf")
+            channels.append(op)
         return {"digest": "standin", "flows": 0}
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         original = writer.get_extra_info("socket").getsockopt(socket.SOL_IP, 80, 16)
         port, address = int.from_bytes(original[2:4]), socket.inet_ntoa(original[4:8])
         note = said.get("gateway", {}).get("note")
-        writer.write(f"{order['sandbox']} {order['generation']} {address}:{port} {note}\n".encode())
+        parts = (order["sandbox"], order["generation"], f"{address}:{port}", note, ", ".join(channels))
+        writer.write((" ".join(map(str, parts)).strip() + "\n").encode())
         await writer.drain()
         writer.close()
 
