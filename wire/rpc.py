@@ -146,6 +146,8 @@ class Client:
                 return await future
         finally:
             self._waiting.pop(ident, None)
+            if future.done() and not future.cancelled():
+                future.exception()  # when sending has failed nobody waits for the answer, and its failure is no news
 
     async def notify(self, op: str, fds: Sequence[int] = (), **parameters: Any) -> None:
         """Send a notification; returns when it is with the kernel."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from pathlib import Path
@@ -127,3 +128,20 @@ async def test_a_connection_over_the_limit_is_closed(tmp_path: Path) -> None:
     await second.close()
     accepting.cancel()
     await asyncio.gather(accepting, return_exceptions=True)
+
+
+async def test_a_call_that_cannot_be_sent_fails_once_and_leaves_no_other_failure_behind() -> None:
+    """The peer has gone before anything was sent: its caller is told, and the loop has nothing to complain of."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
+    left, right = socket.socketpair()
+    client = await serve_connection(left, _handler)
+    right.close()
+
+    with pytest.raises(ConnectionError):
+        await client.call("echo", value=1)
+    await asyncio.sleep(0)
+    gc.collect()
+
+    assert [] == complaints
+    await client.close()
