@@ -144,11 +144,14 @@ class AuditClient:
                 self._idle.set()
                 await self._unsent.wait()
             await self._bound.wait()
+            client = self._client
+            if client.closed.is_set():  # nothing was sent yet: what waits goes over the next channel
+                self._bound.clear()
+                continue
             # The gap record goes first: it stands where the missing notes would have stood, or earlier.
             lost, self._lost = self._lost, {}
             gaps = [record("gap", Decision.INFO, count=count, reason=reason) for reason, count in lost.items()]
             notes = [self._notes.popleft() for _ in range(min(NOTE_BATCH, len(self._notes)))]
-            client = self._client
             try:
                 await client.call(
                     "records", timeout=self._timeout, records=[_message(item) for item in (*gaps, *notes)]

@@ -855,6 +855,31 @@ def test_without_the_audit_log_nothing_passes(rig: Rig, tmp_path: Path) -> None:
     assert ([], []) == (rig.internet.accepted, rig.internet.questions)
 
 
+def test_a_denial_told_without_the_log_is_recorded_once_it_is_back(rig: Rig, tmp_path: Path) -> None:
+    with worker(rig, tmp_path) as gate:
+        gate.configure(policy("good.example.com"))
+        ours, theirs = socket.socketpair()
+        gate.control.call("audit", (theirs.fileno(),))
+        theirs.close()
+        ours.close()
+        with gate.dial() as client:
+            client.sendall(hello("bad.example.com"))
+            assert bytes((21, 3, 3, 0, 2, 2, 112)) == ended(client)
+        assert 3 == gate.ask("worse.example.com").header.rcode
+        assert "deny" not in {item["decision"] for item in rig.records()}
+
+        ours, theirs = socket.socketpair()
+        rig.auditd.call("attach", (ours.fileno(),), sandbox=rig.sandbox, generation=rig.generation, producer="gateway")
+        gate.control.call("audit", (theirs.fileno(),))
+        theirs.close()
+        ours.close()
+        wanted = {("flow", "deny", "bad.example.com"), ("dns", "deny", "worse.example.com")}
+        deadline = time.monotonic() + 20
+        while not wanted <= {(item["kind"], item["decision"], item.get("host")) for item in rig.records()}:
+            assert time.monotonic() < deadline, rig.records()
+            time.sleep(0.05)
+
+
 INJECTING = CompiledPolicy(
     "injecting",
     (
