@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,17 +20,14 @@ import httpx
 import pytest
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
+from test_transactions import body, client
 
 from demo.capture import Capture
+from demo.census import Census, command_lines, daemons, take
 from demo.internet import ADDRESSES, API, ATTACKER, Internet
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import EMPTY_IMAGE, Stack
 from demo.traces import Traces, start_time
-
-sys.path.append(str(Path(__file__).parent))
-
-from census import Census, command_lines, daemons, take
-from test_transactions import body, client
 
 pytestmark = pytest.mark.system
 

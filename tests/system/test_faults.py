@@ -21,12 +21,9 @@ from typing import Any
 import httpx
 import pytest
 
+from demo.census import Census, command_lines, take
 from demo.internet import Internet
 from demo.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
-
-sys.path.append(str(Path(__file__).parent))
-
-from census import Census, command_lines, take
 
 pytestmark = pytest.mark.system
 

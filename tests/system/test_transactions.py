@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -16,13 +15,10 @@ import httpx
 import pytest
 from opensandbox.models.execd import RunCommandOpts
 
+from demo.census import Census, command_lines, daemons, descriptors, take
 from demo.internet import API, ATTACKER, STATUS
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import EMPTY_IMAGE, Stack
-
-sys.path.append(str(Path(__file__).parent))
-
-from demo.census import Census, command_lines, daemons, descriptors, take
 
 pytestmark = pytest.mark.system
 
