@@ -1,5 +1,6 @@
 """A whole Sallyport beside the demo internet: the processes of `sallyport serve`, driven through their public faces."""
 
+import http.client
 import json
 import os
 import socket
@@ -11,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 from opensandbox.config.connection_sync import ConnectionConfigSync
 from opensandbox.sync.sandbox import SandboxSync
 
@@ -117,13 +117,21 @@ data_root = "{self._docker_data}"
         while time.monotonic() < deadline:
             if self._process is None or self._process.poll() is not None:
                 raise StackError(f"the server ended while starting:\n{self.tail()}")
-            try:
-                if httpx.get(f"{self.base}/health", timeout=2).status_code == httpx.codes.OK:
-                    return
-            except httpx.HTTPError:
-                pass
+            if self._healthy():
+                return
             time.sleep(0.1)
         raise StackError(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
+
+    def _healthy(self) -> bool:
+        # An HTTP client of httpx reads all certificates of the system when made: too much for each look.
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
     def tail(self) -> str:
         """The last lines of the server's own log."""

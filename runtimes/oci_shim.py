@@ -1,7 +1,7 @@
 """The OCI runtime that Docker calls: puts a container into its prepared namespace, or refuses it.
 
 Started as `python3 -IS oci_shim.py <runc|runsc> <real runtime> <plan directory> <flag>... -- <Docker's arguments>`,
-standard library only: it runs as root twice on each container start.
+standard library only: it runs as root on each container start. The wrapper calls it for the subcommands in `CHECKED`.
 
 - `create` needs a launch plan, named by Docker's container id, and claims it by an atomic rename: a plan works once. No
   plan, no container: `docker start` by hand, a restart policy or a reboot cannot start a sandbox without its gate.
@@ -24,7 +24,7 @@ import sys
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing is slow to import, and this starts twice for each container
+if TYPE_CHECKING:  # typing is slow to import, and this starts for each container
     from typing import Any
 
 _CAPABILITIES = frozenset(
@@ -38,6 +38,8 @@ _GLOBAL_ALONE = frozenset(("--debug", "--systemd-cgroup", "--version", "-v", "--
 _CREATE_WITH_VALUE = frozenset(("--bundle", "-b", "--console-socket", "--pid-file", "--preserve-fds"))
 _CREATE_ALONE = frozenset(("--no-pivot", "--no-new-keyring"))
 _REFUSED = frozenset(("run", "restore", "checkpoint"))
+CHECKED = _REFUSED | {"create", "exec"}
+"""The subcommands that are more than passed on."""
 _DEVICES = frozenset(((1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (136, None)))
 _FORBIDDEN_CALLS = frozenset(
     (

@@ -1,6 +1,8 @@
 """Writes what Docker needs to call the shim: one executable wrapper per runtime, and their `runtimes` entries.
 
 - A wrapper fixes interpreter, shim, real runtime, plan directory and runtime flags: nothing comes from the environment.
+- It calls the shim when any of its words is a subcommand that the shim checks, wherever that word stands; only without
+  one does it go straight to the real runtime (Docker makes several such calls for each container).
 - Wrappers belong to root and are replaced as a whole.
 """
 
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runtimes.oci_shim import CHECKED
 from runtimes.spec import RUNTIMES, Runtime
 
 RUNSC_FLAGS = (
@@ -31,6 +34,15 @@ RUNSC_FLAGS = (
 )
 """Stated even where they are the default today: a changed default must not open anything."""
 
+_PATTERN = "|".join(f'*" {name} "*' for name in sorted(CHECKED))
+_WRAPPER = """\
+#!/bin/sh
+case " $* " in
+{checked}) exec {shim} "$@" ;;
+*) exec {real} "$@" ;;
+esac
+"""
+
 
 def runtime_name(runtime: Runtime) -> str:
     """Return the name that Docker knows the shimmed runtime by."""
@@ -46,7 +58,7 @@ def write_wrappers(directory: Path, plans: Path, python: str, runc: str, runsc: 
         words = shlex.join([python, "-IS", shim, runtime, program, str(plans), *flags, "--"])
         path = directory / runtime_name(runtime)
         temporary = path.with_suffix(".new")
-        temporary.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        temporary.write_text(_WRAPPER.format(checked=_PATTERN, shim=words, real=shlex.join([program, *flags])))
         os.chmod(temporary, 0o755)  # noqa: S103 - Docker executes it; only root can write it
         temporary.rename(path)
     return entries(directory, RUNTIMES)

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from runtimes.oci_shim import CHECKED
 from runtimes.shim_install import RUNSC_FLAGS, write_daemon_json, write_wrappers
 
 
@@ -20,6 +23,19 @@ def test_a_wrapper_passes_arguments_as_they_are(tmp_path: Path) -> None:
     words = ["--root", "/a b", "state", "$(id)"]
     done = subprocess.run([entries["sallyport-runc"]["path"], *words], capture_output=True, text=True, check=True)
     assert done.stdout == "--root /a b state $(id)\n"
+
+
+@pytest.mark.parametrize("command", sorted(CHECKED))
+@pytest.mark.parametrize("before", [[], ["--root", "/a b"], ["-unknown"], ["--log", "state"]])
+def test_a_wrapper_never_passes_the_shim_by_with_what_it_checks(
+    tmp_path: Path, command: str, before: list[str]
+) -> None:
+    entries = write_wrappers(tmp_path, tmp_path, "/bin/echo", "/bin/false", "/bin/false")
+    words = [*before, command, "--bundle", "/b", "id"]
+    environment = {"IFS": "c", "PATH": "/nowhere"}
+    for entry in entries.values():
+        done = subprocess.run([entry["path"], *words], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.endswith(" ".join(["--", *words]) + "\n")
 
 
 def test_runsc_has_no_raw_sockets_no_host_sockets_and_no_debugging() -> None:
