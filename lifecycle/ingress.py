@@ -2,6 +2,9 @@
 
 Connections are made for one request each: a sandbox's server may close an idle one at any moment, and a request that
 was lost that way could not be told from one that was carried out.
+
+A connection that was refused is tried again where the caller has patience: execd listens some milliseconds after its
+container has started, and SDKs wait half a second after a 502.
 """
 
 import asyncio
@@ -12,7 +15,13 @@ from typing import Any
 
 import httpcore
 
+from lifecycle.proxy_headers import EXECD_PORT
+from lifecycle.registry import Sandbox, State
+
 CONNECT_SECONDS = 10.0
+START_SECONDS = 3.0
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.2
 _REFUSED = "the sandbox does not listen on this port"
 
 
@@ -70,13 +79,25 @@ class _Stream(httpcore.AsyncNetworkStream):
         return self._sock if info == "socket" else None
 
 
-class IngressBackend(httpcore.AsyncNetworkBackend):
-    """Makes httpcore dial a sandbox; the host it is given is ignored."""
+def patience(sandbox: Sandbox, port: int, now: float) -> float:
+    """Return for how many seconds from `now` a port is waited for: execd's after the start, no other, never long."""
+    if port != EXECD_PORT or sandbox.state is not State.RUNNING:
+        return 0.0
+    return min(START_SECONDS, max(0.0, sandbox.changed_at + START_SECONDS - now))
 
-    def __init__(self, directory: Path, sandbox: str, port: int) -> None:
+
+class IngressBackend(httpcore.AsyncNetworkBackend):
+    """Makes httpcore dial a sandbox; the host it is given is ignored.
+
+    Args:
+        patience: seconds for which a port that nothing listens on is tried again.
+    """
+
+    def __init__(self, directory: Path, sandbox: str, port: int, patience: float = 0.0) -> None:
         self._directory = directory
         self._sandbox = sandbox
         self._port = port
+        self._patience = patience
 
     async def connect_tcp(
         self,
@@ -87,11 +108,24 @@ class IngressBackend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         try:
-            return _Stream(await dial(self._directory, self._sandbox, self._port))
+            return _Stream(await self._dial())
         except TimeoutError as error:
             raise httpcore.ConnectTimeout from error
         except OSError as error:
             raise httpcore.ConnectError from error
+
+    async def _dial(self) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                return await dial(self._directory, self._sandbox, self._port)
+            except ConnectionRefusedError:
+                if loop.time() + pause > deadline:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 1.5)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -25,7 +25,7 @@ from websockets.typing import Origin, Subprotocol
 from lifecycle.auth import API_KEY_HEADER, SECURE_HEADER, KeyRing, Tokens, same
 from lifecycle.egress_api import EgressApi, Request
 from lifecycle.errors import ApiError
-from lifecycle.ingress import IngressBackend, dial
+from lifecycle.ingress import IngressBackend, dial, patience
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.proxy_headers import EGRESS_PORT, RENEW_HEADER, to_client, to_sandbox
 from lifecycle.registry import Sandbox
@@ -172,7 +172,8 @@ class Proxy:
             ),
             content=body.chunks() if body.expected else None,
         )
-        backend = IngressBackend(self.directory, target.sandbox.id, target.port)
+        wait = patience(target.sandbox, target.port, self.orchestrator.clock())
+        backend = IngressBackend(self.directory, target.sandbox.id, target.port, wait)
         started = False
         try:
             async with httpcore.AsyncConnectionPool(

@@ -1,6 +1,7 @@
 """Sandboxes: launched as a transaction, kept behind a live gateway, removed without residue.
 
-- One order, never another: slot, worker (denies everything), its configuration, container, plan, start.
+- One order, never another: slot, worker (denies everything), its configuration, plan, start. The container is created
+  meanwhile; without its plan it cannot start.
 - Each step that fails takes all former ones back. A sandbox whose worker has died stays closed: its packets end in a
   namespace without a way out, until the next generation has the same configuration.
 - Each step is written down before it is taken (`records`), so that after our own death there is enough to adopt a
@@ -30,12 +31,13 @@ from runtimes import containers, netns, slots
 from runtimes.cgroups import Cgroups, Limits, remove_container_groups
 from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
-from runtimes.docker import Docker, DockerError
+from runtimes.docker import Docker, DockerError, Mount
 from runtimes.finish import finished
 from runtimes.guard import Guard
 from runtimes.netplan import PLAN
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
+from runtimes.sidebyside import both
 from runtimes.spec import HostConfig, LaunchSpec
 from runtimes.workers import Identity, Worker, birth
 
@@ -132,32 +134,46 @@ class Sandboxes:
 
     async def _launch(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
         began = time.monotonic()
-        image = await self._docker.image(spec.image)
         sandbox.gateway = spec.gateway
         self._write_down(sandbox)
+        # The gate and the container are made side by side. The container is inert: only the plan lets it start.
+        (slotted, gated), (created, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
+        self._plan(sandbox, spec, mounts)
+        await self._docker.start(sandbox.container or "")
+        sandbox.phase = "running"
+        self._write_down(sandbox)
+        sandbox.running = True
+        sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{spec.sandbox}")
+        ended = time.monotonic()
+        seconds = {
+            "slot": slotted - began,
+            "gateway": gated - slotted,
+            "create": created - began,
+            "start": ended - max(gated, created),
+            "launch": ended - began,
+        }
+        timing = {f"{name}_ms": round(value * 1000, 1) for name, value in seconds.items()}
+        _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
+        return {"started_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "timing": timing}
+
+    async def _gate(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, float]:
+        """Make the slot, and then a worker for it that has confirmed its configuration; return when each was there."""
         await self._take_slot(sandbox)
         slotted = time.monotonic()
         sandbox.ingress = self._listen(spec.sandbox)
         self._write_down(sandbox)
         sandbox.worker = await self._birth(sandbox)
-        gated = time.monotonic()
+        return slotted, time.monotonic()
+
+    async def _create(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, tuple[Mount, ...]]:
+        """Create the container, which cannot start yet; return when it was there, and its mounts."""
+        image = await self._docker.image(spec.image)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec)
-        container = await self._docker.create(plan_container(spec, image.id, files, Path(self._config.execd)))
-        sandbox.container = container
+        plan = plan_container(spec, image.id, files, Path(self._config.execd))
+        sandbox.container = await self._docker.create(plan)
         self._write_down(sandbox)
-        await self._plan(sandbox, spec)
-        await self._docker.start(container)
-        sandbox.phase = "running"
-        self._write_down(sandbox)
-        sandbox.running = True
-        sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{spec.sandbox}")
-        timing = {
-            "slot_ms": round((slotted - began) * 1000, 1),
-            "gateway_ms": round((gated - slotted) * 1000, 1),
-            "container_ms": round((time.monotonic() - gated) * 1000, 1),
-        }
-        _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
-        return {"started_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "timing": timing}
+        mounts = await self._docker.mounts(sandbox.container)
+        return time.monotonic(), mounts
 
     async def _take_slot(self, sandbox: Sandbox) -> None:
         """Make a slot under the next free number; one whose name is taken by a stranger is passed over."""
@@ -205,11 +221,10 @@ class Sandboxes:
             raise
         return worker
 
-    async def _plan(self, sandbox: Sandbox, spec: LaunchSpec) -> None:
+    def _plan(self, sandbox: Sandbox, spec: LaunchSpec, mounts: tuple[Mount, ...]) -> None:
         """Write the launch plan: only now can the container start, and only once."""
         if sandbox.slot is None or sandbox.container is None:
             raise RuntimeError("no slot")
-        mounts = await self._docker.mounts(sandbox.container)
         plan = {
             "container": sandbox.container,
             "sandbox": sandbox.id,

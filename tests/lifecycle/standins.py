@@ -77,6 +77,8 @@ class StandInHostd(StandIn):
         self.specs: dict[str, dict[str, Any]] = {}
         self.listeners: dict[str, asyncio.Server] = {}
         self.backend = 0
+        self.refusals = 0
+        """How many of the next connections find nothing listening."""
         self.ports: list[int] = []
         self._run_dir = run_dir
         self._relays: set[asyncio.Task[None]] = set()
@@ -122,7 +124,8 @@ class StandInHostd(StandIn):
         task.add_done_callback(self._relays.discard)
         port = int.from_bytes(await reader.readexactly(2), "big")
         self.ports.append(port)
-        if port == 9:
+        if port == 9 or self.refusals > 0:
+            self.refusals = max(0, self.refusals - 1)
             writer.write(b"\x01")
             writer.close()
             return

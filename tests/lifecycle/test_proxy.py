@@ -143,6 +143,19 @@ async def test_nothing_listens(server: World, route: str) -> None:
         assert 404 == (await client.get(f"{route}/8000/x")).status_code
 
 
+async def test_execd_is_waited_for_after_a_start_and_nothing_else_is(server: World, route: str) -> None:
+    """The first call after a create does not fail because the sandbox's daemon needs some milliseconds more."""
+    async with server.client() as client:
+        server.hostd.refusals = 3
+        assert 200 == (await client.get(f"{route}/44772/x")).status_code
+        assert 0 == server.hostd.refusals
+        server.hostd.refusals = 1
+        assert 502 == (await client.get(f"{route}/8000/x")).status_code
+        server.offset = 60
+        server.hostd.refusals = 1
+        assert 502 == (await client.get(f"{route}/44772/x")).status_code
+
+
 async def test_connections_are_counted_per_sandbox() -> None:
     """One sandbox at its limit is told so; another one is not."""
     async with world(proxy_connections=1) as described, described.serving() as server, server.client() as client:
