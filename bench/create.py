@@ -1,0 +1,142 @@
+"""From a create call to the first command's result, through the SDK; beside the same with Docker alone.
+
+- The peer is the least that Docker does for the same: a container of the same image and limits under the same runtime
+  without our shim, created and started through Docker's API, until the first output of its command is read.
+- `ours` is the difference of each pair of neighbouring rounds. It is small because our shim also takes a hook of
+  Docker's away; the parts say where the time goes all the same.
+- Every sandbox is new; nothing is prepared for it. It has a policy and a bound secret.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import docker
+
+from bench.figures import Figure, Goal
+from bench.ground import BenchError, Ground, wait_until
+from demo.stack import IMAGE
+from runtimes import seccomp
+from runtimes.shim_install import RUNSC_FLAGS
+
+PLAIN = {"runc": "runc", "runsc": "plain-runsc"}
+WHOLE = {"runc": 400.0, "runsc": 600.0}
+OURS = 80.0
+_LAUNCHED = re.compile(r"launched (\S+) on \S+: (\{.*\})")
+_PARTS = ("slot", "gateway", "create", "start", "launch")
+
+
+def measure(ground: Ground, rounds: int) -> list[Figure]:
+    """Measure both runtimes, ours and the peer in turn."""
+    api = docker.APIClient(base_url=f"unix://{ground.stack.run / 'docker.sock'}", version="auto")
+    try:
+        _add_plain_runsc(ground, api)
+        figures: list[Figure] = []
+        for runtime in PLAIN:
+            figures += _runtime(ground, api, runtime, rounds)
+        return figures
+    finally:
+        api.close()
+
+
+def _runtime(ground: Ground, api: Any, runtime: str, rounds: int) -> list[Figure]:
+    docker_socket = str(ground.stack.run / "docker.sock")
+    _plain(api, docker_socket, PLAIN[runtime])  # the first of each reads files that the later ones find in memory
+    _sallyport(ground, runtime)
+    plain, whole, ready, command, names = [], [], [], [], []
+    for _ in range(rounds):
+        plain.append(_plain(api, docker_socket, PLAIN[runtime]))
+        name, to_ready, to_result = _sallyport(ground, runtime)
+        names.append(name)
+        ready.append(to_ready)
+        command.append(to_result - to_ready)
+        whole.append(to_result)
+    timings = dict(_LAUNCHED.findall(ground.stack.log.read_text()))
+    parts = {part: [json.loads(timings[name])[f"{part}_ms"] for name in names] for part in _PARTS}
+    peer = f"create {runtime}: Docker alone"
+    ours = [one - other for one, other in zip(whole, plain, strict=True)]
+    outside = [one - launch for one, launch in zip(ready, parts["launch"], strict=True)]
+    return [
+        Figure(f"create {runtime}: to the first result", "ms", whole, peer, Goal("median", WHOLE[runtime])),
+        Figure(peer, "ms", plain),
+        Figure(f"create {runtime}: ours", "ms", ours, None, Goal("median", OURS)),
+        Figure(f"create {runtime}: of it slot", "ms", parts["slot"]),
+        Figure(f"create {runtime}: of it gateway", "ms", parts["gateway"]),
+        Figure(f"create {runtime}: meanwhile docker create", "ms", parts["create"]),
+        Figure(f"create {runtime}: of it docker start", "ms", parts["start"]),
+        Figure(f"create {runtime}: of it API, SDK, execd ready", "ms", outside),
+        Figure(f"create {runtime}: of it the command", "ms", command),
+    ]
+
+
+def _sallyport(ground: Ground, runtime: str) -> tuple[str, float, float]:
+    """Return the sandbox's id, and the milliseconds until the SDK called it ready and until a command's result."""
+    began = time.perf_counter()
+    sandbox = ground.create(runtime)
+    ready = time.perf_counter()
+    try:
+        sandbox.commands.run("true")
+        result = time.perf_counter()
+    finally:
+        sandbox.kill()
+        sandbox.close()
+    return str(sandbox.id), 1000 * (ready - began), 1000 * (result - began)
+
+
+def _plain(api: Any, docker_socket: str, runtime: str) -> float:
+    """Return the milliseconds until a container of Docker's has printed something."""
+    began = time.perf_counter()
+    host = api.create_host_config(
+        network_mode="none",
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges:true", f"seccomp={seccomp.profile_json()}"],
+        pids_limit=1024,
+        mem_limit=2 << 30,
+        memswap_limit=2 << 30,
+        nano_cpus=1_000_000_000,
+        log_config={"Type": "json-file", "Config": {}},
+        ipc_mode="private",
+        cgroupns="private",
+        runtime=runtime,
+    )
+    command = ["sh", "-c", "echo ready; exec tail -f /dev/null"]
+    container = api.create_container(image=IMAGE, command=command, host_config=host)["Id"]
+    try:
+        with _attached(docker_socket, container) as output:
+            api.start(container)
+            output.recv(1)
+            return 1000 * (time.perf_counter() - began)
+    finally:
+        api.remove_container(container, force=True)
+
+
+@contextmanager
+def _attached(docker_socket: str, container: str) -> Iterator[socket.socket]:
+    """A connection on which the container's output comes (docker-py does not close its own)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(30)
+        sock.connect(docker_socket)
+        path = f"/containers/{container}/attach?stream=1&stdout=1"
+        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n".encode())
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += sock.recv(1) or b"\r\n\r\n"
+        if b" 101 " not in head.partition(b"\r\n")[0]:
+            raise BenchError("Docker does not attach")
+        yield sock
+
+
+def _add_plain_runsc(ground: Ground, api: Any) -> None:
+    """Make runsc without our shim known to the benchmark's own dockerd."""
+    path = ground.stack.run / "config" / "daemon.json"
+    known = json.loads(path.read_text())
+    known["runtimes"][PLAIN["runsc"]] = {"path": os.environ["SALLYPORT_RUNSC"], "runtimeArgs": list(RUNSC_FLAGS)}
+    path.write_text(json.dumps(known))
+    os.kill(int((ground.stack.run / "docker.pid").read_text()), signal.SIGHUP)
+    wait_until(lambda: PLAIN["runsc"] in api.info()["Runtimes"], "dockerd learns of another runtime")

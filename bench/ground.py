@@ -1,0 +1,129 @@
+"""What all benchmarks stand on: the demo's internet, hosts that answer fast, a server, and the secret in its vault."""
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.internet import Internet, InternetError, ip
+from demo.pki import write_host_certificate
+from demo.stack import Stack
+
+CLIENT = Path(__file__).with_name("load.py")
+_INSIDE = "/tmp/load.py"  # noqa: S108 - inside a sandbox
+POLICY = Path(__file__).with_name("policy.yaml")
+SPLICED, INSPECTED, INJECTED = (f"{name}.bank.example" for name in ("spliced", "inspected", "injected"))
+HOSTS = {SPLICED: "93.184.216.41", INSPECTED: "93.184.216.42", INJECTED: "93.184.216.43"}
+SECRET = "bench-token"  # noqa: S105 - its name
+
+
+class BenchError(Exception):
+    """A benchmark could not be carried out; the message says why."""
+
+
+class BenchStack(Stack):
+    """The demo's server, which also knows the addresses of our hosts."""
+
+    @property
+    def settings(self) -> str:
+        known = ", ".join(f'"{host}" = ["{address}"]' for host, address in HOSTS.items())
+        return super().settings.replace("dns_upstreams =", f"host_addresses = {{ {known} }}\ndns_upstreams =", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """The running parts."""
+
+    internet: Internet
+    stack: Stack
+    token: str
+
+    def notes(self, since: int = 0) -> list[dict[str, Any]]:
+        """What the far end has noted, from its `since`th note on."""
+        text = (self.internet.directory / "far-end.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()[since:]]
+
+    def create(self, runtime: str) -> SandboxSync:
+        """Create a sandbox under the benchmarks' policy, with the unmodified SDK."""
+        return self.stack.create(runtime, policy="bench")
+
+
+@contextmanager
+def ground(directory: Path, prefix: str, port: int) -> Iterator[Ground]:
+    """Set everything up below `directory`; take it down again.
+
+    Raises:
+        InternetError, StackError: it could not be.
+    """
+    token = secrets.token_urlsafe(40)
+    accounts = {"git": "a:b", "index": "a:b", "api": token}
+    with (
+        Internet(prefix, directory / "internet", accounts) as internet,
+        _far_end(internet),
+        BenchStack(internet, directory / "sallyport", policy=POLICY, port=port) as stack,
+    ):
+        stack.sallyport("vault", "put", SECRET, "--host", INJECTED, stdin=token)
+        yield Ground(internet, stack, token)
+
+
+@contextmanager
+def _far_end(internet: Internet) -> Iterator[None]:
+    for host, address in HOSTS.items():
+        write_host_certificate(internet.authority, host, internet.directory)
+        ip("-n", internet.net, "addr", "add", f"{address}/32", "dev", "lo")
+    pairs = [f"{host}={address}" for host, address in HOSTS.items()]
+    program = (sys.executable, "-m", "bench.far_end", str(internet.directory))
+    command = in_namespace(internet, internet.net, *program, *pairs)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            if process.stdout is None or process.stdout.readline().strip() != b"ready":
+                raise InternetError("the far end did not start")
+            yield
+        finally:
+            process.kill()
+
+
+def in_namespace(internet: Internet, namespace: str, *command: str) -> list[str]:
+    """Return `command` as it is run inside one of the internet's namespaces."""
+    return ["nsenter", f"--net={internet.path(namespace)}", *command]
+
+
+def put_client(sandbox: SandboxSync) -> None:
+    """Copy the client into a sandbox."""
+    sandbox.files.write_file(_INSIDE, CLIENT.read_text())
+
+
+def run_client(sandbox: SandboxSync, plan: dict[str, Any]) -> Any:
+    """Run the client inside; return what it saw.
+
+    Raises:
+        BenchError: it failed.
+    """
+    command = f"python3 {_INSIDE} '{json.dumps(plan)}'"
+    execution = sandbox.commands.run(command)
+    printed = "".join(message.text for message in execution.logs.stdout)
+    if execution.exit_code != 0:
+        said = "".join(message.text for message in execution.logs.stderr)
+        raise BenchError(f"{command[:60]}: exit {execution.exit_code}: {said.strip()[-300:]}")
+    return json.loads(printed)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Wait for `condition`.
+
+    Raises:
+        BenchError: it did not come true.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what}: not within {seconds:g} s")
+        time.sleep(0.01)

@@ -1,0 +1,75 @@
+"""`./run bench [NAME...] [--rounds N] [--output FILE]`: measures, prints a table, writes one JSON document."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from bench import create, policy_change, requests
+from bench.figures import Figure, describe, machine, table
+from bench.ground import BenchError, Ground, ground
+from demo.internet import InternetError
+from demo.stack import StackError
+
+BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
+    "create": create.measure,
+    "requests": requests.measure,
+    "policy_change": policy_change.measure,
+}
+ROUNDS = 20
+PREFIX, PORT = "spdemo", 18090
+
+
+class Interrupted(BaseException):
+    """SIGTERM arrived; unwinds every context manager, as Ctrl-C does."""
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def main(arguments: list[str], *, prefix: str = PREFIX, port: int = PORT) -> int:
+    """Run the named benchmarks, or all; return the exit status. A missed goal is no failure."""
+    parser = argparse.ArgumentParser(prog="./run bench", allow_abbrev=False)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}; all if none is named")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"samples of each figure ({ROUNDS})")
+    parser.add_argument("--output", type=Path, help="the JSON document; else a new file below the home directory")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in BENCHES]:
+        parser.error(f"there is no benchmark {unknown[0]!r}")
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    signal.signal(signal.SIGTERM, _interrupt)
+    about = machine()
+    figures: list[Figure] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="sallyport-bench-") as name:
+            Path(name).chmod(0o711)
+            with ground(Path(name), prefix, port) as made:
+                for bench in options.names or BENCHES:
+                    print(f"bench: {bench}, {options.rounds} rounds", file=sys.stderr, flush=True)
+                    figures += BENCHES[bench](made, options.rounds)
+    except (BenchError, InternetError, StackError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Interrupted):
+        return 130
+    described = describe(figures)
+    print(table(described))
+    output = options.output or Path(os.environ["SALLYPORT_HOME"], "bench", time.strftime("%Y%m%d-%H%M%S.json"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    about["load_after"] = list(os.getloadavg())
+    output.write_text(json.dumps({"machine": about, "rounds": options.rounds, "figures": described}, indent=1) + "\n")
+    print(f"\nmachine: {about['cpus']} x {about['cpu']}, kernel {about['kernel']}; load {about['load'][0]:.1f} before")
+    print(f"JSON: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""From a change of policy to the end of the last flow that it forbids.
+
+Twenty flows of one sandbox, half of them spliced and half inspected, are open and idle when a `PUT` of the policy
+takes their hosts away. The end of each is seen on both sides: by the client in the sandbox and by the far end.
+"""
+
+import threading
+import time
+from typing import Any
+
+import httpx
+
+from bench.figures import Figure, Goal
+from bench.ground import INSPECTED, SPLICED, BenchError, Ground, put_client, run_client, wait_until
+
+FLOWS = 20
+LIMIT = 250.0
+_NOTHING: dict[str, Any] = {"defaultAction": "deny", "egress": []}
+_EVERYTHING: dict[str, Any] = {"defaultAction": "allow", "egress": []}
+
+
+def measure(ground: Ground, rounds: int) -> list[Figure]:
+    """Cut all flows `rounds` times."""
+    sandbox = ground.create("runc")  # it shares the host's monotonic clock
+    key = {"OPEN-SANDBOX-API-KEY": ground.stack.api_key}
+    try:
+        put_client(sandbox)
+        with httpx.Client(base_url=ground.stack.base, headers=key, timeout=30) as client:
+            url = f"/v1/sandboxes/{sandbox.id}/networkpolicy"
+            samples = [_cut(ground, sandbox, client, url) for _ in range(rounds)]
+    finally:
+        sandbox.kill()
+        sandbox.close()
+    inside, outside, answered = zip(*samples, strict=True)
+    return [
+        Figure("policy change: last flow ended at the client", "ms", inside, None, Goal("p99", LIMIT)),
+        Figure("policy change: last flow ended at the far end", "ms", outside, None, Goal("p99", LIMIT)),
+        Figure("policy change: call answered", "ms", answered),
+    ]
+
+
+def _cut(ground: Ground, sandbox: Any, client: httpx.Client, url: str) -> tuple[float, float, float]:
+    mark = len(ground.notes())
+    results: list[dict[str, Any]] = []
+    plan = {"hold": [SPLICED, INSPECTED] * (FLOWS // 2)}
+    flows = threading.Thread(target=lambda: results.append(run_client(sandbox, plan)))
+    flows.start()
+    wait_until(lambda: _count(ground, mark, "first") == FLOWS, "all flows are open")
+    began = time.monotonic()
+    client.put(url, json=_NOTHING).raise_for_status()
+    answered = time.monotonic()
+    wait_until(lambda: _count(ground, mark, "closed") == FLOWS, "all flows end at the far end")
+    flows.join()
+    if not results or results[0]["failures"] or len(results[0]["ended"]) != FLOWS:
+        raise BenchError(f"the client's flows: {results}")
+    client.put(url, json=_EVERYTHING).raise_for_status()
+    inside = max(results[0]["ended"])
+    outside = max(note["at"] for note in ground.notes(mark) if note["event"] == "closed")
+    return 1000 * (inside - began), 1000 * (outside - began), 1000 * (answered - began)
+
+
+def _count(ground: Ground, mark: int, event: str) -> int:
+    return sum(note["event"] == event for note in ground.notes(mark))

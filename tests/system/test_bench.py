@@ -1,0 +1,67 @@
+"""The benchmarks run and give whole figures; how large those are is no test's business."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bench.figures import Figure, Goal, describe, quantile, table
+
+INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
+PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
+
+
+_PROGRAM = """
+import sys, bench.main, bench.requests
+bench.requests.SECONDS = 0.3
+sys.exit(bench.main.main(["--rounds", "1"], prefix=sys.argv[1], port=int(sys.argv[2])))
+"""
+
+
+@pytest.mark.system
+def test_every_benchmark_gives_a_table_and_a_document() -> None:
+    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-bench")
+    with tempfile.TemporaryDirectory(prefix="sallyport-bench-home-") as home:
+        Path(home).chmod(0o711)
+        environment = {**os.environ, "SALLYPORT_HOME": home, "SALLYPORT_RUN_DIR": str(run)}
+        command = [sys.executable, "-c", _PROGRAM, f"{INTERNET}-bench", str(PORT + 2)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        subprocess.run(["rm", "-rf", str(run)], check=False)
+        assert 0 == done.returncode, done.stderr[-2000:]
+        (path,) = Path(home, "bench").glob("*.json")
+        document = json.loads(path.read_text())
+    figures = {row["name"]: row for row in document["figures"]}
+    wanted = {f"create {runtime}: {what}" for runtime in ("runc", "runsc") for what in ("to the first result", "ours")}
+    wanted |= {f"requests: {way}" for way in ("spliced", "inspected", "injected", "mitmdump", "no gateway")}
+    wanted |= {"policy change: last flow ended at the client", "policy change: last flow ended at the far end"}
+    assert wanted <= set(figures)
+    assert all(row["n"] == 1 for row in figures.values())
+    assert all(row["min"] > 0 for name, row in figures.items() if not name.endswith("ours"))
+    assert all(figures[row["peer"]] for row in figures.values() if "peer" in row)
+    assert {"cpus", "kernel", "load", "versions"} <= set(document["machine"])
+    assert [] == [name for name in figures if name not in done.stdout]
+    assert str(path) in done.stdout
+
+
+def test_a_figure_is_read_beside_its_peer_and_its_goal() -> None:
+    peer = Figure("peer", "ms", [1, 2, 3])
+    one = Figure("one", "ms", [2, 4, 9], "peer", Goal("median", 4))
+    other = Figure("other", "ms", [2, 4, 9], None, Goal("p99", 4))
+
+    described = describe([one, peer, other])
+
+    assert [2.0, None, None] == [row.get("ratio") for row in described]
+    assert [True, False] == [row["goal"]["met"] for row in described if "goal" in row]
+    lines = table(described).splitlines()
+    assert "2.00 x peer" in lines[1]
+    assert lines[1].endswith("median <= 4: met")
+    assert lines[3].endswith("p99 <= 4: MISSED")
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 10), (0.95, 19), (0.99, 20), (1.0, 20), (0.0, 1)])
+def test_quantiles_are_samples_by_nearest_rank(share: float, expected: int) -> None:
+    assert expected == quantile(list(range(1, 21)), share)
