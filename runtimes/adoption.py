@@ -10,14 +10,18 @@ Anything else - half made, half removed, unknown, not matching - is removed, and
 import asyncio
 import logging
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from runtimes import containers, netns, slots
 from runtimes.cgroups import Cgroups, remove_container_groups
-from runtimes.docker import Docker, State
+from runtimes.docker import Docker, DockerError, State
 from runtimes.records import Record, Records
 from runtimes.spec import Uids
+
+_REMOVE_SECONDS = 10.0
+_PAUSE_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -93,20 +97,41 @@ async def _sweep(
     alive = {record.container for record, _ in kept}
     gone = [container for container in present if container not in alive]
     written = {path.stem for path in (run / "plans").iterdir()} - alive
-    # Traffic first: without its workers a slot leads nowhere, and its processes end with it.
+    # Plans first: what Docker still has under way cannot start any more. Then traffic: without its worker a slot leads
+    # nowhere, and its processes end with it.
+    for path in (run / "plans").iterdir():
+        if path.stem not in alive:
+            path.unlink(missing_ok=True)
     residue = await asyncio.to_thread(cgroups.sweep)
+    residue += await _remove_containers(docker, alive)
     residue += await asyncio.to_thread(slots.sweep, run / "netns", frozenset(slot.index for _, slot in kept))
-    await asyncio.gather(*(docker.remove(container) for container in gone))
     for container in {*gone, *written}:
         residue += await asyncio.to_thread(containers.end_processes, container)
         residue += await asyncio.to_thread(remove_container_groups, container)
-    for path in (run / "plans").iterdir():
+    for path in (run / "plans").iterdir():  # what a start that was under way has claimed meanwhile
         if path.stem not in alive:
-            path.unlink()
+            path.unlink(missing_ok=True)
     for path in (run / "ingress").iterdir():
-        path.unlink()
+        path.unlink(missing_ok=True)
     for path in (run / "sandboxes").iterdir():
         if path.name not in names:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
     records.keep(names)
     return list(residue)
+
+
+async def _remove_containers(docker: Docker, alive: Collection[str | None]) -> tuple[str, ...]:
+    """Remove all of our containers but those `alive`; return what stays.
+
+    A start that the killed hostd had asked for may still be under way in Docker, which refuses a removal meanwhile.
+    """
+    deadline = time.monotonic() + _REMOVE_SECONDS
+    while True:
+        gone = [container for container, _ in await docker.ours() if container not in alive]
+        if not gone:
+            return ()
+        results = await asyncio.gather(*(docker.remove(container) for container in gone), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, DockerError)]
+        if time.monotonic() > deadline:
+            return tuple(f"container {container}" for container in gone)
+        await asyncio.sleep(_PAUSE_SECONDS if refused else 0)

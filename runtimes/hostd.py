@@ -154,8 +154,21 @@ class Host:
         )
         await self._daemons.start_serve()
         if succeeds:
-            await refusal(config)  # the same as at a first start, but now that sandboxes have their gates again
+            await self._check_late(adopted=len(fit))
         _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", len(fit))
+
+    async def _check_late(self, *, adopted: int) -> None:
+        """Ask what a first start asks, now that sandboxes have their gates again.
+
+        What guards those was looked at one by one: a check that fails, on a machine under load perhaps, is no reason to
+        close them. Without any it refuses as a first start does.
+        """
+        try:
+            await refusal(self._config)
+        except Refused as reason:
+            if not adopted:
+                raise
+            _log.error("this host lacks something: %s; run: sallyport doctor", reason)
 
     async def _start_docker(self) -> None:
         config = self._config

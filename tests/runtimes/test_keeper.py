@@ -122,8 +122,8 @@ def test_orphans_are_reaped(keep: Callable[[str], Kept]) -> None:
     """What hostd's children leave behind comes to the keeper, and does not stay as a zombie in a group."""
     kept = keep("os.fork() or (os.fork() and os._exit(0)) or (time.sleep(0.5), os._exit(0)); " + _READY + _STAY)
     kept.lines(1)
-    until(lambda: [] != children(kept.process.pid))
-    until(lambda: not [pid for pid in children(kept.process.pid) if not alive(pid)])
+    until(lambda: 2 == len(children(kept.process.pid)))
+    until(lambda: 1 == len(children(kept.process.pid)))
 
 
 def children(pid: int) -> list[int]:

