@@ -1,7 +1,11 @@
 """Work that must come to its end once it has begun: in the middle it has made what nobody would take back."""
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 async def finished[T](work: Awaitable[T]) -> T:
@@ -18,3 +22,30 @@ async def finished[T](work: Awaitable[T]) -> T:
         if not task.cancelled():
             task.exception()  # the cancellation is what the caller hears of
         raise
+
+
+async def taken(what: str, step: Awaitable[Sequence[str]]) -> list[str]:
+    """Do one step of a removal. One that fails is residue; the steps after it are done all the same."""
+    try:
+        return list(await step)
+    except Exception as error:  # noqa: BLE001 - told as residue: it is tried again
+        return [f"{what}: {type(error).__name__}: {error}"[:200]]
+
+
+class Endings:
+    """Work that goes on when whoever asked for it goes away in the middle."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def whole[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` to its end, and return its result to a caller who is still there."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.info("%s: %s", type(error).__name__, error)

@@ -37,6 +37,8 @@ class Sandbox:
     restarts: int = 0
     running: bool = False
     leaving: bool = False
+    unended: list[Worker] = field(default_factory=list)
+    """Former workers that could not be cleared away when they were replaced."""
 
     def record(self, worker_base: int) -> Record:
         """Return what is written down of it now."""

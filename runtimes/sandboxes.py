@@ -21,7 +21,6 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from runtimes.cgroups import Cgroups, Limits, remove_container_groups
 from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
 from runtimes.docker import Docker, DockerError, Mount
-from runtimes.finish import finished
+from runtimes.finish import Endings, finished, taken
 from runtimes.guard import Guard
 from runtimes.netplan import PLAN
 from runtimes.records import Record, Records
@@ -72,21 +71,9 @@ class Sandboxes:
         self._known: dict[str, Sandbox] = {}
         self._free = deque(range(config.uids.workers))  # used in turn: a number, and its uid, rests before its next use
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
         self.closing = False
-
-    async def _whole[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` to its end, even when whoever asked for it goes away in the middle."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.info("%s: %s", type(error).__name__, error)
 
     async def launch(self, spec: LaunchSpec) -> dict[str, Any]:
         """Launch one sandbox; returns when its container has started.
@@ -100,7 +87,7 @@ class Sandboxes:
             raise wire.RequestError("exists", "there is a sandbox of this id")
         sandbox = Sandbox(spec.sandbox, spec.generation, spec.runtime)
         self._known[spec.sandbox] = sandbox
-        return await self._whole(self._make(sandbox, spec))
+        return await self._endings.whole(self._make(sandbox, spec))
 
     async def _make(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
         async with sandbox.lock:
@@ -257,8 +244,9 @@ class Sandboxes:
     async def _respawn(self, sandbox: Sandbox, attempt: int) -> None:
         old, sandbox.worker = sandbox.worker, None
         if old is not None:
-            if left := await _taken("gateway worker", finished(old.end())):
+            if left := await taken("gateway worker", finished(old.end())):
                 _log.error("the ended worker of %s left: %s", sandbox.id, "; ".join(left))
+                sandbox.unended.append(old)
             _log.warning("worker of %s ended (generation %d)", sandbox.id, sandbox.generation)
         await self._daemons.available()
         await asyncio.sleep(_RESPAWN_BACKOFF[min(attempt, len(_RESPAWN_BACKOFF) - 1)])
@@ -340,7 +328,7 @@ class Sandboxes:
         sandbox.running, sandbox.leaving = False, True
         if sandbox.watch is not None:
             sandbox.watch.cancel()  # a birth that is under way is given up, not waited for
-        return await self._whole(self._leave(sandbox))
+        return await self._endings.whole(self._leave(sandbox))
 
     async def _leave(self, sandbox: Sandbox) -> tuple[str, ...]:
         async with sandbox.lock:
@@ -380,19 +368,21 @@ class Sandboxes:
             await asyncio.gather(sandbox.watch, return_exceptions=True)
             sandbox.watch = None
         residue: list[str] = []
-        if sandbox.worker is not None:
-            left = await _taken("gateway worker", sandbox.worker.end())
-            residue += left
-            sandbox.worker = sandbox.worker if left else None
+        workers = [*sandbox.unended, *([] if sandbox.worker is None else [sandbox.worker])]
+        sandbox.unended, sandbox.worker = [], None
+        for worker in workers:
+            if left := await taken("gateway worker", worker.end()):
+                residue += left
+                sandbox.unended.append(worker)
         if sandbox.ingress is not None:
             sandbox.ingress.close()
             sandbox.ingress = None
-        residue += await _taken("container", self._remove_container(sandbox))
+        residue += await taken("container", self._remove_container(sandbox))
         if sandbox.slot is not None:
-            left = await _taken("slot", asyncio.to_thread(slots.destroy, sandbox.slot))
+            left = await taken("slot", asyncio.to_thread(slots.destroy, sandbox.slot))
             residue += left
             sandbox.slot = sandbox.slot if left else None
-        residue += await _taken("files", asyncio.to_thread(self._remove_files, sandbox))
+        residue += await taken("files", asyncio.to_thread(self._remove_files, sandbox))
         if sandbox.slot_index is not None and not residue:
             self._free.append(sandbox.slot_index)
             sandbox.slot_index = None
@@ -444,11 +434,3 @@ class Sandboxes:
                 "links": list(await asyncio.to_thread(netns.links, slot.sandbox)),
             }
         return described
-
-
-async def _taken(what: str, step: Awaitable[Sequence[str]]) -> list[str]:
-    """Do one step of a removal. One that fails is residue; the steps after it are done all the same."""
-    try:
-        return list(await step)
-    except Exception as error:  # noqa: BLE001 - told as residue: it is tried again
-        return [f"{what}: {type(error).__name__}: {error}"[:200]]
