@@ -7,7 +7,7 @@ from demo.stack import Stack
 
 pytestmark = pytest.mark.system
 
-CREATES = 120
+CREATES = 60
 
 
 def test_many_lives_leave_processes_files_descriptors_and_memory_as_they_were(stack: Stack) -> None:
