@@ -116,9 +116,9 @@ async def wrong(place: Place) -> list[str]:
             found.append(f"{name}: the registry's digest is {row.policy_digest[:8]!r}")
         if hostd.specs[name]["gateway"]["policy"] != compiled.policy.to_json():
             found.append(f"{name}: the gateway has another policy")
-        if set(map(_grant, vaultd.grants[name])) != set(map(_grant, compiled.grants)):
+        if set(map(_grant, vaultd.grants.get(name, []))) != set(map(_grant, compiled.grants)):
             found.append(f"{name}: the vault has other grants")
-        if vaultd.inline[name].keys() != set([] if vault is None else vault.secrets()):
+        if vaultd.inline.get(name, {}).keys() != set([] if vault is None else vault.secrets()):
             found.append(f"{name}: the vault has other values")
     open_chains = {item["sandbox"] for item in place.world.auditd.records if "sandbox" in item} - rows.keys()
     closed = {parameters["sandbox"] for parameters in place.world.auditd.named("close_sandbox")}
