@@ -20,7 +20,6 @@ import httpx
 import pytest
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
-from test_transactions import body, client
 
 from demo.capture import Capture
 from demo.census import Census, command_lines, daemons, take
@@ -28,6 +27,7 @@ from demo.internet import ADDRESSES, API, ATTACKER, Internet
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import Stack
 from demo.traces import Traces, start_time
+from tests.system.test_transactions import body, client
 
 pytestmark = pytest.mark.system
 
