@@ -102,7 +102,17 @@ TEXTS: Mapping[str, int] = {
 INTEGERS = frozenset(
     {
         *("port", "status", "bytes_up", "bytes_down", "count", "duration_ms", "ttl", "lease_seconds", "revision"),
-        *("pid", "slot", "exit_code", "cpu_nanos", "memory_bytes", "requests", "attempt", "target_generation"),
+        *(
+            "pid",
+            "slot",
+            "exit_code",
+            "cpu_nanos",
+            "memory_bytes",
+            "disk_bytes",
+            "requests",
+            "attempt",
+            "target_generation",
+        ),
     }
 )
 BOOLEANS = frozenset({"plaintext", "oom", "truncated", "durable_lost", "websocket"})

@@ -59,6 +59,7 @@ upstream_roots = "{self.internet.roots}"
 dns_upstreams = ["{DNS_ADDRESS}:53"]
 runsc = "{environment["SALLYPORT_RUNSC"]}"
 execd = "{environment["SALLYPORT_EXECD"]}"
+default_disk = "512Mi"
 
 [[sallyport.images]]
 name = "{IMAGE}"

@@ -60,6 +60,7 @@ class Descriptors:
     namespace: int
     guard: int
     ingress: int
+    ledger: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from gateway.dns_wire import (
     parse_header,
     parse_query,
 )
+from gateway.ledger import Ledger
 from policy.compiled import CompiledPolicy
 from policy.decision import Deny, decide_name
 from policy.names import InvalidName, wire_host
@@ -63,12 +64,21 @@ class DnsDecision(StrEnum):
 
 @dataclass(slots=True)
 class DnsLimits:
-    """What was used of the budget. One per worker, changed by `handle` only."""
+    """What was used of the budget. One per worker, changed by `handle` only.
 
+    Of a former worker's names only their number is known: for the rest of their hour it counts against every zone.
+    """
+
+    ledger: Ledger = field(default_factory=Ledger.fresh)
+    former: int = field(init=False)
+    former_since: float = field(init=False)
     tokens: float | None = None
     refilled: float = 0.0
     names: dict[str, tuple[float, set[str]]] = field(default_factory=dict)
     held: int = 0
+
+    def __post_init__(self) -> None:
+        self.former, self.former_since = self.ledger.names, self.ledger.names_since
 
     def take(self, settings: DnsSettings, now: float) -> bool:
         """Take one query from the bucket; False when it is empty."""
@@ -99,8 +109,10 @@ class DnsLimits:
         self.names[zone] = (since, seen)
         if host in seen:
             return True
-        if len(seen) >= settings.unique_names or self.held >= _MAX_NAMES:
+        former = self.former if now - self.former_since < _WINDOW_SECONDS else 0
+        if len(seen) + former >= settings.unique_names or self.held >= _MAX_NAMES:
             return False
+        self.ledger.name(now, _WINDOW_SECONDS)
         seen.add(host)
         self.held += 1
         return True

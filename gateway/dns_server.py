@@ -33,6 +33,7 @@ from gateway.dns_logic import (
     unavailable,
 )
 from gateway.dns_wire import QType
+from gateway.ledger import Ledger
 from gateway.resolver import MAX_TTL, Resolver
 from gateway.upstream import permitted
 from policy.decision import Deny
@@ -62,12 +63,13 @@ class DnsServer:
         audit: AuditClient,
         config: Callable[[], GatewayConfig | None],
         clock: Callable[[], float],
+        ledger: Ledger,
     ) -> None:
         self._resolver = resolver
         self._audit = audit
         self._config = config
         self._clock = clock
-        self._limits = DnsLimits()
+        self._limits = DnsLimits(ledger)
         self._in_flight: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[None]] = set()
 

@@ -15,6 +15,7 @@ from gateway.config import GatewayConfig
 from gateway.engine import Allowance, Decider, Dialler, Engine, EngineLimits, Leaf, Recorder, Secrets
 from gateway.full.engine import FullEngine
 from gateway.full.identity import LeafMint
+from gateway.ledger import Ledger
 from vault.client import VaultClient, VaultError
 
 _READY_SECONDS = 5.0
@@ -47,7 +48,9 @@ class Inspection:
         recorder: Recorder,
         dialler: Dialler,
         vault: Callable[[], VaultClient],
+        ledger: Ledger,
     ) -> None:
+        self._ledger = ledger
         self._decider = decider
         self._allowance = allowance
         self._secrets = secrets
@@ -93,6 +96,7 @@ class Inspection:
             recorder=self._recorder,
             dialler=self._dialler,
             identity=self._identity,
+            ledger=self._ledger,
             upstream_roots=roots,
             limits=limits,
         )

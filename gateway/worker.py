@@ -34,6 +34,7 @@ from gateway.flows import FlowRegistry
 from gateway.ingress import Ingress
 from gateway.inside import InsideSockets, Listeners
 from gateway.inspection import Inspection
+from gateway.ledger import Ledger
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.resolver import Resolver
 from gateway.upstream import Dialler
@@ -80,9 +81,10 @@ class Worker:
         self._control = wire.Client(socket.socket(fileno=fds.control), self._handle)
         self._resolver = Resolver((), time.monotonic, lambda: self._guard.alive)
         dialler = Dialler(self._resolver, self._active, lambda: self._guard.alive, time.monotonic)
-        self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic)
+        ledger = Ledger.from_fd(fds.ledger)
+        self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic, ledger)
         self._secrets = LeasedSecrets(lambda: self._vault)
-        budget = Budget(self._limits, time.monotonic, self._spent)
+        budget = Budget(ledger, self._limits, time.monotonic, self._spent)
         recorder = AuditRecorder(self._audit, self._active)
         self._inspection = Inspection(
             PolicyDecider(self._active),
@@ -91,6 +93,7 @@ class Worker:
             recorder,
             StreamDialler(dialler, budget, recorder),
             lambda: self._vault,
+            ledger,
         )
         self._acceptor = Acceptor(self._audit, dialler, self._registry, self._active, self._inspection.ready, budget)
         self._ingress = Ingress(socket.socket(fileno=fds.ingress), inside, self._audit, self._active)

@@ -56,6 +56,8 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
     maximum_cpu = settings.get("sallyport.max_cpu", (os.cpu_count() or 1) * 1_000_000_000)
     maximum_memory = settings.get("sallyport.max_memory", _physical_memory())
     maximum_pids = settings.get("docker.pids_limit", 4096)
+    limited = disk_limits(settings)
+    maximum_disk = settings.get("sallyport.max_disk", 16 << 30) if limited else None
     return ServeConfig(
         host=settings.host,
         port=settings.port,
@@ -73,8 +75,9 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
                 min(settings.get("sallyport.default_cpu", 1_000_000_000), maximum_cpu),
                 min(settings.get("sallyport.default_memory", 2 << 30), maximum_memory),
                 min(settings.get("sallyport.default_pids", 1024), maximum_pids),
+                min(settings.get("sallyport.default_disk", 2 << 30), maximum_disk) if maximum_disk else None,
             ),
-            maxima=Resources(maximum_cpu, maximum_memory, maximum_pids),
+            maxima=Resources(maximum_cpu, maximum_memory, maximum_pids, maximum_disk),
             max_timeout=settings.get("server.max_sandbox_timeout_seconds"),
             env=settings.get("docker.sandbox_env", {}),
         ),
@@ -103,6 +106,11 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         log_level=settings.get("log.level", "INFO"),
         uid=uids(settings)["serve"],
     )
+
+
+def disk_limits(settings: Settings) -> bool:
+    """Whether each sandbox has a disk of its own and no other; only an explicit word of the operator's lifts it."""
+    return bool(settings.get("sallyport.disk_limits", True))
 
 
 def external_base(settings: Settings) -> str:
@@ -168,6 +176,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "dns_upstreams": list(settings.dns_upstreams),
         "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
         "runtimes": list(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
+        "disk_limits": disk_limits(settings),
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}
             for name, module in modules.items()

@@ -21,15 +21,18 @@ _CPU = re.compile(r"[0-9]{1,19}(\.[0-9]{1,19})?|\.[0-9]{1,19}", re.ASCII)
 _MILLIS = re.compile(r"([0-9]{1,18})m", re.ASCII)
 _NANO = 1_000_000_000
 MEMORY_FLOOR = 16 * 1024 * 1024
+DISK_FLOOR = 64 * 1024 * 1024
+_DISK_KEYS = ("disk", "ephemeral-storage")
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one sandbox may use."""
+    """What one sandbox may use; `disk_bytes` None is no limit."""
 
     cpu_nanos: int
     memory_bytes: int
     pids: int
+    disk_bytes: int | None
 
 
 def memory(text: str) -> int:
@@ -86,7 +89,23 @@ def resolve(limits: Mapping[str, str], defaults: Resources, maxima: Resources) -
         raise invalid(f"resourceLimits.memory: over this server's maximum of {maxima.memory_bytes} bytes.")
     if pids > maxima.pids:
         raise invalid(f"resourceLimits.pids: over this server's maximum of {maxima.pids}.")
-    return Resources(cpu_nanos, memory_bytes, pids)
+    return Resources(cpu_nanos, memory_bytes, pids, _disk(limits, defaults.disk_bytes, maxima.disk_bytes))
+
+
+def _disk(limits: Mapping[str, str], default: int | None, maximum: int | None) -> int | None:
+    """The size of the sandbox's disk: the smaller one where both of its names are given."""
+    named = [key for key in _DISK_KEYS if key in limits]
+    sizes = [size for key in named if (size := _parse(limits, key, memory)) is not None]
+    if maximum is None:
+        if named:
+            raise invalid(f"resourceLimits.{named[0]}: this server does not limit disks.")
+        return None
+    wanted = min(sizes) if sizes else default
+    if wanted is None or wanted > maximum:
+        raise invalid(f"resourceLimits.disk: over this server's maximum of {maximum} bytes.")
+    if wanted < DISK_FLOOR:
+        raise invalid(f"resourceLimits.disk: at least {DISK_FLOOR // 1024**2}Mi.")
+    return wanted
 
 
 def _positive(text: str) -> int:

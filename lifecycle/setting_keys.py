@@ -107,6 +107,13 @@ def _memory(value: Any) -> int:
     return quantities.memory(str(_text(value)))
 
 
+def _disk(value: Any) -> int:
+    size = quantities.memory(str(_text(value)))
+    if size < quantities.DISK_FLOOR:
+        raise ValueError("must be at least 64Mi")
+    return size
+
+
 def _docker_runtime(value: Any) -> str:
     if value == "":
         return "runc"
@@ -156,6 +163,9 @@ KEYS: dict[str, Check] = {
     "sallyport.default_pids": _number(1, 4 * 1024 * 1024),
     "sallyport.max_cpu": _cpu,
     "sallyport.max_memory": _memory,
+    "sallyport.disk_limits": _flag,
+    "sallyport.default_disk": _disk,
+    "sallyport.max_disk": _disk,
     "sallyport.max_sandboxes": _number(1, 4096),
     "sallyport.max_pending": _number(1, 4096),
     "sallyport.launch_concurrency": _number(1, 256),

@@ -216,6 +216,7 @@ class Creations:
             policy=compiled.digest,
             cpu_nanos=plan.resources.cpu_nanos,
             memory_bytes=plan.resources.memory_bytes,
+            disk_bytes=plan.resources.disk_bytes,
         )
         root_pem = await self._orchestrator.vaultd.open_sandbox(row.id, row.lineage, compiled.grants)
         await self._orchestrator.hostd.launch(
@@ -228,6 +229,7 @@ class Creations:
             cpu_nanos=plan.resources.cpu_nanos,
             memory_bytes=plan.resources.memory_bytes,
             pids=plan.resources.pids,
+            disk_bytes=plan.resources.disk_bytes,
             ca_bundle=self._orchestrator.gateway.upstream_roots.rstrip("\n") + "\n" + root_pem,
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
             gateway=self._orchestrator.gateway.configuration(row.id, 1, compiled),
@@ -282,7 +284,7 @@ def _failure(error: Exception) -> ApiError:
             return unavailable("DOCKER::INITIALIZATION_ERROR", f"The host cannot start sandboxes now: {error.message}.")
         case wire.RemoteError(code="unknown_secret" | "not_bound"):
             return invalid(f"The policy needs a secret this server cannot grant: {error.message}.")
-        case wire.RemoteError(code="full"):
+        case wire.RemoteError(code="full" | "disk"):
             return busy(f"No room for another sandbox: {error.message}.")
         case wire.RemoteError():
             return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"{error.code}: {error.message}")

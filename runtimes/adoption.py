@@ -12,11 +12,14 @@ import logging
 import shutil
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from runtimes import containers, netns, slots
 from runtimes.cgroups import Cgroups, remove_container_groups
+from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, State
+from runtimes.ledgers import Ledgers
 from runtimes.records import Record, Records
 from runtimes.spec import Uids
 
@@ -26,13 +29,21 @@ _PAUSE_SECONDS = 0.2
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Leavings:
+    """What a predecessor leaves beside Docker's things and the run directory."""
+
+    cgroups: Cgroups
+    disks: Disks
+    ledgers: Ledgers
+    records: Records
+
+
 class Unfit(Exception):
     """The sandbox is not what was written down; the text says in what."""
 
 
-async def adopt_or_remove(
-    run: Path, uids: Uids, docker: Docker, cgroups: Cgroups, records: Records
-) -> list[tuple[Record, slots.Slot]]:
+async def adopt_or_remove(run: Path, uids: Uids, docker: Docker, leavings: Leavings) -> list[tuple[Record, slots.Slot]]:
     """Return the sandboxes to adopt, with their slots; of all others nothing is left, or it is reported.
 
     Raises:
@@ -41,7 +52,7 @@ async def adopt_or_remove(
     present = dict(await docker.ours())
     fit: list[tuple[Record, slots.Slot]] = []
     taken: set[int] = set()
-    for record in records.read_all():
+    for record in leavings.records.read_all():
         try:
             if present.get(record.container or "") != record.sandbox:
                 raise Unfit("its container is not there")
@@ -53,7 +64,7 @@ async def adopt_or_remove(
             continue
         taken.add(slot.index)
         fit.append((record, slot))
-    residue = await _sweep(run, docker, cgroups, records, fit, tuple(present))
+    residue = await _sweep(run, docker, leavings, fit, tuple(present))
     if residue:
         _log.warning("left by a predecessor: %s", "; ".join(residue))
     return fit
@@ -87,8 +98,7 @@ def examine(record: Record, state: State | None, run: Path, uids: Uids) -> slots
 async def _sweep(
     run: Path,
     docker: Docker,
-    cgroups: Cgroups,
-    records: Records,
+    leavings: Leavings,
     kept: Sequence[tuple[Record, slots.Slot]],
     present: Sequence[str],
 ) -> list[str]:
@@ -102,12 +112,14 @@ async def _sweep(
     for path in (run / "plans").iterdir():
         if path.stem not in alive:
             path.unlink(missing_ok=True)
-    residue = await asyncio.to_thread(cgroups.sweep)
+    residue = await asyncio.to_thread(leavings.cgroups.sweep)
     residue += await _remove_containers(docker, alive)
     residue += await asyncio.to_thread(slots.sweep, run / "netns", frozenset(slot.index for _, slot in kept))
     for container in {*gone, *written}:
         residue += await asyncio.to_thread(containers.end_processes, container)
         residue += await asyncio.to_thread(remove_container_groups, container)
+    residue += await asyncio.to_thread(leavings.disks.sweep, names)
+    residue += leavings.ledgers.sweep(names)
     for path in (run / "plans").iterdir():  # what a start that was under way has claimed meanwhile
         if path.stem not in alive:
             path.unlink(missing_ok=True)
@@ -116,7 +128,7 @@ async def _sweep(
     for path in (run / "sandboxes").iterdir():
         if path.name not in names:
             shutil.rmtree(path, ignore_errors=True)
-    records.keep(names)
+    leavings.records.keep(names)
     return list(residue)
 
 

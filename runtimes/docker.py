@@ -224,6 +224,24 @@ class Docker:
             for item in found.get("Mounts") or ()
         )
 
+    async def storage(self) -> str:
+        """Return the name of the daemon's storage driver."""
+        information = await self._run(self._api.info)
+        return str(information.get("Driver"))
+
+    async def layer(self, container: str) -> Path:
+        """Return the directory that holds the container's own part of its root file system.
+
+        Raises:
+            DockerError: the storage driver is not overlay2.
+        """
+        found = await self._run(lambda: self._api.inspect_container(container))
+        driver = found.get("GraphDriver") or {}
+        upper, work = ((driver.get("Data") or {}).get(name) for name in ("UpperDir", "WorkDir"))
+        if driver.get("Name") != "overlay2" or not upper or not work or Path(upper).parent != Path(work).parent:
+            raise DockerError("the storage driver is not overlay2: what a sandbox writes cannot be bounded")
+        return Path(upper).parent
+
     async def start(self, container: str) -> None:
         """Start a created container."""
         await self._run(lambda: self._api.start(container))

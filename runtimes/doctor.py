@@ -31,6 +31,11 @@ _SECCOMP = "use a kernel with CONFIG_SECCOMP_FILTER"
 _RUNC = "install the Debian package runc (1.1 or newer), or leave runc out of sallyport.allowed_runtimes"
 _RUNSC = "build a current one as `./run` does and set sallyport.runsc, or leave runsc out of sallyport.allowed_runtimes"
 _EXECD = "build it with CGO_ENABLED=0 as `./run` does, and set sallyport.execd"
+_DISK = (
+    "load the kernel modules loop and ext4, install the Debian package e2fsprogs, have room in sallyport.state_dir; "
+    "or set sallyport.disk_limits = false, and any sandbox can fill the host's disk"
+)
+_STORAGE = "give Docker the storage driver overlay2, or set sallyport.disk_limits = false"
 _IMAGES = "build the tars as `./run` does, and name them in sallyport.images"
 _ROOTS = "install the Debian package ca-certificates, or set sallyport.upstream_roots to a PEM file that all may read"
 _DNS = 'set sallyport.dns_upstreams to the addresses of resolvers, such as ["192.0.2.53:53"], not on loopback'
@@ -94,6 +99,7 @@ def questions(config: HostConfig) -> tuple[Question, ...]:
     return (
         *asked,
         Question("execd", _EXECD, lambda: probes.execd(config.execd)),
+        *([Question("disk", _DISK, lambda: probes.disk(config), vital=True)] if config.disk_limits else []),
         Question("images", _IMAGES, lambda: probes.images(config), vital=True),
         Question("roots", _ROOTS, lambda: probes.roots(config.upstream_roots)),
         Question("dns", _DNS, lambda: probes.resolvers(config)),
@@ -127,10 +133,12 @@ async def runtimes_known(config: HostConfig, docker: Docker) -> Check:
     wanted = shim_install.entries(Path(config.run_dir) / "runtimes", config.runtimes)
     try:
         version = (await docker.version())["Version"]
-        known = await docker.runtimes()
+        known, storage = await docker.runtimes(), await docker.storage()
     except DockerError as error:
         return Check("runtimes", False, str(error), _DOCKER)
     missing = {name: entry for name, entry in wanted.items() if name not in known}
+    if config.disk_limits and storage != "overlay2":
+        return Check("runtimes", False, f"Docker {version} has the storage driver {storage[:40]}", _STORAGE)
     if not missing:
         return Check("runtimes", True, f"Docker {version} knows {', '.join(sorted(wanted))}")
     detail = f"Docker {version} does not know {', '.join(sorted(missing))}"

@@ -25,14 +25,16 @@ from pydantic import ValidationError
 
 import wire
 from runtimes import predecessor, shim_install
-from runtimes.adoption import adopt_or_remove
+from runtimes.adoption import Leavings, adopt_or_remove
 from runtimes.cgroups import Cgroups
 from runtimes.daemons import ADOPTABLE, SOCKET_GROUP, Daemons
+from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, UnknownImage
 from runtimes.dockerd import Dockerd, DockerdError
 from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
 from runtimes.guard import Guard, GuardError
 from runtimes.keeper import READY_FD
+from runtimes.ledgers import Ledgers
 from runtimes.nft import GuardPlan
 from runtimes.records import Records
 from runtimes.sandboxes import Sandboxes
@@ -141,7 +143,9 @@ class Host:
             self._start_docker(),
         )
         docker = self._connected()
-        fit = await adopt_or_remove(self._run, uids, docker, self._cgroups, self._records)
+        own = Path(config.state_dir) / "hostd"
+        leavings = Leavings(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
+        fit = await adopt_or_remove(self._run, uids, docker, leavings)
         self._sandboxes = Sandboxes(config, docker, self._daemons, self._guard, self._cgroups, self._records)
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)

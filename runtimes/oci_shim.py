@@ -9,6 +9,8 @@ standard library only: it runs as root on each container start. The wrapper call
   found there must be the plan's.
 - The bundle must already be as hard as hostd asked for: what Docker, its configuration or another client changed
   (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not repaired.
+- With a limit on what the sandbox may write, its root file system must not be larger, and the volumes of its image
+  (directories elsewhere, without a limit) are not mounted: what they hold is in the root file system, too.
 - Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
 - `run` and `restore` would start without a plan and are refused; an `exec` with more than the container's capabilities
@@ -80,6 +82,7 @@ _CLONE_NAMESPACES = 0x7E020000
 _INERT = ("nosuid", "nodev")
 _SYSCTL = {"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "1 0"}
 _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
+_OVERLAY = "--overlay2=root:self"
 _MAX_FILE = 4 * 1024 * 1024
 
 
@@ -240,6 +243,8 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
         check_seccomp(linux.get("seccomp"))
     check_devices(linux)
     check_mounts(config.get("mounts") or [], plan["binds"])
+    if plan["room"] is not None:
+        bound_writes(config, plan)
     if not linux.get("maskedPaths") or not linux.get("readonlyPaths"):
         raise Refused("masked and read-only paths are missing")
     if linux.get("rootfsPropagation") in ("shared", "rshared", "slave", "rslave"):
@@ -264,6 +269,15 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
     config["hooks"] = remaining_hooks(config.get("hooks") or {})
 
 
+def bound_writes(config: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Refuse a root file system that is larger than planned; leave out writable mounts of other ones."""
+    found = os.statvfs(config["root"]["path"])
+    if found.f_bavail * found.f_frsize > plan["room"]:
+        raise Refused("what the container writes is not bounded")
+    volumes = {destination for destination, (_, read_only) in plan["binds"].items() if not read_only}
+    config["mounts"] = [mount for mount in config.get("mounts") or () if mount.get("destination") not in volumes]
+
+
 def remaining_hooks(hooks: dict[str, Any]) -> dict[str, Any]:
     """Return the hooks without Docker's network hook; refuse any other."""
     for stage, entries in hooks.items():
@@ -274,8 +288,8 @@ def remaining_hooks(hooks: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def prepare(kind: str, plans: str, rest: list[str]) -> None:
-    """Do what `create` needs before the real runtime runs."""
+def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
+    """Do what `create` needs before the real runtime runs; return how much the sandbox may write."""
     container, bundle = create_target(rest)
     plan = claim(plans, container)
     if plan.get("container") != container or plan.get("runtime") != kind:
@@ -287,6 +301,15 @@ def prepare(kind: str, plans: str, rest: list[str]) -> None:
     with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         json.dump(config, file)
     os.rename(temporary, path)
+    room: int | None = plan["room"]
+    return room
+
+
+def sized(flags: list[str], room: int | None) -> list[str]:
+    """Have runsc say "no space left" itself, and show the sandbox its true size, before the disk is full."""
+    if room is None:
+        return flags
+    return [f"{flag},size={room // 64 * 63}" if flag == _OVERLAY else flag for flag in flags]
 
 
 def check_exec(rest: list[str]) -> None:
@@ -318,7 +341,7 @@ def main(words: list[str]) -> int:
     try:
         _, command, rest, log = split_arguments(arguments)
         if command == "create":
-            prepare(kind, plans, rest)
+            flags = sized(flags, prepare(kind, plans, rest))
         elif command == "exec":
             check_exec(rest)
         elif command in _REFUSED:

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from runtimes import disk as disks
 from runtimes import netns, nft, slots
 from runtimes.cgroups import find
 from runtimes.netplan import PLAN
@@ -112,6 +113,17 @@ def slot() -> str:
         if residue := slots.destroy(made):
             raise ProbeError("; ".join(residue))
     return "a veth pair, nat and netdev ingress rules can be made and unmade"
+
+
+def disk(config: HostConfig) -> str:
+    """A file system of a sandbox's own, behind a loop device, where they will be."""
+    place = Path(config.state_dir)
+    there = next(path for path in (place, *place.parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=there) as directory:
+        try:
+            return disks.probe(Path(directory))
+        except disks.DiskError as error:
+            raise ProbeError(str(error)) from None
 
 
 def guard(config: HostConfig) -> str:

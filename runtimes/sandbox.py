@@ -11,6 +11,7 @@ from typing import Any
 
 import wire
 from runtimes import netns, slots
+from runtimes.disk import DiskError
 from runtimes.docker import Docker, DockerError, UnknownImage
 from runtimes.records import Phase, Record
 from runtimes.spec import Runtime
@@ -90,6 +91,7 @@ async def describe(sandbox: Sandbox, docker: Docker) -> dict[str, Any]:
 _CODES: tuple[tuple[type[BaseException], str, Callable[[BaseException], str]], ...] = (
     (UnknownImage, "unknown_image", lambda error: "there is no such image on this host"),
     (DockerError, "docker", str),
+    (DiskError, "disk", str),
     (netns.NftError, "network", str),
     (wire.RemoteError, "gateway", str),
     (TimeoutError, "timeout", lambda error: "a step took too long"),

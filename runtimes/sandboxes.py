@@ -30,9 +30,11 @@ from runtimes import containers, netns, slots
 from runtimes.cgroups import Cgroups, Limits, remove_container_groups
 from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
+from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, Mount
 from runtimes.finish import Endings, finished, taken
 from runtimes.guard import Guard
+from runtimes.ledgers import Ledgers
 from runtimes.netplan import PLAN
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
@@ -68,6 +70,8 @@ class Sandboxes:
         self._cgroups = cgroups
         self._records = records
         self._limits = Limits()
+        self._disks = Disks(Path(config.state_dir) / "hostd" / "disks")
+        self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
         self._known: dict[str, Sandbox] = {}
         self._free = deque(range(config.uids.workers))  # used in turn: a number, and its uid, rests before its next use
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
@@ -124,8 +128,8 @@ class Sandboxes:
         sandbox.gateway = spec.gateway
         self._write_down(sandbox)
         # The gate and the container are made side by side. The container is inert: only the plan lets it start.
-        (slotted, gated), (created, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
-        self._plan(sandbox, spec, mounts)
+        (slotted, gated), (created, room, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
+        self._plan(sandbox, spec, room, mounts)
         await self._docker.start(sandbox.container or "")
         sandbox.phase = "running"
         self._write_down(sandbox)
@@ -149,18 +153,20 @@ class Sandboxes:
         slotted = time.monotonic()
         sandbox.ingress = self._listen(spec.sandbox)
         self._write_down(sandbox)
+        self._ledgers.create(spec.sandbox)
         sandbox.worker = await self._birth(sandbox)
         return slotted, time.monotonic()
 
-    async def _create(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, tuple[Mount, ...]]:
-        """Create the container, which cannot start yet; return when it was there, and its mounts."""
+    async def _create(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, int | None, tuple[Mount, ...]]:
+        """Create the container, which cannot start yet; return when it was there, its room on disk, and its mounts."""
         image = await self._docker.image(spec.image)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec)
         plan = plan_container(spec, image.id, files, Path(self._config.execd))
         sandbox.container = await self._docker.create(plan)
         self._write_down(sandbox)
+        room = await self._bound(spec.sandbox, sandbox.container, spec)
         mounts = await self._docker.mounts(sandbox.container)
-        return time.monotonic(), mounts
+        return time.monotonic(), room, mounts
 
     async def _take_slot(self, sandbox: Sandbox) -> None:
         """Make a slot under the next free number; one whose name is taken by a stranger is passed over."""
@@ -200,7 +206,13 @@ class Sandboxes:
             uid=self._config.uids.worker_base + sandbox.slot_index,
             gateway_netns=sandbox.slot.gateway,
         )
-        worker = await birth(identity, sandbox.ingress, self._daemons, self._guard, self._cgroups, self._limits)
+        ledger = self._ledgers.open(sandbox.id)
+        try:
+            worker = await birth(
+                identity, sandbox.ingress, ledger, self._daemons, self._guard, self._cgroups, self._limits
+            )
+        finally:
+            os.close(ledger)
         try:
             sandbox.policy = await worker.configure(sandbox.gateway)
         except BaseException:
@@ -208,7 +220,16 @@ class Sandboxes:
             raise
         return worker
 
-    def _plan(self, sandbox: Sandbox, spec: LaunchSpec, mounts: tuple[Mount, ...]) -> None:
+    async def _bound(self, name: str, container: str, spec: LaunchSpec) -> int | None:
+        """Put a disk of its own under the container's root file system; return what fits on it, None if unlimited."""
+        if spec.disk_bytes is None:
+            if self._config.disk_limits:
+                raise wire.RequestError("invalid", "disk_bytes: this host gives no sandbox an unlimited disk")
+            return None
+        layer = await self._docker.layer(container)
+        return await asyncio.to_thread(self._disks.attach, name, layer, spec.disk_bytes)
+
+    def _plan(self, sandbox: Sandbox, spec: LaunchSpec, room: int | None, mounts: tuple[Mount, ...]) -> None:
         """Write the launch plan: only now can the container start, and only once."""
         if sandbox.slot is None or sandbox.container is None:
             raise RuntimeError("no slot")
@@ -219,6 +240,7 @@ class Sandboxes:
             "netns": str(sandbox.slot.sandbox),
             "netns_inode": sandbox.slot.sandbox_inode,
             "binds": {mount.destination: [mount.source, mount.read_only] for mount in mounts},
+            "room": room,
         }
         path = self._run / "plans" / f"{sandbox.container}.json"
         temporary = path.with_suffix(".new")
@@ -410,13 +432,14 @@ class Sandboxes:
                 (self._run / "plans" / f"{container}{suffix}").unlink(missing_ok=True)
             left += await asyncio.to_thread(containers.end_processes, container)
             left += await asyncio.to_thread(remove_container_groups, container)
+        left += await asyncio.to_thread(self._disks.detach, sandbox.id)
         return left
 
     def _remove_files(self, sandbox: Sandbox) -> list[str]:
         paths = [self._run / "ingress" / f"{sandbox.id}.sock", self._run / "sandboxes" / sandbox.id]
         paths[0].unlink(missing_ok=True)
         shutil.rmtree(paths[1], ignore_errors=True)
-        return [f"file {path}" for path in paths if os.path.lexists(path)]
+        return [*(f"file {path}" for path in paths if os.path.lexists(path)), *self._ledgers.remove(sandbox.id)]
 
     async def list(self) -> list[dict[str, Any]]:
         """Return the state of every sandbox."""

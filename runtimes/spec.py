@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from runtimes.disk import SMALLEST
+
 SANDBOX_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
 _MAX_TEXT = 128 * 1024
@@ -27,7 +29,7 @@ class _Strict(BaseModel):
 
 
 class LaunchSpec(_Strict):
-    """One sandbox to launch. `gateway` is the worker's configuration, passed on as it is."""
+    """One sandbox to launch. `gateway` is the worker's configuration, passed on as it is; no `disk_bytes`: no limit."""
 
     sandbox: SandboxId
     generation: int = Field(ge=1)
@@ -38,6 +40,7 @@ class LaunchSpec(_Strict):
     cpu_nanos: int = Field(ge=1_000_000, le=1024 * 10**9)
     memory_bytes: int = Field(ge=6 * 1024 * 1024, le=2**44)
     pids: int = Field(ge=1, le=4 * 1024 * 1024)
+    disk_bytes: int | None = Field(ge=SMALLEST, le=2**50)
     ca_bundle: str = Field(min_length=1, max_length=2 * 1024 * 1024)
     execd_token_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     gateway: dict[str, Any]
@@ -110,7 +113,7 @@ class ProcessConfig(_Strict):
 
 
 class HostConfig(_Strict):
-    """What `python -m runtimes.hostd` reads."""
+    """What `python -m runtimes.hostd` reads. With `disk_limits` a launch without a limit is refused."""
 
     run_dir: str
     state_dir: str
@@ -128,6 +131,7 @@ class HostConfig(_Strict):
     allowed_addresses: list[str]
     processes: list[ProcessConfig]
     runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)
+    disk_limits: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> "HostConfig":

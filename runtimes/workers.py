@@ -128,9 +128,15 @@ async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Id
 
 
 async def birth(
-    identity: Identity, ingress: socket.socket, daemons: Daemons, guard: Guard, cgroups: Cgroups, limits: Limits
+    identity: Identity,
+    ingress: socket.socket,
+    ledger: int,
+    daemons: Daemons,
+    guard: Guard,
+    cgroups: Cgroups,
+    limits: Limits,
 ) -> Worker:
-    """Make a worker that refuses everything until it is configured.
+    """Make a worker that refuses everything until it is configured; `ledger` stays the caller's.
 
     Raises:
         ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
@@ -156,6 +162,7 @@ async def birth(
                     netns_fd,
                     guard.pidfd,
                     ingress.fileno(),
+                    ledger,
                 ],
                 timeout=_BIRTH_SECONDS,
                 **who,

@@ -15,7 +15,8 @@ from gateway.engine import Allowance, Decider, Dialler, EngineLimits, Identity, 
 from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, describe
 from gateway.full.contexts import ClientContexts, UpstreamContext, choose_alpn
-from gateway.full.gate import Gate, Reflections
+from gateway.full.gate import Gate
+from gateway.ledger import Ledger
 from policy.facts import Scheme
 
 _NO_APPLICATION_PROTOCOL = b"\x15\x03\x03\x00\x02\x02\x78"
@@ -35,12 +36,14 @@ class FullEngine:
         recorder: Recorder,
         dialler: Dialler,
         identity: Identity,
+        ledger: Ledger,
         upstream_roots: str,
         limits: EngineLimits | None = None,
     ) -> None:
         """Wire an engine.
 
         Args:
+            ledger: what the sandbox has used up.
             upstream_roots: PEM text of all certificates that servers are verified against.
 
         Raises:
@@ -56,7 +59,7 @@ class FullEngine:
         self._clients = ClientContexts()
         self._upstream = UpstreamContext(upstream_roots)
         self._live: set[FlowConnection] = set()
-        self._reflections = Reflections()
+        self._ledger = ledger
 
     @property
     def flows(self) -> int:
@@ -88,9 +91,7 @@ class FullEngine:
             with contextlib.suppress(OSError):
                 flow.writer.close()
             return
-        gate = Gate(
-            flow, self._decider, self._allowance, self._secrets, self._recorder, self._limits, self._reflections
-        )
+        gate = Gate(flow, self._decider, self._allowance, self._secrets, self._recorder, self._limits, self._ledger)
         ports = Ports(self._dialler, self._identity, self._clients, self._upstream)
         connection = FlowConnection(flow, ports, gate, self._limits, mitm.options(self._limits.idle_seconds))
         deadline = asyncio.get_running_loop().call_later(self._limits.handshake_seconds, connection.end_handshake)

@@ -29,6 +29,7 @@ from gateway.full import pages
 from gateway.full.decode import decode
 from gateway.hello import Refused
 from gateway.inject import InjectionError, inject
+from gateway.ledger import Ledger
 from gateway.scrub import Patterns, Scrubber, scrub_header
 from gateway.translate import Headers, RequestParts, Translated, translate
 from policy.decision import AllowRequest, Deny
@@ -47,17 +48,6 @@ _WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 MAX_PARTIAL = 8
 """Responses to one sandbox that may end with what looks like the beginning of a secret. Each answers one guess."""
-
-
-@dataclass(slots=True)
-class Reflections:
-    """How often responses ended with what looks like the beginning of a secret. One per engine."""
-
-    partial: int = 0
-
-    @property
-    def too_many(self) -> bool:
-        return self.partial >= MAX_PARTIAL
 
 
 class Unstamped(Exception):
@@ -88,10 +78,10 @@ class Gate:
         secrets: Secrets,
         recorder: Recorder,
         limits: EngineLimits,
-        reflections: Reflections,
+        ledger: Ledger,
     ) -> None:
         self._flow = flow
-        self._reflections = reflections
+        self._ledger = ledger
         self._facts = FlowFacts(flow.host, flow.port, flow.scheme)
         self._decider = decider
         self._allowance = allowance
@@ -174,7 +164,7 @@ class Gate:
         decision = self._decider.decide_request(translated.facts)
         if isinstance(decision, AllowRequest) and translated.websocket and decision.injections:
             return Deny(decision.rule, "WebSocket is off for requests that carry a secret")
-        if isinstance(decision, AllowRequest) and decision.injections and self._reflections.too_many:
+        if isinstance(decision, AllowRequest) and decision.injections and self._ledger.reflections >= MAX_PARTIAL:
             return Deny("reflection", "too many responses ended with what looks like the beginning of a secret")
         if not isinstance(decision, AllowRequest | Deny):
             raise TypeError("a decision is AllowRequest or Deny")
@@ -316,7 +306,7 @@ class Gate:
     def _finish(self, scrubber: Scrubber) -> bytes:
         rest = scrubber.finish()
         if scrubber.partial:
-            self._reflections.partial += 1
+            self._ledger.reflections += 1
             reason = "a response ended with what looks like the beginning of a secret"
             self._recorder.note("request", "info", rule="reflection", reason=reason, **self._where())
         return rest

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gateway.budget import Budget, Over
+from gateway.ledger import Ledger
 from policy.rules import Limits
 
 SPENT = Over("the sandbox has sent as many bytes as its policy allows", None)
@@ -17,9 +18,10 @@ class Account:
     limits: Limits | None
     now: float = 1000.0
     spent: list[float] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger.fresh)
 
     def __post_init__(self) -> None:
-        self.budget = Budget(lambda: self.limits, lambda: self.now, lambda: self.spent.append(self.now))
+        self.budget = Budget(self.ledger, lambda: self.limits, lambda: self.now, lambda: self.spent.append(self.now))
 
     def requests(self, count: int) -> int:
         """How many of `count` requests pass now."""

@@ -15,6 +15,7 @@ from gateway.budget import Budget
 from gateway.config import GatewayConfig
 from gateway.dns_logic import Outcome
 from gateway.engine import SecretRefused
+from gateway.ledger import Ledger
 from gateway.ports import LeasedSecrets, StreamDialler
 from gateway.resolver import Resolution, Resolver
 from gateway.upstream import Dialler
@@ -161,7 +162,7 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
     config = GatewayConfig("sbx-1", 1, DENY_ALL, "", (), IPv4Address("192.0.2.2"), (), hosts)
     clock = asyncio.get_running_loop().time
     spent: list[float] = []
-    budget = Budget(lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))
+    budget = Budget(Ledger.fresh(), lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))
     dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
     _, writer, address = await StreamDialler(dialler, budget, Recorded()).dial("good.test", port)
     assert "127.0.0.1" == address

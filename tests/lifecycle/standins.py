@@ -263,8 +263,8 @@ async def world(policy: str | None = None, **changes: Any) -> AsyncIterator[Worl
             limits=Limits(
                 ("runc", "runsc"),
                 "runc",
-                defaults=Resources(1_000_000_000, 512 << 20, 256),
-                maxima=Resources(4_000_000_000, 4 << 30, 4096),
+                defaults=Resources(1_000_000_000, 512 << 20, 256, 1 << 30),
+                maxima=Resources(4_000_000_000, 4 << 30, 4096, 8 << 30),
             ),
             bounds=Bounds(answer_seconds=10.0),
             graceful_shutdown=1,

@@ -55,7 +55,7 @@ async def _zygote() -> None:
         try:
             if op == "ping":
                 return {}
-            if op != "fork" or len(fds) != 6:
+            if op != "fork" or len(fds) != 7:
                 raise wire.RequestError("unknown_op", op)
             order = parameters | {"fds": fds}
             process = await asyncio.create_subprocess_exec(
@@ -92,7 +92,7 @@ def _gateway_listener(netns_fd: int) -> socket.socket:
 async def _worker(order: dict[str, Any]) -> None:
     for directory in order["cgroup"]:
         Path(directory, "cgroup.procs").write_text(str(os.getpid()))
-    control_fd, _audit, _vault, netns_fd, _guard, _ingress = order["fds"]
+    control_fd, _audit, _vault, netns_fd, _guard, _ingress, _ledger = order["fds"]
     listener = _gateway_listener(netns_fd)
     os.close(netns_fd)
     os.setgroups([])

@@ -11,6 +11,7 @@ import pytest
 from runtimes import oci_shim
 from runtimes.oci_shim import Refused, create_target, harden, main, split_arguments
 from runtimes.seccomp import profile
+from runtimes.shim_install import RUNSC_FLAGS
 
 ID = "a" * 64
 _HOOK = {"path": "/proc/9/exe", "args": ["libnetwork-setkey", "-exec-root=/run", ID, "b"]}
@@ -24,6 +25,7 @@ def plan(**changes: Any) -> dict[str, Any]:
         "netns": "/proc/self/ns/net",
         "netns_inode": os.stat("/proc/self/ns/net").st_ino,
         "binds": {"/etc/hosts": ["/run/hosts", True]},
+        "room": None,
     } | changes
 
 
@@ -225,3 +227,33 @@ def test_an_exec_with_more_capabilities_is_refused(tmp_path: Path, executed: lis
     process.write_text(json.dumps({"noNewPrivileges": True, "capabilities": {"effective": ["CAP_CHOWN"]}}))
     main(words)
     assert len(executed) == 1
+
+
+def held(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def test_a_root_file_system_larger_than_planned_is_refused(tmp_path: Path) -> None:
+    config = bundle() | {"root": {"path": str(tmp_path)}}
+    harden(copy.deepcopy(config), plan(room=held(str(tmp_path)) * 2), "runc")
+    with pytest.raises(Refused, match="not bounded"):
+        harden(config, plan(room=held(str(tmp_path)) // 2), "runc")
+
+
+def test_a_volume_of_the_image_is_not_mounted_beside_a_bounded_root(tmp_path: Path) -> None:
+    config = bundle() | {"root": {"path": str(tmp_path)}}
+    volume = {"destination": "/data", "type": "bind", "source": "/volumes/1", "options": ["rbind"]}
+    config["mounts"].append(volume)
+    binds = plan()["binds"] | {"/data": ["/volumes/1", False]}
+    harden(config, plan(room=held(str(tmp_path)) * 2, binds=binds), "runc")
+    assert ["/proc", "/sys", "/etc/hosts"] == [mount["destination"] for mount in config["mounts"]]
+
+
+def test_runsc_is_told_the_size_of_its_overlay() -> None:
+    assert ["--a", "--overlay2=root:self,size=6300"] == oci_shim.sized(["--a", "--overlay2=root:self"], 6400)
+    assert ["--a", "--overlay2=root:self"] == oci_shim.sized(["--a", "--overlay2=root:self"], None)
+
+
+def test_the_flag_that_is_sized_is_one_that_runsc_gets() -> None:
+    assert oci_shim._OVERLAY in RUNSC_FLAGS

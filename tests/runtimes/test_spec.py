@@ -20,6 +20,7 @@ def launch_message(**changes: Any) -> dict[str, Any]:
         "cpu_nanos": 10**9,
         "memory_bytes": 2**28,
         "pids": 64,
+        "disk_bytes": 1 << 30,
         "ca_bundle": "pem",
         "execd_token_sha256": "0" * 64,
         "gateway": {"sandbox": "sbx-1"},

@@ -1,7 +1,10 @@
 """HTTP attacks in exact bytes: what arrives is what policy allows and the log says, and nothing else."""
 
 import json
+import os
 import re
+import signal
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from urllib.parse import unquote_to_bytes
@@ -616,6 +619,15 @@ def test_nobody_can_ask_how_a_secret_begins(internet: Internet, stack: Stack, va
         assert "reflection" in {record.get("rule") for record in verdicts.records}
         assert [] == afterwards.arrived(honest)
         assert "HTTP/1.1 403" in afterwards.answer(honest)
+
+        os.kill(stack.host("inspect", sandbox=str(sandbox.id))["worker_pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while (new := stack.host("inspect", sandbox=str(sandbox.id)))["generation"] == 1 or new["worker_pid"] is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        respawned = from_sandbox((honest,), internet, stack, str(sandbox.id))
+        assert [] == respawned.arrived(honest)
+        assert "HTTP/1.1 403" in respawned.answer(honest)
     finally:
         sandbox.kill()
         sandbox.close()

@@ -116,6 +116,7 @@ class Hostd:
             "cpu_nanos": 10**9,
             "memory_bytes": 2**28,
             "pids": 64,
+            "disk_bytes": 64 << 20,
             "ca_bundle": "-----\n",
             "execd_token_sha256": "0" * 64,
             "gateway": {"sandbox": sandbox, "note": "first"},

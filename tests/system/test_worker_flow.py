@@ -421,7 +421,9 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(16)
-        fds = (control_child, audit_child, vault_child, namespace, guard_read, listener)
+        ledger = os.memfd_create("ledger")
+        os.ftruncate(ledger, 4096)
+        fds = (control_child, audit_child, vault_child, namespace, guard_read, listener, ledger)
         answer = rig.zygote.call(
             "fork",
             tuple(item if isinstance(item, int) else item.fileno() for item in fds),
@@ -435,6 +437,7 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
         item.close()
     os.close(namespace)
     os.close(guard_read)
+    os.close(ledger)
     gate = Gate(rig, int(answer["pid"]), channel(control), guard_write, path, opened["root_pem"])
     try:
         yield gate

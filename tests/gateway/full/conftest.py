@@ -20,6 +20,7 @@ from gateway.engine import EngineLimits, InspectedFlow, SecretRefused
 from gateway.full.engine import FullEngine
 from gateway.full.identity import LeafMint
 from gateway.hello import Hello, NeedMore, RequestHead, read_head, read_hello
+from gateway.ledger import Ledger
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
@@ -370,6 +371,7 @@ class running:
             recorder=rig.audit,
             dialler=rig,
             identity=LeafMint(intermediate.pem, "", intermediate.key_pem),
+            ledger=Ledger.fresh(),
             upstream_roots=rig.upstream_root.pem,
             limits=self.limits,
         )

@@ -1,0 +1,92 @@
+"""What a sandbox has used up is not forgotten when its worker is."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gateway.budget import Budget
+from gateway.dns_logic import DnsLimits
+from gateway.ledger import SIZE, Ledger
+from policy.rules import DnsSettings, Limits
+from runtimes.ledgers import Ledgers
+
+
+def mapped(ledgers: Ledgers) -> Ledger:
+    """What a new worker gets."""
+    return Ledger.from_fd(ledgers.open("sbx-1"))
+
+
+@pytest.fixture(name="ledgers")
+def _ledgers(tmp_path: Path) -> Ledgers:
+    ledgers = Ledgers(tmp_path / "ledgers")
+    ledgers.create("sbx-1")
+    return ledgers
+
+
+def test_what_was_sent_outlives_the_worker_that_sent_it(ledgers: Ledgers) -> None:
+    first, second = (
+        Budget(mapped(ledgers), lambda: Limits(bytes_out=100), lambda: 1.0, lambda: None) for _ in range(2)
+    )
+    assert first.send(90)
+    assert (False, True) == (second.send(11), first.request() is not None)
+
+
+def test_requests_are_not_filled_up_by_a_new_worker(ledgers: Ledgers) -> None:
+    first, second = (
+        Budget(mapped(ledgers), lambda: Limits(requests_per_minute=10), lambda: 1.0, lambda: None) for _ in range(2)
+    )
+    assert 10 == sum(first.request() is None for _ in range(20))
+    assert 0 == sum(second.request() is None for _ in range(20))
+
+
+def test_reflections_go_on_being_counted(ledgers: Ledgers) -> None:
+    mapped(ledgers).reflections += 7
+    assert 7 == mapped(ledgers).reflections
+
+
+def test_distinct_names_of_a_former_worker_count_until_their_hour_is_over(ledgers: Ledgers) -> None:
+    settings = DnsSettings(unique_names=10)
+    first = DnsLimits(mapped(ledgers))
+    assert 8 == sum(first.admit("zone.example", f"{index}.zone.example", settings, 5000.0) for index in range(8))
+    second = DnsLimits(mapped(ledgers))
+    assert 2 == sum(second.admit("zone.example", f"n{index}.zone.example", settings, 6000.0) for index in range(9))
+    later = DnsLimits(mapped(ledgers))
+    assert 9 == sum(later.admit("zone.example", f"l{index}.zone.example", settings, 9000.0) for index in range(9))
+
+
+def test_a_count_is_kept_by_a_process_that_is_killed_right_after_it(ledgers: Ledgers) -> None:
+    pid = os.fork()
+    if pid == 0:
+        mapped(ledgers).sent += 5
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert signal.SIGKILL == os.WTERMSIG(os.waitpid(pid, 0)[1])
+    assert 5 == mapped(ledgers).sent
+
+
+def test_a_page_that_is_missing_is_not_made_anew(ledgers: Ledgers) -> None:
+    assert () == ledgers.remove("sbx-1")
+    with pytest.raises(FileNotFoundError):
+        ledgers.open("sbx-1")
+
+
+def test_a_page_is_made_once(ledgers: Ledgers) -> None:
+    with pytest.raises(FileExistsError):
+        ledgers.create("sbx-1")
+
+
+def test_what_is_no_page_is_refused() -> None:
+    for size in (0, SIZE - 8, SIZE * 2):
+        fd = os.memfd_create("ledger")
+        os.ftruncate(fd, size)
+        with pytest.raises(ValueError, match="one page"):
+            Ledger.from_fd(fd)
+
+
+def test_a_sweep_keeps_what_lives(ledgers: Ledgers) -> None:
+    ledgers.create("sbx-2")
+    assert () == ledgers.sweep(keep=frozenset({"sbx-2"}))
+    os.close(ledgers.open("sbx-2"))
+    with pytest.raises(FileNotFoundError):
+        ledgers.open("sbx-1")

@@ -1,0 +1,137 @@
+"""What a sandbox writes stays on a disk of its own: full is full inside, and nothing outside is touched."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.stack import Stack
+
+pytestmark = pytest.mark.system
+
+SIZE = 128 << 20
+FILL = """
+import os
+try:
+    with open("/fill", "wb", buffering=0) as file:
+        while True:
+            if file.write(bytes(1 << 20)) < 1 << 20:
+                raise OSError(28, "short")
+except OSError as error:
+    print(error.errno, os.stat("/fill").st_size)
+"""
+MAPPED = """
+import mmap, os
+fd = os.open("/mapped", os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, 256 << 20)
+view = mmap.mmap(fd, 256 << 20)
+child = os.fork()
+if not child:
+    for place in range(0, 256 << 20, 4096):
+        view[place] = 1
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+print("signal", os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
+os.unlink("/mapped")
+"""
+
+
+@pytest.fixture(name="small")
+def _small(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
+    sandbox = stack.create(runtime, resource={"memory": "512Mi", "cpu": "1", "disk": "128Mi"})
+    try:
+        yield sandbox
+    finally:
+        sandbox.kill()
+        sandbox.close()
+
+
+def printed(sandbox: SandboxSync, command: str) -> str:
+    execution = sandbox.commands.run(command)
+    return "".join(message.text for message in (*execution.logs.stdout, *execution.logs.stderr)).strip()
+
+
+def free(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def behind_loops() -> list[str]:
+    """The files behind this machine's loop devices."""
+    return [path.read_text().strip() for path in Path("/sys/block").glob("loop*/loop/backing_file")]
+
+
+def test_a_full_disk_is_an_error_inside_and_nothing_outside(stack: Stack, small: SandboxSync) -> None:
+    neighbour = stack.create("runc", resource={"memory": "256Mi", "disk": "128Mi"})
+    try:
+        before = free(stack.state)
+        number, written = map(int, printed(small, f"python3 -c '{FILL}'").split())
+        assert 28 == number
+        assert SIZE * 0.85 < written < SIZE
+        assert before - free(stack.state) < SIZE // 4  # others write on the same file system, too
+        assert "ok" == printed(neighbour, "dd if=/dev/zero of=/there bs=1M count=90 conv=fsync 2>/dev/null && echo ok")
+    finally:
+        neighbour.kill()
+        neighbour.close()
+
+
+def test_what_is_deleted_can_be_written_again(small: SandboxSync) -> None:
+    for _ in range(3):
+        number, written = map(int, printed(small, f"python3 -c '{FILL}'").split())
+        assert (28, True) == (number, written > SIZE * 0.85)
+        assert "" == printed(small, "rm /fill; sync")
+
+
+def test_a_write_through_memory_ends_its_process_not_the_sandbox(small: SandboxSync) -> None:
+    assert "signal 7" == printed(small, f"python3 -c '{MAPPED}'")
+    assert "alive" == printed(small, "echo alive")
+
+
+def test_inodes_run_out_for_the_sandbox_alone(small: SandboxSync) -> None:
+    """On runsc files are its own kernel's: its memory bounds them."""
+    count = 'python3 -c \'for i in range(30000): open(f"/tmp/{i}", "w").close()\' 2>&1 | tail -1; ls /tmp | wc -l'
+    assert int(printed(small, count).split()[-1]) <= 30000
+    assert "alive" == printed(small, "echo alive")
+
+
+def test_root_cannot_grow_its_disk(small: SandboxSync, runtime: str) -> None:
+    """Every way to the device or to other room: none opens a block device, mounts, or finds another file system."""
+    probe = """
+import os, stat
+found = []
+for directory, _, names in os.walk("/dev"):
+    found += [name for name in names if stat.S_ISBLK(os.lstat(os.path.join(directory, name)).st_mode)]
+try:
+    os.mknod("/loop", stat.S_IFBLK | 0o600, os.makedev(7, 0)); os.open("/loop", os.O_RDWR); found.append("made")
+except OSError: pass
+size = os.statvfs("/").f_blocks * os.statvfs("/").f_frsize
+print(found, size)
+"""
+    found, _, size = printed(small, f"python3 -c '{probe}'").rpartition(" ")
+    assert ("[]", True) == (found, int(size) <= SIZE), runtime
+
+
+def test_the_disk_goes_with_its_sandbox(stack: Stack, runtime: str) -> None:
+    sandbox = stack.create(runtime, resource={"memory": "256Mi", "disk": "128Mi"})
+    name = f"/hostd/disks/{sandbox.id}.img"
+    try:
+        assert 1 == len([file for file in behind_loops() if name in file])
+        printed(sandbox, f"python3 -c '{FILL}'")
+    finally:
+        sandbox.kill()
+        sandbox.close()
+    assert [] == [file for file in behind_loops() if name in file]
+    assert [] == list((stack.state / "hostd" / "disks").iterdir())
+
+
+@pytest.mark.parametrize("size", ["17Gi", "1Mi", "much"])
+def test_a_size_that_cannot_be_is_refused(stack: Stack, size: str) -> None:
+    answer = httpx.post(
+        f"{stack.base}/v1/sandboxes",
+        headers={"OPEN-SANDBOX-API-KEY": stack.api_key},
+        json={"image": {"uri": "sallyport/empty"}, "resourceLimits": {"disk": size}, "entrypoint": ["/bin/true"]},
+    )
+    assert (400, "SANDBOX::INVALID_PARAMETER") == (answer.status_code, answer.json()["code"])
