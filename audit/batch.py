@@ -40,6 +40,7 @@ class Batch:
         self.since: dict[str, int] = {}
         self.log = log
         self.lines: list[bytes] = []
+        self.grown: dict[str, int] = {}  # bytes by chain
 
     def _head(self, chain: str) -> Head:
         return (self.heads[chain] if chain in self.heads else self._old.get(chain)) or Head()
@@ -68,6 +69,7 @@ class Batch:
 
     def _push(self, line: bytes, chain: str, head: Head | None) -> None:
         self.lines.append(line)
+        self.grown[chain] = self.grown.get(chain, 0) + len(line)
         self.log = extend_log(self.log, line)
         self.heads[chain] = head
 

@@ -7,8 +7,9 @@
 - `accept` returns only after auditd has confirmed the record; everything else is `AuditUnavailable`, and whoever
   gets that must deny. A record may be in the log although `accept` raised (the answer came too late): the log may
   show a decision that was then not carried out, never the reverse.
-- `note` is for what happened after a decision. Its queue is bounded. What does not fit, and what was on its way
-  when a connection ended, is counted, and the count goes into the log as a `gap` record before anything later.
+- `note` is for what happened after a decision. Its queue is bounded, in notes and in bytes. What does not fit, and what
+  was on its way when a connection ended, is counted, and the count goes into the log as a `gap` record before anything
+  later.
 - Who this producer is was fixed when its channel was attached; nothing sent here can change it.
 
 It does not reconnect by itself: the owner of the channel calls `rebind` with a new one.
@@ -27,6 +28,7 @@ from wire import Client, RemoteError
 ACCEPT_TIMEOUT: Final = 5.0
 NOTE_QUEUE: Final = 1024
 NOTE_BATCH: Final = 64
+NOTE_BYTES: Final = 4 * 1024 * 1024  # held at once, as their texts are long
 OVERFLOW: Final = "the queue of notes was full"
 IN_FLIGHT: Final = "on their way when the writer stopped answering; some may have been recorded"
 
@@ -46,6 +48,7 @@ class AuditClient:
         self._timeout = timeout
         self._capacity = queue
         self._notes: deque[Fields] = deque()
+        self._held = 0
         self._lost: dict[str, int] = {}
         self._unsent = asyncio.Event()
         self._bound = asyncio.Event()
@@ -101,10 +104,12 @@ class AuditClient:
             audit.records.RecordError: as for `accept`.
         """
         item = record(kind, decision, **fields)
-        if len(self._notes) >= self._capacity:
+        size = _size(item)
+        if len(self._notes) >= self._capacity or self._held + size > NOTE_BYTES:
             self._lose(OVERFLOW, 1)
         else:
             self._notes.append(item)
+            self._held += size
         self._idle.clear()
         self._unsent.set()
         if self._sender is None:
@@ -152,6 +157,7 @@ class AuditClient:
             lost, self._lost = self._lost, {}
             gaps = [record("gap", Decision.INFO, count=count, reason=reason) for reason, count in lost.items()]
             notes = [self._notes.popleft() for _ in range(min(NOTE_BATCH, len(self._notes)))]
+            self._held -= sum(map(_size, notes))
             try:
                 await client.call(
                     "records", timeout=self._timeout, records=[_message(item) for item in (*gaps, *notes)]
@@ -161,6 +167,7 @@ class AuditClient:
                     self._lose(reason, count)
                 if isinstance(error, RemoteError):  # refused as a whole: nothing of it was written
                     self._notes.extendleft(reversed(notes))
+                    self._held += sum(map(_size, notes))
                 elif notes:
                     self._lose(IN_FLIGHT, len(notes))
                 _log.warning("audit notes not recorded: %s", _why(error))
@@ -175,6 +182,11 @@ def _started(fd: int) -> Client:
     client = Client(socket.socket(fileno=fd))
     client.start()
     return client
+
+
+def _size(item: Fields) -> int:
+    """About as many bytes as a note holds."""
+    return 256 + sum(len(value) if isinstance(value, str | list) else 16 for value in item.values())
 
 
 def _message(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@
 - What cannot be written is refused and counted, and the count enters the log as a `gap` record as soon as it can be
   written again, by itself.
 - Producers are served in turn, a bounded number of records each: a flood waits for itself.
+- Each sandbox's chain has a budget of bytes, refilled evenly; beyond it its requests wait, nobody else's. Nothing is
+  dropped: what is waited for is bounded by `wire`, and a decision that is not recorded in time is a denial.
 
 It runs on one event loop; syncing and anchoring have a thread each.
 """
@@ -22,6 +24,7 @@ from typing import Final
 
 from audit.batch import Entry, gap_entry
 from audit.file_sink import Log, LogUnwritable, Mark, sync
+from audit.pace import Pace
 from wire import RequestError
 
 SYNC_SECONDS: Final = 0.02  # from a write to the start of its sync; with the sync itself below 50 ms
@@ -45,14 +48,18 @@ class _Request:
 class GroupCommit:
     """Takes requests from all producers' queues in turn, writes them in batches, syncs, anchors."""
 
-    def __init__(self, log: Log, *, always: bool) -> None:
+    def __init__(self, log: Log, *, always: bool, pace: int = 0) -> None:
+        """Write to `log`; `pace` is what one sandbox may write, in bytes a second, 0 for any amount."""
         self._log = log
         self._always = always
+        self._pace = Pace(pace, time.monotonic)
         self._queues: dict[object, deque[_Request]] = {}
         self._scheduled = False
         self._unsynced_since: float | None = None
         self._waiting: list[_Request] = []
         self._refused: dict[str, int] = {}
+        self._paced: asyncio.TimerHandle | None = None
+        self._closing = False
         self._dirty = asyncio.Event()
         self._urgent = asyncio.Event()
         self._synced: Mark | None = None
@@ -80,9 +87,14 @@ class GroupCommit:
         return await request.done
 
     async def close_chain(self, sandbox: str) -> int:
-        """End a sandbox's chain after everything that waits is written."""
-        while self._queues:
-            self._flush()
+        """End a sandbox's chain after everything that waits for it is written."""
+        self._closing = True  # for this one turn nobody is paced
+        try:
+            while self._queues:
+                self._flush()
+        finally:
+            self._closing = False
+        self._pace.forget(sandbox)
         try:
             seq = self._log.close_chain(sandbox)
         except LogUnwritable as error:
@@ -92,6 +104,7 @@ class GroupCommit:
 
     async def close(self) -> None:
         """Write what waits, and sign off."""
+        self._closing = True
         while self._queues:
             self._flush()
         for task in self._tasks:
@@ -112,7 +125,7 @@ class GroupCommit:
         self._scheduled = False
         requests = self._take()
         if self._queues:
-            self._schedule()
+            self._schedule_next()
         if not requests:
             return
         stalled = self._unsynced_since is not None and time.monotonic() - self._unsynced_since > STALL_SECONDS
@@ -125,6 +138,8 @@ class GroupCommit:
         except LogUnwritable as error:
             self._refuse(requests, str(error))
             return
+        for chain, size in self._log.grown.items():
+            self._pace.charge(chain, size)
         if gaps:
             _log.warning("the log can be written again; %d records had been refused", sum(self._refused.values()))
             self._refused.clear()
@@ -136,11 +151,25 @@ class GroupCommit:
         _resolve(request for request in requests if not request.durable)
         self._touched()
 
+    def _schedule_next(self) -> None:
+        """Come back at once, or when the first of those that wait has something to spend again."""
+        if self._closing:
+            return
+        wait = min(self._pace.wait(queue[0].entries[0].chain) for queue in self._queues.values())
+        if wait <= 0:
+            self._schedule()
+        elif self._paced is None:
+            self._paced = asyncio.get_running_loop().call_later(wait, self._resume)
+
+    def _resume(self) -> None:
+        self._paced = None
+        self._schedule()
+
     def _take(self) -> list[_Request]:
         taken: list[_Request] = []
         for producer, queue in list(self._queues.items()):
             count = 0
-            while queue and count < TURN:
+            while queue and count < TURN and (self._closing or self._pace.wait(queue[0].entries[0].chain) <= 0):
                 request = queue.popleft()
                 count += len(request.entries)
                 taken.append(request)

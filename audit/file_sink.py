@@ -17,7 +17,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,6 +103,8 @@ class Log:
         self._since: dict[str, int] = {}
         self._suspect: str | None = None
         self.heads: dict[str, Head] = {}
+        self.grown: Mapping[str, int] = {}
+        """Bytes by chain that the last `append` wrote."""
         self.log = ZERO
         self.last_ts = ""
 
@@ -174,6 +176,7 @@ class Log:
                 since = 0
             batch.since[entry.chain] = since
         self._write(batch)
+        self.grown = batch.grown
         return seqs
 
     def checkpoint(self) -> None:

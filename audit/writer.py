@@ -54,6 +54,7 @@ class AuditConfig(BaseModel):
     sync: Literal["group", "always"] = "group"
     max_file_bytes: Annotated[int, Field(ge=65536)] = 64 * 1024 * 1024
     max_files: Annotated[int, Field(ge=0)] = 0
+    sandbox_bytes_per_second: Annotated[int, Field(ge=0)] = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ async def run(config: AuditConfig) -> None:
         max_file_bytes=config.max_file_bytes,
         max_files=config.max_files,
     )
-    writer = GroupCommit(log, always=config.sync == "always")
+    writer = GroupCommit(log, always=config.sync == "always", pace=config.sandbox_bytes_per_second)
     service = Service(writer)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

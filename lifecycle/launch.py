@@ -128,6 +128,7 @@ def audit_config(settings: Settings) -> dict[str, Any]:
         "sync": settings.get("sallyport.audit.sync", "group"),
         "max_file_bytes": settings.get("sallyport.audit.max_file_bytes", 64 * 1024 * 1024),
         "max_files": settings.get("sallyport.audit.max_files", 0),
+        "sandbox_bytes_per_second": settings.get("sallyport.audit.sandbox_bytes_per_second", 8 << 20),
     }
 
 

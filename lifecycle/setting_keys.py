@@ -181,6 +181,7 @@ KEYS: dict[str, Check] = {
     "sallyport.audit.sync": _one_of("group", "always"),
     "sallyport.audit.max_file_bytes": _number(65536, 1 << 40),
     "sallyport.audit.max_files": _number(0, 10**6),
+    "sallyport.audit.sandbox_bytes_per_second": _number(0, 1 << 40),
     "sallyport.vault.master_key_file": _absolute,
     "sallyport.uids.serve": _number(1, 2**31 - 1),
     "sallyport.uids.vaultd": _number(1, 2**31 - 1),
