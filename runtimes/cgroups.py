@@ -1,6 +1,7 @@
 """Control groups of gateway workers: memory, processes, cpu; cgroup v1 and v2.
 
 - One group per worker, below `sallyport/<instance>/`, made before the fork; the worker joins it before its first byte.
+- All workers together weigh four times as much as all containers: what a sandbox computes does not slow a gateway.
 - Removing a group kills who is left in it, and is judged by the directory being gone.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 _CONTROLLERS = ("memory", "cpu", "pids")
 _SETTLE_SECONDS = 2.0
+_WEIGHT = 4  # of all workers, against 1 of all containers
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class Cgroups:
                 if self.hierarchies.version == 2:
                     self._delegate(directory)
                 directory.mkdir(parents=True)
+            self._weigh()
             for file, value in settings(self.hierarchies.version, limits).items():
                 places = [directory / file for directory in directories if (directory / file).exists()]
                 if not places and file not in _OPTIONAL:
@@ -113,6 +116,14 @@ class Cgroups:
             self.remove(name)
             raise
         return directories
+
+    def _weigh(self) -> None:
+        """Set the weight of what all workers are in: its neighbours are Docker's or systemd's groups."""
+        file, weight = ("cpu.weight", 100) if self.hierarchies.version == 2 else ("cpu.shares", 1024)
+        for root in self.hierarchies.roots:
+            place = root / self.parent.parts[0] / file
+            if place.exists():
+                place.write_text(str(weight * _WEIGHT))
 
     def _delegate(self, directory: Path) -> None:
         for parent in (directory.parents[2], directory.parents[1], directory.parents[0]):

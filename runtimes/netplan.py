@@ -17,6 +17,7 @@ class NetworkPlan:
         inside, gateway: addresses of the sandbox's and of the gateway's end.
         proxy_port, dns_port: where the gateway worker listens on `gateway`.
         max_connections: tracked connections of one slot; further new ones are dropped.
+        syn_rate: connections that one slot may begin in a second; twice that at once.
     """
 
     inside: IPv4Address
@@ -29,6 +30,7 @@ class NetworkPlan:
     proxy_port: int
     dns_port: int
     max_connections: int
+    syn_rate: int
 
 
 PLAN = NetworkPlan(
@@ -42,6 +44,7 @@ PLAN = NetworkPlan(
     proxy_port=15001,
     dns_port=53,
     max_connections=2048,
+    syn_rate=500,
 )
 
 RESOLV_CONF = f"nameserver {PLAN.gateway}\noptions timeout:3 attempts:2\n"

@@ -3,6 +3,8 @@
 - Each ruleset is one file for one `nft -f`: it is there as a whole or not at all.
 - In a slot every base chain has policy drop, and the namespace has no uplink: the rules steer, they do not contain.
 - Rules take numbers and parsed addresses only; no text of a caller reaches nft.
+- `ct count` forgets connections that are over, the table does not: they leave it after seconds here, not minutes, so
+  that opening and closing without end fills nobody's table.
 """
 
 from collections.abc import Sequence
@@ -67,6 +69,17 @@ class GuardPlan:
     burst: int = 400
 
 
+def _brief(family: str) -> str:
+    """How long a connection that is over, or not yet one, stays in the table, in seconds."""
+    policy = "syn_sent : 20, syn_recv : 10, fin_wait : 30, close_wait : 60, last_ack : 10, time_wait : 2, close : 2"
+    return f"""\
+	ct timeout brief-{family} {{
+		protocol tcp;
+		l3proto {family};
+		policy = {{ {policy} }};
+	}}"""
+
+
 def render_gateway(plan: NetworkPlan) -> str:
     """Return the ruleset of a slot's gateway namespace; its link must exist already."""
     link = plan.gateway_interface
@@ -77,11 +90,14 @@ table netdev sallyport {{
 		ether saddr != {plan.inside_mac} counter drop
 		ether type arp arp operation request arp saddr ether {plan.inside_mac} arp saddr ip {plan.inside} \
 arp daddr ip {plan.gateway} limit rate 50/second burst 50 packets accept
+		tcp flags & (syn | ack) == syn limit rate over {plan.syn_rate}/second burst {plan.syn_rate * 2} packets \
+counter drop
 		ether type ip ether daddr {plan.gateway_mac} ip version 4 ip hdrlength 5 ip saddr {plan.inside} accept
 		counter drop
 	}}
 }}
 table inet sallyport {{
+{_brief("ip")}
 	chain steer {{
 		type nat hook prerouting priority dstnat; policy drop;
 		iifname "{link}" udp dport {plan.dns_port} redirect to :{plan.dns_port}
@@ -94,6 +110,7 @@ table inet sallyport {{
 		ct state invalid counter drop
 		ct state established accept
 		ct state new ct count over {plan.max_connections} counter drop
+		meta l4proto tcp ct timeout set "brief-ip"
 		ip daddr {plan.gateway} tcp dport {plan.proxy_port} ct state new ct status dnat accept
 		ip daddr {plan.gateway} tcp dport {plan.dns_port} ct state new accept
 		ip daddr {plan.gateway} udp dport {plan.dns_port} ct state new accept
@@ -136,6 +153,8 @@ def render_guard(plan: GuardPlan) -> str:
     return f"""\
 table inet {GUARD_TABLE} {{
 	flags owner;
+{_brief("ip")}
+{_brief("ip6")}
 	set rates {{
 		type uid
 		size 8192
@@ -150,6 +169,8 @@ table inet {GUARD_TABLE} {{
 	chain paced {{
 		ct state new add @rates {{ meta skuid limit rate over {plan.rate}/second burst {plan.burst} packets }} {refuse}
 		ct state new add @counts {{ meta skuid ct count over {plan.connections} }} {refuse}
+		meta nfproto ipv4 ct timeout set "brief-ip"
+		meta nfproto ipv6 ct timeout set "brief-ip6"
 		accept
 	}}
 	chain worker {{
