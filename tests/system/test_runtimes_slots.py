@@ -170,6 +170,13 @@ def test_a_group_limits_kills_and_goes(tmp_path: Path) -> None:
     try:
         limits = [(path / "pids.max").read_text() for path in directories if (path / "pids.max").exists()]
         assert ["7\n"] == limits
+        above = [directory.parents[1] for directory in directories]
+        files = [path / name for path in above for name in ("cpu.shares", "cpu.weight") if (path / name).exists()]
+        assert (
+            [4 * {"cpu.shares": 1024, "cpu.weight": 100}[file.name] for file in files]
+            == [int(file.read_text()) for file in files]
+            != []
+        )
         inmate = subprocess.Popen(["sleep", "1000"])
         for directory in directories:
             (directory / "cgroup.procs").write_text(str(inmate.pid))
