@@ -43,7 +43,7 @@ class Decision(StrEnum):
     INFO = "info"
 
 
-KINDS = frozenset({"dns", "flow", "request", "ingress", "secret.release", "secret.use", "gap"})
+KINDS = frozenset({"dns", "flow", "request", "ingress", "secret.release", "secret.use", "gap", "alarm"})
 """Exact kinds a producer may write. `checkpoint` is auditd's alone."""
 
 KIND_FAMILIES = ("lifecycle", "vault", "gateway")

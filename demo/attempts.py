@@ -34,6 +34,8 @@ class Attempt:
     title: str
     far_end: FarEnd
     privileged: bool = True
+    noticed: bool = False
+    """From a privileged container it changes the sandbox's namespace: the sandbox is cut off for it."""
 
 
 ATTEMPTS = (
@@ -45,7 +47,7 @@ ATTEMPTS = (
     Attempt("udp", "UDP to the attacker", FarEnd.ATTACKER),
     Attempt("quic", "a recorded QUIC Initial", FarEnd.ATTACKER),
     Attempt("icmp", "ICMP echo with a payload", FarEnd.ATTACKER),
-    Attempt("ipv6", "IPv6, with addresses and routes of its own", FarEnd.ATTACKER),
+    Attempt("ipv6", "IPv6, with addresses and routes of its own", FarEnd.ATTACKER, noticed=True),
     Attempt("dns-over-tls", "DNS over TLS to the attacker's resolver", FarEnd.ATTACKER),
     Attempt("dns-tunnel", "data in DNS names, by every resolver", FarEnd.TUNNEL),
     Attempt("metadata", "the metadata address, also by an allowed Host", FarEnd.METADATA),

@@ -94,6 +94,7 @@ def demo(directory: Path, rows: list[Row]) -> str:
                 for sandbox in sandboxes:
                     say(f"killing the gateway worker of {sandbox.runtime}")
                     rows.append(sandbox.kill_worker(net))
+                rows += [row for runtime in RUNTIMES for row in noticed_attacks(net, stack, runtime, values, controls)]
                 rows += [empty_image_works(stack, runtime) for runtime in RUNTIMES]
             finally:
                 for sandbox in sandboxes:
@@ -102,6 +103,21 @@ def demo(directory: Path, rows: list[Row]) -> str:
         left = left_by_server(stack.run, stack.state)
         rows.append(Row("server", "stop it", "nothing remains", "; ".join(left) or "nothing remains", not left))
     return report
+
+
+def noticed_attacks(net: Internet, stack: Stack, runtime: str, values: Secrets, controls: dict[str, int]) -> list[Row]:
+    """The attacks that a sandbox does not survive, each from a privileged container beside one of its own."""
+    rows = []
+    for attempt in (attempt for attempt in ATTEMPTS if attempt.noticed):
+        say(f"{attempt.title}: from a privileged container beside {runtime}")
+        sandbox, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
+        try:
+            with FarEndWatch(net, stack, sandbox, other) as watch:
+                rows += sandbox.noticed_attack(attempt, watch, controls[attempt.probe])
+        finally:
+            sandbox.close()
+            other.close()
+    return rows
 
 
 def audit_report(stack: Stack) -> str:

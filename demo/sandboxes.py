@@ -24,6 +24,7 @@ from demo.stack import EMPTY_IMAGE, Stack
 from demo.table import Row
 
 REPLACEMENT_SECONDS = 2.0
+CUT_OFF_SECONDS = 10.0
 _HANDED_OUT = "nothing arrives"
 _PYTHON_REQUEST = """
 import json, sys, urllib.request
@@ -116,7 +117,10 @@ class DemoSandbox:
     def privileged_attacks(
         self, attempts: tuple[Attempt, ...], watch: FarEndWatch, controls: dict[str, int]
     ) -> list[Row]:
-        """Try the ways out again, from a privileged container in this sandbox's network namespace."""
+        """Try the ways out again, from a privileged container in this sandbox's network namespace.
+
+        Those for which the sandbox is cut off are `noticed_attack`'s: it does not survive them.
+        """
         netns = self._stack.netns(self.id, "sbx")
         with self.address_restored(), PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
             return [
@@ -128,8 +132,24 @@ class DemoSandbox:
                     lambda attempt=attempt: container.attempt(attempt.probe),  # type: ignore[misc]
                 )
                 for attempt in attempts
-                if attempt.privileged
+                if attempt.privileged and not attempt.noticed
             ]
+
+    def noticed_attack(self, attempt: Attempt, watch: FarEndWatch, control: int) -> list[Row]:
+        """Try one that changes the namespace, from a privileged container: nothing arrives, and it is the end."""
+        netns = self._stack.netns(self.id, "sbx")
+        place = f"{self.runtime}, privileged"
+        with self.address_restored(), PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
+            tried = self._judged(place, attempt, watch, control, lambda: container.attempt(attempt.probe))
+        began = time.monotonic()
+        alarm = ""
+        while not alarm and time.monotonic() - began < CUT_OFF_SECONDS:
+            time.sleep(0.1)
+            alarm = str(self._stack.host("inspect", sandbox=self.id)["alarm"])
+        recorded = [r for r in self._stack.audit_records() if r["kind"] == "alarm" and r.get("sandbox") == self.id]
+        good = bool(alarm) and bool(recorded)
+        observed = f"after {time.monotonic() - began:.1f} s: {alarm}"[:160] if good else "no alarm"
+        return [tried, Row(place, f"{attempt.title}: noticed", "alarm, cut off", observed, good)]
 
     @contextmanager
     def address_restored(self) -> Iterator[None]:

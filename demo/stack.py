@@ -84,7 +84,7 @@ data_root = "{self._docker_data}"
         self.config.write_text(self.settings)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), "serve"],
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -104,6 +104,11 @@ data_root = "{self._docker_data}"
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @property
+    def command(self) -> list[str]:
+        """What starts the server."""
+        return [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), "serve"]
 
     @property
     def config(self) -> Path:

@@ -218,6 +218,8 @@ def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:
                 "GATEWAY_DOWN",
                 reason or "The gateway is down; the sandbox is cut off until it is back.",
             )
+        case "alarm":
+            return State.FAILED, "ISOLATION_ALARM", f"Cut off: {reason}"
         case "gone":
             return State.FAILED, "CONTAINER_LOST", reason or "The sandbox is gone from this host."
         case "exited" | "dead" | "stopped" | "terminated" | "failed" | "lost":

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from runtimes import netns, nft, predecessor
+from runtimes import netns, netstate, nft, predecessor
 
 _READY_SECONDS = 10.0
 _BACKOFF = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -24,17 +24,23 @@ class GuardError(Exception):
 
 
 class Guard:
-    """Keeps one guard process alive. `pidfd` is that of the current one."""
+    """Keeps one guard process alive. `pidfd` is that of the current one.
+
+    `table` is its table as it was listed when it first came into force; every later guard's must be the same.
+    `in_force` is true from then until the process is seen to have ended.
+    """
 
     def __init__(self, rules_file: Path, upstream: Path | None, changed: Callable[[int], Awaitable[None]]) -> None:
         """Keep what is needed; process notes go beside `rules_file`."""
-        self._rules_file = rules_file
+        self.rules_file = rules_file
         self._upstream = upstream
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
         self._monitor: asyncio.Task[None] | None = None
         self.pidfd = -1
         self.restarts = 0
+        self.table = ""
+        self.in_force = False
 
     async def start(self, plan: nft.GuardPlan) -> None:
         """Write the rules, start the guard and wait until its table is in force.
@@ -43,8 +49,8 @@ class Guard:
             GuardError: it is not in force in time.
         """
         # A former hostd's guard ends with it, but the table is its own until it has.
-        await asyncio.to_thread(predecessor.end, self._rules_file.parent, "guard")
-        self._rules_file.write_text(nft.render_guard(plan))
+        await asyncio.to_thread(predecessor.end, self.rules_file.parent, "guard")
+        self.rules_file.write_text(nft.render_guard(plan))
         await self._spawn()
         self._monitor = asyncio.create_task(self._keep(), name="guard")
 
@@ -58,12 +64,12 @@ class Guard:
         if process.stdin is None:
             raise GuardError("no standard input")
         self._process = process
-        predecessor.note(self._rules_file.parent, "guard", process.pid)
-        process.stdin.write(f'include "{self._rules_file}"\n'.encode())
+        predecessor.note(self.rules_file.parent, "guard", process.pid)
+        process.stdin.write(f'include "{self.rules_file}"\n'.encode())
         try:
             async with asyncio.timeout(_READY_SECONDS):
                 await process.stdin.drain()
-                while not await self._in_force():
+                while not await self._has_table():
                     if process.returncode is not None:
                         raise GuardError("nft ended")
                     await asyncio.sleep(0.02)
@@ -74,15 +80,37 @@ class Guard:
             ) from error
         pidfd = os.pidfd_open(process.pid)
         previous, self.pidfd = self.pidfd, pidfd
+        self.in_force = True
         if previous >= 0:
             os.close(previous)
 
-    async def _in_force(self) -> bool:
+    async def _has_table(self) -> bool:
         try:
-            listed = await asyncio.to_thread(netns.list_rules, self._upstream, "table", "inet", nft.GUARD_TABLE)
+            listed = await self.listed()
         except netns.NftError:
             return False
-        return "flags owner" in listed and "chain output" in listed
+        if "flags owner" not in listed or "chain output" not in listed:
+            return False
+        self.table = self.table or listed
+        return listed == self.table
+
+    async def listed(self) -> str:
+        """Return the table as it is now, without what its sets hold.
+
+        Raises:
+            netns.NftError: there is none.
+        """
+        return await asyncio.to_thread(netns.list_rules, self._upstream, "-t", "table", "inet", nft.GUARD_TABLE)
+
+    async def generation(self) -> int:
+        """Return the number that nft counts its changes with in the upstream namespace."""
+        return await asyncio.to_thread(netstate.generation, self._upstream)
+
+    async def renew(self) -> None:
+        """End the guard: workers stop dialling at once, and go on with the next one."""
+        self.in_force = False
+        if self._process is not None:
+            await self._end(self._process)
 
     async def _keep(self) -> None:
         attempt = 0
@@ -90,6 +118,7 @@ class Guard:
             process, began = self._process, time.monotonic()
             if process is not None:
                 await process.wait()
+            self.in_force = False
             attempt = 0 if time.monotonic() - began > _CALM_SECONDS else attempt
             self.restarts += 1
             await asyncio.sleep(_BACKOFF[min(attempt, len(_BACKOFF) - 1)])
@@ -120,4 +149,4 @@ class Guard:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-            self._rules_file.unlink(missing_ok=True)
+            self.rules_file.unlink(missing_ok=True)

@@ -24,8 +24,9 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 import wire
-from runtimes import predecessor, shim_install
+from runtimes import oci_shim, predecessor, shim_install
 from runtimes.adoption import Leavings, adopt_or_remove
+from runtimes.alarms import Alarms
 from runtimes.cgroups import Cgroups
 from runtimes.daemons import ADOPTABLE, SOCKET_GROUP, Daemons
 from runtimes.disk import Disks
@@ -34,13 +35,16 @@ from runtimes.dockerd import Dockerd, DockerdError
 from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
 from runtimes.guard import Guard, GuardError
 from runtimes.keeper import READY_FD
+from runtimes.kept_files import KeptFiles
 from runtimes.ledgers import Ledgers
+from runtimes.netns import NftError
 from runtimes.nft import GuardPlan
 from runtimes.records import Records
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import SANDBOX_ID, HostConfig, LaunchSpec
 from runtimes.supervisor import NotReady
 from runtimes.together import together
+from runtimes.watch import Watch
 from wire.frames import close_all
 
 _GRACE_SECONDS = 1.0
@@ -100,6 +104,9 @@ class Host:
         self._guard = Guard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
         self._daemons = Daemons(config, self._reconnect)
         self._sandboxes: Sandboxes | None = None
+        self._alarms = Alarms(self._daemons)
+        self._watch: Watch | None = None
+        self._wrappers: tuple[Path, ...] = ()
         self._server: asyncio.Task[None] | None = None
         self._lock = -1
 
@@ -120,7 +127,7 @@ class Host:
         """Start everything; the socket comes last but serve.
 
         Raises:
-            Refused, DockerdError, DockerError, GuardError, NotReady, OSError: it cannot run; call `stop`.
+            Refused, DockerdError, DockerError, GuardError, NftError, NotReady, OSError: it cannot run; call `stop`.
         """
         config, uids = self._config, self._config.uids
         succeeds = self.succeeds
@@ -157,9 +164,17 @@ class Host:
             owner=(0, uids.serve),
         )
         await self._daemons.start_serve()
+        await self._start_watch(self._sandboxes, docker)
         if succeeds:
             await self._check_late(adopted=len(fit))
         _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", len(fit))
+
+    async def _start_watch(self, sandboxes: Sandboxes, docker: Docker) -> None:
+        """Begin to watch; after everything else, so that adopted sandboxes have their gates back first."""
+        self._alarms.start()
+        files = KeptFiles((*self._wrappers, Path(oci_shim.__file__), self._guard.rules_file))
+        self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, files)
+        await self._watch.start(self._config.uids.workers)
 
     async def _check_late(self, *, adopted: int) -> None:
         """Ask what a first start asks, now that sandboxes have their gates again.
@@ -176,12 +191,13 @@ class Host:
 
     async def _start_docker(self) -> None:
         config = self._config
-        entries = shim_install.write_wrappers(
+        wrappers = shim_install.write_wrappers(
             self._run / "runtimes", self._run / "plans", config.python, config.runc, config.runsc
         )
+        self._wrappers = tuple(Path(entry["path"]) for entry in wrappers.values())
         if config.dockerd is not None:
             daemon_json = self._run / "config" / "daemon.json"
-            shim_install.write_daemon_json(daemon_json, entries)
+            shim_install.write_daemon_json(daemon_json, wrappers)
             self._dockerd = Dockerd(config.dockerd, config.docker_socket, daemon_json)
             await self._dockerd.start()
         self._docker = await asyncio.to_thread(Docker, config.docker_socket, self._cgroups.parent.name)
@@ -207,6 +223,8 @@ class Host:
             self._server.cancel()
             await asyncio.gather(self._server, return_exceptions=True)
             (self._run / "hostd.sock").unlink(missing_ok=True)
+        if self._watch is not None:
+            await self._watch.stop()
         if self._sandboxes is not None:
             self._sandboxes.closing = True
             if remove:
@@ -216,6 +234,7 @@ class Host:
                 await self._daemons.forget(names)
             else:
                 await self._sandboxes.release()
+        await self._alarms.stop()
         await self._daemons.stop()
         await self._guard.stop()
         if self._docker is not None:
@@ -360,7 +379,17 @@ async def run(config: HostConfig) -> int:
         if keeper is not None:
             keeper.write(b"1")
         await stopping
-    except (Refused, DockerdError, DockerError, GuardError, NotReady, OSError, ValueError, wire.RemoteError) as error:
+    except (
+        Refused,
+        DockerdError,
+        DockerError,
+        GuardError,
+        NftError,
+        NotReady,
+        OSError,
+        ValueError,
+        wire.RemoteError,
+    ) as error:
         _log.error("cannot run: %s; run: sallyport doctor", str(error) or type(error).__name__)
         return 1
     finally:

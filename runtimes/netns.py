@@ -61,12 +61,27 @@ def in_thread[T](work: Callable[[], T]) -> T:
     return result[0]
 
 
-def inside[T](path: Path, work: Callable[[], T]) -> T:
-    """Run `work` in a fresh thread inside the namespace at `path`. Subprocesses it starts are inside too."""
+class Elsewhere(Exception):
+    """A path leads to another namespace than the one that was made there, or to none."""
+
+
+def inside[T](path: Path, work: Callable[[], T], inode: int | None = None) -> T:
+    """Run `work` in a fresh thread inside the namespace at `path`. Subprocesses it starts are inside too.
+
+    Raises:
+        Elsewhere: an `inode` was named, and the namespace there has another one; nothing was run.
+    """
 
     def enter() -> T:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if inode is None:
+                raise
+            raise Elsewhere(f"{path.name} cannot be opened: {error.strerror}") from error
+        try:
+            if inode is not None and os.fstat(fd).st_ino != inode:
+                raise Elsewhere(f"{path.name} is another namespace")
             os.setns(fd, os.CLONE_NEWNET)
         finally:
             os.close(fd)
@@ -202,6 +217,29 @@ def links(path: Path) -> tuple[str, ...]:
     return inside(path, read)
 
 
+def sever(path: Path, inode: int) -> None:
+    """Remove every link but the loopback from the namespace at `path`; what cannot be removed is set down.
+
+    Raises:
+        Elsewhere: it is not the one with `inode`; nothing was touched.
+    """
+
+    def cut() -> None:
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        with _netlink() as route:
+            for item in route.get_links():
+                if item.get_attr("IFLA_IFNAME") == "lo":
+                    continue
+                try:
+                    route.link("del", index=item["index"])
+                except NetlinkError:  # gone with its peer, or a device that only moves
+                    with contextlib.suppress(NetlinkError):
+                        route.link("set", index=item["index"], state="down")
+
+    inside(path, cut, inode)
+
+
 class NftError(Exception):
     """nft refused a ruleset. The message is nft's own, bounded; rulesets hold no secrets."""
 
@@ -225,8 +263,9 @@ def load_rules(path: Path, ruleset: str) -> None:
 
 
 def list_rules(path: Path | None, *what: str) -> str:
-    """Return `nft -s list <what>` of the namespace at `path` (None: our own)."""
-    arguments = ("-s", "list", *what)
+    """Return `nft -s list <what>` of the namespace at `path` (None: our own); `what` may begin with options."""
+    options = tuple(word for word in what if word.startswith("-"))
+    arguments = ("-s", *options, "list", *what[len(options) :])
     return _nft(*arguments) if path is None else inside(path, lambda: _nft(*arguments))
 
 

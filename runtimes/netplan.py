@@ -82,6 +82,17 @@ GATEWAY_SYSCTLS = _COMMON_SYSCTLS | {
 }
 """Set in the gateway's namespace before any link exists there."""
 
+WATCHED_SYSCTLS = (
+    *GATEWAY_SYSCTLS,
+    "net/ipv6/conf/all/forwarding",
+    *(
+        f"net/ipv4/conf/{PLAN.gateway_interface}/{name}"
+        for name in ("forwarding", "proxy_arp", "route_localnet", "rp_filter", "arp_ignore")
+    ),
+    f"net/ipv6/conf/{PLAN.gateway_interface}/disable_ipv6",
+)
+"""Compared while the sandbox runs: what was set, and what its link took over from it."""
+
 SANDBOX_SYSCTLS = _COMMON_SYSCTLS | {
     "net/ipv4/ping_group_range": "1 0",
     "net/ipv4/ip_unprivileged_port_start": "0",

@@ -40,6 +40,8 @@ class Sandbox:
     leaving: bool = False
     unended: list[Worker] = field(default_factory=list)
     """Former workers that could not be cleared away when they were replaced."""
+    alarm: str = ""
+    """Why it was cut off, if it was; nothing of it is left then but this entry."""
 
     def record(self, worker_base: int) -> Record:
         """Return what is written down of it now."""
@@ -62,7 +64,9 @@ class Sandbox:
 async def describe(sandbox: Sandbox, docker: Docker) -> dict[str, Any]:
     """Return the state of a sandbox, as `list` and `inspect` tell it."""
     state, reason, exit_code, oom = "creating", "", None, False
-    if sandbox.container is not None:
+    if sandbox.alarm:
+        state, reason = "alarm", sandbox.alarm
+    elif sandbox.container is not None:
         try:
             found = await docker.state(sandbox.container)
         except DockerError as error:
@@ -85,6 +89,7 @@ async def describe(sandbox: Sandbox, docker: Docker) -> dict[str, Any]:
         "generation": sandbox.generation,
         "restarts": sandbox.restarts,
         "policy": sandbox.policy,
+        "alarm": sandbox.alarm,
     }
 
 

@@ -36,6 +36,7 @@ from runtimes.finish import Endings, finished, taken
 from runtimes.guard import Guard
 from runtimes.ledgers import Ledgers
 from runtimes.netplan import PLAN
+from runtimes.plans import Plans
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
 from runtimes.sidebyside import both
@@ -77,7 +78,10 @@ class Sandboxes:
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
         self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
+        self._plans = Plans(self._run / "plans")
         self.closing = False
+        self.refusal: Callable[[], str] = lambda: ""
+        """Says why nothing may be launched now; asked at each launch."""
 
     async def launch(self, spec: LaunchSpec) -> dict[str, Any]:
         """Launch one sandbox; returns when its container has started.
@@ -87,6 +91,8 @@ class Sandboxes:
         """
         if self.closing:
             raise wire.RequestError("unavailable", "the host is stopping")
+        if why := self.refusal():
+            raise wire.RequestError("unavailable", f"nothing is launched: {why}"[:300])
         if spec.sandbox in self._known:
             raise wire.RequestError("exists", "there is a sandbox of this id")
         sandbox = Sandbox(spec.sandbox, spec.generation, spec.runtime)
@@ -116,6 +122,7 @@ class Sandboxes:
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
         sandbox.gateway, sandbox.policy = record.gateway, record.policy
         sandbox.ingress = self._listen(record.sandbox)
+        self._plans.adopt(record.container or "")
         self._free.remove(slot.index)
         self._known[record.sandbox] = sandbox
         sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{record.sandbox}")
@@ -242,11 +249,7 @@ class Sandboxes:
             "binds": {mount.destination: [mount.source, mount.read_only] for mount in mounts},
             "room": room,
         }
-        path = self._run / "plans" / f"{sandbox.container}.json"
-        temporary = path.with_suffix(".new")
-        temporary.touch(mode=0o600, exist_ok=False)
-        temporary.write_text(json.dumps(plan))
-        temporary.rename(path)
+        self._plans.write(sandbox.container, plan)
 
     async def _watch(self, sandbox: Sandbox) -> None:
         """Give a sandbox a new worker whenever its worker has ended."""
@@ -356,6 +359,37 @@ class Sandboxes:
         async with sandbox.lock:
             return await self._unmake(sandbox)
 
+    def watched(self) -> tuple[tuple[str, slots.Slot, str], ...]:
+        """Return (id, slot, container) of every sandbox that runs behind its gateway."""
+        return tuple(
+            (sandbox.id, sandbox.slot, sandbox.container)
+            for sandbox in self._known.values()
+            if sandbox.running and sandbox.slot is not None and sandbox.container is not None
+        )
+
+    @property
+    def plans(self) -> Plans:
+        """The launch plans of these sandboxes."""
+        return self._plans
+
+    async def cut(self, name: str, slot: slots.Slot, why: str) -> None:
+        """Cut a sandbox off for good and unmake it; until its removal it is listed with its alarm.
+
+        Does nothing if the sandbox is no longer the one that runs in `slot`.
+        """
+        sandbox = self._known.get(name)
+        if sandbox is None or not sandbox.running or sandbox.slot is not slot:
+            return
+        sandbox.running, sandbox.alarm = False, why
+        if sandbox.watch is not None:
+            sandbox.watch.cancel()
+        await asyncio.to_thread(slots.sever, slot)
+        async with sandbox.lock:
+            if self._known.get(name) is sandbox:
+                residue = await finished(self._unmake(sandbox, forget=False))
+                if residue:
+                    _log.error("cutting off %s left: %s", name, "; ".join(residue))
+
     def names(self) -> tuple[str, ...]:
         """Return the ids of all sandboxes."""
         return tuple(self._known)
@@ -378,7 +412,7 @@ class Sandboxes:
             if sandbox.worker is not None:
                 await sandbox.worker.end()
 
-    async def _unmake(self, sandbox: Sandbox) -> tuple[str, ...]:
+    async def _unmake(self, sandbox: Sandbox, *, forget: bool = True) -> tuple[str, ...]:
         """Take everything back, in whatever state it is; the caller holds the lock."""
         sandbox.running = False
         sandbox.phase = "removing"
@@ -410,7 +444,8 @@ class Sandboxes:
             sandbox.slot_index = None
         if not residue and self._known.get(sandbox.id, sandbox) is sandbox:
             self._records.remove(sandbox.id)
-            self._known.pop(sandbox.id, None)
+            if forget:
+                self._known.pop(sandbox.id, None)
         return tuple(residue)
 
     async def _remove_container(self, sandbox: Sandbox) -> list[str]:
@@ -428,8 +463,7 @@ class Sandboxes:
         except DockerError as error:
             left = [f"container of {sandbox.id}: {error}"]
         for container in known:
-            for suffix in (".json", ".claimed", ".new"):
-                (self._run / "plans" / f"{container}{suffix}").unlink(missing_ok=True)
+            self._plans.forget(container)
             left += await asyncio.to_thread(containers.end_processes, container)
             left += await asyncio.to_thread(remove_container_groups, container)
         left += await asyncio.to_thread(self._disks.detach, sandbox.id)

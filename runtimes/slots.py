@@ -63,6 +63,13 @@ def make(directory: Path, index: int, plan: NetworkPlan) -> Slot:
     return Slot(index, sandbox, gateway, sandbox_inode, gateway_inode)
 
 
+def sever(slot: Slot) -> None:
+    """Take the links of `slot` away: nothing passes from now on, whatever still stands. Blocks for milliseconds."""
+    for path, inode in ((slot.gateway, slot.gateway_inode), (slot.sandbox, slot.sandbox_inode)):
+        with contextlib.suppress(netns.Elsewhere, OSError):
+            netns.sever(path, inode)
+
+
 def destroy(slot: Slot) -> tuple[str, ...]:
     """End everything inside `slot` and unmake it; return what is left, nothing if all went well.
 

@@ -8,8 +8,10 @@ SALLYPORT_TEST_INTERNET (prefix of namespaces) and SALLYPORT_TEST_PORT each.
 import os
 import secrets
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,13 +58,17 @@ def _controls(internet: Internet) -> dict[str, int]:
 @pytest.fixture(scope="session", name="stack")
 def _stack(directory: Path, internet: Internet, values: Secrets) -> Iterator[Stack]:
     with Stack(internet, directory / "sallyport", port=PORT) as stack:
-        for name, host, value in (
-            ("git-login", GIT, values.git),
-            ("index-login", INDEX, values.index),
-            ("api-token", API, values.api),
-        ):
-            stack.sallyport("vault", "put", name, "--host", host, stdin=value)
+        _put(stack, values)
         yield stack
+
+
+def _put(stack: Stack, values: Secrets) -> None:
+    for name, host, value in (
+        ("git-login", GIT, values.git),
+        ("index-login", INDEX, values.index),
+        ("api-token", API, values.api),
+    ):
+        stack.sallyport("vault", "put", name, "--host", host, stdin=value)
 
 
 @pytest.fixture(scope="session", name="sandboxes")
@@ -93,19 +99,45 @@ class Second(Stack):
         return head + tail.partition("\n\n")[2]
 
 
+class Unwatched(Stack):
+    """A Sallyport whose hostd does not look for changes: sandboxes stay when their layers are taken away."""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.unwatched", str(self.config)]
+
+
 @pytest.fixture(name="second")
-def _second(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+def _second() -> Iterator[Stack]:
     """A second server beside the session's, with its own Docker and internet, for tests that kill or bend one."""
-    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-second")
+    with beside(Second, "second") as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module", name="unwatched")
+def _unwatched(values: Secrets) -> Iterator[Stack]:
+    """A server that lets a sandbox without its layers be, with an internet of its own."""
+    with beside(Unwatched, "unwatched") as stack:
+        _put(stack, values)
+        yield stack
+
+
+@contextmanager
+def beside(kind: type[Stack], name: str) -> Iterator[Stack]:
+    """Run a server of `kind` beside the session's."""
+    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-{name}")
     accounts = {"git": "a:b", "index": "a:b", "api": "c"}
-    with tempfile.TemporaryDirectory(prefix="sallyport-second-") as name:
-        place = Path(name)
+    with (
+        tempfile.TemporaryDirectory(prefix=f"sallyport-{name}-") as directory,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        place = Path(directory)
         place.chmod(0o711)
         monkeypatch.setenv("SALLYPORT_HOME", str(place / "home"))
         monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
-        with Internet(f"{INTERNET}-second", place / "internet", accounts) as internet:
+        with Internet(f"{INTERNET}-{name}", place / "internet", accounts) as internet:
             try:
-                with Second(internet, place / "stack", port=PORT + 1) as stack:
+                with kind(internet, place / "stack", port=PORT + 1) as stack:
                     yield stack
             finally:
                 subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)

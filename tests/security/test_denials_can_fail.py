@@ -1,4 +1,7 @@
-"""With all layers of a path taken away the far end does receive something: the denial tests are able to fail."""
+"""With all layers of a path taken away the far end does receive something: the denial tests are able to fail.
+
+Also the watch is taken away: it would cut such a sandbox off before most of this was tried.
+"""
 
 from collections.abc import Iterator
 
@@ -33,9 +36,8 @@ FROM_THE_WORKLOAD = {
 
 
 @pytest.fixture(scope="module", params=["runsc", "runc"], name="open_sandbox")
-def _open_sandbox(
-    request: pytest.FixtureRequest, internet: Internet, stack: Stack, values: Secrets
-) -> Iterator[DemoSandbox]:
+def _open_sandbox(request: pytest.FixtureRequest, unwatched: Stack, values: Secrets) -> Iterator[DemoSandbox]:
+    internet, stack = unwatched.internet, unwatched
     sandbox = DemoSandbox(stack, request.param, values)
     try:
         canary = internet.start_canary(stack.netns(sandbox.id, "gw"), f"open-{sandbox.id}", *GATEWAY_CANARY_PORTS)
@@ -67,37 +69,38 @@ def _arrivals(attempt: Attempt, internet: Internet, sandbox: DemoSandbox, run: o
 @pytest.mark.parametrize(
     "attempt", [a for a in NETWORK if a.probe in FROM_THE_WORKLOAD], ids=lambda attempt: attempt.probe
 )
-def test_from_an_ungated_workload_it_arrives(attempt: Attempt, internet: Internet, open_sandbox: DemoSandbox) -> None:
+def test_from_an_ungated_workload_it_arrives(attempt: Attempt, unwatched: Stack, open_sandbox: DemoSandbox) -> None:
     environment = probe_environment(sandbox_targets())
 
     def probe() -> str:
         return open_sandbox.run(f"python3 /tmp/probes.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
 
-    assert _arrivals(attempt, internet, open_sandbox, probe) > 0
+    assert _arrivals(attempt, unwatched.internet, open_sandbox, probe) > 0
 
 
 @pytest.mark.parametrize(
     "attempt", [a for a in NETWORK if a.probe not in FROM_THE_WORKLOAD], ids=lambda attempt: attempt.probe
 )
 def test_from_an_ungated_privileged_container_it_arrives(
-    attempt: Attempt, internet: Internet, stack: Stack, open_sandbox: DemoSandbox
+    attempt: Attempt, unwatched: Stack, open_sandbox: DemoSandbox
 ) -> None:
     """What needs capabilities the workload does not have (raw sockets, addresses of its own), or names."""
     resolver = str(sandbox_targets()["dns"]) if attempt.probe == "by-name" else "192.0.2.1"
     with (
         open_sandbox.address_restored(),
-        PrivilegedContainer(stack.netns(open_sandbox.id, "sbx"), sandbox_targets(), resolver) as container,
+        PrivilegedContainer(unwatched.netns(open_sandbox.id, "sbx"), sandbox_targets(), resolver) as container,
     ):
-        assert _arrivals(attempt, internet, open_sandbox, lambda: container.attempt(attempt.probe)) > 0
+        assert _arrivals(attempt, unwatched.internet, open_sandbox, lambda: container.attempt(attempt.probe)) > 0
 
 
-def test_without_our_seccomp_profile_the_kernel_doors_open(internet: Internet, controls: dict[str, int]) -> None:
+def test_without_our_seccomp_profile_the_kernel_doors_open(controls: dict[str, int]) -> None:
     """runc's path to vsock and io_uring; runsc has neither."""
     assert controls["af-vsock"] > 0
     assert controls["io-uring"] > 0
 
 
-def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, stack: Stack, values: Secrets) -> None:
+def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, unwatched: Stack, values: Secrets) -> None:
+    stack = unwatched
     (attempt,) = (a for a in ATTEMPTS if a.far_end is FarEnd.NEIGHBOUR)
     one, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
     try:

@@ -7,13 +7,14 @@ import pytest
 from demo.attempts import ATTEMPTS, Attempt
 from demo.far_end import FarEndWatch
 from demo.internet import Internet
-from demo.sandboxes import DemoSandbox
+from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import Stack
 
 pytestmark = pytest.mark.system
 
 OTHER = {"runsc": "runc", "runc": "runsc"}
-PRIVILEGED = tuple(attempt for attempt in ATTEMPTS if attempt.privileged)
+PRIVILEGED = tuple(attempt for attempt in ATTEMPTS if attempt.privileged and not attempt.noticed)
+NOTICED = tuple(attempt for attempt in ATTEMPTS if attempt.noticed)
 
 
 @pytest.fixture(scope="module", name="watches")
@@ -53,6 +54,21 @@ def test_nothing_arrives_from_a_privileged_container_in_the_same_namespace(
     rows = sandboxes[runtime].privileged_attacks(PRIVILEGED, watches[runtime], controls)
 
     assert len(PRIVILEGED) == len(rows)
+    assert [] == [row for row in rows if not row.as_expected]
+
+
+@pytest.mark.parametrize("attempt", NOTICED, ids=lambda attempt: attempt.probe)
+def test_nothing_arrives_from_one_that_changes_the_namespace_and_it_is_cut_off(
+    attempt: Attempt, runtime: str, internet: Internet, stack: Stack, values: Secrets, controls: dict[str, int]
+) -> None:
+    sandbox, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
+    try:
+        with FarEndWatch(internet, stack, sandbox, other) as watch:
+            rows = sandbox.noticed_attack(attempt, watch, controls[attempt.probe])
+    finally:
+        sandbox.close()
+        other.close()
+
     assert [] == [row for row in rows if not row.as_expected]
 
 

@@ -1,0 +1,106 @@
+"""Alarms on their way into the audit log.
+
+- Nobody waits for a record: what auditd does not take now it gets later, in the order of the events.
+- What can wait is bounded. How many alarms did not fit is told with the next one.
+- Each record names the moment at which the deviation was seen; its own time is that of its writing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import wire
+from runtimes.daemons import Daemons
+
+_MOST_PENDING = 256
+_RECORD_SECONDS = 5.0
+_RETRY_SECONDS = 1.0
+_FLUSH_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be. `rule` says what kind of thing, for the record."""
+
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Alarm:
+    finding: Finding
+    sandbox: str | None
+    seen: str
+
+    def fields(self, lost: int) -> dict[str, str | int]:
+        """Return the fields of its record."""
+        fields: dict[str, str | int] = {
+            "rule": self.finding.rule,
+            "reason": self.finding.reason,
+            "detail": f"seen at {self.seen}",
+        }
+        return fields | ({"sandbox": self.sandbox} if self.sandbox else {}) | ({"count": lost} if lost else {})
+
+
+class Alarms:
+    """Takes alarms and hands them to auditd."""
+
+    def __init__(self, daemons: Daemons) -> None:
+        self._daemons = daemons
+        self._pending: deque[_Alarm] = deque()
+        self._lost = 0
+        self._wake, self._taken = asyncio.Event(), asyncio.Event()
+        self._taken.set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to hand over."""
+        self._task = asyncio.create_task(self._hand_over(), name="alarms")
+
+    async def stop(self) -> None:
+        """Give auditd a moment to take the rest, then say in our own log what it did not take."""
+        if self._task is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FLUSH_SECONDS):
+                    await self._taken.wait()
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for alarm in self._pending:
+            _log.error("not in the audit log: %s: %s", alarm.finding.rule, alarm.finding.reason)
+
+    def tell(self, finding: Finding, sandbox: str | None = None) -> None:
+        """Tell of a finding. Never waits, never fails."""
+        _log.error("alarm: %s: %s: %s", sandbox or "host", finding.rule, finding.reason)
+        if len(self._pending) >= _MOST_PENDING:
+            self._lost += 1
+            return
+        self._pending.append(_Alarm(finding, sandbox, datetime.now(UTC).isoformat(timespec="milliseconds")))
+        self._taken.clear()
+        self._wake.set()
+
+    async def _hand_over(self) -> None:
+        while True:
+            if not self._pending:
+                self._wake.clear()
+                self._taken.set()
+                await self._wake.wait()
+            lost = self._lost
+            try:
+                await self._daemons.client("auditd").call(
+                    "record",
+                    timeout=_RECORD_SECONDS,
+                    kind="alarm",
+                    decision="deny",
+                    fields=self._pending[0].fields(lost),
+                )
+            except (OSError, wire.FrameError, wire.RemoteError) as error:
+                _log.warning("auditd did not take an alarm: %s", error or type(error).__name__)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            self._pending.popleft()
+            self._lost -= lost

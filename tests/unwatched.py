@@ -1,0 +1,35 @@
+"""`sallyport serve` whose hostd does not watch: for tests that take a sandbox's layers away and look what gets out.
+
+python -m tests.unwatched CONFIG.toml
+"""
+
+import subprocess
+import sys
+from typing import Any
+
+from runtimes import hostd
+
+
+class Unwatched:
+    """Stands where `runtimes.watch.Watch` stands."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    async def start(self, index: int) -> None:
+        """Watch nothing."""
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+
+def main(config: str) -> int:
+    """Write what `serve` writes, and become its hostd."""
+    command = [sys.executable, "-m", "lifecycle.cli", "--config", config, "serve", "--write-only"]
+    written = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    hostd.Watch = Unwatched  # type: ignore[assignment,misc]
+    return hostd.main([written.splitlines()[-1]])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
