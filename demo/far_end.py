@@ -4,7 +4,6 @@ import json
 import subprocess
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from demo.attempts import Evidence
@@ -25,11 +24,11 @@ from demo.internet import (
     Internet,
 )
 from demo.stack import Stack
+from lifecycle.posture.attempts import QUIC_INITIAL
 
 GATEWAY_CANARY_PORTS = (8080, 15002)
 SETTLE_SECONDS = 0.15
 """How long a frame may take from one namespace to the next; the control runs show that it is enough."""
-QUIC_INITIAL = (Path(__file__).with_name("data") / "quic_initial.b64").read_text()
 
 
 def targets(**places: object) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def targets(**places: object) -> dict[str, Any]:
         "attacker": ADDRESSES[ATTACKER],
         "attacker_v6": ATTACKER_V6,
         "allowed_name": API,
-        "quic_initial": QUIC_INITIAL,
+        "quic_initial": QUIC_INITIAL.read_text(),
         "tunnel_zone": TUNNEL_ZONE,
         "dns": DNS_ADDRESS,
         "metadata": METADATA_ADDRESS,

@@ -13,12 +13,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from demo.pki import Authority, make_authority, write_host_certificate
+from lifecycle.posture import attempts, capture
 
 GIT = "git.bank.example"
 INDEX = "pypi.bank.example"
@@ -37,19 +36,21 @@ ADDRESSES = {
     API: "93.184.216.12",
     STATUS: "93.184.216.13",
     SPLICED: "93.184.216.14",
-    ATTACKER: "93.184.216.66",
+    ATTACKER: attempts.ATTACKER_ADDRESS,
 }
 SILENT_ADDRESS = "93.184.216.15"
 DNS_ADDRESS = "93.184.216.53"
-METADATA_ADDRESS = "169.254.169.254"
+METADATA_ADDRESS, ATTACKER_V6 = attempts.METADATA_ADDRESS, attempts.ATTACKER_V6
 CONTROL_INTERFACE = "ctl0"
-ATTACKER_V6 = "2606:2800:220::66"
 UP_ADDRESS = "93.184.217.1"
 NET_ADDRESS = "93.184.217.2"
 CONTROL_ADDRESS = "93.184.218.2"
 CONTROL_GATEWAY = "93.184.218.1"
 LOCAL_CANARY_PORTS = (2375, 8080)
 """Ports on which the upstream namespace itself answers: the "host's own services" no sandbox may reach."""
+
+
+in_namespace = capture.in_namespace
 
 
 class InternetError(Exception):
@@ -61,30 +62,6 @@ def ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise InternetError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def in_namespace[T](path: str, action: Callable[[], T]) -> T:
-    """Run `action` on a thread that has joined the network namespace at `path`, and return its result."""
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.setns(fd, os.CLONE_NEWNET)
-            finally:
-                os.close(fd)
-            outcome.append(action())
-        except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
-            failure.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]
 
 
 @dataclass

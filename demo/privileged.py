@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from demo import probes
+from lifecycle.posture import ways_out
 
 _CAPABILITIES = [
     "CAP_CHOWN",
@@ -37,7 +37,7 @@ _HOST_DIRECTORIES = ("/usr", "/etc")
 
 
 class PrivilegedContainer:
-    """Runs `demo.probes` in the namespace at `netns`. Use as a context manager."""
+    """Runs `lifecycle.posture.ways_out` in the namespace at `netns`. Use as a context manager."""
 
     def __init__(self, netns: str, targets: dict[str, object], resolver: str) -> None:
         self._netns, self._targets, self._resolver = netns, targets, resolver
@@ -72,7 +72,7 @@ class PrivilegedContainer:
             "process": {
                 "user": {"uid": 0, "gid": 0},
                 "cwd": "/",
-                "args": ["/usr/bin/python3", "/probe/probes.py", "serve"],
+                "args": ["/usr/bin/python3", "/probe/ways_out.py", "serve"],
                 "env": ["PATH=/usr/sbin:/usr/bin", f"PROBE_TARGETS={json.dumps(self._targets)}"],
                 "capabilities": everything,
             },
@@ -81,7 +81,7 @@ class PrivilegedContainer:
                 {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["mode=755"]},
                 *[bind(name, name) for name in _HOST_DIRECTORIES],
                 bind(str(bundle / "resolv.conf"), "/etc/resolv.conf"),
-                bind(str(Path(probes.__file__).parent), "/probe"),
+                bind(str(Path(ways_out.__file__).parent), "/probe"),
             ],
             "linux": {
                 "namespaces": [

@@ -13,7 +13,7 @@ from typing import Any
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
 
-from demo import collect, probes
+from demo import collect
 from demo.attempts import Attempt, arrived
 from demo.capture import Capture
 from demo.far_end import FarEndWatch, probe_environment, sandbox_targets
@@ -22,6 +22,7 @@ from demo.leaks import forms_of, leaks_in
 from demo.privileged import PrivilegedContainer
 from demo.stack import EMPTY_IMAGE, Stack
 from demo.table import Row
+from lifecycle.posture import ways_out
 
 REPLACEMENT_SECONDS = 2.0
 CUT_OFF_SECONDS = 10.0
@@ -65,7 +66,7 @@ class DemoSandbox:
         self._sandbox = stack.create(runtime)
         self.id = str(self._sandbox.id)
         self._answers: list[bytes] = []
-        for module in (probes, collect):
+        for module in (ways_out, collect):
             source = Path(str(module.__file__)).read_text()
             self._sandbox.files.write_file(f"/tmp/{Path(str(module.__file__)).name}", source)
         self._sandbox.files.write_file("/tmp/request.py", _PYTHON_REQUEST)
@@ -110,7 +111,7 @@ class DemoSandbox:
 
         def probe() -> str:
             environment = probe_environment(sandbox_targets())
-            return self.run(f"python3 /tmp/probes.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
+            return self.run(f"python3 /tmp/ways_out.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
 
         return self._judged(self.runtime, attempt, watch, control, probe)
 

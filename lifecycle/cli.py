@@ -2,7 +2,7 @@
 
 sallyport [--defaults FILE] [--config FILE] COMMAND
 
-sallyport serve | doctor
+sallyport serve | doctor [--probe]
 sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [--path P] [--policy NAME]
 sallyport vault init | put | list | rotate | delete
 sallyport audit tail | verify
@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", parents=[after], help="run the server and everything it needs (as root)")
     serve.add_argument("--write-only", action="store_true", help="write the daemons' configuration and stop there")
-    commands.add_parser("doctor", parents=[after], help="say what this host lacks, and how to mend it")
+    check_host = commands.add_parser("doctor", parents=[after], help="say what this host lacks, and how to mend it")
+    check_host.add_argument("--probe", action="store_true", help="start sandboxes here and try to get out of them")
     policies = commands.add_parser("policy", help="check and explain policy files").add_subparsers(
         dest="action", required=True
     )
@@ -87,7 +88,7 @@ def _run(options: argparse.Namespace, rest: list[str], configured: Settings) -> 
         case "serve", _:
             return _serve(configured, write_only=options.write_only)
         case "doctor", _:
-            return _doctor(configured)
+            return _probe(configured) if options.probe else _doctor(configured)
         case "policy", "check":
             return policy.cli.check(_policy_file(options.file, configured))
         case "policy", "explain":
@@ -160,6 +161,17 @@ def _doctor(configured: Settings) -> int:
     for finding in findings:
         print(finding.line())
     return OK if all(finding.ok for finding in findings) else FAILED
+
+
+def _probe(configured: Settings) -> int:
+    if doctor.needs_root():
+        print("sallyport: cannot probe: not root", file=sys.stderr)
+        return FAILED
+    from lifecycle.posture.probe import probe  # brings an HTTP client that no other command needs
+
+    held = probe(configured, lambda line: print(line, flush=True))
+    print("posture: every way held" if held else "posture: NOT every way is known to hold")
+    return OK if held else FAILED
 
 
 def _policy_file(given: Path | None, configured: Settings) -> Path:

@@ -50,7 +50,7 @@ def diagnose(settings: Settings) -> list[Finding]:
     if running is not None:
         return [Finding("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"
-    return [*_ask_process(settings), *own, _attempt("listen", remedy, lambda: _listen(settings))]
+    return [*ask_process(settings), *own, _attempt("listen", remedy, lambda: _listen(settings))]
 
 
 async def _ask_hostd(path: Path) -> list[Finding] | None:
@@ -68,7 +68,8 @@ async def _ask_hostd(path: Path) -> list[Finding] | None:
         await client.close()
 
 
-def _ask_process(settings: Settings) -> list[Finding]:
+def ask_process(settings: Settings) -> list[Finding]:
+    """Make the host's checks in a process of their own, for a server with these settings."""
     remedy = "run it with the Python environment that Sallyport is installed in"
     with tempfile.TemporaryDirectory(prefix="sallyport-doctor-") as directory:
         host = launch.write_host(settings, Path(directory))

@@ -24,10 +24,12 @@ class Unwatched:
 
 
 def main(config: str) -> int:
-    """Write what `serve` writes, and become its hostd."""
+    """Write what `serve` writes, and become its hostd; with hostd's own configuration (JSON) at once."""
+    hostd.Watch = Unwatched  # type: ignore[assignment,misc]
+    if config.endswith(".json"):
+        return hostd.main([config])
     command = [sys.executable, "-m", "lifecycle.cli", "--config", config, "serve", "--write-only"]
     written = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    hostd.Watch = Unwatched  # type: ignore[assignment,misc]
     return hostd.main([written.splitlines()[-1]])
 
 

@@ -73,7 +73,7 @@ def test_from_an_ungated_workload_it_arrives(attempt: Attempt, unwatched: Stack,
     environment = probe_environment(sandbox_targets())
 
     def probe() -> str:
-        return open_sandbox.run(f"python3 /tmp/probes.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
+        return open_sandbox.run(f"python3 /tmp/ways_out.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
 
     assert _arrivals(attempt, unwatched.internet, open_sandbox, probe) > 0
 

@@ -1,7 +1,7 @@
 """The ways out, tried. Standard library only, any Python from 3.9: it runs inside sandboxes.
 
-    python3 probes.py one NAME        try one way
-    python3 probes.py serve           read names on standard input, answer `done NAME RESULT` for each
+    python3 ways_out.py one NAME      try one way
+    python3 ways_out.py serve         read names on standard input, answer `done NAME RESULT` for each
 
 What a probe prints is what the *sandbox* saw and decides nothing; what arrived at the other end does. Only the
 `kernel` probes, which never leave the machine, are judged by their own result.

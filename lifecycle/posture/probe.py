@@ -1,0 +1,173 @@
+"""`sallyport doctor --probe`: starts sandboxes here and tries to get out of them.
+
+- Every way is tried from a place without a gate first: one whose control does not arrive proves nothing.
+- A way held if nothing arrived at its far end; what the sandbox itself saw is no evidence, but for kernel interfaces.
+- The allowed host is tried, too: a sandbox that reaches nothing at all would make every way look held.
+- Whatever happens, Ctrl-C included, server, namespaces and directory are removed.
+"""
+
+import contextlib
+import logging
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+
+from lifecycle import doctor
+from lifecycle.posture import server
+from lifecycle.posture.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, arrived
+from lifecycle.posture.capture import Capture
+from lifecycle.posture.ground import ALLOWED, ALLOWED_ADDRESS, GATEWAY_PORTS, Counter, Ground, GroundError
+from lifecycle.posture.server import Sandbox, Server, ServerError
+from lifecycle.setting_keys import RUNTIMES
+from lifecycle.settings import Settings, SettingsError
+
+_SETTLE_SECONDS = 0.2
+_HELLO = (
+    "import socket, ssl; ssl.create_default_context().wrap_socket("
+    f"socket.create_connection(('{ALLOWED}', 443), 5), server_hostname='{ALLOWED}')"
+)
+
+
+class Outcome(StrEnum):
+    """What is said of a way."""
+
+    HELD = "held"
+    ESCAPED = "ESCAPED"
+    UNTRIED = "untried"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the report."""
+
+    outcome: Outcome
+    runtime: str
+    title: str
+    detail: str
+
+    def text(self) -> str:
+        """What is printed."""
+        return f"{self.outcome.value:<8}{self.runtime:<6} {self.title}: {self.detail}"
+
+
+def probe(operator: Settings, say: Callable[[str], None]) -> bool:
+    """Try everything and say it line by line; tell whether all of it held."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # its lines would stand between those of the report
+    with _interruptible(), tempfile.TemporaryDirectory(prefix="sallyport-probe-") as name:
+        directory = Path(name)
+        directory.chmod(0o711)  # daemons with users of their own pass through
+        try:
+            return _probe(operator, directory, say)
+        except (GroundError, ServerError, SettingsError, OSError) as error:
+            say(f"{Outcome.UNTRIED.value:<8}all    {error}")
+            return False
+
+
+def _probe(operator: Settings, directory: Path, say: Callable[[str], None]) -> bool:
+    good = True
+    with Ground(directory.name, directory) as ground:
+        own = server.private(operator, directory, ground.path(ground.up))
+        for finding in doctor.ask_process(own):
+            good &= finding.ok
+            say(finding.line())
+        if not good:
+            raise ServerError("no way was tried: a layer is missing")
+        controls = {attempt.probe: _control(ground, attempt) for attempt in ATTEMPTS}
+        with server.running(own, directory) as private:
+            for runtime in operator.get("sallyport.allowed_runtimes", RUNTIMES):
+                for line in _try_runtime(ground, private, runtime, controls):
+                    good &= line.outcome is Outcome.HELD
+                    say(line.text())
+    return good
+
+
+def _control(ground: Ground, attempt: Attempt) -> int:
+    """Try a way where no gate stands; returns how much arrived."""
+    net = ground.path(ground.net)
+    with Capture(net, "net1") as wire, Counter(net, GATEWAY_PORTS) as gateway:
+        host = ground.host.hits
+        result = ground.try_ungated(attempt.probe)
+        time.sleep(_SETTLE_SECONDS)
+        frames = wire.since(0)
+        near = frames if attempt.far_end is FarEnd.NEIGHBOUR else []
+        return arrived(attempt.far_end, Evidence(frames, near, ground.host.hits - host, gateway.hits, result))
+
+
+def _try_runtime(ground: Ground, private: Server, runtime: str, controls: dict[str, int]) -> Iterator[Line]:
+    try:
+        sandbox, other = private.create(runtime), private.create(runtime)
+    except ServerError as error:
+        yield Line(Outcome.UNTRIED, runtime, "every way", str(error))
+        return
+    yield _allowed(ground, sandbox)
+    try:
+        with ExitStack() as stack:
+            near = stack.enter_context(Capture(private.netns(other.name, "sandbox"), "eth0"))
+            gateway = stack.enter_context(Counter(private.netns(sandbox.name, "gateway"), GATEWAY_PORTS))
+            for attempt in ATTEMPTS:
+                yield _tried(ground, near, gateway, sandbox, attempt, controls[attempt.probe])
+        yield _allowed(ground, sandbox)
+    except (ServerError, OSError) as error:
+        yield Line(Outcome.UNTRIED, runtime, "the ways after this", str(error))
+
+
+def _tried(ground: Ground, near: Capture, gateway: Counter, sandbox: Sandbox, attempt: Attempt, control: int) -> Line:
+    if control == 0:
+        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, "its control, without a gate, did not arrive")
+    marks = ground.wire.mark(), near.mark(), ground.host.hits, gateway.hits
+    result, problem = "", ""
+    try:
+        result = sandbox.attempt(attempt.probe)
+    except ServerError as error:
+        problem = str(error)
+    time.sleep(_SETTLE_SECONDS)
+    evidence = Evidence(
+        ground.wire.since(marks[0]),
+        near.since(marks[1]),
+        ground.host.hits - marks[2],
+        gateway.hits - marks[3],
+        result,
+    )
+    count = arrived(attempt.far_end, evidence)
+    if count == 0 and problem:
+        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, problem)
+    outcome = Outcome.ESCAPED if count else Outcome.HELD
+    inside = "".join(character for character in result if character.isprintable())[:80]
+    detail = f"{count} {attempt.far_end.value}; control: {control}; inside: {inside or 'nothing was said'}"
+    return Line(outcome, sandbox.runtime, attempt.title, detail)
+
+
+def _allowed(ground: Ground, sandbox: Sandbox) -> Line:
+    """Try what policy allows: only beside this does a denial say something."""
+    title, mark = f"the allowed host {ALLOWED} is reached", ground.wire.mark()
+    with contextlib.suppress(ServerError):
+        sandbox.run(f'python3 -c "{_HELLO}"')
+    time.sleep(_SETTLE_SECONDS)
+    count = sum(1 for frame in ground.wire.since(mark) if frame.destination == ALLOWED_ADDRESS)
+    outcome = Outcome.HELD if count else Outcome.UNTRIED
+    return Line(outcome, sandbox.runtime, title, f"{count} frames" if count else "the gate lets nothing through at all")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does; a second one does not disturb the clearing up."""
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,236 @@
+"""A whole server of our own on private directories, and sandboxes on it, driven through its public API.
+
+- Of the operator's settings it takes the programs, images and runtimes; directories, users, port, Docker and upstream
+  are its own: it shares nothing with a server that may be running.
+- Leaving it ends the server as Ctrl-C does, which removes all sandboxes.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import vault.keyring
+from lifecycle import doctor, launch
+from lifecycle.posture import ways_out
+from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
+from lifecycle.setting_keys import RUNTIMES
+from lifecycle.settings import Settings
+from wire import frames
+
+HOSTD = "runtimes.hostd"
+_TAKEN = (
+    *("sallyport.python", "sallyport.runsc", "sallyport.runc", "sallyport.execd", "sallyport.images"),
+    *("sallyport.allowed_runtimes", "sallyport.docker.binary", "sallyport.upstream_roots"),
+)
+_USERS = {"serve": 701000001, "vaultd": 701000002, "auditd": 701000003, "worker_base": 701001000, "workers": 64}
+_START_SECONDS, _STOP_SECONDS, _SANDBOX_SECONDS, _COMMAND_SECONDS = 180.0, 90.0, 120.0, 120.0
+_SCRIPT = "/tmp/sallyport-ways-out.py"  # noqa: S108 - inside a sandbox that is ours alone
+
+
+class ServerError(Exception):
+    """A step failed; the message says which."""
+
+
+def private(operator: Settings, directory: Path, upstream: str) -> Settings:
+    """Return the settings of the private server below `directory`."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    taken = {key: operator.values[key] for key in _TAKEN if key in operator.values}
+    runtimes = operator.get("sallyport.allowed_runtimes", RUNTIMES)
+    own = {
+        "server.port": port,
+        "sallyport.run_dir": str(directory / "run"),
+        "sallyport.state_dir": str(directory / "state"),
+        "sallyport.upstream_netns": upstream,
+        "sallyport.dns_upstreams": (f"{RESOLVER}:53",),
+        "sallyport.default_runtime": runtimes[0],
+        "sallyport.docker.managed": True,
+        **{f"sallyport.uids.{name}": value for name, value in _USERS.items()},
+    }
+    return Settings({**taken, **own}, "(probe)", (), (f"slp_{secrets.token_urlsafe(32)}",))
+
+
+class Server:
+    """The running server; made by `running`."""
+
+    def __init__(self, own: Settings) -> None:
+        self.run_dir = own.run_dir
+        self._key = own.api_keys[0]
+        self._image = next((name for name, _ in own.get("sallyport.images", ())), "")
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{own.port}", timeout=_SANDBOX_SECONDS, trust_env=False)
+
+    def answers(self) -> bool:
+        """Whether it listens by now."""
+        with contextlib.suppress(httpx.HTTPError):
+            return self._http.get("/health", timeout=2).status_code == httpx.codes.OK
+        return False
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._http.close()
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:
+        answer = self._http.request(method, f"/v1{path}", headers={"OPEN-SANDBOX-API-KEY": self._key}, **options)
+        if answer.status_code >= 400:
+            raise ServerError(f"{method} {path}: {answer.status_code}: {answer.text[:300]}")
+        return answer.json() if answer.content else None
+
+    def create(self, runtime: str) -> "Sandbox":
+        """Start a sandbox that may reach one host.
+
+        Raises:
+            ServerError: it cannot be started, or cannot run the probes.
+        """
+        if not self._image:
+            raise ServerError("sallyport.images names no image to try it with")
+        request = {
+            "image": {"uri": self._image},
+            "entrypoint": ["tail", "-f", "/dev/null"],
+            "resourceLimits": {"memory": "512Mi"},
+            "timeout": 1800,
+            "networkPolicy": {"defaultAction": "deny", "egress": [{"action": "allow", "target": ALLOWED}]},
+            "extensions": {"sallyport.runtime": runtime},
+        }
+        name = str(self._call("POST", "/sandboxes", json=request)["id"])
+        deadline = time.monotonic() + _SANDBOX_SECONDS
+        while (state := self._call("GET", f"/sandboxes/{name}")["status"])["state"] != "Running":
+            if state["state"] != "Pending" or time.monotonic() > deadline:
+                raise ServerError(f"the sandbox is {state['state']}: {state.get('message', '')}"[:300])
+            time.sleep(0.1)
+        endpoint = self._call("GET", f"/sandboxes/{name}/endpoints/44772")
+        sandbox = Sandbox(name, runtime, self._http, str(endpoint["endpoint"]), dict(endpoint.get("headers") or {}))
+        sandbox.prepare(deadline)
+        return sandbox
+
+    def netns(self, sandbox: str, side: str) -> str:
+        """The namespace file of a sandbox's slot; `side` is `sandbox` or `gateway`."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+            sock.settimeout(30)
+            sock.connect(str(self.run_dir / "hostd.sock"))
+            frames.send(sock, {"id": 1, "op": "inspect", "sandbox": sandbox})
+            received = frames.receive(sock)
+        found = (received[0].get("ok") or {}).get("netns") if received else None
+        if not isinstance(found, dict):
+            raise ServerError(f"sandbox {sandbox} has no slot: it was cut off or has ended")
+        return str(found[side])
+
+
+class Sandbox:
+    """A sandbox and the way to run a command in it."""
+
+    def __init__(self, name: str, runtime: str, http: httpx.Client, endpoint: str, headers: dict[str, str]) -> None:
+        self.name, self.runtime = name, runtime
+        self._http, self._url, self._headers = http, f"http://{endpoint}", headers
+
+    def prepare(self, deadline: float) -> None:
+        """Wait until commands can be run, and bring the probes in.
+
+        Raises:
+            ServerError: it takes too long, or the image has no Python for them.
+        """
+        while not self._answers():
+            if time.monotonic() > deadline:
+                raise ServerError("no command can be run in the sandbox")
+            time.sleep(0.1)
+        program = base64.b64encode(Path(str(ways_out.__file__)).read_bytes()).decode()
+        printed = self.run(f"printf %s {program} | base64 -d >{_SCRIPT} && python3 -c 'import ssl; print(42)'")
+        if printed.strip() != "42":
+            raise ServerError(f"the image cannot run the probes, which need python3: {printed.strip()[:200]}")
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return self._http.get(f"{self._url}/ping", headers=self._headers).status_code == httpx.codes.OK
+        return False
+
+    def attempt(self, probe: str) -> str:
+        """Try one way out; returns what the sandbox saw."""
+        told = targets(
+            resolver="192.0.2.1",
+            gateway="192.0.2.1",
+            inside="192.0.2.2",
+            interface="eth0",
+            gateway_mac="02:53:50:00:00:01",
+        )
+        return self.run(f"python3 {_SCRIPT} one {probe}", PROBE_TARGETS=json.dumps(told)).strip()
+
+    def run(self, command: str, **environment: str) -> str:
+        """Run a shell command; returns all it printed.
+
+        Raises:
+            ServerError: it could not be run to its end.
+        """
+        printed, ended = [], False
+        body = {"command": command, "envs": environment}
+        try:
+            with self._http.stream(
+                "POST", f"{self._url}/command", json=body, headers=self._headers, timeout=_COMMAND_SECONDS
+            ) as answer:
+                for line in answer.iter_lines():
+                    event = json.loads(line.removeprefix("data:")) if line.strip() else {}
+                    if event.get("type") in ("stdout", "stderr"):
+                        printed.append(str(event.get("text", "")))
+                    ended |= event.get("type") in ("execution_complete", "error")
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServerError(f"no command can be run in the sandbox: {type(error).__name__}") from None
+        if not ended:
+            raise ServerError("a command in the sandbox was broken off")
+        return "\n".join(printed)
+
+
+@contextmanager
+def running(own: Settings, directory: Path) -> Iterator[Server]:
+    """Run the server of settings `own`; its log is in `directory`.
+
+    Raises:
+        ServerError: it does not start, or does not end.
+    """
+    own.state_dir.mkdir(mode=0o711)
+    launch_key = launch.uids(own)["vaultd"]
+    own.master_key_file.parent.mkdir(mode=0o700, parents=True)
+    vault.keyring.create(own.master_key_file, (launch_key, launch_key))
+    host = launch.write_all(own, own.api_keys)
+    log = directory / "server.log"
+    python = str(own.get("sallyport.python", sys.executable))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [python, "-m", HOSTD, str(host)],
+            cwd=doctor.PROJECT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is for us: the server is ended when all else is over
+        )
+    server = Server(own)
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not server.answers():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"the server does not start: {_last(log)}")
+            time.sleep(0.1)
+        yield server
+    finally:
+        server.close()
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, 9)
+            process.wait()
+            raise ServerError("the server did not end in time; `./run clean` removes what it left") from None
+
+
+def _last(log: Path) -> str:
+    """The last lines of the server's log: the end of a daemon is told before that of the server."""
+    return " / ".join(log.read_text(errors="replace").strip().splitlines()[-4:])[-800:] or "it said nothing"

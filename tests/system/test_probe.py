@@ -1,0 +1,120 @@
+"""`sallyport doctor --probe`: says what holds, says what does not, and leaves nothing on the machine."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from demo.ungate import Ungated
+from lifecycle import settings
+from lifecycle.posture import probe, server
+from lifecycle.posture.attempts import ATTEMPTS
+
+pytestmark = pytest.mark.system
+
+RUNTIMES = ("runc", "runsc")
+MARK = "sallyport-probe-"
+OPEN = ("by-address", "by-port", "forged-host", "forged-sni", "udp", "quic", "dns-over-tls", "so-mark")
+
+
+def _document(*runtimes: str) -> dict[str, Any]:
+    environment = os.environ
+    return {
+        "sallyport": {
+            "runsc": environment["SALLYPORT_RUNSC"],
+            "execd": environment["SALLYPORT_EXECD"],
+            "images": [{"name": "sallyport/base", "tar": environment["SALLYPORT_BASE_IMAGE"]}],
+            "allowed_runtimes": list(runtimes),
+        }
+    }
+
+
+def _toml(path: Path) -> Path:
+    table = _document(*RUNTIMES)["sallyport"]
+    (image,) = table["images"]
+    path.write_text(
+        f"""
+[sallyport]
+runsc = "{table["runsc"]}"
+execd = "{table["execd"]}"
+images = [{{ name = "{image["name"]}", tar = "{image["tar"]}" }}]
+allowed_runtimes = ["runc", "runsc"]
+"""
+    )
+    return path
+
+
+def _left() -> list[str]:
+    """What on this machine names a probe: directories, namespaces, mounts, processes."""
+    found = [str(path) for place in ("/tmp", "/run/netns") for path in Path(place).glob(f"{MARK}*")]
+    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if MARK in line]
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        found += [words] if MARK in words else []
+    return found
+
+
+@pytest.fixture(autouse=True, name="leaves_nothing")
+def _leaves_nothing() -> Iterator[None]:
+    before = _left()
+    yield
+    assert [] == [item for item in _left() if item not in before]
+
+
+def _command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "lifecycle.cli", "--config", str(_toml(path)), "doctor", "--probe"]
+
+
+def test_every_way_is_held_on_both_runtimes(tmp_path: Path) -> None:
+    done = subprocess.run(_command(tmp_path / "settings.toml"), capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    held = {tuple(line.split(maxsplit=1)[1].split(":")[0].split(maxsplit=1)) for line in lines if line[:4] == "held"}
+
+    assert [] == [line for line in lines if line.startswith(("ESCAPED", "untried", "FAIL"))]
+    assert set() == {(runtime, attempt.title) for runtime in RUNTIMES for attempt in ATTEMPTS} - held
+    assert 0 == done.returncode, done.stdout + done.stderr
+    assert "posture: every way held" == lines[-1]
+
+
+def test_a_slot_without_its_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of the first sandbox is opened, and nobody watches: what gets out is said to have got out."""
+    opened: list[Ungated] = []
+    create = server.Server.create
+
+    def create_and_open(self: server.Server, runtime: str) -> server.Sandbox:
+        sandbox = create(self, runtime)
+        if not opened:
+            (net,) = (path.name for path in Path("/run/netns").glob(f"{MARK}*-net"))
+            internet = SimpleNamespace(net=net, path=lambda name: f"/run/netns/{name}")
+            stack = SimpleNamespace(netns=lambda name, _side: self.netns(name, "gateway"))
+            opened.append(Ungated(internet, stack, sandbox.name))  # type: ignore[arg-type]
+            opened[0].__enter__()
+        return sandbox
+
+    monkeypatch.setattr(server, "HOSTD", "tests.unwatched")
+    monkeypatch.setattr(server.Server, "create", create_and_open)
+    said: list[str] = []
+    held = probe.probe(settings.parse(_document("runc"), "(test)", {}), said.append)
+
+    titles = [attempt.title for attempt in ATTEMPTS if attempt.probe in OPEN]
+    assert not held
+    assert [] == [title for title in titles if not any(f"ESCAPED runc   {title}" in line for line in said)], said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_probe_clears_up(number: signal.Signals, tmp_path: Path) -> None:
+    with subprocess.Popen(_command(tmp_path / "settings.toml"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("held") for line in process.stdout)
+        process.send_signal(number)
+        process.stdout.read()
+        assert 130 == process.wait(120)
