@@ -245,9 +245,12 @@ class NftError(Exception):
 
 
 def _nft(*arguments: str, text: str | None = None) -> str:
-    done = subprocess.run(
-        ["nft", *arguments], input=text, capture_output=True, text=True, timeout=_NFT_TIMEOUT, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["nft", *arguments], input=text, capture_output=True, text=True, timeout=_NFT_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NftError(f"nft {' '.join(arguments)}: took too long") from None
     if done.returncode != 0:
         raise NftError(f"nft {' '.join(arguments)}: {done.stderr.strip()[:500]}")
     return done.stdout

@@ -21,6 +21,7 @@ import shutil
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Sandboxes:
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
         self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
-        self._plans = Plans(self._run / "plans")
+        self.plans = Plans(self._run / "plans")
         self.closing = False
         self.refusal: Callable[[], str] = lambda: ""
         """Says why nothing may be launched now; asked at each launch."""
@@ -122,7 +123,7 @@ class Sandboxes:
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
         sandbox.gateway, sandbox.policy = record.gateway, record.policy
         sandbox.ingress = self._listen(record.sandbox)
-        self._plans.adopt(record.container or "")
+        self.plans.adopt(record.container or "")
         self._free.remove(slot.index)
         self._known[record.sandbox] = sandbox
         sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{record.sandbox}")
@@ -249,7 +250,7 @@ class Sandboxes:
             "binds": {mount.destination: [mount.source, mount.read_only] for mount in mounts},
             "room": room,
         }
-        self._plans.write(sandbox.container, plan)
+        self.plans.write(sandbox.container, plan)
 
     async def _watch(self, sandbox: Sandbox) -> None:
         """Give a sandbox a new worker whenever its worker has ended."""
@@ -367,11 +368,6 @@ class Sandboxes:
             if sandbox.running and sandbox.slot is not None and sandbox.container is not None
         )
 
-    @property
-    def plans(self) -> Plans:
-        """The launch plans of these sandboxes."""
-        return self._plans
-
     async def cut(self, name: str, slot: slots.Slot, why: str) -> None:
         """Cut a sandbox off for good and unmake it; until its removal it is listed with its alarm.
 
@@ -463,7 +459,7 @@ class Sandboxes:
         except DockerError as error:
             left = [f"container of {sandbox.id}: {error}"]
         for container in known:
-            self._plans.forget(container)
+            self.plans.forget(container)
             left += await asyncio.to_thread(containers.end_processes, container)
             left += await asyncio.to_thread(remove_container_groups, container)
         left += await asyncio.to_thread(self._disks.detach, sandbox.id)

@@ -225,7 +225,7 @@ class Watch:
             finding = await self._judge(slot, container)
         except netns.Elsewhere as error:
             finding = Finding("isolation.namespace", str(error))
-        except (OSError, netns.NftError, DockerError) as error:
+        except (OSError, netns.NftError) as error:
             count = self._unreadable[name] = self._unreadable.get(name, 0) + 1
             if count < _UNREADABLE:
                 return
@@ -256,7 +256,10 @@ class Watch:
     async def _first_process(self, slot: slots.Slot, container: str) -> Finding | None:
         """Judge where the container's first process is. One that has ended is nobody's way out."""
         if container not in self._pids:
-            state = await self._docker.state(container)
+            try:
+                state = await self._docker.state(container)
+            except DockerError:  # an outage of Docker is no change of the slot; it is asked again in the next round
+                return None
             pid = 0 if state is None else state.pid
             self._pids[container] = (pid, predecessor.start_time(pid) if pid else None)
         pid, started = self._pids[container]
