@@ -236,5 +236,6 @@ data_root = "{self._docker_data}"
         """Every record of the audit log, in order."""
         records = []
         for path in sorted((self.state / "audit").glob("audit-*.jsonl")):
-            records += [json.loads(line) for line in path.read_text().splitlines()]
+            written, _, _ = path.read_text().rpartition("\n")  # a line that is being written is none yet
+            records += [json.loads(line) for line in written.splitlines()]
         return records
