@@ -21,7 +21,7 @@ from typing import Any
 
 from dnslib import QTYPE, RCODE, RR, A, DNSError, DNSRecord
 
-from lifecycle.posture import ways_out
+from lifecycle.posture import interrupts, ways_out
 from lifecycle.posture.attempts import ATTACKER_ADDRESS, ATTACKER_V6, METADATA_ADDRESS, QUIC_INITIAL
 from lifecycle.posture.capture import Capture, in_namespace
 
@@ -110,6 +110,7 @@ class Ground:
         return self
 
     def __exit__(self, *_: object) -> None:
+        interrupts.ignore()
         self._resources.close()
 
     def _link(self, near: str, near_name: str, near_address: str, far_name: str, far_address: str) -> None:

@@ -8,18 +8,16 @@
 
 import contextlib
 import logging
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 
 from lifecycle import doctor
-from lifecycle.posture import server
+from lifecycle.posture import interrupts, server
 from lifecycle.posture.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, arrived
 from lifecycle.posture.capture import Capture
 from lifecycle.posture.ground import ALLOWED, ALLOWED_ADDRESS, GATEWAY_PORTS, Counter, Ground, GroundError
@@ -59,7 +57,7 @@ class Line:
 def probe(operator: Settings, say: Callable[[str], None]) -> bool:
     """Try everything and say it line by line; tell whether all of it held."""
     logging.getLogger("httpx").setLevel(logging.WARNING)  # its lines would stand between those of the report
-    with _interruptible(), tempfile.TemporaryDirectory(prefix="sallyport-probe-") as name:
+    with interrupts.unwinding(), tempfile.TemporaryDirectory(prefix="sallyport-probe-") as name:
         directory = Path(name)
         directory.chmod(0o711)  # daemons with users of their own pass through
         try:
@@ -67,6 +65,8 @@ def probe(operator: Settings, say: Callable[[str], None]) -> bool:
         except (GroundError, ServerError, SettingsError, OSError) as error:
             say(f"{Outcome.UNTRIED.value:<8}all    {error}")
             return False
+        finally:
+            interrupts.ignore()
 
 
 def _probe(operator: Settings, directory: Path, say: Callable[[str], None]) -> bool:
@@ -152,22 +152,3 @@ def _allowed(ground: Ground, sandbox: Sandbox) -> Line:
     count = sum(1 for frame in ground.wire.since(mark) if frame.destination == ALLOWED_ADDRESS)
     outcome = Outcome.HELD if count else Outcome.UNTRIED
     return Line(outcome, sandbox.runtime, title, f"{count} frames" if count else "the gate lets nothing through at all")
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does; a second one does not disturb the clearing up."""
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

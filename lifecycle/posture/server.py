@@ -23,7 +23,7 @@ import httpx
 
 import vault.keyring
 from lifecycle import doctor, launch
-from lifecycle.posture import ways_out
+from lifecycle.posture import interrupts, ways_out
 from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
 from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings
@@ -221,6 +221,7 @@ def running(own: Settings, directory: Path) -> Iterator[Server]:
             time.sleep(0.1)
         yield server
     finally:
+        interrupts.ignore()
         server.close()
         process.terminate()
         try:
