@@ -1,5 +1,6 @@
 """What `doctor --probe` makes of evidence, and what its own server shares with the operator's: programs only."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from lifecycle import launch, settings
-from lifecycle.posture import probe, server
+from lifecycle.posture import interrupts, probe, server
 from lifecycle.posture.attempts import ATTEMPTS, Attempt
 from lifecycle.posture.capture import Frame
 
@@ -85,3 +86,13 @@ def test_only_what_was_tried_and_did_not_arrive_has_held(
     monkeypatch.setattr(probe, "_SETTLE_SECONDS", 0.0)
     attempt = next(attempt for attempt in ATTEMPTS if attempt.probe == "udp")
     assert outcome == _outcome(attempt, control, *frames, fails=fails)
+
+
+def test_a_second_interrupt_does_not_disturb_the_clearing_up() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with interrupts.unwinding():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
