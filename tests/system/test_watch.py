@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,13 +19,10 @@ import httpx
 import pytest
 
 from demo.capture import Capture
+from demo.census import Census, daemons, take
 from demo.internet import ADDRESSES, ATTACKER, STATUS, Internet
 from demo.stack import EMPTY_IMAGE, Stack
 from runtimes import netns
-
-sys.path.append(str(Path(__file__).parent))
-
-from census import Census, take
 
 pytestmark = pytest.mark.system
 
@@ -311,8 +307,6 @@ def test_a_replaced_plan_directory_stops_launches_and_what_was_launched(second: 
 
 def test_an_alarm_is_kept_until_auditd_takes_it(second: Stack) -> None:
     """The sandbox is cut off although nobody records it; the record comes when auditd is back."""
-    from census import daemons
-
     name = created(second, "runsc")
     place = place_of(second, name)
     auditd = daemons(second)["audit.writer"]
