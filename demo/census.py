@@ -54,7 +54,7 @@ def take(stack: Stack) -> Census:
         check=False,
     ).stdout
     groups = Cgroups(str(run))
-    used = {inode for inodes in namespaces_in_use().values() for inode in inodes} | mounted_namespaces()
+    used = {inode for inodes in namespaces_in_use().values() for inode in inodes} | mounted_namespaces().keys()
     return Census(
         processes=tuple(sorted(line for line in command_lines().values() if f"{run}/" in line)),
         namespaces=len(used & _slots(run)),

@@ -1,9 +1,18 @@
-"""What a sandbox has on the host, by process, inode and mount: taken while it lives, looked for when it is gone."""
+"""What a sandbox has on the host, by process, namespace and mount: taken while it lives, looked for when it is gone.
+
+The kernel gives the number (inode) of a namespace that has ended to the next one, whoever makes that; the cookie of a
+network namespace is never given again.
+"""
 
 import os
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from demo.internet import in_namespace
+
+SO_NETNS_COOKIE = 71
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +23,8 @@ class Traces:
     container: str
     processes: frozenset[tuple[int, int]]
     """(pid, start time) of every process in its namespaces or cgroups."""
-    namespaces: frozenset[int]
-    """Inodes of its network namespaces."""
+    namespaces: frozenset[tuple[int, int]]
+    """(inode, cookie) of its network namespaces."""
     directories: tuple[Path, ...]
     """Where files of it may stand."""
     docker_socket: str
@@ -28,8 +37,7 @@ class Traces:
     def remaining(self) -> list[str]:
         """Everything of the sandbox that is still there."""
         left = [f"process {pid}" for pid, start in sorted(self.processes) if start_time(pid) == start]
-        alive = {inode for inodes in namespaces_in_use().values() for inode in inodes}
-        left += [f"network namespace {inode}" for inode in sorted(self.namespaces & (alive | mounted_namespaces()))]
+        left += [f"network namespace {inode}" for inode, cookie in sorted(self.namespaces) if _alive(inode, cookie)]
         needles = (self.sandbox, self.container)
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         left += [f"mount {line.split()[4]}" for line in mounts if any(needle in line for needle in needles)]
@@ -72,19 +80,56 @@ def namespaces_in_use() -> dict[int, set[int]]:
     return found
 
 
-def mounted_namespaces() -> set[int]:
-    """Inodes of the network namespaces that a bind mount keeps."""
-    inodes = set()
+def mounted_namespaces() -> dict[int, str]:
+    """The network namespaces that a bind mount keeps: for each inode, where."""
+    points = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
         if fields[3].startswith("net:["):
-            inodes.add(int(fields[3][5:-1]))
-    return inodes
+            points[int(fields[3][5:-1])] = fields[4]
+    return points
+
+
+def cookie_of(path: str) -> int:
+    """What tells the network namespace at `path` from every other since the machine started."""
+
+    def ask() -> int:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), "little")
+
+    return in_namespace(path, ask)
+
+
+def _alive(inode: int, cookie: int) -> bool:
+    """Whether this very network namespace is used by a thread or kept by a mount."""
+    for path in _places_of(inode):
+        try:
+            if os.stat(path).st_ino == inode and cookie_of(path) == cookie:
+                return True
+        except OSError:
+            continue  # it has ended meanwhile
+    return False
+
+
+def _places_of(inode: int) -> list[str]:
+    """Where the network namespace with this number can be entered now."""
+    paths = [point for number, point in mounted_namespaces().items() if number == inode]
+    for pid, inodes in namespaces_in_use().items():
+        if inode in inodes:
+            paths += [f"/proc/{pid}/task/{task}/ns/net" for task in _tasks(pid)]
+    return paths
+
+
+def _tasks(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
 
 
 def take(sandbox: str, container: str, netns: list[str], directories: tuple[Path, ...], docker_socket: str) -> Traces:
     """Take the traces of a living sandbox."""
-    namespaces = frozenset(os.stat(path).st_ino for path in netns)
+    namespaces = {os.stat(path).st_ino: cookie_of(path) for path in netns}
     processes = set()
     for pid, inodes in namespaces_in_use().items():
         try:
@@ -94,9 +139,9 @@ def take(sandbox: str, container: str, netns: list[str], directories: tuple[Path
         except OSError:
             continue
         start = start_time(pid)
-        if start is not None and (named or inodes & namespaces):
+        if start is not None and (named or inodes & namespaces.keys()):
             processes.add((pid, start))
-    return Traces(sandbox, container, frozenset(processes), namespaces, directories, docker_socket)
+    return Traces(sandbox, container, frozenset(processes), frozenset(namespaces.items()), directories, docker_socket)
 
 
 def left_by_server(run: Path, state: Path) -> list[str]:

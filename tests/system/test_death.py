@@ -343,9 +343,8 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
 
 
 def remaining(traces: list[Traces]) -> list[str]:
-    """What is left; but of namespaces, whose numbers are given again once everything has ended."""
-    items = [item for trace in traces for item in trace.remaining()]
-    return [item for item in items if not item.startswith("network namespace")]
+    """What is left of them."""
+    return [item for trace in traces for item in trace.remaining()]
 
 
 def lose_power(stack: Stack, traces: list[Traces]) -> None:

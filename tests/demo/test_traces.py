@@ -1,0 +1,40 @@
+"""What tells a namespace that is left from somebody else's."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from demo.internet import ip
+from demo.traces import cookie_of, take
+
+pytestmark = pytest.mark.system
+
+NAME = f"{os.environ.get('SALLYPORT_TEST_INTERNET', 'spdemo')}-traces"
+
+
+@pytest.fixture(name="namespace")
+def _namespace() -> Iterator[str]:
+    ip("netns", "add", NAME)
+    yield f"/run/netns/{NAME}"
+    if Path("/run/netns", NAME).exists():
+        ip("netns", "delete", NAME)
+
+
+def test_a_namespace_is_left_as_long_as_something_keeps_it(namespace: str) -> None:
+    traces = take("no-sandbox", "no-container", [namespace], (), "/nonexistent/docker.sock")
+    inode = os.stat(namespace).st_ino
+
+    assert [f"network namespace {inode}"] == traces.remaining()
+    ip("netns", "delete", NAME)
+    assert [] == traces.remaining()
+
+
+def test_a_namespace_that_was_given_the_number_of_one_that_ended_is_not_left(namespace: str) -> None:
+    """As the kernel gives it to whoever makes the next."""
+    traces = take("no-sandbox", "no-container", [namespace], (), "/nonexistent/docker.sock")
+    ended = frozenset({(os.stat(namespace).st_ino, cookie_of(namespace) - 1)})
+
+    assert [] == replace(traces, namespaces=ended).remaining()
