@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import copy_context
@@ -9,13 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from injection import Injection, Injector, current
 from standins import IMAGE, KEY, World, world
 
-from lifecycle import reaper
-from lifecycle.app import Server, build
+from lifecycle import app, reaper
+from lifecycle.app import Server, api, build
 from lifecycle.egress import vault_of
 from lifecycle.registry import Sandbox, State
+from lifecycle.routes.context import Context
 from policy.api import parse_network_policy
 
 POLICY, WALLET = "/networkpolicy", "/proxy/18080/credential-vault"
@@ -137,6 +140,18 @@ async def settled(place: Place) -> list[str]:
     return found
 
 
+@functools.cache
+def _routes() -> FastAPI:
+    return api(None)  # type: ignore[arg-type]  # `_api` sets it
+
+
+def _api(context: Context) -> FastAPI:
+    """The same routes for every server: they keep nothing, and building them is the dearest part of a start."""
+    routes = _routes()
+    routes.state.context = context
+    return routes
+
+
 @contextlib.asynccontextmanager
 async def running(replace: Callable[[Any, str, Any], None], policy: str | None = None) -> AsyncIterator[Place]:
     """A running server; what it does later it does soon."""
@@ -144,7 +159,8 @@ async def running(replace: Callable[[Any, str, Any], None], policy: str | None =
         replace(reaper, name, seconds)
     injector = Injector()
     injector.install(replace)
-    async with world(policy) as described:
+    replace(app, "api", _api)
+    async with world(policy, ingress=False) as described:
         place = Place(described, injector)
         await place.start()
         try:

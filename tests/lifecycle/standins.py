@@ -245,9 +245,13 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(policy: str | None = None, **changes: Any) -> AsyncIterator[World]:
-    """Start stand-ins and describe a server; `changes` are fields of `ServeConfig`, `policy` is YAML."""
-    with tempfile.TemporaryDirectory(prefix="slp") as text:
+async def world(policy: str | None = None, *, ingress: bool = True, **changes: Any) -> AsyncIterator[World]:
+    """Start stand-ins and describe a server; `changes` are fields of `ServeConfig`, `policy` is YAML.
+
+    Without `ingress` there is no program in the sandboxes: for tests that do not ask for one, but for many worlds.
+    """
+    # In memory: each write of the registry waits for the disk, and what a power cut does is not tested here.
+    with tempfile.TemporaryDirectory(prefix="slp", dir="/dev/shm") as text:
         directory = Path(text)
         (directory / "ingress").mkdir()
         (directory / "state").mkdir()
@@ -283,7 +287,7 @@ async def world(policy: str | None = None, **changes: Any) -> AsyncIterator[Worl
             await wire.serve_unix(directory / name, daemon.handle, allowed_uids=frozenset({os.getuid()}))
             for name, daemon in (("hostd.sock", hostd), ("vault.sock", vaultd), ("audit.sock", auditd))
         ]
-        backend = await _backend(hostd)
+        backend = await _backend(hostd) if ingress else None
         try:
             yield World(config, policies, hostd, vaultd, auditd)
         finally:
@@ -291,8 +295,9 @@ async def world(policy: str | None = None, **changes: Any) -> AsyncIterator[Worl
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            backend.should_exit = True
-            await backend.finished.wait()  # type: ignore[attr-defined]
+            if backend is not None:
+                backend.should_exit = True
+                await backend.finished.wait()  # type: ignore[attr-defined]
 
 
 @dataclass
