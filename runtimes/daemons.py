@@ -22,6 +22,7 @@ from typing import Any, assert_never
 
 import wire
 from runtimes import predecessor
+from runtimes.finish import together
 from runtimes.spec import HostConfig, ProcessConfig
 from runtimes.supervisor import (
     Inheritance,
@@ -32,7 +33,6 @@ from runtimes.supervisor import (
     nothing_to_inherit,
     ping,
 )
-from runtimes.together import together
 
 SOCKET_GROUP = 700000000
 """Group of auditd and vaultd only: may make sockets in the run directory."""

@@ -1,4 +1,9 @@
-"""Work that must come to its end once it has begun: in the middle it has made what nobody would take back."""
+"""Work that must come to its end once it has begun: in the middle it has made what nobody would take back.
+
+- What is part of a transaction is never cancelled in its middle, where a thread or Docker might still finish what
+  nobody then knows of: `finished`, `both`, `Endings`. What may be cancelled is waited for: `together`.
+- Nothing here undoes anything or sets a time limit; each piece of work has limits of its own.
+"""
 
 import asyncio
 import logging
@@ -21,6 +26,33 @@ async def finished[T](work: Awaitable[T]) -> T:
                 continue
         if not task.cancelled():
             task.exception()  # the cancellation is what the caller hears of
+        raise
+
+
+async def both[A, B](one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """Run both to their ends and return their results, even if one fails or the caller is cancelled meanwhile.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled.
+        Exception: what a step raised; if both did, the first one's.
+    """
+    first, second = await finished(asyncio.gather(one, other, return_exceptions=True))
+    if isinstance(first, BaseException):
+        raise first
+    if isinstance(second, BaseException):
+        raise second
+    return first, second
+
+
+async def together(*works: Coroutine[Any, Any, Any]) -> None:
+    """Run `works` at once; when one fails the others are cancelled and waited for, and its own exception is raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
 
 

@@ -33,6 +33,7 @@ from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, UnknownImage
 from runtimes.dockerd import Dockerd, DockerdError
 from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
+from runtimes.finish import together
 from runtimes.guard import Guard, GuardError
 from runtimes.keeper import READY_FD
 from runtimes.kept_files import KeptFiles
@@ -43,7 +44,6 @@ from runtimes.records import Records
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import SANDBOX_ID, HostConfig, LaunchSpec
 from runtimes.supervisor import NotReady
-from runtimes.together import together
 from runtimes.watch import Watch
 from wire.frames import close_all
 

@@ -33,14 +33,13 @@ from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
 from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, Mount
-from runtimes.finish import Endings, finished, taken
+from runtimes.finish import Endings, both, finished, taken
 from runtimes.guard import Guard
 from runtimes.ledgers import Ledgers
 from runtimes.netplan import PLAN
 from runtimes.plans import Plans
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
-from runtimes.sidebyside import both
 from runtimes.spec import HostConfig, LaunchSpec
 from runtimes.workers import Identity, Worker, birth
 

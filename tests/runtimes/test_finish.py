@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from runtimes.sidebyside import both
+from runtimes.finish import both
 
 
 class Step:
