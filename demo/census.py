@@ -22,7 +22,10 @@ _PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtim
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What there is. Processes are told by their command lines, so that a restarted one counts as the same."""
+    """What there is. Processes are told by their command lines, so that a restarted one counts as the same.
+
+    So are the control groups of the workers: without the generation, which is the last part of their names.
+    """
 
     processes: tuple[str, ...]
     namespaces: int
@@ -60,7 +63,11 @@ def take(stack: Stack) -> Census:
         namespaces=len(used & _slots(run)),
         mounts=tuple(sorted(line.split()[4] for line in mounts if f" {run}/" in line)),
         cgroups=tuple(
-            sorted(str(path) for root in groups.hierarchies.roots for path in (root / groups.parent).glob("*/"))
+            sorted(
+                str(path.with_suffix(""))
+                for root in groups.hierarchies.roots
+                for path in (root / groups.parent).glob("*/")
+            )
         ),
         files=tuple(sorted(str(path) for place in _places(run, state) for path in place.rglob("*"))),
         containers=tuple(sorted(listed.split())),

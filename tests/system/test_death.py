@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
 
 from demo.capture import Capture
-from demo.census import Census, command_lines, daemons, take
+from demo.census import command_lines, daemons, take
 from demo.internet import ADDRESSES, API, ATTACKER, Internet
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import Stack
@@ -284,7 +284,7 @@ async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: 
             assert time.monotonic() < deadline, stack.tail()
             await asyncio.sleep(0.3)
 
-    assert until(lambda: {} == beyond(stack, before), most() + 10), beyond(stack, before)
+    assert until(lambda: {} == take(stack).beyond(before), most() + 10), take(stack).beyond(before)
 
 
 async def listed(http: httpx.AsyncClient) -> set[str]:
@@ -297,14 +297,6 @@ def hostd_answers(stack: Stack) -> bool:
         return {} == stack.host("ping")
     except OSError:
         return False
-
-
-def beyond(stack: Stack, before: Census) -> dict[str, object]:
-    """What came or went; the groups of the other sandboxes' workers have a new generation in their names."""
-    now = take(stack)
-    groups = [tuple(sorted(name.rpartition(".")[0] for name in census.cgroups)) for census in (before, now)]
-    differences = replace(now, cgroups=()).beyond(replace(before, cgroups=()))
-    return differences | ({"cgroups": groups} if groups[0] != groups[1] else {})
 
 
 async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
