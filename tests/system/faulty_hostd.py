@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import wire
-from runtimes import containers, hostd, netns, sandboxes, slots, workers
+from runtimes import containers, hostd, netns, sandboxes, slots, supervisor, workers
 from runtimes.cgroups import Cgroups
 from runtimes.daemons import Daemons
 from runtimes.docker import Docker, DockerError
@@ -134,6 +134,9 @@ def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]
 
 
 def _install() -> None:
+    # Who is killed step by step would wait longer each time.
+    supervisor._BACKOFF = sandboxes._RESPAWN_BACKOFF = (0.0,)  # type: ignore[assignment]
+
     def public(name: str) -> bool:
         return not name.startswith("_")
 
