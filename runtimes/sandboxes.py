@@ -44,7 +44,7 @@ from runtimes.spec import HostConfig, LaunchSpec
 from runtimes.workers import Identity, Worker, birth
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0)
-_CALM_SECONDS = 60.0
+_CALM_SECONDS = 10.0
 _PARALLEL_LAUNCHES = 4
 _SLOT_ATTEMPTS = 16
 
