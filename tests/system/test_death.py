@@ -301,6 +301,7 @@ def hostd_answers(stack: Stack) -> bool:
 
 async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
     """Every process killed, the run directory gone; the database, the log and Docker's data are as they were."""
+    own = {path.name for path in (second.run / "netns").iterdir()}  # what the watch compares the slots with
     async with client(second) as http:
         requests = [body(extensions={"sallyport.runtime": runtime}) for runtime in ("runc", "runsc")]
         names = [(await http.post("/sandboxes", json=request)).json()["id"] for request in requests]
@@ -313,7 +314,7 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
 
     assert {"sandboxes": []} == second.host("list")
     assert "" == second.docker("ps", "-aq").stdout
-    assert [] == list((second.run / "netns").iterdir())
+    assert own == {path.name for path in (second.run / "netns").iterdir()}
     left = remaining(traces)
     assert {True} == {str(second.state / "vault") in item for item in left}, left  # sealed, until the rows are deleted
     async with client(second) as http:
