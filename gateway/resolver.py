@@ -8,6 +8,8 @@
   equal ones share one resolution.
 - No upstream answers: `Outcome.FAILED`. There is no fallback to the host's resolver or name files.
 
+- A name that `may_ask` refuses fails: no query for it leaves, whoever wants it.
+
 It does not judge addresses (`gateway.upstream` and `gateway.dns_server` do) and serves one sandbox only: its cache is
 never shared.
 """
@@ -79,14 +81,20 @@ class Resolver:
         upstreams: asked in order.
         clock: monotonic seconds, for the cache.
         allowed: False forbids any query (the guard is gone): every resolution then fails.
+        may_ask: False forbids queries for this name.
     """
 
     def __init__(
-        self, upstreams: tuple[Upstream, ...], clock: Callable[[], float], allowed: Callable[[], bool] = lambda: True
+        self,
+        upstreams: tuple[Upstream, ...],
+        clock: Callable[[], float],
+        allowed: Callable[[], bool] = lambda: True,
+        may_ask: Callable[[str], bool] = lambda _host: True,
     ) -> None:
         self._upstreams = upstreams
         self._clock = clock
         self._allowed = allowed
+        self._may_ask = may_ask
         self._cache: OrderedDict[str, tuple[float, Resolution]] = OrderedDict()
         self._running: dict[str, asyncio.Task[Resolution]] = {}
 
@@ -98,6 +106,8 @@ class Resolver:
 
     async def resolve(self, host: str) -> Resolution:
         """Resolve a checked host name to IPv4 addresses. Never raises but for cancellation."""
+        if not self._may_ask(host):
+            return Resolution(Outcome.FAILED)
         cached = self._cache.get(host)
         if cached is not None and cached[0] > self._clock():
             left = max(1, int(cached[0] - self._clock()))

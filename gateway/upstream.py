@@ -6,6 +6,8 @@
   resolves again in between. Pairs of the operator's map are exempt; they are the operator's word.
 - Sockets are made by the unprivileged worker, so the guard's rules by user id bind them.
 - While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines.
+- Policy is asked once more, about the name or the literal address itself: a caller that forgot to ask, or asked about
+  another name, dials nothing that policy names nowhere.
 - A caller's verdict must be in the audit log before it calls; the dialler records nothing. What policy's mode observe
   let pass is handed to the caller (`Connection.allowed`), who records it before the first byte.
 """
@@ -21,7 +23,7 @@ from gateway.config import GatewayConfig
 from gateway.dns_logic import Outcome
 from gateway.resolver import Resolver
 from policy.addresses import dialable
-from policy.decision import AllowAddress, Deny, decide_resolved
+from policy.decision import AllowAddress, Deny, decide_address, decide_name, decide_resolved
 
 _MAX_TRIES = 4
 _MAX_DIALS = 128
@@ -32,6 +34,7 @@ class DialFailure(StrEnum):
 
     GUARD = "guard"
     UNCONFIGURED = "unconfigured"
+    POLICY = "dial-policy"
     RATE = "dial-rate"
     NAME = "resolve"
     ADDRESS = "address"
@@ -95,6 +98,9 @@ class Dialler:
             DialError: no address of it could or may be reached.
         """
         config = self._ready()
+        unnamed = not_named(config, host)
+        if unnamed is not None:
+            raise DialError(DialFailure.POLICY, unnamed)
         candidates = await self._candidates(host, port, config)
         return await self._connect(candidates, port, config)
 
@@ -108,6 +114,9 @@ class Dialler:
         refused = dialable(address, config.allowed_addresses)
         if refused is not None:
             raise DialError(DialFailure.ADDRESS, f"address is {refused.value}")
+        decision = decide_address(config.policy, address, port, config.allowed_addresses)
+        if isinstance(decision, Deny):
+            raise DialError(DialFailure.POLICY, decision.reason)
         return await self._connect(((address, None),), port, config)
 
     async def _candidates(self, host: str, port: int, config: GatewayConfig) -> _Candidates:
@@ -163,6 +172,12 @@ class Dialler:
         finally:
             self._dialling -= 1
         raise DialError(DialFailure.CONNECT, "no address of the host could be reached")
+
+
+def not_named(config: GatewayConfig, host: str) -> str | None:
+    """None when policy could allow some flow to `host`, else why not. For whoever asks or dials, beside the verdict."""
+    decision = decide_name(config.policy, host)
+    return decision.reason if isinstance(decision, Deny) else None
 
 
 def permitted(

@@ -37,7 +37,7 @@ from gateway.inspection import Inspection
 from gateway.ledger import Ledger
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.resolver import Resolver
-from gateway.upstream import Dialler
+from gateway.upstream import Dialler, not_named
 from policy.rules import Limits
 from vault.client import VaultClient
 from wire.frames import close_all
@@ -79,7 +79,7 @@ class Worker:
         self._audit = AuditClient.from_fd(fds.audit)
         self._vault = VaultClient.from_fd(fds.vault, self._revoked)
         self._control = wire.Client(socket.socket(fileno=fds.control), self._handle)
-        self._resolver = Resolver((), time.monotonic, lambda: self._guard.alive)
+        self._resolver = Resolver((), time.monotonic, lambda: self._guard.alive, self._may_ask)
         dialler = Dialler(self._resolver, self._active, lambda: self._guard.alive, time.monotonic)
         ledger = Ledger.from_fd(fds.ledger)
         self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic, ledger)
@@ -125,6 +125,9 @@ class Worker:
 
     def _active(self) -> GatewayConfig | None:
         return self._config
+
+    def _may_ask(self, host: str) -> bool:
+        return self._config is not None and not_named(self._config, host) is None
 
     def _limits(self) -> Limits | None:
         return self._config.policy.limits if self._config is not None else None

@@ -18,16 +18,19 @@ from gateway.engine import SecretRefused
 from gateway.ledger import Ledger
 from gateway.ports import LeasedSecrets, StreamDialler
 from gateway.resolver import Resolution, Resolver
-from gateway.upstream import Dialler
+from gateway.upstream import DialError, DialFailure, Dialler
 from policy.compile import compile_named
-from policy.compiled import DENY_ALL
+from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
-from policy.rules import Limits
+from policy.names import HostPattern
+from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
 from vault.client import ReleaseRefusedError, VaultClient
 from vault.secret import Secret
 
+_RULE = Rule("r", Action.ALLOW, (HostPattern("good.test"),), endpoints=(Endpoint(443, Scheme.HTTPS),))
+POLICY = CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(_RULE,)),))
 PLAN = InjectionPlan("api", "token", InjectionKind.BEARER, "Authorization")
 
 
@@ -143,6 +146,35 @@ class Recorded:
         self.records.append((kind, decision, fields))
 
 
+def configured(policy: CompiledPolicy) -> GatewayConfig:
+    hosts = {"good.test": (IPv4Address("127.0.0.1"),)}
+    return GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), (), hosts)
+
+
+@pytest.mark.parametrize(("policy", "failure"), [(DENY_ALL, DialFailure.POLICY), (POLICY, DialFailure.CONNECT)])
+async def test_a_name_that_policy_names_nowhere_is_not_dialled(policy: CompiledPolicy, failure: DialFailure) -> None:
+    """Even for the operator's own map, and whatever was decided before."""
+    clock = asyncio.get_running_loop().time
+    config = configured(policy)
+    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+
+    with pytest.raises(DialError) as refused:
+        await dialler.dial("good.test", 1)
+
+    assert failure is refused.value.failure
+
+
+async def test_an_address_that_policy_names_nowhere_is_not_dialled() -> None:
+    clock = asyncio.get_running_loop().time
+    config = configured(POLICY)
+    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+
+    with pytest.raises(DialError) as refused:
+        await dialler.dial_address(IPv4Address("93.184.216.34"), 443)
+
+    assert DialFailure.POLICY is refused.value.failure
+
+
 async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent() -> None:
     received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -158,8 +190,7 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    hosts = {"good.test": (IPv4Address("127.0.0.1"),)}
-    config = GatewayConfig("sbx-1", 1, DENY_ALL, "", (), IPv4Address("192.0.2.2"), (), hosts)
+    config = configured(POLICY)
     clock = asyncio.get_running_loop().time
     spent: list[float] = []
     budget = Budget(Ledger.fresh(), lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))

@@ -132,6 +132,15 @@ async def test_without_permission_nothing_is_asked() -> None:
     assert Outcome.FAILED == (await resolver.resolve(HOST)).outcome
 
 
+async def test_for_a_name_that_may_not_be_asked_no_query_leaves() -> None:
+    async with server(lambda query: [reply(query, a(HOST, "93.184.216.34"))]) as (resolver, queries):
+        resolver._may_ask = lambda host: host == HOST
+
+        assert Outcome.FAILED == (await resolver.resolve("x.example.com")).outcome
+        assert addresses("93.184.216.34") == (await resolver.resolve(HOST)).addresses
+        assert 1 == len(queries)
+
+
 async def test_the_query_is_built_afresh() -> None:
     async with server(lambda query: [reply(query, a(HOST, "93.184.216.34"))]) as (resolver, queries):
         await resolver.resolve(HOST)
