@@ -9,56 +9,65 @@ import subprocess
 from demo.internet import ATTACKER_V6, Internet, in_namespace
 from demo.stack import Stack
 
-_UPLINK, _FAR = "ungate0", "ungate1"
-_ADDRESS, _ROUTER = "93.184.219.1", "93.184.219.2"
 BRIDGE = "ungate-br"
+
+
+def far_end_of(index: int) -> str:
+    """The name, in the demo internet, of the interface that `uplink` made."""
+    return f"ungated{index}"
+
+
+def uplink(gateway: str, net: str, index: int = 0) -> None:
+    """Give the gateway namespace at `gateway` a way to the demo internet at `net`: a link, routes, forwarding.
+
+    Its rules stay as they are. `index` keeps several of them apart; below 32.
+    """
+    near, far = f"ungate{index}", far_end_of(index)
+    address, router = f"93.184.{219 + index}.1", f"93.184.{219 + index}.2"
+    six = f"2606:2800:{0x223 + index:x}"
+    _in(gateway, "ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", net)
+    _in(gateway, "ip", "addr", "add", f"{address}/24", "dev", near)
+    _in(gateway, "ip", "link", "set", near, "up")
+    _in(net, "ip", "addr", "add", f"{router}/24", "dev", far)
+    _in(net, "ip", "link", "set", far, "up")
+    _in(gateway, "ip", "route", "add", "default", "via", router)
+    for setting, value in (
+        ("ipv4/ip_forward", "1"),
+        ("ipv4/conf/all/rp_filter", "0"),
+        ("ipv4/conf/gw0/rp_filter", "0"),
+        ("ipv6/conf/all/disable_ipv6", "0"),
+        ("ipv6/conf/gw0/disable_ipv6", "0"),
+        (f"ipv6/conf/{near}/disable_ipv6", "0"),
+        ("ipv6/conf/all/forwarding", "1"),
+        ("ipv6/conf/gw0/proxy_ndp", "1"),
+    ):
+        _set(gateway, setting, value)
+    _in(gateway, "ip", "-6", "neigh", "add", "proxy", ATTACKER_V6, "dev", "gw0")
+    _in(net, "ip", "-6", "addr", "add", f"{six}::1/64", "dev", far, "nodad")
+    _in(gateway, "ip", "-6", "addr", "add", f"{six}::2/64", "dev", near, "nodad")
+    _in(gateway, "ip", "-6", "route", "add", "default", "via", f"{six}::1")
+    masquerade = f'oifname "{near}" masquerade'
+    rules = f"table ip ungate {{ chain post {{ type nat hook postrouting priority srcnat; {masquerade}; }}; }}"
+    _in(gateway, "nft", rules)
 
 
 class Ungated:
     """A sandbox without a gate, connected to `internet` through the interface `far`. Use as a context manager."""
 
-    far = _FAR
+    far = far_end_of(0)
 
     def __init__(self, internet: Internet, stack: Stack, sandbox: str) -> None:
         self._internet = internet
         self._gateway = stack.netns(sandbox, "gw")
 
     def __enter__(self) -> "Ungated":
-        gateway = self._gateway
-        _in(gateway, "nft", "flush", "ruleset")
-        _in(gateway, "ip", "link", "add", _UPLINK, "type", "veth", "peer", "name", _FAR)
-        _in(gateway, "ip", "link", "set", _FAR, "netns", self._internet.net)
-        _in(gateway, "ip", "addr", "add", f"{_ADDRESS}/24", "dev", _UPLINK)
-        _in(gateway, "ip", "link", "set", _UPLINK, "up")
-        far = self._internet.path(self._internet.net)
-        _in(far, "ip", "addr", "add", f"{_ROUTER}/24", "dev", _FAR)
-        _in(far, "ip", "link", "set", _FAR, "up")
-        _in(gateway, "ip", "route", "add", "default", "via", _ROUTER)
-        for setting, value in (
-            ("ipv4/ip_forward", "1"),
-            ("ipv4/conf/all/rp_filter", "0"),
-            ("ipv4/conf/gw0/rp_filter", "0"),
-            ("ipv6/conf/all/disable_ipv6", "0"),
-            ("ipv6/conf/gw0/disable_ipv6", "0"),
-            (f"ipv6/conf/{_UPLINK}/disable_ipv6", "0"),
-            ("ipv6/conf/all/forwarding", "1"),
-            ("ipv6/conf/gw0/proxy_ndp", "1"),
-        ):
-            _set(gateway, setting, value)
-        _in(gateway, "ip", "-6", "neigh", "add", "proxy", ATTACKER_V6, "dev", "gw0")
-        _in(far, "ip", "-6", "addr", "add", "2606:2800:223::1/64", "dev", _FAR, "nodad")
-        _in(gateway, "ip", "-6", "addr", "add", "2606:2800:223::2/64", "dev", _UPLINK, "nodad")
-        _in(gateway, "ip", "-6", "route", "add", "default", "via", "2606:2800:223::1")
-        rules = (
-            "table ip ungate { chain post { type nat hook postrouting priority srcnat; "
-            f'oifname "{_UPLINK}" masquerade; }}; }}'
-        )
-        _in(gateway, "nft", rules)
+        _in(self._gateway, "nft", "flush", "ruleset")
+        uplink(self._gateway, self._internet.path(self._internet.net))
         return self
 
     def __exit__(self, *_: object) -> None:
         subprocess.run(
-            ["nsenter", f"--net={self._gateway}", "ip", "link", "del", _UPLINK], capture_output=True, check=False
+            ["nsenter", f"--net={self._gateway}", "ip", "link", "del", "ungate0"], capture_output=True, check=False
         )
 
 

@@ -1,6 +1,6 @@
 """The ways out, tried. Standard library only, any Python from 3.9: it runs inside sandboxes.
 
-    python3 ways_out.py one NAME      try one way
+    python3 ways_out.py one NAME      try one way, or all at once
     python3 ways_out.py serve         read names on standard input, answer `done NAME RESULT` for each
 
 What a probe prints is what the *sandbox* saw and decides nothing; what arrived at the other end does. Only the
@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TARGETS: dict[str, Any] = json.loads(os.environ.get("PROBE_TARGETS", "{}"))
@@ -286,7 +287,10 @@ PROBES = {
 
 
 def attempt(name: str) -> str:
-    """Run one probe; returns one line about what this side saw."""
+    """Run one probe, or `all` of them at once; returns one line about what this side saw."""
+    if name == "all":
+        with ThreadPoolExecutor(len(PROBES)) as pool:
+            return "; ".join(f"{probe}: {seen}" for probe, seen in zip(PROBES, pool.map(attempt, PROBES)))  # noqa: B905
     try:
         return PROBES[name]()
     except (OSError, ssl.SSLError, subprocess.SubprocessError) as error:
