@@ -4,6 +4,7 @@
   told in DNS, or which address it dialled, does not matter.
 - Every address is classified before it is dialled, and the socket is connected to that very address: nothing
   resolves again in between. Pairs of the operator's map are exempt; they are the operator's word.
+- The host's own addresses, public ones too, are not dialled.
 - Sockets are made by the unprivileged worker, so the guard's rules by user id bind them.
 - While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines.
 - Policy is asked once more, about the name or the literal address itself: a caller that forgot to ask, or asked about
@@ -114,6 +115,8 @@ class Dialler:
         refused = dialable(address, config.allowed_addresses)
         if refused is not None:
             raise DialError(DialFailure.ADDRESS, f"address is {refused.value}")
+        if own_address(config, address):
+            raise DialError(DialFailure.ADDRESS, "address is one of this host's own")
         decision = decide_address(config.policy, address, port, config.allowed_addresses)
         if isinstance(decision, Deny):
             raise DialError(DialFailure.POLICY, decision.reason)
@@ -133,14 +136,15 @@ class Dialler:
             case Outcome.FAILED | Outcome.REFUSED_ADDRESS:
                 raise DialError(DialFailure.NAME, "name could not be resolved")
         answers = {item: permitted(config, host, item, port) for item in resolution.addresses}
-        open_ones = [(item, answer) for item, answer in answers.items() if isinstance(answer, AllowAddress)]
+        allowed = [(item, answer) for item, answer in answers.items() if isinstance(answer, AllowAddress)]
+        open_ones = [(item, answer) for item, answer in allowed if not own_address(config, item)]
         if open_ones:
             # What is allowed goes ahead of what is only observed.
             return tuple(sorted(open_ones, key=lambda one: one[1].observed is not None))
         for refused in answers.values():
             if isinstance(refused, Deny):
                 raise DialError(DialFailure.ADDRESS, refused.reason, refused.rule)
-        raise DialError(DialFailure.ADDRESS, "name has no address")
+        raise DialError(DialFailure.ADDRESS, f"{host} resolves to an address of this host's own")
 
     def _ready(self) -> GatewayConfig:
         config = self._config()
@@ -188,6 +192,22 @@ def permitted(
     if refused is not None:
         return Deny(DialFailure.ADDRESS.value, f"{host} resolves to a {refused.value} address")
     return decide_resolved(config.policy, host, address, port)
+
+
+def own_address(config: GatewayConfig, address: IPv4Address | IPv6Address) -> bool:
+    """Whether this is an address of the host itself, be it a public one, that the operator has not opened.
+
+    Asked of the kernel's routing: to reach itself it takes the very same address as source. Nothing is sent.
+    """
+    if any(address in network for network in config.allowed_addresses):
+        return False
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect((str(address), 9))
+        except OSError:
+            return False  # no way there, for a dial neither
+        return bool(probe.getsockname()[0] == str(address))
 
 
 async def _connected(address: IPv4Address | IPv6Address, port: int) -> socket.socket:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, ip_network
+from ipaddress import IPv4Address, IPv4Network, ip_network
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from gateway.engine import SecretRefused
 from gateway.ledger import Ledger
 from gateway.ports import LeasedSecrets, StreamDialler
 from gateway.resolver import Resolution, Resolver
-from gateway.upstream import DialError, DialFailure, Dialler
+from gateway.upstream import DialError, DialFailure, Dialler, own_address
 from policy.compile import compile_named
 from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.facts import RequestFacts, Scheme
@@ -173,6 +173,20 @@ async def test_an_address_that_policy_names_nowhere_is_not_dialled() -> None:
         await dialler.dial_address(IPv4Address("93.184.216.34"), 443)
 
     assert DialFailure.POLICY is refused.value.failure
+
+
+@pytest.mark.parametrize(
+    ("address", "opened", "own"),
+    [
+        ("127.0.0.1", (), True),
+        ("127.0.0.1", (IPv4Network("127.0.0.0/8"),), False),
+        ("93.184.216.34", (), False),
+    ],
+)
+def test_the_host_knows_its_own_addresses(address: str, opened: tuple[IPv4Network, ...], own: bool) -> None:
+    config = GatewayConfig("sbx-1", 1, POLICY, "", (), IPv4Address("192.0.2.2"), opened)
+
+    assert own is own_address(config, IPv4Address(address))
 
 
 async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent() -> None:
