@@ -218,7 +218,7 @@ class Gate:
             "policy": rules.to_json(),
             "upstream_roots": self.rig.roots,
             "dns_upstreams": [f"{DNS}:53"],
-            "allowed_addresses": [],
+            "allowed_addresses": [f"{WEB}/32"],  # it is on the loopback of the very namespace that is dialled from
             "host_addresses": {},
             "inside": str(PLAN.inside),
             "limits": {},
