@@ -248,7 +248,7 @@ async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(
     config = GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), opened)
     clock = asyncio.get_running_loop().time
     dialler = Dialler(Resolved((), clock, lambda: True), lambda: config, lambda: True, clock)
-    budget = Budget(lambda: Limits(), clock, lambda: None)
+    budget = Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None)
     log = Recorded()
     if name == "enforced":
         with pytest.raises(ConnectionError):
