@@ -25,7 +25,7 @@ from typing import Any
 
 TARGETS: dict[str, Any] = json.loads(os.environ.get("PROBE_TARGETS", "{}"))
 WAIT = 0.6
-MARKER = b"sallyport-probe-marker"
+MARKER = str(TARGETS.get("marker", "sallyport-probe-marker")).encode()
 
 
 def tcp(address: str, port: int, data: bytes = MARKER, mark: int | None = None) -> str:

@@ -1,0 +1,26 @@
+"""`python -m tests.security.layers.report`: runs the matrix and writes it into docs/threat-model.md.
+
+As root, with the variables that `run` sets for the system tests.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+from tests.security.layers.defences import BEGIN, END
+from tests.security.layers.matrix import document, running
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "threat-model.md"
+
+
+def main() -> None:
+    logging.getLogger("opensandbox").setLevel(logging.CRITICAL)
+    port = int(os.environ.get("SALLYPORT_TEST_PORT", "18090")) + 2
+    with running(os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo"), port) as matrix:
+        tables = document(matrix)
+    head, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The OCI shim with its checks replaced where they are off. Started as the real one is: `python -IS`, no site."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "runtimes"))
+
+import oci_shim
+
+words = sys.argv[1:]
+state = Path(words[2]).parent / "layers.json"
+off = json.loads(state.read_text())["off"] if state.exists() else []
+
+if "shim's plan check" in off:
+    real_prepare = oci_shim.prepare
+
+    def prepare(kind: str, plans: str, rest: list[str]) -> None:
+        container, _ = oci_shim.create_target(rest)
+        if os.path.exists(os.path.join(plans, f"{container}.json")):
+            real_prepare(kind, plans, rest)
+
+    oci_shim.prepare = prepare
+
+if "shim's bundle check" in off:
+    oci_shim.check_process = lambda _process: None
+    oci_shim.check_seccomp = lambda _seccomp: None
+    oci_shim.check_devices = lambda _linux: None
+    oci_shim.check_mounts = lambda _mounts, _binds: None
+
+sys.exit(oci_shim.main(words))

@@ -1,0 +1,122 @@
+"""A Sallyport whose daemons have the substitutes in them, on an internet of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from demo.internet import ADDRESSES, API, ATTACKER
+from demo.stack import EMPTY_IMAGE, Stack
+from tests.security.layers import state
+from tests.security.layers.substitutes import PLANTED
+
+ROOT = Path(__file__).parents[3]
+POLICY = "hostile-names"
+
+
+class LayeredStack(Stack):
+    """As `sallyport serve` starts it, but for the modules that the daemons are started from."""
+
+    def __enter__(self) -> "LayeredStack":
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        self.config.write_text(self.settings)
+        host = Path(self.sallyport("serve", "--write-only").splitlines()[-1])
+        document = json.loads(host.read_text())
+        for process in document["processes"]:
+            process["module"] = "tests.security.layers.daemon"
+        host.write_text(json.dumps(document))
+        self.planted = self.directory / "planted"
+        self.planted.touch(mode=0o600)
+        self.planted.write_text(PLANTED)
+        self.switch()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.security.layers.daemon", str(host)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    @property
+    def settings(self) -> str:
+        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{EMPTY_IMAGE}"')
+        return head + tail.partition("\n\n")[2]
+
+    def switch(self, off: tuple[str, ...] = (), provoked: tuple[str, ...] = ()) -> None:
+        """Say which defences are off from now on: for slots, workers and containers that are made from now on."""
+        places = {
+            "net": self.internet.path(self.internet.net),
+            "attacker": ADDRESSES[ATTACKER],
+            "planted": str(self.planted),
+        }
+        state.write(self.run, off, provoked, places)
+
+    def new_guard(self) -> None:
+        """End the guard; hostd starts another, with the rules that are due now."""
+        former = self._guards()
+        for pid in former:
+            os.kill(pid, 9)
+
+        def renewed() -> bool:
+            return bool(self._guards()) and not self._guards() & former
+
+        wait_until(renewed)
+        wait_until(lambda: self.guard_table() != "")
+
+    def _guards(self) -> set[int]:
+        assert self._process is not None
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+                words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if parent == self._process.pid and words[:2] == [b"nft", b"-i"]:
+                found.add(int(name))
+        return found
+
+    def guard_table(self) -> str:
+        """The guard's rules as the kernel has them; empty when there are none."""
+        netns = self.internet.path(self.internet.up)
+        command = ["nsenter", f"--net={netns}", "nft", "list", "table", "inet", "sallyport_guard"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    def rules(self, sandbox: str) -> str:
+        """The rules of a sandbox's gateway namespace, with their counters."""
+        command = ["nsenter", f"--net={self.netns(sandbox, 'gw')}", "nft", "list", "ruleset"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def worker_status(self, sandbox: str) -> dict[str, str]:
+        """What the kernel says of a sandbox's worker."""
+        pid = self.host("inspect", sandbox=sandbox)["worker_pid"]
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        return fields | {"mounts": str(len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines()))}
+
+    def records_of(self, sandbox: str) -> list[dict[str, Any]]:
+        return [record for record in self.audit_records() if record.get("sandbox") == sandbox]
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("a condition did not come true in time")
+        time.sleep(0.05)
+
+
+def store_secret(stack: Stack, value: str) -> None:
+    """The one secret: for one host, two methods, one tree of paths."""
+    limits = ("--path", "/v1/*", "--method", "GET", "--method", "POST")
+    stack.sallyport("vault", "put", "api-token", "--host", API, *limits, stdin=value)

