@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -208,7 +209,10 @@ data_root = "{self._docker_data}"
         return result
 
     def configure(self, sandbox: str, policy: CompiledPolicy, **limits: int) -> None:
-        """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force."""
+        """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force.
+
+        The registry is told which policy that is: else `serve` would soon put the registry's back.
+        """
         gateway = {
             "sandbox": sandbox,
             "generation": 1,
@@ -218,6 +222,8 @@ data_root = "{self._docker_data}"
             "inside": "192.0.2.2",
             "limits": limits,
         }
+        with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
+            database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))
         self.host("configure", sandbox=sandbox, gateway=gateway)
 
     def netns(self, sandbox: str, side: str) -> str:
