@@ -129,6 +129,7 @@ func TestTerminalRunsAShellOnATerminal(t *testing.T) {
 	s := f.attach(id, "")
 	s.until("connected", func() bool { return s.last() != nil })
 	equal(t, object{"type": "connected", "session_id": id, "mode": "pty", "role": "holder"}, s.last())
+	s.until("a prompt", func() bool { return s.output != "" }) // while it starts, readline writes back the size it has read
 	s.say(object{"type": "resize", "cols": 133, "rows": 43})
 	s.typed("tty >/dev/null && stty size; pwd; echo $TERM; echo $((20+22))-\n")
 	s.shows("43 133")

@@ -67,6 +67,8 @@ def make_directories(config: HostConfig) -> None:
         (run / "config", 0, 0, 0o711),
         (state, 0, 0, 0o711),
         (state / "hostd", 0, 0, 0o700),
+        (state / "hostd" / "disks", 0, 0, 0o700),
+        (state / "hostd" / "ledgers", 0, 0, 0o700),
         (state / "audit", uids.auditd, uids.auditd, 0o700),
         (state / "vault", uids.vaultd, uids.vaultd, 0o700),
         (state / "lifecycle", uids.serve, uids.serve, 0o700),
@@ -156,6 +158,8 @@ class Host:
         self._sandboxes = Sandboxes(config, docker, self._daemons, self._guard, self._cgroups, self._records)
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
+        if not succeeds:
+            await self._start_watch(self._sandboxes, docker)
         self._server = await wire.serve_unix(
             self._run / "hostd.sock",
             self.handle,
@@ -164,13 +168,13 @@ class Host:
             owner=(0, uids.serve),
         )
         await self._daemons.start_serve()
-        await self._start_watch(self._sandboxes, docker)
         if succeeds:
+            await self._start_watch(self._sandboxes, docker)
             await self._check_late(adopted=len(fit))
         _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", len(fit))
 
     async def _start_watch(self, sandboxes: Sandboxes, docker: Docker) -> None:
-        """Begin to watch; after everything else, so that adopted sandboxes have their gates back first."""
+        """Begin to watch: before the first launch, but after adopted sandboxes have their gates back."""
         self._alarms.start()
         files = KeptFiles((*self._wrappers, Path(oci_shim.__file__), self._guard.rules_file))
         self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, files)

@@ -337,9 +337,13 @@ async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None
         session = made.json()["session_id"]
         async with connect(f"ws://{base}/pty/{session}/ws", additional_headers=headers) as terminal:
             assert ("connected", "pty") == itemgetter("type", "mode")(json.loads(await terminal.recv()))
+            shown = b""
+            while b"# " not in shown:  # while it starts, readline writes back the size that it has read
+                frame = await terminal.recv()
+                shown += frame[1:] if isinstance(frame, bytes) else b""
             await terminal.send(json.dumps({"type": "resize", "cols": 91, "rows": 31}))
             await terminal.send(b"\x00stty size; pwd; exit 5\n")
-            shown, texts = b"", []
+            texts = []
             async for frame in terminal:
                 if isinstance(frame, bytes):
                     shown += frame[1:]
