@@ -65,7 +65,8 @@ def test_clean_removes_what_run_made_and_only_that(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "none", str(run_dir / "netns")], check=True)
     sleeper = subprocess.Popen(["sh", "-c", "sleep 300", f"{run_dir}/x"])
     bystander = subprocess.Popen(["sleep", "300"])
-    environment = {**os.environ, "SALLYPORT_HOME": str(home), "SALLYPORT_RUN_DIR": str(run_dir)}
+    places = {"SALLYPORT_HOME": str(home), "SALLYPORT_RUN_DIR": str(run_dir), "SALLYPORT_TEST_INTERNET": "spclean"}
+    environment = {**os.environ, **places}
     try:
         done = subprocess.run([script, "clean"], env=environment, capture_output=True, text=True, check=False)
 
