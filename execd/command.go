@@ -61,7 +61,12 @@ func (c *Commands) run(w http.ResponseWriter, r *http.Request) {
 		writeError(w, err)
 		return
 	}
-	p, err := c.validate(&request)
+	c.carryOut(w, r, &request)
+}
+
+// carryOut validates a request and runs it.
+func (c *Commands) carryOut(w http.ResponseWriter, r *http.Request, request *commandRequest) {
+	p, err := c.validate(request)
 	if err != nil {
 		writeError(w, err)
 		return

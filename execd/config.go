@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -21,14 +22,16 @@ import (
 
 // Config is the validated start configuration.
 type Config struct {
-	Port       int
-	TokenHash  string
-	Insecure   bool
-	Tail       time.Duration
-	MaxRunning int
-	Grace      time.Duration
-	Init       bool
-	Entrypoint []string
+	Port         int
+	TokenHash    string
+	Insecure     bool
+	Tail         time.Duration
+	MaxRunning   int
+	Grace        time.Duration
+	Init         bool
+	Entrypoint   []string
+	JupyterHost  string
+	JupyterToken string
 }
 
 const (
@@ -53,7 +56,9 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	maxRunning := flags.Int("max-commands", defaultMaxRunning, "commands running at a time")
 	grace := flags.Duration("stop-grace", defaultGrace, "time between SIGTERM and SIGKILL when stopping")
 	initMode := flags.Bool("init", false, "be PID 1: reap, forward signals, run the entrypoint after --")
-	for _, name := range []string{"jupyter-host", "jupyter-token", "jupyter-idle-poll-interval", "log-level"} {
+	jupyterHost := flags.String("jupyter-host", getenv("JUPYTER_HOST"), "address of the Jupyter server (JUPYTER_HOST)")
+	jupyterToken := flags.String("jupyter-token", getenv("JUPYTER_TOKEN"), "its token (JUPYTER_TOKEN)")
+	for _, name := range []string{"jupyter-idle-poll-interval", "log-level"} {
 		flags.String(name, "", "accepted for compatibility, without effect")
 	}
 	if err := flags.Parse(arguments); err != nil {
@@ -61,7 +66,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	}
 	config = Config{
 		Port: *port, TokenHash: strings.ToLower(*hash), Insecure: *insecure, Tail: defaultTail,
-		MaxRunning: *maxRunning, Grace: *grace, Init: *initMode,
+		MaxRunning: *maxRunning, Grace: *grace, Init: *initMode, JupyterHost: *jupyterHost, JupyterToken: *jupyterToken,
 	}
 	if config.Init {
 		config.Entrypoint = flags.Args()
@@ -109,10 +114,16 @@ func (c Config) arguments() []string {
 // forgetClearToken executes this program again without the token. It returns
 // only if that failed.
 func forgetClearToken(config Config) error {
-	environ := make([]string, 0, len(os.Environ()))
+	replaced := []string{"EXECD_ACCESS_TOKEN", "JUPYTER_HOST", "JUPYTER_TOKEN"}
+	environ := make([]string, 0, len(os.Environ())+len(replaced))
 	for _, entry := range os.Environ() {
-		if !strings.HasPrefix(entry, "EXECD_ACCESS_TOKEN=") {
+		if name, _, _ := strings.Cut(entry, "="); !slices.Contains(replaced, name) {
 			environ = append(environ, entry)
+		}
+	}
+	for name, value := range map[string]string{"JUPYTER_HOST": config.JupyterHost, "JUPYTER_TOKEN": config.JupyterToken} {
+		if value != "" {
+			environ = append(environ, name+"="+value)
 		}
 	}
 	self, err := os.Executable()

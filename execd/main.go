@@ -71,12 +71,17 @@ func run() int {
 		reaper: reaper, records: NewRecords(config.MaxRunning), env: env, accounts: accounts,
 		directory: directory, tail: config.Tail, log: logger,
 	}
+	jupyter, err := NewJupyter(config.JupyterHost, config.JupyterToken)
+	if err != nil {
+		logger.Print(err)
+	}
 	server := &Server{
 		auth:      auth,
 		port:      config.Port,
 		commands:  commands,
 		sessions:  NewSessions(commands),
 		terminals: NewTerminals(commands),
+		code:      NewCodeContexts(jupyter, commands),
 		files: &Files{
 			env: env, accounts: accounts, directory: directory, umask: currentUmask(),
 			walks: make(chan struct{}, concurrentWalks),

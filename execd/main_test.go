@@ -68,7 +68,7 @@ func newFixture(t *testing.T) *fixture {
 	}
 	f.server = &Server{
 		auth: auth, port: defaultPort,
-		commands: commands, sessions: NewSessions(commands), terminals: NewTerminals(commands),
+		commands: commands, sessions: NewSessions(commands), terminals: NewTerminals(commands), code: NewCodeContexts(&Jupyter{}, commands),
 		files:      &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
 		identities: NewIdentities(testReaper, accounts, logger, testBinary),
 		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger,

@@ -36,6 +36,7 @@ type Server struct {
 	commands   *Commands
 	sessions   *Sessions
 	terminals  *Terminals
+	code       *CodeContexts
 	files      *Files
 	identities *Identities
 	metrics    *Metrics
@@ -95,6 +96,14 @@ func (s *Server) route(method, path, raw string) http.HandlerFunc {
 		return s.commands.run
 	case "DELETE /command", "DELETE /code":
 		return s.interrupt
+	case "POST /code":
+		return s.code.run
+	case "POST /code/context":
+		return s.code.create
+	case "GET /code/contexts":
+		return s.code.list
+	case "DELETE /code/contexts":
+		return s.code.deleteAll
 	case "POST /pty":
 		return s.terminals.create
 	case "POST /session":
@@ -122,6 +131,10 @@ func (s *Server) routeWithID(method string, raw []string) http.HandlerFunc {
 		return s.commands.statusOf(raw[2])
 	case method == http.MethodGet && len(raw) == 3 && raw[0] == "command" && raw[2] == "logs":
 		return s.commands.logsOf(raw[1])
+	case method == http.MethodGet && len(raw) == 3 && raw[0] == "code" && raw[1] == "contexts":
+		return s.code.get(raw[2])
+	case method == http.MethodDelete && len(raw) == 3 && raw[0] == "code" && raw[1] == "contexts":
+		return s.code.delete(raw[2])
 	case method == http.MethodGet && len(raw) == 2 && raw[0] == "pty":
 		return s.terminals.status(raw[1])
 	case method == http.MethodDelete && len(raw) == 2 && raw[0] == "pty":
@@ -152,10 +165,13 @@ func (s *Server) serveAs(w http.ResponseWriter, r *http.Request, rest string) bo
 	return true
 }
 
-// interrupt ends what runs under an id: a session's, or a command's.
+// interrupt ends what runs under an id: a session's, a code context's or a command's.
 func (s *Server) interrupt(w http.ResponseWriter, r *http.Request) {
 	if s.sessions.interrupt(r.URL.Query().Get("id")) {
 		writeEmpty(w)
+		return
+	}
+	if s.code.interrupt(w, r) {
 		return
 	}
 	s.commands.interrupt(w, r)

@@ -9,7 +9,9 @@ package main
 //   - A client that stops reading holds a writer for streamWriteLimit at most.
 
 import (
+	"maps"
 	"net/http"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -75,12 +77,44 @@ func (s *eventStream) ping() {
 
 // text queues an output event; flush sends what is queued.
 func (s *eventStream) text(kind string, text []byte) {
+	s.queue(func(buffer []byte) []byte { return appendHead(buffer, kind, string(text)) })
+}
+
+// count queues the number of an execution.
+func (s *eventStream) count(number int) {
+	s.queue(func(buffer []byte) []byte {
+		buffer = append(appendHead(buffer, "execution_count", ""), `,"execution_count":`...)
+		return strconv.AppendInt(buffer, int64(number), 10)
+	})
+}
+
+// result queues a result of code: MIME types and their values.
+func (s *eventStream) result(values map[string]string) {
+	s.queue(func(buffer []byte) []byte {
+		buffer = append(appendHead(buffer, "result", ""), `,"results":{`...)
+		for i, kind := range slices.Sorted(maps.Keys(values)) {
+			if i > 0 {
+				buffer = append(buffer, ',')
+			}
+			buffer = append(appendQuoted(buffer, kind), ':')
+			buffer = appendQuoted(buffer, values[kind])
+		}
+		return append(buffer, '}')
+	})
+}
+
+// codeError queues an error of code, which is not the end of its stream.
+func (s *eventStream) codeError(name, value string, traceback []string) {
+	s.queue(func(buffer []byte) []byte { return appendError(buffer, name, value, traceback) })
+}
+
+func (s *eventStream) queue(event func(buffer []byte) []byte) {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	if s.failed || s.finished {
 		return
 	}
-	s.buffer = append(appendHead(s.buffer, kind, string(text)), eventEnd...)
+	s.buffer = append(event(s.buffer), eventEnd...)
 	if len(s.buffer) >= streamBatch {
 		s.push()
 	}
@@ -110,17 +144,22 @@ func (s *eventStream) complete(elapsed time.Duration) {
 func (s *eventStream) fail(name, value string, traceback []string) {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
-	s.buffer = append(appendHead(s.buffer, "error", ""), `,"error":{"ename":`...)
-	s.buffer = append(appendQuoted(s.buffer, name), `,"evalue":`...)
-	s.buffer = append(appendQuoted(s.buffer, value), `,"traceback":[`...)
+	s.buffer = appendError(s.buffer, name, value, traceback)
+	s.end()
+}
+
+// appendError opens an error event, up to but without the closing brace.
+func appendError(buffer []byte, name, value string, traceback []string) []byte {
+	buffer = append(appendHead(buffer, "error", ""), `,"error":{"ename":`...)
+	buffer = append(appendQuoted(buffer, name), `,"evalue":`...)
+	buffer = append(appendQuoted(buffer, value), `,"traceback":[`...)
 	for i, line := range traceback {
 		if i > 0 {
-			s.buffer = append(s.buffer, ',')
+			buffer = append(buffer, ',')
 		}
-		s.buffer = appendQuoted(s.buffer, line)
+		buffer = appendQuoted(buffer, line)
 	}
-	s.buffer = append(s.buffer, ']', '}')
-	s.end()
+	return append(buffer, ']', '}')
 }
 
 // end closes the object of the terminal event. A stream whose terminal event

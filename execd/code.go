@@ -1,0 +1,343 @@
+package main
+
+// Code contexts (contract 8): stateful runs in the kernels of a Jupyter server.
+//
+// Invariants
+//   - A context runs one thing at a time; who comes meanwhile is told so before
+//     anything is sent.
+//   - There is one default context per language, also when many ask for it at once.
+//   - Contexts are bounded in number.
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"sort"
+	"strings"
+	"sync"
+	"time"
+)
+
+const (
+	contextLimit   = 64
+	contextEnding  = 10 * time.Second
+	interpreterRun = 24 * time.Hour
+)
+
+var languages = map[string]bool{
+	"python": true, "java": true, "javascript": true, "typescript": true, "go": true, "bash": true,
+}
+
+// CodeContexts is the table of all contexts.
+type CodeContexts struct {
+	jupyter  *Jupyter
+	commands *Commands
+
+	mutex    sync.Mutex
+	byID     map[string]*codeContext
+	standard map[string]*standardContext // by language
+	making   int
+}
+
+type codeContext struct {
+	ID       string `json:"id"`
+	Language string `json:"language"`
+	Cwd      string `json:"cwd,omitempty"`
+	session  jupyterSession
+	busy     bool // guarded by CodeContexts
+}
+
+// standardContext is a default context, or the making of it.
+type standardContext struct {
+	done chan struct{}
+	made *codeContext
+	err  error
+}
+
+// NewCodeContexts makes no context yet.
+func NewCodeContexts(jupyter *Jupyter, commands *Commands) *CodeContexts {
+	return &CodeContexts{
+		jupyter: jupyter, commands: commands, byID: map[string]*codeContext{}, standard: map[string]*standardContext{},
+	}
+}
+
+func unknownLanguage(language string) *problem {
+	return badRequest("unknown language: " + language)
+}
+
+func noContext(id string) *problem {
+	return &problem{http.StatusNotFound, codeContextNotFound, "context " + id + " not found"}
+}
+
+func (c *CodeContexts) create(w http.ResponseWriter, r *http.Request) {
+	var request struct {
+		Language *string `json:"language"`
+		Cwd      *string `json:"cwd"`
+	}
+	err := decodeJSON(w, r, commandBodyLimit, &request)
+	if err == nil && (request.Language == nil || !languages[*request.Language]) {
+		name := ""
+		if request.Language != nil {
+			name = *request.Language
+		}
+		err = unknownLanguage(name)
+	}
+	directory := ""
+	if err == nil && request.Cwd != nil && *request.Cwd != "" {
+		env := c.commands.env.ForCommand(nil)
+		if directory, err = c.commands.expandDirectory(*request.Cwd, env, c.commands.directory); err == nil {
+			err = makeDirectory(directory)
+		}
+	}
+	var made *codeContext
+	if err == nil {
+		made, err = c.make(r.Context(), *request.Language, directory)
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	writeJSON(w, http.StatusOK, made)
+}
+
+// make starts a kernel and takes its context up.
+func (c *CodeContexts) make(ctx context.Context, language, directory string) (*codeContext, error) {
+	c.mutex.Lock()
+	if len(c.byID)+c.making >= contextLimit {
+		c.mutex.Unlock()
+		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many code contexts"}
+	}
+	c.making++
+	c.mutex.Unlock()
+	session, err := c.jupyter.start(ctx, language, directory)
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	c.making--
+	if err != nil {
+		return nil, runtimeError(err)
+	}
+	made := &codeContext{ID: session.ID, Language: language, Cwd: directory, session: session}
+	c.byID[made.ID] = made
+	return made, nil
+}
+
+// defaultOf returns the default context of a language; many callers wait for one making.
+func (c *CodeContexts) defaultOf(ctx context.Context, language string) (*codeContext, error) {
+	c.mutex.Lock()
+	item := c.standard[language]
+	if item == nil {
+		item = &standardContext{done: make(chan struct{})}
+		c.standard[language] = item
+		go func() {
+			// Not the first caller's to give up: others may wait for it too.
+			item.made, item.err = c.make(context.Background(), language, "")
+			if item.err != nil {
+				c.mutex.Lock()
+				delete(c.standard, language)
+				c.mutex.Unlock()
+			}
+			close(item.done)
+		}()
+	}
+	c.mutex.Unlock()
+	select {
+	case <-item.done:
+		return item.made, item.err
+	case <-ctx.Done():
+		return nil, errLeft
+	}
+}
+
+func (c *CodeContexts) list(w http.ResponseWriter, r *http.Request) {
+	language := r.URL.Query().Get("language")
+	switch language {
+	case "command", "background-command", "sql":
+		writeError(w, runtimeError(errors.New("there are no contexts of "+language)))
+		return
+	}
+	c.mutex.Lock()
+	found := []*codeContext{}
+	for _, item := range c.byID {
+		if language == "" || item.Language == language {
+			found = append(found, item)
+		}
+	}
+	c.mutex.Unlock()
+	sort.Slice(found, func(a, b int) bool { return found[a].ID < found[b].ID })
+	writeJSON(w, http.StatusOK, found)
+}
+
+func (c *CodeContexts) find(id string) *codeContext {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	return c.byID[id]
+}
+
+func (c *CodeContexts) get(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		if found := c.find(decodedID(escaped)); found != nil {
+			writeJSON(w, http.StatusOK, found)
+			return
+		}
+		writeError(w, noContext(decodedID(escaped)))
+	}
+}
+
+func (c *CodeContexts) delete(escaped string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		found := c.find(decodedID(escaped))
+		if found == nil {
+			writeError(w, noContext(decodedID(escaped)))
+			return
+		}
+		c.drop(found)
+		writeEmpty(w)
+	}
+}
+
+func (c *CodeContexts) deleteAll(w http.ResponseWriter, r *http.Request) {
+	language := r.URL.Query().Get("language")
+	if language == "" {
+		writeError(w, missingQuery("language"))
+		return
+	}
+	c.mutex.Lock()
+	var dropped []*codeContext
+	for _, item := range c.byID {
+		if item.Language == language {
+			dropped = append(dropped, item)
+		}
+	}
+	c.mutex.Unlock()
+	for _, item := range dropped {
+		c.drop(item)
+	}
+	writeEmpty(w)
+}
+
+// drop forgets a context and ends its kernel.
+func (c *CodeContexts) drop(dropped *codeContext) {
+	c.mutex.Lock()
+	delete(c.byID, dropped.ID)
+	if item := c.standard[dropped.Language]; item != nil && item.made == dropped {
+		delete(c.standard, dropped.Language)
+	}
+	c.mutex.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), contextEnding)
+	defer cancel()
+	_ = c.jupyter.end(ctx, dropped.session.ID)
+}
+
+// interrupt ends what runs in a context; false if there is no such context.
+func (c *CodeContexts) interrupt(w http.ResponseWriter, r *http.Request) bool {
+	found := c.find(r.URL.Query().Get("id"))
+	if found == nil {
+		return false
+	}
+	if err := c.jupyter.interrupt(r.Context(), found.session.Kernel.ID); err != nil {
+		writeError(w, runtimeError(err))
+	} else {
+		writeEmpty(w)
+	}
+	return true
+}
+
+type codeRequest struct {
+	Code    *string `json:"code"`
+	Context *struct {
+		ID       *string `json:"id"`
+		Language *string `json:"language"`
+	} `json:"context"`
+}
+
+// where returns the context id and the language of a request; both may be empty.
+func (r *codeRequest) where() (id, language string) {
+	if r.Context != nil && r.Context.ID != nil {
+		id = *r.Context.ID
+	}
+	if r.Context != nil && r.Context.Language != nil {
+		language = *r.Context.Language
+	}
+	return id, language
+}
+
+func (c *CodeContexts) run(w http.ResponseWriter, r *http.Request) {
+	var request codeRequest
+	err := decodeJSON(w, r, commandBodyLimit, &request)
+	if err == nil && (request.Code == nil || strings.TrimSpace(*request.Code) == "") {
+		err = badRequest("code must not be empty")
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	id, language := request.where()
+	switch {
+	case id == "" && (language == "" || language == "command" || language == "background-command"):
+		background := language == "background-command"
+		c.commands.carryOut(w, r, &commandRequest{Command: request.Code, Background: &background})
+		return
+	case id == "" && !languages[language]:
+		writeError(w, unknownLanguage(language))
+		return
+	}
+	used, err := c.choose(r, id, language)
+	if err == nil {
+		err = c.enter(used)
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	defer c.leave(used)
+	c.serve(w, used, *request.Code)
+}
+
+func (c *CodeContexts) choose(r *http.Request, id, language string) (*codeContext, error) {
+	if id == "" {
+		return c.defaultOf(r.Context(), language)
+	}
+	if found := c.find(id); found != nil {
+		return found, nil
+	}
+	return nil, contextNotFound(id)
+}
+
+// enter refuses a context in which something runs; clients look for these words.
+func (c *CodeContexts) enter(used *codeContext) error {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	if used.busy {
+		return runtimeError(errors.New("session is busy"))
+	}
+	used.busy = true
+	return nil
+}
+
+func (c *CodeContexts) leave(used *codeContext) {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	used.busy = false
+}
+
+// serve runs code to its end, also when the client leaves: the next run needs its state.
+func (c *CodeContexts) serve(w http.ResponseWriter, used *codeContext, code string) {
+	ctx, cancel := context.WithTimeout(context.Background(), interpreterRun)
+	defer cancel()
+	stream := newEventStream(w)
+	stream.begin(used.ID)
+	began := time.Now()
+	done := make(chan struct{})
+	var err error
+	go func() {
+		err = c.jupyter.runCode(ctx, used.session, code, stream)
+		close(done)
+	}()
+	c.commands.pingUntil(done, stream)
+	if err != nil {
+		c.drop(used)
+		stream.fail(codeRuntime, err.Error(), []string{})
+		return
+	}
+	stream.complete(time.Since(began))
+}

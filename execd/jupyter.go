@@ -1,0 +1,178 @@
+package main
+
+// The REST side of a Jupyter server (contract 8.3).
+//
+// Invariants
+//   - The token goes to the configured server only: no redirect is followed, no
+//     proxy is used.
+//   - Answers are bounded in size; each call in time.
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"path"
+	"sort"
+	"strings"
+	"time"
+)
+
+const (
+	jupyterCall    = 30 * time.Second
+	jupyterAnswer  = 8 << 20
+	jupyterStartup = 60 * time.Second
+	jupyterPause   = 200 * time.Millisecond
+)
+
+var errNoJupyter = errors.New("no Jupyter server is configured (JUPYTER_HOST)")
+
+// errNoKernel means that no kernel for a language is installed, or not yet.
+var errNoKernel = errors.New("no kernel for this language")
+
+// Jupyter is a client of one Jupyter server.
+type Jupyter struct {
+	base  *url.URL // nil: none is configured
+	token string
+	http  *http.Client
+}
+
+// NewJupyter takes the address of a server, which may be empty.
+func NewJupyter(host, token string) (*Jupyter, error) {
+	if host == "" {
+		return &Jupyter{}, nil
+	}
+	base, err := url.Parse(host)
+	if err != nil || (base.Scheme != "http" && base.Scheme != "https") || base.Host == "" {
+		return &Jupyter{}, errors.New("JUPYTER_HOST must begin with http:// or https://")
+	}
+	return &Jupyter{base: base, token: token, http: &http.Client{
+		Timeout:       jupyterCall,
+		Transport:     &http.Transport{MaxIdleConnsPerHost: 4, IdleConnTimeout: time.Minute},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}}, nil
+}
+
+// jupyterSession is what the server calls a session: a kernel and its id.
+type jupyterSession struct {
+	ID     string `json:"id"`
+	Kernel struct {
+		ID string `json:"id"`
+	} `json:"kernel"`
+}
+
+// at is the address of a route; scheme "" is the server's own.
+func (j *Jupyter) at(route string, query url.Values) *url.URL {
+	address := *j.base
+	address.Path = path.Join("/", j.base.Path, route)
+	address.RawQuery = query.Encode()
+	return &address
+}
+
+// call sends a request and decodes the answer, if into is not nil.
+func (j *Jupyter) call(ctx context.Context, method, route string, body, into any) error {
+	var reader io.Reader
+	if body != nil {
+		text, err := json.Marshal(body)
+		if err != nil {
+			return err
+		}
+		reader = bytes.NewReader(text)
+	}
+	request, err := http.NewRequestWithContext(ctx, method, j.at(route, nil).String(), reader)
+	if err != nil {
+		return err
+	}
+	request.Header.Set("Authorization", "Token "+j.token)
+	request.Header.Set("Content-Type", "application/json")
+	response, err := j.http.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	answer := io.LimitReader(response.Body, jupyterAnswer)
+	if response.StatusCode >= http.StatusMultipleChoices {
+		_, _ = io.Copy(io.Discard, answer)
+		return fmt.Errorf("jupyter answers %s to %s", response.Status, route)
+	}
+	if into == nil {
+		_, err = io.Copy(io.Discard, answer)
+		return err
+	}
+	return json.NewDecoder(answer).Decode(into)
+}
+
+// kernel chooses the kernel for a language: by name, but for the generic one.
+func (j *Jupyter) kernel(ctx context.Context, language string) (string, error) {
+	var known struct {
+		Kernelspecs map[string]struct {
+			Spec struct {
+				Language string `json:"language"`
+			} `json:"spec"`
+		} `json:"kernelspecs"`
+	}
+	if err := j.call(ctx, http.MethodGet, "/api/kernelspecs", nil, &known); err != nil {
+		return "", err
+	}
+	var names []string
+	for name, item := range known.Kernelspecs {
+		if strings.EqualFold(item.Spec.Language, language) {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return "", errNoKernel
+	}
+	sort.Slice(names, func(a, b int) bool {
+		if generic := names[a] == "python3"; generic != (names[b] == "python3") {
+			return !generic
+		}
+		return names[a] < names[b]
+	})
+	return names[0], nil
+}
+
+// start makes a session whose kernel begins in a directory. While the server or
+// the kernel is still being installed it is tried again.
+func (j *Jupyter) start(ctx context.Context, language, directory string) (jupyterSession, error) {
+	if j.base == nil {
+		return jupyterSession{}, errNoJupyter
+	}
+	ctx, cancel := context.WithTimeout(ctx, jupyterStartup)
+	defer cancel()
+	for {
+		name, err := j.kernel(ctx, language)
+		if err == nil {
+			return j.startKernel(ctx, name, directory)
+		}
+		select {
+		case <-ctx.Done():
+			return jupyterSession{}, err
+		case <-time.After(jupyterPause):
+		}
+	}
+}
+
+func (j *Jupyter) startKernel(ctx context.Context, name, directory string) (made jupyterSession, err error) {
+	file := newUUID() + ".ipynb"
+	err = j.call(ctx, http.MethodPost, "/api/sessions", map[string]any{
+		"path": path.Join(strings.TrimPrefix(directory, "/"), file), "name": file, "type": "notebook",
+		"kernel": map[string]string{"name": name},
+	}, &made)
+	if err == nil && (made.ID == "" || made.Kernel.ID == "") {
+		err = errors.New("jupyter made a session without an id")
+	}
+	return made, err
+}
+
+func (j *Jupyter) end(ctx context.Context, session string) error {
+	return j.call(ctx, http.MethodDelete, "/api/sessions/"+url.PathEscape(session), nil, nil)
+}
+
+func (j *Jupyter) interrupt(ctx context.Context, kernel string) error {
+	return j.call(ctx, http.MethodPost, "/api/kernels/"+url.PathEscape(kernel)+"/interrupt", nil, nil)
+}
