@@ -9,6 +9,8 @@ This is the composition: directories, dockerd, guard, daemons, sandboxes, and th
   start adopts the daemons and sandboxes that are as they were written down, and removes everything else. `keeper`
   sees to it that there is a next start.
 - It starts side by side whatever does not need the other: what is back late is closed for as long.
+
+It is long because nothing else may know all parts: each operation here is a check and one call.
 """
 
 import asyncio
