@@ -11,8 +11,8 @@
   that has begun comes to its end, whether or not anybody still waits for it.
 - Removal stops traffic first, and is judged by process, inode, mount, group and file.
 
-It is longer than a module should be: launch, replacement, adoption, cutting off and removal are one transaction over one
-state under one lock, and are read together.
+It is longer than a module should be: launch, replacement, adoption, cutting off and removal are one transaction over
+one state under one lock, and are read together.
 """
 
 import asyncio
