@@ -25,6 +25,7 @@ POLICY = Path(__file__).with_name("policy.yaml")
 IMAGE = "sallyport/base"
 EMPTY_IMAGE = "sallyport/empty"
 START_SECONDS = 60
+_LIFETIME = timedelta(hours=2)  # longer than all the tests take: their session's sandboxes are made once
 
 
 class StackError(Exception):
@@ -171,7 +172,7 @@ data_root = "{self._docker_data}"
         """Create a sandbox with the unmodified SDK, under a named policy or what `options` say."""
         extensions = {"sallyport.runtime": runtime, **({"sallyport.policy": policy} if policy else {})}
         return SandboxSync.create(
-            image, connection_config=self.connection, extensions=extensions, timeout=timedelta(minutes=20), **options
+            image, connection_config=self.connection, extensions=extensions, timeout=_LIFETIME, **options
         )
 
     def connect(self, sandbox: str) -> SandboxSync:
