@@ -62,10 +62,10 @@ DEFENCES = (
     Defence("per-request check", "each request is judged alone", "worker", "the record of a denied path"),
     Defence(
         "vaultd's grant check",
-        "a secret is released for its host, methods and paths only; off: for anything, without limits",
+        "a secret is released for a request of its host, methods and paths only; off: for any",
         "vaultd",
         "the secret in a first request of another method",
-        ("per-request check",),
+        ("per-request check", "scope check of a lease"),
     ),
     Defence(
         "scope check of a lease",

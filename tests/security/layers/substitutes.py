@@ -94,9 +94,11 @@ def in_hostd() -> None:
 def in_vaultd() -> None:
     """What the owner of a secret and the sandbox's grants allow."""
     from vault.custody import MAX_LEASE, Consent, Custody
-    from vault.grants import RequestScope
 
-    replaced(Custody, "decide", "vaultd's grant check", lambda real, *_: Consent(MAX_LEASE, RequestScope()))
+    def consent(real: Any, custody: Any, sandbox: str, wanted: Any, *_: Any) -> Any:
+        return Consent(MAX_LEASE, custody.store.info(wanted.secret).binding.scope)  # what a lease says stays true
+
+    replaced(Custody, "decide", "vaultd's grant check", consent)
 
 
 def in_auditd() -> None:
