@@ -10,6 +10,7 @@
 - `note` is for what happened after a decision. Its queue is bounded, in notes and in bytes. What does not fit, and what
   was on its way when a connection ended, is counted, and the count goes into the log as a `gap` record before anything
   later.
+- `count` is for what comes in floods: the same event many times in a second is one note, with their number.
 - Who this producer is was fixed when its channel was attached; nothing sent here can change it.
 
 It does not reconnect by itself: the owner of the channel calls `rebind` with a new one.
@@ -29,6 +30,7 @@ ACCEPT_TIMEOUT: Final = 5.0
 NOTE_QUEUE: Final = 1024
 NOTE_BATCH: Final = 64
 NOTE_BYTES: Final = 4 * 1024 * 1024  # held at once, as their texts are long
+COUNT_SECONDS: Final = 1.0
 OVERFLOW: Final = "the queue of notes was full"
 IN_FLIGHT: Final = "on their way when the writer stopped answering; some may have been recorded"
 
@@ -37,6 +39,10 @@ _log = logging.getLogger(__name__)
 
 class AuditUnavailable(Exception):
     """The log did not accept the record (in time). What it was to permit must not happen."""
+
+
+type _Event = tuple[str, str, tuple[tuple[str, object], ...]]
+"""Kind, decision and fields of what is counted."""
 
 
 class AuditClient:
@@ -50,6 +56,8 @@ class AuditClient:
         self._notes: deque[Fields] = deque()
         self._held = 0
         self._lost: dict[str, int] = {}
+        self._counts: dict[_Event, int] = {}
+        self._counting: asyncio.TimerHandle | None = None
         self._unsent = asyncio.Event()
         self._bound = asyncio.Event()
         self._bound.set()
@@ -103,10 +111,38 @@ class AuditClient:
         Raises:
             audit.records.RecordError: as for `accept`.
         """
-        item = record(kind, decision, **fields)
+        self._queue(record(kind, decision, **fields), 1)
+
+    def count(self, kind: str, decision: Decision | str, **fields: object) -> None:
+        """Count one more of the same event; the first is noted at once, the rest of each second with their `count`.
+
+        `fields` are constants of the program or few: each combination is kept for a second.
+
+        Raises:
+            audit.records.RecordError: as for `accept`.
+        """
+        event = (kind, str(decision), tuple(fields.items()))
+        if event not in self._counts:
+            record(kind, decision, **fields)
+        self._counts[event] = self._counts.get(event, 0) + 1
+        if self._counting is None:
+            self._note_counts()
+
+    def _note_counts(self) -> None:
+        if self._counting is not None:
+            self._counting.cancel()
+            self._counting = None
+        counts, self._counts = self._counts, {}
+        for (kind, decision, fields), count in counts.items():
+            self._queue(record(kind, decision, count=count, **dict(fields)), count)
+        if counts:
+            self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._note_counts)
+
+    def _queue(self, item: Fields, events: int) -> None:
+        """Queue a note that stands for so many events, or count them as lost."""
         size = _size(item)
         if len(self._notes) >= self._capacity or self._held + size > NOTE_BYTES:
-            self._lose(OVERFLOW, 1)
+            self._lose(OVERFLOW, events)
         else:
             self._notes.append(item)
             self._held += size
@@ -117,6 +153,7 @@ class AuditClient:
 
     async def drain(self, timeout: float = ACCEPT_TIMEOUT) -> bool:
         """Wait until all notes are in the log; False if they are not within `timeout` seconds."""
+        self._note_counts()
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
@@ -134,6 +171,8 @@ class AuditClient:
         """Send what is queued if that takes no longer than `timeout` seconds, and end the channel."""
         if self.available:
             await self.drain(timeout)
+        if self._counting is not None:
+            self._counting.cancel()
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.gather(self._sender, return_exceptions=True)

@@ -96,7 +96,7 @@ class Acceptor:
             config = self._config()
             if config is None or len(self._registry) >= _connections(config):
                 if config is not None:
-                    self._audit.note("flow", "deny", rule="connections", reason="too many connections at once")
+                    self._audit.count("flow", "deny", rule="connections", reason="too many connections at once")
                 reset(sock)
                 sock.close()
                 continue

@@ -126,7 +126,7 @@ class DnsLimits:
 
 @dataclass(frozen=True, slots=True)
 class DnsEvent:
-    """What the audit log is told of a verdict; `aggregate` marks those that come in floods and are only noted."""
+    """What the audit log is told of a verdict; `aggregate` marks those that come in floods and are only counted."""
 
     decision: DnsDecision
     rule: str

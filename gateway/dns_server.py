@@ -2,7 +2,7 @@
 
 - Each allowed query is accepted into the audit log before anything of it goes upstream; without the log the answer is
   SERVFAIL. Denials are accepted before they are answered, or noted for later while there is no log; floods (rate,
-  malformed) are notes, which the log counts.
+  malformed) are counted, a record for each second.
 - Only addresses the gateway itself would dial are answered.
 - Queries in flight, TCP connections, queries per connection and all waiting times are bounded; beyond them a UDP
   query is dropped and a TCP connection closed.
@@ -107,7 +107,7 @@ class DnsServer:
             if isinstance(verdict, Drop) or len(self._in_flight) >= _MAX_IN_FLIGHT:
                 continue
             if isinstance(verdict, Answer) and verdict.event.aggregate:
-                self._note(verdict.event)
+                self._audit.count("dns", verdict.event.decision.value, **self._fields(verdict.event))
                 _reply(sock, verdict.data, peer)
                 continue
             task = asyncio.get_running_loop().create_task(self._datagram(sock, verdict, peer), name="dns-udp")

@@ -102,6 +102,27 @@ async def test_overflowing_notes_are_counted_exactly_in_the_log(auditd: Auditd) 
     assert [(gap["count"], gap["sandbox"]) for gap in auditd.said(kind="gap")] == [(900, A)]
 
 
+async def test_a_flood_of_one_event_is_few_records_with_its_exact_number(auditd: Auditd) -> None:
+    client = await auditd.attach(A)
+    for number in range(5000):
+        client.count("dns", "deny", rule="dns-rate" if number % 5 else "dns-format")
+    assert await client.drain()
+    told = [(record["rule"], record["count"]) for record in auditd.said(kind="dns")]
+    assert [("dns-format", 1), ("dns-rate", 4000), ("dns-format", 999)] == told
+    client.count("dns", "deny", rule="dns-rate")
+    assert await client.drain()
+    assert 4001 == sum(record["count"] for record in auditd.said(kind="dns", rule="dns-rate"))
+
+
+async def test_counted_events_that_do_not_fit_are_lost_in_their_number(auditd: Auditd) -> None:
+    client = await auditd.attach(A, queue=1)
+    for _ in range(100):
+        client.count("dns", "deny", rule="dns-rate")
+    assert await client.drain()
+    said = sum(record["count"] for record in auditd.said(kind="dns"))
+    assert 100 == said + sum(gap["count"] for gap in auditd.said(kind="gap"))
+
+
 async def test_notes_survive_a_restart_of_auditd_and_every_loss_is_counted(auditd: Auditd) -> None:
     client = AuditClient.from_fd(await auditd.attach_fd(A))
     client.note("request", status=1)
