@@ -5,7 +5,7 @@
   malformed) are counted, a record for each second.
 - Only addresses the gateway itself would dial are answered.
 - Queries in flight, TCP connections, queries per connection and all waiting times are bounded; beyond them a UDP
-  query is dropped and a TCP connection closed.
+  query is dropped and a TCP connection closed. So is, after its answer, one that brings a query of a flood.
 - One bad query, or a failing socket, never ends the service.
 
 What a query gets is decided in `gateway.dns_logic`.
@@ -106,8 +106,7 @@ class DnsServer:
             verdict = self._judge(data)
             if isinstance(verdict, Drop) or len(self._in_flight) >= _MAX_IN_FLIGHT:
                 continue
-            if isinstance(verdict, Answer) and verdict.event.aggregate:
-                self._audit.count("dns", verdict.event.decision.value, **self._fields(verdict.event))
+            if isinstance(verdict, Answer) and self._counted(verdict.event):
                 _reply(sock, verdict.data, peer)
                 continue
             task = asyncio.get_running_loop().create_task(self._datagram(sock, verdict, peer), name="dns-udp")
@@ -163,6 +162,12 @@ class DnsServer:
     async def _accept(self, event: DnsEvent) -> None:
         await self._audit.accept("dns", event.decision.value, **self._fields(event))
 
+    def _counted(self, event: DnsEvent) -> bool:
+        """Whether it is one of a flood; then it has been counted and needs no other record."""
+        if event.aggregate:
+            self._audit.count("dns", event.decision.value, **self._fields(event))
+        return event.aggregate
+
     def _note(self, event: DnsEvent) -> None:
         self._audit.note("dns", event.decision.value, **self._fields(event))
 
@@ -178,7 +183,6 @@ class DnsServer:
         }
 
     async def _connection(self, peer: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         with peer:
             try:
                 for _ in range(_MAX_TCP_QUERIES):
@@ -189,9 +193,10 @@ class DnsServer:
                     verdict = self._judge(data)
                     if isinstance(verdict, Drop):
                         return
-                    answer = await self._carry_out(verdict, 65535)
-                    async with asyncio.timeout(_TCP_IDLE_SECONDS):
-                        await loop.sock_sendall(peer, len(answer).to_bytes(2, "big") + answer)
+                    if isinstance(verdict, Answer) and self._counted(verdict.event):
+                        await _send(peer, verdict.data)
+                        return
+                    await _send(peer, await self._carry_out(verdict, 65535))
             except (OSError, TimeoutError):
                 return
 
@@ -201,6 +206,11 @@ def _reply(sock: socket.socket, data: bytes, peer: tuple[str, int]) -> None:
         sock.sendto(data, peer)
     except OSError as error:  # a full buffer or an impossible peer: the client asks again
         _log.debug("dns answer not sent: %s", type(error).__name__)
+
+
+async def _send(peer: socket.socket, answer: bytes) -> None:
+    async with asyncio.timeout(_TCP_IDLE_SECONDS):
+        await asyncio.get_running_loop().sock_sendall(peer, len(answer).to_bytes(2, "big") + answer)
 
 
 def _qtype(value: int | None) -> str | None:
