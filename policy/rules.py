@@ -262,7 +262,10 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class DnsSettings:
-    """Bounds on what a sandbox's own DNS questions can carry out. All are per sandbox."""
+    """Bounds on what a sandbox's own DNS questions can carry out. All are per sandbox.
+
+    No rate can be more than the kernel lets through to the gateway at all.
+    """
 
     query_rate: int = 50
     """Questions a second, sustained."""
@@ -277,8 +280,8 @@ class DnsSettings:
 
     def __post_init__(self) -> None:
         for name, most in (
-            ("query_rate", 10_000),
-            ("query_burst", 100_000),
+            ("query_rate", 1000),
+            ("query_burst", 2000),
             ("max_label", 63),
             ("max_labels", 126),
             ("unique_names", 1_000_000),

@@ -35,6 +35,7 @@ from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, UnknownImage
 from runtimes.dockerd import Dockerd, DockerdError
 from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
+from runtimes.drops import Drops
 from runtimes.finish import together
 from runtimes.guard import Guard, GuardError
 from runtimes.keeper import READY_FD
@@ -179,7 +180,8 @@ class Host:
         """Begin to watch: before the first launch, but after adopted sandboxes have their gates back."""
         self._alarms.start()
         files = KeptFiles((*self._wrappers, Path(oci_shim.__file__), self._guard.rules_file))
-        self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, files)
+        drops = Drops(self._daemons)
+        self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, drops, files)
         await self._watch.start(self._config.uids.workers)
 
     async def _check_late(self, *, adopted: int) -> None:

@@ -18,6 +18,7 @@ class NetworkPlan:
         proxy_port, dns_port: where the gateway worker listens on `gateway`.
         max_connections: tracked connections of one slot; further new ones are dropped.
         syn_rate: connections that one slot may begin in a second; twice that at once.
+        datagram_rate: packets that are not TCP, which are DNS questions, in a second; twice that at once.
     """
 
     inside: IPv4Address
@@ -31,6 +32,7 @@ class NetworkPlan:
     dns_port: int
     max_connections: int
     syn_rate: int
+    datagram_rate: int
 
 
 PLAN = NetworkPlan(
@@ -44,7 +46,8 @@ PLAN = NetworkPlan(
     proxy_port=15001,
     dns_port=53,
     max_connections=2048,
-    syn_rate=500,
+    syn_rate=200,
+    datagram_rate=1000,
 )
 
 RESOLV_CONF = f"nameserver {PLAN.gateway}\noptions timeout:3 attempts:2\n"

@@ -11,7 +11,8 @@ It changes nothing and judges nothing (`watch`). Its functions block: call them 
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -24,7 +25,8 @@ _ROUTE, _NETFILTER = 0, 12
 _REQUEST, _DUMP, _INTERRUPTED = 0x1, 0x300, 0x10
 _ERROR, _DONE = 2, 3
 _GETLINK, _GETADDR, _GETROUTE, _GETNEIGH, _GETRULE, _GETQDISC = 18, 22, 26, 30, 34, 38
-_GETGEN = 10 << 8 | 16
+_GETGEN, _GETOBJ = 10 << 8 | 16, 10 << 8 | 19
+_COUNTER = 1
 _NTF_PROXY = 0x08
 _QUIET_NEIGHBOURS = 0x01 | 0x20 | 0x40
 """INCOMPLETE, FAILED and NOARP: made by the kernel, they lead nowhere. (NONE is 0.)"""
@@ -178,11 +180,38 @@ def _setting(name: str) -> str:
         os.close(fd)
 
 
+def _nftables() -> socket.socket:
+    sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETFILTER)
+    sock.settimeout(_TIMEOUT)
+    return sock
+
+
 def _generation() -> int:
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETFILTER) as sock:
-        sock.settimeout(_TIMEOUT)
+    with _nftables() as sock:
         (payload,) = _messages(sock, _GETGEN, struct.pack("!BBH", 0, 0, 0), 0)
     return int.from_bytes(attributes(payload[4:])[1], "big")
+
+
+def counter(payload: bytes) -> tuple[str, int] | None:
+    """Return name and packets of one named counter of a dump; None for another object."""
+    found = attributes(payload[4:])
+    if int.from_bytes(found.get(3, b""), "big") != _COUNTER:
+        return None
+    return _text(found.get(2)), int.from_bytes(attributes(found.get(4, b"")).get(2, b""), "big")
+
+
+def _counters() -> dict[str, int]:
+    with _nftables() as sock:
+        return dict(filter(None, map(counter, _messages(sock, _GETOBJ, struct.pack("!BBH", 0, 0, 0)))))
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway namespace as it is now: what can be compared, nft's number of changes, packets in nft's counters."""
+
+    facts: frozenset[str]
+    generation: int
+    counters: Mapping[str, int]
 
 
 def facts(path: Path, inode: int, sysctls: Sequence[str]) -> frozenset[str]:
@@ -195,9 +224,13 @@ def facts(path: Path, inode: int, sysctls: Sequence[str]) -> frozenset[str]:
     return netns.inside(path, lambda: _facts(sysctls), inode)
 
 
-def facts_and_generation(path: Path, inode: int, sysctls: Sequence[str]) -> tuple[frozenset[str], int]:
-    """Return the same, and the number that nft counts its changes with there."""
-    return netns.inside(path, lambda: (_facts(sysctls), _generation()), inode)
+def gateway(path: Path, inode: int, sysctls: Sequence[str]) -> Gateway:
+    """Return the same of a gateway's namespace, and what nft counts there.
+
+    Raises:
+        netns.Elsewhere, OSError: as `facts`.
+    """
+    return netns.inside(path, lambda: Gateway(_facts(sysctls), _generation(), _counters()), inode)
 
 
 def generation(path: Path | None) -> int:

@@ -5,6 +5,8 @@
 - Rules take numbers and parsed addresses only; no text of a caller reaches nft.
 - `ct count` forgets connections that are over, the table does not: they leave it after seconds here, not minutes, so
   that opening and closing without end fills nobody's table.
+- What is beyond a slot's rates is dropped where it arrives, before anything is spent on it, and counted under the names
+  `DROPS`.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,9 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from runtimes.netplan import NetworkPlan
 
 GUARD_TABLE = "sallyport_guard"
+CONNECTION_RATE, DATAGRAM_RATE = "connection-rate", "datagram-rate"
+DROPS = {"over_connections": CONNECTION_RATE, "over_datagrams": DATAGRAM_RATE}
+"""The counters of a slot's gateway namespace, and the rule that the audit log calls each by."""
 
 _CLOSED_V4 = (
     "0.0.0.0/8",
@@ -85,13 +90,19 @@ def render_gateway(plan: NetworkPlan) -> str:
     link = plan.gateway_interface
     return f"""\
 table netdev sallyport {{
+	counter over_connections {{
+	}}
+	counter over_datagrams {{
+	}}
 	chain pin {{
 		type filter hook ingress device "{link}" priority -500; policy drop;
 		ether saddr != {plan.inside_mac} counter drop
 		ether type arp arp operation request arp saddr ether {plan.inside_mac} arp saddr ip {plan.inside} \
 arp daddr ip {plan.gateway} limit rate 50/second burst 50 packets accept
 		tcp flags & (syn | ack) == syn limit rate over {plan.syn_rate}/second burst {plan.syn_rate * 2} packets \
-counter drop
+counter name "over_connections" drop
+		ip protocol != tcp limit rate over {plan.datagram_rate}/second burst {plan.datagram_rate * 2} packets \
+counter name "over_datagrams" drop
 		ether type ip ether daddr {plan.gateway_mac} ip version 4 ip hdrlength 5 ip saddr {plan.inside} accept
 		counter drop
 	}}

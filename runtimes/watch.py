@@ -5,6 +5,7 @@
 - A slot that is not as it should be, or cannot be looked at, is cut off: links first, then worker and container. A
   guard whose table is not its own is renewed. While plan directory or wrappers are not ours nothing is launched.
 - Every deviation is an alarm record. The reaction never waits for it: what auditd cannot take now it gets later.
+- What the kernel has dropped of a sandbox at its rates is read on the same occasion, for the log (`drops`).
 - Rules are listed only when nft has counted a change there, and once in a while.
 
 It does not look into the sandbox: addresses and routes that runsc takes from its side are no deviation. What comes and
@@ -22,6 +23,7 @@ from pathlib import Path
 from runtimes import netns, netstate, predecessor, slots
 from runtimes.alarms import Alarms, Finding
 from runtimes.docker import Docker, DockerError
+from runtimes.drops import Drops
 from runtimes.guard import Guard
 from runtimes.kept_files import KeptFiles
 from runtimes.netplan import PLAN, SANDBOX_SYSCTLS, WATCHED_SYSCTLS
@@ -101,13 +103,21 @@ class Watch:
     """Watches from `start` to `stop`. `directory` is where slots are made; on `files` launches depend."""
 
     def __init__(
-        self, directory: Path, sandboxes: Sandboxes, docker: Docker, guard: Guard, alarms: Alarms, files: KeptFiles
+        self,
+        directory: Path,
+        sandboxes: Sandboxes,
+        docker: Docker,
+        guard: Guard,
+        alarms: Alarms,
+        drops: Drops,
+        files: KeptFiles,
     ) -> None:
         self._directory = directory
         self._sandboxes = sandboxes
         self._docker = docker
         self._guard = guard
         self._alarms = alarms
+        self._drops = drops
         self._files = files
         self._golden: Golden | None = None
         self._rounds = 0
@@ -165,12 +175,14 @@ class Watch:
         for result in await asyncio.gather(*map(one, checks), return_exceptions=True):
             if isinstance(result, BaseException):
                 _log.error("a check of the watch failed", exc_info=result)
+        await self._drops.tell()
 
     def _forget(self, watched: Iterable[tuple[str, slots.Slot, str]]) -> None:
         items = tuple(watched)
         names, containers = {item[0] for item in items}, {item[2] for item in items}
         inodes = {item[1].gateway_inode for item in items}
         self._unreadable = {name: count for name, count in self._unreadable.items() if name in names}
+        self._drops.forget(names)
         self._pids = {container: pid for container, pid in self._pids.items() if container in containers}
         self._generations = {inode: number for inode, number in self._generations.items() if inode in inodes}
 
@@ -222,7 +234,7 @@ class Watch:
 
     async def _check(self, name: str, slot: slots.Slot, container: str) -> None:
         try:
-            finding = await self._judge(slot, container)
+            finding = await self._judge(name, slot, container)
         except netns.Elsewhere as error:
             finding = Finding("isolation.namespace", str(error))
         except (OSError, netns.NftError) as error:
@@ -235,22 +247,21 @@ class Watch:
         if finding is not None:
             self._cut(name, slot, finding)
 
-    async def _judge(self, slot: slots.Slot, container: str) -> Finding | None:
+    async def _judge(self, name: str, slot: slots.Slot, container: str) -> Finding | None:
         golden = self._golden
         if golden is None:
             raise OSError("there is nothing to compare with")
-        seen, generation = await asyncio.to_thread(
-            netstate.facts_and_generation, slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS
-        )
-        if (finding := compare_gateway(golden, seen)) is not None:
+        seen = await asyncio.to_thread(netstate.gateway, slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS)
+        self._drops.seen(name, seen.counters)
+        if (finding := compare_gateway(golden, seen.facts)) is not None:
             return finding
         inside = await asyncio.to_thread(netstate.facts, slot.sandbox, slot.sandbox_inode, tuple(SANDBOX_SYSCTLS))
         if (finding := compare_sandbox(golden, inside)) is not None:
             return finding
-        if self._generations.get(slot.gateway_inode) != generation or self._rounds % _LIST_EVERY == 0:
+        if self._generations.get(slot.gateway_inode) != seen.generation or self._rounds % _LIST_EVERY == 0:
             if await asyncio.to_thread(netns.list_rules, slot.gateway, "ruleset") != golden.rules:
                 return Finding("isolation.ruleset", "gateway side: the rules are not those of every slot")
-            self._generations[slot.gateway_inode] = generation
+            self._generations[slot.gateway_inode] = seen.generation
         return await self._first_process(slot, container)
 
     async def _first_process(self, slot: slots.Slot, container: str) -> Finding | None:

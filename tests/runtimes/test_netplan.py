@@ -2,6 +2,9 @@
 
 from ipaddress import ip_network
 
+import pytest
+
+from policy.rules import DnsSettings
 from runtimes.netplan import GATEWAY_SYSCTLS, PLAN, RESOLV_CONF, SANDBOX_SYSCTLS, hosts_file
 
 
@@ -24,3 +27,10 @@ def test_the_gateway_is_the_only_resolver() -> None:
 
 def test_a_sandbox_finds_its_own_name() -> None:
     assert "192.0.2.2 sbx-1" in hosts_file("sbx-1").splitlines()
+
+
+def test_no_policy_promises_more_questions_than_the_kernel_lets_through() -> None:
+    DnsSettings(query_rate=PLAN.datagram_rate, query_burst=2 * PLAN.datagram_rate)
+    for one_more in ({"query_rate": PLAN.datagram_rate + 1}, {"query_burst": 2 * PLAN.datagram_rate + 1}):
+        with pytest.raises(ValueError, match="query_"):
+            DnsSettings(**one_more)

@@ -2,12 +2,13 @@
 
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from runtimes import netns, slots
+from runtimes import netns, netstate, slots
 from runtimes.cgroups import Cgroups, Limits
 from runtimes.netplan import PLAN
 from runtimes.slots import Slot
@@ -109,6 +110,39 @@ def test_other_udp_spoofed_sources_and_broadcasts_arrive_nowhere(slot: Slot) -> 
             sock.setblocking(False)
             with pytest.raises(BlockingIOError):
                 sock.recvfrom(64)
+
+
+def test_datagrams_beyond_the_rate_are_dropped_and_counted(slot: Slot) -> None:
+    count, began = 8 * PLAN.datagram_rate, time.monotonic()
+
+    def flood() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            for number in range(count):
+                sock.sendto(b"hello", (str(PLAN.gateway), 53 if number % 2 else 5353))
+
+    netns.inside(slot.sandbox, flood)
+    passed = count - _counted(slot, "over_datagrams")
+    assert 2 * PLAN.datagram_rate <= passed <= (3 + time.monotonic() - began) * PLAN.datagram_rate
+    assert 0 == _counted(slot, "over_connections")
+
+
+def test_connections_beyond_the_rate_are_dropped_and_counted(slot: Slot) -> None:
+    count, began = 8 * PLAN.syn_rate, time.monotonic()
+
+    def flood() -> None:
+        for _ in range(count):
+            with socket.socket() as sock:
+                sock.setblocking(False)
+                sock.connect_ex(("8.8.8.8", 443))
+
+    netns.inside(slot.sandbox, flood)
+    passed = count - _counted(slot, "over_connections")
+    assert 2 * PLAN.syn_rate <= passed <= (3 + time.monotonic() - began) * PLAN.syn_rate
+    assert 0 == _counted(slot, "over_datagrams")
+
+
+def _counted(slot: Slot, name: str) -> int:
+    return netstate.gateway(slot.gateway, slot.gateway_inode, ()).counters[name]
 
 
 def test_with_every_rule_flushed_there_is_still_nowhere_to_go(slot: Slot) -> None:

@@ -1,0 +1,67 @@
+"""What the kernel has dropped of each sandbox at the rates of its slot, on its way into the audit log.
+
+- A record is the number since the sandbox was launched. It is written when the number has grown, so at most one for
+  each rate in a round of the watch, however hard a sandbox floods.
+- What auditd does not take is told in a later round, as the number it is by then: nothing waits, nothing is lost but
+  what a sandbox had dropped in its last seconds.
+"""
+
+import logging
+from collections.abc import Container, Mapping
+
+import wire
+from runtimes.daemons import Daemons
+from runtimes.nft import CONNECTION_RATE, DROPS
+
+_RECORD_SECONDS = 5.0
+_MOST = 64  # records in one request
+
+_log = logging.getLogger(__name__)
+
+
+class Drops:
+    """The counters of all slots, as they were seen and as they were told."""
+
+    def __init__(self, daemons: Daemons) -> None:
+        self._daemons = daemons
+        self._seen: dict[tuple[str, str], int] = {}
+        self._told: dict[tuple[str, str], int] = {}
+
+    def seen(self, sandbox: str, counters: Mapping[str, int]) -> None:
+        """Take note of the counters of a sandbox's slot."""
+        for name, rule in DROPS.items():
+            if count := counters.get(name, 0):
+                self._seen[sandbox, rule] = count
+
+    def forget(self, remaining: Container[str]) -> None:
+        """Drop what is known of sandboxes that are gone."""
+        for known in (self._seen, self._told):
+            for key in [key for key in known if key[0] not in remaining]:
+                del known[key]
+
+    async def tell(self) -> None:
+        """Hand what has grown to auditd. Never fails."""
+        grown = [item for item in self._seen.items() if self._told.get(item[0]) != item[1]][:_MOST]
+        if not grown:
+            return
+        records = [_record(sandbox, rule, count) for (sandbox, rule), count in grown]
+        try:
+            await self._daemons.client("auditd").call("records", timeout=_RECORD_SECONDS, records=records)
+        except (OSError, wire.FrameError, wire.RemoteError) as error:
+            _log.warning("auditd did not take what was dropped: %s", error or type(error).__name__)
+            return
+        self._told.update(grown)
+
+
+def _record(sandbox: str, rule: str, count: int) -> wire.Message:
+    what = "connections" if rule == CONNECTION_RATE else "datagrams"
+    return {
+        "kind": "flow" if rule == CONNECTION_RATE else "dns",
+        "decision": "deny",
+        "fields": {
+            "sandbox": sandbox,
+            "rule": rule,
+            "reason": f"{what} beyond the rate, dropped by the kernel since the sandbox was launched",
+            "count": count,
+        },
+    }
