@@ -361,6 +361,10 @@ class Log:
         for number in range(anchor.file, newest + 1):
             found.begin_file(number)
             with open(self._directory / file_name(number), "rb") as file:
+                if not found.anchored:
+                    found.lines(file.readlines(1))  # the header
+                    found.trust(file)
+                    file.seek(found.offset)
                 for line in file:
                     if crashed and found.anchored and number == newest and not _parses(line):
                         found.torn = line + file.read()  # a crash of the host leaves anything after the last sync

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from audit.batch import Entry
+from audit.chain import Anchor, Verifier, read_anchor
 from audit.client import AuditClient, AuditUnavailable
 from audit.file_sink import Log, sync
+from audit.keys import load_public
 from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, verify
 from wire import Client, RemoteError
 
@@ -337,6 +339,69 @@ def test_a_crash_of_the_host_shows_as_a_gap(tmp_path: Path, garbage: bytes) -> N
     assert sorted(gap["chain"] for gap in gaps) == ["control", A]
     assert len([r for r in records if "torn" in r]) == (1 if garbage else 0)
     assert verify(left).findings == []
+
+
+@pytest.fixture(name="signed")
+def _signed(tmp_path: Path) -> tuple[Path, Anchor]:
+    """A log of several chains, one closed and one begun anew, with an anchor and lines after it."""
+    log = _open(tmp_path / "log")
+    for number in range(30):
+        log.append([_entry(f"{number}.example")])
+        text = '","chain":"sbx-other'
+        said = {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": "sbx-c", "address": text}
+        log.append([Entry("sbx-c", {**said, "host": text})])
+    log.append([Entry(B, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": B})])
+    log.close_chain(A)
+    log.close_chain(B)
+    log.append([_entry("again.example")])
+    mark = log.mark()
+    sync(mark)
+    log.write_anchor(mark)
+    log.append([_entry("later.example")])
+    left = Path(shutil.copytree(tmp_path / "log", tmp_path / "left"))
+    log.close()
+    anchor = read_anchor(load_public(left / "keys/public.pem"), (left / "heads.json").read_bytes())
+    assert anchor is not None
+    return left, anchor
+
+
+def _began(left: Path, anchor: Anchor, lines: list[bytes]) -> Verifier:
+    """A verifier that has read the header."""
+    verifier = Verifier(load_public(left / "keys/public.pem"), anchor)
+    verifier.begin_file(1)
+    verifier.line(lines[0])
+    return verifier
+
+
+def test_a_log_is_continued_from_what_was_signed_as_if_each_line_had_been_read(signed: tuple[Path, Anchor]) -> None:
+    left, anchor = signed
+    lines = (left / "audit-000001.jsonl").read_bytes().splitlines(keepends=True)
+    slow, quick = _began(left, anchor, lines), _began(left, anchor, lines)
+    rest = iter(lines[1:])
+
+    assert quick.trust(rest)
+    assert {A, "sbx-c", "control"} == quick.heads.keys()
+    quick.lines(rest)
+    slow.lines(lines[1:])
+    for verifier in (quick, slow):
+        verifier.finish()
+        verifier.checkpoints = 0
+    assert [] == slow.findings
+    assert slow == quick
+
+
+def test_of_lines_that_are_not_those_that_were_signed_nothing_is_taken_over(signed: tuple[Path, Anchor]) -> None:
+    left, anchor = signed
+    data = (left / "audit-000001.jsonl").read_bytes()
+    lines = data.splitlines(keepends=True)
+    begin = len(lines[0])
+    for place in range(begin, anchor.offset, 97):
+        changed = data[begin:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        found = _began(left, anchor, lines)
+        assert not found.trust(changed.splitlines(keepends=True))
+        assert _began(left, anchor, lines) == found
+    for other in (lines[1:-9], [lines[2], lines[1], *lines[3:]], [*lines[1:3], lines[2], *lines[3:]]):
+        assert not _began(left, anchor, lines).trust(other)
 
 
 def test_the_same_garbage_without_a_crash_of_the_host_is_tampering(tmp_path: Path) -> None:
