@@ -125,12 +125,13 @@ data_root = "{self._docker_data}"
         while time.monotonic() < deadline:
             if self._process is None or self._process.poll() is not None:
                 raise StackError(f"the server ended while starting:\n{self.tail()}")
-            if self._healthy():
+            if self.healthy():
                 return
             time.sleep(0.1)
         raise StackError(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
 
-    def _healthy(self) -> bool:
+    def healthy(self) -> bool:
+        """Whether the API answers now."""
         # An HTTP client of httpx reads all certificates of the system when made: too much for each look.
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
         try:

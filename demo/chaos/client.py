@@ -24,6 +24,10 @@ from collections.abc import Callable
 from typing import Any
 
 TIMEOUT = 2.0
+DNS_TIMEOUT = 1.0
+"""Of one datagram to a resolver one hop away. A lost one is not sent again: a retry is a question of its own."""
+AGAIN = 0.25
+"""Seconds at most until a question that failed is followed by another: how exactly a recovery can be seen."""
 RESOLVER = "192.0.2.1"
 KEPT = 20
 """Requests over one kept connection."""
@@ -81,7 +85,7 @@ class Client:
             line["got"] = data[:4096].decode("latin-1")
             with self._lock:
                 self._results.write(json.dumps(line) + "\n")
-            self.stop.wait(pause)
+            self.stop.wait(pause if good else min(pause, AGAIN))
 
     def _https(self, name: str, prefix: str, expected: int = 200, keep: bool = True) -> Callable[[str], Result]:
         """Requests to one host, most over a kept connection, each fourth (or all) over a fresh one."""
@@ -182,7 +186,7 @@ def query(name: str) -> bytes:
     ident = os.urandom(2)
     labels = b"".join(bytes([len(label)]) + label.encode() for label in name.split("."))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.settimeout(TIMEOUT)
+        sock.settimeout(DNS_TIMEOUT)
         sock.connect((RESOLVER, 53))
         sock.send(ident + b"\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00" + labels + b"\x00\x00\x01\x00\x01")
         while True:

@@ -38,6 +38,12 @@ class Outage:
     whole: float | None
     created: float | None
 
+    @property
+    def all(self) -> float | None:
+        """Seconds until sandboxes were served, the API answered and every process was there; None: never."""
+        times = (self.served, self.api, self.whole)
+        return None if None in times else max(time for time in times if time is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

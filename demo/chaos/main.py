@@ -2,21 +2,21 @@
 
     python -m demo.chaos [--minutes N] [--seed N] [--parts worker,auditd,...] [--out DIR]
 
-Prints the kills as they come, the findings, a table of recoveries by kind; the last line is `chaos: ok ...` or
-`chaos: FAILED ...`, and so is the exit status.
+Prints the kills as they come, a table of recoveries by part and by pair, the findings, and the path of a JSON document
+with all of it; the last line is `chaos: ok ...` or `chaos: FAILED ...`, and so is the exit status.
 """
 
 import argparse
 import json
 import logging
 import math
+import os
 import secrets
 import shutil
 import signal
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,23 +58,21 @@ def figures(values: Iterable[float | None]) -> dict[str, Any]:
 
 
 def recoveries(outages: Iterable[Outage]) -> dict[str, dict[str, Any]]:
-    """The figures of each part alone, and of all pairs that a part was in."""
-    groups: dict[str, list[Outage]] = defaultdict(list)
-    for outage in outages:
-        if len(outage.parts) == 1:
-            groups[outage.parts[0]].append(outage)
-        else:
-            for part in outage.parts:
-                groups[f"{part} in a pair"].append(outage)
+    """The figures of all kills alone and in pairs, of each part alone, and of each pair."""
+    groups: dict[str, list[Outage]] = {"alone": [], "in pairs": []}
+    for outage in sorted(outages, key=lambda outage: (len(outage.parts), sorted(outage.parts))):
+        groups["alone" if len(outage.parts) == 1 else "in pairs"].append(outage)
+        groups.setdefault(" and ".join(sorted(outage.parts)), []).append(outage)
     return {
         name: {
             "kills": len(group),
-            "served": figures(item.served for item in group),
-            "api": figures(item.api for item in group),
-            "processes": figures(item.whole for item in group),
-            "create": figures(item.created for item in group if item.created is not None),
+            "all": figures(outage.all for outage in group),
+            "served": figures(outage.served for outage in group),
+            "api": figures(outage.api for outage in group),
+            "processes": figures(outage.whole for outage in group),
+            "create": figures(outage.created for outage in group if outage.created is not None),
         }
-        for name, group in sorted(groups.items())
+        for name, group in groups.items()
     }
 
 
@@ -85,10 +83,10 @@ def print_verdict(verdict: Verdict, table: dict[str, dict[str, Any]]) -> None:
         shown = ("-" if value is None else f"{value:.2f}" for value in values.values())
         return " ".join(f"{text:>6}" for text in shown).ljust(21)
 
-    titles = ("sandboxes served", "API answers", "processes there", "create and delete")
+    titles = ("all back", "sandboxes served", "API answers", "processes there", "create and delete")
     print(f"\n  {'seconds: median, p95, worst':32}{'  '.join(f'{title:21}' for title in titles)}")
     for name, row in table.items():
-        cells = "  ".join(cell(row[column]) for column in ("served", "api", "processes", "create"))
+        cells = "  ".join(cell(row[column]) for column in ("all", "served", "api", "processes", "create"))
         print(f"  {name:24} {row['kills']:4d}   {cells}".rstrip())
     print()
     for name, count in verdict.counts.items():
@@ -101,14 +99,20 @@ def print_verdict(verdict: Verdict, table: dict[str, dict[str, Any]]) -> None:
     print()
 
 
-def report(verdict: Verdict, table: dict[str, dict[str, Any]], settings: Settings) -> dict[str, Any]:
-    """Everything as one JSON document."""
+def report(
+    verdict: Verdict, table: dict[str, dict[str, Any]], settings: Settings, machine: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything as one JSON document. Times are seconds; null: it never came back."""
     return {
         "seed": settings.seed,
+        "seconds": settings.seconds,
+        "bound": BOUND,
+        "machine": machine,
         "good": verdict.good,
         "findings": verdict.findings,
         "counts": verdict.counts,
         "recoveries": table,
+        "kills": [asdict(outage) for outage in verdict.outages],
     }
 
 
@@ -128,9 +132,17 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=_MINUTES, help="of killing (default %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="repeats the order of an earlier run")
     parser.add_argument("--parts", default=",".join(Part), help="what to kill (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=None, help="directory for verdict.json, facts.json and server.log")
-    parser.add_argument("--internet", default="spdemo", help="prefix of its namespaces")
-    parser.add_argument("--port", type=int, default=18090, help="of the API")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="directory for verdict.json, facts.json and server.log; else a new one, below the home directory, for "
+        "verdict.json alone",
+    )
+    environment = os.environ
+    prefix, port = environment.get("SALLYPORT_TEST_INTERNET", "spdemo"), environment.get("SALLYPORT_TEST_PORT", "18090")
+    parser.add_argument("--internet", default=prefix, help="prefix of its namespaces")
+    parser.add_argument("--port", type=int, default=int(port), help="of the API")
     options = parser.parse_args(words)
     try:
         options.parts = tuple(Part(name.strip()) for name in options.parts.split(","))
@@ -149,6 +161,7 @@ def main(words: list[str]) -> int:
     settings = Settings(options.minutes * 60, options.parts, seed)
     say(f"seed {seed}; {options.minutes:g} minutes; {', '.join(options.parts)}")
     token = secrets.token_urlsafe(40)
+    machine: dict[str, Any] = {"cpus": os.cpu_count(), "load_before": os.getloadavg()}
     try:
         with tempfile.TemporaryDirectory(prefix="sallyport-chaos-") as name:
             place = Path(name)
@@ -174,18 +187,23 @@ def main(words: list[str]) -> int:
     verdict = judge(facts)
     table = recoveries(verdict.outages)
     print_verdict(verdict, table)
+    machine["load_after"] = os.getloadavg()
+    out = options.out or Path(os.environ["SALLYPORT_HOME"], "chaos", time.strftime("%Y%m%d-%H%M%S"))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "verdict.json").write_text(json.dumps(report(verdict, table, settings, machine), indent=1) + "\n")
     if options.out is not None:
-        (options.out / "verdict.json").write_text(json.dumps(report(verdict, table, settings), indent=1) + "\n")
         found = asdict(replace(facts, secret_forms=()))
-        (options.out / "facts.json").write_text(json.dumps(found, default=_plain) + "\n")
+        (out / "facts.json").write_text(json.dumps(found, default=_plain) + "\n")
+    print(f"JSON: {out / 'verdict.json'}")
     elapsed = time.monotonic() - _BEGAN
     wrong = [name for name, found in verdict.findings.items() if found]
     if wrong:
         print(f"chaos: FAILED ({'; '.join(wrong)}), seed {seed}, {elapsed:.0f} s")
         return 1
     count = verdict.counts
+    times = figures(outage.all for outage in verdict.outages)
     print(
         f"chaos: ok, {count['kills']} kills, {count['questions']} questions, wire and log agree one to one, "
-        f"all back within {BOUND:g} s, seed {seed}, {elapsed:.0f} s"
+        f"all back within {BOUND:g} s (median {times['median']}, worst {times['worst']}), seed {seed}, {elapsed:.0f} s"
     )
     return 0

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-import httpx
-
 from demo import census
 from demo.chaos import kills
 from demo.chaos.facts import IDENT, Facts, Kill, read_far_end, read_log
@@ -23,6 +21,8 @@ PATIENCE = 30.0
 """Seconds after which a run no longer waits for a recovery: the judge will say that it was late."""
 _WARM_UP = 20.0
 _STEADY = 1.0
+_POLL = 0.1
+"""Seconds between two looks. They are kept cheap: what measures must not take the processors from what comes back."""
 _CREATED_AFTER = frozenset({Part.SERVE, Part.HOSTD, Part.DOCKERD, Part.CONTAINERD})
 
 
@@ -95,13 +95,13 @@ class Run:
         victims = kills.kill(self._stack, parts, self._chosen)
         api = whole = None
         while time.time() - at < PATIENCE:
-            if api is None and self._healthy():
+            if api is None and self._stack.healthy():
                 api = time.time() - at
             if whole is None and self._whole(parts, victims):
                 whole = time.time() - at
             if api is not None and whole is not None and time.time() - at > _STEADY and self._flowing():
                 break
-            time.sleep(0.05)
+            time.sleep(_POLL)
         created, failed = None, ""
         if create:
             try:
@@ -111,17 +111,11 @@ class Run:
         time.sleep(self._chosen.uniform(_STEADY, 2 * _STEADY))
         return Kill(tuple(parts), at, time.time(), len(victims), api, whole, created, failed)
 
-    def _healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self._stack.base}/health", timeout=1).status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
-
     def _whole(self, parts: Sequence[Part], victims: Sequence[kills.Process]) -> bool:
         dead = set(victims)
-        if len(set(kills.workers(self._stack).values()) - {pid for pid, _ in dead}) < len(self._load):
+        if not all(set(kills.find(self._stack, part)) - dead for part in parts if part is not Part.WORKER):
             return False
-        return all(set(kills.find(self._stack, part)) - dead for part in parts)
+        return len(set(kills.workers(self._stack).values()) - {pid for pid, _ in dead}) >= len(self._load)
 
 
 def _told(kill: Kill) -> str:

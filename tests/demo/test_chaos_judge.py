@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from demo.chaos.facts import Arrival, Asked, Facts, Kill, Record, Wire, read_asked, read_far_end, read_log
-from demo.chaos.judge import Verdict, judge
+from demo.chaos.judge import Outage, Verdict, judge
+from demo.chaos.main import recoveries
 from demo.internet import API, ATTACKER, DNS_ADDRESS, STATUS
 
 SANDBOXES = {"a": "sbx-a", "c": "sbx-c"}
@@ -347,3 +348,14 @@ def test_what_was_written_down_is_read_back() -> None:
     strange = [Arrival(two, ATTACKER, whole=False, at=7.0), Arrival(one, ATTACKER, whole=False, at=7.0)]
     assert strange == read_far_end([notes[0], notes[2]], "Bearer x")[0][1:]
     assert one == read_log([{**record, "ts": "2026-01-01T00:00:00.000Z"}])[0].ident
+
+
+def test_the_table_has_each_part_each_pair_and_all_of_both() -> None:
+    slow = Outage(("serve", "hostd"), served=3.0, api=4.5, whole=2.0, created=1.0)
+    lost = Outage(("hostd", "serve"), served=None, api=1.0, whole=2.0, created=None)
+    table = recoveries([slow, lost, Outage(("serve",), served=0.0, api=1.5, whole=1.0, created=None)])
+
+    assert ["alone", "in pairs", "serve", "hostd and serve"] == list(table)
+    assert {"median": 1.5, "p95": 1.5, "worst": 1.5} == table["serve"]["all"]
+    assert {"median": 4.5, "p95": None, "worst": None} == table["hostd and serve"]["all"]
+    assert {"kills": 2, "api": {"median": 1.0, "p95": 4.5, "worst": 4.5}}.items() <= table["in pairs"].items()
