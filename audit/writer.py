@@ -19,13 +19,12 @@ import signal
 import socket
 import stat
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import uvloop
-from pydantic import BaseModel, ConfigDict, Field
 
 from audit.batch import Entry
 from audit.chain import CONTROL
@@ -43,18 +42,46 @@ _IDENT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _log = logging.getLogger("auditd")
 
 
-class AuditConfig(BaseModel):
-    """The configuration file."""
+@dataclass(frozen=True, slots=True)
+class AuditConfig:
+    """The configuration file.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    Read by hand: importing pydantic would take as long as everything else here, and nothing is recorded meanwhile.
+    """
 
     socket: str
     directory: str
-    uids: list[int]
-    sync: Literal["group", "always"] = "group"
-    max_file_bytes: Annotated[int, Field(ge=65536)] = 64 * 1024 * 1024
-    max_files: Annotated[int, Field(ge=0)] = 0
-    sandbox_bytes_per_second: Annotated[int, Field(ge=0)] = 8 * 1024 * 1024
+    uids: tuple[int, ...]
+    sync: str = "group"
+    max_file_bytes: int = 64 * 1024 * 1024
+    max_files: int = 0
+    sandbox_bytes_per_second: int = 8 * 1024 * 1024
+
+    @classmethod
+    def parse(cls, text: bytes) -> "AuditConfig":
+        """Read the content of the file, JSON.
+
+        Raises:
+            ValueError: it is not exactly a configuration; the message says where.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or set(data) - {field.name for field in fields(cls)}:
+            raise ValueError("the configuration has unknown keys")
+        least = {"max_file_bytes": 65536, "max_files": 0, "sandbox_bytes_per_second": 0}
+        uids = data.get("uids")
+        wrong = [name for name in ("socket", "directory") if not isinstance(data.get(name), str)]
+        wrong += [name for name, bound in least.items() if name in data and not _number(data[name], bound)]
+        if not isinstance(uids, list) or not all(_number(uid, 0) for uid in uids):
+            wrong.append("uids")
+        if data.get("sync", "group") not in ("group", "always"):
+            wrong.append("sync")
+        if wrong:
+            raise ValueError(f"the configuration has no good {', '.join(wrong)}")
+        return cls(**{**data, "uids": tuple(data["uids"])})
+
+
+def _number(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +257,7 @@ def main(arguments: list[str]) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each channel
     try:
-        config = AuditConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
+        config = AuditConfig.parse(Path(arguments[0]).read_bytes())
         uvloop.run(run(config))
     except (OSError, ValueError, KeyUnusable, LogUnwritable) as error:
         _log.error("cannot run: %s: %s", type(error).__name__, error)

@@ -3,23 +3,28 @@
 Unknown keys are refused. It holds paths and uids, no secret.
 """
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+_KEYS = frozenset({"socket", "directory", "uids", "master_key_file"})
 
 
 class ConfigError(Exception):
     """The configuration cannot be read; the message says where."""
 
 
-class VaultConfig(BaseModel):
-    """See the module. `uids`: who may connect; of these uid 0 may do everything."""
+@dataclass(frozen=True, slots=True)
+class VaultConfig:
+    """See the module. `uids`: who may connect; of these uid 0 may do everything.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Read by hand: importing pydantic would take as long as everything else in vaultd, and nothing is released meanwhile.
+    """
 
     socket: Path
     directory: Path
-    uids: frozenset[int] = Field(min_length=1)
+    uids: frozenset[int]
     master_key_file: Path | None = None
 
     @classmethod
@@ -30,12 +35,20 @@ class VaultConfig(BaseModel):
             ConfigError: it is missing or is not a configuration.
         """
         try:
-            return cls.model_validate_json(path.read_bytes())
+            data = json.loads(path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}"
-                for item in error.errors(include_input=False)
-            )
-            raise ConfigError(f"{path}: {problems}") from None
+        except ValueError:
+            raise ConfigError(f"{path}: not JSON") from None
+        if not isinstance(data, dict) or set(data) - _KEYS:
+            raise ConfigError(f"{path}: unknown keys")
+        uids: Any = data.get("uids")
+        key = data.get("master_key_file")
+        wrong = [name for name in ("socket", "directory") if not isinstance(data.get(name), str)]
+        if not isinstance(uids, list) or not uids or not all(type(uid) is int and uid >= 0 for uid in uids):
+            wrong.append("uids")
+        if key is not None and not isinstance(key, str):
+            wrong.append("master_key_file")
+        if wrong:
+            raise ConfigError(f"{path}: no good {', '.join(wrong)}")
+        return cls(Path(data["socket"]), Path(data["directory"]), frozenset(uids), None if key is None else Path(key))

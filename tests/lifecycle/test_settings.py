@@ -103,7 +103,7 @@ def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixt
     assert key == (short / "state/lifecycle/api-key").read_text().strip()
     directory = short / "run/launch"
     HostConfig.model_validate_json((directory / "host.json").read_text())
-    AuditConfig.model_validate_json((directory / "auditd.json").read_text())
+    AuditConfig.parse((directory / "auditd.json").read_bytes())
     VaultConfig.read(directory / "vaultd.json")
     serve = ServeConfig.read(directory / "serve.json")
     assert serve == launch.serve_config(read(config, {}), (key,))

@@ -12,6 +12,7 @@ import pytest
 
 import wire
 from vault.client import AdminClient, ReleaseRefusedError, VaultClient
+from vault.config import ConfigError, VaultConfig
 from vault.grants import Grant, SecretBinding
 from vault.secret import Secret
 
@@ -169,3 +170,25 @@ async def test_a_wrong_key_stops_the_start(daemons: Any) -> None:
     assert before == {path: path.read_bytes() for path in (daemons.path / "vault").rglob("*") if path.is_file()}
     assert b"sealed with another master key" in daemons.log()
     key.write_bytes(right)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nonsense": 1},
+        {"uids": []},
+        {"uids": "0"},
+        {"uids": [True]},
+        {"uids": [-1]},
+        {"socket": 1},
+        {"directory": None},
+    ],
+)
+def test_a_wrong_configuration_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "vaultd.json"
+    right = {"socket": "/run/vault.sock", "directory": "/var/lib/vault", "uids": [0]}
+    path.write_text(json.dumps(right))
+    assert frozenset({0}) == VaultConfig.read(path).uids
+    path.write_text(json.dumps(right | change))
+    with pytest.raises(ConfigError):
+        VaultConfig.read(path)
