@@ -70,12 +70,16 @@ def inodes(stack: Stack) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a soak saw. `millis` are those of each create call, in order of their ends."""
+    """What a soak saw. `millis` are those of each create call, in order of their ends.
+
+    `memory` is what the daemons had after each quarter of the creates: what leaks grows evenly.
+    """
 
     before: Holding
     after: Holding
     millis: list[float]
     seconds: float
+    memory: list[dict[str, int]]
 
     @property
     def grown(self) -> list[str]:
@@ -107,9 +111,10 @@ class Report:
         lines.append(f"{'rows':12} {a.census.rows:6} before {b.census.rows:6} after")
         lines.append(f"{'inodes':12} {a.inodes:6} before {b.inodes:6} after")
         for name in b.memory:
+            grown = " ".join(str(sample.get(name)) for sample in self.memory)
             lines.append(
                 f"{name:16} descriptors {a.descriptors.get(name)} before {b.descriptors.get(name)} after, "
-                f"memory {a.memory.get(name)} KiB before {b.memory[name]} KiB after"
+                f"memory {a.memory.get(name)} KiB before {b.memory[name]} KiB after (on the way: {grown})"
             )
         return lines
 
@@ -150,10 +155,14 @@ def soak(stack: Stack, creates: int, warm: int = WARM) -> Report:
     asyncio.run(_loop(stack, warm))
     before = hold(stack)
     began = time.monotonic()
-    millis = asyncio.run(_loop(stack, creates))
+    millis: list[float] = []
+    samples = []
+    for quarter in range(1, 5):
+        millis += asyncio.run(_loop(stack, creates * quarter // 4 - len(millis)))
+        samples.append(memory(stack))
     seconds = time.monotonic() - began
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (report := Report(before, hold(stack), millis, seconds)).grown and time.monotonic() < deadline:
+    while (report := Report(before, hold(stack), millis, seconds, samples)).grown and time.monotonic() < deadline:
         time.sleep(0.2)
     return report
 
