@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"syscall"
 	"time"
 )
 
@@ -65,26 +66,11 @@ func (c *Commands) logsOf(escaped string) http.HandlerFunc {
 		if err == nil && !rec.background {
 			err = badRequest("not a background command")
 		}
-		cursor, failed := strconv.ParseInt(r.URL.Query().Get("cursor"), 10, 64)
-		if failed != nil {
-			cursor = 0
-		}
-		if err == nil && cursor < 0 {
-			err = badRequest("cursor must not be negative")
-		}
-		end := cursor
-		if err == nil {
-			end, err = pageEnd(rec.output, cursor, backgroundPageMax, rec.running)
-		}
 		if err != nil {
 			writeError(w, err)
 			return
 		}
-		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-		w.Header().Set("EXECD-COMMANDS-TAIL-CURSOR", strconv.FormatInt(end, 10))
-		w.Header().Set("Content-Length", strconv.FormatInt(end-cursor, 10))
-		w.WriteHeader(http.StatusOK)
-		_, _ = io.Copy(w, io.NewSectionReader(rec.output, cursor, end-cursor))
+		writeLog(w, r, rec, "EXECD-COMMANDS-TAIL-CURSOR")
 	}
 }
 
@@ -115,4 +101,35 @@ func (c *Commands) interrupt(w http.ResponseWriter, r *http.Request) {
 		go rec.process.Terminate(interruptGrace)
 	}
 	writeEmpty(w)
+}
+
+// endAll kills every running command with its group.
+func (c *Commands) endAll() {
+	for _, rec := range c.records.all() {
+		if rec.process != nil {
+			rec.process.SignalGroup(syscall.SIGKILL)
+		}
+	}
+}
+
+// writeLog answers with the output of a background run from a cursor on.
+func writeLog(w http.ResponseWriter, r *http.Request, rec *record, header string) {
+	cursor, err := strconv.ParseInt(r.URL.Query().Get("cursor"), 10, 64)
+	if err != nil {
+		cursor = 0
+	}
+	if cursor < 0 {
+		writeError(w, badRequest("cursor must not be negative"))
+		return
+	}
+	end, err := pageEnd(rec.output, cursor, backgroundPageMax, rec.running)
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.Header().Set(header, strconv.FormatInt(end, 10))
+	w.Header().Set("Content-Length", strconv.FormatInt(end-cursor, 10))
+	w.WriteHeader(http.StatusOK)
+	_, _ = io.Copy(w, io.NewSectionReader(rec.output, cursor, end-cursor))
 }

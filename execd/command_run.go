@@ -87,8 +87,14 @@ func (c *Commands) supervise(rec *record, timeout time.Duration) {
 		timedOut = rec.process.SignalGroup(syscall.SIGKILL)
 		<-rec.process.Done
 	}
-	status := rec.process.Status
-	result := outcome{exitCode: status.ExitStatus(), timedOut: timedOut}
+	result := outcomeOf(rec.process.Status)
+	result.timedOut = timedOut
+	c.records.finish(rec, result)
+}
+
+// outcomeOf says what a status means for a client.
+func outcomeOf(status syscall.WaitStatus) outcome {
+	result := outcome{exitCode: status.ExitStatus()}
 	switch {
 	case status.Signaled():
 		result.exitCode = -1
@@ -96,7 +102,7 @@ func (c *Commands) supervise(rec *record, timeout time.Duration) {
 	case result.exitCode != 0:
 		result.failure = "exit status " + strconv.Itoa(result.exitCode)
 	}
-	c.records.finish(rec, result)
+	return result
 }
 
 func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {

@@ -32,6 +32,7 @@ type Config struct {
 	Entrypoint   []string
 	JupyterHost  string
 	JupyterToken string
+	RuntimeInit  bool
 }
 
 const (
@@ -58,7 +59,8 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	initMode := flags.Bool("init", false, "be PID 1: reap, forward signals, run the entrypoint after --")
 	jupyterHost := flags.String("jupyter-host", getenv("JUPYTER_HOST"), "address of the Jupyter server (JUPYTER_HOST)")
 	jupyterToken := flags.String("jupyter-token", getenv("JUPYTER_TOKEN"), "its token (JUPYTER_TOKEN)")
-	for _, name := range []string{"jupyter-idle-poll-interval", "log-level"} {
+	runtimeInit := flags.Bool("runtime-init", truthy(getenv("EXECD_RUNTIME_INIT")), "serve nobody before POST /internal/init (EXECD_RUNTIME_INIT)")
+	for _, name := range []string{"jupyter-idle-poll-interval", "log-level", "isolation-config"} {
 		flags.String(name, "", "accepted for compatibility, without effect")
 	}
 	if err := flags.Parse(arguments); err != nil {
@@ -67,6 +69,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	config = Config{
 		Port: *port, TokenHash: strings.ToLower(*hash), Insecure: *insecure, Tail: defaultTail,
 		MaxRunning: *maxRunning, Grace: *grace, Init: *initMode, JupyterHost: *jupyterHost, JupyterToken: *jupyterToken,
+		RuntimeInit: *runtimeInit,
 	}
 	if config.Init {
 		config.Entrypoint = flags.Args()
@@ -99,11 +102,22 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	return config, clear, nil
 }
 
+func truthy(text string) bool {
+	switch strings.ToLower(text) {
+	case "1", "true", "yes", "on":
+		return true
+	}
+	return false
+}
+
 // arguments reproduces the configuration as flags, with the hash only.
 func (c Config) arguments() []string {
 	list := []string{
 		"--port", strconv.Itoa(c.Port), "--access-token-sha256", c.TokenHash,
 		"--graceful-shutdown-timeout", c.Tail.String(), "--max-commands", strconv.Itoa(c.MaxRunning), "--stop-grace", c.Grace.String(),
+	}
+	if c.RuntimeInit {
+		list = append(list, "--runtime-init")
 	}
 	if c.Init {
 		list = append(append(list, "--init", "--"), c.Entrypoint...)

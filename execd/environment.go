@@ -4,15 +4,20 @@ package main
 //
 // Invariants
 //   - The daemon's own environment is read once at start; the credentials of the
-//     contract (18.4) are taken out of it and never reach a child.
+//     contract (18.4) are taken out of it and never reach a child. What an init (15.1)
+//     binds lies above it and is replaced as a whole by the next one.
 //   - EXECD_ENVS is always set for a child and its file is read for each command.
 //   - Expansion touches $NAME and ${NAME} only; everything else is literal.
 
 import (
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strings"
+	"sync"
+	"sync/atomic"
 )
 
 // credentials never reach a child. JUPYTER_TOKEN is kept for the entrypoint,
@@ -25,40 +30,76 @@ const defaultEnvFile = "/opt/opensandbox/.env"
 
 // Environment is the daemon's environment as children may see it.
 type Environment struct {
-	base     map[string]string
-	jupyter  string // JUPYTER_TOKEN of the entrypoint, may be empty
-	envFile  string
+	visible  atomic.Pointer[map[string]string] // own and bound together; never changed, only replaced
+	jupyter  string                            // JUPYTER_TOKEN of the entrypoint, may be empty
+	envFile  string                            // "": there is none
 	warnSkip func(skipped int)
+
+	mutex sync.Mutex
+	own   map[string]string
+	bound map[string]string
 }
 
 // NewEnvironment takes the process environment ("KEY=value" entries).
 func NewEnvironment(environ []string) *Environment {
-	env := &Environment{base: map[string]string{}, warnSkip: func(int) {}}
+	env := &Environment{own: environMap(environ), warnSkip: func(int) {}}
+	env.jupyter = env.own["JUPYTER_TOKEN"]
+	for _, name := range credentials {
+		delete(env.own, name)
+	}
+	if env.envFile = env.own["EXECD_ENVS"]; env.envFile == "" {
+		env.envFile = defaultEnvFile
+		env.own["EXECD_ENVS"] = defaultEnvFile
+	}
+	env.publish()
+	return env
+}
+
+func environMap(environ []string) map[string]string {
+	variables := map[string]string{}
 	for _, entry := range environ {
 		if key, value, ok := strings.Cut(entry, "="); ok && key != "" {
-			env.base[key] = value
+			variables[key] = value
 		}
 	}
-	env.jupyter = env.base["JUPYTER_TOKEN"]
-	for _, name := range credentials {
-		delete(env.base, name)
-	}
-	if env.envFile = env.base["EXECD_ENVS"]; env.envFile == "" {
-		env.envFile = defaultEnvFile
-		env.base["EXECD_ENVS"] = defaultEnvFile
-	}
-	return env
+	return variables
+}
+
+func (e *Environment) publish() {
+	visible := maps.Clone(e.own)
+	maps.Copy(visible, e.bound)
+	e.visible.Store(&visible)
+}
+
+func (e *Environment) base() map[string]string { return *e.visible.Load() }
+
+// Replace exchanges the daemon's own variables; credentials stay out.
+func (e *Environment) Replace(variables map[string]string) {
+	e.mutex.Lock()
+	defer e.mutex.Unlock()
+	e.own = maps.Clone(variables)
+	maps.DeleteFunc(e.own, func(name, _ string) bool { return slices.Contains(credentials, name) })
+	e.own["EXECD_ENVS"] = e.envFile
+	e.publish()
+}
+
+// Bind exchanges the variables of an init.
+func (e *Environment) Bind(variables map[string]string) {
+	e.mutex.Lock()
+	defer e.mutex.Unlock()
+	e.bound = maps.Clone(variables)
+	e.publish()
 }
 
 // Lookup reads the daemon's environment.
 func (e *Environment) Lookup(name string) (string, bool) {
-	value, ok := e.base[name]
+	value, ok := e.base()[name]
 	return value, ok
 }
 
 // Home is the daemon user's home directory without a final slash.
 func (e *Environment) Home(accounts func() Accounts) string {
-	home, ok := e.base["HOME"]
+	home, ok := e.base()["HOME"]
 	if !ok || !filepath.IsAbs(home) {
 		home = accounts().Home(uint32(os.Geteuid()))
 	}
@@ -67,10 +108,7 @@ func (e *Environment) Home(accounts func() Accounts) string {
 
 // ForCommand merges, low to high: daemon, EXECD_ENVS file, request.
 func (e *Environment) ForCommand(request map[string]*string) map[string]string {
-	merged := make(map[string]string, len(e.base)+len(request)+8)
-	for key, value := range e.base {
-		merged[key] = value
-	}
+	merged := maps.Clone(e.base())
 	entries, skipped := parseEnvFile(readRegular(e.envFile, envFileLimit), e.Lookup)
 	if skipped > 0 {
 		e.warnSkip(skipped)
@@ -88,10 +126,7 @@ func (e *Environment) ForCommand(request map[string]*string) map[string]string {
 
 // ForEntrypoint is the daemon's environment for the user's entrypoint.
 func (e *Environment) ForEntrypoint() []string {
-	merged := make(map[string]string, len(e.base)+1)
-	for key, value := range e.base {
-		merged[key] = value
-	}
+	merged := maps.Clone(e.base())
 	if e.jupyter != "" {
 		merged["JUPYTER_TOKEN"] = e.jupyter
 	}

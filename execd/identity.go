@@ -94,13 +94,7 @@ func (i *Identities) serve(w http.ResponseWriter, r *http.Request, chosen identi
 		return
 	}
 	defer i.giveBack(chosen, taken)
-	forwarded := r.Clone(r.Context())
-	forwarded.URL.Path, forwarded.URL.RawPath = route, ""
-	forwarded.Body = boundedBody{idleBody{r.Body, http.NewResponseController(w)}, r.Body}
-	if r.ContentLength == 0 {
-		forwarded.Body = http.NoBody
-	}
-	taken.proxy.ServeHTTP(w, forwarded)
+	taken.forward(w, r, route)
 }
 
 // boundedBody is a body whose reads are bounded in time.
@@ -218,6 +212,11 @@ func (i *Identities) start(chosen identity) (*helper, error) {
 		process.SignalGroup(syscall.SIGKILL)
 		return nil, err
 	}
+	return newHelper(process, control, i.log), nil
+}
+
+// newHelper speaks to a process that serves on connections handed over by control.
+func newHelper(process *Process, control *net.UnixConn, log *log.Logger) *helper {
 	started := &helper{process: process, control: control}
 	started.idle = &http.Transport{
 		DialContext:         func(context.Context, string, string) (net.Conn, error) { return handOver(control) },
@@ -230,12 +229,23 @@ func (i *Identities) start(chosen identity) (*helper, error) {
 			r.Out.Header.Del(tokenHeader)
 		},
 		Transport: started.idle,
-		ErrorLog:  i.log,
+		ErrorLog:  log,
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) {
 			writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "the helper of this identity ended"})
 		},
 	}
-	return started, nil
+	return started
+}
+
+// forward passes a request on, as one for another route.
+func (h *helper) forward(w http.ResponseWriter, r *http.Request, route string) {
+	forwarded := r.Clone(r.Context())
+	forwarded.URL.Path, forwarded.URL.RawPath = route, ""
+	forwarded.Body = boundedBody{idleBody{r.Body, http.NewResponseController(w)}, r.Body}
+	if r.ContentLength == 0 {
+		forwarded.Body = http.NoBody
+	}
+	h.proxy.ServeHTTP(w, forwarded)
 }
 
 // alreadyIs tells whether this process, which may not change, has an identity already.

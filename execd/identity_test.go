@@ -124,7 +124,7 @@ func TestIdentityRoutesThatAreNone(t *testing.T) {
 		status, _ := f.call("GET", path, "")
 		equal(t, fmt.Sprint(path, " ", expected), fmt.Sprint(path, " ", status))
 	}
-	f.server.auth, _ = NewAuth(hashToken("another"), false)
+	f.server.binding.auth, _ = NewAuth(hashToken("another"), false)
 	status, _ := f.call("GET", "/v1/filesystem/0/0/files/info", "")
 	equal(t, 401, status)
 }

@@ -7,6 +7,8 @@ package main
 //     an empty stdin; the daemon ends with its status (128+n for a signal).
 //   - TERM, INT, HUP, QUIT, USR1, USR2 and WINCH go to its group; TERM, INT and QUIT
 //     also begin the end: what has not stopped after the grace period is killed.
+//   - It starts after the start script was read and preStart has succeeded, and again
+//     when an init says so.
 //   - Only as PID 1 "all processes" is a thing to signal; elsewhere only the groups
 //     started here are.
 
@@ -44,26 +46,50 @@ type Supervisor struct {
 	log     *log.Logger
 	grace   time.Duration
 	signals <-chan os.Signal
+	again   chan struct{} // start the entrypoint again
+}
+
+// restart ends the entrypoint and starts it again; it does not wait for that.
+func (s *Supervisor) restart() {
+	select {
+	case s.again <- struct{}{}:
+	default: // already asked for
+	}
+}
+
+// prepare does what comes before the entrypoint.
+func (s *Supervisor) prepare(hooks *Hooks, lifecycle Lifecycle) error {
+	s.sourcePreScript()
+	return hooks.begin(lifecycle)
 }
 
 // Run starts the entrypoint and returns the exit status for this process.
 func (s *Supervisor) Run(entrypoint []string) int {
+	for {
+		status, again := s.runOnce(s.commandLine(entrypoint))
+		if !again {
+			return status
+		}
+	}
+}
+
+func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
 	if len(entrypoint) == 0 {
 		s.log.Print("no entrypoint given; waiting for a signal")
-		return s.idle()
+		return s.idle(), false
 	}
 	path, err := s.program(entrypoint[0])
 	if err != nil {
 		if slices.Equal(entrypoint, idleEntrypoint) {
-			return s.idle()
+			return s.idle(), false
 		}
 		s.log.Printf("entrypoint: %v", err)
-		return exitNotFound
+		return exitNotFound, false
 	}
 	null, err := openNull()
 	if err != nil {
 		s.log.Printf("entrypoint: %v", err)
-		return exitNotAllowed
+		return exitNotAllowed, false
 	}
 	process, err := s.reaper.Start(Spec{
 		Path: path, Argv: entrypoint, Env: s.env.ForEntrypoint(), Files: [3]uintptr{null.Fd(), 1, 2},
@@ -72,13 +98,14 @@ func (s *Supervisor) Run(entrypoint []string) int {
 	if err != nil {
 		s.log.Printf("entrypoint: %v", err)
 		if errors.Is(err, fs.ErrNotExist) {
-			return exitNotFound
+			return exitNotFound, false
 		}
-		return exitNotAllowed
+		return exitNotAllowed, false
 	}
-	status := s.supervise(process)
-	s.endEverything()
-	return status
+	if status, again = s.supervise(process); !again {
+		s.endEverything()
+	}
+	return status, again
 }
 
 func (s *Supervisor) program(name string) (string, error) {
@@ -88,26 +115,36 @@ func (s *Supervisor) program(name string) (string, error) {
 
 // idle waits as `tail -f /dev/null` would.
 func (s *Supervisor) idle() int {
-	for sig := range s.signals {
-		if sig == syscall.SIGWINCH {
-			continue
+	for {
+		select {
+		case <-s.again: // there is nothing to start again
+		case sig := <-s.signals:
+			if sig != syscall.SIGWINCH {
+				s.endEverything()
+				return 128 + int(sig.(syscall.Signal))
+			}
 		}
-		s.endEverything()
-		return 128 + int(sig.(syscall.Signal))
 	}
-	return 0
 }
 
-func (s *Supervisor) supervise(process *Process) int {
+// supervise returns when the entrypoint has ended; again tells that it was asked to.
+func (s *Supervisor) supervise(process *Process) (status int, again bool) {
 	var kill <-chan time.Time
 	for {
 		select {
 		case <-process.Done:
-			return exitNumber(process.Status)
+			return exitNumber(process.Status), again
+		case <-s.again:
+			again = true
+			process.SignalGroup(syscall.SIGTERM)
+			kill = time.After(s.grace)
 		case sig := <-s.signals:
 			process.SignalGroup(sig.(syscall.Signal))
-			if kill == nil && (sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT) {
-				kill = time.After(s.grace)
+			if sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT {
+				again = false
+				if kill == nil {
+					kill = time.After(s.grace)
+				}
 			}
 		case <-kill:
 			s.log.Print("the entrypoint did not stop in time; killing it")

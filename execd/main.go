@@ -24,12 +24,18 @@ func run() int {
 	if len(os.Args) == 2 && os.Args[1] == helperFlag {
 		return runHelper()
 	}
+	if len(os.Args) == 2 && os.Args[1] == isolateFlag {
+		return runIsolated()
+	}
+	if len(os.Args) == 2 && os.Args[1] == isolatedFlag {
+		return serveIsolated()
+	}
 	config, clear, err := parseConfig(os.Args[1:], os.Getenv, os.Stderr)
 	if errors.Is(err, errUsage) {
 		return 2
 	}
 	var auth Auth
-	if err == nil {
+	if err == nil && (config.TokenHash != "" || !config.RuntimeInit) { // else an init brings the hash
 		auth, err = NewAuth(config.TokenHash, config.Insecure)
 	}
 	if err != nil {
@@ -51,6 +57,11 @@ func run() int {
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 
 	logger := newLogger(os.Getenv("EXECD_LOG_FILE"))
+	lifecycle, err := parseLifecycle([]byte(os.Getenv("OPENSANDBOX_LIFECYCLE")))
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "execd:", err)
+		return 2
+	}
 	env := NewEnvironment(os.Environ())
 	for _, name := range credentials {
 		os.Unsetenv(name)
@@ -76,7 +87,8 @@ func run() int {
 		logger.Print(err)
 	}
 	server := &Server{
-		auth:      auth,
+		binding:   NewBinding(auth, config.RuntimeInit),
+		hooks:     &Hooks{reaper: reaper, env: env, log: logger},
 		port:      config.Port,
 		commands:  commands,
 		sessions:  NewSessions(commands),
@@ -95,6 +107,13 @@ func run() int {
 		self = os.Args[0]
 	}
 	server.identities = NewIdentities(reaper, accounts, logger, self)
+	server.isolation = NewIsolation(commands, self, defaultUpperRoot, config.Init)
+	supervisor := &Supervisor{
+		reaper: reaper, env: env, log: logger, grace: config.Grace, signals: signals, again: make(chan struct{}, 1),
+	}
+	if config.Init {
+		server.restart = supervisor.restart
+	}
 	listener, err := listen(":" + strconv.Itoa(config.Port))
 	if err != nil {
 		logger.Printf("cannot listen: %v", err)
@@ -105,11 +124,23 @@ func run() int {
 		logger.Printf("serving ended: %v", server.Serve(listener))
 		close(failed)
 	}()
-	supervisor := &Supervisor{reaper: reaper, env: env, log: logger, grace: config.Grace, signals: signals}
+	prepareEnvFile(env.envFile)
 	if config.Init {
-		prepareEnvFile(env.envFile)
+		if err := supervisor.prepare(server.hooks, lifecycle); err != nil {
+			logger.Printf("the entrypoint does not start: %v", err)
+			supervisor.endEverything()
+			return 1
+		}
+		server.binding.setReady(true)
 		return supervisor.Run(config.Entrypoint)
 	}
+	go func() {
+		if err := supervisor.prepare(server.hooks, lifecycle); err != nil {
+			logger.Print(err)
+			return
+		}
+		server.binding.setReady(true)
+	}()
 	for {
 		select {
 		case <-failed:

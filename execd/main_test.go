@@ -67,15 +67,26 @@ func newFixture(t *testing.T) *fixture {
 		directory: "/", tail: defaultTail, log: logger,
 	}
 	f.server = &Server{
-		auth: auth, port: defaultPort,
+		binding: NewBinding(auth, false), hooks: &Hooks{reaper: testReaper, env: env, log: logger}, port: defaultPort,
 		commands: commands, sessions: NewSessions(commands), terminals: NewTerminals(commands), code: NewCodeContexts(&Jupyter{}, commands),
 		files:      &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
 		identities: NewIdentities(testReaper, accounts, logger, testBinary),
+		isolation:  NewIsolation(commands, testBinary, isolationRoot(t), false),
 		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger,
 	}
 	f.http = httptest.NewServer(f.server)
 	t.Cleanup(f.http.Close)
 	return f
+}
+
+// isolationRoot is outside /tmp, of which sessions have their own.
+func isolationRoot(t *testing.T) string {
+	root, err := os.MkdirTemp("/var/tmp", "execd-isolation-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(root) })
+	return root
 }
 
 func (f *fixture) do(method, path string, body io.Reader, header ...string) *http.Response {

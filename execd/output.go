@@ -131,22 +131,29 @@ func (p *outputPipe) drain(lines *lineSplitter) {
 // without any it is a file in memory.
 func newOutputFile() (*os.File, error) {
 	for _, directory := range []string{os.TempDir(), "/tmp", "/var/tmp", "/dev/shm", "/"} {
-		file, err := os.CreateTemp(directory, ".opensandbox-execd-*")
-		if err != nil {
-			continue
+		if file, err := namelessFile(directory); err == nil {
+			return file, nil
 		}
-		if err := os.Remove(file.Name()); err != nil {
-			file.Close()
-			continue
-		}
-		// Appending keeps two writers that reopened it through /proc apart.
-		if _, _, errno := syscall.Syscall(syscall.SYS_FCNTL, file.Fd(), syscall.F_SETFL, syscall.O_APPEND); errno != 0 {
-			file.Close()
-			continue
-		}
-		return file, nil
 	}
 	return memoryFile()
+}
+
+// namelessFile is on the file system of a directory, and in no directory.
+func namelessFile(directory string) (*os.File, error) {
+	file, err := os.CreateTemp(directory, ".opensandbox-execd-*")
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Remove(file.Name()); err != nil {
+		file.Close()
+		return nil, err
+	}
+	// Appending keeps two writers that reopened it through /proc apart.
+	if _, _, errno := syscall.Syscall(syscall.SYS_FCNTL, file.Fd(), syscall.F_SETFL, syscall.O_APPEND); errno != 0 {
+		file.Close()
+		return nil, errno
+	}
+	return file, nil
 }
 
 // pageEnd is where a page that begins at offset ends: at most limit bytes on, and

@@ -14,6 +14,8 @@ package main
 //     the gate for reading and looks at the state first.
 //   - A child starts with default signal dispositions, no blocked signal, its own
 //     session and no descriptor but 0, 1, 2 and what its Spec names.
+//   - CAP_SYS_ADMIN, where the container has it, is for making isolated sessions: no
+//     other child gets it.
 //   - At a memory limit the kernel kills what was started here before this daemon:
 //     as PID 1 its end would be the sandbox's.
 
@@ -34,6 +36,7 @@ type Reaper struct {
 	children map[int]*Process
 	orphans  int // reaped processes that nobody started here; guarded by gate
 	wake     chan os.Signal
+	admin    bool // this process has CAP_SYS_ADMIN
 }
 
 // Process is a child that leads its own session and process group.
@@ -55,11 +58,14 @@ type Spec struct {
 	Extra    map[int]uintptr
 	Identity *syscall.Credential
 	Terminal bool // descriptor 0 becomes the controlling terminal
+	// New namespaces (CLONE_NEW*): only a session's helper has some, and only it starts
+	// with CAP_SYS_ADMIN where this process has it.
+	Namespaces uintptr
 }
 
 // NewReaper begins to collect children at once.
 func NewReaper() *Reaper {
-	r := &Reaper{children: map[int]*Process{}, wake: make(chan os.Signal, 1)}
+	r := &Reaper{children: map[int]*Process{}, wake: make(chan os.Signal, 1), admin: hasAdmin()}
 	// A pending wake-up is never lost: the channel holds one and every
 	// collection drains all children that have ended until then.
 	signal.Notify(r.wake, syscall.SIGCHLD)
@@ -109,16 +115,23 @@ func (r *Reaper) Orphans() int {
 func (r *Reaper) Start(spec Spec) (*Process, error) {
 	r.gate.RLock()
 	defer r.gate.RUnlock()
-	runtime.LockOSThread()
-	mask := emptySignalMask()
-	pid, err := syscall.ForkExec(spec.Path, spec.Argv, &syscall.ProcAttr{
-		Dir:   spec.Dir,
-		Env:   spec.Env,
-		Files: spec.descriptors(),
-		Sys:   &syscall.SysProcAttr{Setsid: true, Setctty: spec.Terminal, Credential: spec.Identity},
-	})
-	restoreSignalMask(mask)
-	runtime.UnlockOSThread()
+	var pid int
+	var err error
+	if r.admin && spec.Namespaces == 0 {
+		forked := make(chan struct{})
+		go func() {
+			defer close(forked)
+			runtime.LockOSThread() // for good: the thread ends with what it gave away
+			if err = dropAdmin(); err == nil {
+				pid, err = spec.fork()
+			}
+		}()
+		<-forked
+	} else {
+		runtime.LockOSThread()
+		pid, err = spec.fork()
+		runtime.UnlockOSThread()
+	}
 	if err != nil {
 		return nil, &os.PathError{Op: "fork/exec", Path: spec.Path, Err: err}
 	}
@@ -128,6 +141,18 @@ func (r *Reaper) Start(spec Spec) (*Process, error) {
 	r.children[pid] = process
 	r.table.Unlock()
 	return process, nil
+}
+
+// fork starts the child; the caller is locked to its thread.
+func (s *Spec) fork() (pid int, err error) {
+	mask := emptySignalMask()
+	defer restoreSignalMask(mask)
+	return syscall.ForkExec(s.Path, s.Argv, &syscall.ProcAttr{
+		Dir:   s.Dir,
+		Env:   s.Env,
+		Files: s.descriptors(),
+		Sys:   &syscall.SysProcAttr{Setsid: true, Setctty: s.Terminal, Credential: s.Identity, Cloneflags: s.Namespaces},
+	})
 }
 
 // descriptors lists them by number; a gap is closed in the child.
@@ -192,8 +217,11 @@ func (p *Process) signalRemains(sig syscall.Signal) bool {
 
 // Terminate asks the group to end and kills what is left of it after the grace
 // period. It returns when the group is gone or was killed.
-func (p *Process) Terminate(grace time.Duration) {
-	if !p.SignalGroup(syscall.SIGTERM) {
+func (p *Process) Terminate(grace time.Duration) { p.endWith(syscall.SIGTERM, grace) }
+
+// endWith is Terminate with a choice of the signal that asks.
+func (p *Process) endWith(asking syscall.Signal, grace time.Duration) {
+	if !p.SignalGroup(asking) {
 		return
 	}
 	deadline := time.NewTimer(grace)

@@ -11,7 +11,9 @@ package main
 import (
 	"crypto/rand"
 	"encoding/hex"
+	"maps"
 	"os"
+	"slices"
 	"sync"
 	"time"
 )
@@ -129,6 +131,13 @@ func (t *Records) get(id string) *record {
 		t.evict(now)
 	}
 	return t.byID[id]
+}
+
+// all is a snapshot of the records.
+func (t *Records) all() []*record {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	return slices.Collect(maps.Values(t.byID))
 }
 
 // evict drops finished records that are too old or too many; lock held.

@@ -3,7 +3,7 @@ package main
 // The HTTP surface: listener limits, authentication, routing (contract 2, 3).
 //
 // Invariants
-//   - Only /ping is served without the token.
+//   - Only /ping and /ready are served without the token; binding.go says who may init.
 //   - Unknown path or method: 404; never a redirect.
 //   - Connections, header size, header time and idle time are bounded.
 //   - /proxy/<own port>/… is the request itself, however often it is nested.
@@ -31,7 +31,9 @@ const (
 
 // Server answers requests.
 type Server struct {
-	auth       Auth
+	binding    *Binding
+	hooks      *Hooks
+	restart    func() // of the entrypoint; nil where there is none
 	port       int
 	commands   *Commands
 	sessions   *Sessions
@@ -39,6 +41,7 @@ type Server struct {
 	code       *CodeContexts
 	files      *Files
 	identities *Identities
+	isolation  *Isolation
 	metrics    *Metrics
 	proxy      http.Handler
 	log        *log.Logger
@@ -64,11 +67,21 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		writeError(w, badRequest("invalid path"))
 		return
 	}
-	if r.Method == http.MethodGet && path == "/ping" {
+	switch {
+	case r.Method == http.MethodGet && path == "/ping":
 		writeEmpty(w)
 		return
+	case r.Method == http.MethodGet && path == "/ready":
+		s.binding.serveReady(w, r)
+		return
+	case r.Method == http.MethodPost && path == "/internal/init" && s.binding.enabled:
+		s.initialise(w, r)
+		return
+	case s.binding.waits():
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "not initialised"})
+		return
 	}
-	if !s.auth.Allows(r) {
+	if !s.binding.Allows(r) {
 		writeError(w, unauthorized)
 		return
 	}
@@ -112,14 +125,12 @@ func (s *Server) route(method, path, raw string) http.HandlerFunc {
 		return s.metrics.serve
 	case "GET /metrics/watch":
 		return s.metrics.watch
-	case "GET /v1/isolated/capabilities":
-		return isolatedCapabilities
 	}
 	if handler := s.files.route(method, path); handler != nil {
 		return handler
 	}
-	if strings.HasPrefix(path, "/v1/isolated/") {
-		return isolatedUnavailable
+	if rest, ok := strings.CutPrefix(path, isolatedPrefix); ok {
+		return s.isolation.route(method, rest)
 	}
 	return s.routeWithID(method, strings.Split(raw, "/")[1:])
 }
@@ -200,18 +211,6 @@ func (s *Server) withoutOwnProxy(raw string) string {
 			return raw
 		}
 	}
-}
-
-// isolatedCapabilities is the minimum for a daemon without isolated sessions.
-func isolatedCapabilities(w http.ResponseWriter, _ *http.Request) {
-	writeJSON(w, http.StatusOK, map[string]any{
-		"available": false, "isolator": "bwrap", "version": "", "message": "isolated sessions are not supported",
-		"setpriv_available": false, "userns_available": false, "commit_supported": false, "diff_supported": false,
-	})
-}
-
-func isolatedUnavailable(w http.ResponseWriter, _ *http.Request) {
-	writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "isolated sessions are not supported"})
 }
 
 // boundedListener leaves connections beyond the limit in the kernel's queue.

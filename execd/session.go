@@ -14,9 +14,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/url"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -86,15 +88,20 @@ func (s *Sessions) create(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	made := &session{id: newUUID(), turn: make(chan struct{}, 1), gone: make(chan struct{}), used: time.Now()}
-	made.state.directory = directory
-	made.turn <- struct{}{}
+	made := newSession(directory)
 	if !s.add(made) {
 		w.Header().Set("Retry-After", "1")
 		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many sessions"})
 		return
 	}
 	writeJSON(w, http.StatusOK, map[string]string{"session_id": made.id})
+}
+
+func newSession(directory string) *session {
+	made := &session{id: newUUID(), turn: make(chan struct{}, 1), gone: make(chan struct{}), used: time.Now()}
+	made.state.directory = directory
+	made.turn <- struct{}{}
+	return made
 }
 
 func makeDirectory(path string) error {
@@ -165,6 +172,16 @@ func (s *Sessions) end(id string) bool {
 		ending.process.SignalGroup(syscall.SIGKILL)
 	}
 	return true
+}
+
+// endAll removes every session.
+func (s *Sessions) endAll() {
+	s.mutex.Lock()
+	ids := slices.Collect(maps.Keys(s.byID))
+	s.mutex.Unlock()
+	for _, id := range ids {
+		s.end(id)
+	}
 }
 
 // interrupt ends the command that runs in a session; the session stays.

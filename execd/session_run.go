@@ -10,6 +10,7 @@ package main
 //   - Exactly one terminal event; the state is kept before it is sent.
 
 import (
+	"cmp"
 	"net/http"
 	"os"
 	"strconv"
@@ -22,7 +23,15 @@ type sessionRunRequest struct {
 	Command *string `json:"command"`
 	Cwd     *string `json:"cwd"`
 	Timeout *int64  `json:"timeout"`
+
+	// What a run of an isolated session has besides.
+	envs    map[string]*string
+	id      string         // of the run; else the session's
+	asking  syscall.Signal // sent first at the time limit; else SIGKILL at once
+	failure string         // name of the error at the time limit; else that of any failure
 }
+
+const commandFailure = "CommandExecError"
 
 func (s *Sessions) run(escaped string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
@@ -46,6 +55,17 @@ func (s *Sessions) run(escaped string) http.HandlerFunc {
 		defer s.leave(found)
 		s.serve(w, r, found, &request, timeout)
 	}
+}
+
+// exports is text that gives the run's own variables precedence over the session's.
+func (r *sessionRunRequest) exports() string {
+	var text strings.Builder
+	for name, value := range r.envs {
+		if value != nil {
+			text.WriteString(`\builtin export ` + name + `='` + strings.ReplaceAll(*value, `'`, `'\''`) + "'\n")
+		}
+	}
+	return text.String()
 }
 
 // check returns the time limit.
@@ -77,7 +97,7 @@ type sessionRun struct {
 
 // serve carries out a run; the caller has the turn.
 func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, request *sessionRunRequest, limit time.Duration) {
-	run, err := s.start(in, request)
+	run, err := s.start(in, request, nil)
 	if err != nil {
 		writeError(w, err)
 		return
@@ -87,7 +107,11 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 	s.begun(in, run.process)
 	began := time.Now()
 	stream := newEventStream(w)
-	stream.begin(in.id)
+	if request.id != "" {
+		stream.begin(request.id)
+	} else {
+		stream.begin(in.id)
+	}
 
 	lines := &lineSplitter{bare: true, emit: func(text []byte) { stream.text("stdout", text) }}
 	drained := make(chan struct{})
@@ -95,7 +119,7 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 		run.pipe.copyTo(lines, stream.flush)
 		close(drained)
 	}()
-	timedOut := s.supervise(r, run.process, limit, stream)
+	timedOut := s.supervise(r, run.process, limit, request.asking, stream)
 	run.pipe.leaderGone(s.commands.tail)
 	s.commands.pingUntil(drained, stream)
 
@@ -107,21 +131,21 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 	}
 	switch {
 	case timedOut:
-		stream.fail("CommandExecError", "-1", []string{"timeout after " + limit.String()})
+		stream.fail(cmp.Or(request.failure, commandFailure), "-1", []string{"timeout after " + limit.String()})
 	case status.Signaled():
-		stream.fail("CommandExecError", "-1", []string{"signal: " + status.Signal().String()})
+		stream.fail(commandFailure, "-1", []string{"signal: " + status.Signal().String()})
 	case status.ExitStatus() != 0:
 		code := strconv.Itoa(status.ExitStatus())
-		stream.fail("CommandExecError", code, []string{"exit status " + code})
+		stream.fail(commandFailure, code, []string{"exit status " + code})
 	default:
 		stream.complete(time.Since(began))
 	}
 }
 
-// start forks the shell of a run.
-func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionRun, err error) {
+// start forks the shell of a run; its output goes into a pipe, or into a file.
+func (s *Sessions) start(in *session, request *sessionRunRequest, output *os.File) (run *sessionRun, err error) {
 	c := s.commands
-	given := c.env.ForCommand(nil)
+	given := c.env.ForCommand(request.envs)
 	env := in.state.apply(given)
 	if request.Cwd != nil && *request.Cwd != "" {
 		directory, err := c.workingDirectory(*request.Cwd, env, in.state.directory)
@@ -141,7 +165,7 @@ func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionR
 			c.records.release()
 		}
 	}()
-	spec, parse, input, err := s.driver(in, env, *request.Command)
+	spec, parse, input, err := s.driver(in, env, request.exports()+*request.Command)
 	if err != nil {
 		return nil, runtimeError(err)
 	}
@@ -155,7 +179,7 @@ func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionR
 		return nil, runtimeError(err)
 	}
 	run = &sessionRun{given: given, result: result, parse: parse}
-	if err = run.fork(c.reaper, spec, source); err != nil {
+	if err = run.fork(c.reaper, spec, source, output); err != nil {
 		result.Close()
 		return nil, runtimeError(err)
 	}
@@ -184,34 +208,39 @@ func (s *Sessions) driver(in *session, env map[string]string, command string) (
 	return spec, parseSh, nil, nil
 }
 
-// fork starts the process with one pipe for both outputs.
-func (run *sessionRun) fork(reaper *Reaper, spec Spec, source *os.File) error {
+// fork starts the process with one destination for both outputs.
+func (run *sessionRun) fork(reaper *Reaper, spec Spec, source, file *os.File) error {
 	null, err := openNull()
 	if err != nil {
 		return err
 	}
 	defer null.Close()
-	pipe, childEnd, err := newOutputPipe()
-	if err != nil {
-		return err
+	var output uintptr
+	if file != nil {
+		output = file.Fd()
+	} else {
+		pipe, childEnd, err := newOutputPipe()
+		if err != nil {
+			return err
+		}
+		defer syscall.Close(childEnd)
+		run.pipe, output = pipe, uintptr(childEnd)
 	}
-	defer syscall.Close(childEnd)
-	output := uintptr(childEnd)
 	spec.Files = [3]uintptr{null.Fd(), output, output}
 	spec.Extra = map[int]uintptr{bashInput: source.Fd(), bashResult: run.result.Fd()}
 	if spec.Argv[0] == "sh" {
 		spec.Extra = map[int]uintptr{shResult: run.result.Fd()}
 	}
-	if run.process, err = reaper.Start(spec); err != nil {
-		pipe.read.Close()
-		return err
+	if run.process, err = reaper.Start(spec); err != nil && run.pipe != nil {
+		run.pipe.read.Close()
 	}
-	run.pipe = pipe
-	return nil
+	return err
 }
 
 // supervise waits for the leader and ends it at the time limit, or when the client left.
-func (s *Sessions) supervise(r *http.Request, process *Process, limit time.Duration, stream *eventStream) (timedOut bool) {
+func (s *Sessions) supervise(
+	r *http.Request, process *Process, limit time.Duration, asking syscall.Signal, stream *eventStream,
+) (timedOut bool) {
 	expired := time.NewTimer(limit)
 	defer expired.Stop()
 	ticker := time.NewTicker(pingInterval)
@@ -222,7 +251,11 @@ func (s *Sessions) supervise(r *http.Request, process *Process, limit time.Durat
 		case <-process.Done:
 			return timedOut
 		case <-expired.C:
-			timedOut = process.SignalGroup(syscall.SIGKILL)
+			if timedOut = true; asking != 0 {
+				go process.endWith(asking, interruptGrace)
+			} else {
+				timedOut = process.SignalGroup(syscall.SIGKILL)
+			}
 		case <-left:
 			left = nil
 			go process.Terminate(interruptGrace)

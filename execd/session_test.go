@@ -224,7 +224,7 @@ func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
 			}
 		}
 	}
-	f.server.commands.env.base["PATH"] = directory
+	f.server.commands.env.Bind(map[string]string{"PATH": directory})
 	session := f.newSession("{}")
 	result := f.in(session, "export A='b c\n'; plain=1; cd /usr; unset HOME")
 	equal(t, "execution_complete", result.last.Type)

@@ -13,6 +13,7 @@ import (
 const (
 	prSetDumpable       = 4
 	prSetChildSubreaper = 36
+	prSetNoNewPrivs     = 38
 	sigSetmask          = 2
 	sysCloseRange       = 436
 	closeRangeCloexec   = 4
@@ -20,6 +21,43 @@ const (
 	renameNoReplace     = 1
 	fionread            = 0x541B
 )
+
+// capAdmin is CAP_SYS_ADMIN, which mounting needs.
+const capAdmin = 1 << 21
+
+type capHeader struct {
+	version uint32
+	pid     int32
+}
+
+type capSets struct{ effective, permitted, inheritable uint32 }
+
+const capVersion3 = 0x20080522
+
+// threadCapabilities reads those of the calling thread.
+func threadCapabilities() (header capHeader, sets [2]capSets, err error) {
+	header.version = capVersion3
+	_, _, errno := syscall.RawSyscall(syscall.SYS_CAPGET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets[0])), 0)
+	return header, sets, errnoOrNil(errno)
+}
+
+func hasAdmin() bool {
+	_, sets, err := threadCapabilities()
+	return err == nil && sets[0].effective&capAdmin != 0
+}
+
+// dropAdmin takes CAP_SYS_ADMIN from the calling thread for good.
+func dropAdmin() error {
+	header, sets, err := threadCapabilities()
+	if err != nil {
+		return err
+	}
+	sets[0].effective &^= capAdmin
+	sets[0].permitted &^= capAdmin
+	sets[0].inheritable &^= capAdmin
+	_, _, errno := syscall.RawSyscall(syscall.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets[0])), 0)
+	return errnoOrNil(errno)
+}
 
 func prctl(option, argument uintptr) error {
 	_, _, errno := syscall.RawSyscall(syscall.SYS_PRCTL, option, argument, 0)

@@ -122,6 +122,17 @@ func (t *Terminals) delete(escaped string) http.HandlerFunc {
 	}
 }
 
+// endAll removes every terminal.
+func (t *Terminals) endAll() {
+	t.mutex.Lock()
+	ending := t.byID
+	t.byID = map[string]*terminal{}
+	t.mutex.Unlock()
+	for _, each := range ending {
+		each.end()
+	}
+}
+
 // end kills what runs behind a terminal that is no longer in the table.
 func (t *terminal) end() {
 	t.mutex.Lock()

@@ -1,0 +1,181 @@
+package main
+
+// POST /internal/init and GET /ready (contract 15.1): a daemon that was started
+// without knowing whose it is, or that is given to somebody else.
+//
+// Invariants
+//   - The route exists only if the daemon was started with --runtime-init. While a
+//     token is known, only who has it may bind again; without one the first caller may.
+//   - Until the first init has succeeded nothing but /ping, /ready and the init answers.
+//   - Identity, token and variables change together; from then on no former token counts.
+//   - A generation never goes back.
+
+import (
+	"encoding/json"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+)
+
+const initBodyLimit = 1 << 20
+
+// Binding is whose daemon this is.
+type Binding struct {
+	mutex      sync.RWMutex
+	auth       Auth
+	enabled    bool // --runtime-init
+	bound      bool // an init has succeeded
+	ready      bool
+	generation int64
+	under      sync.Mutex // one init at a time
+}
+
+// NewBinding starts with the token of the command line; enabled waits for an init.
+func NewBinding(auth Auth, enabled bool) *Binding {
+	return &Binding{auth: auth, enabled: enabled}
+}
+
+// Allows reports whether a request carries the token.
+func (b *Binding) Allows(r *http.Request) bool {
+	b.mutex.RLock()
+	defer b.mutex.RUnlock()
+	return b.auth.Allows(r)
+}
+
+// waits reports whether the first init is still to come.
+func (b *Binding) waits() bool {
+	b.mutex.RLock()
+	defer b.mutex.RUnlock()
+	return b.enabled && !b.bound
+}
+
+// setReady is called when the start hooks have succeeded, or will run again.
+func (b *Binding) setReady(ready bool) {
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	b.ready = ready
+}
+
+// serveReady answers GET /ready.
+func (b *Binding) serveReady(w http.ResponseWriter, _ *http.Request) {
+	b.mutex.RLock()
+	ready, generation := b.ready && (b.bound || !b.enabled), b.generation
+	b.mutex.RUnlock()
+	if !ready {
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "not ready"})
+		return
+	}
+	writeJSON(w, http.StatusOK, map[string]any{"ready": true, "generation": generation})
+}
+
+// admits decides about a caller of the init.
+func (b *Binding) admits(r *http.Request) bool {
+	b.mutex.RLock()
+	defer b.mutex.RUnlock()
+	return !b.auth.set && !b.auth.open && !b.bound || b.auth.Allows(r)
+}
+
+type initRequest struct {
+	SandboxID            string             `json:"sandboxId"`
+	Generation           int64              `json:"generation"`
+	AccessTokenHash      string             `json:"accessTokenHash"`
+	Envs                 map[string]*string `json:"envs"`
+	Lifecycle            json.RawMessage    `json:"lifecycle"`
+	EntrypointPolicy     string             `json:"entrypointPolicy"`
+	PreserveRuntimeState bool               `json:"preserveRuntimeState"`
+
+	auth      Auth
+	lifecycle Lifecycle
+	variables map[string]string
+}
+
+func (r *initRequest) check() error {
+	if r.SandboxID == "" || len(r.SandboxID) > 256 || strings.IndexByte(r.SandboxID, 0) >= 0 {
+		return errors.New("sandboxId is missing or too long")
+	}
+	if r.Generation < 0 {
+		return errors.New("generation must not be negative")
+	}
+	hash, ok := strings.CutPrefix(r.AccessTokenHash, "sha256:")
+	var err error
+	if r.auth, err = NewAuth(strings.ToLower(hash), false); !ok || err != nil {
+		return errors.New("accessTokenHash must be sha256: and 64 hexadecimal digits")
+	}
+	if !slices.Contains([]string{"", "keep", "restart"}, r.EntrypointPolicy) {
+		return errors.New("entrypointPolicy is keep or restart")
+	}
+	r.variables = map[string]string{}
+	for name, value := range r.Envs {
+		if !isVariableName(name) || slices.Contains(credentials, name) || (value != nil && strings.IndexByte(*value, 0) >= 0) {
+			return errors.New("envs has a reserved or invalid name, or an invalid value")
+		}
+		if value != nil {
+			r.variables[name] = *value
+		}
+	}
+	r.variables["OPENSANDBOX_ID"] = r.SandboxID
+	r.lifecycle, err = parseLifecycle(r.Lifecycle)
+	return err
+}
+
+// bind exchanges identity and token; false for an older generation.
+func (b *Binding) bind(request *initRequest, env *Environment) bool {
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	if b.bound && request.Generation < b.generation {
+		return false
+	}
+	b.auth, b.generation, b.bound, b.ready = request.auth, request.Generation, true, false
+	env.Bind(request.variables)
+	return true
+}
+
+// initialise answers POST /internal/init.
+func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
+	s.binding.under.Lock()
+	defer s.binding.under.Unlock()
+	if !s.binding.admits(r) {
+		writeError(w, unauthorized)
+		return
+	}
+	var request initRequest
+	err := decodeJSON(w, r, initBodyLimit, &request)
+	if err == nil {
+		if err = request.check(); err != nil {
+			err = badRequest(err.Error())
+		}
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	if !s.binding.bind(&request, s.commands.env) {
+		writeError(w, &problem{http.StatusConflict, codeInvalidBody, "generation is older than the one in force"})
+		return
+	}
+	if !request.PreserveRuntimeState {
+		s.endState()
+	}
+	if err := s.hooks.begin(request.lifecycle); err != nil {
+		s.log.Print(err)
+		writeError(w, err)
+		return
+	}
+	if request.EntrypointPolicy == "restart" && s.restart != nil {
+		s.restart()
+	}
+	s.binding.setReady(true)
+	writeJSON(w, http.StatusOK, map[string]any{"sandboxId": request.SandboxID, "generation": request.Generation})
+}
+
+// endState ends what earlier callers left: hooks, commands, sessions, terminals. The
+// entrypoint, and a Jupyter server that it runs, is a matter of the entrypoint policy.
+func (s *Server) endState() {
+	s.hooks.end()
+	s.sessions.endAll()
+	s.terminals.endAll()
+	s.isolation.endAll()
+	s.commands.endAll()
+}

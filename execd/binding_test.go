@@ -1,0 +1,135 @@
+package main
+
+import (
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestInitIsThereOnlyWhenAskedForAndBindsTokenAndVariables(t *testing.T) {
+	f := newFixture(t)
+	status, _ := f.call("POST", "/internal/init", "{}")
+	equal(t, 404, status)
+	status, _ = f.call("GET", "/ready", "", tokenHeader, "")
+	equal(t, 503, status)
+	f.server.binding.setReady(true)
+	status, body := f.call("GET", "/ready", "", tokenHeader, "")
+	equal(t, `200 {"generation":0,"ready":true}`, fmt.Sprint(status, " ", body))
+
+	f.server.binding = NewBinding(Auth{}, true)
+	status, _ = f.call("GET", "/ping", "")
+	equal(t, 200, status)
+	for _, route := range []string{"GET /metrics", "GET /ready", "GET /proxy/80/"} {
+		method, path, _ := strings.Cut(route, " ")
+		status, _ = f.call(method, path, "")
+		equal(t, 503, status)
+	}
+	good := `{"sandboxId":"new","generation":%d,"accessTokenHash":"sha256:` + hashToken("fresh") + `","envs":{"BOUND":"b"}}`
+	for _, bad := range []string{
+		`{}`, `{"sandboxId":"x","accessTokenHash":"` + hashToken("fresh") + `"}`, strings.Replace(good, "BOUND", "EXECD_ACCESS_TOKEN", 1),
+		strings.Replace(good, `"envs"`, `"entrypointPolicy":"perhaps","envs"`, 1),
+		strings.Replace(good, `"envs"`, `"lifecycle":{"preStart":{"command":[]}},"envs"`, 1),
+	} {
+		status, body = f.call("POST", "/internal/init", strings.Replace(bad, "%d", "1", 1))
+		equal(t, "400 "+body, fmt.Sprint(status, " ", body))
+	}
+	session := f.server.binding
+	status, body = f.call("POST", "/internal/init", fmt.Sprintf(good, 5))
+	equal(t, `200 {"generation":5,"sandboxId":"new"}`, fmt.Sprint(status, " ", body))
+	equal(t, false, session.waits())
+	status, _ = f.call("GET", "/metrics", "") // the former token
+	equal(t, 401, status)
+	status, _ = f.call("POST", "/internal/init", fmt.Sprintf(good, 6)) // without the new one
+	equal(t, 401, status)
+	status, _ = f.call("POST", "/internal/init", fmt.Sprintf(good, 4), tokenHeader, "fresh")
+	equal(t, 409, status)
+	status, body = f.call("POST", "/command", `{"command":"echo $BOUND $OPENSANDBOX_ID $FIXTURE"}`, tokenHeader, "fresh")
+	equal(t, true, status == 200 && strings.Contains(body, `"b new daemon\n"`))
+	_, body = f.call("POST", "/session", "{}", tokenHeader, "fresh")
+	status, _ = f.call("POST", "/internal/init", strings.Replace(fmt.Sprintf(good, 6), "BOUND", "OTHER", 1), tokenHeader, "fresh")
+	equal(t, 200, status)
+	id := body[len(`{"session_id":"`) : len(body)-2]
+	status, _ = f.call("DELETE", "/session/"+id, "", tokenHeader, "fresh") // ended by the init
+	equal(t, 404, status)
+	_, body = f.call("POST", "/command", `{"command":"echo ${BOUND-gone} $OTHER"}`, tokenHeader, "fresh")
+	equal(t, true, strings.Contains(body, `"gone b\n"`))
+}
+
+func TestStartScriptAndHooksComeBeforeTheEntrypoint(t *testing.T) {
+	directory := t.TempDir()
+	script := filepath.Join(directory, "pre.sh")
+	if err := os.WriteFile(script, []byte("export FROM_SCRIPT='a b'\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	log := filepath.Join(directory, "log")
+	hooks := `{"preStart":{"command":["sh","-c","sleep 0.2; echo pre $FROM_SCRIPT >>` + log + `"]},
+"periodic":[{"name":"tick","schedule":"@every 1s","command":["sh","-c","echo tick >>` + log + `"],"timeoutSeconds":2}]}`
+	process, url, _ := daemon(t, []string{
+		"EXECD_BOOTSTRAP_PRE_SCRIPT=" + script, "OPENSANDBOX_LIFECYCLE=" + hooks,
+		"BOOTSTRAP_CMD=echo main $FROM_SCRIPT ${OPENSANDBOX_LIFECYCLE-none} >>" + log + "; sleep 1.4; exit 9",
+	}, "--access-token-sha256", hashToken(testToken), "--init", "--", "false")
+	eventually(t, "in time", func() bool {
+		response, err := http.Get(url + "/ready")
+		if err != nil {
+			return false
+		}
+		response.Body.Close()
+		return response.StatusCode == 200
+	})
+	equal(t, 9, exitOf(t, process))
+	lines := strings.Split(mustRead(t, log), "\n")
+	equal(t, []string{"pre a b", "main a b none", "tick"}, lines[:3])
+
+	process, _, stderr := daemon(t, []string{`OPENSANDBOX_LIFECYCLE={"preStart":{"command":["sh","-c","exit 4"]}}`},
+		"--access-token-sha256", hashToken(testToken), "--init", "--", "touch", directory+"/never")
+	equal(t, 1, exitOf(t, process))
+	equal(t, true, strings.Contains(stderr(), "preStart: exit status 4"))
+	process, _, _ = daemon(t, []string{`OPENSANDBOX_LIFECYCLE={"preStart":{"command":["sleep","60"],"timeoutSeconds":1}}`},
+		"--access-token-sha256", hashToken(testToken), "--init", "--", "touch", directory+"/never")
+	equal(t, 1, exitOf(t, process))
+	process, _, _ = daemon(t, []string{`OPENSANDBOX_LIFECYCLE={"preStart":[]}`},
+		"--access-token-sha256", hashToken(testToken), "--init", "--", "touch", directory+"/never")
+	equal(t, 2, exitOf(t, process))
+	_, err := os.Stat(directory + "/never")
+	equal(t, true, os.IsNotExist(err))
+}
+
+func TestAnInitStartsTheEntrypointAgain(t *testing.T) {
+	log := filepath.Join(t.TempDir(), "log")
+	process, url, _ := daemon(t, nil, "--runtime-init", "--init", "--", "sh", "-c", "echo $OPENSANDBOX_ID. >>"+log+"; sleep 60")
+	eventually(t, "in time", func() bool { data, _ := os.ReadFile(log); return string(data) == ".\n" })
+	response, err := http.Post(url+"/internal/init", "", strings.NewReader(
+		`{"sandboxId":"me","generation":1,"accessTokenHash":"sha256:`+hashToken("x")+`","entrypointPolicy":"restart"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	equal(t, 200, response.StatusCode)
+	eventually(t, "in time", func() bool { return mustRead(t, log) == ".\nme.\n" })
+	process.SignalGroup(15)
+	equal(t, 143, exitOf(t, process))
+}
+
+func TestSchedules(t *testing.T) {
+	at := time.Date(2026, 2, 27, 23, 59, 30, 0, time.UTC)
+	for text, expected := range map[string]string{
+		"@every 90s": "2026-02-28T00:01:00Z", "* * * * *": "2026-02-28T00:00:00Z", "@hourly": "2026-02-28T00:00:00Z",
+		"*/15 3 * * *": "2026-02-28T03:00:00Z", "5,7-9 * * * *": "2026-02-28T00:05:00Z", "0 0 29 2 *": "2028-02-29T00:00:00Z",
+		"0 12 1 * 1": "2026-03-01T12:00:00Z", "0 12 * * 7": "2026-03-01T12:00:00Z", "0 0 31 2 *": "0001-01-01T00:00:00Z",
+	} {
+		next, err := parseSchedule(text)
+		if err != nil {
+			t.Fatal(text, err)
+		}
+		equal(t, text+" "+expected, text+" "+next(at).Format(time.RFC3339))
+	}
+	for _, text := range []string{"", "@every", "@every 1ms", "@every -5s", "* * * *", "60 * * * *", "*/0 * * * *", "5-3 * * * *", "a * * * *", ", * * * *", "+1 * * * *"} {
+		if _, err := parseSchedule(text); err == nil {
+			t.Fatal("accepted: " + text)
+		}
+	}
+}

@@ -1,0 +1,288 @@
+package main
+
+// The view of an isolated session: what its processes see of the file system.
+//
+// A helper begins here, as this program again in namespaces of its own, still with
+// CAP_SYS_ADMIN. It makes the view, enters it, gives the capability away and executes
+// itself once more as the session's server (isolated_serve.go).
+//
+// Invariants
+//   - Everything is read-only but what the plan names, /tmp and /dev; what sessions
+//     have written is not visible, nor is the old root reachable.
+//   - Any step that fails ends the helper with a message; there is no session then.
+//   - Nothing the session's processes do can undo the view: they lack the capability,
+//     and no_new_privs keeps it away.
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+const (
+	isolateFlag  = "--isolate"         // make the view
+	isolatedFlag = "--isolated-server" // serve in it
+	helperPlan   = 4                   // descriptor with the plan
+	viewReady    = "+"
+)
+
+// runIsolated returns only if the session cannot be made; control is told why.
+func runIsolated() int {
+	runtime.LockOSThread()
+	control := os.NewFile(helperControl, "control")
+	err := enterView()
+	fmt.Fprint(control, err)
+	return 1
+}
+
+func enterView() error {
+	file := os.NewFile(helperPlan, "plan")
+	text, err := io.ReadAll(io.LimitReader(file, 4<<20))
+	if err != nil {
+		return err
+	}
+	var plan viewPlan
+	if err := json.Unmarshal(text, &plan); err != nil {
+		return err
+	}
+	self, err := os.Open("/proc/self/exe")
+	if err != nil {
+		return err
+	}
+	if err := plan.make(); err != nil {
+		return err
+	}
+	if err := prctl(prSetNoNewPrivs, 1); err != nil {
+		return os.NewSyscallError("prctl", err)
+	}
+	if plan.Switch {
+		if err := plan.become(); err != nil {
+			return err
+		}
+	}
+	if err := dropAdmin(); err != nil {
+		return os.NewSyscallError("capset", err)
+	}
+	if _, err := file.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	program := "/proc/self/fd/" + strconv.Itoa(int(self.Fd()))
+	return os.NewSyscallError("execve", syscall.Exec(program, []string{"execd", isolatedFlag}, []string{}))
+}
+
+// become takes the identity on; it concerns every thread of this process.
+func (p *viewPlan) become() error {
+	groups := make([]int, len(p.Groups))
+	for i, group := range p.Groups {
+		groups[i] = int(group)
+	}
+	if err := syscall.Setgroups(groups); err != nil {
+		return os.NewSyscallError("setgroups", err)
+	}
+	if err := syscall.Setresgid(int(p.GID), int(p.GID), int(p.GID)); err != nil {
+		return os.NewSyscallError("setresgid", err)
+	}
+	return os.NewSyscallError("setresuid", syscall.Setresuid(int(p.UID), int(p.UID), int(p.UID)))
+}
+
+func mount(source, target, kind string, flags uintptr, options string) error {
+	return syscallError("mount", target, syscall.Mount(source, target, kind, flags, options))
+}
+
+// make builds the view below the scratch directory and enters it.
+func (p *viewPlan) make() error {
+	if err := mount("", "/", "", syscall.MS_PRIVATE|syscall.MS_REC, ""); err != nil {
+		return err
+	}
+	root := filepath.Join(p.Scratch, "root")
+	if err := os.Mkdir(root, 0o755); err != nil {
+		return err
+	}
+	if err := mount("/", root, "", syscall.MS_BIND|syscall.MS_REC, ""); err != nil {
+		return err
+	}
+	if err := makeReadOnly(root); err != nil {
+		return err
+	}
+	var err error
+	if p.PrivateTmp {
+		err = p.privateTmp(root)
+	} else if _, missing := os.Stat("/tmp"); missing == nil {
+		err = mount("/tmp", root+"/tmp", "", syscall.MS_BIND|syscall.MS_REC, "")
+	}
+	if err != nil {
+		return err
+	}
+	for i, each := range p.Mounts {
+		if err := p.mount(root, filepath.Join(p.Scratch, strconv.Itoa(i)), each); err != nil {
+			return err
+		}
+	}
+	if err := mount("proc", root+"/proc", "proc", syscall.MS_NOSUID|syscall.MS_NODEV|syscall.MS_NOEXEC, ""); err != nil {
+		return err
+	}
+	// Hides what sessions have written from each other.
+	if err := mount("tmpfs", root+p.Root, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV|syscall.MS_RDONLY, "mode=555"); err != nil {
+		return err
+	}
+	if err := syscall.Chdir(root); err != nil {
+		return os.NewSyscallError("chdir", err)
+	}
+	if err := syscall.PivotRoot(".", "."); err != nil {
+		return os.NewSyscallError("pivot_root", err)
+	}
+	if err := syscall.Unmount(".", syscall.MNT_DETACH); err != nil {
+		return os.NewSyscallError("umount", err)
+	}
+	return os.NewSyscallError("chdir", syscall.Chdir("/"))
+}
+
+func (p *viewPlan) privateTmp(root string) error {
+	if _, err := os.Stat("/tmp"); errors.Is(err, os.ErrNotExist) {
+		return nil // an image without one
+	}
+	return mount("tmpfs", root+"/tmp", "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=1777")
+}
+
+// mount puts one mount into the view; scratch is a directory for it alone.
+func (p *viewPlan) mount(root, scratch string, each viewMount) error {
+	target := root + each.Target
+	if err := mountPoint(each.Source, target); err != nil {
+		return err
+	}
+	switch each.Kind {
+	case viewWritable, viewReadOnly:
+		if err := mount(each.Source, target, "", syscall.MS_BIND|syscall.MS_REC, ""); err != nil {
+			return err
+		}
+		if each.Kind == viewReadOnly {
+			return makeReadOnly(target)
+		}
+		return nil
+	}
+	if err := os.Mkdir(scratch, 0o700); err != nil {
+		return err
+	}
+	if each.Kind == viewMemory {
+		if err := mount("tmpfs", scratch, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=700"); err != nil {
+			return err
+		}
+	}
+	upper, work := filepath.Join(scratch, "upper"), filepath.Join(scratch, "work")
+	info, err := os.Stat(each.Source)
+	if err != nil {
+		return err
+	}
+	for _, directory := range []string{upper, work} {
+		if err := os.Mkdir(directory, 0o755); err != nil {
+			return err
+		}
+	}
+	// The view's root directory looks like the one below it.
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return errors.New("no status of " + each.Source)
+	}
+	if err := os.Chown(upper, int(stat.Uid), int(stat.Gid)); err != nil {
+		return err
+	}
+	if err := syscall.Chmod(upper, stat.Mode&0o7777); err != nil {
+		return syscallError("chmod", upper, err)
+	}
+	return mount("overlay", target, "overlay", syscall.MS_NOSUID|syscall.MS_NODEV,
+		"lowerdir="+each.Source+",upperdir="+upper+",workdir="+work)
+}
+
+// mountPoint makes sure there is something to mount at: below a private /tmp there is nothing yet.
+func mountPoint(source, target string) error {
+	if _, err := os.Lstat(target); err == nil {
+		return nil
+	}
+	info, err := os.Stat(source)
+	if err != nil {
+		return err
+	}
+	if info.IsDir() {
+		return os.MkdirAll(target, 0o755)
+	}
+	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
+		return err
+	}
+	file, err := os.OpenFile(target, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o644)
+	if err != nil {
+		return err
+	}
+	return file.Close()
+}
+
+// makeReadOnly remounts what is mounted at a path and below it, devices apart.
+func makeReadOnly(root string) error {
+	table, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return err
+	}
+	for _, each := range parseMountInfo(table) {
+		if !within(each.place, root) || within(each.place, root+"/dev") {
+			continue
+		}
+		flags := uintptr(syscall.MS_BIND | syscall.MS_REMOUNT | syscall.MS_RDONLY)
+		if err := mount("", each.place, "", flags|each.flags, ""); err != nil {
+			if each.place != root && (errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.ENOENT)) {
+				continue // covered by another mount
+			}
+			return err
+		}
+	}
+	return nil
+}
+
+// mounted is one line of mountinfo: where, and with which flags.
+type mounted struct {
+	place string
+	flags uintptr
+}
+
+var mountFlags = map[string]uintptr{
+	"nosuid": syscall.MS_NOSUID, "nodev": syscall.MS_NODEV, "noexec": syscall.MS_NOEXEC, "noatime": syscall.MS_NOATIME,
+	"nodiratime": syscall.MS_NODIRATIME, "relatime": syscall.MS_RELATIME,
+}
+
+// parseMountInfo reads /proc/PID/mountinfo; a line it does not understand is left out.
+func parseMountInfo(table []byte) []mounted {
+	var list []mounted
+	for line := range strings.Lines(string(table)) {
+		fields := strings.Fields(line)
+		if len(fields) < 6 || !filepath.IsAbs(fields[4]) {
+			continue
+		}
+		each := mounted{place: unescapeOctal(fields[4])}
+		for option := range strings.SplitSeq(fields[5], ",") {
+			each.flags |= mountFlags[option]
+		}
+		list = append(list, each)
+	}
+	return list
+}
+
+// unescapeOctal undoes the kernel's \040 and its like.
+func unescapeOctal(text string) string {
+	var out strings.Builder
+	for i := 0; i < len(text); i++ {
+		if text[i] == '\\' && i+3 < len(text) {
+			if value, err := strconv.ParseUint(text[i+1:i+4], 8, 8); err == nil {
+				out.WriteByte(byte(value))
+				i += 3
+				continue
+			}
+		}
+		out.WriteByte(text[i])
+	}
+	return out.String()
+}
