@@ -19,6 +19,7 @@ from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 
 POLICY_EXTENSION = "sallyport.policy"
 RUNTIME_EXTENSION = "sallyport.runtime"
+ISOLATION_EXTENSION = "bootstrap.execd.isolation"
 RENEW_EXTENSION = "access.renew.extend.seconds"
 _ECHOED = "opensandbox.extensions."
 _EGRESS_ENV = "OPENSANDBOX_EGRESS_"
@@ -63,6 +64,7 @@ class Plan:
     platform: Mapping[str, str] | None
     resources: Resources
     runtime: str
+    isolation: bool
     policy_name: str | None
     network_policy: ApiPolicy | None
     credential_proxy: bool
@@ -109,6 +111,7 @@ def plan(request: Create, limits: Limits) -> Plan:
         platform=platform,
         resources=resources,
         runtime=runtime,
+        isolation=extensions.get(ISOLATION_EXTENSION) == "enable",
         policy_name=extensions.get(POLICY_EXTENSION),
         network_policy=network_policy,
         credential_proxy=credential_proxy,
@@ -128,12 +131,12 @@ def _check_extensions(extensions: Mapping[str, str], limits: Limits) -> str:
     for key in extensions:
         if key.startswith("sallyport.") and key not in (POLICY_EXTENSION, RUNTIME_EXTENSION):
             raise invalid(f"extensions: {key[:80]!r} is not known to this server.")
-    if extensions.get("bootstrap.execd.isolation") == "enable":
-        raise invalid("extensions: bootstrap.execd.isolation is not offered by this server.")
     runtime = extensions.get(RUNTIME_EXTENSION, limits.default_runtime)
     if runtime not in limits.runtimes:
         allowed = ", ".join(limits.runtimes)
         raise invalid(f"extensions: {RUNTIME_EXTENSION} {runtime[:40]!r} is not allowed; allowed are {allowed}.")
+    if extensions.get(ISOLATION_EXTENSION) == "enable" and runtime != "runsc":
+        raise invalid(f"extensions: {ISOLATION_EXTENSION} needs {RUNTIME_EXTENSION} runsc, a kernel of its own.")
     return runtime
 
 

@@ -230,6 +230,7 @@ class Creations:
             memory_bytes=plan.resources.memory_bytes,
             pids=plan.resources.pids,
             disk_bytes=plan.resources.disk_bytes,
+            isolation=plan.isolation,
             ca_bundle=self._orchestrator.gateway.upstream_roots.rstrip("\n") + "\n" + root_pem,
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
             gateway=self._orchestrator.gateway.configuration(row.id, 1, compiled),

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from runtimes import seccomp
-from runtimes.docker import Bind, ContainerPlan
+from runtimes.docker import CAPABILITIES, ISOLATION_CAPABILITIES, Bind, ContainerPlan
 from runtimes.netplan import RESOLV_CONF, hosts_file
 from runtimes.shim_install import runtime_name
 from runtimes.spec import LaunchSpec
@@ -85,6 +85,7 @@ def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> Co
         hostname=spec.sandbox,
         binds=(Bind(execd, EXECD), *(Bind(files / name, destination) for destination, name in _MOUNTED.items())),
         seccomp=seccomp.profile_json(),
+        capabilities=ISOLATION_CAPABILITIES if spec.isolation else CAPABILITIES,
         cpu_nanos=spec.cpu_nanos,
         memory_bytes=spec.memory_bytes,
         pids=spec.pids,

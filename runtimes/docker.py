@@ -17,6 +17,8 @@ LABEL = "sallyport.sandbox"
 INSTANCE_LABEL = "sallyport.instance"
 _SOURCE_LABEL = "sallyport.source"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
+ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN")
+"""With isolated sessions, on runsc only: there it is a right over the sandbox's own kernel."""
 _THREADS = 8
 _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
@@ -63,6 +65,7 @@ class ContainerPlan:
     hostname: str
     binds: Sequence[Bind]
     seccomp: str
+    capabilities: Sequence[str]
     cpu_nanos: int
     memory_bytes: int
     pids: int
@@ -185,7 +188,7 @@ class Docker:
             network_mode="none",
             binds=[f"{bind.source}:{bind.destination}:ro" for bind in plan.binds],
             cap_drop=["ALL"],
-            cap_add=list(CAPABILITIES),
+            cap_add=list(plan.capabilities),
             security_opt=["no-new-privileges:true", f"seccomp={plan.seccomp}"],
             pids_limit=plan.pids,
             mem_limit=plan.memory_bytes,

@@ -9,6 +9,7 @@ standard library only: it runs as root on each container start. The wrapper call
   found there must be the plan's.
 - The bundle must already be as hard as hostd asked for: what Docker, its configuration or another client changed
   (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not repaired.
+- CAP_SYS_ADMIN is there if the plan says so, and with runsc only: inside it is a right over the sandbox's own kernel.
 - With a limit on what the sandbox may write, its root file system must not be larger, and the volumes of its image
   (directories elsewhere, without a limit) are not mounted: what they hold is in the root file system, too.
 - Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
@@ -33,6 +34,7 @@ _CAPABILITIES = frozenset(
     f"CAP_{name}"
     for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
 )
+_ISOLATION = frozenset(("CAP_SYS_ADMIN",))
 _NAMESPACES = frozenset(("pid", "mount", "ipc", "uts", "network"))
 _OPTIONAL_NAMESPACES = frozenset(("cgroup",))
 _GLOBAL_WITH_VALUE = frozenset(("--root", "--log", "--log-format", "--criu", "--rootless"))
@@ -154,12 +156,12 @@ def claim(plans: str, container: str) -> dict[str, Any]:
     return read_json(claimed)
 
 
-def check_process(process: dict[str, Any]) -> None:
-    """Refuse a process with more privileges than a sandbox has."""
+def check_process(process: dict[str, Any], *, isolation: bool = False) -> None:
+    """Refuse a process with more privileges than a sandbox has; `isolation` is one that may mount."""
     if process.get("noNewPrivileges") is not True:
         raise Refused("noNewPrivileges is not set")
     for kind, names in (process.get("capabilities") or {}).items():
-        extra = set(names or ()) - _CAPABILITIES
+        extra = set(names or ()) - _CAPABILITIES - (_ISOLATION if isolation else frozenset())
         if extra:
             raise Refused(f"{kind} capabilities beyond the sandbox's: {', '.join(sorted(extra))}")
 
@@ -238,7 +240,9 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
     process = config.get("process")
     if not isinstance(linux, dict) or not isinstance(process, dict):
         raise Refused("the bundle has no linux or process part")
-    check_process(process)
+    if plan["isolation"] and kind != "runsc":
+        raise Refused("only a sandbox with a kernel of its own may mount")
+    check_process(process, isolation=plan["isolation"])
     if kind == "runc" or linux.get("seccomp"):
         check_seccomp(linux.get("seccomp"))
     check_devices(linux)

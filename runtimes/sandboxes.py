@@ -251,6 +251,7 @@ class Sandboxes:
             "netns_inode": sandbox.slot.sandbox_inode,
             "binds": {mount.destination: [mount.source, mount.read_only] for mount in mounts},
             "room": room,
+            "isolation": spec.isolation,
         }
         self.plans.write(sandbox.container, plan)
 

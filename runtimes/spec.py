@@ -29,7 +29,10 @@ class _Strict(BaseModel):
 
 
 class LaunchSpec(_Strict):
-    """One sandbox to launch. `gateway` is the worker's configuration, passed on as it is; no `disk_bytes`: no limit."""
+    """One sandbox to launch. `gateway` is the worker's configuration, passed on as it is; no `disk_bytes`: no limit.
+
+    `isolation` lets execd mount inside the sandbox, for isolated sessions: on runsc only, whose kernel is its own.
+    """
 
     sandbox: SandboxId
     generation: int = Field(ge=1)
@@ -41,6 +44,7 @@ class LaunchSpec(_Strict):
     memory_bytes: int = Field(ge=6 * 1024 * 1024, le=2**44)
     pids: int = Field(ge=1, le=4 * 1024 * 1024)
     disk_bytes: int | None = Field(ge=SMALLEST, le=2**50)
+    isolation: bool = False
     ca_bundle: str = Field(min_length=1, max_length=2 * 1024 * 1024)
     execd_token_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     gateway: dict[str, Any]
@@ -67,6 +71,8 @@ class LaunchSpec(_Strict):
     def _same_sandbox(self) -> "LaunchSpec":
         if self.gateway.get("sandbox") != self.sandbox:
             raise ValueError("the gateway configuration is for another sandbox")
+        if self.isolation and self.runtime != "runsc":
+            raise ValueError("isolated sessions need runsc")
         return self
 
 

@@ -28,6 +28,12 @@ from opensandbox.models.filesystem import (
     SetPermissionEntry,
     WriteEntry,
 )
+from opensandbox.models.isolated import (
+    BindMount,
+    CreateIsolatedSessionRequest,
+    IsolatedOverlaySpec,
+    IsolatedRunOpts,
+)
 from opensandbox.models.sandboxes import (
     CredentialProxyConfig,
     NetworkPolicy,
@@ -451,3 +457,80 @@ async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Intern
     assert await within(revoked, 2)
     with pytest.raises(SandboxException):
         await settle(sandbox.credential_vault.get())
+
+
+async def test_isolated_sessions(sdk: Sdk) -> None:
+    """A layer of its own, state between runs, files, background runs; nothing of it is seen outside."""
+    extensions = {"sallyport.runtime": "runsc", "bootstrap.execd.isolation": "enable"}
+    sandbox = await sdk.create(extensions=extensions)
+    await shell(sandbox, "mkdir -p /workspace /data && echo below >/workspace/file && echo shared >/data/file")
+    capabilities = await settle(sandbox.isolation.capabilities())
+    assert (True, True, False) == (
+        capabilities.available,
+        capabilities.setpriv_available,
+        capabilities.userns_available,
+    )
+    assert ("pid1", "active") == (capabilities.hardening.init_mode, capabilities.hardening.cap_drop.state)
+    assert "CapEff:\t00000000000004fb" == out(await shell(sandbox, "grep CapEff /proc/self/status")).strip()
+    request = CreateIsolatedSessionRequest(
+        overlays=[IsolatedOverlaySpec(path="/workspace"), IsolatedOverlaySpec(path="/opt", persist=False)],
+        binds=[BindMount(source="/data", readonly=True)],
+        share_net=False,
+    )
+    session = await settle(sandbox.isolation.create(request))
+    first = await settle(
+        session.run(
+            "n=1; echo above >file; touch /etc/x 2>/dev/null || echo read-only; grep CapEff /proc/self/status; pwd\n"
+            "umount /workspace 2>/dev/null || echo kept; ls /proc | grep -cE '^[0-9]+$'; grep -c eth0 /proc/net/dev"
+        )
+    )
+    told = [message.text for message in first.logs.stdout]
+    assert ["read-only", "CapEff:\t00000000000004fb", "/workspace", "kept"] == told[:4]
+    assert (int(told[4]) < 9, "0") == (True, told[5])
+    again = await settle(session.run("echo $n $MORE $(cat file)", opts=IsolatedRunOpts(envs={"MORE": "more"})))
+    assert (["1 more above"], 0) == ([message.text for message in again.logs.stdout], again.exit_code)
+    assert 3 == (await settle(session.run("exit 3"))).exit_code
+    await settle(session.files.write_file("/workspace/made", "made"))
+    assert "above\n" == await settle(session.files.read_file("/workspace/file"))
+    assert "below\n" == await settle(sandbox.files.read_file("/workspace/file"))
+    replaced = await settle(
+        session.files.replace_contents_detailed([ContentReplaceEntry("/workspace/file", "above", "new")])
+    )
+    assert [1] == [item.replaced_count for item in replaced]
+    assert {"/workspace/file", "/workspace/made"} == {
+        item.path for item in await settle(session.files.search(SearchEntry(path="/workspace", pattern="*")))
+    }
+    with pytest.raises(SandboxException):
+        await settle(session.files.write_file("/data/denied", "x"))
+    late = await settle(session.run("sleep 60", opts=IsolatedRunOpts(timeout_seconds=1)))
+    assert "IsolatedError" == late.error.name
+    run = await settle(session.run_background("echo one; sleep 0.2; echo two; exit 4"))
+
+    async def over() -> bool:
+        return not (await settle(session.run_status(run.run_id))).running
+
+    assert await within(over, 10)
+    logs = await settle(session.run_logs(run.run_id, 4))
+    assert (4, "two\n", 8) == ((await settle(session.run_status(run.run_id))).exit_code, logs.text, logs.cursor)
+    other = await settle(sandbox.isolation.attach(session.session_id))
+    assert "active" == (await settle(other.get())).status
+    assert [session.session_id] == [item.session_id for item in await settle(sandbox.isolation.list())]
+    await settle(session.delete())
+    with pytest.raises(SandboxException):
+        await settle(sandbox.isolation.attach(session.session_id))
+    once = await settle(sandbox.isolation.run_once("cat file; id -u", workspace="/workspace"))
+    assert ["below", "0"] == [message.text for message in once.logs.stdout]
+    assert "0" == out(await shell(sandbox, "ls /var/lib/execd/isolation | wc -l")).strip()
+
+
+async def test_isolated_sessions_are_not_pretended(sdk: Sdk) -> None:
+    """Without the right to mount there are none; on a kernel that is shared nobody gets it."""
+    sandbox = await sdk.create()
+    capabilities = await settle(sandbox.isolation.capabilities())
+    assert not capabilities.available
+    assert "CAP_SYS_ADMIN" in capabilities.message
+    with pytest.raises(SandboxApiException) as refused:
+        await settle(sandbox.isolation.run_once("true", workspace="/tmp"))
+    assert 503 == refused.value.status_code
+    with pytest.raises(SandboxApiException, match="runsc"):
+        await sdk.create(extensions={"bootstrap.execd.isolation": "enable"})

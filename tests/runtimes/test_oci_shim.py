@@ -26,6 +26,7 @@ def plan(**changes: Any) -> dict[str, Any]:
         "netns_inode": os.stat("/proc/self/ns/net").st_ino,
         "binds": {"/etc/hosts": ["/run/hosts", True]},
         "room": None,
+        "isolation": False,
     } | changes
 
 
@@ -72,6 +73,16 @@ def test_the_namespace_is_set_and_only_dockers_hook_is_gone() -> None:
     assert [{"type": "network", "path": "/proc/self/ns/net"}] == network
     assert config["hooks"] == {}
     assert config["linux"]["sysctl"]["net.ipv4.ping_group_range"] == "1 0"
+
+
+def test_mounting_is_for_planned_sandboxes_with_a_kernel_of_their_own() -> None:
+    config = bundle()
+    config["process"]["capabilities"]["bounding"].append("CAP_SYS_ADMIN")
+    with pytest.raises(Refused, match="CAP_SYS_ADMIN"):
+        harden(copy.deepcopy(config), plan(), "runsc")
+    with pytest.raises(Refused, match="kernel of its own"):
+        harden(copy.deepcopy(config), plan(isolation=True), "runc")
+    harden(config, plan(isolation=True), "runsc")
 
 
 def test_planned_mounts_carry_no_privilege_and_nothing_propagates() -> None:
