@@ -64,22 +64,6 @@ func TestAccountsAreParsedStrictly(t *testing.T) {
 	equal(t, Accounts{}, LoadAccounts(root+"/nowhere"))
 }
 
-func FuzzAccountFiles(f *testing.F) {
-	f.Add([]byte("a:x:1:2:::\n"))
-	f.Fuzz(func(t *testing.T, data []byte) {
-		for _, user := range parsePasswd(data) {
-			if user.name == "" || user.uid == 0xffffffff || strings.ContainsAny(user.name, ":\n\x00") {
-				t.Fatalf("%+v", user)
-			}
-		}
-		for _, group := range parseGroup(data) {
-			if group.name == "" || group.gid == 0xffffffff {
-				t.Fatalf("%+v", group)
-			}
-		}
-	})
-}
-
 func TestPathVariablesAreExpandedOnlyIfDefined(t *testing.T) {
 	lookup := mapLookup(map[string]string{"A": "x", "EMPTY": ""})
 	for text, expected := range map[string]string{
