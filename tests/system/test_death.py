@@ -29,7 +29,7 @@ from demo.stack import Stack
 from demo.traces import Traces, start_time
 from tests.system.test_transactions import body, client
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timed]
 
 GOAL_SECONDS = 5.0
 MOST_SECONDS = 15.0

@@ -23,7 +23,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from demo.internet import ADDRESSES, STATUS
 from demo.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timed]
 
 SAMPLES = 50
 TRIES = 4
