@@ -51,21 +51,21 @@ class Matrix:
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Observation] = {}
         self._closing = ThreadPoolExecutor(2)
 
-    def observe(self, off: tuple[str, ...], provoked: tuple[str, ...] = (), *, apart: bool = False) -> Observation:
-        """Run the suite with these layers off; `apart`: from one runtime after the other from the beginning."""
+    def observe(self, off: tuple[str, ...], provoked: tuple[str, ...] = ()) -> Observation:
+        """Run the suite with these layers off: with several, where much arrives, from one runtime after another."""
         key = tuple(sorted(off)), provoked
         if key not in self._known:
-            self._known[key] = self._observe(*key, apart)
+            self._known[key] = self._observe(*key)
         return self._known[key]
 
-    def _observe(self, off: tuple[str, ...], provoked: tuple[str, ...], apart: bool) -> Observation:
+    def _observe(self, off: tuple[str, ...], provoked: tuple[str, ...]) -> Observation:
         self._stack.switch(off, provoked)
         if GUARD in off:
             self._stack.new_guard()
         try:
             pair = Pair(self.internet, self._stack, self._secret)
             try:
-                seen = pair.attack(apart=apart)
+                seen = pair.attack(apart=len(off) > 1)
                 return Observation(seen, acts(self.internet, self._stack, pair, checked(off)))
             finally:
                 self._closing.submit(pair.close)
@@ -88,7 +88,7 @@ class Matrix:
 
     def path(self, path: Layers) -> list[str]:
         """The path's row of the table."""
-        seen = self.observe(path.layers, path.provoked, apart=True).seen
+        seen = self.observe(path.layers, path.provoked).seen
         verdicts = ["fails" if path.leak in seen[one].leaks else told(seen[one]) for one in RUNTIMES]
         return [f"{path.name}: {', '.join(path.layers)}", *verdicts]
 
