@@ -20,6 +20,7 @@ from pathlib import Path
 import wire
 from runtimes import predecessor
 from runtimes.adopted import Adopted, Process
+from runtimes.keeper import outrank
 
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 10.0
@@ -91,7 +92,7 @@ async def start_process(python: str, program: Program, inheritance: Inheritance)
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
     environment |= {name: str(fd) for name, fd in inheritance.fds.items()}
     try:
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             python,
             "-IS",
             str(_ROOT / "runtimes" / "enter.py"),
@@ -105,6 +106,8 @@ async def start_process(python: str, program: Program, inheritance: Inheritance)
     finally:
         for fd in inheritance.fds.values():
             os.close(fd)
+    outrank(process.pid)
+    return process
 
 
 async def ping(path: Path) -> None:

@@ -128,3 +128,8 @@ def test_orphans_are_reaped(keep: Callable[[str], Kept]) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_hostd_comes_before_what_others_compute(keep: Callable[[str], Kept]) -> None:
+    weight = Path(f"/proc/{keep(_READY + _STAY).lines(1)[0]}/autogroup")
+    assert not weight.exists() or weight.read_text().split()[-2:] == ["nice", "-5" if os.geteuid() == 0 else "0"]
