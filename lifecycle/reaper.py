@@ -27,6 +27,8 @@ from lifecycle.peers import Unreachable
 from lifecycle.registry import RegistryError, Sandbox, State
 
 RETRY_FIRST = 1.0
+ADOPT_FIRST = 0.1
+"""hostd may be starting beside us."""
 RETRY_MOST = 60.0
 OBSERVE_SECONDS = 2.0
 _PARALLEL = 4
@@ -131,7 +133,7 @@ class Observer:
 
     async def run(self, adopted: Callable[[], None]) -> None:
         """Adopt, say so, then observe until cancelled."""
-        delay = RETRY_FIRST
+        delay = ADOPT_FIRST
         while True:
             try:
                 await self.adopt()

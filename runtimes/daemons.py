@@ -65,12 +65,12 @@ class Daemons:
         self._sockets = {"auditd": self._run / "audit.sock", "vaultd": self._run / "vault.sock"}
 
     async def start(self) -> None:
-        """Start auditd, then vaultd, and beside them the zygote; those that run already are adopted.
+        """Start the zygote, which takes longest, and beside it auditd and vaultd; those that run already are adopted.
 
         Raises:
             supervisor.NotReady: one of them does not come up; call `stop`.
         """
-        await together(self._start_vault(), self._start(self._named("zygote")))
+        await together(self._start(self._named("zygote")), self._start_vault())
 
     async def _start_vault(self) -> None:
         auditd, vaultd = self._named("auditd"), self._named("vaultd")

@@ -52,6 +52,8 @@ from wire.frames import close_all
 
 _GRACE_SECONDS = 1.0
 """For workers of a hostd that is gone to write what they still have to say."""
+_GATED_SECONDS = 5.0
+"""For adopted sandboxes to have their gates again before anything else takes time; they may come later, too."""
 
 _log = logging.getLogger("hostd")
 
@@ -111,6 +113,8 @@ class Host:
         self._sandboxes: Sandboxes | None = None
         self._alarms = Alarms(self._daemons)
         self._watch: Watch | None = None
+        self._watching = asyncio.Event()
+        self._adopted = 0
         self._wrappers: tuple[Path, ...] = ()
         self._server: asyncio.Task[None] | None = None
         self._lock = -1
@@ -129,13 +133,12 @@ class Host:
             self._sandboxes.reconnect(daemon)
 
     async def start(self) -> None:
-        """Start everything; the socket comes last but serve.
+        """Start everything; at a first start the socket comes last but serve.
 
         Raises:
             Refused, DockerdError, DockerError, GuardError, NftError, NotReady, OSError: it cannot run; call `stop`.
         """
-        config, uids = self._config, self._config.uids
-        succeeds = self.succeeds
+        config, succeeds = self._config, self.succeeds
         if not succeeds:
             await refusal(config)
         make_directories(config)
@@ -147,6 +150,20 @@ class Host:
         spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended where it is started anew
         if ended := await asyncio.to_thread(predecessor.end_all, notes, spared, 0.0):
             _log.warning("ended what a predecessor left running: %s", ", ".join(ended))
+        if succeeds:  # what runs is closed and the API is away: both come back side by side
+            await together(self._stand(watched=False), self._daemons.start_serve())
+            docker, sandboxes = self._parts()
+            await sandboxes.gated(_GATED_SECONDS)
+            await self._start_watch(sandboxes, docker)
+            await self._check_late(adopted=self._adopted)
+        else:
+            await self._stand(watched=True)
+            await self._daemons.start_serve()
+        _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", self._adopted)
+
+    async def _stand(self, *, watched: bool) -> None:
+        """Start or adopt what sandboxes need, adopt those that fit, and listen; `watched`: once there is a watch."""
+        config, uids = self._config, self._config.uids
         workers = (uids.worker_base, uids.worker_base + uids.workers - 1)
         await together(
             self._daemons.start(),
@@ -158,10 +175,11 @@ class Host:
         own = Path(config.state_dir) / "hostd"
         leavings = Leavings(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
         fit = await adopt_or_remove(self._run, uids, docker, leavings)
+        self._adopted = len(fit)
         self._sandboxes = Sandboxes(config, docker, self._daemons, self._guard, self._cgroups, self._records)
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
-        if not succeeds:
+        if watched:
             await self._start_watch(self._sandboxes, docker)
         self._server = await wire.serve_unix(
             self._run / "hostd.sock",
@@ -170,19 +188,18 @@ class Host:
             mode=0o660,
             owner=(0, uids.serve),
         )
-        await self._daemons.start_serve()
-        if succeeds:
-            await self._start_watch(self._sandboxes, docker)
-            await self._check_late(adopted=len(fit))
-        _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", len(fit))
 
     async def _start_watch(self, sandboxes: Sandboxes, docker: Docker) -> None:
-        """Begin to watch: before the first launch, but after adopted sandboxes have their gates back."""
+        """Begin to watch, and to launch: nothing is launched before, and adopted sandboxes have their gates back first.
+
+        Only one thing at a time: the reference slot and the checks would take the processors from those gates.
+        """
         self._alarms.start()
         files = KeptFiles((*self._wrappers, Path(oci_shim.__file__), self._guard.rules_file))
         drops = Drops(self._daemons)
         self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, drops, files)
         await self._watch.start(self._config.uids.workers)
+        self._watching.set()
 
     async def _check_late(self, *, adopted: int) -> None:
         """Ask what a first start asks, now that sandboxes have their gates again.
@@ -326,7 +343,9 @@ class Host:
             raise wire.RequestError("invalid", f"{place}: {problem['msg']}"[:300]) from None
         if spec.runtime not in self._config.runtimes:
             raise wire.RequestError("invalid", f"runtime: {spec.runtime} is not allowed on this host")
-        return await self._parts()[1].launch(spec)
+        _, sandboxes = self._parts()
+        await self._watching.wait()
+        return await sandboxes.launch(spec)
 
     async def _configure(self, parameters: wire.Message) -> dict[str, Any]:
         gateway = parameters.pop("gateway", None)

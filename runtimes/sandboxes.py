@@ -130,6 +130,13 @@ class Sandboxes:
         self._known[record.sandbox] = sandbox
         sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{record.sandbox}")
 
+    async def gated(self, seconds: float) -> None:
+        """Wait until every sandbox that runs has a worker, but no longer than `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(sandbox.running and sandbox.worker is None for sandbox in self._known.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
     def _write_down(self, sandbox: Sandbox) -> None:
         self._records.write(sandbox.record(self._config.uids.worker_base))
 

@@ -305,6 +305,8 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
     async with client(second) as http:
         requests = [body(extensions={"sallyport.runtime": runtime}) for runtime in ("runc", "runsc")]
         names = [(await http.post("/sandboxes", json=request)).json()["id"] for request in requests]
+    second.sallyport("vault", "put", "kept", "--host", API, stdin="a-value-that-stays")
+    secrets = second.sallyport("vault", "list")
     traces = [second.traces(name) for name in names]
     records = len(second.audit_records())
 
@@ -314,6 +316,8 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
 
     assert {"sandboxes": []} == second.host("list")
     assert "" == second.docker("ps", "-aq").stdout
+    assert "kept" in secrets
+    assert secrets == second.sallyport("vault", "list")
     assert own == {path.name for path in (second.run / "netns").iterdir()}
     left = remaining(traces)
     assert {True} == {str(second.state / "vault") in item for item in left}, left  # sealed, until the rows are deleted
