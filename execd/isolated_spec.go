@@ -227,7 +227,7 @@ func mountPlace(path string, directory bool) error {
 		return err
 	}
 	for _, place := range systemPlaces {
-		if within(path, place) || within(place, path) {
+		if within(path, place) || path == "/" {
 			return badRequest("cannot mount at " + strconv.QuoteToASCII(path))
 		}
 	}

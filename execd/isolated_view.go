@@ -170,25 +170,34 @@ func (p *viewPlan) mount(root, scratch string, each viewMount) error {
 	if err := os.Mkdir(scratch, 0o700); err != nil {
 		return err
 	}
-	if each.Kind == viewMemory {
-		if err := mount("tmpfs", scratch, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=700"); err != nil {
+	if each.Kind == viewOverlay {
+		// gVisor takes no layer on its own root file system; then it is kept in memory, too.
+		if err := layer(each.Source, target, scratch); !errors.Is(err, syscall.EINVAL) {
 			return err
 		}
 	}
+	if err := mount("tmpfs", scratch, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=700"); err != nil {
+		return err
+	}
+	return layer(each.Source, target, scratch)
+}
+
+// layer puts a copy-on-write view of a directory at target; what is written goes below scratch.
+func layer(source, target, scratch string) error {
 	upper, work := filepath.Join(scratch, "upper"), filepath.Join(scratch, "work")
-	info, err := os.Stat(each.Source)
+	info, err := os.Stat(source)
 	if err != nil {
 		return err
 	}
 	for _, directory := range []string{upper, work} {
-		if err := os.Mkdir(directory, 0o755); err != nil {
+		if err := os.MkdirAll(directory, 0o755); err != nil {
 			return err
 		}
 	}
 	// The view's root directory looks like the one below it.
 	stat, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {
-		return errors.New("no status of " + each.Source)
+		return errors.New("no status of " + source)
 	}
 	if err := os.Chown(upper, int(stat.Uid), int(stat.Gid)); err != nil {
 		return err
@@ -197,7 +206,7 @@ func (p *viewPlan) mount(root, scratch string, each viewMount) error {
 		return syscallError("chmod", upper, err)
 	}
 	return mount("overlay", target, "overlay", syscall.MS_NOSUID|syscall.MS_NODEV,
-		"lowerdir="+each.Source+",upperdir="+upper+",workdir="+work)
+		"lowerdir="+source+",upperdir="+upper+",workdir="+work)
 }
 
 // mountPoint makes sure there is something to mount at: below a private /tmp there is nothing yet.

@@ -119,6 +119,7 @@ func run() int {
 		logger.Printf("cannot listen: %v", err)
 		return 1
 	}
+	go reserveThreads() // while the listener already answers
 	failed := make(chan struct{})
 	go func() {
 		logger.Printf("serving ended: %v", server.Serve(listener))
