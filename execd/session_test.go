@@ -232,3 +232,19 @@ func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
 	equal(t, "3", f.in(session, "export A=lost; exit 3").last.Error.Evalue)
 	equal(t, []string{"b c", "\n"}, f.in(session, `echo "$A"`).stdout)
 }
+
+func TestThousandsOfSessionsEndInALimit(t *testing.T) {
+	f := newFixture(t)
+	ids := make([]string, 0, sessionLimit)
+	for range sessionLimit {
+		ids = append(ids, f.newSession("{}"))
+	}
+	response := f.do("POST", "/session", strings.NewReader("{}"))
+	equal(t, 503, response.StatusCode)
+	equal(t, "1", response.Header.Get("Retry-After"))
+	status, _ := f.call("GET", "/ping", "")
+	equal(t, 200, status)
+	status, _ = f.call("DELETE", "/session/"+ids[0], "")
+	equal(t, 200, status)
+	f.newSession("{}")
+}

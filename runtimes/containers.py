@@ -19,6 +19,8 @@ from runtimes.spec import LaunchSpec
 
 CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
 EXECD = "/opt/opensandbox/execd"
+_KERNEL_THREADS = 1024
+_FEWEST_PROCESSES = 64
 _LEAVE_SECONDS = 1.0
 _END_SECONDS = 2.0
 _CA_VARIABLES = (
@@ -73,8 +75,20 @@ def write_files(directory: Path, spec: LaunchSpec) -> Path:
     return directory
 
 
+def process_limits(spec: LaunchSpec) -> tuple[int, int | None]:
+    """Return the limit of the container's cgroup, and that of each user inside, if its own kernel is to keep one.
+
+    gVisor stands still when the host gives it no more threads: there the sandbox's limit is kept inside, where a fork
+    then fails as it should, and the host's is that much larger.
+    """
+    if spec.runtime == "runsc":
+        return spec.pids + _KERNEL_THREADS, max(spec.pids, _FEWEST_PROCESSES)
+    return spec.pids, None
+
+
 def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> ContainerPlan:
     """Return the container of `spec`. `image` is the id that was looked at, `files` what `write_files` wrote."""
+    pids, processes = process_limits(spec)
     return ContainerPlan(
         name=f"sallyport-{spec.sandbox}",
         sandbox=spec.sandbox,
@@ -88,7 +102,8 @@ def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> Co
         capabilities=ISOLATION_CAPABILITIES if spec.isolation else CAPABILITIES,
         cpu_nanos=spec.cpu_nanos,
         memory_bytes=spec.memory_bytes,
-        pids=spec.pids,
+        pids=pids,
+        processes=processes,
     )
 
 

@@ -69,6 +69,8 @@ class ContainerPlan:
     cpu_nanos: int
     memory_bytes: int
     pids: int
+    processes: int | None
+    """What each user inside may run, where a kernel of the sandbox's own counts that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,9 @@ class Docker:
         Raises:
             UnknownImage, DockerError: there is none now.
         """
+        ulimits = [{"Name": "core", "Soft": 0, "Hard": 0}]  # a crash must not reach the host's core handler
+        if plan.processes is not None:
+            ulimits.append({"Name": "nproc", "Soft": plan.processes, "Hard": plan.processes})
         host = self._api.create_host_config(
             network_mode="none",
             binds=[f"{bind.source}:{bind.destination}:ro" for bind in plan.binds],
@@ -199,7 +204,7 @@ class Docker:
             ipc_mode="private",
             cgroupns="private",
             shm_size=64 * 1024 * 1024,
-            ulimits=[{"Name": "core", "Soft": 0, "Hard": 0}],  # a crash must not reach the host's core handler
+            ulimits=ulimits,
             runtime=plan.runtime,
         )
         created = await self._run(

@@ -494,7 +494,9 @@ async def test_isolated_sessions(sdk: Sdk) -> None:
     assert "above\n" == await settle(session.files.read_file("/workspace/file"))
     assert "below\n" == await settle(sandbox.files.read_file("/workspace/file"))
     replaced = await settle(
-        session.files.replace_contents_detailed([ContentReplaceEntry(path="/workspace/file", old_content="above", new_content="new")])
+        session.files.replace_contents_detailed(
+            [ContentReplaceEntry(path="/workspace/file", old_content="above", new_content="new")]
+        )
     )
     assert [1] == [item.replaced_count for item in replaced]
     assert {"/workspace/file", "/workspace/made"} == {

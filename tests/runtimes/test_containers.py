@@ -7,7 +7,15 @@ import sys
 import threading
 from pathlib import Path
 
-from runtimes.containers import CA_BUNDLE, command, end_processes, environment, plan_container, write_files
+from runtimes.containers import (
+    CA_BUNDLE,
+    command,
+    end_processes,
+    environment,
+    plan_container,
+    process_limits,
+    write_files,
+)
 from runtimes.spec import LaunchSpec
 from tests.runtimes.test_spec import launch_message
 
@@ -36,6 +44,11 @@ def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None
     plan = plan_container(spec, "sha256:1", tmp_path, Path("/execd"))
     assert ("sha256:1", "sallyport-runc") == (plan.image, plan.runtime)
     assert {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", CA_BUNDLE} <= {bind.destination for bind in plan.binds}
+
+
+def test_gvisor_counts_the_sandboxs_processes_itself() -> None:
+    runc, runsc = (LaunchSpec.model_validate(launch_message(pids=100, runtime=name)) for name in ("runc", "runsc"))
+    assert ((100, None), (1124, 100)) == (process_limits(runc), process_limits(runsc))
 
 
 def test_processes_that_name_a_removed_container_are_ended() -> None:

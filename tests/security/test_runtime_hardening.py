@@ -321,8 +321,9 @@ def test_processes_are_limited_and_execd_survives_the_storm(runtime: str, stack:
     container = stack.host("inspect", sandbox=str(small.id))["container"]
     group = next(path for path in Path("/sys/fs/cgroup").glob(f"**/{container}/pids.max"))
 
-    assert "128" == group.read_text().strip()
-    assert int((group.parent / "pids.current").read_text()) <= 128
+    host = {"runc": 128, "runsc": 128 + 1024}[runtime]  # gVisor's own threads are the host's, too
+    assert host == int(group.read_text())
+    assert int((group.parent / "pids.current").read_text()) <= host
     assert state_within(stack, str(small.id), {"Running"}) == "Running"
     began = time.monotonic()
     small.kill()

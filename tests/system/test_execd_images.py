@@ -1,0 +1,184 @@
+"""execd in images that are small, empty, or set traps for whoever starts a program in them; 64 MiB each.
+
+The traps are a library that notes which program it was loaded into: by the environment, by the loader's own file, and
+as a module for names of users. That the image's programs do load it is the control.
+"""
+
+import contextlib
+import io
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opensandbox.exceptions import SandboxException
+from opensandbox.models.execd import RunCommandOpts
+from opensandbox.models.filesystem import WriteEntry
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.stack import EMPTY_IMAGE, IMAGE, Stack
+
+pytestmark = pytest.mark.system
+
+SMALL, USER, TRAPPED = "small-root", "small-user", "trapped"
+_LIBRARY = """
+#include <fcntl.h>
+#include <unistd.h>
+__attribute__((constructor)) static void note(void) {
+    char name[4096];
+    ssize_t n = readlink("/proc/self/exe", name, sizeof name - 1);
+    int fd = open("/loaded-into", O_WRONLY | O_CREAT | O_APPEND, 0666);
+    if (n > 0) { name[n] = '\\n'; (void)!write(fd, name, n + 1); }
+    close(fd);
+}
+"""
+
+
+@pytest.fixture(scope="module", name="images")
+def _images(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
+    small, work = os.environ["SALLYPORT_SMALL_IMAGE"], tmp_path_factory.mktemp("images")
+    path = "ENV PATH=/bin"
+    assert 0 == stack.docker("import", "-c", path, small, SMALL).returncode
+    for_user = work / "user.tar"
+    for_user.write_bytes(Path(small).read_bytes())
+    with tarfile.open(for_user, "a") as archive:
+        _directory(archive, "tmp", 0, 0o555)
+        _directory(archive, "work", 1234, 0o755)
+    assert 0 == stack.docker("import", "-c", path, "-c", "USER 1234:1235", str(for_user), USER).returncode
+    _trap(stack, work)
+
+
+def _directory(archive: tarfile.TarFile, name: str, owner: int, mode: int) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, mode, owner, owner
+    archive.addfile(entry)
+
+
+def _trap(stack: Stack, work: Path) -> None:
+    (work / "trap.c").write_text(_LIBRARY)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", work / "trap.so", work / "trap.c"], check=True)
+    library = (work / "trap.so").read_bytes()
+    files = {
+        "trap.so": library,
+        "usr/lib/x86_64-linux-gnu/libnss_trap.so.2": library,
+        "etc/ld.so.preload": b"/trap.so\n",
+        "etc/nsswitch.conf": b"passwd: trap files\ngroup: trap files\nhosts: trap\n",
+    }
+    with tarfile.open(work / "trap.tar", "w") as written:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755
+            written.addfile(entry, io.BytesIO(content))
+    made = stack.docker("create", "--network", "none", IMAGE, "/bin/true")
+    container = made.stdout.strip()
+    assert 0 == made.returncode, made.stderr
+    try:
+        with (work / "trap.tar").open("rb") as archive:
+            command = ["docker", "-H", f"unix://{stack.run / 'docker.sock'}", "cp", "-", f"{container}:/"]
+            subprocess.run(command, stdin=archive, check=True)
+        traps = "ENV LD_PRELOAD=/trap.so LD_LIBRARY_PATH=/ LD_AUDIT=/trap.so BASH_ENV=/trap.so ENV=/trap.so"
+        committed = stack.docker("commit", "-c", traps, container, TRAPPED)
+        assert 0 == committed.returncode, committed.stderr
+    finally:
+        stack.docker("rm", "-f", container)
+
+
+@contextmanager
+def made(stack: Stack, runtime: str, image: str, memory: str = "64Mi") -> Iterator[SandboxSync]:
+    sandbox = stack.create(runtime, image=image, resource={"memory": memory, "cpu": "1", "pids": "128"})
+    try:
+        yield sandbox
+    finally:
+        with contextlib.suppress(SandboxException):
+            sandbox.kill()
+        sandbox.close()
+
+
+def output(execution: Any) -> str:
+    return "".join(message.text for message in execution.logs.stdout)
+
+
+def test_nothing_of_an_image_runs_in_execd(runtime: str, stack: Stack, images: None) -> None:
+    with made(stack, runtime, TRAPPED) as sandbox:
+        assert "hello\n" == output(sandbox.commands.run("cat /etc/hostname >/dev/null; echo hello"))
+        sandbox.files.write_files([WriteEntry(path="/data/file", data="x", mode=640, owner="games", group="games")])
+        assert "games" == sandbox.files.get_file_info(["/data/file"])["/data/file"].owner
+        sandbox.files.create_directories([WriteEntry(path="/data/open", mode=777)])
+        sandbox.files_with_identity(1234, 1234).write_file("/data/open/own", "x")
+        sandbox.get_metrics()
+        into = set(sandbox.files.read_file("/loaded-into").split())
+    assert {"/usr/bin/bash", "/usr/bin/cat"} <= into
+    assert set() == {program for program in into if "opensandbox" in program}
+
+
+@pytest.mark.parametrize("image", [SMALL, USER])
+def test_a_small_image_is_a_whole_sandbox(image: str, runtime: str, stack: Stack, images: None) -> None:
+    """Without bash, glibc and a /tmp that can be written; as root, and as a user of the image."""
+    home = "/home" if image == SMALL else "/work"
+    with made(stack, runtime, image) as sandbox:
+        assert "hello\n" == output(sandbox.commands.run("echo hello"))
+        assert ("0\n" if image == SMALL else "1234\n") == output(sandbox.commands.run("id -u"))
+        sandbox.files.write_file(f"{home}/file", "content")
+        assert "content" == sandbox.files.read_file(f"{home}/file")
+        session = sandbox.commands.create_session(working_directory=home)
+        sandbox.commands.run_in_session(session, "export KEPT=1; mkdir -p sub; cd sub")
+        kept = sandbox.commands.run_in_session(session, "echo $KEPT $PWD")
+        assert f"1 {home}/sub" == output(kept)
+        run = sandbox.commands.run("echo behind", opts=RunCommandOpts(background=True))
+        assert "behind\n" == _logs(sandbox, str(run.id))
+        with_identity = sandbox.files_with_identity(1234, 1235)
+        if image == SMALL:
+            sandbox.commands.run("mkdir -m 777 /open")
+            with_identity.write_file("/open/own", "x")
+            assert "1234\n" == output(sandbox.commands.run("stat -c %u /open/own"))
+        else:
+            with_identity.write_file("/work/own", "x")
+            with pytest.raises(SandboxException):
+                sandbox.files_with_identity(1, 1).write_file("/work/other", "x")
+
+
+def _logs(sandbox: SandboxSync, run: str) -> str:
+    for _ in range(100):
+        if not sandbox.commands.get_command_status(run).running:
+            break
+    return str(sandbox.commands.get_background_command_logs(run).content)
+
+
+def test_an_empty_image_is_a_sandbox(runtime: str, stack: Stack) -> None:
+    with made(stack, runtime, EMPTY_IMAGE) as sandbox:
+        execution = sandbox.commands.run("echo hello")
+        assert (127, True) == (execution.exit_code, execution.error is not None)
+        sandbox.files.write_file("/deep/file", "content")
+        assert "content" == sandbox.files.read_file("/deep/file")
+        assert sandbox.get_metrics().memory_total_in_mib <= 64
+
+
+def test_a_hostile_workload_ends_in_limits(runtime: str, stack: Stack, images: None) -> None:
+    """An endless line larger than the memory for a client that does not read, and a fork bomb: /ping answers."""
+    with made(stack, runtime, SMALL, memory="256Mi") as sandbox:
+        endpoint = sandbox.get_endpoint(44772)
+        base = f"http://{endpoint.endpoint}"
+        with httpx.Client(headers=endpoint.headers, timeout=10) as client:
+
+            def answers(times: int) -> bool:
+                return all(client.get(f"{base}/ping").status_code == 200 for _ in range(times))
+
+            line = {"command": "dd if=/dev/zero bs=1M count=270 2>/dev/null | tr '\\0' x"}
+            with client.stream("POST", f"{base}/command", json=line) as stream:
+                head = next(stream.iter_text())
+                assert answers(5)
+            run = head.partition('"text":"')[2].partition('"')[0]
+            client.post(
+                f"{base}/command", json={"command": "b() { b | b & b; }; b", "background": True, "timeout": 1500}
+            )
+            assert answers(20)
+            for _ in range(400):
+                status = client.get(f"{base}/command/status/{run}").json()
+                if not status["running"]:
+                    break
+            assert "hello\n" == output(sandbox.commands.run("echo hello"))
