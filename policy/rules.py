@@ -280,8 +280,8 @@ class DnsSettings:
 
     def __post_init__(self) -> None:
         for name, most in (
-            ("query_rate", 1000),
-            ("query_burst", 2000),
+            ("query_rate", 500),
+            ("query_burst", 1000),
             ("max_label", 63),
             ("max_labels", 126),
             ("unique_names", 1_000_000),

@@ -1,7 +1,7 @@
 """Control groups of gateway workers: memory, processes, cpu; cgroup v1 and v2.
 
 - One group per worker, below `sallyport/<instance>/`, made before the fork; the worker joins it before its first byte.
-- All workers together weigh four times as much as all containers: what a sandbox computes does not slow a gateway.
+- All workers together weigh as much as all containers: neither side of a sandbox can push another's aside.
 - Removing a group kills who is left in it, and is judged by the directory being gone.
 """
 
@@ -16,7 +16,9 @@ from pathlib import Path
 
 _CONTROLLERS = ("memory", "cpu", "pids")
 _SETTLE_SECONDS = 2.0
-_WEIGHT = 4  # of all workers, against 1 of all containers
+_WEIGHT = 1  # of all workers, against 1 of all containers
+PERIOD = 20_000
+"""Microseconds of a period of processor time. Whoever has used up his share waits for the next: not for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,8 @@ class Hierarchies:
     roots: tuple[Path, ...]
 
 
-def find(mountinfo: str) -> Hierarchies:
-    """Find the hierarchies in the text of /proc/self/mountinfo.
-
-    Raises:
-        OSError: a controller that workers need is nowhere.
-    """
+def _mounts(mountinfo: str) -> tuple[Path | None, dict[str, Path]]:
+    """Return where cgroup v2 is mounted, and each controller of v1."""
     unified: Path | None = None
     legacy: dict[str, Path] = {}
     for line in mountinfo.splitlines():
@@ -50,31 +48,40 @@ def find(mountinfo: str) -> Hierarchies:
         if kind == "cgroup2":
             unified = point
         elif kind == "cgroup":
-            options = after.split(" ")[-1].split(",")
-            legacy |= {name: point for name in _CONTROLLERS if name in options}
-    if set(legacy) == set(_CONTROLLERS):
-        return Hierarchies(1, tuple(sorted(set(legacy.values()))))
-    if unified is not None and not legacy:
+            legacy |= dict.fromkeys(after.split(" ")[-1].split(","), point)
+    return unified, legacy
+
+
+def find(mountinfo: str) -> Hierarchies:
+    """Find the hierarchies in the text of /proc/self/mountinfo.
+
+    Raises:
+        OSError: a controller that workers need is nowhere.
+    """
+    unified, legacy = _mounts(mountinfo)
+    found = {legacy[name] for name in _CONTROLLERS if name in legacy}
+    if legacy.keys() >= set(_CONTROLLERS):
+        return Hierarchies(1, tuple(sorted(found)))
+    if unified is not None and not found:
         return Hierarchies(2, (unified,))
     raise OSError("no cgroup hierarchy with memory, cpu and pids")
 
 
 def settings(version: int, limits: Limits) -> Mapping[str, str]:
     """Return file names and what to write there; on v1 each hierarchy has some of them."""
-    period = 100_000
-    quota = int(limits.cpus * period)
+    quota = int(limits.cpus * PERIOD)
     if version == 2:
         return {
             "memory.max": str(limits.memory_bytes),
             "memory.swap.max": "0",
             "pids.max": str(limits.pids),
-            "cpu.max": f"{quota} {period}",
+            "cpu.max": f"{quota} {PERIOD}",
         }
     return {
         "memory.limit_in_bytes": str(limits.memory_bytes),
         "memory.memsw.limit_in_bytes": str(limits.memory_bytes),
         "pids.max": str(limits.pids),
-        "cpu.cfs_period_us": str(period),
+        "cpu.cfs_period_us": str(PERIOD),
         "cpu.cfs_quota_us": str(quota),
     }
 
@@ -174,6 +181,57 @@ class Cgroups:
         return tuple(residue)
 
 
+def _of_container(container: str) -> tuple[Path, Path]:
+    """Both of Docker's layouts: of its cgroupfs driver, and of systemd's."""
+    return Path("docker", container), Path("system.slice", f"docker-{container}.scope")
+
+
+class Processor:
+    """How much processor time containers have used, and what they and workers weigh; of one hostd.
+
+    Raises:
+        OSError: the host has no such controllers.
+    """
+
+    def __init__(self, cgroups: "Cgroups", mountinfo: str | None = None) -> None:
+        unified, legacy = _mounts(Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo)
+        self._version = cgroups.hierarchies.version
+        self._parent = cgroups.parent
+        points = (unified, unified) if self._version == 2 else (legacy.get("cpu"), legacy.get("cpuacct"))
+        if points[0] is None or points[1] is None:
+            raise OSError("no cgroup hierarchy that accounts for processor time")
+        self._weights, self._times = points[0], points[1]
+
+    def seconds(self, container: str) -> float:
+        """Return the processor time that a container has used.
+
+        Raises:
+            OSError, ValueError: it has no group, or not a readable one.
+        """
+        group = _present(self._times, container)
+        if self._version == 1:
+            return int((group / "cpuacct.usage").read_text()) / 1e9
+        fields = dict(line.split(" ", 1) for line in (group / "cpu.stat").read_text().splitlines())
+        return int(fields["usage_usec"]) / 1e6
+
+    def weigh(self, container: str, worker: str, *, share: float) -> None:
+        """Give a container and the worker of group `worker` this share of the usual weight.
+
+        Raises:
+            OSError: it could not be done for both.
+        """
+        file, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
+        for group in (_present(self._weights, container), self._weights / self._parent / worker):
+            (group / file).write_text(str(round(usual * share)))
+
+
+def _present(point: Path, container: str) -> Path:
+    for name in _of_container(container):
+        if (point / name).is_dir():
+            return point / name
+    raise FileNotFoundError(f"no group of container {container[:12]}")
+
+
 def remove_container_groups(container: str, mountinfo: str | None = None) -> tuple[str, ...]:
     """Remove Docker's groups of a container that is gone; return those that stay.
 
@@ -184,7 +242,7 @@ def remove_container_groups(container: str, mountinfo: str | None = None) -> tup
     text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
     kinds = (" - cgroup ", " - cgroup2 ")
     points = [Path(line.split(" ")[4]) for line in text.splitlines() if any(kind in line for kind in kinds)]
-    names = (Path("docker", container), Path("system.slice", f"docker-{container}.scope"))
+    names = _of_container(container)
     deadline = time.monotonic() + _SETTLE_SECONDS
     while left := [group for point in points for name in names if (group := point / name).exists()]:
         for group in left:

@@ -29,7 +29,7 @@ import wire
 from runtimes import oci_shim, predecessor, shim_install
 from runtimes.adoption import Leavings, adopt_or_remove
 from runtimes.alarms import Alarms
-from runtimes.cgroups import Cgroups
+from runtimes.cgroups import Cgroups, Processor
 from runtimes.daemons import ADOPTABLE, SOCKET_GROUP, Daemons
 from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, UnknownImage
@@ -48,6 +48,7 @@ from runtimes.sandboxes import Sandboxes
 from runtimes.spec import SANDBOX_ID, HostConfig, LaunchSpec
 from runtimes.supervisor import NotReady
 from runtimes.watch import Watch
+from runtimes.yielding import Yielding
 from wire.frames import close_all
 
 _GRACE_SECONDS = 1.0
@@ -115,6 +116,7 @@ class Host:
         self._watch: Watch | None = None
         self._watching = asyncio.Event()
         self._adopted = 0
+        self._yielding: Yielding | None = None
         self._wrappers: tuple[Path, ...] = ()
         self._server: asyncio.Task[None] | None = None
         self._lock = -1
@@ -179,6 +181,8 @@ class Host:
         self._sandboxes = Sandboxes(config, docker, self._daemons, self._guard, self._cgroups, self._records)
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
+        self._yielding = Yielding(Processor(self._cgroups), self._sandboxes.computing)
+        self._yielding.start()
         if watched:
             await self._start_watch(self._sandboxes, docker)
         self._server = await wire.serve_unix(
@@ -250,6 +254,8 @@ class Host:
             (self._run / "hostd.sock").unlink(missing_ok=True)
         if self._watch is not None:
             await self._watch.stop()
+        if self._yielding is not None:
+            await self._yielding.stop()
         if self._sandboxes is not None:
             self._sandboxes.closing = True
             if remove:

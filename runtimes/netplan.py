@@ -47,7 +47,7 @@ PLAN = NetworkPlan(
     dns_port=53,
     max_connections=2048,
     syn_rate=200,
-    datagram_rate=1000,
+    datagram_rate=500,
 )
 
 RESOLV_CONF = f"nameserver {PLAN.gateway}\noptions timeout:3 attempts:2\n"

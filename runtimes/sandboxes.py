@@ -45,6 +45,7 @@ from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
 from runtimes.spec import HostConfig, LaunchSpec
 from runtimes.workers import Identity, Worker, birth
+from runtimes.yielding import Computing
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0)
 _CALM_SECONDS = 10.0
@@ -376,6 +377,14 @@ class Sandboxes:
             (sandbox.id, sandbox.slot, sandbox.container)
             for sandbox in self._known.values()
             if sandbox.running and sandbox.slot is not None and sandbox.container is not None
+        )
+
+    def computing(self) -> tuple[Computing, ...]:
+        """Return what computes for each running sandbox that has a worker."""
+        return tuple(
+            Computing(sandbox.container, sandbox.worker.pid, sandbox.worker.identity.cgroup)
+            for sandbox in self._known.values()
+            if sandbox.running and sandbox.container is not None and sandbox.worker is not None
         )
 
     async def cut(self, name: str, slot: slots.Slot, why: str) -> None:

@@ -8,6 +8,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -31,6 +32,8 @@ _SILENCE_SECONDS = 10.0
 _RECONNECT_SECONDS = 5.0
 _CHANNELS = {"auditd": "audit", "vaultd": "vault"}
 """What a worker calls its channel to a daemon."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,9 @@ class Worker:
                 pass
             try:
                 await self.control.call("ping", timeout=_SILENCE_SECONDS)
-            except (ConnectionError, TimeoutError, wire.RemoteError):
+            except (ConnectionError, TimeoutError, wire.RemoteError) as error:
+                if isinstance(error, TimeoutError):
+                    _log.error("worker of %s has not answered for %d s", self.identity.sandbox, _SILENCE_SECONDS)
                 return
 
     async def end(self) -> tuple[str, ...]:

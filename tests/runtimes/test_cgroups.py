@@ -33,8 +33,8 @@ def test_missing_controllers_are_an_error(text: str) -> None:
 def test_limits_say_the_same_on_both_versions() -> None:
     limits = Limits(memory_bytes=1024, pids=7, cpus=0.5)
     v1, v2 = settings(1, limits), settings(2, limits)
-    assert ("1024", "7", "50000") == (v1["memory.limit_in_bytes"], v1["pids.max"], v1["cpu.cfs_quota_us"])
-    assert ("1024", "7", "50000 100000") == (v2["memory.max"], v2["pids.max"], v2["cpu.max"])
+    assert ("1024", "7", "10000") == (v1["memory.limit_in_bytes"], v1["pids.max"], v1["cpu.cfs_quota_us"])
+    assert ("1024", "7", "10000 20000") == (v2["memory.max"], v2["pids.max"], v2["cpu.max"])
 
 
 def test_a_limit_that_cannot_be_set_leaves_no_group(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Slots and cgroups on a real kernel."""
 
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -9,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from runtimes import netns, netstate, slots
-from runtimes.cgroups import Cgroups, Limits
+from runtimes.cgroups import Cgroups, Limits, Processor, remove_container_groups
 from runtimes.netplan import PLAN
 from runtimes.slots import Slot
+from runtimes.yielding import Computing, Yielding, process_seconds
 
 pytestmark = pytest.mark.system
 
@@ -207,7 +210,7 @@ def test_a_group_limits_kills_and_goes(tmp_path: Path) -> None:
         above = [directory.parents[1] for directory in directories]
         files = [path / name for path in above for name in ("cpu.shares", "cpu.weight") if (path / name).exists()]
         assert (
-            [4 * {"cpu.shares": 1024, "cpu.weight": 100}[file.name] for file in files]
+            [{"cpu.shares": 1024, "cpu.weight": 100}[file.name] for file in files]
             == [int(file.read_text()) for file in files]
             != []
         )
@@ -217,4 +220,35 @@ def test_a_group_limits_kills_and_goes(tmp_path: Path) -> None:
     finally:
         assert () == cgroups.remove("worker")
     assert -9 == inmate.wait(timeout=5)
+    assert () == cgroups.sweep()
+
+
+def test_who_computes_without_a_pause_weighs_less_until_he_pauses(tmp_path: Path) -> None:
+    cgroups, container = Cgroups(str(tmp_path)), f"{os.getpid():064x}"
+    worker = cgroups.create("sandbox.1", Limits())
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    groups = [Path(line.split(" ")[4], "docker", container) for line in lines if " - cgroup" in line]
+    with subprocess.Popen(["python3", "-c", "while True: pass"]) as busy:
+        try:
+            for group in groups:
+                group.mkdir(parents=True)
+            files = [path / name for path in (*groups, *worker) for name in ("cpu.shares", "cpu.weight")]
+            weights = [file for file in files if file.exists()]
+            usual = [int(file.read_text()) for file in weights]
+            assert len(weights) == 2
+            one, yielding = (Computing(container, busy.pid, "sandbox.1"),), Yielding(Processor(cgroups), tuple)
+            until = process_seconds(busy.pid) + 1.0
+            yielding.look(one, 0.0)
+            while process_seconds(busy.pid) < until:
+                time.sleep(0.01)
+            yielding.look(one, 1.0)
+            assert [weight // 16 for weight in usual] == [int(file.read_text()) for file in weights]
+            busy.send_signal(signal.SIGSTOP)
+            for now in (3.0, 5.0):
+                yielding.look(one, now)
+            assert usual == [int(file.read_text()) for file in weights]
+        finally:
+            busy.kill()
+            assert () == cgroups.remove("sandbox.1")
+            assert () == remove_container_groups(container)
     assert () == cgroups.sweep()

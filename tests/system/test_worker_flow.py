@@ -33,7 +33,7 @@ from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.names import HostPattern
-from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
+from policy.rules import Action, DnsSettings, Endpoint, Limits, Precedence, Rule, RuleList
 from runtimes.netplan import PLAN
 from runtimes.nft import render_gateway
 from vault import keyring
@@ -523,6 +523,24 @@ def test_dns_answers_come_from_whatever_resolver_was_asked_over_udp_and_tcp(gate
         assert [WEB] == [str(item.rdata) for item in answer.rr]
 
 
+def test_questions_beyond_the_rate_are_counted_together_and_end_their_connection(gate: Gate) -> None:
+    import dnslib
+
+    gate.configure(replace(policy("good.example.com"), dns=DnsSettings(query_rate=1, query_burst=2)))
+    refused = [gate.ask("bad.example.com").header.rcode for _ in range(40)].count(dnslib.RCODE.REFUSED)
+    assert refused >= 30
+    question = dnslib.DNSRecord.question("bad.example.com").pack()
+    with gate.dial(port=53) as client:
+        client.sendall(2 * (struct.pack("!H", len(question)) + question))
+        answers = ended(client)
+    assert len(answers) == struct.unpack_from("!H", answers)[0] + 2
+    deadline = time.monotonic() + TIMEOUT
+    while sum(item["count"] for item in of_rule(gate, "dns-rate")) < refused + 1:
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.02)
+    assert len(of_rule(gate, "dns-rate")) < refused // 2
+
+
 def test_a_private_address_is_neither_answered_nor_dialled(gate: Gate) -> None:
     gate.configure(policy("inner.example.com"))
     assert [] == gate.ask("inner.example.com").rr
@@ -711,9 +729,12 @@ def limited(source: CompiledPolicy, **limits: int) -> CompiledPolicy:
     return replace(source, limits=Limits(**limits))
 
 
+def of_rule(gate: Gate, rule: str) -> list[dict[str, Any]]:
+    return [item for item in gate.rig.records() if item["decision"] == "deny" and item.get("rule") == rule]
+
+
 def denials(gate: Gate, rule: str) -> list[tuple[str, str]]:
-    found = [item for item in gate.rig.records() if item["decision"] == "deny" and item.get("rule") == rule]
-    return [(item["kind"], item["reason"]) for item in found]
+    return [(item["kind"], item["reason"]) for item in of_rule(gate, rule)]
 
 
 def eventual_denials(gate: Gate, rule: str, count: int = 1) -> list[tuple[str, str]]:
