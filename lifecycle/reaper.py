@@ -226,10 +226,10 @@ def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:
             return State.FAILED, "CONTAINER_LOST", reason or "The sandbox is gone from this host."
         case "exited" | "dead" | "stopped" | "terminated" | "failed" | "lost":
             code = item.get("exit_code")
-            if item.get("oom"):
-                return State.FAILED, "CONTAINER_EXITED_ERROR", "Killed at its memory limit."
-            if code == 0:
+            if code == 0:  # it may have outlived a process of its own that was killed at the limit
                 return State.TERMINATED, "CONTAINER_EXITED", "The entrypoint has ended."
+            if item.get("oom"):
+                return State.FAILED, "OOM", "The sandbox was ended at its memory limit."
             return State.FAILED, "CONTAINER_EXITED_ERROR", reason or f"The entrypoint ended with exit code {code}."
         case _:
             return None

@@ -193,14 +193,20 @@ async def test_restart() -> None:
 
 
 async def test_an_ended_entrypoint_is_shown(server: World) -> None:
-    """Exit 0 is Terminated, anything else Failed."""
+    """Exit 0 is Terminated, anything else Failed; at its memory limit with the reason OOM."""
     assert server.server is not None
     async with server.client() as client:
-        for exit_code, state in ((0, "Terminated"), (3, "Failed")):
+        for exit_code, oom, expected in (
+            (0, False, ("Terminated", "CONTAINER_EXITED")),
+            (0, True, ("Terminated", "CONTAINER_EXITED")),  # a process of it was killed there, and it went on
+            (3, False, ("Failed", "CONTAINER_EXITED_ERROR")),
+            (137, True, ("Failed", "OOM")),
+        ):
             name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
-            server.hostd.sandboxes[name] |= {"state": "exited", "exit_code": exit_code}
+            server.hostd.sandboxes[name] |= {"state": "exited", "exit_code": exit_code, "oom": oom}
             await server.server.observer.observe()
-            assert state == (await client.get(f"/v1/sandboxes/{name}")).json()["status"]["state"]
+            status = (await client.get(f"/v1/sandboxes/{name}")).json()["status"]
+            assert expected == (status["state"], status["reason"])
 
 
 async def test_creations_are_bounded() -> None:
