@@ -175,10 +175,10 @@ class Daemons:
             raise ConnectionError(f"{name} is down")
         return client
 
-    async def available(self) -> None:
-        """Wait, for a bounded while, until every daemon that a worker is born with can be reached."""
+    async def available(self, seconds: float = _UP_SECONDS) -> None:
+        """Wait, but no longer than `seconds`, until every daemon that a worker is born with can be reached."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_UP_SECONDS):
+            async with asyncio.timeout(seconds):
                 for name in ("auditd", "vaultd", "zygote"):
                     await self._reachable(name)
 

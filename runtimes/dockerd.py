@@ -8,10 +8,12 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from runtimes import netns, predecessor
@@ -80,22 +82,24 @@ class Dockerd:
         for directory in (config.data_root, config.exec_root, *parents):
             Path(directory).mkdir(mode=0o711, parents=True, exist_ok=True)
         if not await self._adopt():
-            await asyncio.to_thread(predecessor.end, self._notes, _NAME)
             await self._launch()
         self._monitor = asyncio.create_task(self._keep(), name="dockerd")
 
     async def _adopt(self) -> bool:
+        """Take over the one that runs, if it is as it would be started and answers; return False once it has ended."""
         left = await asyncio.to_thread(predecessor.take, self._notes, _NAME, self._identity())
-        if left is None:
-            return False
-        try:
-            async with asyncio.timeout(_ADOPT_SECONDS):
-                await self._answering(left)
-        except (DockerdError, TimeoutError):
-            return False
-        _log.info("dockerd goes on (process %d)", left.pid)
-        self._process = left
-        return True
+        if left is not None and await asyncio.to_thread(self._lost_containerd, left.pid):
+            _log.error("containerd ended: dockerd is started again with a new one")
+            left.kill()
+        elif left is not None:
+            with contextlib.suppress(DockerdError, TimeoutError):
+                async with asyncio.timeout(_ADOPT_SECONDS):
+                    await self._answering(left)
+                _log.info("dockerd goes on (process %d)", left.pid)
+                self._process = left
+                return True
+        await asyncio.to_thread(predecessor.end, self._notes, _NAME)
+        return False
 
     def _identity(self) -> str:
         command = arguments(self._config, self._socket, self._daemon_json)
@@ -167,6 +171,8 @@ class Dockerd:
 
     async def _either_ended(self, process: Process) -> None:
         """Wait until dockerd or the containerd that it has started has ended."""
+        if await asyncio.to_thread(self._lost_containerd, process.pid):
+            return
         waiting = [asyncio.create_task(process.wait(), name="dockerd-end")]
         containerd = await asyncio.to_thread(self._containerd, process.pid)
         if containerd is not None:
@@ -178,9 +184,16 @@ class Dockerd:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
+    def _lost_containerd(self, parent: int) -> bool:
+        """Whether process `parent` has started a containerd, and none of its own runs any more."""
+        return any(self._containerd_notes()) and self._containerd(parent) is None
+
+    def _containerd_notes(self) -> Iterator[Path]:
+        return Path(self._config.exec_root, "containerd").glob("*containerd.pid")
+
     def _containerd(self, parent: int) -> Adopted | None:
         """Return the containerd that process `parent` has started; None where it uses one that was there."""
-        for path in Path(self._config.exec_root, "containerd").glob("*containerd.pid"):
+        for path in self._containerd_notes():
             try:
                 pid = int(path.read_text())
                 fd = os.pidfd_open(pid)

@@ -50,6 +50,7 @@ from runtimes.yielding import Computing
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0)
 _CALM_SECONDS = 10.0
 _PARALLEL_LAUNCHES = 4
+_PATIENCE_SECONDS = 5.0
 _SLOT_ATTEMPTS = 16
 
 _log = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ class Sandboxes:
         sandbox.ingress = self._listen(spec.sandbox)
         self._write_down(sandbox)
         self._ledgers.create(spec.sandbox)
+        await self._daemons.available(_PATIENCE_SECONDS)  # one that died is usually back in less
         sandbox.worker = await self._birth(sandbox)
         return slotted, time.monotonic()
 

@@ -79,14 +79,17 @@ def recoveries(outages: Iterable[Outage]) -> dict[str, dict[str, Any]]:
 def print_verdict(verdict: Verdict, table: dict[str, dict[str, Any]]) -> None:
     """Print what was found and how fast everything came back."""
 
-    def cell(values: dict[str, Any]) -> str:
+    def cell(values: dict[str, Any], kills: int) -> str:
+        if kills == 1:  # then all three are one
+            values = dict(list(values.items())[:1])
         shown = ("-" if value is None else f"{value:.2f}" for value in values.values())
         return " ".join(f"{text:>6}" for text in shown).ljust(21)
 
     titles = ("all back", "sandboxes served", "API answers", "processes there", "create and delete")
     print(f"\n  {'seconds: median, p95, worst':32}{'  '.join(f'{title:21}' for title in titles)}")
     for name, row in table.items():
-        cells = "  ".join(cell(row[column]) for column in ("all", "served", "api", "processes", "create"))
+        columns = ("all", "served", "api", "processes", "create")
+        cells = "  ".join(cell(row[column], row["kills"]) for column in columns)
         print(f"  {name:24} {row['kills']:4d}   {cells}".rstrip())
     print()
     for name, count in verdict.counts.items():

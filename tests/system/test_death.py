@@ -37,6 +37,7 @@ ALONE = ["worker", "zygote", "guard", "auditd", "vaultd", "serve", "hostd", "doc
 PAIRS = [
     "hostd+auditd",
     "hostd+dockerd",
+    "hostd+containerd",
     "vaultd+worker",
     "auditd+vaultd",
     "dockerd+containerd",
