@@ -37,7 +37,7 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
     """Measure both runtimes, ours and the peer in turn."""
     api = docker.APIClient(base_url=f"unix://{ground.stack.run / 'docker.sock'}", version="auto")
     try:
-        _add_plain_runsc(ground, api)
+        add_plain_runsc(ground, api)
         figures: list[Figure] = []
         for runtime in PLAIN:
             figures += _runtime(ground, api, runtime, rounds)
@@ -136,7 +136,7 @@ def _attached(docker_socket: str, container: str) -> Iterator[socket.socket]:
         yield sock
 
 
-def _add_plain_runsc(ground: Ground, api: Any) -> None:
+def add_plain_runsc(ground: Ground, api: Any) -> None:
     """Make runsc without our shim known to the benchmark's own dockerd."""
     path = ground.stack.run / "config" / "daemon.json"
     known = json.loads(path.read_text())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from bench import create, policy_change, requests
+from bench import create, execd, policy_change, requests
 from bench.figures import Figure, describe, machine, table
 from bench.ground import BenchError, Ground, ground
 from demo.internet import InternetError
@@ -19,6 +19,7 @@ from demo.stack import StackError
 
 BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
     "create": create.measure,
+    "execd": execd.measure,
     "requests": requests.measure,
     "policy_change": policy_change.measure,
 }

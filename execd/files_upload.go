@@ -8,6 +8,7 @@ package main
 //   - Files are written in order; earlier ones stay if a later one fails.
 
 import (
+	"bufio"
 	"encoding/json"
 	"errors"
 	"io"
@@ -22,8 +23,8 @@ import (
 const (
 	metadataLimit     = 64 << 10
 	uploadFilesLimit  = 10000
-	uploadCopyBuffer  = 256 << 10
-	uploadPendingSpan = 1000 // metadata parts that may precede their files
+	uploadCopyBuffer  = 128 << 10 // of each side: the form's reader takes and gives 4 KiB at a time
+	uploadPendingSpan = 1000      // metadata parts that may precede their files
 )
 
 type uploadMetadata struct {
@@ -48,9 +49,9 @@ func (f *Files) receive(w http.ResponseWriter, r *http.Request) error {
 	if err != nil || kind != "multipart/form-data" || parameters["boundary"] == "" {
 		return fileError(codeInvalidFile, "multipart/form-data with a boundary is required")
 	}
-	form := multipart.NewReader(requestBody(w, r), parameters["boundary"])
+	form := multipart.NewReader(bufio.NewReaderSize(requestBody(w, r), uploadCopyBuffer), parameters["boundary"])
 	var waiting []uploadMetadata
-	buffer := make([]byte, uploadCopyBuffer)
+	buffer := bufio.NewWriterSize(nil, uploadCopyBuffer)
 	metadata, files := 0, 0
 	for {
 		part, err := form.NextRawPart()
@@ -108,7 +109,7 @@ func readMetadata(part *multipart.Part) (uploadMetadata, error) {
 	return metadata, nil
 }
 
-func (f *Files) store(part io.Reader, metadata uploadMetadata, buffer []byte) error {
+func (f *Files) store(part io.Reader, metadata uploadMetadata, buffer *bufio.Writer) error {
 	path, err := f.expand(*metadata.Path)
 	if err != nil {
 		return err
@@ -121,8 +122,11 @@ func (f *Files) store(part io.Reader, metadata uploadMetadata, buffer []byte) er
 		return err
 	}
 	return f.write(path, wanted, func(file io.Writer) (bool, error) {
-		// Without the wrapping io.CopyBuffer would ignore the buffer.
-		_, err := io.CopyBuffer(struct{ io.Writer }{file}, part, buffer)
+		buffer.Reset(struct{ io.Writer }{file}) // a bare file would take what comes as it comes
+		_, err := buffer.ReadFrom(part)
+		if err == nil {
+			err = buffer.Flush()
+		}
 		return true, err
 	})
 }

@@ -1,0 +1,211 @@
+"""The in-sandbox daemon through the SDK and the whole way to it: commands, files, transfers; its start; what it takes.
+
+- Transfers are read beside `docker cp` of the same bytes to and from a plain container.
+- The start is the runtime's alone: from calling its `start` on a made container, whose root holds execd and nothing
+  else, to the first answer on the host's loopback.
+- Memory is what the control group of a fresh sandbox counts above that of a container that sleeps.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import docker
+
+from bench.create import PLAIN, add_plain_runsc
+from bench.figures import Figure, Goal
+from bench.ground import BenchError, Ground
+from demo.stack import IMAGE
+from runtimes.docker import CAPABILITIES
+from runtimes.shim_install import RUNSC_FLAGS
+
+ECHO = {"runc": 6.0, "runsc": 15.0}
+START = {"runc": 60.0, "runsc": 150.0}
+SMALL_FILE = 1.5
+IDLE_MIB = 12.0
+OF_DOCKER_CP = 0.6
+OPERATIONS, TRANSFERS, TRANSFER_BYTES = 300, 3, 100_000_000
+_SETTLE_SECONDS = 2.0
+_PORT = 44790
+
+
+def measure(ground: Ground, rounds: int) -> list[Figure]:
+    """Measure both runtimes."""
+    api = docker.APIClient(base_url=f"unix://{ground.stack.run / 'docker.sock'}", version="auto")
+    try:
+        add_plain_runsc(ground, api)
+    finally:
+        api.close()
+    with tempfile.TemporaryDirectory(prefix="sallyport-bench-execd-") as name:
+        content = Path(name) / "content"
+        content.write_bytes(secrets.token_bytes(TRANSFER_BYTES))
+        up, down = _docker_cp(ground, content)
+        figures = [Figure("execd: docker cp up", "ms", up), Figure("execd: docker cp down", "ms", down)]
+        for runtime in PLAIN:
+            figures += _runtime(ground, runtime, rounds, content.read_bytes(), (up, down))
+            starts = [_start(runtime, Path(name)) for _ in range(rounds)]
+            figures.append(
+                Figure(f"execd {runtime}: start to /ping", "ms", starts, None, Goal("median", START[runtime]))
+            )
+    return figures
+
+
+def _runtime(
+    ground: Ground, runtime: str, rounds: int, content: bytes, cp: tuple[list[float], list[float]]
+) -> list[Figure]:
+    with _sleeping(ground, PLAIN[runtime]) as plain:
+        sandbox = ground.create(runtime)
+        try:
+            time.sleep(_SETTLE_SECONDS)
+            container = str(ground.stack.host("inspect", sandbox=str(sandbox.id))["container"])
+            idle = (_memory(container) - _memory(plain)) / (1 << 20)
+            sandbox.commands.run("echo warm")
+            echo = [_timed(lambda: sandbox.commands.run("echo x")) for _ in range(rounds)]
+            small = _small_files(sandbox)
+            up = [_timed(lambda: sandbox.files.write_file("/tmp/big", content)) for _ in range(TRANSFERS)]  # noqa: S108
+            down = [_timed(lambda: sandbox.files.read_bytes("/tmp/big")) for _ in range(TRANSFERS)]  # noqa: S108
+        finally:
+            sandbox.kill()
+            sandbox.close()
+    name = f"execd {runtime}"
+    limits = [statistics.median(values) / OF_DOCKER_CP for values in cp]
+    return [
+        Figure(f"{name}: echo", "ms", echo, None, Goal("median", ECHO[runtime])),
+        Figure(f"{name}: small file", "ms", small, None, Goal("median", SMALL_FILE) if runtime == "runc" else None),
+        Figure(f"{name}: 100 MB up", "ms", up, "execd: docker cp up", Goal("median", limits[0])),
+        Figure(f"{name}: 100 MB down", "ms", down, "execd: docker cp down", Goal("median", limits[1])),
+        Figure(f"{name}: memory when idle", "MiB", [idle], None, Goal("median", IDLE_MIB)),
+    ]
+
+
+def _small_files(sandbox: Any) -> list[float]:
+    """The milliseconds of each of many writes and reads in turn."""
+    samples = []
+    for index in range(OPERATIONS // 2):
+        path = f"/tmp/small-{index}"  # noqa: S108
+        samples.append(_timed(lambda path=path: sandbox.files.write_file(path, "x" * 100)))  # type: ignore[misc]
+        samples.append(_timed(lambda path=path: sandbox.files.read_file(path)))  # type: ignore[misc]
+    return samples
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - began)
+
+
+def _docker_cp(ground: Ground, content: Path) -> tuple[list[float], list[float]]:
+    def copy(*names: str) -> None:
+        if (done := ground.stack.docker("cp", *names)).returncode != 0:
+            raise BenchError(f"docker cp: {done.stderr.strip()}")
+
+    with _sleeping(ground, "runc") as container:
+        up = [_timed(lambda: copy(str(content), f"{container}:/tmp/big")) for _ in range(TRANSFERS)]
+        down = [_timed(lambda: copy(f"{container}:/tmp/big", f"{content}.back")) for _ in range(TRANSFERS)]
+    return up, down
+
+
+@contextmanager
+def _sleeping(ground: Ground, runtime: str) -> Iterator[str]:
+    """A container of Docker's that sleeps."""
+    options = ("--network", "none", "--runtime", runtime, "--memory", "2g", "--pids-limit", "1024")
+    made = ground.stack.docker("run", "-d", *options, IMAGE, "sleep", "infinity")
+    if made.returncode != 0:
+        raise BenchError(f"docker run: {made.stderr.strip()}")
+    container = made.stdout.strip()
+    try:
+        yield container
+    finally:
+        ground.stack.docker("rm", "-f", container)
+
+
+def _memory(container: str) -> int:
+    """What the container's control group counts, in bytes."""
+    for name in ("memory.usage_in_bytes", "memory.current"):
+        for path in Path("/sys/fs/cgroup").glob(f"**/*{container}*/{name}"):
+            return int(path.read_text())
+    raise BenchError("no memory control group of a container")
+
+
+def _start(runtime: str, directory: Path) -> float:
+    """The milliseconds from the runtime's `start` to an answer."""
+    bundle = Path(tempfile.mkdtemp(dir=directory))
+    (bundle / "rootfs").mkdir()
+    shutil.copy(os.environ["SALLYPORT_EXECD"], bundle / "rootfs" / "execd")
+    (bundle / "config.json").write_text(json.dumps(_bundle(str(bundle / "rootfs"))))
+    program, flags = "runc", [f"--root={bundle / 'state'}"]
+    if runtime == "runsc":
+        program = os.environ["SALLYPORT_RUNSC"]
+        flags += [flag for flag in RUNSC_FLAGS if not flag.startswith("--network")]
+        flags += ["--network=host", "--ignore-cgroups"]
+    name = f"bench-{secrets.token_hex(4)}"
+
+    def run(*words: str) -> None:
+        silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        done = subprocess.run([program, *flags, *words], check=False, **silent)  # type: ignore[call-overload]
+        if done.returncode != 0:
+            raise BenchError(f"{runtime} {words[0]} failed")
+
+    run("create", f"--bundle={bundle}", name)
+    try:
+        began = time.perf_counter()
+        with subprocess.Popen([program, *flags, "start", name], stdin=subprocess.DEVNULL):
+            _await_ping(began)
+            return 1000 * (time.perf_counter() - began)
+    finally:
+        run("delete", "--force", name)
+        # runsc keeps an empty network namespace mounted in its state.
+        subprocess.run(["umount", "-l", str(bundle / "state" / "null-netns")], check=False, stderr=subprocess.DEVNULL)
+
+
+def _await_ping(began: float) -> None:
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", _PORT, timeout=1)
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("GET", "/ping")
+            if connection.getresponse().status == http.HTTPStatus.OK:
+                return
+        if time.perf_counter() - began > 10:
+            raise BenchError("execd does not answer")
+        time.sleep(0.0005)
+
+
+def _bundle(root: str) -> dict[str, Any]:
+    capabilities = [f"CAP_{name}" for name in CAPABILITIES]
+    arguments = [
+        "/execd",
+        "--port",
+        str(_PORT),
+        "--access-token-sha256",
+        "0" * 64,
+        "--init",
+        "--",
+        "tail",
+        "-f",
+        "/dev/null",
+    ]
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": arguments,
+            "env": ["PATH=/"],
+            "cwd": "/",
+            "noNewPrivileges": True,
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+        },
+        "root": {"path": root},
+        "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
+        "linux": {"namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount")]},
+    }
