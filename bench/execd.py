@@ -36,7 +36,7 @@ SMALL_FILE = 1.5
 IDLE_MIB = 12.0
 OF_DOCKER_CP = 0.6
 OPERATIONS, TRANSFERS, TRANSFER_BYTES = 300, 3, 100_000_000
-_SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 2.0
 _PORT = 44790
 
 
@@ -67,7 +67,7 @@ def _runtime(
     with _sleeping(ground, PLAIN[runtime]) as plain:
         sandbox = ground.create(runtime)
         try:
-            time.sleep(_SETTLE_SECONDS)
+            time.sleep(SETTLE_SECONDS)
             container = str(ground.stack.host("inspect", sandbox=str(sandbox.id))["container"])
             idle = (_memory(container) - _memory(plain)) / (1 << 20)
             sandbox.commands.run("echo warm")

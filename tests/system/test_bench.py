@@ -16,8 +16,10 @@ PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
 
 
 _PROGRAM = """
-import sys, bench.main, bench.requests
+import sys, bench.execd, bench.main, bench.requests
 bench.requests.SECONDS = 0.3
+bench.execd.OPERATIONS, bench.execd.TRANSFERS, bench.execd.TRANSFER_BYTES = 4, 1, 100_000
+bench.execd.SETTLE_SECONDS = 0.5
 sys.exit(bench.main.main(["--rounds", "1"], prefix=sys.argv[1], port=int(sys.argv[2])))
 """
 
@@ -38,9 +40,11 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     wanted = {f"create {runtime}: {what}" for runtime in ("runc", "runsc") for what in ("to the first result", "ours")}
     wanted |= {f"requests: {way}" for way in ("spliced", "inspected", "injected", "mitmdump", "no gateway")}
     wanted |= {"policy change: last flow ended at the client", "policy change: last flow ended at the far end"}
+    wanted |= {f"execd {runtime}: {what}" for runtime in ("runc", "runsc") for what in ("echo", "start to /ping")}
     assert wanted <= set(figures)
-    assert all(row["n"] == 1 for row in figures.values())
-    assert all(row["min"] > 0 for name, row in figures.items() if not name.endswith("ours"))
+    assert all(row["n"] == (4 if name.endswith("small file") else 1) for name, row in figures.items())
+    differences = ("ours", "when idle")
+    assert all(row["min"] > 0 for name, row in figures.items() if not name.endswith(differences))
     assert all(figures[row["peer"]] for row in figures.values() if "peer" in row)
     assert {"cpus", "kernel", "load", "versions"} <= set(document["machine"])
     assert [] == [name for name in figures if name not in done.stdout]
