@@ -480,7 +480,8 @@ async def test_isolated_sessions(sdk: Sdk) -> None:
     session = await settle(sandbox.isolation.create(request))
     first = await settle(
         session.run(
-            "n=1; echo above >file; touch /etc/x 2>/dev/null || echo read-only; grep CapEff /proc/self/status; pwd\n"
+            "n=1; echo above >file; touch /etc/x 2>/dev/null || echo read-only\n"
+            "cat /proc/1/status /proc/self/status | grep CapEff | uniq; pwd\n"
             "umount /workspace 2>/dev/null || echo kept; ls /proc | grep -cE '^[0-9]+$'; grep -c eth0 /proc/net/dev"
         )
     )
