@@ -6,6 +6,7 @@ package main
 //   - A context runs one thing at a time; who comes meanwhile is told so before
 //     anything is sent.
 //   - There is one default context per language, also when many ask for it at once.
+//   - A kernel that does not heed an interrupt is ended, and its context with it.
 //   - Contexts are bounded in number.
 
 import (
@@ -21,6 +22,7 @@ import (
 const (
 	contextLimit   = 64
 	contextEnding  = 10 * time.Second
+	deafGrace      = 3 * time.Second
 	interpreterRun = 24 * time.Hour
 )
 
@@ -44,7 +46,11 @@ type codeContext struct {
 	Language string `json:"language"`
 	Cwd      string `json:"cwd,omitempty"`
 	session  jupyterSession
-	busy     bool // guarded by CodeContexts
+	link     *kernelLink
+
+	// Guarded by CodeContexts:
+	run  int    // the number of the latest run
+	stop func() // ends what runs; nil if nothing does
 }
 
 // standardContext is a default context, or the making of it.
@@ -116,7 +122,7 @@ func (c *CodeContexts) make(ctx context.Context, language, directory string) (*c
 	if err != nil {
 		return nil, runtimeError(err)
 	}
-	made := &codeContext{ID: session.ID, Language: language, Cwd: directory, session: session}
+	made := &codeContext{ID: session.ID, Language: language, Cwd: directory, session: session, link: c.jupyter.link(session)}
 	c.byID[made.ID] = made
 	return made, nil
 }
@@ -215,9 +221,13 @@ func (c *CodeContexts) deleteAll(w http.ResponseWriter, r *http.Request) {
 	writeEmpty(w)
 }
 
-// drop forgets a context and ends its kernel.
+// drop forgets a context, ends what runs in it and its kernel.
 func (c *CodeContexts) drop(dropped *codeContext) {
 	c.mutex.Lock()
+	if dropped.stop != nil {
+		dropped.stop()
+	}
+	dropped.link.stop()
 	delete(c.byID, dropped.ID)
 	if item := c.standard[dropped.Language]; item != nil && item.made == dropped {
 		delete(c.standard, dropped.Language)
@@ -234,12 +244,28 @@ func (c *CodeContexts) interrupt(w http.ResponseWriter, r *http.Request) bool {
 	if found == nil {
 		return false
 	}
+	c.mutex.Lock()
+	run, running := found.run, found.stop != nil
+	c.mutex.Unlock()
 	if err := c.jupyter.interrupt(r.Context(), found.session.Kernel.ID); err != nil {
 		writeError(w, runtimeError(err))
-	} else {
-		writeEmpty(w)
+		return true
 	}
+	if running {
+		time.AfterFunc(deafGrace, func() { c.endDeaf(found, run) })
+	}
+	writeEmpty(w)
 	return true
+}
+
+// endDeaf drops a context that is still in the run that was interrupted.
+func (c *CodeContexts) endDeaf(interrupted *codeContext, run int) {
+	c.mutex.Lock()
+	deaf := interrupted.stop != nil && interrupted.run == run
+	c.mutex.Unlock()
+	if deaf {
+		c.drop(interrupted)
+	}
 }
 
 type codeRequest struct {
@@ -282,15 +308,16 @@ func (c *CodeContexts) run(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	used, err := c.choose(r, id, language)
+	ctx, stop := context.WithTimeout(context.Background(), interpreterRun)
+	defer stop()
 	if err == nil {
-		err = c.enter(used)
+		err = c.enter(used, stop)
 	}
 	if err != nil {
 		writeError(w, err)
 		return
 	}
-	defer c.leave(used)
-	c.serve(w, used, *request.Code)
+	c.serve(ctx, w, used, *request.Code)
 }
 
 func (c *CodeContexts) choose(r *http.Request, id, language string) (*codeContext, error) {
@@ -304,36 +331,36 @@ func (c *CodeContexts) choose(r *http.Request, id, language string) (*codeContex
 }
 
 // enter refuses a context in which something runs; clients look for these words.
-func (c *CodeContexts) enter(used *codeContext) error {
+func (c *CodeContexts) enter(used *codeContext, stop func()) error {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
-	if used.busy {
+	if used.stop != nil {
 		return runtimeError(errors.New("session is busy"))
 	}
-	used.busy = true
+	used.run++
+	used.stop = stop
 	return nil
 }
 
 func (c *CodeContexts) leave(used *codeContext) {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
-	used.busy = false
+	used.stop = nil
 }
 
 // serve runs code to its end, also when the client leaves: the next run needs its state.
-func (c *CodeContexts) serve(w http.ResponseWriter, used *codeContext, code string) {
-	ctx, cancel := context.WithTimeout(context.Background(), interpreterRun)
-	defer cancel()
+func (c *CodeContexts) serve(ctx context.Context, w http.ResponseWriter, used *codeContext, code string) {
 	stream := newEventStream(w)
 	stream.begin(used.ID)
 	began := time.Now()
 	done := make(chan struct{})
 	var err error
 	go func() {
-		err = c.jupyter.runCode(ctx, used.session, code, stream)
+		err = used.link.runCode(ctx, used.session.ID, code, stream)
 		close(done)
 	}()
 	c.commands.pingUntil(done, stream)
+	c.leave(used) // before the end of the stream, after which the next run may come
 	if err != nil {
 		c.drop(used)
 		stream.fail(codeRuntime, err.Error(), []string{})

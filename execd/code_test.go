@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -18,41 +19,107 @@ func TestResultsAreStringsAndPlainTextHasBothNames(t *testing.T) {
 	}, results(data))
 }
 
-func TestCodeEventsCarryWhatAKernelSaid(t *testing.T) {
+// followed runs a script of messages as one run with the id "run"; a line without a header is passed as it is.
+func followed(t *testing.T, script ...string) (kinds []string, err error) {
+	t.Helper()
 	recorder := httptest.NewRecorder()
 	stream := newEventStream(recorder)
-	for _, message := range []string{
-		`{"header":{"msg_type":"stream"},"content":{"name":"stdout","text":"a\nb\n"}}`,
-		`{"header":{"msg_type":"stream"},"content":{"name":"stderr","text":"é"}}`,
-		`{"header":{"msg_type":"execute_result"},"content":{"execution_count":3,"data":{"text/plain":"4"}}}`,
-		`{"header":{"msg_type":"display_data"},"content":{"data":{"text/html":"<b>"}}}`,
-		`{"header":{"msg_type":"error"},"content":{"ename":"E","evalue":"v","traceback":["one"]}}`,
-		`{"header":{"msg_type":"comm_open"},"content":{}}`,
-	} {
-		var reply kernelReply
-		if err := json.Unmarshal([]byte(message), &reply); err != nil {
-			t.Fatal(err)
+	err = follow("run", stream, func() ([]byte, error) {
+		if len(script) == 0 {
+			return nil, io.EOF
 		}
-		emit(stream, reply.Header.Type, &reply.Content)
-	}
+		line := script[0]
+		script = script[1:]
+		if kind, content, ok := strings.Cut(line, " "); ok && !strings.HasPrefix(line, "{") {
+			line = `{"header":{"msg_type":"` + kind + `"},"parent_header":{"msg_id":"run"},"content":` + content + `}`
+		}
+		return []byte(line), nil
+	})
 	stream.complete(0)
-	var kinds []string
 	for frame := range strings.SplitSeq(strings.TrimSpace(recorder.Body.String()), "\n\n") {
 		var event struct {
 			Type    string
 			Text    string
 			Results map[string]string
-			Error   *struct{ Traceback []string }
+			Error   *struct {
+				Ename, Evalue string
+				Traceback     []string
+			}
 		}
 		if err := json.Unmarshal([]byte(frame), &event); err != nil {
 			t.Fatal(err)
 		}
-		kinds = append(kinds, event.Type+" "+event.Text)
+		kind := event.Type + " " + event.Text
 		if event.Type == "error" {
-			equal(t, []string{"one"}, event.Error.Traceback)
+			kind = strings.Join(append([]string{"error", event.Error.Ename, event.Error.Evalue}, event.Error.Traceback...), " ")
 		}
+		kinds = append(kinds, kind)
 	}
-	equal(t, []string{"stdout a\nb\n", "stderr é", "execution_count ", "result ", "result ", "error ", "execution_complete "}, kinds)
+	return kinds, err
+}
+
+const (
+	replyOfRun = `execute_reply {"status":"ok"}`
+	idleAfter  = `status {"execution_state":"idle"}`
+)
+
+func TestCodeEventsCarryWhatAKernelSaid(t *testing.T) {
+	kinds, err := followed(t,
+		`stream {"name":"stdout","text":"a\nb\n"}`,
+		`stream {"name":"stderr","text":"é"}`,
+		`execute_result {"execution_count":3,"data":{"text/plain":"4"}}`,
+		`display_data {"data":{"text/html":"<b>"}}`,
+		`error {"ename":"E","evalue":"v","traceback":["one"]}`,
+		`comm_open {}`,
+		`execute_reply {"status":"error","ename":"E","evalue":"v","traceback":["one"]}`,
+		idleAfter,
+	)
+	equal(t, nil, err)
+	equal(t, []string{"stdout a\nb\n", "stderr é", "execution_count ", "result ", "result ", "error E v one", "execution_complete "}, kinds)
+}
+
+func TestAFailureThatOnlyTheReplyTellsIsAnError(t *testing.T) {
+	for reply, expected := range map[string]string{
+		`{"status":"error","ename":"E","evalue":"v","traceback":["one"]}`: "error E v one",
+		`{"status":"error"}`:   "error Error the code has failed",
+		`{"status":"abort"}`:   "error Aborted the run was given up",
+		`{"status":"aborted"}`: "error Aborted the run was given up",
+	} {
+		kinds, err := followed(t, idleAfter, "execute_reply "+reply)
+		equal(t, nil, err)
+		equal(t, []string{expected, "execution_complete "}, kinds)
+	}
+}
+
+func TestMalformedMessagesOfAKernelAreSkippedAndARunStillEnds(t *testing.T) {
+	kinds, err := followed(t,
+		`{`, `{}`, `{"header":7}`, `{"header":{"msg_type":"stream"},"parent_header":{"msg_id":"run"},"content":[]}`,
+		`{"header":{"msg_type":"stream"},"parent_header":{"msg_id":"another"},"content":{"text":"foreign"}}`,
+		`{"header":{"msg_type":"status"},"parent_header":{"msg_id":"another"},"content":{"execution_state":"idle"}}`,
+		`stream {"text":7}`, `stream {"text":""}`, `error {"ename":{},"evalue":1}`, `execute_result {"data":"x"}`,
+		`status "idle"`, `stream {"name":"stdout","text":"still here"}`, `execute_reply {"status":["ok"]}`, idleAfter,
+	)
+	equal(t, nil, err)
+	equal(t, []string{"stdout still here", "execution_complete "}, kinds)
+}
+
+func TestTheDeathOfAKernelEndsARunWhoeverReportsIt(t *testing.T) {
+	for _, last := range []string{
+		`{"header":{"msg_type":"status"},"parent_header":{},"content":{"execution_state":"dead"}}`,
+		`{"header":{"msg_type":"status"},"parent_header":{},"content":{"execution_state":"restarting"}}`,
+		replyOfRun, // and then the connection ends
+	} {
+		_, err := followed(t, last)
+		equal(t, errKernelLost, err)
+	}
+}
+
+func FuzzARunEndsWithWhateverAKernelSends(f *testing.F) {
+	f.Add([]byte(`{"header":{"msg_type":"execute_result"},"parent_header":{"msg_id":"run"},"content":{"data":{"text/plain":["a"]}}}`))
+	f.Fuzz(func(t *testing.T, message []byte) {
+		_, err := followed(t, string(message), replyOfRun, idleAfter)
+		equal(t, true, err == nil || err == errKernelLost)
+	})
 }
 
 func TestKernelIsChosenByLanguageAndNotTheGenericOne(t *testing.T) {
@@ -116,7 +183,7 @@ func TestCodeWithoutALanguageIsACommand(t *testing.T) {
 
 func TestABusyContextSaysSoInTheWordsClientsLookFor(t *testing.T) {
 	f := newFixture(t)
-	f.server.code.byID["some"] = &codeContext{ID: "some", Language: "python", busy: true}
+	f.server.code.byID["some"] = &codeContext{ID: "some", Language: "python", stop: func() {}}
 	status, answer := f.call("POST", "/code", `{"code":"1","context":{"id":"some"}}`)
 	equal(t, true, status == 500 && strings.Contains(answer, "session is busy"))
 }

@@ -5,6 +5,9 @@ package main
 // Invariants
 //   - Only messages whose parent is this run's request belong to it.
 //   - The death of a kernel and the loss of the connection end a run with an error.
+//   - A run that failed or was given up says so once, whatever the kernel left out.
+//   - What a kernel sends is read one message at a time; a malformed one is as if it
+//     had not been sent, but for the reply, which ends the run all the same.
 //   - Every value of a result is a string.
 
 import (
@@ -13,6 +16,7 @@ import (
 	"errors"
 	"net/url"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/coder/websocket"
@@ -48,25 +52,117 @@ type kernelContent struct {
 	Traceback []string `json:"traceback"`
 	// status
 	State string `json:"execution_state"`
+	// execute_reply
+	Status string `json:"status"`
+
+	malformed bool
 }
 
 type kernelReply struct {
 	Header  kernelHeader `json:"header"`
 	Parent  kernelHeader `json:"parent_header"`
-	Channel string       `json:"channel"`
-	Content kernelContent
+	Content json.RawMessage
+}
+
+// kernelLink is the connection to the kernel of a context. It is begun with the
+// context and kept: a new one for each run would cost most of a short run's time,
+// and there are kernels that answer their first one only.
+type kernelLink struct {
+	stop  context.CancelFunc
+	ready chan struct{} // closed when socket is set
+	lost  chan struct{} // closed when nothing more will come; later than ready, or instead of it
+
+	socket *websocket.Conn
+
+	mutex    sync.Mutex
+	listener *kernelListener // nil between runs
+}
+
+// kernelListener takes messages while a run lasts.
+type kernelListener struct {
+	messages chan []byte
+	done     chan struct{}
+}
+
+// link begins to connect to the kernel of a session.
+func (j *Jupyter) link(session jupyterSession) *kernelLink {
+	ctx, stop := context.WithCancel(context.Background())
+	link := &kernelLink{stop: stop, ready: make(chan struct{}), lost: make(chan struct{})}
+	go func() {
+		defer stop()
+		defer close(link.lost)
+		socket, err := j.connect(ctx, session)
+		if err != nil {
+			return
+		}
+		defer socket.CloseNow()
+		link.socket = socket
+		close(link.ready)
+		link.read(ctx)
+	}()
+	return link
+}
+
+// read passes messages on until the connection or the kernel ends. Between runs
+// they are thrown away.
+func (l *kernelLink) read(ctx context.Context) {
+	for {
+		_, data, err := l.socket.Read(ctx)
+		if err != nil {
+			return
+		}
+		l.mutex.Lock()
+		listener := l.listener
+		l.mutex.Unlock()
+		if listener == nil {
+			if reply, content := parseReply(data); reply.Header.Type == "status" && kernelEnded(content) {
+				return
+			}
+			continue
+		}
+		select {
+		case listener.messages <- data:
+		case <-listener.done:
+		}
+	}
+}
+
+// listen makes the messages from now on a run's, until release is called.
+func (l *kernelLink) listen(ctx context.Context) (next func() ([]byte, error), release func()) {
+	listener := &kernelListener{messages: make(chan []byte), done: make(chan struct{})}
+	l.mutex.Lock()
+	l.listener = listener
+	l.mutex.Unlock()
+	next = func() ([]byte, error) {
+		select {
+		case data := <-listener.messages:
+			return data, nil
+		case <-l.lost:
+		case <-ctx.Done():
+		}
+		return nil, errKernelLost
+	}
+	release = func() {
+		l.mutex.Lock()
+		l.listener = nil
+		l.mutex.Unlock()
+		close(listener.done)
+	}
+	return next, release
 }
 
 // runCode executes code in the kernel of a session; events of it go to the stream.
 // An error of the code is an event; what is returned is why it could not be run.
-func (j *Jupyter) runCode(ctx context.Context, session jupyterSession, code string, stream *eventStream) error {
-	socket, err := j.connect(ctx, session)
-	if err != nil {
-		return err
+func (l *kernelLink) runCode(ctx context.Context, session, code string, stream *eventStream) error {
+	select {
+	case <-l.ready:
+	case <-l.lost:
+		return errKernelLost
+	case <-ctx.Done():
+		return errKernelLost
 	}
-	defer socket.CloseNow()
 	request := kernelHeader{
-		ID: newUUID(), Type: "execute_request", Username: "execd", Session: session.ID, Version: kernelVersion,
+		ID: newUUID(), Type: "execute_request", Username: "execd", Session: session, Version: kernelVersion,
 		Date: time.Now().UTC().Format(time.RFC3339Nano),
 	}
 	text, err := json.Marshal(map[string]any{
@@ -76,39 +172,77 @@ func (j *Jupyter) runCode(ctx context.Context, session jupyterSession, code stri
 			"allow_stdin": false, "stop_on_error": true,
 		},
 	})
-	if err == nil {
-		err = socket.Write(ctx, websocket.MessageText, text)
-	}
 	if err != nil {
+		return err
+	}
+	next, release := l.listen(ctx)
+	defer release()
+	if l.socket.Write(ctx, websocket.MessageText, text) != nil {
 		return errKernelLost
 	}
-	replied, idle := false, false
+	return follow(request.ID, stream, next)
+}
+
+// parseReply reads a message; what is malformed in it is as if it were not there.
+func parseReply(data []byte) (reply kernelReply, content kernelContent) {
+	if json.Unmarshal(data, &reply) != nil {
+		return kernelReply{}, content
+	}
+	if json.Unmarshal(reply.Content, &content) != nil {
+		content = kernelContent{malformed: true}
+	}
+	return reply, content
+}
+
+// kernelEnded says whether a status is that of a kernel that lives no more.
+func kernelEnded(status kernelContent) bool {
+	return status.State == "dead" || status.State == "restarting"
+}
+
+// follow turns the messages of one run into events until the kernel has replied and is idle.
+func follow(request string, stream *eventStream, next func() ([]byte, error)) error {
+	var outcome kernelContent
+	replied, idle, failed := false, false, false
 	for !replied || !idle {
-		_, data, err := socket.Read(ctx)
+		data, err := next()
 		if err != nil {
 			return errKernelLost
 		}
-		var reply kernelReply
-		if json.Unmarshal(data, &reply) != nil {
-			continue
-		}
-		kind, content := reply.Header.Type, &reply.Content
-		if kind == "status" && (content.State == "dead" || content.State == "restarting") {
+		reply, content := parseReply(data)
+		kind := reply.Header.Type
+		if kind == "status" && kernelEnded(content) {
 			return errKernelLost
 		}
-		if reply.Parent.ID != request.ID {
-			continue
-		}
-		switch kind {
-		case "execute_reply":
-			replied = true
-		case "status":
+		switch {
+		case reply.Parent.ID != request:
+		case kind == "execute_reply":
+			replied, outcome = true, content
+		case content.malformed:
+		case kind == "status":
 			idle = idle || content.State == "idle"
 		default:
-			emit(stream, kind, content)
+			failed = failed || kind == "error"
+			emit(stream, kind, &content)
 		}
 	}
+	if !failed {
+		emitOutcome(stream, &outcome)
+	}
 	return nil
+}
+
+// emitOutcome reports a failure that the kernel told in its reply only.
+func emitOutcome(stream *eventStream, outcome *kernelContent) {
+	switch outcome.Status {
+	case "error":
+		name, value := outcome.Ename, outcome.Evalue
+		if name == "" {
+			name, value = "Error", "the code has failed"
+		}
+		stream.codeError(name, value, outcome.Traceback)
+	case "abort", "aborted":
+		stream.codeError("Aborted", "the run was given up", nil)
+	}
 }
 
 // emit turns a message of a kernel into an event.
