@@ -168,7 +168,9 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "upstream_netns": None if netns is None else str(netns),
         "docker_socket": str(settings.get("sallyport.docker.socket", default_socket)),
         "dockerd": dockerd if managed else None,
-        "images": [{"name": name, "tar": tar} for name, tar in settings.get("sallyport.images", ())],
+        "images": [
+            {"name": name, "tar": tar, "env": dict(env)} for name, tar, env in settings.get("sallyport.images", ())
+        ],
         "runsc": settings.program("runsc", "/usr/local/bin/runsc"),
         "runc": settings.program("runc", "/usr/sbin/runc"),
         "execd": settings.execd(),

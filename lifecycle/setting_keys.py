@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle import quantities
+from runtimes.spec import image_environment
 
 RUNTIMES = ("runc", "runsc")
 
@@ -88,14 +89,18 @@ def _runtimes(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _images(value: Any) -> tuple[tuple[str, str], ...]:
+def _images(value: Any) -> tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]:
     if not isinstance(value, list):
         raise ValueError("must be a list of tables with name and tar")
     images = []
     for item in value:
-        if not isinstance(item, dict) or set(item) != {"name", "tar"}:
-            raise ValueError("each image has exactly name and tar")
-        images.append((str(_text(item["name"])), str(_absolute(item["tar"]))))
+        if not isinstance(item, dict) or not {"name", "tar"} <= set(item) <= {"name", "tar", "env"}:
+            raise ValueError("each image has name and tar, may have env, and nothing else")
+        env = item.get("env", {})
+        if not isinstance(env, dict):
+            raise ValueError("env of an image must be a table of strings")
+        variables = image_environment({name: str(_text(text)) for name, text in env.items()})
+        images.append((str(_text(item["name"])), str(_absolute(item["tar"])), tuple(variables.items())))
     return tuple(images)
 
 

@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -166,10 +167,16 @@ class Docker:
             workdir=config.get("WorkingDir") or "/",
         )
 
-    async def import_image(self, name: str, tar: Path) -> None:
-        """Import the root file system `tar` as `name`, unless just this file was imported before."""
+    async def import_image(self, name: str, tar: Path, env: Mapping[str, str]) -> None:
+        """Import the root file system `tar` as `name` with `env`, unless just that was imported before.
+
+        Preconditions: `env` has passed `spec.image_environment`.
+        """
         status = await asyncio.to_thread(tar.stat)
+        variables = [f'ENV {key}="{value}"' for key, value in env.items()]
         source = f"{status.st_size}:{status.st_mtime_ns}"
+        if variables:
+            source += ":" + hashlib.sha256("\n".join(variables).encode()).hexdigest()
         try:
             found = await self._run(lambda: self._api.inspect_image(name))
             if ((found.get("Config") or {}).get("Labels") or {}).get(_SOURCE_LABEL) == source:
@@ -179,7 +186,7 @@ class Docker:
         repository, separator, tag = name.rpartition(":")
         if not separator or "/" in tag:
             repository, tag = name, "latest"
-        changes = [f"LABEL {_SOURCE_LABEL}={source}", f"ENV {_DEFAULT_PATH}", "WORKDIR /"]
+        changes = [f"LABEL {_SOURCE_LABEL}={source}", f"ENV {_DEFAULT_PATH}", *variables, "WORKDIR /"]
         await self._run(
             lambda: self._slow.import_image_from_file(str(tar), repository=repository, tag=tag, changes=changes)
         )

@@ -234,7 +234,7 @@ class Host:
         if not known.ok:
             raise Refused(f"{known.detail}: {known.remedy}")
         for image in config.images:
-            await self._docker.import_image(image.name, Path(image.tar))
+            await self._docker.import_image(image.name, Path(image.tar), image.env)
 
     def _connected(self) -> Docker:
         if self._docker is None:

@@ -9,12 +9,13 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from runtimes.disk import SMALLEST
 
 SANDBOX_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
+_IMAGE_TEXT = re.compile(r"[ !#%-\[\]-~]{0,1024}")  # what Docker's ENV takes as it is: no quote, dollar or backslash
 _MAX_TEXT = 128 * 1024
 _MAX_ENV = 1024 * 1024
 
@@ -103,11 +104,24 @@ class DockerdConfig(_Strict):
     log: str
 
 
+def image_environment(env: dict[str, str]) -> dict[str, str]:
+    """Return the environment of an image.
+
+    Raises:
+        ValueError: a name is none, or a value is long or has other than printable ASCII, or `"`, `$` or a backslash.
+    """
+    for name, text in env.items():
+        if not _ENV_NAME.fullmatch(name) or not _IMAGE_TEXT.fullmatch(text):
+            raise ValueError("must have names of variables and plain values in each env")
+    return env
+
+
 class ImageConfig(_Strict):
-    """An image imported from a root file system tar when it is missing or the tar has changed."""
+    """An image imported from a root file system tar when it is missing or the tar or `env` has changed."""
 
     name: str
     tar: str
+    env: Annotated[dict[str, str], AfterValidator(image_environment)] = {}
 
 
 class ProcessConfig(_Strict):

@@ -68,7 +68,7 @@ class Server:
     def __init__(self, own: Settings) -> None:
         self.run_dir = own.run_dir
         self._key = own.api_keys[0]
-        self._image = next((name for name, _ in own.get("sallyport.images", ())), "")
+        self._image = next((name for name, _, _ in own.get("sallyport.images", ())), "")
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{own.port}", timeout=_SANDBOX_SECONDS, trust_env=False)
 
     def answers(self) -> bool:
