@@ -23,6 +23,7 @@ from demo.stack import IMAGE, Stack
 
 RUNTIMES = ("runsc", "runc")
 INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
+CODE_IMAGE = "opensandbox/code-interpreter:v1.1.0"
 PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
 
 
@@ -55,9 +56,22 @@ def _controls(internet: Internet) -> dict[str, int]:
     return run_controls(internet)
 
 
+class WithCode(Stack):
+    """A Sallyport that has the code-interpreter image, too, under the name its SDK documents."""
+
+    @property
+    def settings(self) -> str:
+        return f"""{super().settings}
+[[sallyport.images]]
+name = "{CODE_IMAGE}"
+tar = "{os.environ["SALLYPORT_CODE_IMAGE"]}"
+env = {{JUPYTER_HOST = "http://127.0.0.1:44771", JUPYTER_TOKEN = "opensandboxcodeinterpreterjupyter"}}
+"""
+
+
 @pytest.fixture(scope="session", name="stack")
 def _stack(directory: Path, internet: Internet, values: Secrets) -> Iterator[Stack]:
-    with Stack(internet, directory / "sallyport", port=PORT) as stack:
+    with WithCode(internet, directory / "sallyport", port=PORT) as stack:
         _put(stack, values)
         yield stack
 

@@ -1,0 +1,442 @@
+"""The code-interpreter image through its official SDK: documented examples, state, results, errors, and what breaks.
+
+One sandbox on each runtime, made with the default policy (deny-all): all of it works without a network.
+"""
+
+import ast
+import asyncio
+import contextlib
+import gc
+import http.client
+import inspect
+import io
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from typing import Any
+
+import pytest
+from code_interpreter import CodeInterpreter, CodeInterpreterSync
+from opensandbox import Sandbox
+from opensandbox.config import ConnectionConfig
+from opensandbox.exceptions import SandboxApiException
+from opensandbox.models.execd import Execution
+from opensandbox.models.execd_sync import ExecutionHandlersSync
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.stack import Stack
+from tests.conftest import CODE_IMAGE, RUNTIMES
+
+pytestmark = pytest.mark.system
+
+ENTRYPOINT = ["/opt/code-interpreter/code-interpreter.sh"]
+README = str(metadata.metadata("opensandbox-code-interpreter").get_payload())
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+NOT_HERE = "SupportedLanguage.GO"
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A sandbox of the image, and its SDKs' views."""
+
+    stack: Stack
+    sandbox: SandboxSync
+    interpreter: CodeInterpreterSync
+
+    def run(self, code: str, **options: Any) -> Execution:
+        return self.interpreter.codes.run(code, **options)
+
+    def context(self, language: str = "python") -> Any:
+        return self.interpreter.codes.create_context(language)
+
+    def contexts(self, language: str) -> list[str]:
+        return [str(item.id) for item in self.interpreter.codes.list_contexts(language)]
+
+
+@pytest.fixture(scope="module", params=RUNTIMES, name="box")
+def _box(request: pytest.FixtureRequest, stack: Stack) -> Iterator[Box]:
+    sandbox = stack.create(request.param, image=CODE_IMAGE, policy=None, entrypoint=ENTRYPOINT)
+    try:
+        with CodeInterpreterSync.create(sandbox=sandbox) as interpreter:
+            yield Box(stack, sandbox, interpreter)
+    finally:
+        sandbox.kill()
+        sandbox.close()
+
+
+def text(execution: Execution, stream: str = "stdout") -> str:
+    return "".join(message.text for message in getattr(execution.logs, stream))
+
+
+def until(said: str, happened: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+
+
+class Running:
+    """A run in the background; `begun` is set when its code has printed something."""
+
+    def __init__(self, box: Box, code: str, context: Any) -> None:
+        self.begun = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        handlers = ExecutionHandlersSync(on_stdout=lambda _: self.begun.set())
+        self._future = self._pool.submit(box.run, code, context=context, handlers=handlers)
+        assert self.begun.wait(20)
+
+    def result(self) -> Execution:
+        try:
+            return self._future.result(timeout=30)
+        finally:
+            self._pool.shutdown(wait=False)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_documented_quick_starts_work_as_written(stack: Stack) -> None:
+    """The two programs of the package's README, with nothing but the address and the key put in."""
+    programs = [code for code in EXAMPLES if "api.opensandbox.io" in code]
+    assert 2 == len(programs)
+    for program in programs:
+        ours = program.replace("api.opensandbox.io", f"127.0.0.1:{stack.port}").replace("your-api-key", stack.api_key)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(ours, "README", "exec"), {"__name__": "__main__"})  # noqa: S102 - a published example
+        assert "4\n" == printed.getvalue()
+    gc.collect()  # the example closes no client: whatever warns of that is to do so here
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_documented_usage_works_as_written(box: Box) -> None:
+    """Each snippet of the README for a language the image has, in the order it has there."""
+    snippets = [code for code in EXAMPLES if "interpreter.codes" in code and "api.opensandbox.io" not in code]
+    ours = [code for code in snippets if NOT_HERE not in code]
+    assert (6, 5) == (len(snippets), len(ours))
+
+    async def follow() -> dict[str, Any]:
+        config = ConnectionConfig(domain=f"127.0.0.1:{box.stack.port}", api_key=box.stack.api_key)
+        async with await Sandbox.connect(box.sandbox.id, connection_config=config) as sandbox:
+            names: dict[str, Any] = {"interpreter": await CodeInterpreter.create(sandbox=sandbox)}
+            for code in ours:
+                compiled = compile(code, "README", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                done = eval(compiled, names)  # noqa: S307 - as above
+                if inspect.isawaitable(done):
+                    await done
+            await names["interpreter"].aclose()
+            return names
+
+    names = asyncio.run(follow())
+    gc.collect()
+
+    java = box.interpreter.codes.get_context(box.contexts("java")[0])
+    assert ("Calculating sum...\nSum: 30\n", "30") == (text(names["execution"]), names["execution"].result[0].text)
+    assert "60" == box.run("sum * 2", context=java).result[0].text
+    failed = box.run('throw new IllegalStateException("wrong");', context=java).error
+    assert failed is not None and "java.lang.IllegalStateException, wrong" == failed.value
+    box.interpreter.codes.delete_context(java.id)
+    assert "['Alice', 'Bob', 'Charlie', 'Dave']" == names["result"].result[0].text
+
+
+def test_a_file_of_the_sdk_lies_where_code_looks_for_it(box: Box) -> None:
+    """The example of the SDK's own documentation: a relative name means the same place to both."""
+    box.sandbox.files.write_file("data.txt", "Hello")
+
+    assert "Hello\n" == text(box.run("with open('data.txt') as f: print(f.read())", context=box.context()))
+
+
+def test_another_version_is_said_to_be_missing_and_what_there_is_serves(box: Box) -> None:
+    """Asked for by the variables that the SDK documents."""
+    command = f"PYTHON_VERSION=3.11 NODE_VERSION=20 JUPYTER_PORT=1 timeout 1 {ENTRYPOINT[0]} 2>&1"
+    said = text(box.sandbox.commands.run(command))
+
+    assert "NODE_VERSION asks for 20" in said
+    assert "PYTHON_VERSION" not in said
+
+
+def test_packages_install_as_documented(box: Box) -> None:
+    """`pip install`, without further words, and a kernel that runs already imports what came."""
+    made = (
+        "import zipfile\n"
+        "with zipfile.ZipFile('/tmp/answer-1-py3-none-any.whl', 'w') as wheel:\n"
+        "    wheel.writestr('answer.py', 'ANSWER = 42')\n"
+        "    info = 'answer-1.dist-info/'\n"
+        "    wheel.writestr(info + 'METADATA', 'Metadata-Version: 2.1\\nName: answer\\nVersion: 1\\n')\n"
+        "    wheel.writestr(info + 'WHEEL', 'Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n')\n"
+        "    wheel.writestr(info + 'RECORD', '')\n"
+    )
+    context = box.context()
+    assert box.run(made, context=context).error is None
+
+    installed = box.sandbox.commands.run("pip install --no-index /tmp/answer-1-py3-none-any.whl")
+
+    assert 0 == installed.exit_code, text(installed)
+    assert "42" == box.run("import answer; answer.ANSWER", context=context).result[0].text
+
+
+@pytest.mark.parametrize(
+    ("language", "first", "second", "expected"),
+    [
+        ("python", "x = 20", "print(x + 1)", "21\n"),
+        ("bash", "x=20; cd /opt", "echo $((x + 1)); pwd", "21\n/opt\n"),
+        ("javascript", "const x = 20", "console.log(x + 1)", "21\n"),
+        ("typescript", "const x: number = 20", "console.log(x + 1 as number)", "21\n"),
+        ("java", "int x = 20;", "System.out.println(x + 1);", "21\n"),
+    ],
+)
+def test_a_context_keeps_its_state(box: Box, language: str, first: str, second: str, expected: str) -> None:
+    """In each language of the image; the next context of the language knows nothing of it."""
+    context = box.context(language)
+    assert box.run(first, context=context).error is None
+
+    done = box.run(second, context=context)
+
+    assert (None, expected) == (done.error, text(done))
+    box.interpreter.codes.delete_context(context.id)
+
+
+def test_contexts_run_beside_each_other_and_share_nothing(box: Box) -> None:
+    """Both wait for the other's file, so neither could end were they run in turn."""
+    code = (
+        "import os, pathlib, time\n"
+        "pathlib.Path('/tmp/{own}').touch()\n"
+        "while not os.path.exists('/tmp/{other}'): time.sleep(0.01)\n"
+        "name = '{own}'\nprint(name)"
+    )
+    contexts = [box.context(), box.context()]
+    runs = [("one", "two", contexts[0]), ("two", "one", contexts[1])]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda run: box.run(code.format(own=run[0], other=run[1]), context=run[2]), runs))
+
+    assert ["one\n", "two\n"] == [text(execution) for execution in done]
+    assert ["one\n", "two\n"] == [text(box.run("print(name)", context=context)) for context in contexts]
+    assert box.run("first_only", context=contexts[1]).error is not None
+
+
+def test_a_context_is_busy_while_its_code_runs(box: Box) -> None:
+    """In the words that clients wait for; what runs is not disturbed."""
+    context = box.context()
+    running = Running(box, "import time\nprint('begun', flush=True)\ntime.sleep(1)\nprint('done')", context)
+
+    with pytest.raises(SandboxApiException, match="session is busy"):
+        box.run("1", context=context)
+    assert "begun\ndone\n" == text(running.result())
+
+
+def test_results_and_display_data_arrive(box: Box) -> None:
+    """The value of the last expression and whatever was displayed before it (the SDK keeps their text only)."""
+    shown = "from IPython.display import display, HTML\ndisplay(HTML('<b>bold</b>'))\n"
+    done = box.run(f"{shown}import sys\nprint('e', end='', file=sys.stderr)\n[1]", context=box.context())
+
+    assert ["<IPython.core.display.HTML object>", "[1]"] == [result.text for result in done.result]
+    assert "e" == text(done, "stderr")
+    assert done.complete is not None
+    script = box.run("[1, 'a']", language="javascript")
+    assert '[ 1, "a" ]' == script.result[0].text
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "name", "value"),
+    [
+        ("python", "def f(): return 1 / 0\nf()", "ZeroDivisionError", "division by zero"),
+        ("python", "def (", "SyntaxError", "invalid syntax"),
+        ("javascript", "throw new TypeError('wrong')", "TypeError", "wrong"),
+        ("bash", "(exit 7)", "", "7"),
+    ],
+)
+def test_an_error_has_name_value_and_traceback(box: Box, language: str, code: str, name: str, value: str) -> None:
+    """And the context works on."""
+    failed = box.run(code, language=language)
+
+    assert failed.error is not None
+    assert (name, value) == (failed.error.name, failed.error.value.split(" (")[0].split(", ")[-1])
+    if name == "ZeroDivisionError":
+        assert any("in f" in line or "f()" in line for line in failed.error.traceback)
+    assert failed.complete is not None
+    assert box.run("1", language="python").error is None
+
+
+def test_an_endless_loop_is_interrupted(box: Box) -> None:
+    """The run ends with the kernel's own error; variables stay."""
+    context = box.context()
+    running = Running(box, "kept = 7\nprint('begun', flush=True)\nwhile True: pass", context)
+
+    box.interpreter.codes.interrupt(context.id)
+
+    error = running.result().error
+    assert error is not None and "KeyboardInterrupt" == error.name
+    assert "7\n" == text(box.run("print(kept)", context=context))
+
+
+def test_a_kernel_deaf_to_interrupts_is_ended(box: Box) -> None:
+    """Deno does not heed them, nor does code that will not: after the grace period the context is gone."""
+    runs = [
+        ("javascript", "console.log('begun'); while (true) {}"),
+        ("python", "import signal\nsignal.signal(2, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"),
+    ]
+    contexts = [box.context(language) for language, _ in runs]
+    running = [Running(box, code, context) for (_, code), context in zip(runs, contexts, strict=True)]
+    for context in contexts:
+        box.interpreter.codes.interrupt(context.id)
+
+    for (language, _), context, run in zip(runs, contexts, running, strict=True):
+        error = run.result().error
+        assert error is not None and "kernel" in error.value
+        assert context.id not in box.contexts(language)
+
+
+def test_contexts_are_listed_found_and_deleted(box: Box) -> None:
+    """By language and by id; one that is not there is a 404."""
+    codes = box.interpreter.codes
+    codes.delete_contexts("bash")
+    made = [str(box.context("bash").id) for _ in range(2)]
+    assert sorted(made) == sorted(box.contexts("bash"))
+    assert "bash" == codes.get_context(made[0]).language
+
+    codes.delete_context(made[0])
+
+    assert [made[1]] == box.contexts("bash")
+    with pytest.raises(SandboxApiException) as gone:
+        codes.get_context(made[0])
+    assert 404 == gone.value.status_code
+    codes.delete_contexts("bash")
+    assert [] == box.contexts("bash")
+
+
+def test_deleting_a_context_ends_what_runs_in_it(box: Box) -> None:
+    """With an error, soon."""
+    context = box.context()
+    running = Running(box, "print('begun', flush=True)\nwhile True: pass", context)
+
+    box.interpreter.codes.delete_context(context.id)
+
+    assert running.result().error is not None
+
+
+def test_a_flood_arrives_whole_where_it_is_read(box: Box) -> None:
+    """Ten megabytes in lines; and a single message that no client should be sent is left out, and said to be."""
+    context = box.context()
+    line = "x" * 999
+    received = 0
+
+    def count(message: Any) -> None:
+        nonlocal received
+        received += len(message.text)
+
+    flood = f"for _ in range(10_000): print('{line}')"
+    done = box.run(flood, context=context, handlers=ExecutionHandlersSync(on_stdout=count))
+    assert (None, 10_000 * 1000) == (done.error, received)
+    done = box.run(f"print('x' * {40 * MIB})", context=context)
+
+    assert (True, 0) == ("dropped" in text(done, "stderr"), len(text(done)))
+    assert "1" == box.run("1", context=context).result[0].text
+
+
+def test_a_reader_that_stops_costs_bounded_memory(box: Box) -> None:
+    """Two hundred megabytes for nobody: dropped on the way, while the sandbox answers; then the run ends."""
+    context = box.context()
+    code = (
+        "import os, sys\nmost = 0\n"
+        "for _ in range(200):\n"
+        "    print('x' * 2**20); sys.stdout.flush()\n"
+        "    lines = open(f'/proc/{os.getppid()}/status').read().splitlines()\n"
+        "    most = max(most, *(int(line.split()[1]) for line in lines if line.startswith('VmRSS')))\n"
+        "open('/tmp/flooded', 'w').write(str(most))"
+    )
+    endpoint = box.sandbox.get_endpoint(44772)
+    host, _, path = endpoint.endpoint.partition("/")
+    body = json.dumps({"code": code, "context": {"id": context.id, "language": "python"}})
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=30)) as connection:
+        connection.request("POST", f"/{path}/code", body, {"Content-Type": "application/json", **endpoint.headers})
+        answer = connection.getresponse()
+        assert 200 == answer.status
+        until("the kernel is not held up", lambda: "" != text(box.sandbox.commands.run("cat /tmp/flooded 2>/dev/null")))
+        rest = answer.read()
+
+    most = int(text(box.sandbox.commands.run("cat /tmp/flooded")))
+    assert 0 < most < 250 * 1024
+    assert b"dropped" in rest[-4096:] or b"dropped" in rest
+    assert b"execution_complete" in rest[-200:]
+
+
+def test_a_killed_kernel_is_an_error_and_its_context_is_gone(box: Box) -> None:
+    """While it runs, and while it idles: never a fresh kernel under the old name."""
+    during, idle = box.context(), box.context()
+    pid = text(box.run("import os; kept = 1; print(os.getpid())", context=idle)).strip()
+    failed = box.run("import os; os.kill(os.getpid(), 9)", context=during)
+    assert failed.error is not None and "kernel" in failed.error.value
+    box.sandbox.commands.run(f"kill -9 {pid}")
+
+    failed = box.run("print(kept)", context=idle)
+
+    assert failed.error is not None and "kernel" in failed.error.value
+    assert {during.id, idle.id}.isdisjoint(box.contexts("python"))
+
+
+def test_a_hostile_kernel_harms_its_own_run_only(box: Box) -> None:
+    """Malformed messages, foreign parents, raw frames and a false death, sent by the code itself."""
+    context, other = box.context(), box.context()
+    code = (
+        "k = get_ipython().kernel\nparent = k.get_parent()\n"
+        "def say(kind, content, parent=parent): k.session.send(k.iopub_socket, kind, content, parent=parent)\n"
+        "say('execute_result', {'data': 'x', 'execution_count': []})\nsay('stream', {'name': 7, 'text': {}})\n"
+        "say('error', {'ename': [], 'traceback': 'no list'})\nsay('status', {'execution_state': 7})\n"
+        "say('stream', {'name': 'stdout', 'text': 'foreign'}, {'header': {'msg_id': 'another'}})\n"
+        "k.iopub_socket.send_multipart([b'raw', b'<IDS|MSG>', b'signed by nobody'])\nprint('honest')"
+    )
+    done = box.run(code, context=context)
+    assert (None, "honest\n") == (done.error, text(done))
+
+    done = box.run("say('status', {'execution_state': 'dead'}); import time; time.sleep(30)", context=context)
+
+    assert done.error is not None
+    assert "2" == box.run("1 + 1", context=other).result[0].text
+
+
+def test_a_killed_jupyter_server_comes_back(box: Box) -> None:
+    """What ran ends with an error, its kernels end too, and the same sandbox has new contexts."""
+    context = box.context()
+    script = box.context("javascript")
+    server = text(box.run("import os; print(os.getppid())", context=context)).strip()
+    pid = text(box.run("console.log(Deno.pid)", context=script)).strip()
+    running = Running(box, "print('begun', flush=True)\nwhile True: pass", context)
+
+    box.sandbox.commands.run(f"kill -9 {server}")
+
+    assert running.result().error is not None
+    with contextlib.suppress(SandboxApiException):
+        assert box.run("1", context=script).error is not None
+    assert "2" == box.run("1 + 1", context=box.context()).result[0].text
+    until("no kernel is left over", lambda: "0" == text(box.sandbox.commands.run(f"ls -d /proc/{pid} | wc -l")).strip())
+    assert "Running" == box.sandbox.get_info().status.state
+
+
+def test_the_server_listens_inside_only(box: Box) -> None:
+    """On loopback: the sandbox's own address does not answer, so the token opens nothing to anybody else."""
+    probe = "bash -c 'exec 3<>/dev/tcp/{}/44771' 2>/dev/null && echo open || echo closed"
+    answers = [text(box.sandbox.commands.run(probe.format(host))).strip() for host in ("127.0.0.1", "192.0.2.2")]
+
+    assert ["open", "closed"] == answers
+
+
+def test_the_first_print_comes_soon(stack: Stack, runtime: str) -> None:
+    """A fresh sandbox whose server answers: the first code of its life, in a context made for it."""
+    sandbox = stack.create(runtime, image=CODE_IMAGE, policy=None, entrypoint=ENTRYPOINT)
+    try:
+        with CodeInterpreterSync.create(
+            sandbox=sandbox, health_check_polling_interval=timedelta(milliseconds=20)
+        ) as box:
+            began = time.monotonic()
+            done = box.codes.run("print(1)")
+            seconds = time.monotonic() - began
+        assert "1\n" == text(done)
+        assert seconds < 5  # the goal is 1.2 s on a quiet machine; docs/operations.md has what was seen
+    finally:
+        sandbox.kill()
+        sandbox.close()
