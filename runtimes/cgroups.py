@@ -19,6 +19,8 @@ _SETTLE_SECONDS = 2.0
 _WEIGHT = 1  # of all workers, against 1 of all containers
 PERIOD = 20_000
 """Microseconds of a period of processor time. Whoever has used up his share waits for the next: not for long."""
+_LONG_PERIOD = 100_000
+_LEAST_QUOTA = 1000  # microseconds; the kernel takes no less
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,12 @@ def find(mountinfo: str) -> Hierarchies:
     if unified is not None and not found:
         return Hierarchies(2, (unified,))
     raise OSError("no cgroup hierarchy with memory, cpu and pids")
+
+
+def processor_time(nanos: int) -> tuple[int, int]:
+    """Return period and quota, in microseconds, for so many billionths of a processor; a hundredth is the least."""
+    period = PERIOD if nanos * PERIOD >= _LEAST_QUOTA * 10**9 else _LONG_PERIOD
+    return period, max(_LEAST_QUOTA, nanos * period // 10**9)
 
 
 def settings(version: int, limits: Limits) -> Mapping[str, str]:

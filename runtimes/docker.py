@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtimes.cgroups import PERIOD
+from runtimes.cgroups import processor_time
 
 LABEL = "sallyport.sandbox"
 INSTANCE_LABEL = "sallyport.instance"
@@ -22,8 +22,6 @@ _SOURCE_LABEL = "sallyport.source"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
 ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN")
 """With isolated sessions, on runsc only: there it is a right over the sandbox's own kernel."""
-_LEAST_QUOTA = 1000  # microseconds; the kernel takes no less
-_LONG_PERIOD = 100_000
 _THREADS = 8
 _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
@@ -200,7 +198,7 @@ class Docker:
         ulimits = [{"Name": "core", "Soft": 0, "Hard": 0}]  # a crash must not reach the host's core handler
         if plan.processes is not None:
             ulimits.append({"Name": "nproc", "Soft": plan.processes, "Hard": plan.processes})
-        period = PERIOD if plan.cpu_nanos * PERIOD >= _LEAST_QUOTA * 10**9 else _LONG_PERIOD
+        period, quota = processor_time(plan.cpu_nanos)
         host = self._api.create_host_config(
             network_mode="none",
             binds=[f"{bind.source}:{bind.destination}:ro" for bind in plan.binds],
@@ -211,7 +209,7 @@ class Docker:
             mem_limit=plan.memory_bytes,
             memswap_limit=plan.memory_bytes,
             cpu_period=period,
-            cpu_quota=max(_LEAST_QUOTA, plan.cpu_nanos * period // 10**9),
+            cpu_quota=quota,
             restart_policy={"Name": "no"},
             log_config={"Type": "json-file", "Config": {"max-size": "10m", "max-file": "2"}},
             ipc_mode="private",

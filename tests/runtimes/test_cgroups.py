@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.cgroups import Cgroups, Hierarchies, Limits, find, remove_container_groups, settings
+from runtimes.cgroups import (
+    Cgroups,
+    Hierarchies,
+    Limits,
+    Processor,
+    find,
+    processor_time,
+    remove_container_groups,
+    settings,
+)
 
 _V1 = """\
 32 31 0:27 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct
@@ -70,3 +79,30 @@ def test_a_group_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
     (group / "tasks").touch()
 
     assert (f"cgroup {group}",) == remove_container_groups("id1", f"1 2 0:3 / {tmp_path} rw - cgroup none rw\n")
+
+
+def test_a_share_of_a_processor_is_given_in_short_periods_where_the_kernel_can() -> None:
+    shares = {2 * 10**9: (20_000, 40_000), 500_000_000: (20_000, 10_000), 50_000_000: (20_000, 1000)}
+    shares |= {49_000_000: (100_000, 4900), 10_000_000: (100_000, 1000), 1_000_000: (100_000, 1000)}
+    assert shares == {nanos: processor_time(nanos) for nanos in shares}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("layout", ["docker/id1", "system.slice/docker-id1.scope"])
+def test_time_and_weight_are_found_in_each_hierarchy_and_layout(tmp_path: Path, version: int, layout: str) -> None:
+    cpu, times = (tmp_path, tmp_path) if version == 2 else (tmp_path / "cpu", tmp_path / "cpuacct")
+    kinds = ("cgroup2 none rw",) if version == 2 else ("cgroup none rw,cpu", "cgroup none rw,cpuacct")
+    table = "".join(f"1 2 0:3 / {at} rw - {kind}\n" for at, kind in zip((cpu, times), kinds, strict=False))
+    cgroups = Cgroups("/run/x", Hierarchies(version, (cpu,)))
+    worker = cpu / cgroups.parent / "sbx-1.1"
+    for group in {cpu / layout, times / layout, worker}:
+        group.mkdir(parents=True)
+    (times / layout / "cpuacct.usage").write_text("1500000000\n")
+    (times / layout / "cpu.stat").write_text("usage_usec 1500000\nuser_usec 1\n")
+    processor = Processor(cgroups, table)
+    assert processor.seconds("id1") == 1.5
+    processor.weigh("id1", "sbx-1.1", share=1 / 16)
+    file, weight = ("cpu.weight", "6") if version == 2 else ("cpu.shares", "64")
+    assert [weight] * 2 == [(group / file).read_text() for group in (cpu / layout, worker)]
+    with pytest.raises(FileNotFoundError):
+        processor.seconds("id2")
