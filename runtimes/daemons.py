@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 _FORGET_SECONDS = 5.0
 _END_SECONDS = 3.0
 _UP_SECONDS = 60.0
+_FORK_SECONDS = 5.0
 ADOPTABLE = ("auditd", "vaultd", "serve")
 
 
@@ -242,6 +243,7 @@ class Daemons:
         previous = self._clients.get("zygote")
         self._clients["zygote"] = client
         if previous is not None:
+            await previous.answered(_FORK_SECONDS)  # a birth that the former one has begun is its own to end
             await previous.close()
 
     async def _zygote_up(self, restarted: bool) -> None:

@@ -155,6 +155,11 @@ class Client:
             raise ConnectionError(f"connection closed before {op!r}")
         await self._send({"op": op, **parameters}, fds)
 
+    async def answered(self, seconds: float) -> None:
+        """Wait until the calls that are under way have ended, but no longer than `seconds`."""
+        if self._waiting:
+            await asyncio.wait(list(self._waiting.values()), timeout=seconds)
+
     async def close(self) -> None:
         """End the connection and everything that runs for it."""
         if self._reader is not None:

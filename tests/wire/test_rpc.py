@@ -89,6 +89,21 @@ async def test_a_call_without_an_answer_times_out() -> None:
     await server.close()
 
 
+async def test_a_connection_can_be_ended_once_its_calls_have_their_answers() -> None:
+    client, server = await _pair()
+    await client.answered(0)
+    call = asyncio.create_task(client.call("echo", value=1, after=0.05))
+    await asyncio.sleep(0)
+    hanging = asyncio.create_task(client.call("hang"))
+    await client.answered(0.2)
+    await client.close()
+
+    assert {"value": 1} == await call
+    with pytest.raises(ConnectionError):
+        await hanging
+    await server.close()
+
+
 async def test_garbage_ends_the_connection(tmp_path: Path) -> None:
     accepting = await serve_unix(tmp_path / "s", _handler, allowed_uids=frozenset({os.getuid()}))
     reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
