@@ -59,7 +59,7 @@ class Hostd:
                 "pidfile": str(self.run / "docker.pid"),
                 "log": str(directory / "dockerd.log"),
             },
-            "images": [{"name": "sallyport/test:1", "tar": str(tar)}],
+            "images": [{"name": "sallyport/test:1", "tar": str(tar), "env": {"PLACE": "http://127.0.0.1:1/a b"}}],
             "runsc": os.environ["SALLYPORT_RUNSC"],
             "runc": shutil.which("runc") or "/usr/sbin/runc",
             "execd": os.environ["SALLYPORT_EXECD"],
