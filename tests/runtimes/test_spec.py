@@ -115,6 +115,12 @@ def test_the_host_configuration_is_read_from_json() -> None:
         {"dns_upstreams": ["10.0.0.53"]},
         {"allowed_addresses": ["10.0.0.1/8"]},
         {"unknown": 1},
+        {"images": [{"name": "x"}]},
+        {"images": [{"name": "x", "tar": "/x", "env": {"A B": "c"}}]},
+        {"images": [{"name": "x", "tar": "/x", "env": {"A": "b\nUSER root"}}]},
+        {"images": [{"name": "x", "tar": "/x", "env": {"A": 'b" B="c'}}]},
+        {"images": [{"name": "x", "tar": "/x", "env": {"A": "$PATH"}}]},
+        {"images": [{"name": "x", "tar": "/x", "env": {"A": "b\\"}}]},
     ],
 )
 def test_a_wrong_host_configuration_is_refused(changes: dict[str, Any]) -> None:

@@ -423,6 +423,13 @@ def test_the_doctor_finds_this_host_well(hostd: Hostd) -> None:
     assert [] == [check for check in checks if not check["ok"]]
 
 
+def test_an_image_has_the_environment_it_was_given(hostd: Hostd) -> None:
+    """Beside the usual search path."""
+    env = hostd.call("image", name="sallyport/test:1")["env"]
+    assert ["PATH", "PLACE"] == sorted(item.split("=")[0] for item in env)
+    assert "PLACE=http://127.0.0.1:1/a b" in env
+
+
 def test_both_runtimes_are_offered(hostd: Hostd) -> None:
     assert {"runtimes": ["runc", "runsc"]} == hostd.call("runtimes")
     with pytest.raises(wire.RemoteError, match="unknown_image"):
