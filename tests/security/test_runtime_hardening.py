@@ -20,10 +20,11 @@ import httpx
 import pytest
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
+from opensandbox.models.isolated import CreateIsolatedSessionRequest, IsolatedWorkspaceSpec
 from opensandbox.sync.sandbox import SandboxSync
 
 from demo.sandboxes import DemoSandbox
-from demo.stack import Stack
+from demo.stack import IMAGE, Stack
 from runtimes.containers import CA_BUNDLE, EXECD
 from runtimes.docker import CAPABILITIES
 
@@ -162,6 +163,25 @@ def test_capabilities_are_the_documented_ones(who: str, runtime: str, reports: d
     assert "1" == status["NoNewPrivs"]
     if runtime == "runc":
         assert "2" == status["Seccomp"]
+
+
+def test_isolated_sessions_open_no_door(stack: Stack) -> None:
+    """What execd may do for them, no command may; inside a session there is not more, either."""
+    extensions = {"sallyport.runtime": "runsc", "sallyport.policy": "agents", "bootstrap.execd.isolation": "enable"}
+    with SandboxSync.create(IMAGE, connection_config=stack.connection, extensions=extensions) as sandbox:
+        try:
+            sandbox.files.write_file("/srv/hardening.py", PROBE.read_text())
+            reports = [json.loads(printed(sandbox, "python3 /srv/hardening.py"))]
+            request = CreateIsolatedSessionRequest(workspace=IsolatedWorkspaceSpec(path="/srv"))
+            with sandbox.isolation.session(request) as session:
+                inside = session.run("python3 hardening.py")
+                reports.append(json.loads("".join(message.text for message in inside.logs.stdout)))
+        finally:
+            sandbox.kill()
+    for report in reports:
+        doors: dict[str, str] = report["doors"]
+        assert set() == {name for name, outcome in doors.items() if outcome == "open"} - OPEN["runsc"]
+        assert (MASK, MASK, "1") == tuple(report["self"][name] for name in ("CapPrm", "CapEff", "NoNewPrivs"))
 
 
 def test_an_exec_of_docker_gains_nothing(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
