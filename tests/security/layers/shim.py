@@ -24,7 +24,7 @@ if "shim's plan check" in off:
     oci_shim.prepare = prepare
 
 if "shim's bundle check" in off:
-    oci_shim.check_process = lambda _process: None
+    oci_shim.check_process = lambda _process, **_: None
     oci_shim.check_seccomp = lambda _seccomp: None
     oci_shim.check_devices = lambda _linux: None
     oci_shim.check_mounts = lambda _mounts, _binds: None
