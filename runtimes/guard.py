@@ -24,7 +24,7 @@ class GuardError(Exception):
 
 
 class Guard:
-    """Keeps one guard process alive. `pidfd` is that of the current one.
+    """Keeps one guard process alive. `pidfd` is that of the current one, `lives` how many there were with it.
 
     `table` is its table as it was listed when it first came into force; every later guard's must be the same.
     `in_force` is true from then until the process is seen to have ended.
@@ -38,6 +38,7 @@ class Guard:
         self._process: asyncio.subprocess.Process | None = None
         self._monitor: asyncio.Task[None] | None = None
         self.pidfd = -1
+        self.lives = 0
         self.restarts = 0
         self.table = ""
         self.in_force = False
@@ -80,6 +81,7 @@ class Guard:
             ) from error
         pidfd = os.pidfd_open(process.pid)
         previous, self.pidfd = self.pidfd, pidfd
+        self.lives += 1
         self.in_force = True
         if previous >= 0:
             os.close(previous)

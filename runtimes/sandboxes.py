@@ -226,7 +226,7 @@ class Sandboxes:
             uid=self._config.uids.worker_base + sandbox.slot_index,
             gateway_netns=sandbox.slot.gateway,
         )
-        ledger = self._ledgers.open(sandbox.id)
+        ledger, guard = self._ledgers.open(sandbox.id), self._guard.lives
         try:
             worker = await birth(
                 identity, sandbox.ingress, ledger, self._daemons, self._guard, self._cgroups, self._limits
@@ -235,6 +235,9 @@ class Sandboxes:
             os.close(ledger)
         try:
             sandbox.policy = await worker.configure(sandbox.gateway)
+            while guard != self._guard.lives:  # `guard_changed` tells those that are there already
+                guard = self._guard.lives
+                await worker.control.notify("guard", fds=[self._guard.pidfd])
         except BaseException:
             await finished(worker.end())
             raise

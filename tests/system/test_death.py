@@ -27,6 +27,7 @@ from demo.internet import ADDRESSES, API, ATTACKER, Internet
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import Stack
 from demo.traces import Traces, start_time
+from runtimes.cgroups import Cgroups
 from tests.system.test_transactions import body, client
 
 pytestmark = [pytest.mark.system, pytest.mark.timed]
@@ -221,6 +222,29 @@ def test_whoever_dies_nothing_escapes_and_everything_comes_back_by_itself(
     record_property("recovered_seconds", round(took, 2))
     print(f"{victims}: everything serves again after {took:.2f} s (goal {GOAL_SECONDS} s)")
     assert took < most()
+
+
+def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_one(
+    stack: Stack, clients: list[Client]
+) -> None:
+    """Its birth has begun with the guard that is gone: it is told of the next one, as all others are."""
+    one, other = clients
+    (zygote,) = processes(stack, "zygote", clients)
+    state = stack.host("inspect", sandbox=one.id)
+    groups = Cgroups(str(stack.run))
+    group = groups.hierarchies.roots[0] / groups.parent / f"{one.id}.{state['generation'] + 1}"
+    os.kill(zygote, signal.SIGSTOP)
+    try:
+        os.kill(state["worker_pid"], signal.SIGKILL)
+        assert until(group.exists)
+        for pid in processes(stack, "guard", clients):
+            os.kill(pid, signal.SIGKILL)
+        killed = time.time()
+        assert until(lambda: other.served_since(killed))
+    finally:
+        os.kill(zygote, signal.SIGCONT)
+    born = time.time()
+    assert until(lambda: one.served_since(born)), stack.tail()
 
 
 def test_a_killed_keeper_takes_hostd_with_it_and_the_next_start_adopts(
