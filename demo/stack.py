@@ -24,7 +24,7 @@ from wire import frames
 POLICY = Path(__file__).with_name("policy.yaml")
 IMAGE = "sallyport/base"
 EMPTY_IMAGE = "sallyport/empty"
-START_SECONDS = 60
+START_SECONDS = 120
 _LIFETIME = timedelta(hours=2)  # longer than all the tests take: their session's sandboxes are made once
 
 
