@@ -15,7 +15,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.internet import Internet, InternetError, ip
 from demo.pki import write_host_certificate
-from demo.stack import Stack
+from demo.stack import Stack, code_image
 
 CLIENT = Path(__file__).with_name("load.py")
 _INSIDE = "/tmp/load.py"  # noqa: S108 - inside a sandbox
@@ -38,6 +38,14 @@ class BenchStack(Stack):
         return super().settings.replace("dns_upstreams =", f"host_addresses = {{ {known} }}\ndns_upstreams =", 1)
 
 
+class CodeStack(BenchStack):
+    """One that has the code-interpreter image, too."""
+
+    @property
+    def settings(self) -> str:
+        return super().settings + code_image()
+
+
 @dataclass(frozen=True, slots=True)
 class Ground:
     """The running parts."""
@@ -57,8 +65,8 @@ class Ground:
 
 
 @contextmanager
-def ground(directory: Path, prefix: str, port: int) -> Iterator[Ground]:
-    """Set everything up below `directory`; take it down again.
+def ground(directory: Path, prefix: str, port: int, *, code: bool) -> Iterator[Ground]:
+    """Set everything up below `directory`, with the code-interpreter image if `code`; take it down again.
 
     Raises:
         InternetError, StackError: it could not be.
@@ -68,7 +76,7 @@ def ground(directory: Path, prefix: str, port: int) -> Iterator[Ground]:
     with (
         Internet(prefix, directory / "internet", accounts) as internet,
         _far_end(internet),
-        BenchStack(internet, directory / "sallyport", policy=POLICY, port=port) as stack,
+        (CodeStack if code else BenchStack)(internet, directory / "sallyport", policy=POLICY, port=port) as stack,
     ):
         stack.sallyport("vault", "put", SECRET, "--host", INJECTED, stdin=token)
         yield Ground(internet, stack, token)

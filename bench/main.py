@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from bench import create, execd, policy_change, requests
+from bench import create, execd, first_code, policy_change, requests
 from bench.figures import Figure, describe, machine, table
 from bench.ground import BenchError, Ground, ground
 from demo.internet import InternetError
@@ -22,6 +22,7 @@ BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
     "execd": execd.measure,
     "requests": requests.measure,
     "policy_change": policy_change.measure,
+    "code": first_code.measure,
 }
 ROUNDS = 20
 PREFIX, PORT = "spdemo", 18090
@@ -52,8 +53,9 @@ def main(arguments: list[str], *, prefix: str = PREFIX, port: int = PORT) -> int
     try:
         with tempfile.TemporaryDirectory(prefix="sallyport-bench-") as name:
             Path(name).chmod(0o711)
-            with ground(Path(name), prefix, port) as made:
-                for bench in options.names or BENCHES:
+            names = options.names or list(BENCHES)
+            with ground(Path(name), prefix, port, code="code" in names) as made:
+                for bench in names:
                     print(f"bench: {bench}, {options.rounds} rounds", file=sys.stderr, flush=True)
                     figures += BENCHES[bench](made, options.rounds)
     except (BenchError, InternetError, StackError) as error:

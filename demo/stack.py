@@ -24,8 +24,20 @@ from wire import frames
 POLICY = Path(__file__).with_name("policy.yaml")
 IMAGE = "sallyport/base"
 EMPTY_IMAGE = "sallyport/empty"
+CODE_IMAGE = "opensandbox/code-interpreter:v1.1.0"  # as the SDK's examples name it
+CODE_ENTRYPOINT = ["/opt/code-interpreter/code-interpreter.sh"]
 START_SECONDS = 120
 _LIFETIME = timedelta(hours=2)  # longer than all the tests take: their session's sandboxes are made once
+
+
+def code_image() -> str:
+    """The settings, TOML, that give a server the code-interpreter image, to be put behind the others."""
+    return f"""
+[[sallyport.images]]
+name = "{CODE_IMAGE}"
+tar = "{os.environ["SALLYPORT_CODE_IMAGE"]}"
+env = {{JUPYTER_HOST = "http://127.0.0.1:44771", JUPYTER_TOKEN = "opensandboxcodeinterpreterjupyter"}}
+"""
 
 
 class StackError(Exception):

@@ -19,11 +19,10 @@ import pytest
 from demo.control import run_controls
 from demo.internet import API, GIT, INDEX, Internet
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import IMAGE, Stack
+from demo.stack import IMAGE, Stack, code_image
 
 RUNTIMES = ("runsc", "runc")
 INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
-CODE_IMAGE = "opensandbox/code-interpreter:v1.1.0"
 PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
 
 
@@ -61,12 +60,7 @@ class WithCode(Stack):
 
     @property
     def settings(self) -> str:
-        return f"""{super().settings}
-[[sallyport.images]]
-name = "{CODE_IMAGE}"
-tar = "{os.environ["SALLYPORT_CODE_IMAGE"]}"
-env = {{JUPYTER_HOST = "http://127.0.0.1:44771", JUPYTER_TOKEN = "opensandboxcodeinterpreterjupyter"}}
-"""
+        return super().settings + code_image()
 
 
 @pytest.fixture(scope="session", name="stack")

@@ -20,12 +20,14 @@ import sys, bench.execd, bench.main, bench.requests
 bench.requests.SECONDS = 0.3
 bench.execd.OPERATIONS, bench.execd.TRANSFERS, bench.execd.TRANSFER_BYTES = 4, 1, 100_000
 bench.execd.SETTLE_SECONDS = 0.5
-sys.exit(bench.main.main(["--rounds", "1"], prefix=sys.argv[1], port=int(sys.argv[2])))
+arguments = ["create", "execd", "requests", "policy_change", "--rounds", "1"]
+sys.exit(bench.main.main(arguments, prefix=sys.argv[1], port=int(sys.argv[2])))
 """
 
 
 @pytest.mark.system
 def test_every_benchmark_gives_a_table_and_a_document() -> None:
+    """But that of code, which `test_code_interpreter.py` runs: its image takes long to import."""
     run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-bench")
     with tempfile.TemporaryDirectory(prefix="sallyport-bench-home-") as home:
         Path(home).chmod(0o711)

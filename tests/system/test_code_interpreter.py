@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib import metadata
 from typing import Any
 
@@ -30,12 +29,14 @@ from opensandbox.models.execd import Execution
 from opensandbox.models.execd_sync import ExecutionHandlersSync
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.stack import Stack
-from tests.conftest import CODE_IMAGE, RUNTIMES
+from bench import first_code
+from bench.ground import Ground
+from demo.internet import Internet
+from demo.stack import CODE_ENTRYPOINT, CODE_IMAGE, Stack
+from tests.conftest import RUNTIMES
 
 pytestmark = pytest.mark.system
 
-ENTRYPOINT = ["/opt/code-interpreter/code-interpreter.sh"]
 README = str(metadata.metadata("opensandbox-code-interpreter").get_payload())
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 NOT_HERE = "SupportedLanguage.GO"
@@ -65,15 +66,9 @@ class Box:
 
 @pytest.fixture(scope="module", params=RUNTIMES, name="box")
 def _box(request: pytest.FixtureRequest, stack: Stack) -> Iterator[Box]:
-    sandbox = stack.create(request.param, image=CODE_IMAGE, policy=None, entrypoint=ENTRYPOINT)
+    sandbox = stack.create(request.param, image=CODE_IMAGE, policy=None, entrypoint=CODE_ENTRYPOINT)
     try:
-        polling = timedelta(milliseconds=20)
-        with CodeInterpreterSync.create(sandbox=sandbox, health_check_polling_interval=polling) as interpreter:
-            began = time.monotonic()
-            first = interpreter.codes.run("print(1)")
-            seconds = time.monotonic() - began
-            assert ("1\n", None) == (text(first), first.error)
-            assert seconds < 10  # the goal is 1.2 s on a quiet machine; docs/operations.md has what was seen
+        with CodeInterpreterSync.create(sandbox=sandbox) as interpreter:
             yield Box(stack, sandbox, interpreter)
     finally:
         sandbox.kill()
@@ -176,7 +171,7 @@ def test_a_file_of_the_sdk_lies_where_code_looks_for_it(box: Box) -> None:
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_another_version_is_said_to_be_missing_and_what_there_is_serves(box: Box) -> None:
     """Asked for by the variables that the SDK documents."""
-    command = f"PYTHON_VERSION=3.11 NODE_VERSION=20 JUPYTER_PORT=1 timeout 1 {ENTRYPOINT[0]} 2>&1"
+    command = f"PYTHON_VERSION=3.11 NODE_VERSION=20 JUPYTER_PORT=1 timeout 1 {CODE_ENTRYPOINT[0]} 2>&1"
     said = text(box.sandbox.commands.run(command))
 
     assert "NODE_VERSION asks for 20" in said
@@ -456,3 +451,12 @@ def test_the_server_listens_inside_only(box: Box) -> None:
     answers = [text(box.sandbox.commands.run(probe.format(host))).strip() for host in ("127.0.0.1", "192.0.2.2")]
 
     assert ["open", "closed"] == answers
+
+
+def test_the_benchmark_of_first_code_gives_whole_figures(stack: Stack, internet: Internet) -> None:
+    """On both runtimes; how large they are is no test's business, short of what nobody would wait for."""
+    figures = {figure.name: figure.values for figure in first_code.measure(Ground(internet, stack, ""), 1)}
+
+    wanted = ("ready", "first print(1)", "a later print(1)")
+    assert {f"code {runtime}: {what}" for runtime in RUNTIMES for what in wanted} == set(figures)
+    assert all(0 < value < 15_000 for values in figures.values() for value in values)
