@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,8 @@ def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: 
         assert dead and 0 not in dead
         killed = time.monotonic()
         for pid in dead:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # dockerd takes its containerd with it
+                os.kill(pid, signal.SIGKILL)
         assert until(lambda: back(stack, ALONE, dead, clients)), stack.tail()
         again = time.time()
         assert until(lambda: all(one.served_since(again) for one in clients)), stack.tail()
