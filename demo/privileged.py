@@ -36,6 +36,10 @@ _CAPABILITIES = [
 _HOST_DIRECTORIES = ("/usr", "/etc")
 
 
+class Ended(RuntimeError):
+    """The container is gone in the middle of a probe: Sallyport ends whoever is in a slot that it removes."""
+
+
 class PrivilegedContainer:
     """Runs `lifecycle.posture.ways_out` in the namespace at `netns`. Use as a context manager."""
 
@@ -95,11 +99,17 @@ class PrivilegedContainer:
         }
 
     def attempt(self, name: str) -> str:
-        """Run one probe; returns what it saw."""
+        """Run one probe; returns what it saw.
+
+        Raises:
+            Ended: it came to no answer.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None  # noqa: S101
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
+        if not answer:
+            raise Ended(f"the privileged container was ended in probe {name!r}")
         if not answer.startswith(f"done {name} "):
             raise RuntimeError(f"the privileged container did not answer probe {name!r}")
         return answer.removeprefix(f"done {name} ").strip()

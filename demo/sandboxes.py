@@ -19,7 +19,7 @@ from demo.capture import Capture
 from demo.far_end import FarEndWatch, probe_environment, sandbox_targets
 from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, STATUS, Internet
 from demo.leaks import forms_of, leaks_in
-from demo.privileged import PrivilegedContainer
+from demo.privileged import Ended, PrivilegedContainer
 from demo.stack import EMPTY_IMAGE, Stack
 from demo.table import Row
 from lifecycle.posture import ways_out
@@ -141,7 +141,14 @@ class DemoSandbox:
         netns = self._stack.netns(self.id, "sbx")
         place = f"{self.runtime}, privileged"
         with self.address_restored(), PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
-            tried = self._judged(place, attempt, watch, control, lambda: container.attempt(attempt.probe))
+
+            def probe() -> str:
+                try:
+                    return container.attempt(attempt.probe)
+                except Ended as error:  # it was cut off with its sandbox before it was done
+                    return str(error)
+
+            tried = self._judged(place, attempt, watch, control, probe)
         began = time.monotonic()
         alarm = ""
         while not alarm and time.monotonic() - began < CUT_OFF_SECONDS:
