@@ -130,7 +130,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         return FAILED
     if configured.insecure:
         print(f"sallyport: {settings.INSECURE}=YES: no API key is asked for", file=sys.stderr)
-    for line in launch.exports(configured, keys):
+    for line in launch.exports(configured):
         print(line, flush=True)
     if write_only:
         print(host)

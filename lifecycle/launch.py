@@ -7,6 +7,7 @@
 import json
 import os
 import secrets
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     """Return the API keys, or the digests that stand for them; makes and keeps one if none is configured."""
     if settings.api_keys or settings.insecure:
         return settings.api_keys
-    path = settings.state_dir / "lifecycle" / "api-key"
+    path = _key_file(settings)
     try:
         return (path.read_text("ascii").strip(),)
     except FileNotFoundError:
@@ -41,13 +42,17 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
         return (key,)
 
 
-def exports(settings: Settings, keys: tuple[str, ...]) -> list[str]:
-    """The lines that point a client at this server; without a key's text where only its digest is known."""
+def _key_file(settings: Settings) -> Path:
+    return settings.state_dir / "lifecycle" / "api-key"
+
+
+def exports(settings: Settings) -> list[str]:
+    """The lines that point a client at this server. No key is in them: what is printed ends up in a journal."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)  # noqa: S104 - compared
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     lines = [f"export OPEN_SANDBOX_DOMAIN={host}:{settings.port}"]
-    if keys and not keys[0].startswith("sha256:"):
-        lines.append(f"export OPEN_SANDBOX_API_KEY={keys[0]}")
+    if not settings.api_keys and not settings.insecure:
+        lines.append(f'export OPEN_SANDBOX_API_KEY="$(cat {shlex.quote(str(_key_file(settings)))})"')
     return lines
 
 

@@ -1,6 +1,7 @@
 """Settings: unknown keys are refused by path, the environment wins, files for the daemons are what they read."""
 
 import json
+import subprocess
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -101,10 +102,13 @@ def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixt
         f'upstream_roots = "{short}/roots.pem"\ndns_upstreams = ["192.0.2.53:53"]\n'
     )
     assert 0 == cli.main(["--config", str(config), "serve", "--write-only"])
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
     assert "export OPEN_SANDBOX_DOMAIN=127.0.0.1:8080" == lines[0]
-    key = lines[1].removeprefix("export OPEN_SANDBOX_API_KEY=")
+    shell = ["sh", "-c", f'{lines[1]}; printf %s "$OPEN_SANDBOX_API_KEY"']
+    key = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
     assert key == (short / "state/lifecycle/api-key").read_text().strip()
+    assert key not in printed
     directory = short / "run/launch"
     HostConfig.model_validate_json((directory / "host.json").read_text())
     AuditConfig.parse((directory / "auditd.json").read_bytes())
