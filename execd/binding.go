@@ -134,9 +134,16 @@ func (b *Binding) bind(request *initRequest, env *Environment) bool {
 
 // initialise answers POST /internal/init.
 func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
-	s.binding.under.Lock()
-	defer s.binding.under.Unlock()
 	if !s.binding.admits(r) {
+		writeError(w, unauthorized)
+		return
+	}
+	if !s.binding.under.TryLock() { // its preStart may take hours: nobody waits for that
+		writeError(w, &problem{http.StatusConflict, codeRuntime, "another init is under way"})
+		return
+	}
+	defer s.binding.under.Unlock()
+	if !s.binding.admits(r) { // another init has come in between
 		writeError(w, unauthorized)
 		return
 	}

@@ -114,6 +114,40 @@ func TestAnInitStartsTheEntrypointAgain(t *testing.T) {
 	equal(t, 143, exitOf(t, process))
 }
 
+// Nobody waits for another's preStart: neither who may not ask, nor who may.
+func TestInitsDoNotQueue(t *testing.T) {
+	process, url, _ := daemon(t, nil, "--runtime-init")
+	post := func(token, hook string) int {
+		request, err := http.NewRequest(http.MethodPost, url+"/internal/init", strings.NewReader(
+			`{"sandboxId":"me","generation":1,"accessTokenHash":"sha256:`+hashToken("x")+`","lifecycle":`+hook+`}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		request.Header.Set("X-EXECD-ACCESS-TOKEN", token)
+		response, err := (&http.Client{Timeout: 3 * time.Second}).Do(request)
+		if err != nil {
+			return 0
+		}
+		response.Body.Close()
+		return response.StatusCode
+	}
+	eventually(t, "it listens", func() bool {
+		response, err := http.Get(url + "/ping")
+		if err == nil {
+			response.Body.Close()
+		}
+		return err == nil
+	})
+	began, first := filepath.Join(t.TempDir(), "began"), make(chan int, 1)
+	go func() { first <- post("", `{"preStart":{"command":["sh","-c","touch `+began+`; sleep 60"]}}`) }()
+	eventually(t, "the first is under way", func() bool { _, err := os.Stat(began); return err == nil })
+	equal(t, 401, post("", "null"))
+	equal(t, 409, post("x", "null"))
+	equal(t, 0, <-first)
+	process.SignalGroup(9)
+	exitOf(t, process)
+}
+
 func TestSchedules(t *testing.T) {
 	at := time.Date(2026, 2, 27, 23, 59, 30, 0, time.UTC)
 	for text, expected := range map[string]string{
