@@ -184,6 +184,7 @@ class Host:
         self._yielding = Yielding(Processor(self._cgroups), self._sandboxes.computing)
         self._yielding.start()
         if watched:
+            await self._import_images()
             await self._start_watch(self._sandboxes, docker)
         self._server = await wire.serve_unix(
             self._run / "hostd.sock",
@@ -206,14 +207,15 @@ class Host:
         self._watching.set()
 
     async def _check_late(self, *, adopted: int) -> None:
-        """Ask what a first start asks, now that sandboxes have their gates again.
+        """Import and ask what a first start does, now that sandboxes have their gates again.
 
-        What guards those was looked at one by one: a check that fails, on a machine under load perhaps, is no reason to
-        close them. Without any it refuses as a first start does.
+        What guards those was looked at one by one: a check that fails, on a machine under load perhaps, or an image
+        whose file is gone, is no reason to close them. Without any it refuses as a first start does.
         """
         try:
+            await self._import_images()
             await refusal(self._config)
-        except Refused as reason:
+        except (Refused, DockerError, OSError) as reason:
             if not adopted:
                 raise
             _log.error("this host lacks something: %s; run: sallyport doctor", reason)
@@ -233,8 +235,11 @@ class Host:
         known = await runtimes_known(config, self._docker)
         if not known.ok:
             raise Refused(f"{known.detail}: {known.remedy}")
-        for image in config.images:
-            await self._docker.import_image(image.name, Path(image.tar), image.env)
+
+    async def _import_images(self) -> None:
+        docker = self._connected()
+        for image in self._config.images:
+            await docker.import_image(image.name, Path(image.tar), image.env)
 
     def _connected(self) -> Docker:
         if self._docker is None:

@@ -26,9 +26,10 @@ from demo.capture import Capture
 from demo.census import command_lines, daemons, take
 from demo.internet import ADDRESSES, API, ATTACKER, Internet
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import Stack
+from demo.stack import EMPTY_IMAGE, Stack
 from demo.traces import Traces, start_time
 from runtimes.cgroups import Cgroups
+from tests.conftest import Second, beside
 from tests.system.test_transactions import body, client
 
 pytestmark = [pytest.mark.system, pytest.mark.timed]
@@ -324,6 +325,27 @@ def hostd_answers(stack: Stack) -> bool:
         return {} == stack.host("ping")
     except OSError:
         return False
+
+
+def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostd that succeeds another gives running sandboxes their gates back whatever has become of an image's file."""
+    tar = Path(shutil.copy(os.environ["SALLYPORT_EMPTY_IMAGE"], tmp_path / "empty.tar"))
+    monkeypatch.setenv("SALLYPORT_EMPTY_IMAGE", str(tar))
+    with beside(Second, "second") as stack:
+        sandbox = stack.create("runc", image=EMPTY_IMAGE, policy=None)
+        try:
+            tar.unlink()
+            os.kill(daemons(stack)["runtimes.hostd"], signal.SIGKILL)
+
+            assert until(lambda: hostd_answers(stack) and sandbox.is_healthy()), stack.tail()
+            assert 2 == stack.host("inspect", sandbox=str(sandbox.id))["generation"]
+            assert until(lambda: str(tar) in stack.tail()), stack.tail()  # it is said
+            assert sandbox.is_healthy()
+        finally:
+            sandbox.kill()
+            sandbox.close()
 
 
 async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
