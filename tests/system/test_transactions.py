@@ -25,8 +25,8 @@ pytestmark = pytest.mark.system
 IDLE = ["tail", "-f", "/dev/null"]
 LOOPS = 20
 UNSTARTABLE = "sallyport/unstartable"
-SLACK = 3
-"""Descriptors a daemon may hold more than before: connections that are kept for the next call."""
+SLACK = 8
+"""Descriptors a daemon may hold more than before: connections kept for the next call, as one per thread for Docker."""
 
 
 def client(stack: Stack) -> httpx.AsyncClient:
@@ -47,6 +47,16 @@ def settled(stack: Stack, before: Census, seconds: float = 10.0) -> dict[str, ob
     while (beyond := take(stack).beyond(before)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return beyond
+
+
+def grown(stack: Stack, held: dict[str, int], seconds: float = 10.0) -> dict[str, tuple[int, int]]:
+    """Which daemons hold more descriptors than they `held`, slack aside, once none does or the time is over."""
+
+    def more() -> dict[str, tuple[int, int]]:
+        return {name: (held[name], now) for name, now in descriptors(stack).items() if now > held[name] + SLACK}
+
+    until(lambda: not more(), seconds)
+    return more()
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -90,14 +100,17 @@ async def test_a_create_that_fails_leaves_nothing(change: dict[str, Any], runtim
     before, held = take(stack), descriptors(stack)
     extensions = {"sallyport.runtime": runtime} | change.get("extensions", {})
     async with client(stack) as http:
-        answers = await asyncio.gather(
-            *(http.post("/sandboxes", json=body(**change) | {"extensions": extensions}) for _ in range(3))
-        )
+        request = body(**change) | {"extensions": extensions}
+        answers = [
+            answer
+            for _ in range(4)
+            for answer in await asyncio.gather(*(http.post("/sandboxes", json=request) for _ in range(3)))
+        ]
 
     assert {400, 500} >= {answer.status_code for answer in answers}, answers[0].text
     assert [] == [answer.text for answer in answers if not {"code", "message"} <= answer.json().keys()]
     assert {} == settled(stack, before)
-    assert [] == [name for name, count in descriptors(stack).items() if count > held[name] + SLACK]
+    assert {} == grown(stack, held)
 
 
 async def test_an_entrypoint_that_does_not_exist_ends_the_sandbox_and_not_its_removal(
@@ -212,7 +225,7 @@ async def test_twenty_lives_leave_everything_as_it_was(runtime: str, stack: Stac
                 assert 204 == (await http.delete(f"/sandboxes/{answer.json()['id']}")).status_code
 
     assert {} == settled(stack, before)
-    assert [] == [(name, held[name], count) for name, count in descriptors(stack).items() if count > held[name] + SLACK]
+    assert {} == grown(stack, held)
 
 
 def test_a_delete_in_the_middle_of_work_leaves_nothing(runtime: str, stack: Stack, values: Secrets) -> None:
