@@ -9,7 +9,8 @@ Nothing can happen between steps 3 and 4: a later `revoke` follows the value on 
 
 - Without an audit record nothing is released: not a secret, not an intermediate.
 - A channel belongs to the sandbox and generation it was attached for; nothing said on it can change that.
-- A worker that does not take a `revoke` within `REVOKE_TIMEOUT` loses its channel, and with it all its leases.
+- Who calls a lease back is answered once the worker has dropped it and cut the flows that used it. A worker that has
+  not answered within `REVOKE_TIMEOUT` loses its channel, and with it all its leases.
 """
 
 import asyncio
@@ -134,7 +135,7 @@ class Channels:
         await self._push(channel, names)
 
     async def revoke_everywhere(self, secret: str, sandboxes: Collection[str]) -> None:
-        """Call back one secret from the workers of `sandboxes`; returns when each has been told or cut off."""
+        """Call back one secret from the workers of `sandboxes`; returns when each has dropped it or was cut off."""
         await asyncio.gather(*(self.revoke(sandbox, (secret,)) for sandbox in sandboxes))
 
     async def close(self) -> None:
@@ -149,9 +150,9 @@ class Channels:
             return
         try:
             async with asyncio.timeout(REVOKE_TIMEOUT):
-                await channel.connection.notify("revoke", secrets=names)
-        except (ConnectionError, TimeoutError):
-            _log.warning("the worker of %s did not take a revocation: its channel is closed", channel.sandbox)
+                await channel.connection.call("revoke", (), None, secrets=names)
+        except (ConnectionError, TimeoutError, wire.RemoteError):
+            _log.warning("the worker of %s did not confirm a revocation: its channel is closed", channel.sandbox)
             await channel.connection.close()
 
     async def _handle(self, channel: Channel, op: str, parameters: wire.Message) -> wire.Message:

@@ -176,6 +176,41 @@ async def test_rotation_calls_leases_back_and_the_next_release_is_the_new_value(
     await worker.close()
 
 
+async def test_a_rotation_is_answered_once_the_worker_has_dropped_the_old_value(vault: Any) -> None:
+    asked, dropped = asyncio.Event(), asyncio.Event()
+
+    async def on_revoke(_: frozenset[str] | None) -> None:
+        asked.set()
+        await dropped.wait()
+
+    await opened(vault)
+    worker = await vault.worker(SANDBOX, 1, on_revoke)
+    await worker.release(*ASK)
+    rotation = asyncio.create_task(vault.admin.rotate("token", Secret("new-value")))
+    await asyncio.wait_for(asked.wait(), 2)
+    await vault.admin.call("ping")
+    assert not rotation.done()
+    dropped.set()
+    assert 2 == await rotation
+
+
+async def test_a_worker_that_does_not_confirm_a_rotation_loses_its_channel(
+    vault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vault.channels.REVOKE_TIMEOUT", 0.2)
+
+    async def on_revoke(_: frozenset[str] | None) -> None:
+        await asyncio.Event().wait()
+
+    await opened(vault)
+    worker = await vault.worker(SANDBOX, 1, on_revoke)
+    lease = await worker.release(*ASK)
+    assert 2 == await vault.admin.rotate("token", Secret("new-value"))
+    async with asyncio.timeout(2):
+        while worker.current(lease):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_a_worker_without_a_lease_is_not_told(vault: Any) -> None:
     """A revocation goes only to those who hold the secret."""
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
