@@ -28,6 +28,8 @@ from lifecycle.peers import Unreachable
 from lifecycle.policies import Compiled, Refused
 from lifecycle.registry import RegistryError, Sandbox, State
 
+_TOO_MANY = "Too many sandboxes at once on this server."
+
 _log = logging.getLogger(__name__)
 
 
@@ -67,6 +69,7 @@ class Creations:
         self._bounds = bounds
         self._new_id = new_id
         self._launches = asyncio.Semaphore(bounds.launches)
+        self._beginning = 0
         self._creations: dict[str, Creation] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -76,11 +79,17 @@ class Creations:
         Raises:
             ApiError: it cannot be made.
         """
-        if (
-            len(self._creations) >= self._bounds.pending
-            or await self._orchestrator.registry.count() >= self._bounds.sandboxes
-        ):
-            raise busy("Too many sandboxes at once on this server.")
+        if len(self._creations) + self._beginning >= self._bounds.pending:
+            raise busy(_TOO_MANY)
+        self._beginning += 1  # before the first wait: calls that come together are counted together
+        try:
+            if await self._orchestrator.registry.count() + self._beginning > self._bounds.sandboxes:
+                raise busy(_TOO_MANY)
+            return await self._begin(plan)
+        finally:
+            self._beginning -= 1
+
+    async def _begin(self, plan: Plan) -> Creation:
         network_policy = plan.network_policy
         version = self._orchestrator.policies.version
         try:

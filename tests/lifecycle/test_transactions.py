@@ -221,6 +221,19 @@ async def test_creations_are_bounded() -> None:
         server.hostd.hold["launch"].set()
 
 
+@pytest.mark.parametrize("bounds", [Bounds(pending=2, answer_seconds=0.1), Bounds(sandboxes=2, answer_seconds=0.1)])
+async def test_creations_that_come_together_are_bounded(bounds: Bounds) -> None:
+    async with world(bounds=bounds) as described, described.serving() as server:
+        server.hostd.hold["launch"] = asyncio.Event()
+        async with server.client() as client:
+            answers = await asyncio.gather(*(client.post("/v1/sandboxes", json=BODY) for _ in range(10)))
+        server.hostd.hold["launch"].set()
+
+    statuses = [answer.status_code for answer in answers]
+    assert {202, 429} == set(statuses)
+    assert statuses.count(202) <= 2
+
+
 async def test_concurrent_metadata_patches_are_atomic(server: World) -> None:
     """Each of many patches at once is there afterwards."""
     async with server.client() as client:
