@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds sallyport/code-interpreter as a tar for `docker import`: the base image with a Jupyter server on loopback and
-# kernels for Python, Bash, JavaScript, TypeScript and Java, at the places where the code-interpreter SDKs look for them.
+# kernels for Python, Bash, JavaScript, TypeScript, Java and Go, where the code-interpreter SDKs look for them.
 # Needs no container registry, only Debian's packages and those of PyPI, pinned with their hashes, and uv (its path in $UV).
 #   images/code-interpreter.sh OUTPUT.tar BASE.tar
 set -euo pipefail
@@ -16,22 +16,23 @@ install_python() {
 }
 
 # Runs in a namespace of its own: what it mounts goes with it.
-install_java() {
+install_packages() {
   mount -t proc proc "$root/proc"
   mount --bind /dev "$root/dev"
   mount --bind "$(readlink -f /etc/resolv.conf)" "$root/etc/resolv.conf"
   chroot "$root" apt-get update -q
-  DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get install -q -y --no-install-recommends openjdk-17-jre-headless
+  DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get install -q -y --no-install-recommends openjdk-17-jre-headless golang-go
 }
 
 mkdir "$root"
 tar -C "$root" -xf "$base"
-export -f install_java
+export -f install_packages
 export root
-unshare --mount --pid --fork bash -euc install_java
+unshare --mount --pid --fork bash -euc install_packages
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/*
+rm -rf "$root"/usr/lib/go-*/pkg/linux_*/cmd "$root"/usr/share/go-*/src/cmd # Go's parts for building Go itself
 install -D -t "$home" "$parts/code-interpreter.sh"
-install -m 0644 -t "$home" "$parts/server.py" "$parts/bash.py"
+install -m 0644 -t "$home" "$parts/server.py" "$parts/bash.py" "$parts/go.py"
 # The server has its libraries to itself: nothing that a sandbox installs can break it. The kernels are the sandbox's.
 install_python "$home/lib" server.txt
 install_python "$site" kernels.txt
@@ -44,5 +45,6 @@ rm "$root/usr/lib/python3.11/EXTERNALLY-MANAGED" # a sandbox is its own world: p
 chroot "$root" /usr/bin/python3 -m compileall -q /opt/code-interpreter /usr/local/lib/python3.11/dist-packages
 chroot "$root" /usr/bin/python3 -c 'import platform; print("PYTHON", platform.python_version())' >"$home/versions"
 echo "JAVA $(chroot "$root" dpkg-query -W -f '${Version}' openjdk-17-jre-headless)" >>"$home/versions"
+echo "GO $(chroot "$root" go env GOVERSION | sed s/^go//)" >>"$home/versions"
 tar --numeric-owner --sort=name -C "$root" -cf "$out.part" .
 mv "$out.part" "$out"
