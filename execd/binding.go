@@ -1,12 +1,17 @@
 package main
 
 // POST /internal/init and GET /ready (contract 15.1): a daemon that was started
-// without knowing whose it is, or that is given to somebody else.
+// without knowing whose it is, that is given to somebody else, or that was restored
+// from a checkpoint.
 //
 // Invariants
-//   - The route exists only if the daemon was started with --runtime-init. While a
-//     token is known, only who has it may bind again; without one the first caller may.
+//   - The route exists only if the daemon was started with --runtime-init, or restored.
+//     While a token is known, only who has it may bind again. Without one only who has the
+//     launch's secret may, and where there is no launch file, the first caller.
 //   - Until the first init has succeeded nothing but /ping, /ready and the init answers.
+//   - Each request looks first whether this is still the launch that all is bound to. After
+//     a restore it is not: no former token counts, connections from before are closed, and
+//     all is as before the first init.
 //   - Identity, token and variables change together; from then on no former token counts.
 //   - A generation never goes back.
 
@@ -14,6 +19,7 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -24,8 +30,10 @@ const initBodyLimit = 1 << 20
 // Binding is whose daemon this is.
 type Binding struct {
 	mutex      sync.RWMutex
+	launch     *Launch // nil: there is no launch file
+	of         Auth    // the launch that the rest belongs to; its secret may bind what is not bound
 	auth       Auth
-	enabled    bool // --runtime-init
+	enabled    bool // --runtime-init, or restored
 	bound      bool // an init has succeeded
 	ready      bool
 	generation int64
@@ -33,8 +41,46 @@ type Binding struct {
 }
 
 // NewBinding starts with the token of the command line; enabled waits for an init.
-func NewBinding(auth Auth, enabled bool) *Binding {
-	return &Binding{auth: auth, enabled: enabled}
+// Without a launch file restores are not noticed.
+func NewBinding(auth Auth, enabled bool, launchFile string) (*Binding, error) {
+	made := &Binding{auth: auth, enabled: enabled}
+	if launchFile == "" {
+		return made, nil
+	}
+	var err error
+	if made.launch, err = OpenLaunch(launchFile); err == nil {
+		made.of, err = made.launch.Read()
+	}
+	return made, err
+}
+
+// now is the launch of this moment.
+func (b *Binding) now() (Auth, error) {
+	if b.launch == nil {
+		return Auth{}, nil
+	}
+	return b.launch.Read()
+}
+
+// look unbinds everything if this is another launch than before; it says so once.
+func (b *Binding) look() (restored bool, err error) {
+	now, err := b.now()
+	if err != nil {
+		return false, err
+	}
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	if restored = now != b.of; restored {
+		b.of, b.auth, b.enabled, b.bound, b.ready = now, Auth{}, true, false, false
+	}
+	return restored, nil
+}
+
+// offers reports whether there is an init to call.
+func (b *Binding) offers() bool {
+	b.mutex.RLock()
+	defer b.mutex.RUnlock()
+	return b.enabled
 }
 
 // Allows reports whether a request carries the token.
@@ -70,11 +116,17 @@ func (b *Binding) serveReady(w http.ResponseWriter, _ *http.Request) {
 	writeJSON(w, http.StatusOK, map[string]any{"ready": true, "generation": generation})
 }
 
-// admits decides about a caller of the init.
-func (b *Binding) admits(r *http.Request) bool {
+// admits decides about a caller of the init, and says in which launch.
+func (b *Binding) admits(r *http.Request) (of Auth, ok bool) {
 	b.mutex.RLock()
 	defer b.mutex.RUnlock()
-	return !b.auth.set && !b.auth.open && !b.bound || b.auth.Allows(r)
+	switch {
+	case b.auth.set || b.auth.open || b.bound:
+		return b.of, b.auth.Allows(r)
+	case b.launch != nil:
+		return b.of, b.of.Allows(r)
+	}
+	return b.of, true
 }
 
 type initRequest struct {
@@ -116,15 +168,18 @@ func (r *initRequest) check() error {
 		}
 	}
 	r.variables["OPENSANDBOX_ID"] = r.SandboxID
+	if name, err := os.Hostname(); err == nil && r.Envs["HOSTNAME"] == nil {
+		r.variables["HOSTNAME"] = name // a restored sandbox has another one
+	}
 	r.lifecycle, err = parseLifecycle(r.Lifecycle)
 	return err
 }
 
-// bind exchanges identity and token; false for an older generation.
-func (b *Binding) bind(request *initRequest, env *Environment) bool {
+// bind exchanges identity and token; false for an older generation or another launch.
+func (b *Binding) bind(request *initRequest, of Auth, env *Environment) bool {
 	b.mutex.Lock()
 	defer b.mutex.Unlock()
-	if b.bound && request.Generation < b.generation {
+	if b.of != of || b.bound && request.Generation < b.generation {
 		return false
 	}
 	b.auth, b.generation, b.bound, b.ready = request.auth, request.Generation, true, false
@@ -134,7 +189,7 @@ func (b *Binding) bind(request *initRequest, env *Environment) bool {
 
 // initialise answers POST /internal/init.
 func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
-	if !s.binding.admits(r) {
+	if _, ok := s.binding.admits(r); !ok {
 		writeError(w, unauthorized)
 		return
 	}
@@ -143,7 +198,8 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer s.binding.under.Unlock()
-	if !s.binding.admits(r) { // another init has come in between
+	of, ok := s.binding.admits(r)
+	if !ok { // another init has come in between
 		writeError(w, unauthorized)
 		return
 	}
@@ -158,17 +214,20 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		writeError(w, err)
 		return
 	}
-	if !s.binding.bind(&request, s.commands.env) {
+	s.code.reseed() // before anybody is served
+	if !s.binding.bind(&request, of, s.commands.env) {
 		writeError(w, &problem{http.StatusConflict, codeInvalidBody, "generation is older than the one in force"})
 		return
 	}
 	if !request.PreserveRuntimeState {
 		s.endState()
 	}
-	if err := s.hooks.begin(request.lifecycle); err != nil {
-		s.log.Print(err)
-		writeError(w, err)
-		return
+	if kept := request.PreserveRuntimeState && isNull(request.Lifecycle); !kept {
+		if err := s.hooks.begin(request.lifecycle); err != nil {
+			s.log.Print(err)
+			writeError(w, err)
+			return
+		}
 	}
 	if request.EntrypointPolicy == "restart" && s.restart != nil {
 		s.restart()
@@ -176,6 +235,9 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 	s.binding.setReady(true)
 	writeJSON(w, http.StatusOK, map[string]any{"sandboxId": request.SandboxID, "generation": request.Generation})
 }
+
+// isNull reports whether a value was not given.
+func isNull(value json.RawMessage) bool { return len(value) == 0 || string(value) == "null" }
 
 // endState ends what earlier callers left: hooks, commands, sessions, terminals. The
 // entrypoint, and a Jupyter server that it runs, is a matter of the entrypoint policy.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -20,7 +21,7 @@ func TestInitIsThereOnlyWhenAskedForAndBindsTokenAndVariables(t *testing.T) {
 	status, body := f.call("GET", "/ready", "", tokenHeader, "")
 	equal(t, `200 {"generation":0,"ready":true}`, fmt.Sprint(status, " ", body))
 
-	f.server.binding = NewBinding(Auth{}, true)
+	f.server.binding, _ = NewBinding(Auth{}, true, "")
 	status, _ = f.call("GET", "/ping", "")
 	equal(t, 200, status)
 	for _, route := range []string{"GET /metrics", "GET /ready", "GET /proxy/80/"} {
@@ -146,6 +147,84 @@ func TestInitsDoNotQueue(t *testing.T) {
 	equal(t, 0, <-first)
 	process.SignalGroup(9)
 	exitOf(t, process)
+}
+
+// Another content of the launch file is what a restored daemon finds.
+func TestAnotherLaunchUnbindsEverything(t *testing.T) {
+	directory := t.TempDir()
+	launch, ticks := filepath.Join(directory, "launch"), filepath.Join(directory, "ticks")
+	write := func(path, text string) {
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put := func(text string) { write(launch, text) }
+	put(hashToken("first") + "\n")
+	write(ticks, "")
+	hooks := `{"periodic":[{"name":"tick","schedule":"@every 1s","command":["sh","-c","echo >>` + ticks + `"]}]}`
+	process, url, stderr := daemon(t, []string{"OPENSANDBOX_LIFECYCLE=" + hooks},
+		"--access-token-sha256", hashToken("old"), "--launch-file", launch)
+	client := &http.Client{}
+	call := func(client *http.Client, method, path, token, body string) int {
+		request, err := http.NewRequest(method, url+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		request.Header.Set(tokenHeader, token)
+		response, err := client.Do(request)
+		if err != nil {
+			return 0
+		}
+		defer response.Body.Close()
+		_, _ = io.Copy(io.Discard, response.Body)
+		return response.StatusCode
+	}
+	body := func(generation int, token string) string {
+		return fmt.Sprintf(`{"sandboxId":"s","generation":%d,"accessTokenHash":"sha256:%s","preserveRuntimeState":true}`,
+			generation, hashToken(token))
+	}
+	eventually(t, "it serves", func() bool { return call(client, "GET", "/metrics", "old", "") == 200 })
+	equal(t, 404, call(client, "POST", "/internal/init", "old", body(9, "x"))) // it was not restored
+	watching := make(chan int, 1)
+	go func() { watching <- call(&http.Client{}, "GET", "/metrics/watch", "old", "") }()
+
+	for _, unreadable := range []string{"", hashToken("second"), strings.Repeat("x", 64) + "\n"} {
+		put(unreadable)
+		equal(t, 503, call(client, "GET", "/metrics", "old", ""))
+	}
+	put(hashToken("first") + "\n")
+	equal(t, 200, call(client, "GET", "/metrics", "old", ""))
+
+	for generation, name := range []string{"second", "third"} { // and back to generation 0
+		put(hashToken(name) + "\n")
+		fresh := &http.Client{Transport: &http.Transport{}}
+		equal(t, 503, call(fresh, "GET", "/metrics", "old", ""))
+		equal(t, 503, call(fresh, "GET", "/ready", "old", ""))
+		equal(t, 200, call(fresh, "GET", "/ping", "", ""))
+		for _, other := range []string{"", "old", "first", "new"} {
+			equal(t, 401, call(fresh, "POST", "/internal/init", other, body(1, "new")))
+		}
+		equal(t, 200, call(fresh, "POST", "/internal/init", name, body(1-generation, "new")))
+		equal(t, 200, call(fresh, "GET", "/ready", "", ""))
+		equal(t, 200, call(fresh, "GET", "/metrics", "new", ""))
+		for _, other := range []string{"", "old", name} {
+			equal(t, 401, call(fresh, "GET", "/metrics", other, ""))
+			equal(t, 401, call(fresh, "POST", "/internal/init", other, body(2, "x")))
+		}
+	}
+	select {
+	case <-watching: // its connection was closed
+	case <-time.After(5 * time.Second):
+		t.Fatal("a stream from before goes on")
+	}
+	size := len(mustRead(t, ticks))
+	eventually(t, "the hooks run on", func() bool { return len(mustRead(t, ticks)) > size+1 })
+	equal(t, 2, strings.Count(stderr(), "restored from a checkpoint"))
+	process.SignalGroup(9)
+	exitOf(t, process)
+
+	process, _, _ = daemon(t, nil, "--insecure-no-token", "--launch-file", directory+"/none")
+	equal(t, 2, exitOf(t, process))
 }
 
 func TestSchedules(t *testing.T) {

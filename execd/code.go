@@ -8,11 +8,15 @@ package main
 //   - There is one default context per language, also when many ask for it at once.
 //   - A kernel that does not heed an interrupt is ended, and its context with it.
 //   - Contexts are bounded in number.
+//   - After an init no run sees random numbers that a kernel had made ready before it,
+//     where the language lets them be replaced.
 
 import (
 	"context"
 	"errors"
+	"maps"
 	"net/http"
+	"slices"
 	"sort"
 	"strings"
 	"sync"
@@ -23,11 +27,28 @@ const (
 	contextLimit   = 64
 	contextEnding  = 10 * time.Second
 	deafGrace      = 3 * time.Second
+	reseedLimit    = 10 * time.Second
 	interpreterRun = 24 * time.Hour
 )
 
 var languages = map[string]bool{
 	"python": true, "java": true, "javascript": true, "typescript": true, "go": true, "bash": true,
+}
+
+// reseedCode replaces the state of a language's generators. Those of V8, of the JVM and of
+// what a program made for itself cannot be reached.
+var reseedCode = map[string]string{
+	"python": `exec('''
+import contextlib, os, sys
+for name, reseed in {
+    "random": lambda module: module.seed(), "numpy.random": lambda module: module.seed(),
+    "torch": lambda module: module.seed(), "ssl": lambda module: module.RAND_add(os.urandom(32), 32.0),
+}.items():
+    if name in sys.modules:
+        with contextlib.suppress(Exception):
+            reseed(sys.modules[name])
+''', {})`,
+	"bash": "RANDOM=${SRANDOM-$RANDOM}",
 }
 
 // CodeContexts is the table of all contexts.
@@ -39,6 +60,7 @@ type CodeContexts struct {
 	byID     map[string]*codeContext
 	standard map[string]*standardContext // by language
 	making   int
+	seeds    int // how often kernels were to be reseeded
 }
 
 type codeContext struct {
@@ -49,8 +71,9 @@ type codeContext struct {
 	link     *kernelLink
 
 	// Guarded by CodeContexts:
-	run  int    // the number of the latest run
-	stop func() // ends what runs; nil if nothing does
+	run   int    // the number of the latest run
+	stop  func() // ends what runs; nil if nothing does
+	seeds int    // of CodeContexts, when this kernel was reseeded; it may be older than its context
 }
 
 // standardContext is a default context, or the making of it.
@@ -356,7 +379,9 @@ func (c *CodeContexts) serve(ctx context.Context, w http.ResponseWriter, used *c
 	done := make(chan struct{})
 	var err error
 	go func() {
-		err = used.link.runCode(ctx, used.session.ID, code, stream)
+		if err = c.freshen(ctx, used); err == nil {
+			err = used.link.runCode(ctx, used.session.ID, code, stream)
+		}
 		close(done)
 	}()
 	c.commands.pingUntil(done, stream)
@@ -367,4 +392,46 @@ func (c *CodeContexts) serve(ctx context.Context, w http.ResponseWriter, used *c
 		return
 	}
 	stream.complete(time.Since(began))
+}
+
+// reseed makes the kernels forget their random state: the idle ones now, and each other
+// one before its next run. One in which that fails ends.
+func (c *CodeContexts) reseed() {
+	c.mutex.Lock()
+	c.seeds++
+	all := slices.Collect(maps.Values(c.byID))
+	c.mutex.Unlock()
+	var idle sync.WaitGroup
+	for _, item := range all {
+		idle.Go(func() {
+			ctx, stop := context.WithTimeout(context.Background(), reseedLimit)
+			defer stop()
+			if c.enter(item, stop) != nil {
+				return
+			}
+			err := c.freshen(ctx, item)
+			c.leave(item)
+			if err != nil {
+				c.drop(item)
+			}
+		})
+	}
+	idle.Wait()
+}
+
+// freshen reseeds the kernel of a context that is entered, if that is due.
+func (c *CodeContexts) freshen(ctx context.Context, entered *codeContext) error {
+	c.mutex.Lock()
+	due := c.seeds
+	done := entered.seeds == due
+	c.mutex.Unlock()
+	if code := reseedCode[entered.Language]; code != "" && !done {
+		if err := entered.link.runCode(ctx, entered.session.ID, code, nil); err != nil {
+			return err
+		}
+	}
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	entered.seeds = due
+	return nil
 }

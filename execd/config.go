@@ -33,6 +33,7 @@ type Config struct {
 	JupyterHost  string
 	JupyterToken string
 	RuntimeInit  bool
+	LaunchFile   string
 }
 
 const (
@@ -60,6 +61,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	jupyterHost := flags.String("jupyter-host", getenv("JUPYTER_HOST"), "address of the Jupyter server (JUPYTER_HOST)")
 	jupyterToken := flags.String("jupyter-token", getenv("JUPYTER_TOKEN"), "its token (JUPYTER_TOKEN)")
 	runtimeInit := flags.Bool("runtime-init", truthy(getenv("EXECD_RUNTIME_INIT")), "serve nobody before POST /internal/init (EXECD_RUNTIME_INIT)")
+	launchFile := flags.String("launch-file", "", "file that is another one after a restore: then serve nobody before POST /internal/init")
 	for _, name := range []string{"jupyter-idle-poll-interval", "log-level", "isolation-config"} {
 		flags.String(name, "", "accepted for compatibility, without effect")
 	}
@@ -69,7 +71,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	config = Config{
 		Port: *port, TokenHash: strings.ToLower(*hash), Insecure: *insecure, Tail: defaultTail,
 		MaxRunning: *maxRunning, Grace: *grace, Init: *initMode, JupyterHost: *jupyterHost, JupyterToken: *jupyterToken,
-		RuntimeInit: *runtimeInit,
+		RuntimeInit: *runtimeInit, LaunchFile: *launchFile,
 	}
 	if config.Init {
 		config.Entrypoint = flags.Args()
@@ -118,6 +120,9 @@ func (c Config) arguments() []string {
 	}
 	if c.RuntimeInit {
 		list = append(list, "--runtime-init")
+	}
+	if c.LaunchFile != "" {
+		list = append(list, "--launch-file", c.LaunchFile)
 	}
 	if c.Init {
 		list = append(append(list, "--init", "--"), c.Entrypoint...)

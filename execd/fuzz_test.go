@@ -283,7 +283,7 @@ func FuzzPaths(f *testing.F) {
 		commands := &Commands{env: &Environment{}, log: log.New(io.Discard, "", 0), reaper: &Reaper{}}
 		commands.env.publish()
 		server := &Server{
-			binding: NewBinding(Auth{}, false), port: defaultPort, log: commands.log,
+			binding: &Binding{}, port: defaultPort, log: commands.log,
 			isolation: NewIsolation(commands, "", "/nowhere", false), files: &Files{}, commands: commands,
 		}
 		request := &http.Request{Method: http.MethodGet, RequestURI: path, Header: http.Header{}}

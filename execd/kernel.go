@@ -28,6 +28,8 @@ const (
 	kernelVersion = "5.3"
 )
 
+var errUnseen = errors.New("the kernel could not be prepared for the run")
+
 var errKernelLost = errors.New("the kernel has ended or its connection is lost")
 
 type kernelHeader struct {
@@ -153,6 +155,7 @@ func (l *kernelLink) listen(ctx context.Context) (next func() ([]byte, error), r
 
 // runCode executes code in the kernel of a session; events of it go to the stream.
 // An error of the code is an event; what is returned is why it could not be run.
+// Without a stream nobody sees the run, and its error is returned.
 func (l *kernelLink) runCode(ctx context.Context, session, code string, stream *eventStream) error {
 	select {
 	case <-l.ready:
@@ -168,7 +171,7 @@ func (l *kernelLink) runCode(ctx context.Context, session, code string, stream *
 	text, err := json.Marshal(map[string]any{
 		"channel": "shell", "header": request, "parent_header": struct{}{}, "metadata": struct{}{}, "buffers": []any{},
 		"content": map[string]any{
-			"code": code, "silent": false, "store_history": true, "user_expressions": struct{}{},
+			"code": code, "silent": stream == nil, "store_history": stream != nil, "user_expressions": struct{}{},
 			"allow_stdin": false, "stop_on_error": true,
 		},
 	})
@@ -222,10 +225,15 @@ func follow(request string, stream *eventStream, next func() ([]byte, error)) er
 			idle = idle || content.State == "idle"
 		default:
 			failed = failed || kind == "error"
-			emit(stream, kind, &content)
+			if stream != nil {
+				emit(stream, kind, &content)
+			}
 		}
 	}
-	if !failed {
+	if stream == nil && (failed || outcome.Status != "ok") {
+		return errUnseen
+	}
+	if stream != nil && !failed {
 		emitOutcome(stream, &outcome)
 	}
 	return nil

@@ -38,6 +38,10 @@ func run() int {
 	if err == nil && (config.TokenHash != "" || !config.RuntimeInit) { // else an init brings the hash
 		auth, err = NewAuth(config.TokenHash, config.Insecure)
 	}
+	var binding *Binding
+	if err == nil {
+		binding, err = NewBinding(auth, config.RuntimeInit, config.LaunchFile)
+	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "execd:", err)
 		return 2
@@ -87,7 +91,7 @@ func run() int {
 		logger.Print(err)
 	}
 	server := &Server{
-		binding:   NewBinding(auth, config.RuntimeInit),
+		binding:   binding,
 		hooks:     &Hooks{reaper: reaper, env: env, log: logger},
 		port:      config.Port,
 		commands:  commands,

@@ -72,7 +72,7 @@ func newFixture(t *testing.T) *fixture {
 		directory: "/", tail: defaultTail, log: logger,
 	}
 	f.server = &Server{
-		binding: NewBinding(auth, false), hooks: &Hooks{reaper: testReaper, env: env, log: logger}, port: defaultPort,
+		binding: &Binding{auth: auth}, hooks: &Hooks{reaper: testReaper, env: env, log: logger}, port: defaultPort,
 		commands: commands, sessions: NewSessions(commands), terminals: NewTerminals(commands), code: NewCodeContexts(&Jupyter{}, commands),
 		files:      &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
 		identities: NewIdentities(testReaper, accounts, logger, testBinary),

@@ -5,6 +5,7 @@ package main
 // Invariants
 //   - Only /ping and /ready are served without the token; binding.go says who may init.
 //   - Unknown path or method: 404; never a redirect.
+//   - After a restore nobody is served, on old connections or new ones, before an init.
 //   - Connections, header size, header time and idle time are bounded.
 //   - /proxy/<own port>/… is the request itself, however often it is nested.
 
@@ -45,6 +46,8 @@ type Server struct {
 	metrics    *Metrics
 	proxy      http.Handler
 	log        *log.Logger
+
+	listener *boundedListener // set by Serve
 }
 
 // Serve accepts connections until the listener is closed.
@@ -57,7 +60,10 @@ func (s *Server) Serve(listener net.Listener) error {
 		ErrorLog:                     s.log,
 		DisableGeneralOptionsHandler: true,
 	}
-	return server.Serve(&boundedListener{Listener: listener, slots: make(chan struct{}, connectionLimit)})
+	s.listener = &boundedListener{
+		Listener: listener, slots: make(chan struct{}, connectionLimit), now: s.binding.now, open: map[*boundedConn]Auth{},
+	}
+	return server.Serve(s.listener)
 }
 
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -67,14 +73,23 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		writeError(w, badRequest("invalid path"))
 		return
 	}
-	switch {
-	case r.Method == http.MethodGet && path == "/ping":
+	if r.Method == http.MethodGet && path == "/ping" {
 		writeEmpty(w)
+		return
+	}
+	restored, err := s.binding.look()
+	if restored {
+		s.log.Print("restored from a checkpoint: nobody is served before an init")
+		s.listener.closeFormer()
+	}
+	switch {
+	case err != nil:
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, err.Error()})
 		return
 	case r.Method == http.MethodGet && path == "/ready":
 		s.binding.serveReady(w, r)
 		return
-	case r.Method == http.MethodPost && path == "/internal/init" && s.binding.enabled:
+	case r.Method == http.MethodPost && path == "/internal/init" && s.binding.offers():
 		s.initialise(w, r)
 		return
 	case s.binding.waits():
@@ -217,6 +232,10 @@ func (s *Server) withoutOwnProxy(raw string) string {
 type boundedListener struct {
 	net.Listener
 	slots chan struct{}
+	now   func() (Auth, error)
+
+	mutex sync.Mutex
+	open  map[*boundedConn]Auth // and in which launch each began
 }
 
 func (l *boundedListener) Accept() (net.Conn, error) {
@@ -232,7 +251,35 @@ func (l *boundedListener) Accept() (net.Conn, error) {
 		connection.Close()
 		return nil, net.ErrClosed
 	}
-	return &boundedConn{TCPConn: tcp, release: sync.OnceFunc(func() { <-l.slots })}, nil
+	made := &boundedConn{TCPConn: tcp}
+	made.release = sync.OnceFunc(func() {
+		l.mutex.Lock()
+		delete(l.open, made)
+		l.mutex.Unlock()
+		<-l.slots
+	})
+	launch, _ := l.now() // if that is not known, its requests are refused
+	l.mutex.Lock()
+	defer l.mutex.Unlock()
+	l.open[made] = launch
+	return made, nil
+}
+
+// closeFormer closes the connections that began in another launch: from inside the
+// sandbox they outlive a restore.
+func (l *boundedListener) closeFormer() {
+	now, _ := l.now()
+	l.mutex.Lock()
+	var former []*boundedConn
+	for connection, launch := range l.open {
+		if launch != now {
+			former = append(former, connection)
+		}
+	}
+	l.mutex.Unlock()
+	for _, connection := range former {
+		connection.Close()
+	}
 }
 
 // boundedConn embeds the TCP connection so that sendfile stays possible.
