@@ -1,12 +1,16 @@
 """What a sandbox's container is: its command, environment, files and limits, from the launch specification.
 
 - The image's entrypoint is replaced by execd, which starts the requested one.
-- Trust anchors, resolver, hosts and host name are ours, at fixed read-only mounts; the request cannot move them.
+- Trust anchors, resolver, hosts, host name and machine id are ours, at fixed read-only mounts; the request cannot move
+  them.
+- Each container has a launch file of its own. By it execd knows a restore, and by the secret whose hash it holds, the
+  host; for a container that is started, not restored, nobody knows a secret.
 - Processes are a container's when their command line names its id: shim, runtime, its helpers.
 - Everything mounted is readable by everybody inside: nothing here is secret.
 """
 
 import os
+import secrets
 import signal
 import time
 from pathlib import Path
@@ -19,6 +23,7 @@ from runtimes.spec import LaunchSpec
 
 CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
 EXECD = "/opt/opensandbox/execd"
+LAUNCH = "/opt/opensandbox/launch"
 _KERNEL_THREADS = 1024
 _FEWEST_PROCESSES = 64
 _LEAVE_SECONDS = 1.0
@@ -41,6 +46,8 @@ _MOUNTED = {
     "/etc/resolv.conf": "resolv.conf",
     "/etc/hosts": "hosts",
     "/etc/hostname": "hostname",
+    "/etc/machine-id": "machine-id",
+    LAUNCH: "launch",
 }
 
 
@@ -52,7 +59,7 @@ def environment(sandbox: str, requested: dict[str, str]) -> dict[str, str]:
 
 def command(token_sha256: str, entrypoint: list[str]) -> list[str]:
     """Return the container's command line."""
-    return [EXECD, "--init", "--access-token-sha256", token_sha256, "--", *entrypoint]
+    return [EXECD, "--init", "--launch-file", LAUNCH, "--access-token-sha256", token_sha256, "--", *entrypoint]
 
 
 def write_files(directory: Path, spec: LaunchSpec) -> Path:
@@ -68,6 +75,8 @@ def write_files(directory: Path, spec: LaunchSpec) -> Path:
         "resolv.conf": RESOLV_CONF,
         "hosts": hosts_file(spec.sandbox),
         "hostname": f"{spec.sandbox}\n",
+        "machine-id": f"{secrets.token_hex(16)}\n",
+        "launch": f"{secrets.token_hex(32)}\n",
     }
     for name, text in texts.items():
         (directory / name).write_text(text)

@@ -1,6 +1,7 @@
 """What a container is made of."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from runtimes.containers import (
     CA_BUNDLE,
+    LAUNCH,
     command,
     end_processes,
     environment,
@@ -43,7 +45,18 @@ def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None
     spec = LaunchSpec.model_validate(launch_message())
     plan = plan_container(spec, "sha256:1", tmp_path, Path("/execd"))
     assert ("sha256:1", "sallyport-runc") == (plan.image, plan.runtime)
-    assert {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", CA_BUNDLE} <= {bind.destination for bind in plan.binds}
+    mounted = {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", "/etc/machine-id", CA_BUNDLE, LAUNCH}
+    assert mounted <= {bind.destination for bind in plan.binds}
+
+
+def test_each_container_has_a_launch_and_a_machine_id_of_its_own(tmp_path: Path) -> None:
+    spec = LaunchSpec.model_validate(launch_message())
+    files = [write_files(tmp_path / name, spec) for name in ("one", "two")]
+    for name, form in (("launch", "[0-9a-f]{64}\n"), ("machine-id", "[0-9a-f]{32}\n")):
+        texts = [(place / name).read_text() for place in files]
+        assert len(set(texts)) == 2 and all(re.fullmatch(form, text) for text in texts)
+    arguments = command("00", ["x"])
+    assert LAUNCH == arguments[arguments.index("--launch-file") + 1]
 
 
 def test_gvisor_counts_the_sandboxs_processes_itself() -> None:

@@ -25,7 +25,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.sandboxes import DemoSandbox
 from demo.stack import IMAGE, Stack
-from runtimes.containers import CA_BUNDLE, EXECD
+from runtimes.containers import CA_BUNDLE, EXECD, LAUNCH
 from runtimes.docker import CAPABILITIES
 
 pytestmark = pytest.mark.system
@@ -67,7 +67,8 @@ PROVEN = {
 }
 NODES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx")}
 OURS = {
-    *(EXECD, CA_BUNDLE, "/etc/ssl/certs/ca-certificates.crt", "/etc/resolv.conf", "/etc/hosts", "/etc/hostname"),
+    *(EXECD, LAUNCH, CA_BUNDLE, "/etc/ssl/certs/ca-certificates.crt"),
+    *("/etc/resolv.conf", "/etc/hosts", "/etc/hostname", "/etc/machine-id"),
 }
 
 
