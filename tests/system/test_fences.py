@@ -9,9 +9,12 @@ rests, it is at its limits without one: then the bound is wide.
 
 import json
 import os
+import socket
+import struct
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +28,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.internet import ADDRESSES, STATUS
 from demo.stack import Stack
+from runtimes import netns
 from runtimes.netplan import PLAN
 
 pytestmark = [pytest.mark.system, pytest.mark.timed]
@@ -43,6 +47,12 @@ CALM = 0.5
 TRACKED = PLAN.syn_rate * 62 + PLAN.max_connections  # begun in a second, until the kernel sweeps its table; and alive
 WAY_IN_SECONDS = 10.0
 LOOK = 2.0
+HELD = 4.0
+"""Seconds of connections that are begun without a pause, and say nothing or are never completed."""
+OPEN = 512 + 64
+"""Descriptors of a worker: one for each connection it takes at once, and its own."""
+GROWN = 32 << 20
+ELSEWHERE = "198.51.100.7"
 
 NEIGHBOUR = f"""
 import http.client, json, os, ssl, time
@@ -139,6 +149,18 @@ if second: os._exit(0)
 os.wait()
 with open("/tmp/counts.new", "w") as file: json.dump(counts, file)
 os.rename("/tmp/counts.new", "/tmp/counts")
+"""
+
+SILENT = f"""
+import socket, time
+address, held, until = "{ADDRESSES[STATUS]}", [], time.time() + {HELD}
+while time.time() < until:
+    s = socket.socket()
+    s.setblocking(False)
+    s.connect_ex((address, 443))
+    held.append(s)
+    time.sleep(0.002)
+print(len(held))
 """
 
 type Turns = Sequence[tuple[str, float, float]]
@@ -273,6 +295,77 @@ def watch(stack: Stack, pair: Pair, attacks: Sequence[str], together: float = 0.
     return Seen(turns, [(at, took) for at, took in requests], idle, counts, most, connections, tuple(ways_in))
 
 
+class Most(NamedTuple):
+    """The most that was seen of a hog's gateway: connections tracked, the worker's descriptors and bytes."""
+
+    tracked: int
+    descriptors: int
+    worker_bytes: int
+
+
+def look(stack: Stack, sandbox: SandboxSync) -> Most:
+    seen = stack.host("inspect", sandbox=str(sandbox.id))
+    descriptors = len(os.listdir(f"/proc/{seen['worker_pid']}/fd"))
+    return Most(tracked(seen["netns"]["gateway"]), descriptors, worker_bytes(stack, sandbox))
+
+
+def flooded(stack: Stack, pair: Pair, flood: Callable[[], int]) -> tuple[int, Most]:
+    """Run `flood`, and look at the hog's gateway; in its midst the ways in and the neighbour's way out are open."""
+    with ThreadPoolExecutor(1) as pool:
+        running, most, midst = pool.submit(flood), look(stack, pair.hog), time.monotonic() + HELD / 2
+        while not running.done():
+            most = Most(*map(max, most, look(stack, pair.hog)))
+            if time.monotonic() > midst:
+                midst += HELD
+                assert ["here", "here"] == [told(sandbox, "echo here").strip() for sandbox in pair[:2]]
+                assert "200" == answered(pair.neighbour)
+            time.sleep(0.05)
+        return running.result(), most
+
+
+def answered(sandbox: SandboxSync) -> str:
+    """The status of a request through a sandbox's gateway."""
+    return told(sandbox, f"curl -sS -o /dev/null -w '%{{http_code}}' --max-time 10 https://{STATUS}/")
+
+
+def half_open(namespace: Path) -> int:
+    """Begin connections in a sandbox's namespace as root may, and complete none; returns how many."""
+
+    def flood() -> int:
+        until, number = time.monotonic() + HELD, 0
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
+            sock.bind((PLAN.inside_interface, 0))
+            while time.monotonic() < until:
+                for _ in range(20):
+                    sock.send(syn(1024 + number % 60000))
+                    number += 1
+                time.sleep(0.002)
+        return number
+
+    silence = f"chain in {{ type filter hook input priority 0; ip saddr {ELSEWHERE} drop\n}}"
+    netns.load_rules(namespace, f"table ip silence {{\n{silence}\n}}")  # else the kernel resets what it did not begin
+    try:
+        return netns.inside(namespace, flood)
+    finally:
+        netns.load_rules(namespace, "delete table ip silence")
+
+
+def syn(port: int) -> bytes:
+    """A frame that begins a connection, from the inside's end of a slot to `ELSEWHERE`."""
+    ends = PLAN.inside.packed + socket.inet_aton(ELSEWHERE)
+    tcp = struct.pack("!HHIIBBHHH", port, 443, 1, 0, 5 << 4, 2, 65535, 0, 0)
+    tcp = tcp[:16] + checksum(ends + struct.pack("!HH", socket.IPPROTO_TCP, len(tcp)) + tcp) + tcp[18:]
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 40, 0, 0, 64, socket.IPPROTO_TCP, 0) + ends
+    ip = ip[:10] + checksum(ip) + ip[12:]
+    return bytes.fromhex((PLAN.gateway_mac + PLAN.inside_mac).replace(":", "")) + b"\x08\x00" + ip + tcp
+
+
+def checksum(data: bytes) -> bytes:
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total = (total & 0xFFFF) + (total >> 16)
+    return struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF)
+
+
 @pytest.fixture(scope="module", name="pair", params=["runsc", "runc"])
 def _pair(request: pytest.FixtureRequest, stack: Stack) -> Iterator[Pair]:
     """The hog and its neighbour."""
@@ -319,6 +412,33 @@ def test_the_way_into_a_sandbox_that_floods_stays_open(seen: Seen) -> None:
     print(seen.ways_in)
     assert seen.ways_in
     assert max(seen.ways_in) < WAY_IN_SECONDS, seen.ways_in
+
+
+def test_connections_that_say_nothing_are_bounded(stack: Stack, pair: Pair) -> None:
+    before = look(stack, pair.hog)
+    opened, most = flooded(stack, pair, lambda: int(told(pair.hog, f"python3 -c '{SILENT}'")))
+    print(opened, before, most)
+    assert opened > OPEN
+    assert most.tracked <= PLAN.max_connections
+    assert OPEN // 2 < most.descriptors <= OPEN
+    assert most.worker_bytes < before.worker_bytes + GROWN
+    assert "200" == answered(pair.hog)
+
+
+def test_half_open_connections_are_bounded(stack: Stack, pair: Pair) -> None:
+    """Whoever can make frames of his own, as no workload can, begins as many as the rate lets him.
+
+    runsc's own kernel resets what it did not begin, so there they are over sooner.
+    """
+    namespace, before = Path(stack.netns(str(pair.hog.id), "sbx")), look(stack, pair.hog)
+    begun, most = flooded(stack, pair, lambda: half_open(namespace))
+    print(begun, before, most)
+    most_begun = PLAN.syn_rate * (int(HELD) + 2)  # twice the rate at once
+    assert begun > 2 * most_begun
+    assert PLAN.syn_rate < most.tracked - before.tracked <= most_begun
+    assert most.descriptors <= OPEN
+    assert most.worker_bytes < before.worker_bytes + GROWN
+    assert "200" == answered(pair.hog)
 
 
 def test_the_log_is_whole_after_the_floods(stack: Stack, pair: Pair, seen: Seen) -> None:
