@@ -5,7 +5,7 @@ It changes nothing; `sandboxes` does.
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +61,13 @@ class Sandbox:
         )
 
 
-async def describe(sandbox: Sandbox, docker: Docker) -> dict[str, Any]:
-    """Return the state of a sandbox, as `list` and `inspect` tell it."""
+async def describe(sandbox: Sandbox, docker: Docker, running: Container[str] = ()) -> dict[str, Any]:
+    """Return the state of a sandbox, as `list` and `inspect` tell it; Docker is not asked of `running` containers."""
     state, reason, exit_code, oom = "creating", "", None, False
     if sandbox.alarm:
         state, reason = "alarm", sandbox.alarm
+    elif sandbox.container in running:
+        state = "running"
     elif sandbox.container is not None:
         try:
             found = await docker.state(sandbox.container)

@@ -497,7 +497,11 @@ class Sandboxes:
 
     async def list(self) -> list[dict[str, Any]]:
         """Return the state of every sandbox."""
-        return list(await asyncio.gather(*(describe(sandbox, self._docker) for sandbox in list(self._known.values()))))
+        running: frozenset[str] = frozenset()
+        with contextlib.suppress(DockerError):  # then each is asked for, and says so
+            running = await self._docker.running()
+        known = list(self._known.values())
+        return list(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
 
     async def inspect(self, name: str) -> dict[str, Any]:
         """Return the state of one sandbox and what it consists of."""
