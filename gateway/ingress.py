@@ -4,7 +4,8 @@ A peer connects to the unix listener this worker was born with, writes a port (2
 (0 connected, 1 refused), and is then relayed to that port of the sandbox.
 
 - The destination is the configured inside address and nothing a peer can choose; the socket is tied to the link.
-- Each connection is accepted into the audit log before it is dialled; without the log it is refused.
+- Each connection is accepted into the audit log before it is dialled; without the log it is refused. How many requests
+  go over it is the peer's business.
 - Connections are counted and bounded, the preamble and the dial have deadlines. An established relay has no idle
   limit: terminals and event streams are silent for hours.
 """

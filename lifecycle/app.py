@@ -63,6 +63,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self.edge.proxy.close()
             await asyncio.gather(self.context.creations.close(), self.context.egress.close())
             for daemon in self.daemons:
                 await daemon.close()

@@ -1,7 +1,7 @@
 """The way into a sandbox: its gateway's unix socket, two bytes naming the port, one byte of answer.
 
-Connections are made for one request each: a sandbox's server may close an idle one at any moment, and a request that
-was lost that way could not be told from one that was carried out.
+Connections are made for one request each, but for those to execd (see `kept`): a sandbox's server may close an idle one
+at any moment, and a request that was lost that way could not be told from one that was carried out.
 
 A connection that was refused is tried again where the caller has patience: execd listens some milliseconds after its
 container has started, and SDKs wait half a second after a 502.
@@ -9,11 +9,7 @@ container has started, and SDKs wait half a second after a 502.
 
 import asyncio
 import socket
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import httpcore
 
 from lifecycle.proxy_headers import EXECD_PORT
 from lifecycle.registry import Sandbox, State
@@ -48,37 +44,6 @@ async def dial(directory: Path, sandbox: str, port: int) -> socket.socket:
     return sock
 
 
-class _Stream(httpcore.AsyncNetworkStream):
-    """A dialled socket as httpcore reads and writes it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        try:
-            async with asyncio.timeout(timeout):
-                return await asyncio.get_running_loop().sock_recv(self._sock, max_bytes)
-        except TimeoutError as error:
-            raise httpcore.ReadTimeout from error
-        except OSError as error:
-            raise httpcore.ReadError from error
-
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        try:
-            async with asyncio.timeout(timeout):
-                await asyncio.get_running_loop().sock_sendall(self._sock, buffer)
-        except TimeoutError as error:
-            raise httpcore.WriteTimeout from error
-        except OSError as error:
-            raise httpcore.WriteError from error
-
-    async def aclose(self) -> None:
-        self._sock.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._sock if info == "socket" else None
-
-
 def patience(sandbox: Sandbox, port: int, now: float) -> float:
     """Return for how many seconds from `now` a port is waited for: execd's after the start, no other, never long."""
     if port != EXECD_PORT or sandbox.state is not State.RUNNING:
@@ -86,46 +51,16 @@ def patience(sandbox: Sandbox, port: int, now: float) -> float:
     return min(START_SECONDS, max(0.0, sandbox.changed_at + START_SECONDS - now))
 
 
-class IngressBackend(httpcore.AsyncNetworkBackend):
-    """Makes httpcore dial a sandbox; the host it is given is ignored.
-
-    Args:
-        patience: seconds for which a port that nothing listens on is tried again.
-    """
-
-    def __init__(self, directory: Path, sandbox: str, port: int, patience: float = 0.0) -> None:
-        self._directory = directory
-        self._sandbox = sandbox
-        self._port = port
-        self._patience = patience
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
+async def dial_patiently(directory: Path, sandbox: str, port: int, seconds: float) -> socket.socket:
+    """`dial`, and for so many seconds again while nothing listens on the port."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    pause = _FIRST_PAUSE
+    while True:
         try:
-            return _Stream(await self._dial())
-        except TimeoutError as error:
-            raise httpcore.ConnectTimeout from error
-        except OSError as error:
-            raise httpcore.ConnectError from error
-
-    async def _dial(self) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience
-        pause = _FIRST_PAUSE
-        while True:
-            try:
-                return await dial(self._directory, self._sandbox, self._port)
-            except ConnectionRefusedError:
-                if loop.time() + pause > deadline:
-                    raise
-            await asyncio.sleep(pause)
-            pause = min(_LONGEST_PAUSE, pause * 1.5)
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+            return await dial(directory, sandbox, port)
+        except ConnectionRefusedError:
+            if loop.time() + pause > deadline:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(_LONGEST_PAUSE, pause * 1.5)

@@ -2,7 +2,8 @@
 
 - Path and query reach the sandbox byte for byte; bodies stream in both directions and nothing here limits how long
   an answer may take. A client that goes away ends the request on the sandbox's side too.
-- Connections are counted per sandbox; one sandbox cannot use up another's.
+- Connections are counted per sandbox, idle ones to its execd too; one sandbox cannot use up another's.
+- A request is sent once. Each port but execd's gets a connection of its own for each.
 - Port 18080 never reaches a sandbox: it is answered by `egress_api`.
 - No API key is needed (the ports' own tokens are), and none is ever passed on: see `proxy_headers`.
 """
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpcore
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, WebSocketException
 from websockets.typing import Origin, Subprotocol
@@ -25,9 +25,11 @@ from websockets.typing import Origin, Subprotocol
 from lifecycle.auth import API_KEY_HEADER, SECURE_HEADER, KeyRing, Tokens, same
 from lifecycle.egress_api import EgressApi, Request
 from lifecycle.errors import ApiError
-from lifecycle.ingress import IngressBackend, dial, patience
+from lifecycle.exchange import BrokenExchangeError, Connection
+from lifecycle.ingress import dial, dial_patiently, patience
+from lifecycle.kept import Kept
 from lifecycle.orchestrator import Orchestrator
-from lifecycle.proxy_headers import EGRESS_PORT, RENEW_HEADER, to_client, to_sandbox
+from lifecycle.proxy_headers import EGRESS_PORT, EXECD_PORT, RENEW_HEADER, to_client, to_sandbox
 from lifecycle.registry import Sandbox
 
 type Scope = MutableMapping[str, Any]
@@ -69,6 +71,7 @@ class Proxy:
     renew_interval: float | None = None
     _open: Counter[str] = field(default_factory=Counter)
     _renewed: dict[str, float] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
 
     async def target(self, scope: Scope, match: re.Match[bytes]) -> Target:
         """Find out what is meant and whether the caller may go there.
@@ -93,6 +96,11 @@ class Proxy:
     async def forget(self, sandbox: str) -> None:
         """Drop what is kept for a sandbox that is gone."""
         self._renewed.pop(sandbox, None)
+        self._kept.trim(sandbox, 0)
+
+    def close(self) -> None:
+        """Close what is kept for any sandbox."""
+        self._kept.close()
 
     async def _renew(self, row: Sandbox) -> None:
         if self.renew_interval is None or row.renew_seconds is None:
@@ -109,6 +117,7 @@ class Proxy:
                 503, "SANDBOX::TOO_MANY_CONNECTIONS", "Too many connections to this sandbox.", {"Retry-After": "1"}
             )
         self._open[sandbox] += 1
+        self._kept.trim(sandbox, self.connections - self._open[sandbox])
         try:
             yield
         finally:
@@ -153,56 +162,59 @@ class Proxy:
         self, scope: Scope, body: "_Body", send: Send, target: Target, headers: dict[str, str], request_id: str
     ) -> None:
         query = scope["query_string"]
-        request = httpcore.Request(
-            scope["method"],
-            httpcore.URL(
-                scheme=b"http",
-                host=b"localhost",
-                port=target.port,
-                target=(target.path or b"/") + (b"?" + query if query else b""),
-            ),
-            headers=to_sandbox(
-                scope["headers"],
-                port=target.port,
-                keys=self.keys,
-                scheme=scope.get("scheme", "http"),
-                host=headers.get("host", ""),
-                client=_client(scope),
-                request_id=request_id,
-            ),
-            content=body.chunks() if body.expected else None,
+        row, port = target.sandbox, target.port
+        path = (target.path or b"/") + (b"?" + query if query else b"")
+        fields = to_sandbox(
+            scope["headers"],
+            port=port,
+            keys=self.keys,
+            scheme=scope.get("scheme", "http"),
+            host=headers.get("host", ""),
+            client=_client(scope),
+            request_id=request_id,
         )
-        wait = patience(target.sandbox, target.port, self.orchestrator.clock())
-        backend = IngressBackend(self.directory, target.sandbox.id, target.port, wait)
+        connection = await self._connect(row, port)
         started = False
         try:
-            async with httpcore.AsyncConnectionPool(
-                network_backend=backend, max_connections=1, max_keepalive_connections=0
-            ) as pool:
-                response = await pool.handle_async_request(request)
-                try:
-                    started = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": response.status,
-                            "headers": to_client(response.headers, target.prefix),
-                        }
-                    )
-                    async for chunk in response.aiter_stream():
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                finally:
-                    await response.aclose()
+            await connection.request(scope["method"], path, fields, body.chunks() if body.expected else None)
+            answer = await connection.response()
+            started = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": answer.status_code,
+                    "headers": to_client(answer.headers.raw_items(), target.prefix),
+                }
+            )
+            async for chunk in connection.chunks():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (httpcore.ConnectTimeout, httpcore.TimeoutException):
-            raise ApiError(504, "BACKEND_TIMEOUT", "The sandbox did not answer in time.") from None
-        except httpcore.ConnectError:
-            message = f"Nothing answers on port {target.port} of the sandbox."
-            raise ApiError(502, "BACKEND_CONNECTION_FAILED", message) from None
-        except (httpcore.NetworkError, httpcore.ProtocolError):
+        except BrokenExchangeError:
             if started:
                 raise ConnectionResetError("the sandbox broke its answer off") from None
             raise ApiError(502, "BACKEND_RESPONSE_FAILED", "The sandbox did not give a whole answer.") from None
+        finally:
+            if port == EXECD_PORT:
+                self._kept.give(row, connection)
+            else:
+                connection.close()
+
+    async def _connect(self, row: Sandbox, port: int) -> Connection:
+        """A connection to a port, kept or new; the caller's.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if port == EXECD_PORT and (kept := self._kept.take(row)) is not None:
+            return kept
+        wait = patience(row, port, self.orchestrator.clock())
+        try:
+            return Connection(await dial_patiently(self.directory, row.id, port, wait))
+        except TimeoutError:
+            raise ApiError(504, "BACKEND_TIMEOUT", "The sandbox did not answer in time.") from None
+        except OSError:
+            message = f"Nothing answers on port {port} of the sandbox."
+            raise ApiError(502, "BACKEND_CONNECTION_FAILED", message) from None
 
     async def _egress(
         self, scope: Scope, receive: Receive, send: Send, target: Target, headers: dict[str, str]

@@ -4,7 +4,6 @@ Started by hostd. If it is still root it becomes the configured uid before it ac
 needs was imported and read. It exits 78 on a configuration that cannot work: starting it again would not help.
 """
 
-import asyncio
 import codecs
 import importlib
 import logging
@@ -15,6 +14,7 @@ import sys
 from pathlib import Path
 
 import uvicorn
+import uvloop
 
 from lifecycle.app import build
 from lifecycle.auth import Tokens
@@ -55,9 +55,7 @@ def drop_privileges(uid: int | None) -> None:
     for module in ("uvicorn.protocols.http.h11_impl", "uvicorn.protocols.websockets.websockets_sansio_impl"):
         importlib.import_module(module)
     for module in (
-        "uvicorn.loops.uvloop",
         "uvicorn.lifespan.off",
-        "httpcore._async.http11",
         "anyio._backends._asyncio",
     ):
         importlib.import_module(module)
@@ -115,7 +113,7 @@ def main(arguments: list[str]) -> int:
         listener = config.listen()
         drop_privileges(config.uid)
         os.umask(0o077)
-        asyncio.run(serve(config, listener))
+        uvloop.run(serve(config, listener))
     except (ConfigError, PolicyError) as error:
         _log.error("%s", error)
         return EXIT_CONFIG

@@ -152,6 +152,8 @@ async def test_execd_is_waited_for_after_a_start_and_nothing_else_is(server: Wor
         server.hostd.refusals = 1
         assert 502 == (await client.get(f"{route}/8000/x")).status_code
         server.offset = 60
+        assert server.server is not None
+        server.server.edge.proxy.close()  # the connection of the first call
         server.hostd.refusals = 1
         assert 502 == (await client.get(f"{route}/44772/x")).status_code
 
