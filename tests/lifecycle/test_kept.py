@@ -60,6 +60,12 @@ class Listener:
         await asyncio.gather(*(writer.wait_closed() for writer in self._writers), return_exceptions=True)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time alone ends nothing here."""
+    monkeypatch.setattr(kept, "IDLE_SECONDS", 60.0)
+
+
 @pytest.fixture
 async def listener(server: World) -> AsyncIterator[Listener]:
     """A listener of ours instead of execd in every sandbox of `server`."""
@@ -138,11 +144,8 @@ async def test_a_hostile_answer_ends_the_connection(
 
 
 @pytest.mark.parametrize("late", [b"", END], ids=["the end", "an answer"])
-async def test_what_comes_while_idle_ends_the_connection(
-    server: World, listener: Listener, late: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_comes_while_idle_ends_the_connection(server: World, listener: Listener, late: bytes) -> None:
     """The next request is neither lost on a closed connection nor answered with what nobody asked for."""
-    monkeypatch.setattr(kept, "IDLE_SECONDS", 60.0)
     sandbox = await create(server)
     await call(server, sandbox)
     assert server.server is not None
