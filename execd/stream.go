@@ -22,6 +22,7 @@ const (
 	pingInterval     = 3 * time.Second
 	streamWriteLimit = 2 * time.Minute
 	streamBatch      = 64 << 10
+	streamGather     = 5 * time.Millisecond // what comes this soon after the start goes out in one piece
 )
 
 type eventStream struct {
@@ -29,6 +30,7 @@ type eventStream struct {
 	controller *http.ResponseController
 	mutex      sync.Mutex
 	buffer     []byte
+	gathering  *time.Timer // nil once its time is over
 	failed     bool
 	finished   bool
 }
@@ -57,13 +59,21 @@ func appendHead(buffer []byte, kind, text string) []byte {
 
 const eventEnd = "}\n\n"
 
-// begin sends init and the first ping.
+// begin queues init and the first ping; they go out within streamGather. Most commands
+// are over by then: for each piece every process on the way to the client wakes up.
 func (s *eventStream) begin(id string) {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	s.buffer = append(appendHead(s.buffer, "init", id), eventEnd...)
 	s.buffer = append(appendHead(s.buffer, "ping", "pong"), eventEnd...)
-	s.push()
+	s.gathering = time.AfterFunc(streamGather, s.gathered)
+}
+
+func (s *eventStream) gathered() {
+	s.mutex.Lock()
+	s.gathering = nil
+	s.mutex.Unlock()
+	s.flush()
 }
 
 func (s *eventStream) ping() {
@@ -123,7 +133,7 @@ func (s *eventStream) queue(event func(buffer []byte) []byte) {
 func (s *eventStream) flush() {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
-	if !s.finished {
+	if !s.finished && s.gathering == nil {
 		s.push()
 	}
 }
@@ -165,6 +175,9 @@ func appendError(buffer []byte, name, value string, traceback []string) []byte {
 // end closes the object of the terminal event. A stream whose terminal event
 // cannot be delivered aborts the connection, so that the transfer looks broken.
 func (s *eventStream) end() {
+	if s.gathering != nil {
+		s.gathering.Stop()
+	}
 	s.buffer = append(s.buffer, eventEnd...)
 	s.push()
 	s.finished = true
