@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -139,7 +140,10 @@ func TestTerminalRunsAShellOnATerminal(t *testing.T) {
 	s.typed("sleep 60\n")
 	s.shows("sleep 60")
 	shell := f.server.terminals.byID[id]
-	eventually(t, "sleep is in the foreground", func() bool { return foregroundGroup(shell.input) != shell.process.Pid })
+	eventually(t, "sleep is in the foreground", func() bool {
+		name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", foregroundGroup(shell.input)))
+		return string(name) == "sleep\n" // before that it is a shell that may not heed the signal yet
+	})
 	s.say(object{"type": "signal", "signal": "SIGINT"})
 	s.typed("echo again-$?\n")
 	s.shows("again-130")
