@@ -35,8 +35,8 @@ var languages = map[string]bool{
 	"python": true, "java": true, "javascript": true, "typescript": true, "go": true, "bash": true,
 }
 
-// reseedCode replaces the state of a language's generators. Those of V8, of the JVM and of
-// what a program made for itself cannot be reached.
+// reseedCode replaces the state of a language's generators. Those of V8 and Deno, Java's
+// Math.random, and what a program made for itself cannot be reached.
 var reseedCode = map[string]string{
 	"python": `exec('''
 import contextlib, os, sys
