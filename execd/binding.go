@@ -13,7 +13,7 @@ package main
 //     a restore it is not: no former token counts, connections from before are closed, and
 //     all is as before the first init.
 //   - Identity, token and variables change together; from then on no former token counts.
-//   - A generation never goes back.
+//   - A generation never goes back, but by a restore.
 
 import (
 	"encoding/json"
