@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,37 @@ def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_on
         os.kill(zygote, signal.SIGCONT)
     born = time.time()
     assert until(lambda: one.served_since(born)), stack.tail()
+
+
+def test_calls_share_a_way_in_and_none_is_carried_out_twice_when_it_is_cut(stack: Stack, clients: list[Client]) -> None:
+    """One record for many commands; one that is lost with the worker is the caller's to repeat."""
+    for one in clients:
+        before = ways_in(stack, one)
+        for _ in range(10):
+            one.sandbox.run("true")
+        assert ways_in(stack, one) - before < 5
+        done: list[int] = []
+        numbers = count()
+
+        def step(one: Client = one, done: list[int] = done, numbers: Iterator[int] = numbers) -> bool:
+            number = next(numbers)
+            with suppress(SandboxException):
+                one.sandbox.run(f"echo {number} >>/tmp/done")
+                done.append(number)
+            return len(done) >= 10
+
+        assert not any(step() for _ in range(5))
+        os.kill(stack.host("inspect", sandbox=one.id)["worker_pid"], signal.SIGKILL)
+        assert until(step), stack.tail()
+        written = [int(line) for line in one.sandbox.run("cat /tmp/done")[1].split()]
+        assert len(set(written)) == len(written)
+        assert set(done) <= set(written)
+
+
+def ways_in(stack: Stack, client: Client) -> int:
+    """How many connections into a sandbox the log has allowed."""
+    records = (record for record in stack.audit_records() if record.get("sandbox") == client.id)
+    return len([record for record in records if (record["kind"], record["decision"]) == ("ingress", "allow")])
 
 
 def test_a_killed_keeper_takes_hostd_with_it_and_the_next_start_adopts(
