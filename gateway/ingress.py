@@ -22,6 +22,7 @@ from gateway.splice import Traffic, relay
 MAX_CONNECTIONS = 256
 PREAMBLE_SECONDS = 5.0
 DIAL_SECONDS = 5.0
+CHUNK = 256 * 1024  # a transfer is big and alone, where flows out of a sandbox are many
 _CONNECTED = b"\x00"
 _REFUSED = b"\x01"
 
@@ -79,7 +80,7 @@ class Ingress:
             with inner:
                 try:
                     await loop.sock_sendall(peer, _CONNECTED)
-                    await relay(peer, inner, traffic, idle=None, total=None)
+                    await relay(peer, inner, traffic, idle=None, total=None, chunk=CHUNK)
                 except OSError:
                     return
                 finally:

@@ -49,6 +49,7 @@ async def relay(
     idle: float | None,
     total: float | None,
     may_send: Callable[[int], bool] | None = None,
+    chunk: int = _CHUNK,
 ) -> End:
     """Relay until both directions ended.
 
@@ -58,12 +59,13 @@ async def relay(
         idle: seconds without a byte in either direction; None never ends for that.
         total: seconds the relay may last; None never ends for that.
         may_send: asked with the size of each chunk before it goes to the second socket; None never refuses.
+        chunk: how many bytes are held per direction at most.
     """
     loop = asyncio.get_running_loop()
     traffic.moved = loop.time()
 
     async def up() -> None:
-        data = first or await loop.sock_recv(inner, _CHUNK)
+        data = first or await loop.sock_recv(inner, chunk)
         while data:
             if may_send is not None and not may_send(len(data)):
                 raise _OverError
@@ -73,11 +75,11 @@ async def relay(
                 traffic.moved = loop.time()
                 traffic.up += sent
                 left = left[sent:]
-            data = await loop.sock_recv(inner, _CHUNK)
+            data = await loop.sock_recv(inner, chunk)
         outer.shutdown(socket.SHUT_WR)
 
     async def down() -> None:
-        while data := await loop.sock_recv(outer, _CHUNK):
+        while data := await loop.sock_recv(outer, chunk):
             left = memoryview(data)
             while left:
                 sent = await _send(inner, left)
