@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -95,6 +96,26 @@ func TestStartScriptAndHooksComeBeforeTheEntrypoint(t *testing.T) {
 	process, _, _ = daemon(t, []string{`OPENSANDBOX_LIFECYCLE={"preStart":[]}`},
 		"--access-token-sha256", hashToken(testToken), "--init", "--", "touch", directory+"/never")
 	equal(t, 2, exitOf(t, process))
+	_, err := os.Stat(directory + "/never")
+	equal(t, true, os.IsNotExist(err))
+}
+
+func TestASignalEndsWhatComesBeforeTheEntrypoint(t *testing.T) {
+	directory := t.TempDir()
+	if err := os.WriteFile(directory+"/pre.sh", []byte("echo began; sleep 60\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for _, before := range []string{
+		"EXECD_BOOTSTRAP_PRE_SCRIPT=" + directory + "/pre.sh",
+		`OPENSANDBOX_LIFECYCLE={"preStart":{"command":["sh","-c","echo began; sleep 60"]}}`,
+	} {
+		process, _, stderr := daemon(t, []string{before}, append(hashArguments, "--init", "--", "touch", directory+"/never")...)
+		eventually(t, "began", func() bool { return strings.Contains(stderr(), "began\n") })
+		began := time.Now()
+		syscall.Kill(process.Pid, syscall.SIGTERM)
+		equal(t, 128+15, exitOf(t, process))
+		equal(t, true, time.Since(began) < 20*time.Second)
+	}
 	_, err := os.Stat(directory + "/never")
 	equal(t, true, os.IsNotExist(err))
 }

@@ -55,6 +55,11 @@ func (c *Commands) start(p *plan, stdout, stderr uintptr) (*Process, error) {
 	}
 	defer null.Close()
 	spec.Files = [3]uintptr{null.Fd(), stdout, stderr}
+	if p.identity != nil { // whoever runs may open /dev/stdout
+		for _, end := range [...]uintptr{stdout, stderr} {
+			_ = syscall.Fchown(int(end), int(p.identity.Uid), -1)
+		}
+	}
 	return c.reaper.Start(spec)
 }
 
@@ -86,6 +91,9 @@ func (c *Commands) supervise(rec *record, timeout time.Duration) {
 	case <-expired:
 		timedOut = rec.process.SignalGroup(syscall.SIGKILL)
 		<-rec.process.Done
+	}
+	if rec.settle != nil {
+		rec.settle()
 	}
 	result := outcomeOf(rec.process.Status)
 	result.timedOut = timedOut
@@ -193,9 +201,18 @@ func (c *Commands) background(w http.ResponseWriter, p *plan) {
 		writeError(w, runtimeError(err))
 		return
 	}
+	pipe, childEnd, err := newOutputPipe()
+	if err != nil {
+		output.Close()
+		c.records.release()
+		writeError(w, runtimeError(err))
+		return
+	}
 	rec := newRecord(p)
 	rec.output = output
-	rec.process, err = c.start(p, output.Fd(), output.Fd())
+	rec.process, err = c.start(p, uintptr(childEnd), uintptr(childEnd))
+	syscall.Close(childEnd)
+	rec.settle = pipe.keepIn(output)
 	stream := newEventStream(w)
 	if err != nil {
 		c.startFailed(rec, err)

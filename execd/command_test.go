@@ -284,6 +284,30 @@ func TestBackgroundCommandAnswersAtOnceAndKeepsItsOutput(t *testing.T) {
 	equal(t, true, strings.Contains(body, `"code":"INVALID_REQUEST_BODY"`) && strings.Contains(body, "command not found: 0123"))
 }
 
+func TestBackgroundOutputStaysWhereItsStreamsAreOpenedAnew(t *testing.T) {
+	f := newFixture(t)
+	result := f.run(object{"command": "echo one; echo two >/dev/stderr; (echo three >/dev/stdout); echo four >/proc/$$/fd/1; echo five", "background": true})
+	eventually(t, "the end", func() bool {
+		_, status := f.call("GET", "/command/status/"+result.id, "")
+		return strings.Contains(status, `"running":false`)
+	})
+	_, text := f.call("GET", "/command/"+result.id+"/logs", "")
+	equal(t, "one\ntwo\nthree\nfour\nfive\n", text)
+}
+
+func TestOutputOfWhatABackgroundCommandLeavesIsKept(t *testing.T) {
+	f := newFixture(t)
+	result := f.run(object{"command": "(sleep 0.3; echo late) & echo early", "background": true})
+	eventually(t, "the end", func() bool {
+		_, status := f.call("GET", "/command/status/"+result.id, "")
+		return strings.Contains(status, `"running":false`)
+	})
+	eventually(t, "the rest", func() bool {
+		_, text := f.call("GET", "/command/"+result.id+"/logs", "")
+		return text == "early\nlate\n"
+	})
+}
+
 func TestTwoHundredParallelCommandsGetTheirOwnStatus(t *testing.T) {
 	f := newFixture(t)
 	var group sync.WaitGroup

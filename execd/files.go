@@ -205,9 +205,14 @@ func describe(path string, info fs.FileInfo, accounts Accounts) fileInfo {
 	return result
 }
 
+// missing reports that a path leads nowhere, be it through what is no directory.
+func missing(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR)
+}
+
 // fileProblem turns a missing file into its own code.
 func fileProblem(err error) error {
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
+	if missing(err) {
 		return &problem{http.StatusNotFound, codeFileNotFound, err.Error()}
 	}
 	return err
@@ -246,7 +251,7 @@ func (f *Files) remove(w http.ResponseWriter, r *http.Request) {
 		if err == nil {
 			err = os.Remove(path)
 		}
-		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
+		if missing(err) {
 			return nil
 		}
 		return err
@@ -257,7 +262,7 @@ func (f *Files) remove(w http.ResponseWriter, r *http.Request) {
 func (f *Files) removeDirectories(w http.ResponseWriter, r *http.Request) {
 	f.eachPath(w, r, func(path string) error {
 		info, err := os.Lstat(path)
-		if errors.Is(err, fs.ErrNotExist) {
+		if missing(err) {
 			return nil
 		}
 		if err != nil {

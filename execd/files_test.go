@@ -104,6 +104,19 @@ func TestUploadErrors(t *testing.T) {
 	}
 }
 
+func TestTheFilenameOfAPartIsIrrelevant(t *testing.T) {
+	f := newFixture(t)
+	for i, filename := range []string{"", `\"; name=\"metadata`, "\xff", "a;b=c", `x"; y="`} {
+		path := fmt.Sprintf("%s/%d", t.TempDir(), i)
+		body := "--B\r\nContent-Disposition: form-data; name=\"metadata\"\r\n\r\n{\"path\":\"" + path + "\"}\r\n" +
+			"--B\r\nContent-Disposition: form-data; name=\"file\"; filename=\"" + filename + "\"\r\n\r\ncontent\r\n--B--\r\n"
+		status, answer := f.call("POST", "/files/upload", body, "Content-Type", "multipart/form-data; boundary=B")
+		equal(t, "200 ", fmt.Sprint(status)+" "+answer)
+		content, _ := os.ReadFile(path)
+		equal(t, "content", string(content))
+	}
+}
+
 func TestDownloadRangesAndLines(t *testing.T) {
 	f := newFixture(t)
 	path := t.TempDir() + `/q"ü`
@@ -164,10 +177,12 @@ func TestDeleteIsIdempotentAndGuarded(t *testing.T) {
 	directory := t.TempDir()
 	os.Mkdir(directory+"/d", 0o755)
 	os.Symlink("nowhere", directory+"/dangling")
+	os.WriteFile(directory+"/file", nil, 0o600)
 	for path, expected := range map[string]int{
 		"/files?path=" + directory + "/missing": 200, "/files": 200, "/files?path=" + directory + "/d": 500, "/files?path=": 400,
 		"/files?path=" + directory + "/dangling": 200, "/directories?path=/": 400, "/directories?path=": 400,
 		"/directories?path=/tmp/..": 400, "/directories?path=" + directory + "/missing": 200,
+		"/directories?path=" + directory + "/file/below": 200, "/files?path=" + directory + "/file/below": 200,
 	} {
 		status, _ := f.call("DELETE", path, "")
 		equal(t, path+fmt.Sprint(expected), path+fmt.Sprint(status))

@@ -11,7 +11,6 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
-	"errors"
 	"io/fs"
 	"net/http"
 	"os"
@@ -164,10 +163,8 @@ func (f *Files) list(w http.ResponseWriter, r *http.Request) {
 	}
 	info, err := os.Lstat(root)
 	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		writeError(w, fileProblem(err))
 	case err != nil:
-		writeError(w, err)
+		writeError(w, fileProblem(err))
 	case info.Mode()&fs.ModeSymlink != 0:
 		writeError(w, badRequest("a link cannot be listed: "+root))
 	case !info.IsDir():

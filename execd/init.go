@@ -14,6 +14,7 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"log"
 	"os"
@@ -61,6 +62,21 @@ func (s *Supervisor) restart() {
 func (s *Supervisor) prepare(hooks *Hooks, lifecycle Lifecycle) error {
 	s.sourcePreScript()
 	return hooks.begin(lifecycle)
+}
+
+// await returns when what comes before the entrypoint is over, or a signal is the end
+// of it; with an error goes the exit status for this process.
+func (s *Supervisor) await(prepared <-chan error) (status int, err error) {
+	for {
+		select {
+		case err := <-prepared:
+			return 1, err
+		case sig := <-s.signals:
+			if sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT {
+				return 128 + int(sig.(syscall.Signal)), fmt.Errorf("signal: %s", sig)
+			}
+		}
+	}
 }
 
 // Run starts the entrypoint and returns the exit status for this process.

@@ -194,7 +194,7 @@ func (i *isolatedServer) startBackground(request *sessionRunRequest) (*record, e
 	if err != nil {
 		return nil, runtimeError(err)
 	}
-	started, err := i.sessions.start(i.session, request, output)
+	started, err := i.sessions.start(i.session, request)
 	if err != nil {
 		output.Close()
 		return nil, err
@@ -202,6 +202,7 @@ func (i *isolatedServer) startBackground(request *sessionRunRequest) (*record, e
 	started.result.Close()
 	rec := &record{
 		id: request.id, background: true, started: time.Now(), process: started.process, output: output, done: make(chan struct{}),
+		settle: started.pipe.keepIn(output),
 	}
 	i.mutex.Lock()
 	i.runs[rec.id] = rec
@@ -213,6 +214,7 @@ func (i *isolatedServer) startBackground(request *sessionRunRequest) (*record, e
 // follow waits for the end of a background run and cuts its log.
 func (i *isolatedServer) follow(rec *record) {
 	<-rec.process.Done
+	rec.settle()
 	if info, err := rec.output.Stat(); err == nil && info.Size() > isolatedLogMax {
 		_ = rec.output.Truncate(isolatedLogMax)
 	}

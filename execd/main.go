@@ -131,10 +131,12 @@ func run() int {
 	}()
 	prepareEnvFile(env.envFile)
 	if config.Init {
-		if err := supervisor.prepare(server.hooks, lifecycle); err != nil {
+		prepared := make(chan error, 1)
+		go func() { prepared <- supervisor.prepare(server.hooks, lifecycle) }()
+		if status, err := supervisor.await(prepared); err != nil {
 			logger.Printf("the entrypoint does not start: %v", err)
 			supervisor.endEverything()
-			return 1
+			return status
 		}
 		server.binding.setReady(true)
 		return supervisor.Run(config.Entrypoint)

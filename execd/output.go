@@ -1,14 +1,15 @@
 package main
 
-// Output of commands: pipes of foreground commands, files of background ones.
+// Output of commands: pipes, and the files that keep what background commands write.
 //
 // Invariants
 //   - A foreground response ends when the leader has ended and what was in the
 //     pipes is drained; a descendant that keeps a pipe open delays it by the tail
 //     window at most.
 //   - A \r at the end of what was read is held for 100 ms at most.
-//   - Background output lives in a file without a name: nobody else can open or
-//     delete it, and it goes with the daemon.
+//   - Background output is kept in a file without a name: nobody else can open or
+//     delete it, and it goes with the daemon. Commands have a pipe, as what opens
+//     /dev/stderr anew would truncate a file. When one has ended, its output is there.
 
 import (
 	"errors"
@@ -86,7 +87,7 @@ func (p *outputPipe) copyTo(lines *lineSplitter, flush func()) {
 		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			if p.arm(false) {
-				p.drain(lines)
+				p.drain(lines.feed)
 				return
 			}
 			if held {
@@ -106,8 +107,36 @@ func (p *outputPipe) copyTo(lines *lineSplitter, flush func()) {
 	}
 }
 
+// keepIn appends all output to a file, until its last writer is gone. What the file
+// does not take is lost; a writer never waits for it. settle returns when everything
+// that is in the pipe at its call is in the file.
+func (p *outputPipe) keepIn(file *os.File) (settle func()) {
+	settled := make(chan struct{})
+	settling := sync.OnceFunc(func() { close(settled) })
+	keep := func(data []byte) { _, _ = file.Write(data) }
+	go func() {
+		defer p.read.Close()
+		defer settling()
+		for {
+			n, err := p.read.Read(p.buffer[:])
+			keep(p.buffer[:n])
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				p.drain(keep)
+				_ = p.read.SetReadDeadline(time.Time{})
+				settling()
+			} else if err != nil {
+				return
+			}
+		}
+	}()
+	return func() {
+		p.leaderGone(0)
+		<-settled
+	}
+}
+
 // drain takes what is in the pipe now and no more.
-func (p *outputPipe) drain(lines *lineSplitter) {
+func (p *outputPipe) drain(take func(data []byte)) {
 	raw, err := p.read.SyscallConn()
 	if err != nil {
 		return
@@ -121,7 +150,7 @@ func (p *outputPipe) drain(lines *lineSplitter) {
 			if err != nil || n <= 0 {
 				return
 			}
-			lines.feed(p.buffer[:n])
+			take(p.buffer[:n])
 			left -= n
 		}
 	})
@@ -148,7 +177,7 @@ func namelessFile(directory string) (*os.File, error) {
 		file.Close()
 		return nil, err
 	}
-	// Appending keeps two writers that reopened it through /proc apart.
+	// Appending: what comes after a log was cut follows what is left of it.
 	if _, _, errno := syscall.Syscall(syscall.SYS_FCNTL, file.Fd(), syscall.F_SETFL, syscall.O_APPEND); errno != 0 {
 		file.Close()
 		return nil, errno

@@ -37,6 +37,7 @@ type record struct {
 	started    time.Time
 	process    *Process // nil if the start failed
 	output     *os.File // background only
+	settle     func()   // background only; see keepIn
 	done       chan struct{}
 
 	mutex       sync.Mutex

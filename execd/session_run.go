@@ -97,7 +97,7 @@ type sessionRun struct {
 
 // serve carries out a run; the caller has the turn.
 func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, request *sessionRunRequest, limit time.Duration) {
-	run, err := s.start(in, request, nil)
+	run, err := s.start(in, request)
 	if err != nil {
 		writeError(w, err)
 		return
@@ -142,8 +142,8 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 	}
 }
 
-// start forks the shell of a run; its output goes into a pipe, or into a file.
-func (s *Sessions) start(in *session, request *sessionRunRequest, output *os.File) (run *sessionRun, err error) {
+// start forks the shell of a run.
+func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionRun, err error) {
 	c := s.commands
 	given := c.env.ForCommand(request.envs)
 	env := in.state.apply(given)
@@ -179,7 +179,7 @@ func (s *Sessions) start(in *session, request *sessionRunRequest, output *os.Fil
 		return nil, runtimeError(err)
 	}
 	run = &sessionRun{given: given, result: result, parse: parse}
-	if err = run.fork(c.reaper, spec, source, output); err != nil {
+	if err = run.fork(c.reaper, spec, source); err != nil {
 		result.Close()
 		return nil, runtimeError(err)
 	}
@@ -209,30 +209,25 @@ func (s *Sessions) driver(in *session, env map[string]string, command string) (
 }
 
 // fork starts the process with one destination for both outputs.
-func (run *sessionRun) fork(reaper *Reaper, spec Spec, source, file *os.File) error {
+func (run *sessionRun) fork(reaper *Reaper, spec Spec, source *os.File) error {
 	null, err := openNull()
 	if err != nil {
 		return err
 	}
 	defer null.Close()
-	var output uintptr
-	if file != nil {
-		output = file.Fd()
-	} else {
-		pipe, childEnd, err := newOutputPipe()
-		if err != nil {
-			return err
-		}
-		defer syscall.Close(childEnd)
-		run.pipe, output = pipe, uintptr(childEnd)
+	pipe, output, err := newOutputPipe()
+	if err != nil {
+		return err
 	}
-	spec.Files = [3]uintptr{null.Fd(), output, output}
+	defer syscall.Close(output)
+	run.pipe = pipe
+	spec.Files = [3]uintptr{null.Fd(), uintptr(output), uintptr(output)}
 	spec.Extra = map[int]uintptr{bashInput: source.Fd(), bashResult: run.result.Fd()}
 	if spec.Argv[0] == "sh" {
 		spec.Extra = map[int]uintptr{shResult: run.result.Fd()}
 	}
-	if run.process, err = reaper.Start(spec); err != nil && run.pipe != nil {
-		run.pipe.read.Close()
+	if run.process, err = reaper.Start(spec); err != nil {
+		pipe.read.Close()
 	}
 	return err
 }

@@ -30,11 +30,14 @@ const stateLimit = 4 << 20
 
 // bashDriver runs in the shell of a session: descriptor 3 gives the state and the
 // command, descriptor 4 takes the new state. It is one compound command, so that
-// aliases of the session cannot change how it is read.
+// aliases of the session cannot change how it is read. bash puts a descriptor that
+// it hides during a command above the one it hides it with: with 250, at 252, closed
+// on exec. Were it only closed it would be at 10, which commands use as their own:
+// what they opened there would get the state. So 250 and 251 stay open on /dev/null.
 const bashDriver = `{
-exec 250<&3 3<&- 251>&4 4>&-; builtin mapfile -d '' -u 250 -t __execd; exec 250<&-
-builtin eval "${__execd[0]}" 2>/dev/null 251>&-
-builtin eval "${__execd[1]}" 251>&-
+exec 250<&3 3<&- 251>&4 4>&-; builtin mapfile -d '' -u 250 -t __execd; exec 250</dev/null
+builtin eval "${__execd[0]}" 2>/dev/null 251>&250
+builtin eval "${__execd[1]}" 251>&250
 { __execd=$?; builtin trap - DEBUG ERR RETURN; (
 builtin printf '%s\0' "$PWD"; builtin set +o; builtin printf '\0'; builtin shopt -p; builtin printf '\0'; builtin umask -p
 builtin printf '\0'; builtin set +efuxv; builtin declare -f; builtin printf '\0'; builtin declare -Fx; builtin declare -Fr
@@ -126,6 +129,9 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 		former, inherited := given[name]
 		if ownVariable(name) || (inherited && former == value && bytes.HasPrefix(declaration, []byte("declare -x "))) {
 			continue
+		}
+		if inherited || name == "OLDPWD" { // exported from the start, which no declaration takes back
+			script.WriteString("unset -v " + name + "\n")
 		}
 		script.Write(declaration)
 	}

@@ -82,12 +82,21 @@ func TestSessionStateIsNeitherInItsOutputNorForged(t *testing.T) {
 	session := f.newSession("{}")
 	f.in(session, "x=true")
 	result := f.in(session, `printf '/forged\0set -o nounset\0\0\0\0\0x\0forged\0declare -- x=forged\n\0end\0'; ls -l /proc/self/fd | wc -l
-for fd in 3 4 9 250 251; do [ -e /proc/self/fd/$fd ] && echo "open $fd"; done; [ -z "${__execd+set}" ] || echo visible
+for fd in 3 4 9 10; do [ -e /proc/self/fd/$fd ] && echo "open $fd"; done; [ -z "${__execd+set}" ] || echo visible
 env | grep -c __execd; tr '\0' '\n' </proc/$$/cmdline | grep -c x=true`)
 	equal(t, false, strings.Contains(strings.Join(result.stdout, "\n"), "open "))
 	equal(t, false, strings.Contains(strings.Join(result.stdout, "\n"), "visible"))
 	equal(t, []string{"0", "0"}, result.stdout[len(result.stdout)-2:])
 	equal(t, []string{"true /"}, f.in(session, "echo $x $PWD").stdout)
+}
+
+func TestSessionStateGoesIntoNoDescriptorThatACommandUses(t *testing.T) {
+	f := newFixture(t)
+	session, file := f.newSession("{}"), t.TempDir()+"/lock"
+	f.in(session, "x=secret; for fd in {3..251}; do echo junk >&$fd; done 2>/dev/null; exec 10>"+file+" 250>&1 251>&1; echo mine >&10")
+	content, _ := os.ReadFile(file)
+	equal(t, "mine", strings.TrimSpace(string(content)))
+	equal(t, []string{"secret /"}, f.in(session, "echo $x $PWD").stdout)
 }
 
 func TestSessionSurvivesWhateverIsRedefined(t *testing.T) {
@@ -126,6 +135,8 @@ func TestSessionTakesTheEnvironmentOfNowUnlessItChangedIt(t *testing.T) {
 	f.in(session, "export B=mine; unset C")
 	write("A=2\nB=2\nC=2\n")
 	equal(t, []string{"2 mine none"}, f.in(session, `echo "$A $B ${C-none}"`).stdout)
+	f.in(session, "export -n A; cd /usr; export -n OLDPWD")
+	equal(t, []string{"2 / none none"}, f.in(session, `echo "$A $OLDPWD $(sh -c 'echo ${A-none} ${OLDPWD-none}')"`).stdout)
 }
 
 func TestSessionDirectory(t *testing.T) {

@@ -1,10 +1,14 @@
-"""Fixtures of the control plane's tests: a running server with stand-ins (see standins.py)."""
+"""Fixtures of the contracts' tests: a server with stand-ins (see standins.py), and a sandbox on each runtime."""
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.stack import Stack
+from tests.conftest import RUNTIMES
 
 sys.path.append(str(Path(__file__).parent.parent / "lifecycle"))
 
@@ -16,3 +20,13 @@ async def server() -> AsyncIterator[World]:
     """A running server that asks for an API key."""
     async with world() as described, described.serving() as running:
         yield running
+
+
+@pytest.fixture(scope="module", params=RUNTIMES, name="sandbox")
+def _sandbox(request: pytest.FixtureRequest, stack: Stack) -> Iterator[SandboxSync]:
+    sandbox = stack.create(request.param)
+    try:
+        yield sandbox
+    finally:
+        sandbox.kill()
+        sandbox.close()
