@@ -1,0 +1,91 @@
+"""What the wire contract of execd asks for and no SDK shows: raw requests to a sandbox on each runtime."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from opensandbox.sync.sandbox import SandboxSync
+
+pytestmark = pytest.mark.system
+
+NULLS: dict[str, Any] = {"cwd": None, "background": False, "timeout": None, "uid": None, "gid": None, "envs": None}
+
+
+@pytest.fixture(scope="module", name="http")
+def _http(sandbox: SandboxSync) -> Iterator[httpx.Client]:
+    endpoint = sandbox.get_endpoint(44772)
+    with httpx.Client(base_url=f"http://{endpoint.endpoint}", headers=endpoint.headers, timeout=60) as http:
+        yield http
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, after a look at its framing."""
+    assert answer.headers["content-type"] == "text/event-stream"
+    assert answer.content.isascii()
+    *frames, end = answer.text.split("\n\n")
+    assert "" == end
+    return [json.loads(frame) for frame in frames]
+
+
+def test_a_stream_is_framed_as_clients_parse_it(http: httpx.Client) -> None:
+    """With nulls for all that may be absent: init first, then a ping, one terminal event, nothing but ASCII."""
+    told = events(http.post("/command", json={"command": "printf 'é\\342\\200\\250\\n\\n\\377'; exit 7"} | NULLS))
+    assert ["init", "ping", "stdout", "stdout", "stdout", "error"] == [event["type"] for event in told]
+    assert ["é\u2028\n", "\n", "\ufffd"] == [event["text"] for event in told if event["type"] == "stdout"]
+    assert {"ename": "CommandExecError", "evalue": "7", "traceback": ["exit status 7"]} == told[-1]["error"]
+    assert all(abs(event["timestamp"] / 1000 - time.time()) < 180 for event in told)
+    status = http.get(f"/command/status/{told[0]['text']}").json()
+    assert (False, 7) == (status["running"], status["exit_code"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("GET", "/nothing", "", 404, None),
+        ("HEAD", "/ping", "", 404, None),
+        ("POST", "/command", "", 400, "INVALID_REQUEST_BODY"),
+        ("POST", "/command", '{"command":5}', 400, "INVALID_REQUEST_BODY"),
+        ("POST", "/command", '{"command":"true","argv":["true"]}', 400, "INVALID_REQUEST_BODY"),
+        ("POST", "/command", '{"command":"true","gid":1}', 400, "INVALID_REQUEST_BODY"),
+        ("POST", "/command", '{"command":"true","cwd":"/no/such"}', 400, "INVALID_REQUEST_BODY"),
+        ("GET", "/command/status/none", "", 404, "INVALID_REQUEST_BODY"),
+        ("GET", "/command/none/logs", "", 404, "INVALID_REQUEST_BODY"),
+        ("DELETE", "/command", "", 400, "MISSING_QUERY"),
+        ("DELETE", "/command?id=none", "", 500, "RUNTIME_ERROR"),
+        ("POST", "/session/none/run", '{"command":"true"}', 500, "RUNTIME_ERROR"),
+        ("DELETE", "/session/none", "", 404, "CONTEXT_NOT_FOUND"),
+        ("GET", "/pty/none", "", 404, "CONTEXT_NOT_FOUND"),
+        ("GET", "/files/download", "", 400, "MISSING_QUERY"),
+        ("GET", "/files/download?path=/etc", "", 400, None),
+        ("GET", "/files/info?path=/etc/passwd/x", "", 404, "FILE_NOT_FOUND"),
+        ("DELETE", "/directories?path=/", "", 400, None),
+        ("POST", "/files/upload", "x", 400, "INVALID_FILE"),
+        ("GET", "/v1/filesystem/x/0/files/info", "", 400, None),
+        ("GET", "/proxy/0/", "", 400, None),
+        ("GET", "/proxy/1/", "", 502, None),
+        ("POST", "/internal/init", "{}", 404, None),
+    ],
+)
+def test_a_refusal_says_why(
+    http: httpx.Client, method: str, path: str, body: str, status: int, code: str | None
+) -> None:
+    answer = http.request(method, path, content=body)
+    assert status == answer.status_code, answer.text
+    if code:
+        assert code == answer.json()["code"]
+    if status != 404 or code:
+        assert answer.json()["message"]
+    assert "location" not in answer.headers
+
+
+def test_metrics_are_watched_second_by_second(http: httpx.Client) -> None:
+    with http.stream("GET", "/metrics/watch") as answer:
+        assert "text/event-stream" == answer.headers["content-type"]
+        lines = (json.loads(line) for line in answer.iter_lines() if line)
+        first, second = next(lines), next(lines)
+    assert {"cpu_count", "cpu_used_pct", "mem_total_mib", "mem_used_mib", "timestamp"} == set(first)
+    assert 500 < second["timestamp"] - first["timestamp"] < 10_000
+    assert first["mem_used_mib"] <= first["mem_total_mib"]
