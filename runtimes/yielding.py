@@ -1,9 +1,9 @@
 """Who computes without a pause weighs less: a sandbox at its limits waits for those that are not.
 
-- Every second each sandbox's processor time, its worker's included, is averaged over some seconds. From `HEAVY`
+- Twice a second each sandbox's processor time, its worker's included, is averaged over about a second. From `HEAVY`
   processors on container and worker have `SHARE` of the usual weight, until the average is below `LIGHT`.
 - A weight tells among those that want a processor at the same moment: who is alone has all that its limits allow.
-- What cannot be read or written leaves the sandbox as it is, until the next second.
+- What cannot be read or written leaves the sandbox as it is, until the next look.
 
 The kernel is fair among those that want to run now; that one of them wanted to all the time does not count there.
 """
@@ -18,11 +18,11 @@ from typing import Final
 
 from runtimes.cgroups import Processor
 
-SECONDS: Final = 1.0
+SECONDS: Final = 0.5
 HEAVY: Final = 0.4
 LIGHT: Final = 0.2
 SHARE: Final = 1 / 16
-_FORGETS: Final = 0.5  # of the average, each second
+_FORGETS: Final = 1.0  # of the average, each second
 
 _log = logging.getLogger(__name__)
 
