@@ -1,6 +1,7 @@
 """Containers and images, through Docker. The only user of the docker package.
 
-- Its blocking calls run in a pool of a few threads; each has a time limit.
+- Its blocking calls run in a pool of a few threads; each has a time limit. A daemon that is coming back is waited for
+  where a launch begins, with `image`.
 - A container gets no network, no capability beyond the list, no privilege to gain, limits, no restarts, and binds that
   we name. Nothing of it comes from the image but user, work directory and environment.
 - The label `sallyport.sandbox` marks ours, `sallyport.instance` the server's; without both nothing is ever removed.
@@ -25,6 +26,7 @@ ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN")
 _THREADS = 8
 _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 _DEFAULT_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -130,15 +132,21 @@ class Docker:
         self._api.close()
         self._slow.close()
 
-    async def _run[T](self, call: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
-        except self._errors.ImageNotFound as error:
-            raise UnknownImage("no such image") from error
-        except self._errors.APIError as error:
-            raise DockerError(str(error.explanation or error)[:500]) from error
-        except self._broken as error:
-            raise DockerError(f"docker: {type(error).__name__}") from error
+    async def _run[T](self, call: Callable[[], T], patience: float = 0.0) -> T:
+        """Call, and if it may be repeated for `patience` seconds again while Docker does not answer."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + patience
+        while True:
+            try:
+                return await loop.run_in_executor(self._pool, call)
+            except self._errors.ImageNotFound as error:
+                raise UnknownImage("no such image") from error
+            except self._errors.APIError as error:
+                raise DockerError(str(error.explanation or error)[:500]) from error
+            except self._broken as error:
+                if loop.time() >= until:
+                    raise DockerError(f"docker: {type(error).__name__}") from error
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     async def version(self) -> dict[str, Any]:
         """Return the daemon's version information."""
@@ -150,12 +158,12 @@ class Docker:
         return tuple(sorted(information.get("Runtimes") or {}))
 
     async def image(self, name: str) -> Image:
-        """Return what image `name` says.
+        """Return what image `name` says; a Docker that is being started again is waited for.
 
         Raises:
             UnknownImage: it is not here. Nothing is pulled.
         """
-        found = await self._run(lambda: self._api.inspect_image(name))
+        found = await self._run(lambda: self._api.inspect_image(name), _PATIENCE_SECONDS)
         config = found.get("Config") or {}
         return Image(
             id=found["Id"],

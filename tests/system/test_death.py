@@ -228,6 +228,15 @@ def test_whoever_dies_nothing_escapes_and_everything_comes_back_by_itself(
     assert took < most()
 
 
+async def test_a_create_waits_for_a_dockerd_that_is_coming_back(stack: Stack) -> None:
+    for pid in processes(stack, "dockerd", []):
+        os.kill(pid, signal.SIGKILL)
+    async with client(stack) as http:
+        answer = await http.post("/sandboxes", json=body())
+        assert 202 == answer.status_code, answer.text
+        assert 204 == (await http.delete(f"/sandboxes/{answer.json()['id']}")).status_code
+
+
 def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_one(
     stack: Stack, clients: list[Client]
 ) -> None:
