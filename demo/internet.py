@@ -124,6 +124,7 @@ class Internet:
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):
             ip("netns", "add", namespace)
+            in_namespace(self.path(namespace), self._hush)
             ip("-n", namespace, "link", "set", "lo", "up")
         in_namespace(self.path(self.net), lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1"))
         self._link(self.up, UP_ADDRESS, "up0", NET_ADDRESS, "net0")
@@ -137,6 +138,11 @@ class Internet:
         ip("-n", self.net, "-6", "addr", "add", f"{ATTACKER_V6}/128", "dev", "lo", "nodad")
         self._servers = self._start("demo.servers", self.path(self.net), str(self.directory), self._accounts_file())
         self._canary = self.start_canary(self.path(self.up), "host", *LOCAL_CANARY_PORTS)
+
+    @staticmethod
+    def _hush() -> None:
+        """No link to come asks for routers, which kernels do for hours: what is on the wire is somebody's doing."""
+        Path("/proc/sys/net/ipv6/conf/default/router_solicitations").write_text("0")
 
     def _accounts_file(self) -> str:
         path = self.directory / "accounts"

@@ -56,6 +56,11 @@ class Stack:
         self.log = directory / "serve.log"
 
     @property
+    def stores(self) -> tuple[Path, Path]:
+        """Where all that lasts is written: the server's directory and Docker's."""
+        return self.state, self._docker_data
+
+    @property
     def settings(self) -> str:
         """The settings file, TOML."""
         environment = os.environ
