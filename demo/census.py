@@ -5,10 +5,12 @@ system, containers from Docker, rows from the database file.
 """
 
 import os
+import re
 import sqlite3
 import subprocess
+import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,13 +20,16 @@ from runtimes.cgroups import Cgroups
 
 _DAEMONS = ("runtimes.hostd", "lifecycle.serve", "vault.broker", "audit.writer", "gateway.zygote")
 _PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtimes")
+_SLOT = re.compile(r"/netns/[0-9]+-")
+_READY_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
     """What there is. Processes are told by their command lines, so that a restarted one counts as the same.
 
-    So are the control groups of the workers: without the generation, which is the last part of their names.
+    So are the control groups of the workers, without the generation, which is the last part of their names, and the
+    slots, without their numbers.
     """
 
     processes: tuple[str, ...]
@@ -47,8 +52,11 @@ class Census:
 
 
 def take(stack: Stack) -> Census:
-    """Take the census of `stack`."""
+    """Take the census of `stack`, once the slots that it makes ahead of need stand."""
     run, state = stack.run, stack.state
+    deadline = time.monotonic() + _READY_SECONDS
+    while _idle(run) < stack.slots_ahead and time.monotonic() < deadline and hostd_runs(stack):
+        time.sleep(0.1)
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     listed = subprocess.run(
         ["docker", "-H", f"unix://{run / 'docker.sock'}", "ps", "-aq", "--no-trunc"],
@@ -61,7 +69,7 @@ def take(stack: Stack) -> Census:
     return Census(
         processes=tuple(sorted(line for line in command_lines().values() if f"{run}/" in line)),
         namespaces=len(used & _slots(run)),
-        mounts=tuple(sorted(line.split()[4] for line in mounts if f" {run}/" in line)),
+        mounts=tuple(sorted(_unnumbered(line.split()[4]) for line in mounts if f" {run}/" in line)),
         cgroups=tuple(
             sorted(
                 str(path.with_suffix(""))
@@ -69,14 +77,28 @@ def take(stack: Stack) -> Census:
                 for path in (root / groups.parent).glob("*/")
             )
         ),
-        files=tuple(sorted(str(path) for place in _places(run, state) for path in place.rglob("*"))),
+        files=tuple(sorted(_unnumbered(str(path)) for place in _places(run, state) for path in place.rglob("*"))),
         containers=tuple(sorted(listed.split())),
         rows=_rows(state / "lifecycle" / "sallyport.db"),
     )
 
 
-def _slots(run: Path) -> set[int]:
-    return {path.stat().st_ino for path in (run / "netns").glob("*")}
+def _slots(run: Path, side: str = "*") -> set[int]:
+    found = set()
+    for path in (run / "netns").glob(side):
+        with suppress(FileNotFoundError):  # one that was no sandbox's yet may be gone by now
+            found.add(path.stat().st_ino)
+    return found
+
+
+def _idle(run: Path) -> int:
+    """How many slots nobody lives in: as many gateways' namespaces without a process."""
+    used = {inode for inodes in namespaces_in_use().values() for inode in inodes}
+    return len((_slots(run, "*-gw") & mounted_namespaces().keys()) - used)
+
+
+def _unnumbered(path: str) -> str:
+    return _SLOT.sub("/netns/N-", path)
 
 
 def _places(run: Path, state: Path) -> list[Path]:
@@ -107,6 +129,11 @@ def daemons(stack: Stack) -> dict[str, int]:
         for module in _DAEMONS
         if any(f"-m {module} {stack.run}/" in line for _, line in lines)
     }
+
+
+def hostd_runs(stack: Stack) -> bool:
+    """Whether there is a hostd of `stack`."""
+    return "runtimes.hostd" in daemons(stack)
 
 
 def descriptors(stack: Stack) -> dict[str, int]:

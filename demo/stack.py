@@ -19,6 +19,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from demo.internet import DNS_ADDRESS, Internet
 from demo.traces import Traces, take
 from policy.compiled import CompiledPolicy
+from runtimes.slot_pool import AHEAD
 from wire import frames
 
 POLICY = Path(__file__).with_name("policy.yaml")
@@ -46,6 +47,9 @@ class StackError(Exception):
 
 class Stack:
     """The running server. Use as a context manager; `directory` holds everything it writes but Docker's data."""
+
+    slots_ahead = AHEAD
+    """How many slots the server has ready while nothing is launched."""
 
     def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 18090) -> None:
         self.internet, self.directory, self.policy, self.port = internet, directory, policy, port

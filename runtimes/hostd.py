@@ -210,6 +210,7 @@ class Host:
         drops = Drops(self._daemons)
         self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, drops, files)
         await self._watch.start(self._config.uids.workers)
+        sandboxes.slots.prepare(self._watch.judge_idle)
         self._watching.set()
 
     async def _check_late(self, *, adopted: int) -> None:
@@ -276,6 +277,7 @@ class Host:
                 await self._daemons.forget(names)
             else:
                 await self._sandboxes.release()
+            await self._sandboxes.slots.close()
         await self._alarms.stop()
         await self._daemons.stop()
         await self._guard.stop()

@@ -23,7 +23,6 @@ import os
 import shutil
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,10 +38,10 @@ from runtimes.docker import Docker, DockerError, Mount
 from runtimes.finish import Endings, both, finished, taken
 from runtimes.guard import Guard
 from runtimes.ledgers import Ledgers
-from runtimes.netplan import PLAN
 from runtimes.plans import Plans
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
+from runtimes.slot_pool import SlotPool
 from runtimes.spec import HostConfig, LaunchSpec
 from runtimes.workers import Identity, Worker, birth
 from runtimes.yielding import Computing
@@ -51,7 +50,6 @@ _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0)
 _CALM_SECONDS = 10.0
 _PARALLEL_LAUNCHES = 4
 _PATIENCE_SECONDS = 5.0
-_SLOT_ATTEMPTS = 16
 
 _log = logging.getLogger(__name__)
 
@@ -79,11 +77,11 @@ class Sandboxes:
         self._disks = Disks(Path(config.state_dir) / "hostd" / "disks")
         self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
         self._known: dict[str, Sandbox] = {}
-        self._free = deque(range(config.uids.workers))  # used in turn: a number, and its uid, rests before its next use
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
         self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
         self.plans = Plans(self._run / "plans")
+        self.slots = SlotPool(self._run / "netns", config.uids.workers)
         self.closing = False
         self.refusal: Callable[[], str] = lambda: ""
         """Says why nothing may be launched now; asked at each launch."""
@@ -128,7 +126,7 @@ class Sandboxes:
         sandbox.gateway, sandbox.policy = record.gateway, record.policy
         sandbox.ingress = self._listen(record.sandbox)
         self.plans.adopt(record.container or "")
-        self._free.remove(slot.index)
+        self.slots.reserve(slot.index)
         self._known[record.sandbox] = sandbox
         sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{record.sandbox}")
 
@@ -167,8 +165,9 @@ class Sandboxes:
         return {"started_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "timing": timing}
 
     async def _gate(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, float]:
-        """Make the slot, and then a worker for it that has confirmed its configuration; return when each was there."""
-        await self._take_slot(sandbox)
+        """Take a slot, and then a worker for it that has confirmed its configuration; return when each was there."""
+        sandbox.slot = await self.slots.take()
+        sandbox.slot_index = sandbox.slot.index
         slotted = time.monotonic()
         sandbox.ingress = self._listen(spec.sandbox)
         self._write_down(sandbox)
@@ -187,19 +186,6 @@ class Sandboxes:
         room = await self._bound(spec.sandbox, sandbox.container, spec)
         mounts = await self._docker.mounts(sandbox.container)
         return time.monotonic(), room, mounts
-
-    async def _take_slot(self, sandbox: Sandbox) -> None:
-        """Make a slot under the next free number; one whose name is taken by a stranger is passed over."""
-        for _ in range(min(len(self._free), _SLOT_ATTEMPTS)):
-            sandbox.slot_index = self._free.popleft()
-            try:
-                sandbox.slot = await asyncio.to_thread(slots.make, self._run / "netns", sandbox.slot_index, PLAN)
-                return
-            except FileExistsError:
-                _log.error("something stands where slot %d would be made", sandbox.slot_index)
-                self._free.append(sandbox.slot_index)
-                sandbox.slot_index = None
-        raise wire.RequestError("full", "no slot is free")
 
     def _listen(self, sandbox: str) -> socket.socket:
         """Make the ingress listener; connections wait in it while there is no worker."""
@@ -460,7 +446,7 @@ class Sandboxes:
             sandbox.slot = sandbox.slot if left else None
         residue += await taken("files", asyncio.to_thread(self._remove_files, sandbox))
         if sandbox.slot_index is not None and not residue:
-            self._free.append(sandbox.slot_index)
+            self.slots.release(sandbox.slot_index)
             sandbox.slot_index = None
         if not residue and self._known.get(sandbox.id, sandbox) is sandbox:
             self._records.remove(sandbox.id)

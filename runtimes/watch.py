@@ -248,21 +248,51 @@ class Watch:
             self._cut(name, slot, finding)
 
     async def _judge(self, name: str, slot: slots.Slot, container: str) -> Finding | None:
+        known = None if self._rounds % _LIST_EVERY == 0 else self._generations.get(slot.gateway_inode)
+        finding, seen = await self._judge_slot(slot, known)
+        self._drops.seen(name, seen.counters)
+        if finding is not None:
+            return finding
+        self._generations[slot.gateway_inode] = seen.generation
+        return await self._first_process(slot, container)
+
+    async def _judge_slot(self, slot: slots.Slot, known: int | None) -> tuple[Finding | None, netstate.Gateway]:
+        """Judge what a slot itself consists of; its rules are listed unless they are those of generation `known`.
+
+        Raises:
+            netns.Elsewhere, OSError, netns.NftError: it cannot be looked at.
+        """
         golden = self._golden
         if golden is None:
             raise OSError("there is nothing to compare with")
         seen = await asyncio.to_thread(netstate.gateway, slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS)
-        self._drops.seen(name, seen.counters)
         if (finding := compare_gateway(golden, seen.facts)) is not None:
-            return finding
+            return finding, seen
         inside = await asyncio.to_thread(netstate.facts, slot.sandbox, slot.sandbox_inode, tuple(SANDBOX_SYSCTLS))
         if (finding := compare_sandbox(golden, inside)) is not None:
-            return finding
-        if self._generations.get(slot.gateway_inode) != seen.generation or self._rounds % _LIST_EVERY == 0:
-            if await asyncio.to_thread(netns.list_rules, slot.gateway, "ruleset") != golden.rules:
-                return Finding("isolation.ruleset", "gateway side: the rules are not those of every slot")
-            self._generations[slot.gateway_inode] = seen.generation
-        return await self._first_process(slot, container)
+            return finding, seen
+        if known == seen.generation or await self._has_its_rules(slot, golden):
+            return None, seen
+        return Finding("isolation.ruleset", "gateway side: the rules are not those of every slot"), seen
+
+    @staticmethod
+    async def _has_its_rules(slot: slots.Slot, golden: Golden) -> bool:
+        return await asyncio.to_thread(netns.list_rules, slot.gateway, "ruleset") == golden.rules
+
+    async def judge_idle(self, slot: slots.Slot, known: int | None) -> int | None:
+        """Judge a slot that is no sandbox's yet, as `slot_pool.Judge`; what cannot be read is not as it was made."""
+        try:
+            finding, seen = await self._judge_slot(slot, known)
+        except netns.Elsewhere as error:
+            finding = Finding("isolation.namespace", str(error))
+        except (OSError, netns.NftError) as error:
+            _log.warning("a slot made ahead cannot be read: %s: %s", type(error).__name__, error)
+            return None
+        else:
+            if finding is None:
+                return seen.generation
+        self._alarms.tell(Finding(finding.rule, f"a slot made ahead is not used: {finding.reason}"[:400]))
+        return None
 
     async def _first_process(self, slot: slots.Slot, container: str) -> Finding | None:
         """Judge where the container's first process is. One that has ended is nobody's way out."""

@@ -110,6 +110,8 @@ class Second(Stack):
 class Unwatched(Stack):
     """A Sallyport whose hostd does not look for changes: sandboxes stay when their layers are taken away."""
 
+    slots_ahead = 0
+
     @property
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.unwatched", str(self.config)]

@@ -7,17 +7,20 @@ import subprocess
 import sys
 from typing import Any
 
-from runtimes import hostd
+from runtimes import hostd, slot_pool
 
 
 class Unwatched:
-    """Stands where `runtimes.watch.Watch` stands."""
+    """Stands where `runtimes.watch.Watch` stands. Nobody judges slots, so none are made ahead of need."""
 
     def __init__(self, *_: Any) -> None:
-        pass
+        slot_pool.AHEAD = 0
 
     async def start(self, index: int) -> None:
         """Watch nothing."""
+
+    async def judge_idle(self, *_: Any) -> None:
+        """Vouch for no slot."""
 
     async def stop(self) -> None:
         """Nothing to stop."""

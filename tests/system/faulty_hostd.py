@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import wire
-from runtimes import containers, hostd, netns, sandboxes, slots, supervisor, workers
+from runtimes import containers, hostd, netns, sandboxes, slot_pool, slots, supervisor, workers
 from runtimes.cgroups import Cgroups
 from runtimes.daemons import Daemons
 from runtimes.docker import Docker, DockerError
@@ -136,6 +136,7 @@ def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]
 def _install() -> None:
     # Who is killed step by step would wait longer each time.
     supervisor._BACKOFF = sandboxes._RESPAWN_BACKOFF = (0.0,)  # type: ignore[assignment]
+    slot_pool.AHEAD = 0  # each launch makes its own, step by step
 
     def public(name: str) -> bool:
         return not name.startswith("_")

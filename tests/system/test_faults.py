@@ -48,6 +48,8 @@ sys.exit(keeper.Keeper([sys.executable, "-m", "tests.system.faulty_hostd", sys.a
 class Faulty(Stack):
     """A Sallyport of its own whose hostd and serve have faults where a test asks for them."""
 
+    slots_ahead = 0
+
     @property
     def settings(self) -> str:
         head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{IMAGE}"')

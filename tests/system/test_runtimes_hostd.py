@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import wire
 from runtimes import netns
 from runtimes.cgroups import Cgroups
 from runtimes.docker import LABEL
+from runtimes.slot_pool import AHEAD
 
 pytestmark = pytest.mark.system
 
@@ -136,6 +138,20 @@ class Hostd:
                 return state
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
+
+    def standing(self) -> dict[int, Path]:
+        """The numbers of the slots made ahead of need, once all have stood for a second, and their gateways' files."""
+        began = since = time.monotonic()
+        former: dict[int, Path] = {}
+        while len(former) != AHEAD or time.monotonic() < since + 1:
+            assert time.monotonic() < began + 30, self.log.read_text()
+            time.sleep(0.1)
+            taken = {item["slot"] for item in self.call("list")["sandboxes"]}
+            made = {int(path.name.split("-")[0]): path for path in (self.run / "netns").glob("*-gw")}
+            ready = {number: path for number, path in made.items() if number not in taken}
+            if ready != former:
+                former, since = ready, time.monotonic()
+        return former
 
     def daemon(self, module: str, config: str) -> int:
         for entry in Path("/proc").iterdir():
@@ -320,7 +336,7 @@ def _left(hostd: Hostd, engine: Engine, inspected: dict[str, Any]) -> list[str]:
     sandbox = inspected["sandbox"]
     cgroups = Cgroups(str(hostd.run))
     found: list[Any] = [*netns.processes(inodes), *netns.mounted(inodes), *(hostd.run / "plans").iterdir()]
-    found += list((hostd.run / "netns").iterdir())
+    found += [path for path in (hostd.run / "netns").iterdir() if path.stat().st_ino in inodes or path.stat().st_size]
     found += [path for root in cgroups.hierarchies.roots for path in root.glob(f"**/*{sandbox}*")]
     found += [path for path in hostd.run.glob("**/*") if sandbox in path.name]
     found += engine.api.containers(all=True, filters={"label": f"{LABEL}={sandbox}"})
@@ -344,7 +360,8 @@ def test_a_launch_that_fails_leaves_nothing(hostd: Hostd, engine: Engine) -> Non
         with pytest.raises(wire.RemoteError, match=code):
             hostd.launch("runc", **changes)
     assert {"sandboxes": []} == hostd.call("list")
-    assert [] == [*(hostd.run / "netns").iterdir(), *(hostd.run / "plans").iterdir()]
+    assert 2 * len(hostd.standing()) == len(list((hostd.run / "netns").iterdir()))
+    assert [] == list((hostd.run / "plans").iterdir())
     assert [] == [*(hostd.run / "ingress").iterdir(), *(hostd.run / "sandboxes").iterdir()]
 
 
@@ -436,6 +453,66 @@ def test_both_runtimes_are_offered(hostd: Hostd) -> None:
         hostd.call("image", name="no/such:1")
     with pytest.raises(wire.RemoteError, match="unknown_op"):
         hostd.call("shell")
+
+
+def test_a_launch_takes_a_slot_that_stands(hostd: Hostd) -> None:
+    """One more than stand are launched; each slot is used once."""
+    ready = hostd.standing()
+    names = [hostd.launch("runc") for _ in range(AHEAD + 1)]
+    try:
+        used = {hostd.state(name)["slot"] for name in names}
+        assert ready.keys() < used
+        assert len(names) == len(used)
+        assert used.isdisjoint(hostd.standing())
+    finally:
+        for name in names:
+            hostd.call("remove", sandbox=name)
+
+
+def _another_namespace(path: Path) -> None:
+    netns.delete(path)
+    netns.create(path, {})
+
+
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [
+        ("ruleset", lambda path: netns.load_rules(path, "flush ruleset\n")),
+        ("ruleset", lambda path: netns.load_rules(path, "add table inet more\n")),
+        ("setting", lambda path: netns.inside(path, lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1"))),
+        (
+            "link",
+            lambda path: netns.inside(path, lambda: _ip("link", "add", "a0", "type", "veth", "peer", "name", "a1")),
+        ),
+        ("address", lambda path: netns.inside(path, lambda: _ip("addr", "add", "192.0.2.9/32", "dev", "lo"))),
+        ("namespace", _another_namespace),
+        ("namespace", netns.delete),
+    ],
+    ids=["flushed", "more rules", "forwarding", "link", "address", "replaced", "gone"],
+)
+def test_a_slot_that_was_changed_while_it_stood_is_told_and_never_used(
+    hostd: Hostd, engine: Engine, rule: str, change: Callable[[Path], object]
+) -> None:
+    ready = hostd.standing()
+    said = len(hostd.log.read_text())
+    for path in ready.values():
+        change(path)
+    name = hostd.launch("runc")
+    try:
+        assert hostd.state(name)["slot"] not in ready
+        assert engine.python(name, _DIAL.format(address="1.2.3.4", port=5)).endswith("1.2.3.4:5 first")
+        news = hostd.log.read_text()[said:]
+        assert AHEAD == len(re.findall(rf"alarm: host: isolation\.{rule}: a slot made ahead is not used", news)), news
+        assert not [
+            path for path in ready.values() if path.exists() or path.with_name(f"{path.name[:-3]}-sbx").exists()
+        ]
+    finally:
+        hostd.call("remove", sandbox=name)
+    assert 2 * len(hostd.standing()) == len(list((hostd.run / "netns").iterdir()))
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, timeout=10)
 
 
 def test_a_stop_removes_everything(hostd: Hostd) -> None:

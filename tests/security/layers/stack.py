@@ -20,6 +20,8 @@ POLICY = "hostile-names"
 class LayeredStack(Stack):
     """As `sallyport serve` starts it, but for the modules that the daemons are started from."""
 
+    slots_ahead = 0
+
     def __enter__(self) -> "LayeredStack":
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
         self.config.write_text(self.settings)
