@@ -6,7 +6,8 @@
 - The file is unlinked once its loop device holds it: the last unmount frees device and room, whoever was killed.
 - Devices are known by the name of the file behind them, which names the sandbox. Nothing is remembered here: `detach`
   and `sweep` find what a killed predecessor attached.
-- `detach` is judged by the loop device being free again.
+- `detach` is judged by the loop device being free again. Whoever makes a mount namespace copies what is mounted at that
+  moment, and keeps the device as long; unless its directory is removed first, with which all copies of a mount go.
 
 Project quotas would share one file system, but need CONFIG_QFMT_V2 for ext4 or CONFIG_XFS_QUOTA, and root inside runc
 could leave its project by FS_IOC_FSSETXATTR. There is no journal: nothing of a sandbox survives its host.
@@ -140,8 +141,9 @@ def probe(directory: Path) -> str:
         if not 0 < held <= SMALLEST:
             raise DiskError("a disk is not of its size")
     finally:
-        left = disks.detach("probe")
+        _unmount(layer)
         shutil.rmtree(layer, ignore_errors=True)
+        left = disks.detach("probe")
     if left:
         raise DiskError("; ".join(left))
     return "a disk of its own can be made and unmade"

@@ -9,6 +9,7 @@ import pytest
 from opensandbox.sync.sandbox import SandboxSync
 
 from demo.stack import Stack
+from runtimes import disk
 
 pytestmark = pytest.mark.system
 
@@ -137,3 +138,29 @@ def test_a_size_that_cannot_be_is_refused(stack: Stack, size: str) -> None:
         json={"image": {"uri": "sallyport/empty"}, "resourceLimits": {"disk": size}, "entrypoint": ["/bin/true"]},
     )
     assert (400, "SANDBOX::INVALID_PARAMETER") == (answer.status_code, answer.json()["code"])
+
+
+def test_the_doctors_disk_goes_though_somebody_copied_its_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server's daemon, say, whose mount namespace was made at that moment."""
+    attach, copies = disk.Disks.attach, list[subprocess.Popen[bytes]]()
+
+    def copied(self: disk.Disks, sandbox: str, layer: Path, size: int) -> int:
+        held = attach(self, sandbox, layer, size)
+        copies.append(
+            subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE)
+        )
+        (output,) = (copy.stdout for copy in copies)
+        assert output is not None
+        assert b"\n" == output.readline()
+        assert str(layer) in Path(f"/proc/{copies[0].pid}/mountinfo").read_text()
+        return held
+
+    monkeypatch.setattr(disk.Disks, "attach", copied)
+    try:
+        assert "can be made and unmade" in disk.probe(tmp_path)
+    finally:
+        for copy in copies:
+            copy.kill()
+            copy.communicate()
