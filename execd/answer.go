@@ -120,6 +120,13 @@ func requestBody(w http.ResponseWriter, r *http.Request) io.Reader {
 	return idleBody{r.Body, http.NewResponseController(w)}
 }
 
+// keepBodyOpen is for requests that are passed on. Else the server closes a body as soon as
+// its answer begins; who passes it on may look for its end only then, and would take that
+// for a failure and break the answer off.
+func keepBodyOpen(w http.ResponseWriter) {
+	_ = http.NewResponseController(w).EnableFullDuplex()
+}
+
 // decodeJSON reads the first JSON value of a body; unknown fields and what
 // follows the value are ignored.
 func decodeJSON(w http.ResponseWriter, r *http.Request, limit int64, into any) error {

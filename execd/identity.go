@@ -239,6 +239,7 @@ func newHelper(process *Process, control *net.UnixConn, log *log.Logger) *helper
 
 // forward passes a request on, as one for another route.
 func (h *helper) forward(w http.ResponseWriter, r *http.Request, route string) {
+	keepBodyOpen(w)
 	forwarded := r.Clone(r.Context())
 	forwarded.URL.Path, forwarded.URL.RawPath = route, ""
 	forwarded.Body = boundedBody{idleBody{r.Body, http.NewResponseController(w)}, r.Body}

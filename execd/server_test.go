@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestOnlyPingIsOpen(t *testing.T) {
@@ -108,5 +109,47 @@ func TestProxyPassesRequestsThroughWithoutTheToken(t *testing.T) {
 	for path, expected := range map[string]int{"/proxy/0/": 400, "/proxy/x": 400, "/proxy": 400, "/proxy/65536/": 400, "/proxy/+80/": 400, "/proxy/1/": 502} {
 		status, _ := f.call("GET", path, "")
 		equal(t, path+fmt.Sprint(expected), path+fmt.Sprint(status))
+	}
+}
+
+func TestWhatIsPassedOnMayBeAnsweredBeforeItsBodyHasEnded(t *testing.T) {
+	f := newFixture(t)
+	answering := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		keepBodyOpen(w)
+		io.WriteString(w, "first ")
+		http.NewResponseController(w).Flush()
+		body, _ := io.ReadAll(r.Body)
+		w.Write(body)
+	})
+	service := httptest.NewServer(answering)
+	t.Cleanup(service.Close)
+	_, port, _ := net.SplitHostPort(service.Listener.Addr().String())
+	ours, theirs, err := socketPair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	control, _ := unixConn(ours)
+	far, _ := unixConn(theirs)
+	t.Cleanup(func() { control.Close() })
+	go http.Serve(handedOver{far}, answering)
+	helper := newHelper(nil, control, f.server.log)
+	passing := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { helper.forward(w, r, "/") }))
+	t.Cleanup(passing.Close)
+	for _, url := range []string{f.http.URL + "/proxy/" + port + "/", passing.URL} {
+		body, rest := io.Pipe()
+		request, _ := http.NewRequest("POST", url, body)
+		request.ContentLength = 4
+		request.Header.Set(tokenHeader, testToken)
+		stuck := time.AfterFunc(10*time.Second, func() { rest.CloseWithError(io.ErrUnexpectedEOF) })
+		response, err := http.DefaultTransport.RoundTrip(request)
+		if err != nil || !stuck.Stop() {
+			t.Fatal(url, err)
+		}
+		go io.WriteString(rest, "body")
+		answer, err := io.ReadAll(response.Body)
+		if err != nil {
+			t.Fatal(url, err)
+		}
+		equal(t, "first body", string(answer))
 	}
 }
