@@ -171,7 +171,7 @@ func FuzzStreamFraming(f *testing.F) {
 
 func FuzzSessionState(f *testing.F) {
 	given := map[string]string{"HOME": "/root", "KEEP": "1"}
-	f.Add([]byte("/tmp\x00set +o x\n\x00shopt -u y\n\x00umask 0022\n\x00\x00\x00\x00A\x001\x00declare -- A=\"1\"\n\x00end\x00"))
+	f.Add([]byte("/tmp\x00x:y\x00builtin () \n{ \n}\x00set +o x\n\x00shopt -u y\n\x00umask 0022\n\x00\x00\x00\x00A\x001\x00declare -- A=\"1\"\n\x00end\x00"))
 	f.Add([]byte("/\x00A=1\x00B\x00end\x00"))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		if state, ok := parseBash(text, given); ok {
@@ -183,7 +183,7 @@ func FuzzSessionState(f *testing.F) {
 					t.Fatalf("%q", line)
 				}
 			}
-			if input := state.input("true"); bytes.Count(input, []byte{0}) != 2 {
+			if input := state.input("", "true"); bytes.Count(input, []byte{0}) != 2 {
 				t.Fatal("a state that is read as another command")
 			}
 		}

@@ -144,6 +144,16 @@ func TestIsolatedRunsInTheBackgroundTimeOutAndOutliveNothing(t *testing.T) {
 	equal(t, true, strings.Contains(body, `"status":"dead"`))
 }
 
+func TestAnIsolatedRunsVariablesComeFirstWithoutBashToo(t *testing.T) {
+	f := newFixture(t)
+	ws := workspace(t)
+	f.server.commands.env.Bind(map[string]string{"PATH": withoutBash(t, ws)})
+	path, _ := f.isolate(object{"workspace": object{"path": ws}})
+	f.runAt(path+"/run", object{"code": "export X=session"})
+	run := f.runAt(path+"/run", object{"code": `echo "$X"`, "envs": object{"X": "run's"}})
+	equal(t, []string{"run's"}, run.stdout)
+}
+
 func TestAnIdleIsolatedSessionEnds(t *testing.T) {
 	f := newFixture(t)
 	ws := workspace(t)

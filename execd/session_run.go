@@ -58,11 +58,11 @@ func (s *Sessions) run(escaped string) http.HandlerFunc {
 }
 
 // exports is text that gives the run's own variables precedence over the session's.
-func (r *sessionRunRequest) exports() string {
+func (r *sessionRunRequest) exports(export string) string {
 	var text strings.Builder
 	for name, value := range r.envs {
 		if value != nil {
-			text.WriteString(`\builtin export ` + name + `='` + strings.ReplaceAll(*value, `'`, `'\''`) + "'\n")
+			text.WriteString(export + ` ` + name + `='` + strings.ReplaceAll(*value, `'`, `'\''`) + "'\n")
 		}
 	}
 	return text.String()
@@ -165,7 +165,7 @@ func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionR
 			c.records.release()
 		}
 	}()
-	spec, parse, input, err := s.driver(in, env, request.exports()+*request.Command)
+	spec, parse, input, err := s.driver(in, env, request)
 	if err != nil {
 		return nil, runtimeError(err)
 	}
@@ -192,19 +192,19 @@ const (
 )
 
 // driver chooses the shell.
-func (s *Sessions) driver(in *session, env map[string]string, command string) (
+func (s *Sessions) driver(in *session, env map[string]string, request *sessionRunRequest) (
 	spec Spec, parse func([]byte, map[string]string) (shellState, bool), input []byte, err error,
 ) {
 	search, _ := s.commands.env.Lookup("PATH")
 	spec = Spec{Dir: in.state.directory, Env: environList(env)}
 	if spec.Path, err = lookProgram("bash", search); err == nil {
 		spec.Argv = []string{"bash", "--noprofile", "--norc", "-c", bashDriver, "bash"}
-		return spec, parseBash, in.state.input(command), nil
+		return spec, parseBash, in.state.input(request.exports(`\builtin export`), *request.Command), nil
 	}
 	if spec.Path, err = lookProgram("sh", search); err != nil {
 		return spec, nil, nil, errNoShell
 	}
-	spec.Argv = []string{"sh", "-c", shDriver, "sh", command}
+	spec.Argv = []string{"sh", "-c", shDriver, "sh", request.exports("export") + *request.Command}
 	return spec, parseSh, nil, nil
 }
 

@@ -22,6 +22,7 @@ import (
 	"io"
 	"maps"
 	"os"
+	"slices"
 	"strings"
 )
 
@@ -34,35 +35,48 @@ const stateLimit = 4 << 20
 // it hides during a command above the one it hides it with: with 250, at 252, closed
 // on exec. Were it only closed it would be at 10, which commands use as their own:
 // what they opened there would get the state. So 250 and 251 stay open on /dev/null.
+//
+// A function of the session may even be called builtin. Only special builtins in
+// POSIX mode come before functions; what that mode changes was read before it.
 const bashDriver = `{
 exec 250<&3 3<&- 251>&4 4>&-; builtin mapfile -d '' -u 250 -t __execd; exec 250</dev/null
 builtin eval "${__execd[0]}" 2>/dev/null 251>&250
 builtin eval "${__execd[1]}" 251>&250
-{ __execd=$?; builtin trap - DEBUG ERR RETURN; (
-builtin printf '%s\0' "$PWD"; builtin set +o; builtin printf '\0'; builtin shopt -p; builtin printf '\0'; builtin umask -p
-builtin printf '\0'; builtin set +efuxv; builtin declare -f; builtin printf '\0'; builtin declare -Fx; builtin declare -Fr
+{ __execd=$?; if (
+__execd_on=$SHELLOPTS:$BASHOPTS __execd_posix=${POSIXLY_CORRECT+on}
+[[ $__execd_posix ]] || POSIXLY_CORRECT=
+trap - DEBUG ERR RETURN; set +efuxv
+if export -f builtin; then __execd_builtin=$(unset -f declare; declare -f builtin); unset -f builtin; fi
+[[ $__execd_posix ]] || unset -v POSIXLY_CORRECT
+{
+builtin printf '%s\0' "$PWD" "$__execd_on" "${__execd_builtin-}"; builtin set +o; builtin printf '\0'; builtin shopt -p
+builtin printf '\0'; builtin umask -p; builtin printf '\0'; builtin declare -f; builtin printf '\0'; builtin declare -Fx; builtin declare -Fr
 builtin printf '\0'; builtin alias -p; builtin printf '\0'; builtin unalias -a; builtin mapfile -t __execd_names < <(builtin compgen -v)
 for __execd_name in "${__execd_names[@]}"; do
 builtin printf '%s\0%s\0' "$__execd_name" "${!__execd_name-}"; builtin declare -p "$__execd_name"; builtin printf '\0'
 done; builtin printf 'end\0'
-) >&251; builtin set +x; } 2>/dev/null; builtin exit "$__execd"
+} >&251
+[[ ! ${__execd_builtin-} ]]
+); then builtin trap - DEBUG ERR RETURN; builtin set +x; builtin exit "$__execd"; fi
+(POSIXLY_CORRECT=; exit "$__execd") && (( 1 )); } >/dev/null 2>/dev/null
 }`
 
 // shDriver is for images without bash: exported variables and the working
 // directory are kept.
-const shDriver = `__execd=$1; set --; eval "unset -v __execd; $__execd" 9>&-
-__execd=$?; { printf '%s\0' "$PWD"; env -0 && printf 'end\0'; } >&9 2>/dev/null; exit "$__execd"`
+const shDriver = `{ __execd=$1; set --; eval "unset -v __execd; $__execd" 9>&-
+__execd=$?; unset -f printf env; { printf '%s\0' "$PWD"; env -0 && printf 'end\0'; } >&9 2>/dev/null; exit "$__execd"; }`
 
 // shellState is what is kept. The zero value is that of a new session.
 type shellState struct {
 	directory string
 	script    []byte             // text that a bash evaluates before it sets the options
 	options   []byte             // its options, one command in a line; some would disturb what is done before a command
+	last      []byte             // then whether aliases are expanded, and a function called builtin
 	env       map[string]*string // without bash: what was set, and nil for what was unset
 }
 
-// initialScript makes aliases useful although the shell is not interactive.
-const initialScript = "shopt -s expand_aliases\n"
+// initialLast makes aliases useful although the shell is not interactive.
+const initialLast = "\\builtin shopt -s expand_aliases\n"
 
 // apply returns the environment of a run: the given one, and what the session made of it.
 func (s *shellState) apply(given map[string]string) map[string]string {
@@ -78,18 +92,17 @@ func (s *shellState) apply(given map[string]string) map[string]string {
 	return env
 }
 
-// input is what a bash driver reads.
-func (s *shellState) input(command string) []byte {
-	script := s.script
-	if script == nil {
-		script = []byte(initialScript)
+// input is what a bash driver reads: the script, and the text of the run. That begins
+// with one compound command, read as a whole while no alias is expanded.
+func (s *shellState) input(exports, command string) []byte {
+	last := s.last
+	if last == nil {
+		last = []byte(initialLast)
 	}
-	options := bytes.ReplaceAll(s.options, []byte("\n"), []byte("; "))
-	// The backslash keeps an alias of the session from being taken for it.
-	return fmt.Appendf(nil, "%s\x00{ \\builtin unset -v __execd; %s} 2>/dev/null; %s\x00", script, options, command)
+	return fmt.Appendf(nil, "%s\x00{ \\builtin unset -v __execd\n%s%s%s} 2>/dev/null\n%s\x00", s.script, exports, s.options, last, command)
 }
 
-func (s *shellState) size() int { return len(s.script) + len(s.options) }
+func (s *shellState) size() int { return len(s.script) + len(s.options) + len(s.last) }
 
 var errStateSize = fmt.Errorf("the state of the session is larger than %d bytes and was not kept", stateLimit)
 
@@ -104,24 +117,23 @@ func readState(file *os.File) ([]byte, error) {
 // parseBash reads what bashDriver wrote; ok is false when it is not whole. given
 // is the environment of the run without what the session had made of it.
 func parseBash(text []byte, given map[string]string) (state shellState, ok bool) {
-	const header, perVariable = 7, 3
+	const header, perVariable = 9, 3
 	fields := bytes.Split(text, []byte{0})
 	if len(fields) < header+2 || (len(fields)-header-2)%perVariable != 0 || string(fields[len(fields)-2]) != "end" {
 		return state, false
 	}
-	directory, options, shopts, umask := fields[0], fields[1], fields[2], fields[3]
-	functions, attributes, aliases := fields[4], fields[5], fields[6]
-	var script bytes.Buffer
-	aliasing := []byte("shopt -u expand_aliases\n")
-	for line := range bytes.Lines(shopts) {
-		if bytes.HasSuffix(bytes.TrimSpace(line), []byte(" expand_aliases")) {
-			aliasing = line
+	directory, on, builtin := fields[0], fields[1], fields[2]
+	options, shopts, umask := switches(fields[3], on, "set -o ", "set +o "), switches(fields[4], on, "shopt -s ", "shopt -u "), fields[5]
+	functions, attributes, aliases := fields[6], fields[7], fields[8]
+	var script, last bytes.Buffer
+	// Without aliases: bodies of functions were expanded when they were defined, and are not again.
+	for line := range bytes.Lines(append(shopts, "shopt -u expand_aliases\n"...)) {
+		if last.Len() == 0 && bytes.HasSuffix(line, []byte(" expand_aliases\n")) {
+			last.Write(builtins(line))
 		} else {
 			script.Write(line)
 		}
 	}
-	// Without aliases: bodies of functions were expanded when they were defined, and are not again.
-	script.WriteString("shopt -u expand_aliases\n")
 	seen := map[string]bool{}
 	for variables := fields[header : len(fields)-2]; len(variables) > 0; variables = variables[perVariable:] {
 		name, value, declaration := string(variables[0]), string(variables[1]), variables[2]
@@ -145,8 +157,29 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 	// From here on a name may mean a function of the session.
 	script.Write(functions)
 	script.Write(builtins(attributes))
-	script.Write(builtins(aliasing))
-	return shellState{directory: string(directory), script: script.Bytes(), options: builtins(options)}, true
+	if len(builtin) > 0 { // it takes the name from everything above
+		last.Write(append(builtin, '\n'))
+	}
+	return shellState{directory: string(directory), script: script.Bytes(), options: builtins(options), last: last.Bytes()}, true
+}
+
+// switches lists the options of a listing, "set +o NAME" or "shopt -u NAME" in a line, as they are now.
+func switches(listing, on []byte, set, unset string) []byte {
+	var out bytes.Buffer
+	enabled := strings.Split(string(on), ":")
+	for line := range bytes.Lines(listing) {
+		words := bytes.Fields(line)
+		if len(words) != 3 {
+			continue
+		}
+		if slices.Contains(enabled, string(words[2])) {
+			out.WriteString(set)
+		} else {
+			out.WriteString(unset)
+		}
+		out.Write(append(words[2], '\n'))
+	}
+	return out.Bytes()
 }
 
 // builtins makes sure that each line calls a builtin command, whatever is called the same.

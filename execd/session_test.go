@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"os"
@@ -107,6 +108,29 @@ alias builtin=false declare=false printf=false exit=true; set -x; set -f; IFS=ab
 	session2 := f.in(session, `x=5`)
 	equal(t, "execution_complete", session2.last.Type)
 	equal(t, true, strings.Contains(strings.Join(f.in(session, "echo \"<$x>\"").stdout, "\n"), "<5>"))
+}
+
+func TestSessionMayHaveAFunctionOrAnAliasOfAnyName(t *testing.T) {
+	f := newFixture(t)
+	for _, c := range []struct{ define, use, expected string }{
+		{"builtin() { echo mine; }", "builtin", "mine"},
+		{"builtin() { echo mine; }; declare() { echo other; }; export() { :; }; unset() { :; }; trap() { :; }", "builtin; declare", "mine other"},
+		{"exit() { echo left; }; eval() { echo said; }; builtin() { echo mine; }", "exit; eval; builtin", "left said mine"},
+		{"alias '{=echo brace' if='echo if'", "{ on\nif on", "brace on if on"},
+		{"builtin() { echo mine; }; alias builtin='echo alias'", "builtin x; \\builtin", "alias x mine"},
+		{"builtin() { echo mine; }; shopt -u expand_aliases; alias builtin=false '{=false'", "{ builtin; }", "mine"},
+		{"builtin() { echo mine; }; POSIXLY_CORRECT=here", "builtin; echo $POSIXLY_CORRECT; [ -o posix ] && echo posix", "mine here posix"},
+		{"builtin() { echo mine; }", "set -E; trap 'echo trapped' ERR EXIT", "trapped"},
+	} {
+		session := f.newSession("{}")
+		f.in(session, "x=0; set -o pipefail; shopt -s nullglob; "+c.define)
+		for n := range 3 {
+			run := f.in(session, "x=$((x+1)); [ -o pipefail ] && shopt -q nullglob && echo $x\n"+c.use)
+			equal(t, fmt.Sprint(n+1, " ", c.expected), strings.Join(run.stdout, " "))
+			equal(t, "execution_complete", run.last.Type)
+		}
+		equal(t, "7", f.in(session, "sh -c 'exit 7'").last.Error.Evalue)
+	}
 }
 
 func TestSessionMergesStderrAndSendsBareLines(t *testing.T) {
@@ -225,9 +249,8 @@ func TestSessionStateThatIsTooLargeIsNotKeptAndTheUserIsTold(t *testing.T) {
 	equal(t, []string{"kept"}, f.in(session, "echo $x").stdout)
 }
 
-func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
-	f := newFixture(t)
-	directory := t.TempDir()
+// withoutBash makes a directory of programs that has a shell, but no bash.
+func withoutBash(t *testing.T, directory string) string {
 	for _, name := range []string{"sh", "env", "dash"} {
 		for _, place := range []string{"/bin/", "/usr/bin/"} {
 			if _, err := os.Stat(place + name); err == nil {
@@ -235,6 +258,12 @@ func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
 			}
 		}
 	}
+	return directory
+}
+
+func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
+	f := newFixture(t)
+	directory := withoutBash(t, t.TempDir())
 	f.server.commands.env.Bind(map[string]string{"PATH": directory})
 	session := f.newSession("{}")
 	result := f.in(session, "export A='b c\n'; plain=1; cd /usr; unset HOME")
@@ -242,6 +271,8 @@ func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
 	equal(t, []string{"b c", "||/usr|none"}, f.in(session, `echo "$A||$PWD|${HOME-none}"`).stdout)
 	equal(t, "3", f.in(session, "export A=lost; exit 3").last.Error.Evalue)
 	equal(t, []string{"b c", "\n"}, f.in(session, `echo "$A"`).stdout)
+	f.in(session, "alias env=false '{=false'; printf() { :; }; A=kept")
+	equal(t, []string{"kept"}, f.in(session, `echo "$A"`).stdout)
 }
 
 func TestThousandsOfSessionsEndInALimit(t *testing.T) {
