@@ -33,8 +33,9 @@ const (
 const (
 	commandBodyLimit = 4 << 20
 	fileBodyLimit    = 32 << 20
-	bodyIdleLimit    = time.Minute
 )
+
+var bodyIdleLimit = time.Minute // tests shorten it
 
 // problem is an error that knows its HTTP answer.
 type problem struct {
@@ -103,7 +104,16 @@ func notFound(w http.ResponseWriter) {
 	_, _ = io.WriteString(w, "404 page not found")
 }
 
-// idleBody moves the read deadline of the connection with each read.
+// boundBody begins the time of a body that nobody may ever read: the server itself
+// waits for the rest of it before it sends an answer.
+func boundBody(w http.ResponseWriter, r *http.Request) {
+	if r.ContentLength != 0 {
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyIdleLimit))
+	}
+}
+
+// idleBody moves the read deadline of the connection with each read. After the body
+// comes nothing but the end of the connection, for which there is no deadline.
 type idleBody struct {
 	body       io.Reader
 	controller *http.ResponseController
@@ -112,7 +122,9 @@ type idleBody struct {
 func (b idleBody) Read(buffer []byte) (int, error) {
 	_ = b.controller.SetReadDeadline(time.Now().Add(bodyIdleLimit))
 	n, err := b.body.Read(buffer)
-	_ = b.controller.SetReadDeadline(time.Time{})
+	if errors.Is(err, io.EOF) {
+		_ = b.controller.SetReadDeadline(time.Time{})
+	}
 	return n, err
 }
 

@@ -33,14 +33,14 @@ func runHelper() int {
 		env: NewEnvironment(nil), accounts: accounts, directory: "/", umask: currentUmask(),
 		walks: make(chan struct{}, concurrentWalks),
 	}
-	server := &http.Server{
-		Handler:           helperHandler(files),
-		ReadHeaderTimeout: headerTimeLimit,
-		MaxHeaderBytes:    headerBytesLimit,
-		ErrorLog:          log.New(io.Discard, "", 0),
-	}
-	_ = server.Serve(handedOver{control})
+	_ = helperServer(helperHandler(files)).Serve(handedOver{control})
 	return 0
+}
+
+// helperServer never ends a connection: the daemon keeps those that it may need again, and
+// what is sent on one that is just ending is lost.
+func helperServer(handler http.Handler) *http.Server {
+	return &http.Server{Handler: handler, MaxHeaderBytes: headerBytesLimit, ErrorLog: log.New(io.Discard, "", 0)}
 }
 
 func helperHandler(files *Files) http.HandlerFunc {

@@ -55,12 +55,7 @@ func serveIsolated() int {
 	syscall.Close(helperPlan)
 	closeInheritedOnExec()
 	served := newIsolatedServer(&plan, NewReaper())
-	server := &http.Server{
-		Handler:           http.HandlerFunc(served.handle),
-		ReadHeaderTimeout: headerTimeLimit,
-		MaxHeaderBytes:    headerBytesLimit,
-		ErrorLog:          log.New(io.Discard, "", 0),
-	}
+	server := helperServer(http.HandlerFunc(served.handle))
 	if _, err := control.Write([]byte(viewReady)); err != nil {
 		return 2
 	}

@@ -42,6 +42,7 @@ func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request, rest string)
 		Scheme: "http", Host: "127.0.0.1:" + strconv.FormatUint(port, 10),
 		Path: decoded, RawPath: raw, RawQuery: r.URL.RawQuery, ForceQuery: r.URL.ForceQuery,
 	}
+	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // how long a body may take is the service's affair
 	keepBodyOpen(w)
 	s.proxy.ServeHTTP(w, &target)
 }

@@ -6,7 +6,7 @@ package main
 //   - Only /ping and /ready are served without the token; binding.go says who may init.
 //   - Unknown path or method: 404; never a redirect.
 //   - After a restore nobody is served, on old connections or new ones, before an init.
-//   - Connections, header size, header time and idle time are bounded.
+//   - Connections, header size, header time, the waiting for a body and idle time are bounded.
 //   - /proxy/<own port>/… is the request itself, however often it is nested.
 
 import (
@@ -23,12 +23,13 @@ import (
 const (
 	connectionLimit   = 1024
 	headerBytesLimit  = 64 << 10
-	headerTimeLimit   = 15 * time.Second
 	idleTimeLimit     = 10 * time.Minute
 	concurrentWalks   = 8
 	defaultPort       = 44772
 	defaultMaxRunning = 512
 )
+
+var headerTimeLimit = 15 * time.Second // tests shorten it
 
 // Server answers requests.
 type Server struct {
@@ -67,6 +68,7 @@ func (s *Server) Serve(listener net.Listener) error {
 }
 
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	boundBody(w, r)
 	raw := s.withoutOwnProxy(rawPath(r))
 	path, err := url.PathUnescape(raw)
 	if err != nil {

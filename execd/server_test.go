@@ -2,12 +2,15 @@ package main
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -113,6 +116,7 @@ func TestProxyPassesRequestsThroughWithoutTheToken(t *testing.T) {
 }
 
 func TestWhatIsPassedOnMayBeAnsweredBeforeItsBodyHasEnded(t *testing.T) {
+	shorten(t, &headerTimeLimit)
 	f := newFixture(t)
 	answering := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		keepBodyOpen(w)
@@ -131,8 +135,15 @@ func TestWhatIsPassedOnMayBeAnsweredBeforeItsBodyHasEnded(t *testing.T) {
 	control, _ := unixConn(ours)
 	far, _ := unixConn(theirs)
 	t.Cleanup(func() { control.Close() })
-	go http.Serve(handedOver{far}, answering)
+	go helperServer(answering).Serve(handedOver{far})
 	helper := newHelper(nil, control, f.server.log)
+	idle, err := handOver(control) // as the transport makes more than it uses
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = idle.SetReadDeadline(time.Now().Add(3 * headerTimeLimit))
+	_, err = idle.Read(make([]byte, 1))
+	equal(t, true, errors.Is(err, os.ErrDeadlineExceeded))
 	passing := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { helper.forward(w, r, "/") }))
 	t.Cleanup(passing.Close)
 	for _, url := range []string{f.http.URL + "/proxy/" + port + "/", passing.URL} {
@@ -152,4 +163,61 @@ func TestWhatIsPassedOnMayBeAnsweredBeforeItsBodyHasEnded(t *testing.T) {
 		}
 		equal(t, "first body", string(answer))
 	}
+}
+
+// shorten changes a limit until the test is over.
+func shorten(t *testing.T, limit *time.Duration) {
+	before := *limit
+	*limit = 300 * time.Millisecond
+	t.Cleanup(func() { *limit = before })
+}
+
+func TestSlowClientsAreLeft(t *testing.T) {
+	shorten(t, &headerTimeLimit)
+	shorten(t, &bodyIdleLimit)
+	f := newFixture(t)
+	listener, err := net.Listen("tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { listener.Close() })
+	go f.server.Serve(listener)
+	token := tokenHeader + ": " + testToken + "\r\n"
+	var waiting sync.WaitGroup
+	for sent, expected := range map[string]string{
+		"GET /ping HTTP/1.1\r\nHo":                                                                                                                  "",
+		"POST /command HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{":                                                                           "HTTP/1.1 401 ",
+		"POST /command HTTP/1.1\r\nHost: x\r\n" + token + "Content-Length: 9\r\n\r\n{":                                                              "HTTP/1.1 400 ",
+		"POST /command HTTP/1.1\r\nHost: x\r\n" + token + "Content-Length: 9\r\n\r\n{]":                                                             "HTTP/1.1 400 ",
+		"PUT /no HTTP/1.1\r\nHost: x\r\n" + token + "Transfer-Encoding: chunked\r\n\r\n9\r\n":                                                       "HTTP/1.1 404 ",
+		"POST /files/upload HTTP/1.1\r\nHost: x\r\n" + token + "Content-Length: 99\r\nContent-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n": "HTTP/1.1 400 ",
+	} {
+		connection, err := net.Dial("tcp", listener.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer connection.Close()
+		io.WriteString(connection, sent)
+		_ = connection.SetReadDeadline(time.Now().Add(10 * time.Second))
+		waiting.Go(func() {
+			answer, err := io.ReadAll(connection)
+			if err != nil || !strings.HasPrefix(string(answer), expected) {
+				t.Errorf("%q was answered %q %v", sent, answer, err)
+			}
+		})
+	}
+	waiting.Wait()
+}
+
+func TestWhoDoesNotReadHoldsNobodyUp(t *testing.T) {
+	shorten(t, &streamWriteLimit)
+	f := newFixture(t)
+	id, _, _ := f.begin(object{"command": `head -c 50000000 /dev/zero | tr '\0' x`})
+	status, _ := f.call("GET", "/ping", "")
+	equal(t, 200, status)
+	equal(t, []string{"next\n"}, f.run(object{"command": "echo next"}).stdout)
+	eventually(t, "its command ends", func() bool {
+		_, body := f.call("GET", "/command/status/"+id, "")
+		return strings.Contains(body, `"running":false`)
+	})
 }

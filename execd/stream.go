@@ -19,11 +19,12 @@ import (
 )
 
 const (
-	pingInterval     = 3 * time.Second
-	streamWriteLimit = 2 * time.Minute
-	streamBatch      = 64 << 10
-	streamGather     = 5 * time.Millisecond // what comes this soon after the start goes out in one piece
+	pingInterval = 3 * time.Second
+	streamBatch  = 64 << 10
+	streamGather = 5 * time.Millisecond // what comes this soon after the start goes out in one piece
 )
+
+var streamWriteLimit = 2 * time.Minute // tests shorten it
 
 type eventStream struct {
 	writer     http.ResponseWriter
