@@ -12,7 +12,6 @@ import (
 	"errors"
 	"io"
 	"io/fs"
-	"mime"
 	"net/http"
 	"net/url"
 	"os"
@@ -142,21 +141,17 @@ func firstRange(header string, size int64) (string, bool) {
 	return "bytes=" + strconv.FormatInt(begin, 10) + "-" + strconv.FormatInt(end, 10), true
 }
 
-// contentDisposition quotes ASCII names and adds the UTF-8 form for others.
+// contentDisposition quotes plain names and adds the UTF-8 form for others.
 func contentDisposition(name string) string {
-	ascii := strings.Map(func(r rune) rune {
+	plain := strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
 			return '_'
 		}
 		return r
 	}, name)
-	quoted := strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(ascii)
-	value := `attachment; filename="` + quoted + `"`
-	if ascii != name {
-		if encoded := mime.FormatMediaType("attachment", map[string]string{"filename": strings.ToValidUTF8(name, "_")}); encoded != "" {
-			_, extended, _ := strings.Cut(encoded, "; ")
-			value += "; " + extended
-		}
+	value := `attachment; filename="` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(plain) + `"`
+	if plain != name {
+		value += "; filename*=UTF-8''" + strings.ReplaceAll(url.QueryEscape(strings.ToValidUTF8(name, "_")), "+", "%20")
 	}
 	return value
 }

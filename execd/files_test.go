@@ -104,6 +104,36 @@ func TestUploadErrors(t *testing.T) {
 	}
 }
 
+func TestANameOfControlCharactersIsServedEverywhereButInAHeader(t *testing.T) {
+	f := newFixture(t)
+	directory := t.TempDir()
+	name := "a\t\x01\x1b[31m\x7f\r\n b"
+	path := directory + "/" + name
+	os.WriteFile(path, []byte("content"), 0o644)
+	at := "?path=" + url.QueryEscape(path)
+	status, answer := f.call("GET", "/files/download"+at, "")
+	equal(t, "200 content", fmt.Sprint(status, " ", answer))
+	response := f.do("GET", "/files/download"+at, nil)
+	_, extended, _ := strings.Cut(response.Header.Get("Content-Disposition"), `attachment; filename="a___[31m___ b"; filename*=UTF-8''`)
+	named, _ := url.PathUnescape(extended)
+	equal(t, name, named)
+	encoded, _ := json.Marshal(path)
+	for _, route := range []string{"/files/info" + at, "/directories/list?path=" + directory, "/files/search?path=" + directory} {
+		_, answer := f.call("GET", route, "")
+		equal(t, true, strings.Contains(answer, `"path":`+string(encoded)))
+	}
+	moved, _ := json.Marshal([]object{{"src": path, "dest": path + "2"}})
+	status, _ = f.call("POST", "/files/mv", string(moved))
+	equal(t, 200, status)
+	status, _ = f.call("DELETE", "/files"+at+"2", "")
+	equal(t, 200, status)
+	left, _ := os.ReadDir(directory)
+	equal(t, 0, len(left))
+	broken := "--B\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a\x01b\"\r\n\r\nx\r\n--B--\r\n"
+	status, answer = f.call("POST", "/files/upload", broken, "Content-Type", "multipart/form-data; boundary=B")
+	equal(t, true, status == 400 && strings.Contains(answer, codeInvalidFile) && strings.Contains(answer, "control character"))
+}
+
 func TestTheFilenameOfAPartIsIrrelevant(t *testing.T) {
 	f := newFixture(t)
 	for i, filename := range []string{"", `\"; name=\"metadata`, "\xff", "a;b=c", `x"; y="`} {
@@ -151,7 +181,7 @@ func TestDownloadRangesAndLines(t *testing.T) {
 		equal(t, "bytes */20", response.Header.Get("Content-Range"))
 	}
 	response := f.do("GET", at, nil)
-	equal(t, `attachment; filename="q\"_"; filename*=utf-8''q%22%C3%BC`, response.Header.Get("Content-Disposition"))
+	equal(t, `attachment; filename="q\"_"; filename*=UTF-8''q%22%C3%BC`, response.Header.Get("Content-Disposition"))
 	equal(t, "bytes", response.Header.Get("Accept-Ranges"))
 	response = f.do("GET", at, nil, "If-Modified-Since", response.Header.Get("Last-Modified"))
 	equal(t, 304, response.StatusCode)

@@ -15,6 +15,7 @@ import (
 	"mime"
 	"mime/multipart"
 	"net/http"
+	"net/textproto"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -57,6 +58,10 @@ func (f *Files) receive(w http.ResponseWriter, r *http.Request) error {
 		part, err := form.NextRawPart()
 		if errors.Is(err, io.EOF) {
 			break
+		}
+		var malformed textproto.ProtocolError
+		if errors.As(err, &malformed) {
+			return fileError(codeInvalidFile, "a part of the multipart form has a header that is none: is there a control character in the file name?")
 		}
 		if err != nil {
 			return fileError(codeInvalidFile, "the multipart form is broken or incomplete")
