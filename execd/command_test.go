@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -413,4 +414,43 @@ func FuzzQuotedTextIsAsciiJSON(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestFinishedCommandsAreForgottenAfterADayWithinTheHour(t *testing.T) {
+	f := newFixture(t)
+	records := f.server.commands.records
+	var ids []string
+	for _, command := range []string{"true", "true", "sleep 60"} {
+		ids = append(ids, f.run(object{"command": command, "background": true}).id)
+	}
+	old, young, running := records.get(ids[0]), records.get(ids[1]), records.get(ids[2])
+	t.Cleanup(func() { running.process.SignalGroup(syscall.SIGKILL) })
+	<-old.done
+	<-young.done
+	age := func(r *record, by time.Duration) { // as the table has them: the one that finished first comes first
+		r.started, r.finished = r.started.Add(-by), r.finished.Add(-by)
+	}
+	eventually(t, "both are in the table of finished ones", func() bool {
+		records.mutex.Lock()
+		defer records.mutex.Unlock()
+		return len(records.ended) == 2
+	})
+	records.ended = []*record{old, young}
+	age(old, recordAge+time.Minute)
+	age(young, recordAge-time.Minute)
+	running.started = running.started.Add(-2 * recordAge)
+	for _, c := range []struct {
+		swept time.Duration // how long ago
+		old   int
+	}{{recordSweep - time.Minute, 200}, {recordSweep + time.Minute, 404}} {
+		records.lastScan = time.Now().Add(-c.swept)
+		for i, expected := range []int{c.old, 200, 200} {
+			for _, path := range []string{"/command/status/" + ids[i], "/command/" + ids[i] + "/logs"} {
+				status, _ := f.call("GET", path, "")
+				equal(t, fmt.Sprint(path, expected), fmt.Sprint(path, status))
+			}
+		}
+	}
+	_, err := old.output.Stat()
+	equal(t, true, errors.Is(err, os.ErrClosed))
 }

@@ -24,6 +24,17 @@ func (f *fixture) newSession(body string) string {
 	return made.ID
 }
 
+// refused is the message of an answer that is none of success.
+func (f *fixture) refused(path, body string) string {
+	f.t.Helper()
+	status, answer := f.call("POST", path, body)
+	var problem struct{ Message string }
+	if err := json.Unmarshal([]byte(answer), &problem); status < 400 || err != nil {
+		f.t.Fatal(status, answer)
+	}
+	return problem.Message
+}
+
 // in runs a command in a session.
 func (f *fixture) in(session, command string, more ...object) testRun {
 	f.t.Helper()
@@ -289,4 +300,25 @@ func TestThousandsOfSessionsEndInALimit(t *testing.T) {
 	status, _ = f.call("DELETE", "/session/"+ids[0], "")
 	equal(t, 200, status)
 	f.newSession("{}")
+}
+
+func TestASessionThatNobodyUsedForADayMakesRoom(t *testing.T) {
+	f := newFixture(t)
+	sessions := f.server.sessions
+	waited, idle := f.newSession("{}"), f.newSession("{}")
+	for range sessionLimit - 2 {
+		sessions.add(newSession("/"))
+	}
+	sessions.find(idle).used = time.Now().Add(time.Minute - sessionIdle)
+	sessions.find(waited).used = time.Now().Add(-time.Minute - sessionIdle)
+	sessions.find(waited).waiting = 1
+	status, _ := f.call("POST", "/session", "{}")
+	equal(t, 503, status)
+	sessions.find(idle).used = time.Now().Add(-time.Minute - sessionIdle)
+	f.newSession("{}")
+	equal(t, "context not found: "+idle, f.refused("/session/"+idle+"/run", `{"command":"true"}`))
+	sessions.find(waited).waiting = 0
+	equal(t, "execution_complete", f.in(waited, "true").last.Type)
+	status, _ = f.call("POST", "/session", "{}")
+	equal(t, 503, status) // it was used
 }
