@@ -3,11 +3,15 @@
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from opensandbox.exceptions import SandboxApiException
 from opensandbox.sync.sandbox import SandboxSync
+
+from lifecycle.kept import IDLE_LIMIT, IDLE_SECONDS
 
 pytestmark = pytest.mark.system
 
@@ -89,3 +93,35 @@ def test_metrics_are_watched_second_by_second(http: httpx.Client) -> None:
     assert {"cpu_count", "cpu_used_pct", "mem_total_mib", "mem_used_mib", "timestamp"} == set(first)
     assert 500 < second["timestamp"] - first["timestamp"] < 10_000
     assert first["mem_used_mib"] <= first["mem_total_mib"]
+
+
+def test_the_number_of_sessions_has_a_limit(http: httpx.Client, sandbox: SandboxSync) -> None:
+    """The one too many is told so and may come again; the others go on, and each that ends makes room for one."""
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: http.post("/session", json={}), range(1030)))
+    made = [answer.json()["session_id"] for answer in answers if answer.status_code == 200]
+    assert 1024 == len(made)
+    assert {(503, "1")} == {(a.status_code, a.headers["retry-after"]) for a in answers if a.status_code != 200}
+    with pytest.raises(SandboxApiException, match="too many sessions") as refused:
+        sandbox.commands.create_session()
+    assert 503 == refused.value.status_code
+    assert 0 == sandbox.commands.run_in_session(made[0], "true").exit_code
+    sandbox.commands.delete_session(made[0])
+    sandbox.commands.run_in_session(sandbox.commands.create_session(), "true")
+    assert 503 == http.post("/session", json={}).status_code
+
+
+def test_few_connections_to_execd_are_kept(http: httpx.Client) -> None:
+    """However many there were at once: counted in the sandbox, before time alone ends them."""
+
+    def told(command: str) -> list[str]:
+        return [event["text"] for event in events(http.post("/command", json={"command": command})) if "text" in event]
+
+    count = "grep -c ':AEE4 .* 01 ' /proc/net/tcp"
+    with ThreadPoolExecutor(20) as pool:
+        at_once = list(pool.map(lambda _: told(f"sleep 1; {count}"), range(20)))
+    assert max(int(text[-1]) for text in at_once) > IDLE_LIMIT
+    deadline = time.monotonic() + IDLE_SECONDS * 0.8
+    while (kept := int(told(count)[-1])) > IDLE_LIMIT and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert kept <= IDLE_LIMIT
