@@ -82,6 +82,9 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	if *maxRunning < 1 {
 		return config, false, errors.New("--max-commands must be 1 or more")
 	}
+	if *grace < 0 {
+		return config, false, errors.New("--stop-grace must not be negative")
+	}
 	inherited := getenv("EXECD_ACCESS_TOKEN")
 	clear = *token != "" || inherited != ""
 	if config.TokenHash == "" && clear {

@@ -7,24 +7,27 @@ package main
 //   - A log that cannot be written never stops the daemon.
 
 import (
-	"io"
+	"errors"
 	"log"
 	"os"
 	"sync"
+	"syscall"
 )
 
 const logFileLimit = 10 << 20
 
-// newLogger falls back to stderr.
+// newLogger falls back to stderr, and says why.
 func newLogger(path string) *log.Logger {
-	var out io.Writer = os.Stderr
+	logger := log.New(os.Stderr, "execd: ", log.LstdFlags|log.LUTC|log.Lmsgprefix)
 	if path != "" {
-		file := &rotatingFile{path: path}
-		if err := file.open(); err == nil {
-			out = file
+		file, err := openLog(path)
+		if err != nil {
+			logger.Printf("EXECD_LOG_FILE cannot be written: %v", err)
+			return logger
 		}
+		logger.SetOutput(file)
 	}
-	return log.New(out, "execd: ", log.LstdFlags|log.LUTC|log.Lmsgprefix)
+	return logger
 }
 
 type rotatingFile struct {
@@ -34,31 +37,44 @@ type rotatingFile struct {
 	size  int64
 }
 
-func (f *rotatingFile) open() error {
-	file, err := os.OpenFile(f.path, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o640)
+// openLog never waits for the other end of a FIFO.
+func openLog(path string) (*rotatingFile, error) {
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND|syscall.O_NONBLOCK, 0o640)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	info, err := file.Stat()
-	if err != nil || !info.Mode().IsRegular() {
-		file.Close()
-		return os.ErrInvalid
+	if err == nil && !info.Mode().IsRegular() {
+		err = errors.New("not a regular file: " + path)
 	}
-	f.file, f.size = file, info.Size()
-	return nil
+	if err != nil {
+		file.Close()
+		return nil, err
+	}
+	return &rotatingFile{path: path, file: file, size: info.Size()}, nil
 }
 
 func (f *rotatingFile) Write(line []byte) (int, error) {
 	f.mutex.Lock()
 	defer f.mutex.Unlock()
 	if f.size > logFileLimit {
-		f.file.Close()
-		_ = os.Rename(f.path, f.path+".1")
-		if f.open() != nil {
-			f.file, f.size = os.Stderr, 0
-		}
+		f.rotate()
 	}
 	n, err := f.file.Write(line)
 	f.size += int64(n)
 	return n, err
+}
+
+// rotate begins anew: with another file, or where that cannot be, as with a file that
+// is a mount, with this one.
+func (f *rotatingFile) rotate() {
+	if os.Rename(f.path, f.path+".1") == nil {
+		if next, err := openLog(f.path); err == nil {
+			f.file.Close()
+			f.file, f.size = next.file, next.size
+			return
+		}
+	}
+	_ = f.file.Truncate(0)
+	f.size = 0
 }
