@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -102,19 +103,26 @@ func TestStartScriptAndHooksComeBeforeTheEntrypoint(t *testing.T) {
 
 func TestASignalEndsWhatComesBeforeTheEntrypoint(t *testing.T) {
 	directory := t.TempDir()
-	if err := os.WriteFile(directory+"/pre.sh", []byte("echo began; sleep 60\n"), 0o644); err != nil {
+	if err := os.WriteFile(directory+"/pre.sh", []byte("echo began $$.; sleep 60\n"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	for _, before := range []string{
-		"EXECD_BOOTSTRAP_PRE_SCRIPT=" + directory + "/pre.sh",
-		`OPENSANDBOX_LIFECYCLE={"preStart":{"command":["sh","-c","echo began; sleep 60"]}}`,
-	} {
-		process, _, stderr := daemon(t, []string{before}, append(hashArguments, "--init", "--", "touch", directory+"/never")...)
-		eventually(t, "began", func() bool { return strings.Contains(stderr(), "began\n") })
-		began := time.Now()
+	script := "EXECD_BOOTSTRAP_PRE_SCRIPT=" + directory + "/pre.sh"
+	hook := `OPENSANDBOX_LIFECYCLE={"preStart":{"command":["sh","-c","echo began $$.; sleep 60"]}}`
+	entrypoint := []string{"--init", "--", "touch", directory + "/never"}
+	for _, c := range []struct {
+		before    string
+		arguments []string
+		status    int
+	}{{script, entrypoint, 128 + 15}, {hook, entrypoint, 128 + 15}, {script, nil, 0}, {hook, nil, 0}} {
+		process, _, stderr := daemon(t, []string{c.before}, append(hashArguments, c.arguments...)...)
+		eventually(t, "began", func() bool { return strings.Contains(stderr(), ".\n") })
+		_, text, _ := strings.Cut(stderr(), "began ")
+		text, _, _ = strings.Cut(text, ".\n")
+		group, err := strconv.Atoi(text)
+		equal(t, true, err == nil && syscall.Kill(-group, 0) == nil)
 		syscall.Kill(process.Pid, syscall.SIGTERM)
-		equal(t, 128+15, exitOf(t, process))
-		equal(t, true, time.Since(began) < 20*time.Second)
+		equal(t, c.status, exitOf(t, process))
+		eventually(t, "what it ran is gone", func() bool { return syscall.Kill(-group, 0) != nil })
 	}
 	_, err := os.Stat(directory + "/never")
 	equal(t, true, os.IsNotExist(err))
