@@ -1,0 +1,286 @@
+package main
+
+// The routes of isolated sessions (contract 11). isolated.go makes and ends what they
+// are about.
+//
+// Invariants
+//   - A session that is not there is 404; one whose processes have ended says so.
+//   - What is for a session's own server is passed on to it, and nothing else is.
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+func (i *Isolation) route(method, path string) http.HandlerFunc {
+	parts := strings.Split(strings.TrimPrefix(path, "/"), "/")
+	switch {
+	case method == http.MethodGet && path == "/capabilities":
+		return i.capabilities
+	case method == http.MethodPost && path == "/session":
+		return i.available(i.create)
+	case method == http.MethodGet && path == "/sessions":
+		return i.available(i.list)
+	case len(parts) < 2 || parts[0] != "session":
+		return nil
+	case len(parts) == 2 && method == http.MethodGet:
+		return i.available(func(w http.ResponseWriter, _ *http.Request) { i.get(w, parts[1]) })
+	case len(parts) == 2 && method == http.MethodDelete:
+		return i.available(func(w http.ResponseWriter, _ *http.Request) { i.delete(w, parts[1]) })
+	case len(parts) == 3 && (parts[2] == "diff" && method == http.MethodGet || parts[2] == "commit" && method == http.MethodPost):
+		return func(w http.ResponseWriter, _ *http.Request) {
+			writeError(w, notSupported("diff and commit are not supported"))
+		}
+	case len(parts) < 3 || !isolatedRoute(method, parts[2:]):
+		return nil
+	}
+	return i.available(func(w http.ResponseWriter, r *http.Request) { i.forward(w, r, parts[1], parts[2:]) })
+}
+
+// isolatedRoute tells whether the server of a session has a route.
+func isolatedRoute(method string, parts []string) bool {
+	switch {
+	case parts[0] == "run":
+		return method == http.MethodPost && len(parts) == 1
+	case parts[0] == "runs":
+		return method == http.MethodGet && (len(parts) == 2 || len(parts) == 3 && parts[2] == "logs")
+	}
+	return (&Files{}).route(method, "/"+strings.Join(parts, "/")) != nil
+}
+
+// available answers 503 where there is no isolation.
+func (i *Isolation) available(handler http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if why := i.unavailable(); why != "" {
+			writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, why})
+			return
+		}
+		handler(w, r)
+	}
+}
+
+func (i *Isolation) capabilities(w http.ResponseWriter, _ *http.Request) {
+	why := i.unavailable()
+	answer := map[string]any{
+		"available": why == "", "isolator": "execd", "version": isolatedVersion, "setpriv_available": why == "",
+		"userns_available": false, "commit_supported": false, "diff_supported": false, "hardening": i.hardening(),
+	}
+	if why != "" {
+		answer["message"] = why
+	}
+	writeJSON(w, http.StatusOK, answer)
+}
+
+// hardening is what is in force for this process, as the kernel tells it.
+func (i *Isolation) hardening() map[string]any {
+	layer := func(state, message string) map[string]string {
+		if message == "" {
+			return map[string]string{"state": state}
+		}
+		return map[string]string{"state": state, "message": message}
+	}
+	mode := "none"
+	switch {
+	case os.Getpid() == 1:
+		mode = "pid1"
+	case i.pid1:
+		mode = "subreaper"
+	}
+	status := map[string]string{}
+	for line := range strings.Lines(fileText("/proc/self/status")) {
+		name, value, _ := strings.Cut(line, ":")
+		status[name] = strings.TrimSpace(value)
+	}
+	seccomp := layer("disabled", "no filter is installed for this process")
+	if status["Seccomp"] == "2" {
+		seccomp = layer("active", "")
+	}
+	caps := layer("disabled", "commands have the capabilities of this process")
+	if i.commands.reaper.admin {
+		caps = layer("active", "commands lack CAP_SYS_ADMIN")
+	}
+	return map[string]any{
+		"init_mode": mode, "signal_shield": os.Getpid() == 1, "cap_drop": caps, "seccomp": seccomp,
+		"landlock": layer("disabled", "not used"), "ebpf": layer("unsupported", "not used"),
+	}
+}
+
+func sessionNotFound(id string) *problem {
+	return &problem{http.StatusNotFound, "SESSION_NOT_FOUND", "isolated session " + id + " not found"}
+}
+
+func (i *Isolation) create(w http.ResponseWriter, r *http.Request) {
+	var request isolatedRequest
+	err := decodeJSON(w, r, commandBodyLimit, &request)
+	var plan *viewPlan
+	if err == nil {
+		plan, err = request.plan(i.root)
+	}
+	if err == nil {
+		err = request.identity(plan, i.commands)
+	}
+	if err == nil {
+		plan.Env, err = request.environment(i.commands.env.ForCommand(nil))
+	}
+	var made *isolated
+	if err == nil {
+		made, err = i.make(&request, plan)
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	answer := made.echo()
+	answer["session_id"], answer["created_at"] = made.id, made.created
+	writeJSON(w, http.StatusCreated, answer)
+}
+
+// echo is the request as it was taken.
+func (s *isolated) echo() map[string]any {
+	r := s.request
+	answer := map[string]any{"overlays": r.Overlays, "profile": text(r.Profile, "strict"), "uid_mode": text(r.UIDMode, "setpriv")}
+	if len(r.Overlays) == 1 {
+		answer["workspace"] = isolatedOverlay{Path: r.Overlays[0].Path, Mode: r.Overlays[0].Mode}
+	}
+	for name, given := range map[string]any{
+		"extra_writable": r.Writable, "binds": r.Binds, "share_net": r.ShareNet, "env_passthrough": r.Env, "uid": r.UID,
+		"gid": r.GID, "idle_timeout_seconds": r.IdleSeconds,
+	} {
+		if text, err := json.Marshal(given); err == nil && string(text) != "null" {
+			answer[name] = given
+		}
+	}
+	return answer
+}
+
+// state is what both GET routes tell; mutex held.
+func (s *isolated) state() map[string]any {
+	answer := map[string]any{"status": "active", "created_at": s.created, "last_run_at": s.used}
+	if s.dead() {
+		answer["status"] = "dead"
+	} else if limit := s.idleLimit(); limit > 0 {
+		answer["idle_remaining_seconds"] = int64(max(0, limit-time.Since(s.used)) / time.Second)
+	}
+	return answer
+}
+
+func (i *Isolation) list(w http.ResponseWriter, _ *http.Request) {
+	i.mutex.Lock()
+	all := make([]*isolated, 0, len(i.byID))
+	for _, each := range i.byID {
+		all = append(all, each)
+	}
+	slices.SortFunc(all, func(a, b *isolated) int { return a.created.Compare(b.created) })
+	sessions := make([]map[string]any, len(all))
+	for n, each := range all {
+		sessions[n] = each.state()
+		sessions[n]["session_id"] = each.id
+	}
+	i.mutex.Unlock()
+	writeJSON(w, http.StatusOK, map[string]any{"sessions": sessions})
+}
+
+func (i *Isolation) get(w http.ResponseWriter, id string) {
+	found, err := i.find(id)
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	answer := found.echo()
+	i.mutex.Lock()
+	for name, value := range found.state() {
+		answer[name] = value
+	}
+	i.mutex.Unlock()
+	writeJSON(w, http.StatusOK, answer)
+}
+
+func (i *Isolation) delete(w http.ResponseWriter, id string) {
+	if !i.remove(id) {
+		writeError(w, sessionNotFound(id))
+		return
+	}
+	writeEmpty(w)
+}
+
+// forward passes a request on to the server of a session.
+func (i *Isolation) forward(w http.ResponseWriter, r *http.Request, id string, parts []string) {
+	found, err := i.find(id)
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	if parts[0] == "runs" && found.dead() {
+		i.statusOfDead(w, found, parts)
+		return
+	}
+	if parts[0] == "run" {
+		i.touch(found, 1)
+		defer i.touch(found, -1)
+	}
+	found.helper.forward(w, r, "/"+strings.Join(parts, "/"))
+}
+
+// note remembers background runs, so that they can be told of when the session has died.
+func (i *Isolation) note(noted *isolated, response *http.Response) error {
+	if response.StatusCode != http.StatusAccepted {
+		return nil
+	}
+	body, err := io.ReadAll(io.LimitReader(response.Body, isolatedAnswer))
+	response.Body.Close()
+	var started map[string]any
+	if err == nil {
+		err = json.Unmarshal(body, &started)
+	}
+	id, ok := started["run_id"].(string)
+	if err != nil || !ok {
+		return errors.New("not an answer")
+	}
+	i.mutex.Lock()
+	if len(noted.runs) < isolatedRuns {
+		noted.runs[id] = time.Now().UTC()
+	}
+	i.mutex.Unlock()
+	if body, err = json.Marshal(started); err != nil {
+		return err
+	}
+	response.Body = io.NopCloser(bytes.NewReader(body))
+	response.ContentLength = int64(len(body))
+	response.Header.Set("Content-Length", strconv.Itoa(len(body)))
+	return nil
+}
+
+func (i *Isolation) statusOfDead(w http.ResponseWriter, dead *isolated, parts []string) {
+	i.mutex.Lock()
+	started, known := dead.runs[parts[1]]
+	i.mutex.Unlock()
+	switch {
+	case !known:
+		writeError(w, &problem{http.StatusNotFound, "RUN_NOT_FOUND", "run " + parts[1] + " not found"})
+	case len(parts) == 3:
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "the session's log ended with it"})
+	default:
+		writeJSON(w, http.StatusOK, isolatedRunStatus{
+			SessionID: dead.id, RunID: parts[1], Error: "session terminated", StartedAt: started,
+		})
+	}
+}
+
+// broken answers when the server inside does not.
+func (s *isolated) broken(w http.ResponseWriter, r *http.Request, _ error) {
+	if r.URL.Path != "/run" {
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "the session's process has exited"})
+		return
+	}
+	stream := newEventStream(w)
+	stream.begin(newUUID())
+	stream.fail("IsolatedError", "session process has exited", []string{})
+}
