@@ -23,13 +23,15 @@ import (
 const (
 	connectionLimit   = 1024
 	headerBytesLimit  = 64 << 10
-	idleTimeLimit     = 10 * time.Minute
 	concurrentWalks   = 8
 	defaultPort       = 44772
 	defaultMaxRunning = 512
 )
 
-var headerTimeLimit = 15 * time.Second // tests shorten it
+var ( // tests shorten them
+	headerTimeLimit = 15 * time.Second
+	idleTimeLimit   = 10 * time.Minute
+)
 
 // Server answers requests.
 type Server struct {

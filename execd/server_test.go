@@ -172,19 +172,53 @@ func shorten(t *testing.T, limit *time.Duration) {
 	t.Cleanup(func() { *limit = before })
 }
 
+// serve is the daemon's own listener, which httptest has not; it returns how to get there.
+func (f *fixture) serve() (dial func() net.Conn) {
+	f.t.Helper()
+	listener, err := net.Listen("tcp4", "127.0.0.1:0")
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	f.t.Cleanup(func() { listener.Close() })
+	go f.server.Serve(listener)
+	return func() net.Conn {
+		connection, err := net.Dial("tcp", listener.Addr().String())
+		if err != nil {
+			f.t.Fatal(err)
+		}
+		f.t.Cleanup(func() { connection.Close() })
+		return connection
+	}
+}
+
+func TestConnectionsBeyondTheLimitWaitUntilOneEnds(t *testing.T) {
+	f := newFixture(t)
+	dial := f.serve()
+	connections := make([]net.Conn, connectionLimit)
+	for i := range connections {
+		connections[i] = dial()
+	}
+	waits := dial()
+	io.WriteString(waits, "GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+	_ = waits.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+	_, err := waits.Read(make([]byte, 1))
+	equal(t, true, errors.Is(err, os.ErrDeadlineExceeded))
+	connections[0].Close()
+	_ = waits.SetReadDeadline(time.Now().Add(10 * time.Second))
+	line, _ := bufio.NewReader(waits).ReadString('\n')
+	equal(t, "HTTP/1.1 200 OK\r\n", line)
+}
+
 func TestSlowClientsAreLeft(t *testing.T) {
 	shorten(t, &headerTimeLimit)
 	shorten(t, &bodyIdleLimit)
+	shorten(t, &idleTimeLimit)
 	f := newFixture(t)
-	listener, err := net.Listen("tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { listener.Close() })
-	go f.server.Serve(listener)
+	dial := f.serve()
 	token := tokenHeader + ": " + testToken + "\r\n"
 	var waiting sync.WaitGroup
 	for sent, expected := range map[string]string{
+		"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n":                                                                                                     "HTTP/1.1 200 ",
 		"GET /ping HTTP/1.1\r\nHo":                                                                                                                  "",
 		"POST /command HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{":                                                                           "HTTP/1.1 401 ",
 		"POST /command HTTP/1.1\r\nHost: x\r\n" + token + "Content-Length: 9\r\n\r\n{":                                                              "HTTP/1.1 400 ",
@@ -192,11 +226,7 @@ func TestSlowClientsAreLeft(t *testing.T) {
 		"PUT /no HTTP/1.1\r\nHost: x\r\n" + token + "Transfer-Encoding: chunked\r\n\r\n9\r\n":                                                       "HTTP/1.1 404 ",
 		"POST /files/upload HTTP/1.1\r\nHost: x\r\n" + token + "Content-Length: 99\r\nContent-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n": "HTTP/1.1 400 ",
 	} {
-		connection, err := net.Dial("tcp", listener.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer connection.Close()
+		connection := dial()
 		io.WriteString(connection, sent)
 		_ = connection.SetReadDeadline(time.Now().Add(10 * time.Second))
 		waiting.Go(func() {
