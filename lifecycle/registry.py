@@ -1,7 +1,8 @@
 """The state database: one row per sandbox, in SQLite.
 
-- One connection in one thread of its own: nothing blocks the event loop, writes are serial, and a read-modify-write
-  (`update`) is atomic.
+- One connection, one call after the other, in a thread of its own: writes are serial, a read-modify-write (`update`) is
+  atomic, and none of them blocks the event loop. Only `get`, which each request makes, reads in the caller's thread
+  while no call is under way: it finds what is committed, also by others, and a reader of a WAL waits for nobody.
 - WAL with `synchronous=FULL`: what was answered survives a crash of the process and of the host.
 - Filters and paging are SQL; the number of statements of a list does not depend on the number of sandboxes.
 - No secret, no token and no environment is stored.
@@ -12,7 +13,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -100,6 +101,8 @@ class Registry:
         self._path = os.fspath(path)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
         self._database: sqlite3.Connection | None = None
+        self._calls: list[Future[Any]] = []
+        """What was given to the thread and may be under way."""
 
     async def open(self) -> None:
         """Open or create the database.
@@ -120,6 +123,8 @@ class Registry:
 
     async def get(self, sandbox: str) -> Sandbox | None:
         """Look up one sandbox."""
+        if all(call.done() for call in self._calls):
+            return self._get(sandbox)
         return await self._run(lambda: self._get(sandbox))
 
     async def update(self, sandbox: str, change: Callable[[Sandbox], Sandbox]) -> Sandbox | None:
@@ -203,7 +208,9 @@ class Registry:
         return await self._run(lambda: int(self._db.execute("SELECT count(*) FROM sandboxes").fetchone()[0]))
 
     async def _run[T](self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        call = self._thread.submit(work)
+        self._calls = [*(earlier for earlier in self._calls if not earlier.done()), call]
+        return await asyncio.wrap_future(call)
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -212,7 +219,7 @@ class Registry:
         return self._database
 
     def _open(self) -> None:
-        database = sqlite3.connect(self._path, timeout=5)
+        database = sqlite3.connect(self._path, timeout=5, check_same_thread=False)
         try:
             os.chmod(self._path, 0o600)
             database.execute("PRAGMA journal_mode=WAL")
