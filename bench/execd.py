@@ -1,5 +1,7 @@
 """The in-sandbox daemon through the SDK and the whole way to it: commands, files, transfers; its start; what it takes.
 
+- Small calls are read beside what of them is not ours: the SDK's own part, its call against canned answers; for a
+  command also what bash takes, when another program of the same sandbox starts it.
 - Transfers are read beside `docker cp` of the same bytes to and from a plain container.
 - The start is the runtime's alone: from calling its `start` on a made container, whose root holds execd and nothing
   else, to the first answer on the host's loopback.
@@ -23,6 +25,7 @@ from typing import Any
 
 import docker
 
+from bench.canned import canned
 from bench.create import PLAIN, add_plain_runsc
 from bench.figures import Figure, Goal
 from bench.ground import BenchError, Ground
@@ -37,6 +40,16 @@ IDLE_MIB = 12.0
 OF_DOCKER_CP = 0.6
 OPERATIONS, TRANSFERS, TRANSFER_BYTES = 300, 3, 100_000_000
 SETTLE_SECONDS = 2.0
+_CANNED = "the SDK against canned answers"
+_BASH = """
+import json, subprocess, time
+samples = []
+for _ in range({rounds}):
+    began = time.perf_counter()
+    subprocess.run(["bash", "-c", "echo x"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    samples.append(1000 * (time.perf_counter() - began))
+print(json.dumps(samples))
+"""
 _PORT = 24790
 """Below the range that connects take their own port from: one of ours could connect to itself there."""
 
@@ -55,6 +68,7 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
         figures = [Figure("execd: docker cp up", "ms", up), Figure("execd: docker cp down", "ms", down)]
         for runtime in PLAIN:
             figures += _runtime(ground, runtime, rounds, content.read_bytes(), (up, down))
+            figures += _not_ours(ground, runtime, rounds)
             starts = [_start(runtime, Path(name)) for _ in range(rounds)]
             figures.append(
                 Figure(f"execd {runtime}: start to /ping", "ms", starts, None, Goal("median", START[runtime]))
@@ -72,7 +86,7 @@ def _runtime(
             container = str(ground.stack.host("inspect", sandbox=str(sandbox.id))["container"])
             idle = (_memory(container) - _memory(plain)) / (1 << 20)
             sandbox.commands.run("echo warm")
-            echo = [_timed(lambda: sandbox.commands.run("echo x")) for _ in range(rounds)]
+            echo = _echoes(sandbox, rounds)
             small = _small_files(sandbox)
             up = [_timed(lambda: sandbox.files.write_file("/tmp/big", content)) for _ in range(TRANSFERS)]  # noqa: S108
             down = [_timed(lambda: sandbox.files.read_bytes("/tmp/big")) for _ in range(TRANSFERS)]  # noqa: S108
@@ -82,12 +96,43 @@ def _runtime(
     name = f"execd {runtime}"
     limits = [statistics.median(values) / OF_DOCKER_CP for values in cp]
     return [
-        Figure(f"{name}: echo", "ms", echo, None, Goal("median", ECHO[runtime])),
-        Figure(f"{name}: small file", "ms", small, None, Goal("median", SMALL_FILE) if runtime == "runc" else None),
+        Figure(f"{name}: echo", "ms", echo, f"{name}: bash alone", Goal("median", ECHO[runtime])),
+        Figure(
+            f"{name}: small file",
+            "ms",
+            small,
+            f"{name}: small file: {_CANNED}",
+            Goal("median", SMALL_FILE) if runtime == "runc" else None,
+        ),
         Figure(f"{name}: 100 MB up", "ms", up, "execd: docker cp up", Goal("median", limits[0])),
         Figure(f"{name}: 100 MB down", "ms", down, "execd: docker cp down", Goal("median", limits[1])),
         Figure(f"{name}: memory when idle", "MiB", [idle], None, Goal("median", IDLE_MIB)),
     ]
+
+
+def _not_ours(ground: Ground, runtime: str, rounds: int) -> list[Figure]:
+    """The parts of the small calls in which nothing of ours has a share."""
+    sandbox = ground.create(runtime)
+    try:
+        printed = sandbox.commands.run(f"python3 -c '{_BASH.format(rounds=rounds)}'").logs.stdout
+        bash = json.loads("".join(message.text for message in printed))
+        stack = ground.stack
+        with canned(stack.api_key, stack.port, str(sandbox.id), lambda it: (_echoes(it, 1), _small_files(it))) as alone:
+            echo, small = _echoes(alone, rounds), _small_files(alone)
+    finally:
+        sandbox.kill()
+        sandbox.close()
+    name = f"execd {runtime}"
+    return [
+        Figure(f"{name}: bash alone", "ms", bash),
+        Figure(f"{name}: echo: {_CANNED}", "ms", echo),
+        Figure(f"{name}: small file: {_CANNED}", "ms", small),
+    ]
+
+
+def _echoes(sandbox: Any, rounds: int) -> list[float]:
+    """The milliseconds of each of some commands."""
+    return [_timed(lambda: sandbox.commands.run("echo x")) for _ in range(rounds)]
 
 
 def _small_files(sandbox: Any) -> list[float]:
