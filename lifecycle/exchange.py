@@ -3,6 +3,8 @@
 What a sandbox answers is hostile input.
 
 - A request is written once. Whether a server carried it out cannot be known, so none is ever written again.
+- What of a body comes in small pieces goes on in few: SDKs send a small file in a dozen, and each wakes the gateway and
+  the sandbox. A piece is held for `HOLD_SECONDS` at most, and none once the body is complete.
 - `reusable` is true only after a body that was sent completely and an answer that was framed, complete and followed by
   nothing; with the kernel, too, nothing may have arrived since.
 - Nothing limits how long an answer may take; nothing of it is held beyond one chunk and one head of `MAX_HEAD` bytes.
@@ -11,13 +13,16 @@ It does not decide who may use a connection next: see `kept`.
 """
 
 import asyncio
+import functools
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import h11
 
 MAX_HEAD = 100 * 1024
+HOLD_SECONDS = 0.002
+_HELD = 64 * 1024
 _CHUNK = 256 * 1024
 
 type Headers = Sequence[tuple[bytes, bytes]]
@@ -34,6 +39,9 @@ class Connection:
         self.made_at = asyncio.get_running_loop().time()
         self._sock = sock
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
+        self._held = b""
+        self._unplan: Callable[[], object] | None = None
+        """Takes back that `_send_some` will be called; None if it will not."""
 
     @property
     def reusable(self) -> bool:
@@ -51,7 +59,7 @@ class Connection:
         return False  # more than was asked for, or the end
 
     async def request(self, method: str, target: bytes, headers: Headers, body: AsyncIterator[bytes] | None) -> None:
-        """Write one request; its head goes with the first chunk of its body.
+        """Write one request.
 
         A server may answer and close before it has all of it: that is no failure, `response` tells.
 
@@ -61,12 +69,16 @@ class Connection:
         if self._http.our_state is h11.DONE:
             self._http.start_next_cycle()
         try:
-            data = self._http.send(h11.Request(method=method, target=target, headers=list(headers))) or b""
+            self._held = self._http.send(h11.Request(method=method, target=target, headers=list(headers))) or b""
             if body is not None:
                 async for chunk in body:
-                    await self._write(data + (self._http.send(h11.Data(chunk)) or b""))
-                    data = b""
-            await self._write(data + (self._http.send(h11.EndOfMessage()) or b""))
+                    self._held += self._http.send(h11.Data(chunk)) or b""
+                    if len(self._held) > _HELD:
+                        await self._send_all()
+                    elif self._unplan is None:
+                        self._unplan = asyncio.get_running_loop().call_later(HOLD_SECONDS, self._send_some).cancel
+            self._held += self._http.send(h11.EndOfMessage()) or b""
+            await self._send_all()
         except h11.LocalProtocolError as error:
             raise BrokenExchangeError from error
         except OSError:
@@ -96,6 +108,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection, whatever is under way."""
+        self._stop_sending()
         self._sock.close()
 
     async def _event(self) -> Any:
@@ -106,12 +119,33 @@ class Connection:
             raise BrokenExchangeError from error
         return event
 
-    async def _write(self, data: bytes) -> None:
-        if not data:
-            return
-        try:
-            sent = self._sock.send(data)
-        except (BlockingIOError, InterruptedError):
-            sent = 0
+    async def _send_all(self) -> None:
+        """Send what is held, waiting until the kernel has taken it."""
+        self._stop_sending()
+        data, self._held = self._held, b""
+        sent = self._send(data)
         if sent < len(data):
             await asyncio.get_running_loop().sock_sendall(self._sock, memoryview(data)[sent:])
+
+    def _send_some(self) -> None:
+        """Send of what is held as much as the kernel takes, and the rest when it takes more."""
+        self._stop_sending()
+        try:
+            self._held = self._held[self._send(self._held) :]
+        except OSError:
+            return  # `response` tells
+        if self._held:
+            loop = asyncio.get_running_loop()
+            loop.add_writer(self._sock, self._send_some)
+            self._unplan = functools.partial(loop.remove_writer, self._sock)
+
+    def _stop_sending(self) -> None:
+        if self._unplan is not None:
+            self._unplan()
+            self._unplan = None
+
+    def _send(self, data: bytes) -> int:
+        try:
+            return self._sock.send(data) if data else 0
+        except (BlockingIOError, InterruptedError):
+            return 0
