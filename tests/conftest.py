@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from demo.control import run_controls
 from demo.internet import API, GIT, INDEX, Internet
@@ -24,6 +25,10 @@ from demo.stack import IMAGE, Stack, code_image
 RUNTIMES = ("runsc", "runc")
 INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
 PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
+
+# How long an example takes is the machine's affair.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 
 @pytest.fixture(scope="session", name="values")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from audit.chain import (
@@ -40,7 +40,6 @@ def test_a_sealed_line_reads_back() -> None:
     assert parse_line(LINE) == {**RECORD, "seq": 7, "prev": "a" * 64, "hash": HEAD.hash}
 
 
-@settings(deadline=None)
 @given(st.integers(0, len(LINE) - 1), st.integers(1, 255))
 def test_any_changed_byte_is_detected(place: int, change: int) -> None:
     damaged = bytearray(LINE)
@@ -49,14 +48,12 @@ def test_any_changed_byte_is_detected(place: int, change: int) -> None:
         parse_line(bytes(damaged))
 
 
-@settings(deadline=None)
 @given(st.integers(0, len(LINE) - 1), st.integers(1, 40))
 def test_any_removed_piece_is_detected(place: int, count: int) -> None:
     with pytest.raises(LineError):
         parse_line(LINE[:place] + LINE[place + count :])
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_what_is_not_a_line_is_refused_not_a_crash(data: bytes) -> None:
     with pytest.raises(LineError):

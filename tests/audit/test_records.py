@@ -5,7 +5,7 @@ import json
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from audit.records import (
@@ -25,19 +25,16 @@ from audit.records import (
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))  # surrogates too
 
 
-@settings(deadline=None)
 @given(ANY_TEXT | st.text(alphabet="\\u{5c}x1b"))
 def test_an_escaped_value_gives_back_the_exact_value(value: str) -> None:
     assert unescape(escape(value)) == value
 
 
-@settings(deadline=None)
 @given(ANY_TEXT)
 def test_an_escaped_value_holds_nothing_that_acts_or_hides(value: str) -> None:
     assert [c for c in escape(value) if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}] == []
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(TEXTS)), ANY_TEXT))
 def test_a_line_is_printable_ascii_and_one_object(fields: dict[str, str]) -> None:
     line = canonical(escaped(bounded(fields)))
@@ -82,7 +79,6 @@ def test_a_ten_megabyte_field_is_cut_and_its_hash_kept() -> None:
     }
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(TEXTS)), st.text(max_size=3000) | st.none()))
 def test_bounding_twice_changes_nothing(fields: dict[str, str | None]) -> None:
     assert bounded(bounded(fields)) == bounded(fields)
@@ -139,7 +135,6 @@ def test_a_decision_outside_the_list_is_refused() -> None:
         record("dns", "maybe")
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(INTEGERS)), st.integers())
 def test_integers_stay_exact_for_every_reader(name: str, value: int) -> None:
     assert abs(bounded({name: value})[name]) <= MAX_INTEGER  # type: ignore[arg-type]

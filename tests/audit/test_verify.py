@@ -244,7 +244,7 @@ def test_a_changed_log_fails_with_a_reason(attack: Callable[[Path], None], why: 
     assert re.search(f"TAMPERED: .*(?:{why})", out.getvalue()), out.getvalue()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_single_changed_byte_in_any_file_is_detected(data: st.DataObject, log_copy: Path) -> None:
     path = log_copy / f"audit-{data.draw(st.integers(1, _newest(log_copy))):06d}.jsonl"

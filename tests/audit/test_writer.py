@@ -542,14 +542,14 @@ async def test_a_full_disk_refuses_records_and_recovers_by_itself(small_disk: Pa
 async def test_a_disk_that_hangs_means_no_answer_and_recovers_by_itself(ext4_disk: Path, new_auditd: NewAuditd) -> None:
     """RES-12: a frozen file system blocks write(2) itself; producers run into their time-out and deny."""
     auditd = await new_auditd(ext4_disk).start()
-    client = await auditd.attach(A, timeout=0.5)
+    client = await auditd.attach(A, timeout=2)
     await client.accept("dns", "allow", durable=True, host="before.example")
     await asyncio.to_thread(_run, "fsfreeze", "-f", ext4_disk)
     for durable in (False, True):
         with pytest.raises(AuditUnavailable):
             await client.accept("dns", "allow", durable=durable, host="frozen.example")
     await asyncio.to_thread(_run, "fsfreeze", "-u", ext4_disk)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await client.accept("dns", "allow", durable=True, host="after.example")

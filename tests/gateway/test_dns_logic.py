@@ -173,7 +173,7 @@ def test_a_resolved_answer_carries_the_addresses_and_truncates_over_udp() -> Non
 
 
 @given(st.binary(max_size=600))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_bytes_have_a_verdict_and_resolve_only_allowed_names(message: bytes) -> None:
     check(message)
 
@@ -190,7 +190,7 @@ LABEL = st.one_of(st.sampled_from([b"good", b"example", b"com", b"wild", b"a", b
     st.sampled_from([1, 1, 3, 255]),
     st.binary(max_size=12),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_any_question_is_answered_with_its_own_id_and_question(
     labels: list[bytes], ident: int, flags: int, counts: int, qtype: int, qclass: int, tail: bytes
 ) -> None:

@@ -145,7 +145,7 @@ def prefixes_agree(read, data: bytes) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(1, 200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_damaged_hello_has_one_verdict_for_any_segmentation(noise, position, size):
     raw = records(message(GOOD + extension(51, bytes(30))), size)
     position %= len(raw)
@@ -170,7 +170,7 @@ def test_a_head_is_read():
 
 
 @given(st.binary(max_size=40), st.integers(0, len(HEAD)), st.integers(0, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_damaged_head_has_one_verdict_for_any_segmentation(noise, position, removed):
     prefixes_agree(read_head, HEAD[:position] + noise + HEAD[position + removed :])
 
@@ -180,7 +180,7 @@ def test_a_damaged_head_has_one_verdict_for_any_segmentation(noise, position, re
         st.sampled_from([b"\r", b"\n", b"\r\n", b":", b" ", b"\t", b"Host: good.test", b"GET / HTTP/1.1", b"a", b"\0"])
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_head_of_delimiters_has_one_verdict(parts):
     prefixes_agree(read_head, b"".join(parts))
 

@@ -89,7 +89,7 @@ async def call(server: World, sandbox: str, path: str = "/x", port: int = EXECD,
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.005)
 

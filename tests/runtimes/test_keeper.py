@@ -120,7 +120,7 @@ def test_a_killed_keeper_leaves_no_hostd(keep: Callable[[str], Kept]) -> None:
 
 def test_orphans_are_reaped(keep: Callable[[str], Kept]) -> None:
     """What hostd's children leave behind comes to the keeper, and does not stay as a zombie in a group."""
-    kept = keep("os.fork() or (os.fork() and os._exit(0)) or (time.sleep(0.5), os._exit(0)); " + _READY + _STAY)
+    kept = keep("os.fork() or (os.fork() and os._exit(0)) or (time.sleep(2), os._exit(0)); " + _READY + _STAY)
     kept.lines(1)
     until(lambda: 2 == len(children(kept.process.pid)))
     until(lambda: 1 == len(children(kept.process.pid)))

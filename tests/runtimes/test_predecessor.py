@@ -14,7 +14,7 @@ def test_a_noted_process_is_ended(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "1000"])
     predecessor.note(tmp_path, "auditd", process.pid)
     assert ("auditd",) == predecessor.end_all(tmp_path)
-    assert -15 == process.wait(timeout=5)
+    assert -15 == process.wait(timeout=30)
     assert [] == list(tmp_path.iterdir())
 
 
@@ -71,4 +71,4 @@ def test_what_is_spared_goes_on(tmp_path: Path) -> None:
     assert processes["auditd"].poll() is None
     assert ("auditd",) == predecessor.end_all(tmp_path)
     for process in processes.values():
-        process.wait(timeout=5)
+        process.wait(timeout=30)

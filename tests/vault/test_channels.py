@@ -187,7 +187,7 @@ async def test_a_rotation_is_answered_once_the_worker_has_dropped_the_old_value(
     worker = await vault.worker(SANDBOX, 1, on_revoke)
     await worker.release(*ASK)
     rotation = asyncio.create_task(vault.admin.rotate("token", Secret("new-value")))
-    await asyncio.wait_for(asked.wait(), 2)
+    await asyncio.wait_for(asked.wait(), 20)
     await vault.admin.call("ping")
     assert not rotation.done()
     dropped.set()
@@ -206,7 +206,7 @@ async def test_a_worker_that_does_not_confirm_a_rotation_loses_its_channel(
     worker = await vault.worker(SANDBOX, 1, on_revoke)
     lease = await worker.release(*ASK)
     assert 2 == await vault.admin.rotate("token", Secret("new-value"))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         while worker.current(lease):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
