@@ -13,7 +13,7 @@ from typing import Any
 
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.internet import Internet, InternetError, ip
+from demo.internet import Internet, InternetError, ip, whole_lines
 from demo.pki import write_host_certificate
 from demo.stack import Stack, code_image
 
@@ -56,8 +56,7 @@ class Ground:
 
     def notes(self, since: int = 0) -> list[dict[str, Any]]:
         """What the far end has noted, from its `since`th note on."""
-        text = (self.internet.directory / "far-end.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()[since:]]
+        return whole_lines(self.internet.directory / "far-end.jsonl")[since:]
 
     def create(self, runtime: str) -> SandboxSync:
         """Create a sandbox under the benchmarks' policy, with the unmodified SDK."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from demo.stack import Stack
-from demo.traces import mounted_namespaces, namespaces_in_use
+from demo.traces import mounted_namespaces, namespaces_in_use, start_time
 from runtimes.cgroups import Cgroups
 
-_DAEMONS = ("runtimes.hostd", "lifecycle.serve", "vault.broker", "audit.writer", "gateway.zygote")
+_NOTED = {"lifecycle.serve": "serve", "vault.broker": "vaultd", "audit.writer": "auditd", "gateway.zygote": "zygote"}
 _PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtimes")
 _SLOT = re.compile(r"/netns/[0-9]+-")
 _READY_SECONDS = 15.0
@@ -122,13 +122,16 @@ def command_lines() -> dict[int, str]:
 
 
 def daemons(stack: Stack) -> dict[str, int]:
-    """The pid of each daemon of `stack`: the one that was started first, not what it forked."""
-    lines = sorted(command_lines().items())
-    return {
-        module: next(pid for pid, line in lines if f"-m {module} {stack.run}/" in line)
-        for module in _DAEMONS
-        if any(f"-m {module} {stack.run}/" in line for _, line in lines)
-    }
+    """The pid of each daemon of `stack`, by hostd's notes: what a daemon forked has its command line, too."""
+    hostd = [pid for pid, line in command_lines().items() if f"-m runtimes.hostd {stack.run}/" in line]
+    started = [(start, pid) for pid in hostd if (start := start_time(pid)) is not None]
+    found = {"runtimes.hostd": min(started)[1]} if started else {}
+    for module, role in _NOTED.items():
+        with suppress(FileNotFoundError):
+            pid, start = map(int, (stack.run / "config" / f"{role}.pid").read_text().split()[:2])
+            if start_time(pid) == start:
+                found[module] = pid
+    return found
 
 
 def hostd_runs(stack: Stack) -> bool:

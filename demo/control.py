@@ -1,12 +1,11 @@
 """Control runs: the same probes where no gate stands. A row whose control does not arrive proves nothing."""
 
-import time
-
-from demo.attempts import ATTEMPTS, Evidence, FarEnd, arrived
+from demo.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, arrived
 from demo.capture import Capture
-from demo.far_end import GATEWAY_CANARY_PORTS, SETTLE_SECONDS, control_targets, end
+from demo.far_end import GATEWAY_CANARY_PORTS, control_targets, end
 from demo.internet import DNS_ADDRESS, Internet
 from demo.privileged import PrivilegedContainer
+from demo.sandboxes import wait_for
 
 _CANARY = "control-gateway"
 
@@ -20,25 +19,30 @@ def run_controls(internet: Internet) -> dict[str, int]:
     """
     net = internet.path(internet.net)
     canary = internet.start_canary(net, _CANARY, *GATEWAY_CANARY_PORTS)
-    counts: dict[str, int] = {}
     try:
         with (
             Capture(net, "net1") as wire,
             PrivilegedContainer(internet.path(internet.control), control_targets(), DNS_ADDRESS) as container,
         ):
-            for attempt in ATTEMPTS:
-                mark, host, gateway = wire.mark(), internet.canary_hits("host"), internet.canary_hits(_CANARY)
-                result = container.attempt(attempt.probe)
-                time.sleep(SETTLE_SECONDS)
-                frames = wire.since(mark)
-                evidence = Evidence(
-                    frames,
-                    frames if attempt.far_end is FarEnd.NEIGHBOUR else [],
-                    internet.canary_hits("host") - host,
-                    internet.canary_hits(_CANARY) - gateway,
-                    result,
-                )
-                counts[attempt.probe] = arrived(attempt.far_end, evidence)
+            return {attempt.probe: _arrives(internet, wire, container, attempt) for attempt in ATTEMPTS}
     finally:
         end(canary)
-    return counts
+
+
+def _arrives(internet: Internet, wire: Capture, container: PrivilegedContainer, attempt: Attempt) -> int:
+    """Run one probe and wait for what arrives of it."""
+    mark, host, gateway = wire.mark(), internet.canary_hits("host"), internet.canary_hits(_CANARY)
+    result = container.attempt(attempt.probe)
+
+    def count() -> int:
+        frames = wire.since(mark)
+        evidence = Evidence(
+            frames,
+            frames if attempt.far_end is FarEnd.NEIGHBOUR else [],
+            internet.canary_hits("host") - host,
+            internet.canary_hits(_CANARY) - gateway,
+            result,
+        )
+        return arrived(attempt.far_end, evidence)
+
+    return wait_for(count)

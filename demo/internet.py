@@ -9,12 +9,14 @@
 - Nothing is connected to the machine's own network. Removing the namespaces removes everything.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from demo.pki import Authority, make_authority, write_host_certificate
 from lifecycle.posture import attempts, capture
@@ -55,6 +57,12 @@ in_namespace = capture.in_namespace
 
 class InternetError(Exception):
     """The internet could not be set up; the message says which command failed and why."""
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file that another process writes, one a line; a line without its end is none yet."""
+    written, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in written.splitlines()]
 
 
 def ip(*arguments: str) -> None:
@@ -102,6 +110,10 @@ class Internet:
     def request_log(self) -> Path:
         """What the servers received, one JSON object a line."""
         return self.directory / "requests.jsonl"
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What the request log says by now."""
+        return whole_lines(self.request_log)
 
     def __enter__(self) -> "Internet":
         self.remove()

@@ -55,7 +55,7 @@ class PrivilegedContainer:
             (root / name).mkdir(parents=True)
         for name in ("bin", "sbin", "lib", "lib64"):
             (root / name).symlink_to(f"usr/{name}")
-        (bundle / "resolv.conf").write_text(f"nameserver {self._resolver}\noptions timeout:1 attempts:1\n")
+        (bundle / "resolv.conf").write_text(f"nameserver {self._resolver}\noptions timeout:5 attempts:1\n")
         (bundle / "config.json").write_text(json.dumps(self._config(bundle)))
         self._process = subprocess.Popen(
             ["runc", "--root", str(bundle / "state"), "run", "--bundle", str(bundle), self._name],

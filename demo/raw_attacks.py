@@ -23,7 +23,9 @@ from demo.stack import Stack
 
 MARK = "@@"
 SCRIPT = "/tmp/raw_client.py"
-_SETTLE_SECONDS = 5.0
+_SETTLE_SECONDS = 10.0
+_STILL_SECONDS, _STILL_AT_MOST = 0.3, 5.0
+"""Without a frame before a batch begins: what earlier flows still say to each other is none of it. Others may go on."""
 
 type Request = tuple[str, int, str, str]
 """Host, port, method and path, without the query."""
@@ -116,10 +118,6 @@ def marks(attacks: Iterable[Attack]) -> dict[str, str]:
     return {attack.name: f"m{prefix}{number:03d}z" for number, attack in enumerate(attacks)}
 
 
-def _read_notes(internet: Internet) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in internet.request_log.read_text().splitlines()]
-
-
 def from_sandbox(attacks: tuple[Attack, ...], internet: Internet, stack: Stack, sandbox: str) -> Verdicts:
     """Run a batch inside `sandbox`, with the SDK."""
     client = stack.connect(sandbox)
@@ -166,21 +164,32 @@ def _run(
     named = marks(attacks)
     if len(named) != len(attacks):
         raise ValueError("two attacks have one name")
-    before = len(_read_notes(internet))
     with (
         Capture(internet.path(internet.net), "net0") as gated,
         Capture(internet.path(internet.net), "net1") as ungated,
     ):
+        _wait_until_still(gated, ungated)
+        first, before = (gated.mark(), ungated.mark()), len(internet.notes())
         answers = json.loads(run(json.dumps({attack.name: attack.case(named[attack.name]) for attack in attacks})))
         verdicts = Verdicts(named, answers, [], [], [])
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.2)
-            noted, logged = _read_notes(internet)[before:], records()
-            verdicts = Verdicts(named, answers, noted, [*gated.since(0), *ungated.since(0)], logged)
+            noted, logged = internet.notes()[before:], records()
+            verdicts = Verdicts(named, answers, noted, [*gated.since(first[0]), *ungated.since(first[1])], logged)
             complete = (
                 verdicts.received_requests == verdicts.logged_requests if logged else all(map(verdicts.heard, attacks))
             )
             if complete:
                 break
     return verdicts
+
+
+def _wait_until_still(*wires: Capture) -> None:
+    """Until nothing has come for a moment, or the time is over."""
+    deadline = time.monotonic() + _STILL_AT_MOST
+    seen, since = [-1], time.monotonic()
+    while (now := time.monotonic()) < deadline and now - since < _STILL_SECONDS:
+        if (marks := [wire.mark() for wire in wires]) != seen:
+            seen, since = marks, now
+        time.sleep(0.05)

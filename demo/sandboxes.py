@@ -237,7 +237,7 @@ def _nsenter(netns: str, *arguments: str) -> bool:
     return done.returncode == 0
 
 
-def wait_for(count: Callable[[], int], seconds: float = 3.0) -> int:
+def wait_for(count: Callable[[], int], seconds: float = 20.0) -> int:
     """Ask `count` until it is positive or `seconds` have passed; returns its last answer."""
     deadline = time.monotonic() + seconds
     while (result := count()) == 0 and time.monotonic() < deadline:

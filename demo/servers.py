@@ -60,12 +60,12 @@ class RequestLog:
     """What arrived, one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("ab", buffering=0)  # each note in one write
         self._lock = threading.Lock()
 
     def note(self, host: str, **fields: object) -> None:
         with self._lock:
-            self._file.write(json.dumps({"host": host, "at": time.time(), **fields}) + "\n")
+            self._file.write(json.dumps({"host": host, "at": time.time(), **fields}).encode() + b"\n")
 
 
 def _git_repository(parent: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 from opensandbox.config.connection_sync import ConnectionConfigSync
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.internet import DNS_ADDRESS, Internet
+from demo.internet import DNS_ADDRESS, Internet, whole_lines
 from demo.traces import Traces, take
 from policy.compiled import CompiledPolicy
 from runtimes.slot_pool import AHEAD
@@ -27,7 +27,9 @@ IMAGE = "sallyport/base"
 EMPTY_IMAGE = "sallyport/empty"
 CODE_IMAGE = "opensandbox/code-interpreter:v1.1.0"  # as the SDK's examples name it
 CODE_ENTRYPOINT = ["/opt/code-interpreter/code-interpreter.sh"]
-START_SECONDS = 120
+START_SECONDS = 300
+STOP_SECONDS = 180
+"""Generous: a fresh machine takes in every image first, and others may be at work beside."""
 _LIFETIME = timedelta(hours=2)  # longer than all the tests take: their session's sandboxes are made once
 
 
@@ -173,11 +175,11 @@ data_root = "{self._docker_data}"
             return
         self._process.terminate()
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            raise StackError(f"the server did not end within 60 s:\n{self.tail()}") from None
+            raise StackError(f"the server did not end within {STOP_SECONDS} s:\n{self.tail()}") from None
         finally:
             self._process = None
 
@@ -222,7 +224,7 @@ data_root = "{self._docker_data}"
     def host(self, op: str, **parameters: Any) -> dict[str, Any]:
         """Ask hostd directly, as root may."""
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
-            sock.settimeout(30)
+            sock.settimeout(60)
             sock.connect(str(self.run / "hostd.sock"))
             frames.send(sock, {"id": 1, "op": op, **parameters})
             received = frames.receive(sock)
@@ -265,6 +267,5 @@ data_root = "{self._docker_data}"
         """Every record of the audit log, in order."""
         records = []
         for path in sorted((self.state / "audit").glob("audit-*.jsonl")):
-            written, _, _ = path.read_text().rpartition("\n")  # a line that is being written is none yet
-            records += [json.loads(line) for line in written.splitlines()]
+            records += whole_lines(path)
         return records

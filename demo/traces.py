@@ -37,7 +37,7 @@ class Traces:
     def remaining(self) -> list[str]:
         """Everything of the sandbox that is still there."""
         left = [f"process {pid}" for pid, start in sorted(self.processes) if start_time(pid) == start]
-        left += [f"network namespace {inode}" for inode, cookie in sorted(self.namespaces) if _alive(inode, cookie)]
+        left += [f"network namespace {inode}" for inode, cookie in sorted(self.namespaces) if alive(inode, cookie)]
         needles = (self.sandbox, self.container)
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         left += [f"mount {line.split()[4]}" for line in mounts if any(needle in line for needle in needles)]
@@ -100,7 +100,7 @@ def cookie_of(path: str) -> int:
     return in_namespace(path, ask)
 
 
-def _alive(inode: int, cookie: int) -> bool:
+def alive(inode: int, cookie: int) -> bool:
     """Whether this very network namespace is used by a thread or kept by a mount."""
     for path in _places_of(inode):
         try:
