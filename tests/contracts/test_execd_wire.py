@@ -89,9 +89,9 @@ def test_metrics_are_watched_second_by_second(http: httpx.Client) -> None:
     with http.stream("GET", "/metrics/watch") as answer:
         assert "text/event-stream" == answer.headers["content-type"]
         lines = (json.loads(line) for line in answer.iter_lines() if line)
-        first, second = next(lines), next(lines)
+        first, *_, last = (next(lines) for _ in range(4))
     assert {"cpu_count", "cpu_used_pct", "mem_total_mib", "mem_used_mib", "timestamp"} == set(first)
-    assert 500 < second["timestamp"] - first["timestamp"] < 10_000
+    assert 1500 < last["timestamp"] - first["timestamp"] < 30_000
     assert first["mem_used_mib"] <= first["mem_total_mib"]
 
 

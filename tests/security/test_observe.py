@@ -231,10 +231,10 @@ def test_answers_are_scrubbed_and_redirects_are_judged_anew(
         f"curl -sS -i -L --max-time 20 'https://{API}/v1/redirect?to=attacker&status=302&{mark}'; "
         f"curl -sS -i -L --max-time 20 'https://{API}/v1/redirect?to=plain&status=307&{mark}'"
     )
-    before = internet.request_log.read_text().count("\n")
+    before = len(internet.notes())
     done = sandbox.commands.run(command)
     printed = "".join(message.text for message in (*done.logs.stdout, *done.logs.stderr))
-    notes = [json.loads(line) for line in internet.request_log.read_text().splitlines()[before:]]
+    notes = internet.notes()[before:]
     seen = [
         (note["host"], note["target"].partition("?")[0], _bearer(note) == f"Bearer {values.api}")
         for note in notes
@@ -281,7 +281,7 @@ def test_a_binding_of_the_api_follows_the_rules_that_only_observe(
         mark = f"b{secrets.token_hex(6)}"
         for host in (STATUS, ATTACKER):
             sandbox.commands.run(f"curl -sS --max-time 20 https://{host}/{mark}")
-        notes = [json.loads(line) for line in internet.request_log.read_text().splitlines() if mark in line]
+        notes = [note for note in internet.notes() if mark in json.dumps(note)]
     finally:
         sandbox.kill()
         sandbox.close()

@@ -599,17 +599,21 @@ def test_nobody_can_ask_how_a_secret_begins(internet: Internet, stack: Stack, va
             for length in lengths
             for right in (True, False)
         }
-        verdicts = from_sandbox(tuple(timed.values()), internet, stack, str(sandbox.id))
-        for length in lengths:
-            assert verdicts.arrived(timed[length, True]) != []
-            assert _chunk_sizes(verdicts.answer(timed[length, True])) == _chunk_sizes(
-                verdicts.answer(timed[length, False])
-            )
+        differ: tuple[int, ...] = lengths
+        for _ in range(3):  # on a busy machine what was sent in two pieces may come in one: now and then, not always
+            attacks = tuple(timed[length, right] for length in differ for right in (True, False))
+            verdicts = from_sandbox(attacks, internet, stack, str(sandbox.id))
+            assert [] == [attack.name for attack in attacks if not verdicts.arrived(attack)]
+            sizes = {length: [_sizes(verdicts, timed[length, right]) for right in (True, False)] for length in differ}
+            differ = tuple(length for length, (right, wrong) in sizes.items() if right != wrong)
+            if not differ:
+                break
+        assert () == differ
 
         guesses = "".join(
             str(_mirror(f"ends after {length}", values.api[:length], length).send[0]) for length in range(4, 34)
         )
-        attack = Attack("guesses, one after the other", (guesses,), options={"quiet": 2})
+        attack = Attack("guesses, one after the other", (guesses,), options={"quiet": 5})
         verdicts = from_sandbox((attack,), internet, stack, str(sandbox.id))
         honest = Attack("honest", (_get(),), arrives=())
         afterwards = from_sandbox((honest,), internet, stack, str(sandbox.id))
@@ -633,26 +637,26 @@ def test_nobody_can_ask_how_a_secret_begins(internet: Internet, stack: Stack, va
         sandbox.close()
 
 
-def _chunk_sizes(answer: str) -> list[int]:
-    """The sizes of the chunks of a response."""
-    rest = answer.partition("\r\n\r\n")[2]
+def _sizes(verdicts: Verdicts, attack: Attack) -> tuple[int, ...]:
+    """The sizes of the chunks of the response to it."""
+    rest = verdicts.answer(attack).partition("\r\n\r\n")[2]
     sizes = []
     while (line := rest.partition("\r\n"))[0]:
         size = int(line[0], 16)
         sizes.append(size)
         rest = line[2][size + 2 :]
-    return sizes
+    return tuple(sizes)
 
 
 @pytest.mark.parametrize("to", REDIRECTS)
 def test_a_redirect_takes_no_secret_along(to: str, internet: Internet, sandboxes: dict[str, DemoSandbox]) -> None:
     """Clients that follow are judged anew; the gateway itself follows nothing."""
-    before = internet.request_log.read_text().count("\n")
+    before = len(internet.notes())
     urls = " ".join(f"'https://{API}/v1/redirect?to={to}&status={status}'" for status in (301, 302, 303, 307, 308))
     sandboxes["runc"].run(
-        f"for url in {urls}; do curl -sSL --max-time 5 $url; curl -sSL -X POST -d a=b --max-time 5 $url; done"
+        f"for url in {urls}; do curl -sSL --max-time 20 $url; curl -sSL -X POST -d a=b --max-time 20 $url; done"
     )
-    noted = [json.loads(line) for line in internet.request_log.read_text().splitlines()[before:]]
+    noted = internet.notes()[before:]
 
     assert 10 == sum(note.get("target", "").startswith("/v1/redirect") for note in noted)
     assert {API} == {note["host"] for note in noted if "target" in note}
@@ -662,6 +666,6 @@ def test_a_redirect_takes_no_secret_along(to: str, internet: Internet, sandboxes
 def test_after_all_of_this_an_honest_request_works(
     internet: Internet, sandboxes: dict[str, DemoSandbox], denied: Verdicts, chunks: Verdicts, echoes: Verdicts
 ) -> None:
-    code, printed = sandboxes["runc"].run(f"curl -sS --max-time 5 https://{API}/v1/alive")
+    code, printed = sandboxes["runc"].run(f"curl -sS --max-time 20 https://{API}/v1/alive")
 
     assert (0, "/v1/alive") == (code, json.loads(printed)["target"])

@@ -99,7 +99,9 @@ for pid in set(range(1, 32768)) - listed - threads:
         found.append(pid)
     except ProcessLookupError:
         pass
-print(found)
+# What began meanwhile is listed now.
+owners = [name for name in os.listdir("/proc") if name.isdigit()]
+print([pid for pid in found if not any(os.path.exists(f"/proc/{name}/task/{pid}") for name in owners)])
 """
 
 
@@ -148,12 +150,12 @@ def printed(sandbox: SandboxSync, command: str) -> str:
     return "".join(message.text for message in (*execution.logs.stdout, *execution.logs.stderr))
 
 
-def state_within(stack: Stack, sandbox: str, states: set[str], seconds: float = 15.0) -> str:
+def state_within(stack: Stack, sandbox: str, states: set[str], seconds: float = 60.0) -> str:
     """The state that the API tells of a sandbox, once it is one of `states` or the time is over."""
     deadline = time.monotonic() + seconds
     address, key = f"{stack.base}/v1/sandboxes/{sandbox}", {"OPEN-SANDBOX-API-KEY": stack.api_key}
     while True:
-        state = str(httpx.get(address, headers=key, timeout=10).json()["status"]["state"])
+        state = str(httpx.get(address, headers=key, timeout=30).json()["status"]["state"])
         if state in states or time.monotonic() > deadline:
             return state
         time.sleep(0.1)
@@ -252,7 +254,10 @@ def test_no_descriptor_leads_out(runtime: str, stack: Stack, sandboxes: dict[str
     assert "4" == text.split()[0]
     if runtime == "runc":
         pid = host_pid(stack, sandboxes[runtime].id)
-        held = {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
+        held = set()
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # a connection that was ending
+                held.add(os.readlink(f"/proc/{pid}/fd/{name}"))
         harmless = re.compile(
             r"(pipe|socket|anon_inode):.*|/dev/null|/sys/fs/cgroup/cpu.*|/proc/\d+/.*|/opt/opensandbox/.*"
         )
@@ -312,12 +317,12 @@ def test_execd_answers_nobody_without_its_token(runtime: str, stack: Stack, sand
     header = "X-EXECD-ACCESS-TOKEN"
     given: list[dict[str, str]] = [{}, *({header: value} for value in ("", "x", stranger, shown.strip()))]
 
-    assert [401] * len(given) == [httpx.get(address, headers=headers, timeout=10).status_code for headers in given]
+    assert [401] * len(given) == [httpx.get(address, headers=headers, timeout=60).status_code for headers in given]
     key = {"OPEN-SANDBOX-API-KEY": stack.api_key}
-    assert 401 == httpx.get(address, headers=key, timeout=10).status_code
+    assert 401 == httpx.get(address, headers=key, timeout=60).status_code
     for host in ("127.0.0.1", "192.0.2.2", "[::1]"):
         _, code = sandboxes[runtime].run(
-            f"curl -s -o /dev/null --max-time 5 -w '%{{http_code}}' -X POST -d '{{\"command\":\"id\"}}' "
+            f"curl -s -o /dev/null --max-time 20 -w '%{{http_code}}' -X POST -d '{{\"command\":\"id\"}}' "
             f"http://{host}:44772/command"
         )
         assert code in ("401", "000" if host == "[::1]" else "401")
@@ -333,7 +338,7 @@ def test_execd_ended_from_inside_ends_the_sandbox(runtime: str, stack: Stack, sm
         small.commands.run(f"kill -{signal} 1", opts=RunCommandOpts(background=True))
 
     assert state_within(stack, str(small.id), ENDED) in ENDED
-    assert 502 == httpx.get(f"http://{endpoint.endpoint}/ping", headers=endpoint.headers, timeout=20).status_code
+    assert 502 == httpx.get(f"http://{endpoint.endpoint}/ping", headers=endpoint.headers, timeout=60).status_code
 
 
 def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> None:
@@ -359,7 +364,7 @@ def test_bombs_end_at_the_limit_of_processes_and_nobody_else_notices(runtime: st
         group = next(path for path in Path("/sys/fs/cgroup").glob(f"**/{container}/pids.max"))
         endpoint = hog.get_endpoint(44772)
         hog.commands.run(f"python3 -c '{_BOMBS}'", opts=RunCommandOpts(background=True))
-        refused, deadline = set(), time.monotonic() + 30
+        refused, deadline = set(), time.monotonic() + 120
         while refused != {"process", "thread"} and time.monotonic() < deadline:
             found = hog.files.search(SearchEntry(path="/tmp", pattern="refused-*"))
             refused = {entry.path.rpartition("-")[2] for entry in found}
@@ -369,7 +374,7 @@ def test_bombs_end_at_the_limit_of_processes_and_nobody_else_notices(runtime: st
         host = {"runc": 128, "runsc": 128 + 1024}[runtime]  # gVisor's own threads are the host's, too
         assert host == int(group.read_text())
         assert 64 < int((group.parent / "pids.current").read_text()) <= host
-        with httpx.Client(headers=endpoint.headers, timeout=10) as client:
+        with httpx.Client(headers=endpoint.headers, timeout=60) as client:
             assert {200} == {client.get(f"http://{endpoint.endpoint}/ping").status_code for _ in range(20)}
         with contextlib.closing(stack.create(runtime)) as neighbour:
             assert "here" in printed(neighbour, "echo here")

@@ -39,7 +39,7 @@ RAW = {"address": ADDRESSES[SPLICED], "port": 443, "sni": SPLICED}
 type Case = dict[str, Any]
 
 
-def until[T](ask: Callable[[], T], seconds: float = 30.0) -> T:
+def until[T](ask: Callable[[], T], seconds: float = 60.0) -> T:
     """What `ask` says, once that is true; the last word when the time is over."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()) and time.monotonic() < deadline:
@@ -75,7 +75,7 @@ class Splicer:
     def run(self, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
         """Carry the cases out at once and return what the clients saw."""
         place = self._start(cases)
-        assert until(lambda: "done" in self.shell(f"cat {place}.done 2>/dev/null"), 90), self.shell(f"cat {place}.err")
+        assert until(lambda: "done" in self.shell(f"cat {place}.done 2>/dev/null"), 180), self.shell(f"cat {place}.err")
         result: dict[str, dict[str, Any]] = json.loads(self.sdk.files.read_file(f"{place}.out"))
         return result
 
@@ -96,9 +96,8 @@ class Splicer:
 
     def far(self, one: Case, event: str = "ended") -> dict[str, Any]:
         """What the far end noted of a case; empty when it noted nothing."""
-        lines = self.stack.internet.request_log.read_text().splitlines()
-        notes = [json.loads(line) for line in lines if one["order"]["mark"] in line]
-        return next((note for note in notes if note.get("event") == event), {})
+        mark, notes = one["order"]["mark"], self.stack.internet.notes()
+        return next((note for note in notes if note.get("raw") == mark and note.get("event") == event), {})
 
     def records(self) -> list[dict[str, Any]]:
         return [record for record in self.stack.audit_records() if record.get("sandbox") == self.id]
@@ -246,7 +245,7 @@ def test_the_limits_end_a_flow_and_the_log_says_which(splicer: Splicer) -> None:
 def test_who_does_not_read_is_not_read_for(splicer: Splicer) -> None:
     """Back-pressure each way: the worker holds a chunk, not what is left to send."""
     slow = case(down=6 * MIB, slow=0.02)
-    deaf = case(down=200 * MIB, deaf=15, hold=15)
+    deaf = case(down=200 * MIB, deaf=60, hold=60)
     unheard = case("deaf", up=200 * MIB)
     rss = resident(splicer.worker())
     splicer.begin({"slow": slow, "deaf": deaf, "unheard": unheard})
@@ -302,7 +301,7 @@ WITH = {
 def test_a_change_of_policy_cuts_exactly_what_it_no_longer_permits(splicer: Splicer) -> None:
     """The cut is at the far end before the change is answered; a policy that still permits the flow leaves it be."""
     for reason, policy in WITHOUT.items():
-        one = case("drip", hold=15)
+        one = case("drip", hold=40)
         splicer.begin({"live": one})
         for harmless in WITH.values():
             splicer.stack.configure(splicer.id, harmless)
@@ -310,7 +309,7 @@ def test_a_change_of_policy_cuts_exactly_what_it_no_longer_permits(splicer: Spli
 
         splicer.stack.configure(splicer.id, policy)
 
-        assert "reset" == until(lambda one=one: splicer.far(one), 10).get("how"), reason
+        assert "reset" == until(lambda one=one: splicer.far(one)).get("how"), reason
         assert until(lambda: splicer.flows()[-1][-1]["reason"] == "cut"), reason
         assert sizes(splicer.flows()[-1])[0] == splicer.far(one)["received"], reason
         splicer.stack.configure(splicer.id, SPLICING)
@@ -354,7 +353,7 @@ def test_plain_http_goes_through_the_worker_end_to_end(splicer: Splicer) -> None
 def test_a_sandbox_has_only_so_many_flows_and_so_many_bytes(splicer: Splicer) -> None:
     limits = replace(SPLICING.limits, connections=10)
     splicer.stack.configure(splicer.id, replace(SPLICING, limits=limits))
-    many = {str(number): case("silent", hold=5) for number in range(30)}
+    many = {str(number): case("silent", hold=10) for number in range(30)}
     splicer.run(many)
     began = [one for one in many.values() if splicer.far(one, "began")]
     assert 1 <= len(began) <= 10
@@ -406,7 +405,7 @@ def test_a_large_download_is_whole(splicer: Splicer, internet: Internet) -> None
 def hang(splicer: Splicer, host: str) -> str:
     """Start a request whose body does not end; returns its mark once the secret was used for it."""
     name = mark()
-    command = f"(printf x; sleep 30) | curl -sS -T - -X POST https://{host}/v1/{name}"
+    command = f"(printf x; sleep 300) | curl -sS -T - -X POST https://{host}/v1/{name}"
     splicer.sdk.commands.run(command, opts=RunCommandOpts(background=True))
     used = until(lambda: [one for one in splicer.records() if one["kind"] == "secret.use" and _on(splicer, one, name)])
     assert used
@@ -420,20 +419,19 @@ def _on(splicer: Splicer, use: dict[str, Any], name: str) -> bool:
 
 def _over(splicer: Splicer, name: str) -> bool:
     """Whether the server has seen the end of the connection that the mark was on."""
-    lines = splicer.stack.internet.request_log.read_text().splitlines()
-    return any(name in json.loads(line).get("heard", "") for line in lines)
+    return any(name in note.get("heard", "") for note in splicer.stack.internet.notes())
 
 
 def test_a_revoked_secret_cuts_the_flow_that_used_it(splicer: Splicer, values: Secrets) -> None:
     """Revocation at vaultd ends the inspected flow at the far end, and no spliced one."""
     name = hang(splicer, API)
-    spliced = case("drip", hold=10)
+    spliced = case("drip", hold=40)
     splicer.begin({"live": spliced})
 
     splicer.stack.sallyport("vault", "rotate", "api-token", stdin=values.api)
     began = time.monotonic()
 
-    assert until(lambda: _over(splicer, name), 10)
+    assert until(lambda: _over(splicer, name), 15)  # the server itself waits for twice as long
     print(f"cut {time.monotonic() - began:.3f} s after the answer")
     assert {} == splicer.far(spliced)
 
@@ -459,10 +457,10 @@ def bind(caller: Splicer, host: str, value: str) -> None:
 
 def test_the_caller_changes_policy_and_secrets_and_live_flows_obey(caller: Splicer) -> None:
     """Through the API: a binding ends splicing, a deleted vault ends what used it, a denial ends the rest."""
-    one, value = case("drip", hold=10), f"bound-{secrets.token_hex(20)}"
+    one, value = case("drip", hold=40), f"bound-{secrets.token_hex(20)}"
     caller.begin({"live": one})
     bind(caller, SPLICED, value)
-    assert "reset" == until(lambda: caller.far(one), 10).get("how")
+    assert "reset" == until(lambda: caller.far(one)).get("how")
     inspected = case(down=10)
     caller.run({"inspected": inspected})
     assert {} == caller.far(inspected, "began")
@@ -471,26 +469,26 @@ def test_the_caller_changes_policy_and_secrets_and_live_flows_obey(caller: Splic
 
     bind(caller, STATUS, value)
     name = hang(caller, STATUS)
-    spliced = case("drip", hold=10)
+    spliced = case("drip", hold=40)
     caller.begin({"live": spliced})
     caller.sdk.credential_vault.delete()
     began = time.monotonic()
-    assert until(lambda: _over(caller, name), 10)
+    assert until(lambda: _over(caller, name), 15)
     print(f"cut {time.monotonic() - began:.3f} s after the answer")
     assert {} == caller.far(spliced)
 
     caller.sdk.patch_egress_rules([NetworkRule(action="deny", target=SPLICED)])
-    assert "reset" == until(lambda: caller.far(spliced), 10).get("how")
+    assert "reset" == until(lambda: caller.far(spliced)).get("how")
 
 
 def test_a_killed_worker_ends_its_flows_and_their_records_stand_open(caller: Splicer) -> None:
     """What was allowed is in the log; the closing record of a flow dies with its worker."""
-    one = case("drip", hold=10)
+    one = case("drip", hold=40)
     caller.begin({"live": one})
 
     os.kill(caller.worker(), signal.SIGKILL)
 
-    assert until(lambda: caller.far(one), 10).get("how") == "reset"
+    assert until(lambda: caller.far(one)).get("how") == "reset"
     again = case(down=10)
 
     def served() -> bool:
@@ -501,4 +499,4 @@ def test_a_killed_worker_ends_its_flows_and_their_records_stand_open(caller: Spl
 
     assert until(served)
     assert ["allow"] == [record["decision"] for record in caller.flows()[0]]
-    assert 2 == len(caller.flows()[-1])
+    assert until(lambda: 2 == len(caller.flows()[-1]))

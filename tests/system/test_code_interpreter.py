@@ -90,7 +90,7 @@ def text(execution: Execution, stream: str = "stdout") -> str:
     return "".join(message.text for message in getattr(execution.logs, stream))
 
 
-def until(said: str, happened: Callable[[], bool], seconds: float = 40) -> None:
+def until(said: str, happened: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, said
@@ -105,11 +105,11 @@ class Running:
         self._pool = ThreadPoolExecutor(1)
         handlers = ExecutionHandlersSync(on_stdout=lambda _: self.begun.set())
         self._future = self._pool.submit(box.run, code, context=context, handlers=handlers)
-        assert self.begun.wait(20)
+        assert self.begun.wait(120)
 
     def result(self) -> Execution:
         try:
-            return self._future.result(timeout=30)
+            return self._future.result(timeout=120)
         finally:
             self._pool.shutdown(wait=False)
 
@@ -169,7 +169,7 @@ def test_a_file_of_the_sdk_lies_where_code_looks_for_it(box: Box) -> None:
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_another_version_is_said_to_be_missing_and_what_there_is_serves(box: Box) -> None:
     """Asked for by the variables that the SDK documents."""
-    command = f"PYTHON_VERSION=3.11 NODE_VERSION=20 JUPYTER_PORT=1 timeout 1 {CODE_ENTRYPOINT[0]} 2>&1"
+    command = f"PYTHON_VERSION=3.11 NODE_VERSION=20 JUPYTER_PORT=1 timeout 3 {CODE_ENTRYPOINT[0]} 2>&1"
     said = text(box.sandbox.commands.run(command))
 
     assert "NODE_VERSION asks for 20" in said
@@ -267,10 +267,13 @@ def test_contexts_run_beside_each_other_and_share_nothing(box: Box) -> None:
 def test_a_context_is_busy_while_its_code_runs(box: Box) -> None:
     """In the words that clients wait for; what runs is not disturbed."""
     context = box.context()
-    running = Running(box, "import time\nprint('begun', flush=True)\ntime.sleep(1)\nprint('done')", context)
+    wait = "while not os.path.exists('/tmp/go'): time.sleep(0.05)"
+    code = f"import os, time\nprint('begun', flush=True)\n{wait}\nprint('done')"
+    running = Running(box, code, context)
 
     with pytest.raises(SandboxApiException, match="session is busy"):
         box.run("1", context=context)
+    box.sandbox.files.write_file("/tmp/go", "")
     assert "begun\ndone\n" == text(running.result())
 
 
@@ -400,7 +403,7 @@ def test_a_reader_that_stops_costs_bounded_memory(box: Box) -> None:
     endpoint = box.sandbox.get_endpoint(44772)
     host, _, path = endpoint.endpoint.partition("/")
     body = json.dumps({"code": code, "context": {"id": context.id, "language": "python"}})
-    with contextlib.closing(http.client.HTTPConnection(host, timeout=30)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=120)) as connection:
         connection.request("POST", f"/{path}/code", body, {"Content-Type": "application/json", **endpoint.headers})
         answer = connection.getresponse()
         assert 200 == answer.status
@@ -479,4 +482,4 @@ def test_the_benchmark_of_first_code_gives_whole_figures(stack: Stack, internet:
 
     wanted = ("ready", "first print(1)", "a later print(1)")
     assert {f"code {runtime}: {what}" for runtime in RUNTIMES for what in wanted} == set(figures)
-    assert all(0 < value < 15_000 for values in figures.values() for value in values)
+    assert all(0 < value < 60_000 for values in figures.values() for value in values)

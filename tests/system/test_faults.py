@@ -36,7 +36,7 @@ RULE = {"action": "allow", "target": "status.bank.example"}
 PARALLEL = 4
 KILLS = 4
 RESTARTS = 4
-PATIENCE = 60.0
+PATIENCE = 120.0
 _KEEPER = """
 import sys
 from runtimes import keeper

@@ -27,6 +27,7 @@ def test_execd_runs_in_an_image_without_a_single_file(runtime: str, stack: Stack
     assert row.as_expected, row.observed
 
 
+@pytest.mark.timed
 def test_a_killed_worker_lets_nothing_out_and_its_replacement_is_trusted(
     runtime: str, sandboxes: dict[str, DemoSandbox], internet: Internet
 ) -> None:
@@ -46,9 +47,9 @@ def test_network_policy_of_the_create_call_is_enforced(runtime: str, stack: Stac
     rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=STATUS)])
     sandbox = stack.create(runtime, policy=None, network_policy=rules)
     try:
-        allowed = sandbox.commands.run(f"curl -sS --max-time 5 https://{STATUS}/")
+        allowed = sandbox.commands.run(f"curl -sS --max-time 20 https://{STATUS}/")
         refused = sandbox.commands.run(
-            f"curl -sS --max-time 5 https://{API}/v1/x; getent hosts {ATTACKER} || echo none"
+            f"curl -sS --max-time 20 https://{API}/v1/x; getent hosts {ATTACKER} || echo none"
         )
 
         assert STATUS in allowed.text
@@ -76,7 +77,7 @@ def test_what_does_not_exist_is_refused_by_name_and_leaves_nothing(
     before = stack.host("list")["sandboxes"]
     request = {"image": {"uri": IMAGE}, "resourceLimits": {}, "entrypoint": ["tail", "-f", "/dev/null"], **body}
     answer = httpx.post(
-        f"{stack.base}/v1/sandboxes", json=request, headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=30
+        f"{stack.base}/v1/sandboxes", json=request, headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=60
     )
 
     assert 400 <= answer.status_code < 500, answer.text

@@ -11,7 +11,7 @@ from demo.stack import Stack
 
 pytestmark = pytest.mark.system
 
-SECONDS = 15.0
+SECONDS = 60.0
 EAT = "python3 -c 'held = []\nwhile True: held.append(bytearray(1 << 20))'"
 
 

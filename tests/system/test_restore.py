@@ -118,7 +118,7 @@ class Box:
                 stdout=output,
                 stderr=output,
                 check=False,
-                timeout=60,
+                timeout=300,
             )
         assert 0 == done.returncode, f"runsc {words[0]}: {(self.bundle / 'output').read_text()[-2000:]}"
 
@@ -144,14 +144,14 @@ class Box:
         return made
 
     @contextlib.contextmanager
-    def connection(self, seconds: float = 30) -> Iterator[http.client.HTTPConnection]:
+    def connection(self, seconds: float = 120) -> Iterator[http.client.HTTPConnection]:
         made = http.client.HTTPConnection(str(PLAN.inside), PORT)
         with contextlib.closing(made):
             made.sock = self.dial(seconds)
             yield made
 
     def call(
-        self, method: str, path: str, body: Any = None, token: str | None = None, seconds: float = 30
+        self, method: str, path: str, body: Any = None, token: str | None = None, seconds: float = 120
     ) -> tuple[int, str]:
         with self.connection(seconds) as connection:
             return _request(connection, method, path, body, self.token if token is None else token)
@@ -189,10 +189,10 @@ class Box:
         """Type a line, and wait until the terminal shows something."""
         shown = ""
         headers = {"X-EXECD-ACCESS-TOKEN": self.token}
-        with connect(f"ws://execd/pty/{session}/ws", sock=self.dial(20), additional_headers=headers) as socket_:
+        with connect(f"ws://execd/pty/{session}/ws", sock=self.dial(120), additional_headers=headers) as socket_:
             socket_.send(b"\0" + line.encode() + b"\n")
             while expected not in shown:
-                frame = socket_.recv(timeout=20)
+                frame = socket_.recv(timeout=120)
                 shown += frame[1:].decode(errors="replace") if isinstance(frame, bytes) else ""
 
     def initialise(self, secret: str, **changed: Any) -> tuple[int, str]:
@@ -218,7 +218,7 @@ class Scene:
     logged: int = 0
 
 
-def until(happened: Callable[[], bool], said: str, seconds: float = 30) -> None:
+def until(happened: Callable[[], bool], said: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, said

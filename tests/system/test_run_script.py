@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_clean_removes_what_run_made_and_only_that(tmp_path: Path) -> None:
     for directory in (home / "cache", run_dir / "netns"):
         directory.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "none", str(run_dir / "netns")], check=True)
-    sleeper = subprocess.Popen(["sh", "-c", "sleep 300", f"{run_dir}/x"])
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", f"{run_dir}/x"])
     bystander = subprocess.Popen(["sleep", "300"])
     places = {"SALLYPORT_HOME": str(home), "SALLYPORT_RUN_DIR": str(run_dir), "SALLYPORT_TEST_INTERNET": "spclean"}
     environment = {**os.environ, **places}
@@ -72,7 +73,7 @@ def test_clean_removes_what_run_made_and_only_that(tmp_path: Path) -> None:
 
         assert 0 == done.returncode, done.stderr
         assert (False, False) == (home.exists(), run_dir.exists())
-        assert -signal.SIGTERM == sleeper.wait(10)
+        assert -signal.SIGTERM == sleeper.wait(60)
         assert bystander.poll() is None
     finally:
         for process in (sleeper, bystander):

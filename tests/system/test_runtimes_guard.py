@@ -26,7 +26,7 @@ def upstream(tmp_path: Path) -> Iterator[Path]:
 
 def _dials(path: Path, uid: int, address: str, port: int) -> bool:
     command = ["setpriv", f"--reuid={uid}", "--clear-groups", "bash", "-c", f"exec 3<>/dev/tcp/{address}/{port}"]
-    done = netns.inside(path, lambda: subprocess.run(command, capture_output=True, timeout=10, check=False))
+    done = netns.inside(path, lambda: subprocess.run(command, capture_output=True, timeout=60, check=False))
     return done.returncode == 0
 
 
@@ -65,6 +65,6 @@ def test_a_workers_connections_are_counted(upstream: Path) -> None:
         held = " ".join(f"exec {fd}<>/dev/tcp/127.0.0.1/{port} && echo {fd};" for fd in range(3, 9))
         command = ["setpriv", f"--reuid={_FIRST}", "--clear-groups", "bash", "-c", held]
         done = netns.inside(
-            upstream, lambda: subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+            upstream, lambda: subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         )
         assert ["3", "4"] == done.stdout.split()

@@ -24,15 +24,18 @@ import docker.errors
 import pytest
 
 import wire
+from demo.traces import alive, cookie_of
 from runtimes import netns
 from runtimes.cgroups import Cgroups
 from runtimes.docker import LABEL
 from runtimes.slot_pool import AHEAD
+from tests.system.test_watch import guards
 
 pytestmark = pytest.mark.system
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ids = itertools.count(1)
+PATIENCE = 60.0
 
 
 class Hostd:
@@ -80,7 +83,7 @@ class Hostd:
         self._sock: socket.socket | None = None
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while True:
             assert self.process.poll() is None, self.log.read_text()
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -130,8 +133,8 @@ class Hostd:
     def state(self, sandbox: str) -> dict[str, Any]:
         return next(item for item in self.call("list")["sandboxes"] if item["sandbox"] == sandbox)
 
-    def wait_generation(self, sandbox: str, generation: int, seconds: float) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
+    def wait_generation(self, sandbox: str, generation: int) -> dict[str, Any]:
+        deadline = time.monotonic() + PATIENCE
         while True:
             state = self.state(sandbox)
             if state["generation"] >= generation and state["worker_pid"] is not None:
@@ -169,7 +172,7 @@ class Hostd:
             self._sock.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=180)
         netns.delete(self.upstream)
 
 
@@ -221,7 +224,7 @@ def sandbox(request: pytest.FixtureRequest, hostd: Hostd) -> Iterator[str]:
 
 _DIAL = """
 import socket
-with socket.create_connection(({address!r}, {port}), timeout=5) as s:
+with socket.create_connection(({address!r}, {port}), timeout=30) as s:
     print(s.getsockname()[0], s.makefile().read())
 """
 
@@ -268,7 +271,7 @@ def test_exec_has_no_capability_beyond_the_list(engine: Engine, sandbox: str) ->
 
 def test_nobody_starts_a_sandbox_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     engine.api.kill(f"sallyport-{sandbox}")
-    engine.api.wait(f"sallyport-{sandbox}", timeout=20)
+    engine.api.wait(f"sallyport-{sandbox}", timeout=60)
     with pytest.raises(docker.errors.APIError, match="no launch plan"):
         engine.api.start(f"sallyport-{sandbox}")
     assert ("exited", 137) == tuple(hostd.state(sandbox)[key] for key in ("state", "exit_code"))
@@ -288,7 +291,7 @@ def test_a_container_without_a_plan_does_not_start(engine: Engine, runtime: str)
 def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     assert {} == hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "note": "second"})
     os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
-    hostd.wait_generation(sandbox, 2, 2.0)
+    hostd.wait_generation(sandbox, 2)
     said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
     assert f"192.0.2.2 {sandbox} 2 1.2.3.4:5 second" == said
 
@@ -299,7 +302,7 @@ def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, s
     with pytest.raises(wire.RemoteError, match="invalid"):
         hostd.call("configure", sandbox=sandbox, gateway={"sandbox": "sbx-other"})
     os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
-    hostd.wait_generation(sandbox, 2, 2.0)
+    hostd.wait_generation(sandbox, 2)
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("first")
 
 
@@ -310,7 +313,7 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
     """Without auditd vaultd ends, too. The worker's own word tells which channels it was given."""
     before = hostd.state(sandbox)
     os.kill(hostd.daemon("tests.runtimes.standin", f"{killed}.json"), signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     said = ""
     while sorted(said.partition(" first ")[2].split(", ")) != expected.split(", "):  # they come back in either order
         assert time.monotonic() < deadline, said
@@ -322,8 +325,8 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
 def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     assert {} == hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "deaf": True, "note": "first"})
     os.kill(hostd.daemon("tests.runtimes.standin", "auditd.json"), signal.SIGKILL)
-    assert "running" == hostd.wait_generation(sandbox, 2, 30)["state"]
-    deadline = time.monotonic() + 30
+    assert "running" == hostd.wait_generation(sandbox, 2)["state"]
+    deadline = time.monotonic() + PATIENCE
     said = ""
     while "1.2.3.4:5 first" not in said:
         assert time.monotonic() < deadline, said
@@ -331,12 +334,21 @@ def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: 
             said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
 
 
-def _left(hostd: Hostd, engine: Engine, inspected: dict[str, Any]) -> list[str]:
-    inodes = frozenset(inspected["inodes"])
+def _namespaces(inspected: dict[str, Any]) -> dict[int, int]:
+    """A sandbox's network namespaces: inodes, which others may be given afterwards, and what tells them apart then."""
+    return {os.stat(path).st_ino: cookie_of(path) for path in inspected["netns"].values()}
+
+
+def _alive(namespaces: dict[int, int]) -> list[int]:
+    return [inode for inode, cookie in namespaces.items() if alive(inode, cookie)]
+
+
+def _left(hostd: Hostd, engine: Engine, inspected: dict[str, Any], namespaces: dict[int, int]) -> list[str]:
     sandbox = inspected["sandbox"]
     cgroups = Cgroups(str(hostd.run))
-    found: list[Any] = [*netns.processes(inodes), *netns.mounted(inodes), *(hostd.run / "plans").iterdir()]
-    found += [path for path in (hostd.run / "netns").iterdir() if path.stat().st_ino in inodes or path.stat().st_size]
+    found: list[Any] = [*_alive(namespaces), *(hostd.run / "plans").iterdir()]
+    hostd.standing()  # none is being made then
+    found += [path for path in (hostd.run / "netns").iterdir() if not os.path.ismount(path)]
     found += [path for root in cgroups.hierarchies.roots for path in root.glob(f"**/*{sandbox}*")]
     found += [path for path in hostd.run.glob("**/*") if sandbox in path.name]
     found += engine.api.containers(all=True, filters={"label": f"{LABEL}={sandbox}"})
@@ -347,9 +359,11 @@ def _left(hostd: Hostd, engine: Engine, inspected: dict[str, Any]) -> list[str]:
 def test_removal_leaves_nothing(hostd: Hostd, engine: Engine, runtime: str) -> None:
     sandbox = hostd.launch(runtime)
     inspected = hostd.call("inspect", sandbox=sandbox)
-    assert [] != _left(hostd, engine, inspected)
+    namespaces = _namespaces(inspected)
+    assert inspected["inodes"] == sorted(_alive(namespaces))
+    assert [] != _left(hostd, engine, inspected, namespaces)
     assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
-    assert [] == _left(hostd, engine, inspected)
+    assert [] == _left(hostd, engine, inspected, namespaces)
     with pytest.raises(ProcessLookupError):
         os.kill(inspected["worker_pid"], 0)
     assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
@@ -372,10 +386,9 @@ def test_the_guard_survives_a_flush_and_comes_back_after_a_kill(hostd: Hostd) ->
     assert "700001000-700005095" in table()
     netns.load_rules(hostd.upstream, "flush ruleset\n")
     assert "700001000-700005095" in table()
-    pids = [pid for pid in netns.processes(frozenset((netns.inode(hostd.upstream),))) if _name(pid) == "nft"]
-    assert 1 == len(pids)
-    os.kill(pids[0], signal.SIGKILL)
-    deadline = time.monotonic() + 5
+    (guard,) = guards(hostd.upstream)
+    os.kill(guard, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             assert "flags owner" in table()
@@ -383,10 +396,6 @@ def test_the_guard_survives_a_flush_and_comes_back_after_a_kill(hostd: Hostd) ->
         except netns.NftError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-
-
-def _name(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def test_runc_opens_no_door_of_the_kernel(hostd: Hostd, engine: Engine) -> None:
@@ -517,14 +526,12 @@ def _ip(*arguments: str) -> None:
 
 def test_a_stop_removes_everything(hostd: Hostd) -> None:
     """Last in this file: it ends the hostd of the others."""
-    inodes = frozenset(
-        inode
-        for runtime in ("runc", "runsc")
-        for inode in hostd.call("inspect", sandbox=hostd.launch(runtime))["inodes"]
-    )
+    inspected = [hostd.call("inspect", sandbox=hostd.launch(runtime)) for runtime in ("runc", "runsc")]
+    namespaces = {inode: cookie for one in inspected for inode, cookie in _namespaces(one).items()}
+    assert 4 == len(_alive(namespaces))
     hostd.close()
     assert 0 == hostd.process.returncode, hostd.log.read_text()
-    assert ((), ()) == (netns.processes(inodes), netns.mounted(inodes))
+    assert [] == _alive(namespaces)
     assert str(hostd.run) not in Path("/proc/self/mountinfo").read_text()
     roots = Cgroups(str(hostd.run))
     assert [] == [root / roots.parent for root in roots.hierarchies.roots if (root / roots.parent).exists()]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from demo.traces import alive, cookie_of
 from runtimes import netns, netstate, slots
 from runtimes.cgroups import Cgroups, Limits, Processor, remove_container_groups
 from runtimes.netplan import PLAN
@@ -31,7 +32,7 @@ def _listener(slot: Slot, port: int, kind: int = socket.SOCK_STREAM) -> socket.s
         sock = socket.socket(socket.AF_INET, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("0.0.0.0", port))
-        sock.settimeout(5)
+        sock.settimeout(60)
         if kind == socket.SOCK_STREAM:
             sock.listen(16)
         return sock
@@ -42,7 +43,7 @@ def _listener(slot: Slot, port: int, kind: int = socket.SOCK_STREAM) -> socket.s
 def _dial(slot: Slot, address: str, port: int) -> str:
     def dial() -> str:
         with socket.socket() as sock:
-            sock.settimeout(0.5)
+            sock.settimeout(2)
             try:
                 sock.connect((address, port))
             except OSError as error:
@@ -188,9 +189,10 @@ def test_destroying_ends_who_is_inside_and_leaves_nothing(tmp_path: Path) -> Non
     slot = slots.make(tmp_path, 0, PLAN)
     inmate = netns.inside(slot.sandbox, lambda: subprocess.Popen(["sleep", "1000"]))
     assert (inmate.pid,) == netns.processes(slot.inodes)
+    made = [(netns.inode(path), cookie_of(str(path))) for path in (slot.sandbox, slot.gateway)]
     assert () == slots.destroy(slot)
-    assert -9 == inmate.wait(timeout=5)
-    assert () == netns.processes(slot.inodes)
+    assert -9 == inmate.wait(timeout=60)
+    assert [] == [inode for inode, cookie in made if alive(inode, cookie)]
     assert [] == list(tmp_path.iterdir())
 
 
@@ -219,7 +221,7 @@ def test_a_group_limits_kills_and_goes(tmp_path: Path) -> None:
             (directory / "cgroup.procs").write_text(str(inmate.pid))
     finally:
         assert () == cgroups.remove("worker")
-    assert -9 == inmate.wait(timeout=5)
+    assert -9 == inmate.wait(timeout=60)
     assert () == cgroups.sweep()
 
 

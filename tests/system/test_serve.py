@@ -4,6 +4,7 @@ Each test has a server of its own (directories, port, upstream namespace), besid
 `./run test` names: SALLYPORT_RUNSC, SALLYPORT_EXECD, SALLYPORT_EMPTY_IMAGE.
 """
 
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -25,18 +26,22 @@ from runtimes import netns, nft
 from runtimes.cgroups import Cgroups
 from runtimes.dockerd import arguments
 from runtimes.spec import DockerdConfig
+from tests.conftest import PORT
 
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICKLY = 20.0
+QUICKLY = 60.0
 MANAGED = {"managed": True}
+_PORTS = itertools.count(PORT + 10)
 
 
 def _free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those that the kernel gives to whoever connects: it stays free until the server listens."""
+    while True:
+        port = next(_PORTS)
+        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
+            return port
 
 
 def _toml(value: object) -> str:
@@ -111,7 +116,7 @@ class Machine:
             capture_output=True,
             text=True,
             check=False,
-            timeout=90,
+            timeout=300,
         )
 
     def refusal(self) -> str:
@@ -150,11 +155,11 @@ class Machine:
             yield
         finally:
             process.send_signal(signal.SIGINT)
-            status = process.wait(timeout=60)
+            status = process.wait(timeout=180)
         assert 0 == status, log.read_text()
 
     def _wait(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             assert process.poll() is None, log.read_text()
             try:
@@ -217,12 +222,12 @@ def test_ctrl_c_while_it_starts_leaves_nothing(machine: Machine, reached: str) -
             stderr=file,
             start_new_session=True,
         )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (machine.run / reached).exists():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
-    assert 0 == process.wait(timeout=60), log.read_text()
+    assert 0 == process.wait(timeout=180), log.read_text()
     assert "Traceback" not in log.read_text()
     assert [] == machine.left()
 
@@ -289,7 +294,7 @@ def test_a_server_that_cannot_listen_after_all_takes_everything_down(machine: Ma
     assert 0 == written.returncode, written.stderr
     with closing(socket.create_server(("127.0.0.1", machine.port))):
         command = [sys.executable, "-m", "runtimes.hostd", str(machine.run / "launch" / "host.json")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert 1 == done.returncode
     assert f"cannot listen on 127.0.0.1:{machine.port}: it is in use" in done.stderr
     assert "cannot run: serve did not become ready (status 1); run: sallyport doctor" in done.stderr
@@ -302,7 +307,7 @@ def test_a_second_server_in_the_same_place_refuses(machine: Machine) -> None:
         port, machine.port = machine.port, _free_port()
         assert f"another hostd runs in {machine.run}" in machine.refusal()
         machine.port = port
-        assert httpx.codes.OK == httpx.get(f"http://127.0.0.1:{port}/health").status_code
+        assert httpx.codes.OK == httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code
 
 
 def test_a_policy_file_that_is_missing_or_wrong(machine: Machine) -> None:
@@ -362,14 +367,14 @@ class Operator:
         return set(json.loads(done.stdout) or {}) if done.returncode == 0 else set()
 
     def wait(self, *wanted: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not set(wanted) <= self.runtimes():
             assert self.process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=180)
         netns.unmount_below(self._exec_root)
 
 

@@ -31,7 +31,7 @@ SLACK = 8
 
 def client(stack: Stack) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=f"{stack.base}/v1", headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=60, trust_env=False
+        base_url=f"{stack.base}/v1", headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=120, trust_env=False
     )
 
 
@@ -41,7 +41,7 @@ def body(**changes: Any) -> dict[str, Any]:
     return plain | changes
 
 
-def settled(stack: Stack, before: Census, seconds: float = 10.0) -> dict[str, object]:
+def settled(stack: Stack, before: Census, seconds: float = 60.0) -> dict[str, object]:
     """What differs from `before`, once nothing does or the time is over."""
     deadline = time.monotonic() + seconds
     while (beyond := take(stack).beyond(before)) and time.monotonic() < deadline:
@@ -49,7 +49,7 @@ def settled(stack: Stack, before: Census, seconds: float = 10.0) -> dict[str, ob
     return beyond
 
 
-def grown(stack: Stack, held: dict[str, int], seconds: float = 10.0) -> dict[str, tuple[int, int]]:
+def grown(stack: Stack, held: dict[str, int], seconds: float = 60.0) -> dict[str, tuple[int, int]]:
     """Which daemons hold more descriptors than they `held`, slack aside, once none does or the time is over."""
 
     def more() -> dict[str, tuple[int, int]]:
@@ -59,7 +59,7 @@ def grown(stack: Stack, held: dict[str, int], seconds: float = 10.0) -> dict[str
     return more()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether `condition` became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -124,7 +124,7 @@ async def test_an_entrypoint_that_does_not_exist_ends_the_sandbox_and_not_its_re
         if answer.status_code == 202:
             name = answer.json()["id"]
             states: list[str] = []
-            for _ in range(100):
+            for _ in range(600):
                 states.append((await http.get(f"/sandboxes/{name}")).json()["status"]["state"])
                 if states[-1] == "Failed":
                     break
@@ -175,7 +175,7 @@ async def test_a_client_that_leaves_during_create_leaves_no_orphan(runtime: str,
             await asyncio.sleep(pause)
     async with client(stack) as http:
         listed: set[str] = set()
-        for _ in range(100):
+        for _ in range(600):
             there = {item["sandbox"] for item in stack.host("list")["sandboxes"]}
             items = (await http.get("/sandboxes", params={"pageSize": 200})).json()["items"]
             listed = {item["id"] for item in items}
@@ -253,9 +253,9 @@ async def test_expiry_removes_all_the_same(runtime: str, stack: Stack) -> None:
     async with client(stack) as http:
         made = (await http.post("/sandboxes", json=body(extensions={"sallyport.runtime": runtime}))).json()["id"]
         traces = stack.traces(made)
-        soon = (datetime.now(UTC) + timedelta(seconds=1.5)).isoformat()
+        soon = (datetime.now(UTC) + timedelta(seconds=5)).isoformat()
         assert 200 == (await http.post(f"/sandboxes/{made}/renew-expiration", json={"expiresAt": soon})).status_code
-        for _ in range(100):
+        for _ in range(600):
             if (await http.get(f"/sandboxes/{made}")).status_code == 404:
                 break
             await asyncio.sleep(0.1)
@@ -287,17 +287,16 @@ def test_a_killed_control_plane_comes_back_to_what_it_left(runtime: str, stack: 
 
     def back() -> bool:
         try:
-            return httpx.get(address, headers=key, timeout=2).status_code == 200
+            return httpx.get(address, headers=key, timeout=10).status_code == 200
         except httpx.HTTPError:
             return False
 
     assert until(back)
-    assert "Running" == httpx.get(address, headers=key, timeout=5).json()["status"]["state"]
-    ping = httpx.get(f"http://{endpoint.endpoint}/ping", headers=endpoint.headers, timeout=10)
+    assert "Running" == httpx.get(address, headers=key, timeout=30).json()["status"]["state"]
+    ping = httpx.get(f"http://{endpoint.endpoint}/ping", headers=endpoint.headers, timeout=30)
     assert 200 == ping.status_code
     assert serve != daemons(stack)["lifecycle.serve"]
-    counted = inside.files.read_file("/tmp/count").split()
-    assert counted
+    assert until(lambda: "x" in inside.commands.run("cat /tmp/count 2>/dev/null").text)
     inside.close()
     sandbox.close()
     assert {} == settled(stack, before)
@@ -349,7 +348,7 @@ async def test_a_launch_whose_docker_dies_leaves_nothing(second: Stack) -> None:
         assert after is not None and after.status_code == 202, after and after.text
         assert 204 == (await http.delete(f"/sandboxes/{after.json()['id']}")).status_code
 
-    assert {} == settled(second, before, 30)
+    assert {} == settled(second, before)
     second.stop()
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     assert [] == [line for line in mounts if f"{second.run}/" in line or str(second.directory.parent) in line]

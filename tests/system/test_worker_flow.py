@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from demo.internet import whole_lines
 from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
@@ -48,7 +49,7 @@ WEB = "93.184.216.34"
 SECRET = "tok-5f1d7a90c2"
 SCOPED = "scoped-88b1e0"
 UID = 700003000 + os.getpid() % 1000
-TIMEOUT = 15.0
+TIMEOUT = 60.0
 
 
 def certificate(host: str = "good.example.com") -> tuple[str, str]:
@@ -196,7 +197,7 @@ class Rig:
     def records(self) -> list[dict[str, Any]]:
         lines = []
         for path in sorted(self.audit_directory.rglob("*.jsonl")):
-            lines += [json.loads(line) for line in path.read_text().splitlines()]
+            lines += whole_lines(path)
         return [line for line in lines if line.get("generation") == self.generation]
 
 
@@ -531,9 +532,15 @@ def test_questions_beyond_the_rate_are_counted_together_and_end_their_connection
     assert refused >= 30
     question = dnslib.DNSRecord.question("bad.example.com").pack()
     with gate.dial(port=53) as client:
-        client.sendall(2 * (struct.pack("!H", len(question)) + question))
-        answers = ended(client)
-    assert len(answers) == struct.unpack_from("!H", answers)[0] + 2
+        client.sendall(100 * (struct.pack("!H", len(question)) + question))
+        rest, codes = ended(client), []
+    while rest:
+        size = struct.unpack_from("!H", rest)[0] + 2
+        codes.append(dnslib.DNSRecord.parse(rest[2:size]).header.rcode)
+        rest = rest[size:]
+    # There may have been time for one or the other that is within the rate.
+    assert [dnslib.RCODE.NXDOMAIN] * (len(codes) - 1) + [dnslib.RCODE.REFUSED] == codes
+    assert len(codes) < 50
     deadline = time.monotonic() + TIMEOUT
     while sum(item["count"] for item in of_rule(gate, "dns-rate")) < refused + 1:
         assert time.monotonic() < deadline
@@ -599,7 +606,10 @@ def test_bytes_of_no_known_protocol_are_reset_without_an_upstream_connection(gat
 
 
 def test_everything_is_refused_before_the_first_configuration(gate: Gate) -> None:
-    with gate.dial() as client, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+    with (
+        contextlib.suppress(ConnectionResetError, BrokenPipeError),
+        gate.dial() as client,
+    ):  # a reset may overtake the connect
         client.sendall(hello("good.example.com"))
         assert b"" == ended(client)
     assert 5 == gate.ask("good.example.com").header.rcode
@@ -615,9 +625,7 @@ def test_a_new_policy_cuts_the_live_flows_it_no_longer_permits_and_keeps_the_oth
         cut = gate.rig.internet.next_connection()
         good_only = policy("good.example.com")
         assert good_only.digest == gate.configure(good_only)
-        bad.settimeout(2)
         assert b"" == ended(bad)
-        cut.settimeout(2)
         ended(cut)
         kept.sendall(b"still here")
         assert b"still here" == good.recv(100)
@@ -898,7 +906,7 @@ def test_a_denial_told_without_the_log_is_recorded_once_it_is_back(rig: Rig, tmp
         theirs.close()
         ours.close()
         wanted = {("flow", "deny", "bad.example.com"), ("dns", "deny", "worse.example.com")}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + TIMEOUT
         while not wanted <= {(item["kind"], item["decision"], item.get("host")) for item in rig.records()}:
             assert time.monotonic() < deadline, rig.records()
             time.sleep(0.05)

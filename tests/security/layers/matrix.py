@@ -31,7 +31,7 @@ NOERROR, NXDOMAIN = 0, 3
 DIAL = f"""
 import encodings.idna, os, socket
 os.setresgid({WORKER_UID}, {WORKER_UID}, {WORKER_UID}); os.setresuid({WORKER_UID}, {WORKER_UID}, {WORKER_UID})
-socket.create_connection(("{UP_ADDRESS}", 80), timeout=3)
+socket.create_connection(("{UP_ADDRESS}", 80), timeout=10)
 """
 
 
@@ -177,7 +177,7 @@ def _delivered(sandbox: str, gateway: str) -> bool:
 
 def _connects(sandbox: str) -> bool:
     with in_namespace(sandbox, lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as sock:
-        sock.settimeout(1)
+        sock.settimeout(5)
         try:
             sock.connect((ADDRESSES[ATTACKER], 443))
         except OSError:
@@ -190,7 +190,7 @@ def _dns(sandbox: str, name: str, mac: str | None = None) -> tuple[int, int] | N
     message = query(name)
     with in_namespace(sandbox, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
         sock.bind(("192.0.2.2", 0))
-        sock.settimeout(2)
+        sock.settimeout(20 if mac is None else 5)  # of the latter no answer is the usual one
         if mac is None:
             sock.sendto(message, ("192.0.2.1", 53))
         else:

@@ -110,7 +110,7 @@ class LayeredStack(Stack):
         return [record for record in self.audit_records() if record.get("sandbox") == sandbox]
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

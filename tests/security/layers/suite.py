@@ -6,7 +6,7 @@ frames in the neighbour, kernel doors, and the secret anywhere but where its own
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from tests.security.layers.stack import POLICY, LayeredStack
 from tests.security.layers.substitutes import FAILING, PLANTED, UNJUDGED, UNRECORDED
 
 RUNTIMES = ("runc", "runsc")
-SETTLE_SECONDS = 0.3
+SETTLE_SECONDS, SETTLED_AT_MOST = 0.3, 6.0
 OUTSIDE = "the secret outside of its binding"
 RETURNED = "the secret in an answer"
 UNJUDGED_ARRIVES = "a request that nobody judged"
@@ -149,7 +149,7 @@ class Pair:
             gateways = {name: internet.canary_hits(f"gateway-{name}") for name in every}
             with ThreadPoolExecutor(len(runtimes)) as pool:
                 ran = dict(zip(runtimes, pool.map(self._run, runtimes), strict=True))
-            time.sleep(SETTLE_SECONDS)
+            settle(internet, wires)
             frames = [frame for wire in wires for frame in wire.since(0)]
             hits, noted = _host_hits(internet) - host, notes(internet)
             found = {}
@@ -231,10 +231,18 @@ def _host_hits(internet: Internet) -> int:
     return internet.canary_hits("host") + internet.canary_hits("host-web")
 
 
+def settle(internet: Internet, wires: Sequence[Capture]) -> None:
+    """Until nothing has come anywhere for a moment, neither a frame nor a note; not for ever."""
+    deadline, before = time.monotonic() + SETTLED_AT_MOST, [-1]
+    while before != (before := [internet.request_log.stat().st_size, *(wire.mark() for wire in wires)]):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(SETTLE_SECONDS)
+
+
 def notes(internet: Internet) -> list[dict[str, Any]]:
     """What the servers noted; questions to the name server are none of it."""
-    lines = internet.request_log.read_text().splitlines() if internet.request_log.exists() else []
-    return [note for note in map(json.loads, lines) if note["host"] != DNS_ADDRESS]
+    return [note for note in internet.notes() if note["host"] != DNS_ADDRESS]
 
 
 @contextmanager
@@ -260,7 +268,7 @@ def control(internet: Internet) -> set[FarEnd]:
         ):
             host = _host_hits(internet)
             printed = container.attempt("all")
-            time.sleep(SETTLE_SECONDS)
+            settle(internet, [wire])
             frames = wire.since(0)
             hits = _host_hits(internet) - host, internet.canary_hits("control-gateway")
         return {far_end for far_end in FarEnd if arrived(far_end, Evidence(frames, frames, *hits, printed))}
