@@ -97,14 +97,6 @@ func (i *Identities) serve(w http.ResponseWriter, r *http.Request, chosen identi
 	taken.forward(w, r, route)
 }
 
-// boundedBody is a body whose reads are bounded in time.
-type boundedBody struct {
-	idleBody
-	closer interface{ Close() error }
-}
-
-func (b boundedBody) Close() error { return b.closer.Close() }
-
 // take returns a running helper; each take needs a giveBack.
 func (i *Identities) take(chosen identity) (*helper, error) {
 	i.mutex.Lock()
@@ -239,13 +231,9 @@ func newHelper(process *Process, control *net.UnixConn, log *log.Logger) *helper
 
 // forward passes a request on, as one for another route.
 func (h *helper) forward(w http.ResponseWriter, r *http.Request, route string) {
-	keepBodyOpen(w)
 	forwarded := r.Clone(r.Context())
 	forwarded.URL.Path, forwarded.URL.RawPath = route, ""
-	forwarded.Body = boundedBody{idleBody{r.Body, http.NewResponseController(w)}, r.Body}
-	if r.ContentLength == 0 {
-		forwarded.Body = http.NoBody
-	}
+	w, forwarded.Body = passOn(w, r, requestBody(w, r))
 	h.proxy.ServeHTTP(w, forwarded)
 }
 

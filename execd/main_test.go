@@ -11,8 +11,10 @@ import (
 	"net/http/httptest"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -44,6 +46,7 @@ func TestMain(m *testing.M) {
 		panic(string(output))
 	}
 	closeInheritedOnExec()
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP) // as the daemon does: else children ignore it under nohup
 	testReaper = NewReaper()
 	code := m.Run()
 	os.RemoveAll(directory)

@@ -43,7 +43,7 @@ func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request, rest string)
 		Path: decoded, RawPath: raw, RawQuery: r.URL.RawQuery, ForceQuery: r.URL.ForceQuery,
 	}
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // how long a body may take is the service's affair
-	keepBodyOpen(w)
+	w, target.Body = passOn(w, r, r.Body)
 	s.proxy.ServeHTTP(w, &target)
 }
 
