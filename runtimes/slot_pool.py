@@ -29,7 +29,7 @@ _ATTEMPTS = 16
 
 type Judge = Callable[[slots.Slot, int | None], Awaitable[int | None]]
 """Takes a slot and the generation of its rules when they were last read, None if never; returns the generation now if
-the slot is as it was made, None if it is not. Tells of it, and never raises for what it finds."""
+the slot is as it was made, None if it is not, and tells why not."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class SlotPool:
             OSError, netns.NftError: none stood ready, and one could not be made.
         """
         self._taken_at = time.monotonic()
-        while self._ready and self._judge is not None:
+        while self._ready:
             slot, generation = self._ready.popleft()
             self._wanted.set()
-            if await self._judge(slot, generation) is not None:
+            if await self._judged(slot, generation) is not None:
                 return slot
             await self._discard(slot)
         return await self._make()
@@ -98,6 +98,14 @@ class SlotPool:
                 raise
         raise wire.RequestError("full", "no slot is free")
 
+    async def _judged(self, slot: slots.Slot, generation: int | None) -> int | None:
+        """Return what the judge says; without one, or if it fails, the slot is not as it was made."""
+        try:
+            return None if self._judge is None else await self._judge(slot, generation)
+        except Exception:  # noqa: BLE001 - what could not be judged is not used
+            _log.exception("a slot made ahead could not be judged")
+            return None
+
     async def _discard(self, slot: slots.Slot) -> None:
         if left := await taken("slot", asyncio.to_thread(slots.destroy, slot)):
             _log.error("a slot made ahead left: %s", "; ".join(left))
@@ -121,7 +129,7 @@ class SlotPool:
         except (OSError, netns.NftError, wire.RequestError) as error:
             _log.warning("no slot could be made ahead: %s", error)
             return False
-        generation = None if self._judge is None else await self._judge(slot, None)
+        generation = await self._judged(slot, None)
         if generation is None:
             await self._discard(slot)
             return False
