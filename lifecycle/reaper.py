@@ -1,6 +1,7 @@
 """Expiry, adoption and observation: the work nobody asks for by a request.
 
-- One task for all expiries, however many sandboxes: it sleeps until the next one, or until `wake`.
+- One task for all expiries, however many sandboxes: it sleeps until the next one, or until `wake`. A few removals go
+  on beside it, so that a slow one holds up no other.
 - What could not be removed is tried again, later and later, for as long as it takes.
 - At start the registry and hostd are compared: time that passed while the server was down counts, a creation whose
   caller never got an answer is undone, a sandbox nobody wrote down is removed, one that is gone is shown as Failed.
@@ -14,6 +15,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +46,7 @@ class Reaper:
         self._orchestrator = orchestrator
         self._wake = asyncio.Event()
         self._retries: dict[str, tuple[float, float]] = {}
+        self._removals: dict[str, asyncio.Task[None]] = {}
         orchestrator.expiry_changed = self.wake
 
     def wake(self) -> None:
@@ -52,46 +55,61 @@ class Reaper:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        while True:
-            self._wake.clear()
-            try:
-                pause = await self._round()
-            except Exception as error:  # noqa: BLE001 - closes: without this task nothing would expire any more
-                _log.error("a round of removals failed: %s", type(error).__name__)
-                pause = RETRY_FIRST
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._wake.wait()
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    pause = await self._round()
+                except Exception as error:  # noqa: BLE001 - closes: without this task nothing would expire any more
+                    _log.error("a round of removals failed: %s", type(error).__name__)
+                    pause = RETRY_FIRST
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._wake.wait()
+        finally:
+            for removal in self._removals.values():
+                removal.cancel()
+            await asyncio.gather(*self._removals.values(), return_exceptions=True)
 
     async def _round(self) -> float:
+        """Begin the removals that are due; return when to look again, in seconds."""
         now = self._orchestrator.clock()
         over = await self._orchestrator.registry.expired(now)
         known = {row.id for row in over}
         self._retries = {key: value for key, value in self._retries.items() if key in known}
-        due = [row for row in over if self._retries.get(row.id, (now, 0))[0] <= now]
-        gate = asyncio.Semaphore(_PARALLEL)
-        await asyncio.gather(*(self._remove(row, gate) for row in due))
-        now = self._orchestrator.clock()
-        moments = [when for when, _ in self._retries.values()]
-        following = await self._orchestrator.registry.next_expiry(now)
+        for row in over:
+            due = self._retries.get(row.id, (now, 0))[0] <= now
+            if due and row.id not in self._removals and len(self._removals) < _PARALLEL:
+                removal = asyncio.create_task(self._remove(row), name=f"removal-{row.id}")
+                self._removals[row.id] = removal
+                removal.add_done_callback(functools.partial(self._ended, row.id))
+        moments = [when for key, (when, _) in self._retries.items() if key not in self._removals]
+        following = await self._orchestrator.registry.next_expiry(now)  # whatever has expired since, too
         if following is not None:
             moments.append(following)
-        return max(0.05, min(min(moments, default=now + RETRY_MOST) - now, RETRY_MOST))
+        soonest = min(moments, default=now + RETRY_MOST)
+        return max(0.05, min(soonest - self._orchestrator.clock(), RETRY_MOST))
 
-    async def _remove(self, row: Sandbox, gate: asyncio.Semaphore) -> None:
-        async with gate:
+    def _ended(self, sandbox: str, _removal: asyncio.Task[None]) -> None:
+        del self._removals[sandbox]
+        self.wake()  # others may be waiting for their turn
+
+    async def _remove(self, row: Sandbox) -> None:
+        try:
             over = row.expires_at is not None and row.expires_at <= self._orchestrator.clock()
             current = await self._orchestrator.registry.get(row.id)
             if current is None or (current.expires_at != row.expires_at and over):
                 return  # removed or renewed meanwhile
-            try:
-                await self._orchestrator.remove(row.id, "expired" if over else "left over", unless=self._renewed)
-            except ApiError as error:
-                if error.status not in (404, 409):
-                    _, last = self._retries.get(row.id, (0.0, 0.0))
-                    delay = min(max(last * 2, RETRY_FIRST), RETRY_MOST)
-                    self._retries[row.id] = (self._orchestrator.clock() + delay, delay)
+            await self._orchestrator.remove(row.id, "expired" if over else "left over", unless=self._renewed)
+        except Exception as error:  # noqa: BLE001 - closes: it is tried again
+            if isinstance(error, ApiError) and error.status in (404, 409):
                 return
+            if not isinstance(error, ApiError):
+                _log.error("the removal of %s failed: %s", row.id, type(error).__name__)
+            _, last = self._retries.get(row.id, (0.0, 0.0))
+            delay = min(max(last * 2, RETRY_FIRST), RETRY_MOST)
+            self._retries[row.id] = (self._orchestrator.clock() + delay, delay)
+        else:
             self._retries.pop(row.id, None)
 
     def _renewed(self, row: Sandbox) -> bool:

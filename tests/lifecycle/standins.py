@@ -79,6 +79,8 @@ class StandInHostd(StandIn):
         self.backend = 0
         self.refusals = 0
         """How many of the next connections find nothing listening."""
+        self.slow: dict[str, asyncio.Event] = {}
+        """What the removal of a sandbox waits for."""
         self.ports: list[int] = []
         self._run_dir = run_dir
         self._relays: set[asyncio.Task[None]] = set()
@@ -103,6 +105,8 @@ class StandInHostd(StandIn):
         self.specs[sandbox]["gateway"] = gateway
 
     async def op_remove(self, sandbox: str) -> wire.Message:
+        if sandbox in self.slow:
+            await self.slow[sandbox].wait()
         self.sandboxes.pop(sandbox, None)
         listener = self.listeners.pop(sandbox, None)
         if listener is not None:
@@ -151,6 +155,8 @@ class StandInHostd(StandIn):
                     await side.wait_closed()
 
     async def close(self) -> None:
+        for event in self.slow.values():
+            event.set()
         for name in list(self.listeners):
             await self.op_remove(name)
         for relay in list(self._relays):

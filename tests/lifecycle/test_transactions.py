@@ -10,6 +10,8 @@ import pytest
 from standins import IMAGE, KEY, World, world
 
 import wire
+from lifecycle import reaper
+from lifecycle.registry import Sandbox
 from lifecycle.transaction import Bounds
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
@@ -169,6 +171,60 @@ async def test_expiry(server: World) -> None:
         server.server.reaper.wake()
         await until(lambda: _none(server))
     assert ({}, {}) == (server.hostd.sandboxes, server.vaultd.grants)
+
+
+async def test_an_expiry_while_others_are_looked_at_is_on_time(server: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It expired after those that are over had been read, and before the next expiry was: it goes, without a wake."""
+    assert server.server is not None
+    registry, expired = server.server.registry, server.server.registry.expired
+    async with server.client() as client:
+        await client.post("/v1/sandboxes", json={**BODY, "timeout": 60})
+
+        async def late(now: float) -> list[Sandbox]:
+            over = await expired(now)
+            server.offset = 61
+            return over
+
+        monkeypatch.setattr(registry, "expired", late)
+        server.server.reaper.wake()
+        async with asyncio.timeout(reaper.RETRY_MOST / 3):
+            await until(lambda: _none(server))
+    assert ({}, {}) == (server.hostd.sandboxes, server.vaultd.grants)
+
+
+async def test_a_removal_that_hangs_holds_up_no_expiry(server: World) -> None:
+    """hostd does not come back from one removal: another sandbox goes at its time all the same."""
+    async with server.client() as client:
+        first = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 60})).json()["id"]
+        second = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 120})).json()["id"]
+        server.hostd.slow[first] = asyncio.Event()
+        assert server.server is not None
+        server.offset = 61
+        server.server.reaper.wake()
+        await until(lambda: {"sandbox": first} in server.hostd.named("remove"))
+        server.offset = 121
+        server.server.reaper.wake()
+        await until(lambda: second not in server.hostd.sandboxes)
+        assert first in server.hostd.sandboxes
+        server.hostd.slow[first].set()
+        await until(lambda: _none(server))
+
+
+async def test_many_removals_are_a_few_at_a_time(server: World) -> None:
+    """All expire together, all go, and hostd is never asked for more than four at once."""
+    async with server.client() as client:
+        made = [(await client.post("/v1/sandboxes", json={**BODY, "timeout": 60})).json()["id"] for _ in range(9)]
+        server.hostd.slow = {name: asyncio.Event() for name in made}
+        assert server.server is not None
+        server.offset = 61
+        server.server.reaper.wake()
+        for ended, asked in enumerate((4, 5, 6, 7, 8, 9, 9, 9, 9)):
+            await until(lambda least=asked: len(server.hostd.named("remove")) >= least)
+            await asyncio.sleep(0.05)  # for one too many, that must not come
+            names = [parameters["sandbox"] for parameters in server.hostd.named("remove")]
+            assert asked == len(names)
+            server.hostd.slow[names[ended]].set()
+        await until(lambda: _none(server))
 
 
 async def test_restart() -> None:
