@@ -39,7 +39,8 @@ type attachment struct {
 	socket   *websocket.Conn
 	viewer   bool
 	offset   int64 // of the next byte to send
-	taken    bool  // guarded by the mutex of the terminal
+	taken    bool  // guarded by the mutex of the terminal, as is left
+	left     bool
 }
 
 func (t *Terminals) attach(escaped string) http.HandlerFunc {
@@ -98,10 +99,15 @@ func (a *attachment) enter(takeover bool) error {
 	return nil
 }
 
+// leave gives up the place that enter gave; later calls do nothing.
 func (a *attachment) leave() {
 	t := a.terminal
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
+	if a.left {
+		return
+	}
+	a.left = true
 	t.used = time.Now()
 	if a.viewer {
 		t.viewers--
@@ -200,11 +206,13 @@ func (a *attachment) write(ctx context.Context) {
 				return
 			}
 		case exited:
+			a.leave() // whoever hears of the end may come again at once
 			if a.send(ctx, map[string]any{"type": "exit", "exit_code": code}) == nil {
 				_ = a.socket.Close(websocket.StatusNormalClosure, "process exited")
 			}
 			return
 		case removed:
+			a.leave()
 			_ = a.socket.Close(websocket.StatusNormalClosure, "removed")
 			return
 		}

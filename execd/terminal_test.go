@@ -177,6 +177,31 @@ func TestPipesKeepStreamsApartAndAllOutputComesBeforeTheExit(t *testing.T) {
 	equal(t, object{"type": "exit", "exit_code": 3}, again.last())
 }
 
+func TestWhoHeardOfTheEndMayComeAgainAtOnce(t *testing.T) {
+	f := newFixture(t)
+	id := f.newTerminal(`{"command":"exit 3"}`)
+	first := f.attach(id, "pty=0")
+	first.until("exit", func() bool { return first.last()["type"] == "exit" })
+	again := f.attach(id, "") // the first one has not even answered the close frame
+	again.until("exit", func() bool { return again.last()["type"] == "exit" })
+
+	id = f.newTerminal(`{}`)
+	holder := f.attach(id, "")
+	holder.typed("echo here-$((1))\n")
+	holder.shows("here-1")
+	viewer := f.attach(id, "mode=viewer")
+	viewer.shows("here-1")
+	holder.typed("exit\n")
+	viewer.ends()
+	holder.ends()
+	eventually(t, "nobody is counted twice", func() bool {
+		shell := f.server.terminals.byID[id]
+		shell.mutex.Lock()
+		defer shell.mutex.Unlock()
+		return shell.viewers == 0 && shell.holder == nil
+	})
+}
+
 func TestTheHolderIsReplacedOnlyByTakeover(t *testing.T) {
 	f := newFixture(t)
 	id := f.newTerminal("{}")
