@@ -1,7 +1,7 @@
 """A disk of its own for each sandbox: what it writes is bounded by the size of a file system, not by a quota.
 
-- A file of the full size is allocated on the host (the host cannot run out of room later), formatted as ext4, and
-  mounted over the container's own overlay2 directory, between its creation and its start. Upper and work directory of
+- A file of the full size is allocated on the host (the host cannot run out of room later) and formatted as ext4 while
+  the container is created, then mounted over its own overlay2 directory, before its start. Upper and work directory of
   the root file system then lie in it; so does the file that runsc keeps its overlay in. One fence for both runtimes.
 - The file is unlinked once its loop device holds it: the last unmount frees device and room, whoever was killed.
 - Devices are known by the name of the file behind them, which names the sandbox. Nothing is remembered here: `detach`
@@ -25,7 +25,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -65,30 +65,49 @@ class Disks:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def attach(self, sandbox: str, layer: Path, size: int) -> int:
-        """Put a disk of `size` bytes under `layer`, a created container's overlay2 directory; return what it holds.
+    def prepare(self, sandbox: str, size: int) -> None:
+        """Make a disk of `size` bytes, which `attach` will put in its place.
 
         Raises:
             DiskError: the host has no room, or cannot do it.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        file, stage = self._directory / f"{sandbox}.img", self._directory / f"{sandbox}.stage"
-        try:
-            with ExitStack() as temporary:  # once mounted, the mount alone holds the device, and that the file
-                temporary.callback(file.unlink, missing_ok=True)
-                _allocate(file, size)
-                _run("mkfs.ext4", *_FLAGS, "-i", str(_BYTES_PER_INODE), str(file))
-                fd, device = _loop(file)
-                temporary.callback(os.close, fd)
-                stage.mkdir(mode=0o700)
-                temporary.callback(stage.rmdir)
-                _mount(device, stage)
-                temporary.callback(_unmount, stage)
-                _run("cp", "-a", "--", f"{layer}/.", str(stage))
-                os.chmod(stage, stat.S_IMODE(layer.stat().st_mode))
-                _mount(device, layer)
+        file, stage = self._directory / f"{sandbox}.img", self._stage(sandbox)
+        with self._undone(sandbox), ExitStack() as temporary:  # mounted, the mount holds the device, and that the file
+            temporary.callback(file.unlink, missing_ok=True)
+            _allocate(file, size)
+            _run("mkfs.ext4", *_FLAGS, "-i", str(_BYTES_PER_INODE), str(file))
+            fd, device = _loop(file)
+            temporary.callback(os.close, fd)
+            stage.mkdir(mode=0o700)
+            _mount(device, stage)
+
+    def attach(self, sandbox: str, layer: Path) -> int:
+        """Put the prepared disk under `layer`, a created container's overlay2 directory; return how many bytes fit.
+
+        Raises:
+            DiskError: the host cannot do it; the prepared disk is gone.
+        """
+        stage = self._stage(sandbox)
+        with self._undone(sandbox):
+            (device,) = (f"/dev/{device.name}" for device in self._devices() if device.sandbox == sandbox)
+            _run("cp", "-a", "--", f"{layer}/.", str(stage))
+            os.chmod(stage, stat.S_IMODE(layer.stat().st_mode))
+            _mount(device, layer)
+            _unmount(stage)
+            stage.rmdir()
             found = os.statvfs(layer)
             return found.f_bavail * found.f_frsize
+
+    def _stage(self, sandbox: str) -> Path:
+        """Where a disk is mounted until it is in its place."""
+        return self._directory / f"{sandbox}.stage"
+
+    @contextmanager
+    def _undone(self, sandbox: str) -> Iterator[None]:
+        """Leave nothing of the disk if the work on it fails."""
+        try:
+            yield
         except OSError as error:
             self.detach(sandbox)
             if error.errno == errno.ENOSPC:
@@ -109,7 +128,7 @@ class Disks:
             time.sleep(0.005)
         (self._directory / f"{sandbox}.img").unlink(missing_ok=True)
         with suppress(OSError):
-            (self._directory / f"{sandbox}.stage").rmdir()
+            self._stage(sandbox).rmdir()
         return tuple(f"disk /dev/{device.name} of {sandbox}" for device in left)
 
     def sweep(self, keep: frozenset[str] = frozenset()) -> tuple[str, ...]:
@@ -137,7 +156,8 @@ def probe(directory: Path) -> str:
     disks, layer = Disks(directory / "disks"), directory / "layer"
     layer.mkdir()
     try:
-        held = disks.attach("probe", layer, SMALLEST)
+        disks.prepare("probe", SMALLEST)
+        held = disks.attach("probe", layer)
         if not 0 < held <= SMALLEST:
             raise DiskError("a disk is not of its size")
     finally:

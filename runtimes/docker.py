@@ -88,6 +88,18 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a container lies.
+
+    `layer` is the directory that holds its own part of its root file system, None where the storage driver is not
+    overlay2; `mounts` are its binds and volumes.
+    """
+
+    layer: Path | None
+    mounts: tuple[Mount, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """A container's state as Docker tells it."""
 
@@ -243,31 +255,23 @@ class Docker:
         )
         return str(created["Id"])
 
-    async def mounts(self, container: str) -> tuple[Mount, ...]:
-        """Return the container's binds and volumes."""
+    async def layout(self, container: str) -> Layout:
+        """Return where a created container lies."""
         found = await self._run(lambda: self._api.inspect_container(container))
-        return tuple(
+        mounts = tuple(
             Mount(str(item["Source"]), str(item["Destination"]), not item.get("RW", True))
             for item in found.get("Mounts") or ()
         )
+        driver = found.get("GraphDriver") or {}
+        upper, work = ((driver.get("Data") or {}).get(name) for name in ("UpperDir", "WorkDir"))
+        if driver.get("Name") != "overlay2" or not upper or not work or Path(upper).parent != Path(work).parent:
+            return Layout(None, mounts)
+        return Layout(Path(upper).parent, mounts)
 
     async def storage(self) -> str:
         """Return the name of the daemon's storage driver."""
         information = await self._run(self._api.info)
         return str(information.get("Driver"))
-
-    async def layer(self, container: str) -> Path:
-        """Return the directory that holds the container's own part of its root file system.
-
-        Raises:
-            DockerError: the storage driver is not overlay2.
-        """
-        found = await self._run(lambda: self._api.inspect_container(container))
-        driver = found.get("GraphDriver") or {}
-        upper, work = ((driver.get("Data") or {}).get(name) for name in ("UpperDir", "WorkDir"))
-        if driver.get("Name") != "overlay2" or not upper or not work or Path(upper).parent != Path(work).parent:
-            raise DockerError("the storage driver is not overlay2: what a sandbox writes cannot be bounded")
-        return Path(upper).parent
 
     async def start(self, container: str) -> None:
         """Start a created container."""

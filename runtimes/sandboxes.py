@@ -34,7 +34,7 @@ from runtimes.cgroups import Cgroups, Limits, remove_container_groups
 from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
 from runtimes.disk import Disks
-from runtimes.docker import Docker, DockerError, Mount
+from runtimes.docker import ContainerPlan, Docker, DockerError, Layout, Mount
 from runtimes.finish import Endings, both, finished, taken
 from runtimes.guard import Guard
 from runtimes.ledgers import Ledgers
@@ -181,11 +181,14 @@ class Sandboxes:
         image = await self._docker.image(spec.image)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec)
         plan = plan_container(spec, image.id, files, Path(self._config.execd))
+        layout, _ = await both(self._contain(sandbox, plan), self._prepare_disk(spec))
+        room = await self._attach_disk(spec, layout.layer)
+        return time.monotonic(), room, layout.mounts
+
+    async def _contain(self, sandbox: Sandbox, plan: ContainerPlan) -> Layout:
         sandbox.container = await self._docker.create(plan)
         self._write_down(sandbox)
-        room = await self._bound(spec.sandbox, sandbox.container, spec)
-        mounts = await self._docker.mounts(sandbox.container)
-        return time.monotonic(), room, mounts
+        return await self._docker.layout(sandbox.container)
 
     def _listen(self, sandbox: str) -> socket.socket:
         """Make the ingress listener; connections wait in it while there is no worker."""
@@ -229,14 +232,19 @@ class Sandboxes:
             raise
         return worker
 
-    async def _bound(self, name: str, container: str, spec: LaunchSpec) -> int | None:
-        """Put a disk of its own under the container's root file system; return what fits on it, None if unlimited."""
+    async def _prepare_disk(self, spec: LaunchSpec) -> None:
+        if spec.disk_bytes is not None:
+            await asyncio.to_thread(self._disks.prepare, spec.sandbox, spec.disk_bytes)
+        elif self._config.disk_limits:
+            raise wire.RequestError("invalid", "disk_bytes: this host gives no sandbox an unlimited disk")
+
+    async def _attach_disk(self, spec: LaunchSpec, layer: Path | None) -> int | None:
+        """Put the disk of its own under the container's root file system; return what fits on it, None if unlimited."""
         if spec.disk_bytes is None:
-            if self._config.disk_limits:
-                raise wire.RequestError("invalid", "disk_bytes: this host gives no sandbox an unlimited disk")
             return None
-        layer = await self._docker.layer(container)
-        return await asyncio.to_thread(self._disks.attach, name, layer, spec.disk_bytes)
+        if layer is None:
+            raise DockerError("the storage driver is not overlay2: what a sandbox writes cannot be bounded")
+        return await asyncio.to_thread(self._disks.attach, spec.sandbox, layer)
 
     def _plan(self, sandbox: Sandbox, spec: LaunchSpec, room: int | None, mounts: tuple[Mount, ...]) -> None:
         """Write the launch plan: only now can the container start, and only once."""

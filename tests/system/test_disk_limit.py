@@ -153,8 +153,8 @@ def test_the_doctors_disk_goes_though_somebody_copied_its_mount(
     """Another server's daemon, say, whose mount namespace was made at that moment."""
     attach, copies = disk.Disks.attach, list[subprocess.Popen[bytes]]()
 
-    def copied(self: disk.Disks, sandbox: str, layer: Path, size: int) -> int:
-        held = attach(self, sandbox, layer, size)
+    def copied(self: disk.Disks, sandbox: str, layer: Path) -> int:
+        held = attach(self, sandbox, layer)
         copies.append(
             subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE)
         )
