@@ -1,6 +1,6 @@
 """One gateway worker: born with its channels, configured before anybody is let in, watched by a pidfd.
 
-- The order is fixed: audit and vault channels, cgroup, fork, configuration. A step that fails ends the child.
+- The order is fixed: audit and vault channels and cgroup, fork, configuration. A step that fails ends the child.
 - When auditd or vaultd is a new process, it gets a new channel and lives on; what it had to tell is told then.
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
 - A worker is ended through its pidfd: a number that was used again is never hit.
@@ -21,7 +21,7 @@ import wire
 from runtimes.adopted import readable
 from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
-from runtimes.finish import finished
+from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
 
 _BIRTH_SECONDS = 20.0
@@ -152,12 +152,15 @@ async def birth(
         control_here, control_there = map(stack.enter_context, socket.socketpair())
         audit_there, audit_here = map(stack.enter_context, socket.socketpair())
         vault_there, vault_here = map(stack.enter_context, socket.socketpair())
-        await attach(daemons, "auditd", audit_there, identity)
-        await attach(daemons, "vaultd", vault_there, identity)
         netns_fd = os.open(identity.gateway_netns, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, netns_fd)
         try:
-            group = await finished(asyncio.to_thread(cgroups.create, identity.cgroup, limits))
+            group, _ = await both(
+                asyncio.to_thread(cgroups.create, identity.cgroup, limits),
+                together(
+                    attach(daemons, "auditd", audit_there, identity), attach(daemons, "vaultd", vault_there, identity)
+                ),
+            )
             answer = await daemons.client("zygote").call(
                 "fork",
                 fds=[
