@@ -70,6 +70,7 @@ async def _zygote() -> None:
 
     control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle)
     await control.closed.wait()
+    os._exit(0)  # as the real one ends: its workers live on, whom an orderly end of asyncio would kill
 
 
 def _gateway_listener(netns_fd: int) -> socket.socket:
