@@ -393,7 +393,7 @@ def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
             os.kill(daemons(stack)["runtimes.hostd"], signal.SIGKILL)
 
             assert until(lambda: hostd_answers(stack) and sandbox.is_healthy()), stack.tail()
-            assert 2 == stack.host("inspect", sandbox=str(sandbox.id))["generation"]
+            assert 1 < stack.host("inspect", sandbox=str(sandbox.id))["generation"]
             assert until(lambda: str(tar) in stack.tail()), stack.tail()  # it is said
             assert sandbox.is_healthy()
         finally:
