@@ -76,7 +76,6 @@ func (m *Metrics) watch(w http.ResponseWriter, r *http.Request) {
 		if err != nil {
 			return
 		}
-		_ = controller.SetWriteDeadline(time.Now().Add(streamWriteLimit))
 		if _, err := w.Write(append(line, '\n', '\n')); err != nil || controller.Flush() != nil {
 			return
 		}

@@ -6,14 +6,17 @@ package main
 //   - Only /ping and /ready are served without the token; binding.go says who may init.
 //   - Unknown path or method: 404; never a redirect.
 //   - After a restore nobody is served, on old connections or new ones, before an init.
-//   - Connections, header size, header time, the waiting for a body and idle time are bounded.
+//   - Connections, header size, header time, the waiting for a body, for a client that does
+//     not read and idle time are bounded.
 //   - /proxy/<own port>/… is the request itself, however often it is nested.
 
 import (
+	"io"
 	"log"
 	"net"
 	"net/http"
 	"net/url"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -26,11 +29,13 @@ const (
 	concurrentWalks   = 8
 	defaultPort       = 44772
 	defaultMaxRunning = 512
+	sendfilePiece     = 256 << 10
 )
 
 var ( // tests shorten them
 	headerTimeLimit = 15 * time.Second
 	idleTimeLimit   = 10 * time.Minute
+	answerIdleLimit = 2 * time.Minute // how long a write waits for a client to read
 )
 
 // Server answers requests.
@@ -286,10 +291,39 @@ func (l *boundedListener) closeFormer() {
 	}
 }
 
-// boundedConn embeds the TCP connection so that sendfile stays possible.
+// boundedConn is closed to whoever does not read for too long.
 type boundedConn struct {
 	*net.TCPConn
 	release func()
+}
+
+func (c *boundedConn) Write(data []byte) (int, error) {
+	_ = c.SetWriteDeadline(time.Now().Add(answerIdleLimit))
+	return c.TCPConn.Write(data)
+}
+
+// ReadFrom lets the kernel send a file, piece by piece: each has its own time. Any other
+// source may be slower than a client, and is copied.
+func (c *boundedConn) ReadFrom(source io.Reader) (int64, error) {
+	file, ok := source.(*io.LimitedReader)
+	if ok {
+		_, ok = file.R.(*os.File)
+	}
+	if !ok {
+		return io.Copy(struct{ io.Writer }{c}, source)
+	}
+	var sent int64
+	for file.N > 0 {
+		size := min(file.N, sendfilePiece)
+		_ = c.SetWriteDeadline(time.Now().Add(answerIdleLimit))
+		n, err := c.TCPConn.ReadFrom(io.LimitReader(file.R, size))
+		sent += n
+		file.N -= n
+		if err != nil || n < size {
+			return sent, err
+		}
+	}
+	return sent, nil
 }
 
 func (c *boundedConn) Close() error {

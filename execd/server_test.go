@@ -2,6 +2,8 @@ package main
 
 import (
 	"bufio"
+	"bytes"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -9,6 +11,9 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -261,14 +266,84 @@ func TestSlowClientsAreLeft(t *testing.T) {
 }
 
 func TestWhoDoesNotReadHoldsNobodyUp(t *testing.T) {
-	shorten(t, &streamWriteLimit)
+	shorten(t, &answerIdleLimit)
 	f := newFixture(t)
-	id, _, _ := f.begin(object{"command": `head -c 50000000 /dev/zero | tr '\0' x`})
+	dial := f.serve()
+	file := filepath.Join(t.TempDir(), "large")
+	equal(t, nil, os.WriteFile(file, nil, 0o600))
+	equal(t, nil, os.Truncate(file, 64<<20))
+	ended := make(chan struct{})
+	service := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		defer close(ended)
+		for _, err := w.Write(make([]byte, 1<<20)); err == nil; _, err = w.Write(make([]byte, 1<<20)) {
+		}
+	}))
+	defer service.Close()
+	_, port, _ := net.SplitHostPort(service.Listener.Addr().String())
+	marker := filepath.Join(t.TempDir(), "ended")
+	command := `{"command":"head -c 50000000 /dev/zero | tr '\\0' x; echo ended > ` + marker + `"}`
+	for _, sent := range []string{
+		"POST /command HTTP/1.1\r\nContent-Length: " + strconv.Itoa(len(command)),
+		"GET /files/download?path=" + file + " HTTP/1.1",
+		"GET /files/download?offset=1&path=" + file + " HTTP/1.1",
+		"GET /proxy/" + port + "/ HTTP/1.1",
+	} {
+		connection := dial()
+		io.WriteString(connection, sent+"\r\nHost: x\r\n"+tokenHeader+": "+testToken+"\r\n\r\n")
+		if strings.HasPrefix(sent, "POST") {
+			io.WriteString(connection, command)
+		}
+		_, err := connection.Read(make([]byte, 1))
+		equal(t, nil, err) // it is being answered
+	}
 	status, _ := f.call("GET", "/ping", "")
 	equal(t, 200, status)
 	equal(t, []string{"next\n"}, f.run(object{"command": "echo next"}).stdout)
-	eventually(t, "its command ends", func() bool {
-		_, body := f.call("GET", "/command/status/"+id, "")
-		return strings.Contains(body, `"running":false`)
+	eventually(t, "the command ends", func() bool { return fileText(marker) == "ended" })
+	eventually(t, "the files are closed", func() bool { return !holds(t, file) })
+	select {
+	case <-ended:
+	case <-time.After(10 * time.Second):
+		t.Error("the service is not left")
+	}
+}
+
+// holds tells whether this process has a file open.
+func holds(t *testing.T, path string) bool {
+	t.Helper()
+	descriptors, err := filepath.Glob("/proc/self/fd/*")
+	if err != nil || len(descriptors) == 0 {
+		t.Fatal("no descriptors", err)
+	}
+	return slices.ContainsFunc(descriptors, func(descriptor string) bool {
+		target, _ := os.Readlink(descriptor)
+		return target == path
 	})
+}
+
+func TestWhoReadsSlowlyGetsAll(t *testing.T) {
+	shorten(t, &answerIdleLimit)
+	f := newFixture(t)
+	connection := f.serve()()
+	file := filepath.Join(t.TempDir(), "large")
+	equal(t, nil, os.WriteFile(file, bytes.Repeat([]byte("sallyport"), 1<<20), 0o600))
+	head := "GET /files/download?path=" + file + " HTTP/1.0\r\n" + tokenHeader + ": " + testToken + "\r\n\r\n"
+	began := time.Now()
+	io.WriteString(connection, head)
+	answer := bufio.NewReader(connection)
+	response, err := http.ReadResponse(answer, nil)
+	equal(t, nil, err)
+	digest, read, buffer := sha256.New(), 0, make([]byte, 256<<10)
+	for {
+		n, err := io.ReadFull(response.Body, buffer)
+		digest.Write(buffer[:n])
+		read += n
+		if err != nil {
+			break
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	equal(t, 9<<20, read)
+	equal(t, sha256.Sum256(bytes.Repeat([]byte("sallyport"), 1<<20)), [32]byte(digest.Sum(nil)))
+	equal(t, true, time.Since(began) > 2*answerIdleLimit)
 }

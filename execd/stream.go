@@ -6,7 +6,7 @@ package main
 // Invariants
 //   - Nothing is written after the terminal event, and at most one is written.
 //   - Events of a stream are whole: a failed write ends the stream for good.
-//   - A client that stops reading holds a writer for streamWriteLimit at most.
+//   - A client that stops reading holds a writer for answerIdleLimit at most.
 
 import (
 	"maps"
@@ -23,8 +23,6 @@ const (
 	streamBatch  = 64 << 10
 	streamGather = 5 * time.Millisecond // what comes this soon after the start goes out in one piece
 )
-
-var streamWriteLimit = 2 * time.Minute // tests shorten it
 
 type eventStream struct {
 	writer     http.ResponseWriter
@@ -185,7 +183,6 @@ func (s *eventStream) end() {
 	if s.failed {
 		panic(http.ErrAbortHandler)
 	}
-	_ = s.controller.SetWriteDeadline(time.Time{})
 }
 
 // push writes the buffer; the caller holds the mutex.
@@ -194,7 +191,6 @@ func (s *eventStream) push() {
 		return
 	}
 	if !s.failed {
-		_ = s.controller.SetWriteDeadline(time.Now().Add(streamWriteLimit))
 		_, err := s.writer.Write(s.buffer)
 		if err == nil {
 			err = s.controller.Flush()
