@@ -6,7 +6,8 @@
   resolves again in between. Pairs of the operator's map are exempt; they are the operator's word.
 - The host's own addresses, public ones too, are not dialled.
 - Sockets are made by the unprivileged worker, so the guard's rules by user id bind them.
-- While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines.
+- While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines. One that
+  is too early waits for its turn, and is refused when that would take longer than a connection may.
 - Policy is asked once more, about the name or the literal address itself: a caller that forgot to ask, or asked about
   another name, dials nothing that policy names nowhere.
 - A caller's verdict must be in the audit log before it calls; the dialler records nothing. What policy's mode observe
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address
 
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, GatewayLimits
 from gateway.dns_logic import Outcome
 from gateway.resolver import Resolver
 from policy.addresses import dialable
@@ -28,6 +29,7 @@ from policy.decision import AllowAddress, Deny, decide_address, decide_name, dec
 
 _MAX_TRIES = 4
 _MAX_DIALS = 128
+_TOO_MANY = "too many upstream connections are being opened"
 
 
 class DialFailure(StrEnum):
@@ -90,7 +92,7 @@ class Dialler:
         self._clock = clock
         self._tokens: float | None = None
         self._refilled = 0.0
-        self._dialling = 0
+        self._places = asyncio.Semaphore(_MAX_DIALS)
 
     async def dial(self, host: str, port: int) -> Connection:
         """Connect to `host`, a checked name that policy allowed.
@@ -98,7 +100,7 @@ class Dialler:
         Raises:
             DialError: no address of it could or may be reached.
         """
-        config = self._ready()
+        config = await self._ready()
         unnamed = not_named(config, host)
         if unnamed is not None:
             raise DialError(DialFailure.POLICY, unnamed)
@@ -111,7 +113,7 @@ class Dialler:
         Raises:
             DialError: it may not or cannot be reached.
         """
-        config = self._ready()
+        config = await self._ready()
         refused = dialable(address, config.allowed_addresses)
         if refused is not None:
             raise DialError(DialFailure.ADDRESS, f"address is {refused.value}")
@@ -146,24 +148,42 @@ class Dialler:
                 raise DialError(DialFailure.ADDRESS, refused.reason, refused.rule)
         raise DialError(DialFailure.ADDRESS, f"{host} resolves to an address of this host's own")
 
-    def _ready(self) -> GatewayConfig:
+    async def _ready(self) -> GatewayConfig:
+        """The configuration in force, once it is this dial's turn."""
+        config = self._usable()
+        wait = self._turn(config.limits)
+        if wait > 0:
+            await asyncio.sleep(wait)
+            config = self._usable()
+        return config
+
+    def _usable(self) -> GatewayConfig:
         config = self._config()
         if config is None:
             raise DialError(DialFailure.UNCONFIGURED, "no policy is active yet")
         if not self._guarded():
             raise DialError(DialFailure.GUARD, "the guard of the upstream namespace is not running")
-        rate = config.limits.dial_rate
+        return config
+
+    def _turn(self, limits: GatewayLimits) -> float:
+        """Take the next place in the rate; returns in how many seconds it comes."""
+        rate = limits.dial_rate
         now = self._clock()
         held = 2.0 * rate if self._tokens is None else self._tokens + (now - self._refilled) * rate
         self._tokens = min(2.0 * rate, held)
         self._refilled = now
-        if self._tokens < 1 or self._dialling >= _MAX_DIALS:
-            raise DialError(DialFailure.RATE, "too many upstream connections are being opened")
+        wait = max(0.0, (1 - self._tokens) / rate)
+        if wait > limits.connect:
+            raise DialError(DialFailure.RATE, _TOO_MANY)
         self._tokens -= 1
-        return config
+        return wait
 
     async def _connect(self, candidates: _Candidates, port: int, config: GatewayConfig) -> Connection:
-        self._dialling += 1
+        try:
+            async with asyncio.timeout(config.limits.connect):
+                await self._places.acquire()
+        except TimeoutError:
+            raise DialError(DialFailure.RATE, _TOO_MANY) from None
         try:
             for address, allowed in candidates[:_MAX_TRIES]:
                 if not self._guarded():
@@ -174,7 +194,7 @@ class Dialler:
                 except (OSError, TimeoutError):
                     continue
         finally:
-            self._dialling -= 1
+            self._places.release()
         raise DialError(DialFailure.CONNECT, "no address of the host could be reached")
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv4Network, ip_network
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import wire
 from audit.client import AuditUnavailable
 from gateway.budget import Budget
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, GatewayLimits
 from gateway.dns_logic import Outcome
 from gateway.engine import SecretRefused
 from gateway.ledger import Ledger
@@ -173,6 +173,41 @@ async def test_an_address_that_policy_names_nowhere_is_not_dialled() -> None:
         await dialler.dial_address(IPv4Address("93.184.216.34"), 443)
 
     assert DialFailure.POLICY is refused.value.failure
+
+
+async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_connection_may() -> None:
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    config = replace(configured(POLICY), limits=GatewayLimits(dial_rate=20, connect=1))
+    clock = asyncio.get_running_loop().time
+    dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
+    started = clock()
+
+    async def dial() -> float:
+        (await dialler.dial("good.test", port)).sock.close()
+        return clock() - started
+
+    ends = await asyncio.gather(*(dial() for _ in range(80)), return_exceptions=True)
+    made = sorted(end for end in ends if isinstance(end, float))
+    failures = {end.failure for end in ends if isinstance(end, DialError)}
+    server.close()
+
+    assert 60 <= len(made) <= 70
+    assert {DialFailure.RATE} == failures
+    assert all(after >= (number - 41) / 20 for number, after in enumerate(made, 1))
+
+
+async def test_a_dial_that_waited_is_judged_by_the_policy_it_finds_then() -> None:
+    config = replace(configured(POLICY), limits=GatewayLimits(dial_rate=1, connect=5))
+    clock = asyncio.get_running_loop().time
+    dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
+    dials = [asyncio.ensure_future(dialler.dial("good.test", 1)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    config = replace(config, policy=DENY_ALL)
+    ends = await asyncio.gather(*dials, return_exceptions=True)
+
+    failures = [end.failure for end in ends if isinstance(end, DialError)]
+    assert [DialFailure.CONNECT, DialFailure.CONNECT, DialFailure.POLICY] == failures
 
 
 @pytest.mark.parametrize(
