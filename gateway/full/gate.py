@@ -283,7 +283,7 @@ class Gate:
             return
         if response.status_code == 101 and not _accepts(flow, stamp):
             raise Unstamped("101 without a valid WebSocket handshake")
-        if response.headers.get_all("transfer-encoding") not in ([], ["chunked"]):
+        if [value.lower() for value in response.headers.get_all("transfer-encoding")] not in ([], ["chunked"]):
             raise Unstamped("a response in a transfer coding that is not chunked")
         response.reason = pages.reason_phrase(response.status_code)
         response.headers = http.Headers(self._cleaned(response.headers, stamp, response.status_code))
