@@ -152,7 +152,8 @@ class EngineLimits:
         handshake_seconds: for the client's TLS handshake, from the start of the flow, for each request head, from its
             first byte, and for the server's handshake; three times as long for a dial.
         scrub_body_bytes: largest encoded response body (and decoded result) that is decoded to be scrubbed.
-        backlog_bytes: data waiting for one slow HTTP/2 peer before the other side is no longer read.
+        backlog_bytes: data of one flow waiting to go on, in each direction, before its sender is no longer read. An
+            HTTP/2 stream has its own, much smaller window.
     """
 
     flows: int = 512
@@ -160,4 +161,4 @@ class EngineLimits:
     idle_seconds: int = 300
     handshake_seconds: float = 10.0
     scrub_body_bytes: int = 8 * 1024 * 1024
-    backlog_bytes: int = 1024 * 1024
+    backlog_bytes: int = 8 * 1024 * 1024

@@ -4,7 +4,8 @@
 - A hook that raises, a layer that raises, a hook nobody expects: the flow is aborted, on all its connections, and
   nothing it does afterwards is carried out.
 - A request head that has begun is complete within the handshake's time, or the flow is aborted.
-- A side that sends faster than its HTTP/2 peer reads is no longer read beyond a limit.
+- A side that sends faster than its HTTP/2 peer reads, or before there is a connection for it, is no longer read beyond
+  a limit.
 - mitmproxy's log lines quote what peers send; none is passed on.
 """
 
@@ -70,29 +71,26 @@ class _Reader:
 
 
 class _Room:
-    """Whether data for some HTTP/2 connections may be produced."""
+    """Whether more data may be read, while so many bytes of it wait to go on."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, waiting: Callable[[], int]) -> None:
         self._limit = limit
+        self._waiting = waiting
         self._progress = asyncio.Event()
-        self.connections: list[_http2.Http2Connection] = []
 
     def changed(self) -> None:
         self._progress.set()
 
     async def wait(self) -> None:
-        while self.connections and self._waiting() > self._limit:
+        while self._waiting() > self._limit:
             self._progress.clear()
             await self._progress.wait()
 
-    def _waiting(self) -> int:
-        return sum(
-            len(part.data)
-            for connection in self.connections
-            if connection.conn.connected
-            for parts in connection.h2_conn.stream_buffers.values()
-            for part in parts
-        )
+
+def _buffered(connection: _http2.Http2Connection) -> int:
+    if not connection.conn.connected:
+        return 0
+    return sum(len(part.data) for parts in connection.h2_conn.stream_buffers.values() for part in parts)
 
 
 class FlowConnection(server.ConnectionHandler):
@@ -129,8 +127,8 @@ class FlowConnection(server.ConnectionHandler):
         self.gate = gate
         self._addons = (gate, Sentinel())
         self._pin = Pin(FlowFacts(flow.host, flow.port, flow.scheme), limits.scrub_body_bytes, gate.sensitive)
-        self._down, self._up = _Room(limits.backlog_bytes), _Room(limits.backlog_bytes)
-        self._up.connections = self._pin.upstreams
+        self._down = _Room(limits.backlog_bytes, self._waiting_down)
+        self._up = _Room(limits.backlog_bytes, self._waiting_up)
         root = Root(context, self.abort)
         context.server.address = (flow.host, flow.port)
         if flow.scheme is Scheme.HTTPS:
@@ -191,11 +189,38 @@ class FlowConnection(server.ConnectionHandler):
         if self._aborted:
             return
         await super().server_event(event)
-        if self._pin.downstream is not None:
-            self._down.connections = [self._pin.downstream]
         self._down.changed()
         self._up.changed()
         self._await_head(self._pin.unfinished_head())
+
+    async def drain_writers(self) -> None:
+        """Wait until what the caller has read can go on, where it goes: the other side.
+
+        Its own peer is waited for only when the answers to it alone pile up: one that sends all before it reads must
+        not be kept from sending by what waits to be read.
+        """
+        caller = asyncio.current_task()
+        from_client = self.transports.get(self.client) is not None and self.transports[self.client].handler is caller
+        for connection, io in list(self.transports.items()):
+            writer = io.writer
+            if writer is None:
+                continue
+            if io.handler is caller:
+                if writer.transport.get_write_buffer_size() <= self._limits.backlog_bytes:  # type: ignore[union-attr]
+                    continue
+            elif not from_client and connection is not self.client:
+                continue
+            try:
+                await writer.drain()
+            except OSError as error:
+                if io.handler is not None:
+                    io.handler.cancel(f"Error sending data: {error}")
+
+    def _waiting_down(self) -> int:
+        return 0 if self._pin.downstream is None else _buffered(self._pin.downstream)
+
+    def _waiting_up(self) -> int:
+        return self._pin.held_back() + sum(_buffered(connection) for connection in self._pin.upstreams)
 
     def _await_head(self, head: int | None) -> None:
         """Give request head number `head` its time; None: no head is under way."""

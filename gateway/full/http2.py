@@ -2,47 +2,105 @@
 
 - A stream whose `:scheme` is not the connection's is refused; mitmproxy overwrites it unseen.
 - Answers to what cannot be relayed are pages of `pages`, not mitmproxy's own.
-- A peer that resets streams, or sends frames that move nothing (PING, SETTINGS, PRIORITY, empty DATA), without end is
-  told to calm down, and its connection ends. Endless header blocks end in h2 itself.
+- A peer that resets streams before they are answered, or sends frames that move nothing (PING, SETTINGS, PRIORITY,
+  empty DATA), without end is told to calm down, and its connection ends. Endless header blocks end in h2 itself.
+- A stream's sender is told to send more once what it sent has gone on: one slow stream holds up no other.
+- A peer that goes away in order (GOAWAY, NO_ERROR) still gets and gives what its streams have left; a server that does
+  is asked nothing new, and what it has not taken fails.
 - Headers that may carry a secret are sent never-indexed (RFC 7541, 7.1.3): they enter no compression table that is
   shared with what the sandbox chooses, and the frame's length says nothing about a guess.
 """
 
 import time
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import h2.errors
 import h2.events
 import h2.exceptions
 from hpack import NeverIndexedHeaderTuple
+from hyperframe.frame import GoAwayFrame
+from mitmproxy.connection import ConnectionState
 from mitmproxy.proxy import commands, events
 from mitmproxy.proxy.context import Context
-from mitmproxy.proxy.layers.http import _events, _http2
+from mitmproxy.proxy.layers.http import _base, _events, _http2
 
 from gateway.full import pages
 from gateway.full.pin import Commands, Pin, RefusedRequestHook
 
+WINDOW = 256 * 1024
+"""Bytes of one stream that its sender may be ahead of its receiver."""
 MAX_RESETS = 100
-"""Streams of one HTTP/2 connection that its client may reset."""
+RESETS_PER_SECOND = 1
+"""Streams of one connection that its client may reset before they are answered: so many at once, and a second."""
 IDLE_FRAMES = 1000
 IDLE_FRAMES_PER_SECOND = 100
-"""Frames that move nothing: so many at once, and so many a second, on one connection."""
+"""Frames that move nothing: so many at once, and so many a second, on one connection. One more for each piece of data
+sent to the peer: gRPC measures its windows with a PING for what it gets."""
 
 _SENSITIVE: Final = frozenset({b"authorization", b"proxy-authorization", b"cookie"})
 _HEADERS_FRAMES: Final = (1, 9)
 
 
-class _CalmHttp2(_http2.Http2Connection):
-    """Bounds what a peer makes this side do for nothing."""
+@dataclass
+class Acknowledge(_base.HttpEvent):
+    """So many bytes of a stream have gone on."""
 
+    count: int
+
+
+class _GoingAway(h2.events.Event):
+    """The peer begins no stream beyond `last` any more, and serves none."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+
+class _CalmHttp2(_http2.Http2Connection):
+    """Bounds what a peer makes this side do for nothing, and what it sends ahead of its receiver."""
+
+    unacknowledged: dict[int, int]
+    """Bytes received that their senders were not told of, by stream."""
     _frames = float(IDLE_FRAMES)
     _refilled = 0.0
+
+    def _prepare(self) -> None:
+        self.unacknowledged = {}
+        self.h2_conn.local_settings.initial_window_size = WINDOW
+        self.h2_conn.local_settings.acknowledge()
+        # h2 itself takes any GOAWAY for the end of its connection.
+        self.h2_conn._frame_dispatch_table[GoAwayFrame] = self._receive_goaway
+
+    def _receive_goaway(self, frame: GoAwayFrame) -> tuple[list[Any], list[h2.events.Event]]:
+        if frame.error_code != h2.errors.ErrorCodes.NO_ERROR:
+            return self.h2_conn._receive_goaway_frame(frame)
+        return [], [_GoingAway(frame.last_stream_id)]
+
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        if isinstance(event, _events.RequestData | _events.ResponseData) and event.data:
+            self._frames = min(IDLE_FRAMES, self._frames + 1)
+        yield from super()._handle_event(event)
+
+    def _acknowledge(self, event: Acknowledge) -> Commands[None]:
+        self.h2_conn.acknowledge_received_data(event.count, event.stream_id)
+        if data := self.h2_conn.data_to_send():
+            yield commands.SendData(self.conn, data)
 
     def handle_h2_event(self, event: h2.events.Event) -> Commands[bool]:
         if _moves_nothing(event) and not self._take():
             yield from self.protocol_error("too many frames", h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
             return True
+        if isinstance(event, _GoingAway):
+            self._going_away(event)
+            return False
+        if isinstance(event, h2.events.DataReceived):
+            count = self.unacknowledged.get(event.stream_id, 0) + (event.flow_controlled_length or 0)
+            self.unacknowledged[event.stream_id] = count
+            event.flow_controlled_length = 0  # see StrictHttpLayer, which says when
         return (yield from super().handle_h2_event(event))
+
+    def _going_away(self, event: _GoingAway) -> None:
+        """A client that does has only announced that it asks nothing new."""
 
     def _take(self) -> bool:
         now = time.monotonic()
@@ -59,8 +117,13 @@ def _moves_nothing(event: h2.events.Event) -> bool:
         h2.events.PingReceived
         | h2.events.RemoteSettingsChanged
         | h2.events.PriorityUpdated
-        | h2.events.UnknownFrameReceived,
+        | h2.events.UnknownFrameReceived
+        | _GoingAway,
     )
+
+
+def _waiting(connection: _http2.Http2Connection, stream: int) -> int:
+    return sum(len(part.data) for part in connection.h2_conn.stream_buffers.get(stream, ()))
 
 
 class StrictHttp2Server(_CalmHttp2, _http2.Http2Server):
@@ -68,7 +131,10 @@ class StrictHttp2Server(_CalmHttp2, _http2.Http2Server):
 
     def __init__(self, context: Context, pin: Pin) -> None:
         super().__init__(context)
-        self._resets = 0
+        self._prepare()
+        self._resets = float(MAX_RESETS)
+        self._resets_refilled = time.monotonic()
+        self._answered: set[int] = set()
         self._heads = 0
         self._pin = pin
         pin.downstream = self
@@ -90,7 +156,16 @@ class StrictHttp2Server(_CalmHttp2, _http2.Http2Server):
             self.h2_conn.send_data(event.stream_id, body, end_stream=True)
             yield commands.SendData(self.conn, self.h2_conn.data_to_send())
             return
+        if isinstance(event, Acknowledge):
+            yield from self._acknowledge(event)
+            return
+        if isinstance(event, _events.ResponseHeaders):
+            self._answered.add(event.stream_id)
         yield from super()._handle_event(event)
+
+    def waiting(self, stream: int) -> int:
+        """Bytes of a stream that its client does not take yet."""
+        return _waiting(self, stream)
 
     def _can_answer(self, event: _events.ResponseProtocolError) -> bool:
         return (
@@ -101,11 +176,9 @@ class StrictHttp2Server(_CalmHttp2, _http2.Http2Server):
         )
 
     def handle_h2_event(self, event: h2.events.Event) -> Commands[bool]:
-        if isinstance(event, h2.events.StreamReset):
-            self._resets += 1
-            if self._resets > MAX_RESETS:
-                yield from self.protocol_error("too many resets", h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
-                return True
+        if isinstance(event, h2.events.StreamReset) and not self._may_reset(event.stream_id):
+            yield from self.protocol_error("too many resets", h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
+            return True
         if isinstance(event, h2.exceptions.ProtocolError):  # in the place of events that cannot be read
             yield RefusedRequestHook("malformed HTTP/2")
         if isinstance(event, h2.events.RequestReceived):
@@ -118,16 +191,60 @@ class StrictHttp2Server(_CalmHttp2, _http2.Http2Server):
                 return True
         return (yield from super().handle_h2_event(event))
 
+    def _may_reset(self, stream: int) -> bool:
+        if stream in self._answered:
+            self._answered = {one for one in self._answered if not self.is_closed(one)}
+            return True
+        now = time.monotonic()
+        self._resets = min(MAX_RESETS, self._resets + (now - self._resets_refilled) * RESETS_PER_SECOND) - 1
+        self._resets_refilled = now
+        return self._resets >= 0
+
 
 class StrictHttp2Client(_CalmHttp2, _http2.Http2Client):
     """Speaks HTTP/2 with a server."""
 
     def __init__(self, context: Context, pin: Pin) -> None:
         super().__init__(context)
+        self._prepare()
+        self.going_away = False
+        """Whether its server takes nothing new."""
+        self._abandoned: list[int] = []
         self._pin = pin
         pin.upstreams.append(self)
 
+    def _handle_event(self, event: events.Event) -> Commands[None]:
+        if self.going_away and isinstance(event, _base.HttpEvent) and event.stream_id not in self.our_stream_id:
+            if isinstance(event, _events.RequestHeaders):
+                yield self._lost(event.stream_id)
+            return
+        yield from super()._handle_event(event)
+        while self._abandoned:
+            yield self._lost(self._abandoned.pop())
+        if self.going_away and not self.streams and self.conn.state & ConnectionState.CAN_WRITE:
+            yield commands.CloseConnection(self.conn)
+
+    def _going_away(self, event: _GoingAway) -> None:
+        self.going_away = True
+        lost = [stream for stream in self.streams if stream > event.last]
+        for stream in lost:
+            del self.streams[stream]
+        self._abandoned = [self.their_stream_id[stream] for stream in lost] + list(self.stream_queue)
+        self.stream_queue.clear()
+
+    def _lost(self, stream: int) -> _base.ReceiveHttp:
+        return _base.ReceiveHttp(self.ReceiveProtocolError(stream, "not taken", self.ReceiveProtocolError.code))
+
+    def waiting(self, stream: int) -> int:
+        """Bytes of a client's stream that the server does not take yet."""
+        queued = [event for event in self.stream_queue.get(stream, ()) if isinstance(event, _events.RequestData)]
+        ours = self.our_stream_id.get(stream)
+        return sum(len(event.data) for event in queued) + (0 if ours is None else _waiting(self, ours))
+
     def _handle_event2(self, event: events.Event) -> Commands[None]:
+        if isinstance(event, Acknowledge):
+            yield from self._acknowledge(event)
+            return
         if not isinstance(event, _events.RequestHeaders):
             yield from super()._handle_event2(event)
             return

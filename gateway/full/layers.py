@@ -28,7 +28,7 @@ from mitmproxy.proxy.layers.http import _base, _events, _http1
 from mitmproxy.proxy.utils import ReceiveBuffer
 
 from gateway.full import pages
-from gateway.full.http2 import StrictHttp2Client, StrictHttp2Server
+from gateway.full.http2 import WINDOW, Acknowledge, StrictHttp2Client, StrictHttp2Server
 from gateway.full.pin import Commands, Pin, RefusedRequestHook
 from gateway.hello import NeedMore, Refused, read_head
 from gateway.translate import RequestParts, translate
@@ -198,6 +198,8 @@ class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
             self.state = self.ignore
             return
         yield from super().send(event)
+        if isinstance(event, _events.ResponseHeaders) and event.response.status_code == 100:
+            self.response = None  # the answer is still to come
 
 
 class StrictHttp1Client(_BoundedHttp1, _http1.Http1Client):
@@ -296,6 +298,26 @@ class StrictStream(mitm_http.HttpStream):
             return
         yield from super().state_consume_response_body(event)
 
+    def send_response(self, already_streamed: bool = False) -> Commands[None]:
+        yield from super().send_response(already_streamed)
+        if self._answered_early():
+            # mitmproxy would keep the end for itself until the request ends, too. HTTP/2 takes a second one for none.
+            yield mitm_http.SendHttp(_events.ResponseEndOfMessage(self.stream_id), self.context.client)
+
+    def handle_protocol_error(
+        self, event: _events.RequestProtocolError | _events.ResponseProtocolError
+    ) -> Commands[None]:
+        if isinstance(event, _events.RequestProtocolError) and self._answered_early():
+            # The server's half of the stream would stay open.
+            end = _events.RequestProtocolError(self.stream_id, event.message, event.code)
+            yield mitm_http.SendHttp(end, self.context.server)
+        yield from super().handle_protocol_error(event)
+
+    def _answered_early(self) -> bool:
+        """Whether an HTTP/2 client has its whole answer while it still sends the request."""
+        sending = self.client_state == self.state_stream_request_body
+        return sending and self.server_state == self.state_done and self.flow.request.is_http2
+
     def flow_done(self) -> Commands[None]:
         response = self.flow.response
         if response is None or response.status_code != 101 or self.flow.websocket is None:
@@ -305,6 +327,10 @@ class StrictStream(mitm_http.HttpStream):
         self._handle_event = self.passthrough
         yield from self.child_layer.handle_event(events.Start())
         yield mitm_http.SendHttp(_events.ResponseEndOfMessage(self.stream_id), self.context.client)
+
+    def held_back(self) -> int:
+        """Bytes of the request body that came while this stream waits for something else."""
+        return sum(len(one.data) for one in self._paused_event_queue if isinstance(one, _events.RequestData))
 
 
 class OpaqueRelay(layer.Layer):
@@ -327,12 +353,35 @@ class StrictHttpLayer(mitm_http.HttpLayer):
     def __init__(self, context: Context, pin: Pin) -> None:
         super().__init__(context, mitm_http.HTTPMode.transparent)
         self._pin = pin
+        pin.held_back = lambda: sum(self._held_back(stream) for stream in self.streams)
 
     def _handle_event(self, event: events.Event) -> Commands[None]:
         if isinstance(event, events.Start):
             kind = StrictHttp2Server if self.context.client.alpn == b"h2" else StrictHttp1Server
             self.connections[self.context.client] = kind(self.context.fork(), self._pin)
         yield from super()._handle_event(event)
+        yield from self._acknowledge()
+
+    def _acknowledge(self) -> Commands[None]:
+        """Let the senders of streams send more whose data has gone on."""
+        down = self._pin.downstream
+        if down is None:
+            return
+        for stream in list(down.unacknowledged):
+            waiting = self._held_back(stream) + sum(up.waiting(stream) for up in self._pin.upstreams)
+            if waiting <= WINDOW // 2:
+                count = down.unacknowledged.pop(stream)
+                yield from self.event_to_child(self.connections[self.context.client], Acknowledge(stream, count))
+        for up in self._pin.upstreams:
+            for ours in list(up.unacknowledged):
+                stream = up.their_stream_id[ours]
+                if down.waiting(stream) <= WINDOW // 2:
+                    count = up.unacknowledged.pop(ours)
+                    yield from self.event_to_child(self.connections[up.conn], Acknowledge(stream, count))
+
+    def _held_back(self, number: int) -> int:
+        stream = self.streams.get(number)
+        return stream.held_back() if isinstance(stream, StrictStream) else 0
 
     def make_stream(self, stream_id: int) -> Commands[None]:
         stream = self.streams[stream_id] = StrictStream(self.context.fork(), stream_id, self._pin)
@@ -347,6 +396,8 @@ class StrictHttpLayer(mitm_http.HttpLayer):
             for connection in self.connections:
                 if not event.connection_spec_matches(connection) or connection.error:
                     continue
+                if any(up.conn is connection and up.going_away for up in self._pin.upstreams):
+                    continue
                 if connection in self.waiting_for_establishment:
                     self.waiting_for_establishment[connection].append(event)
                     return
@@ -354,6 +405,7 @@ class StrictHttpLayer(mitm_http.HttpLayer):
                 if connection.connected and not (self.context.client.alpn == b"h2" and connection.alpn != b"h2"):
                     yield from self._reply(event, (connection, None))
                     return
+        self._pin.upstreams = [up for up in self._pin.upstreams if up.conn.connected]
         context = self.context.fork()
         context.server = Server(address=self._pin.address, transport_protocol="tcp")
         stack = tunnel.LayerStack()

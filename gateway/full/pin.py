@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mitmproxy.proxy import commands
-from mitmproxy.proxy.layers.http import _http2
 
 from policy.facts import FlowFacts, Scheme
+
+if TYPE_CHECKING:
+    from gateway.full.http2 import StrictHttp2Client, StrictHttp2Server
 
 type Commands[T] = Generator[commands.Command, Any, T]
 
@@ -27,14 +29,16 @@ class Pin:
 
     Attributes:
         sensitive: names, in lower case, of the headers that ever carried a secret on this flow.
+        held_back: bytes of request bodies that wait for their requests to be decided, or for a connection.
         unfinished_head: which request head, counted from 0, has begun and is not complete; None while none is.
     """
 
     facts: FlowFacts
     response_buffer: int
     sensitive: set[bytes] = field(default_factory=set)
-    downstream: _http2.Http2Connection | None = None
-    upstreams: list[_http2.Http2Connection] = field(default_factory=list)
+    downstream: "StrictHttp2Server | None" = None
+    upstreams: "list[StrictHttp2Client]" = field(default_factory=list)
+    held_back: Callable[[], int] = lambda: 0
     unfinished_head: Callable[[], int | None] = lambda: None
 
     @property

@@ -1,0 +1,416 @@
+"""Long-lived and two-way traffic of honest peers: nobody waits for another's stream, and nothing is cut short."""
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+from hyperframe.frame import GoAwayFrame, RstStreamFrame
+
+from gateway.full.http2 import MAX_RESETS, WINDOW
+
+from .conftest import Rig
+
+GET = [(":method", "GET"), (":scheme", "https"), (":authority", "good.test"), (":path", "/open/x")]
+POST = [(":method", "POST"), *GET[1:]]
+ANSWER = [(":status", "200"), ("content-type", "application/grpc")]
+
+type OnEvent = Callable[["Server", h2.events.Event], Awaitable[None]]
+
+
+@dataclass
+class Server:
+    """An HTTP/2 server; what it does is `on_event`."""
+
+    on_event: OnEvent
+    state: h2.connection.H2Connection = field(init=False)
+    writer: asyncio.StreamWriter = field(init=False)
+    connections: int = 0
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.state = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+        self.writer = writer
+        connection = self.state
+        connection.initiate_connection()
+        writer.write(connection.data_to_send())
+        try:
+            while data := await reader.read(65536):
+                for event in connection.receive_data(data):
+                    await self.on_event(self, event)
+                writer.write(connection.data_to_send())
+                await writer.drain()
+        except (OSError, ssl.SSLError):
+            pass
+        finally:
+            writer.close()
+
+    async def pour(self, stream: int, total: int) -> None:
+        """Send so many bytes as the windows let through."""
+        while total:
+            count = min(total, self.state.local_flow_control_window(stream), self.state.max_outbound_frame_size)
+            if count:
+                self.state.send_data(stream, bytes(count))
+                total -= count
+                self.writer.write(self.state.data_to_send())
+                await self.writer.drain()
+            await asyncio.sleep(0 if count else 0.01)
+        self.state.end_stream(stream)
+        self.writer.write(self.state.data_to_send())
+
+
+class Caller:
+    """An HTTP/2 client that remembers what it was told."""
+
+    def __init__(self, ends: tuple[asyncio.StreamReader, asyncio.StreamWriter, h2.connection.H2Connection]) -> None:
+        self._reader, self._writer, self.state = ends
+        self.heard: list[h2.events.Event] = []
+        self.deaf: set[int] = set()
+        """Streams of which nothing is acknowledged."""
+        self.pings = False
+        """Whether a PING goes out for each piece of data, as gRPC does it."""
+
+    def call(self, stream: int, headers: list[tuple[str, str]] = GET, *, ends: bool = True) -> None:
+        self.state.send_headers(stream, headers, end_stream=ends)
+        self.flush()
+
+    def flush(self) -> None:
+        self._writer.write(self.state.data_to_send())
+
+    async def drain(self) -> None:
+        self.flush()
+        await self._writer.drain()
+
+    async def hear(self, kind: type[h2.events.Event], stream: int, seconds: float = 20) -> None:
+        """Read until `kind` has come for `stream`."""
+        async with asyncio.timeout(seconds):
+            while not any(isinstance(one, kind) and getattr(one, "stream_id", 0) == stream for one in self.heard):
+                data = await self._reader.read(65536)
+                assert data, f"the connection ended after {self.heard[-1:]}"
+                for event in self.state.receive_data(data):
+                    self.heard.append(event)
+                    if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.deaf:
+                        self.state.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                        if self.pings:
+                            self.state.ping(b"estimate")
+                self.flush()
+
+    def body(self, stream: int) -> bytes:
+        data = [one for one in self.heard if isinstance(one, h2.events.DataReceived) and one.stream_id == stream]
+        return b"".join(one.data for one in data)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.fixture
+def over_h2(lab, upstream_root):
+    """Makes a running rig with the given server."""
+
+    def make(server):
+        context = lab.tls(upstream_root.leaf("good.test"))
+        context.set_alpn_protocols(["h2"])
+        running = lab.running(context)
+        running.rig.upstream.serve = server.serve
+        return running
+
+    return make
+
+
+async def test_a_stream_that_nobody_reads_holds_up_no_other(over_h2):
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            server.state.send_headers(event.stream_id, ANSWER)
+            if event.stream_id == 1:
+                server.tasks.append(asyncio.create_task(server.pour(1, 16 * WINDOW)))
+            else:
+                server.state.send_data(event.stream_id, b"quick", end_stream=True)
+
+    server = Server(on_event)
+    async with over_h2(server) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.state.increment_flow_control_window(64 * WINDOW)
+        caller.deaf.add(1)
+        caller.call(1)
+        with pytest.raises(TimeoutError):
+            await caller.hear(h2.events.StreamEnded, 1, seconds=1)
+        assert 0 == server.state.local_flow_control_window(1)
+        caller.call(3)
+        await caller.hear(h2.events.StreamEnded, 3)
+        assert b"quick" == caller.body(3)
+
+        caller.deaf.clear()
+        caller.state.acknowledge_received_data(len(caller.body(1)), 1)
+        caller.flush()
+        await caller.hear(h2.events.StreamEnded, 1)
+        assert 16 * WINDOW == len(caller.body(1))
+        caller.close()
+
+
+async def test_what_a_server_does_not_take_stays_with_the_client(over_h2):
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            server.state.increment_flow_control_window(4 * WINDOW)
+            server.state.send_headers(event.stream_id, ANSWER)
+        if isinstance(event, h2.events.DataReceived) and event.stream_id != 1:
+            server.state.send_data(event.stream_id, event.data, end_stream=True)
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.call(1, POST, ends=False)
+        await caller.hear(h2.events.ResponseReceived, 1)
+        sent = 0
+        while count := min(16384, caller.state.local_flow_control_window(1)):
+            caller.state.send_data(1, bytes(count))
+            sent += count
+            await caller.drain()
+            with pytest.raises(TimeoutError):
+                await caller.hear(h2.events.StreamEnded, 1, seconds=0.02)
+        assert sent <= 2 * WINDOW
+
+        caller.call(3, POST, ends=False)
+        caller.state.send_data(3, b"quick")
+        caller.flush()
+        await caller.hear(h2.events.StreamEnded, 3)
+        assert b"quick" == caller.body(3)
+        caller.close()
+
+
+@pytest.mark.parametrize("last", ["all of them", "one of them"])
+async def test_a_server_that_goes_away_still_ends_what_it_has_begun(last, over_h2):
+    async def rest(server: Server, connection: h2.connection.H2Connection, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.3)
+        connection.send_data(1, b"second")
+        connection.send_headers(1, [("grpc-status", "0")], end_stream=True)
+        writer.write(connection.data_to_send())
+
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if not isinstance(event, h2.events.RequestReceived):
+            return
+        if server.connections > 1:
+            server.state.send_headers(event.stream_id, ANSWER, end_stream=True)
+        elif event.stream_id == 1:
+            server.state.send_headers(1, ANSWER)
+            server.state.send_data(1, b"first, ")
+        else:
+            if last == "all of them":
+                server.state.send_headers(event.stream_id, ANSWER, end_stream=True)
+            server.writer.write(server.state.data_to_send())
+            ends = 1 if last == "one of them" else event.stream_id
+            server.writer.write(GoAwayFrame(0, last_stream_id=ends, error_code=0).serialize())
+            server.tasks.append(asyncio.create_task(rest(server, server.state, server.writer)))
+
+    server = Server(on_event)
+    async with over_h2(server) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.call(1)
+        await caller.hear(h2.events.DataReceived, 1)
+        caller.call(3)
+        await caller.hear(h2.events.StreamEnded, 3)
+        caller.call(5)
+        await caller.hear(h2.events.StreamEnded, 5)
+        await caller.hear(h2.events.TrailersReceived, 1)
+        answers = {
+            one.stream_id: dict(one.headers)[b":status"]
+            for one in caller.heard
+            if isinstance(one, h2.events.ResponseReceived)
+        }
+        caller.close()
+
+    assert b"first, second" == caller.body(1)
+    assert {1: b"200", 3: b"502" if last == "one of them" else b"200", 5: b"200"} == answers
+    assert 2 == server.connections
+
+
+@pytest.mark.parametrize("ends", ["data", "trailers"])
+async def test_an_answer_ends_before_its_request_does_and_leaving_it_frees_the_server(ends, over_h2):
+    left = asyncio.Event()
+
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            server.state.send_headers(event.stream_id, ANSWER)
+            server.state.send_data(event.stream_id, b"no more, please", end_stream=ends == "data")
+            if ends == "trailers":
+                server.state.send_headers(event.stream_id, [("grpc-status", "3")], end_stream=True)
+        if isinstance(event, h2.events.StreamReset):
+            left.set()
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.call(1, POST, ends=False)
+        await caller.hear(h2.events.StreamEnded, 1)
+        assert b"no more, please" == caller.body(1)
+        caller.state.reset_stream(1, 8)
+        caller.flush()
+        async with asyncio.timeout(10):
+            await left.wait()
+        caller.close()
+
+
+async def test_a_client_that_goes_away_still_gets_its_answer(over_h2):
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            await asyncio.sleep(0.3)
+            server.state.send_headers(event.stream_id, ANSWER, end_stream=True)
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.call(1)
+        caller._writer.write(GoAwayFrame(0, last_stream_id=0, error_code=0).serialize())
+        await caller.hear(h2.events.StreamEnded, 1)
+        caller.close()
+
+
+async def test_a_client_may_leave_as_many_answered_streams_as_it_likes(over_h2):
+    left: list[int] = []
+
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            server.state.send_headers(event.stream_id, ANSWER)
+            server.state.send_data(event.stream_id, b"first of many")
+        if isinstance(event, h2.events.StreamReset):
+            left.append(event.stream_id)
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        for stream in range(1, 2 * (2 * MAX_RESETS), 2):
+            caller.call(stream)
+            await caller.hear(h2.events.DataReceived, stream)
+            caller.state.reset_stream(stream, 8)
+        caller.call(2 * (2 * MAX_RESETS) + 1)
+        await caller.hear(h2.events.DataReceived, 2 * (2 * MAX_RESETS) + 1)
+        assert 2 * MAX_RESETS == len(left)
+        caller.close()
+
+
+async def test_a_client_may_not_leave_that_many_before_they_are_answered(over_h2):
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        """Answer nothing."""
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        with pytest.raises(AssertionError, match="the connection ended"):
+            for stream in range(1, 4 * MAX_RESETS, 2):
+                caller.call(stream)
+                caller._writer.write(RstStreamFrame(stream, error_code=8).serialize())
+            await caller.hear(h2.events.ConnectionTerminated, 0)
+            await caller.hear(h2.events.ResponseReceived, 1)
+        caller.close()
+
+
+async def test_a_ping_for_each_message_is_no_flood(over_h2):
+    messages = 3000
+
+    async def stream(server: Server) -> None:
+        for number in range(messages):
+            server.state.send_data(1, b"message")
+            server.writer.write(server.state.data_to_send())
+            if number % 3 == 0:
+                await asyncio.sleep(0.001)
+        server.state.end_stream(1)
+        server.writer.write(server.state.data_to_send())
+
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            server.state.send_headers(1, ANSWER)
+            server.tasks.append(asyncio.create_task(stream(server)))
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.pings = True
+        caller.call(1)
+        await caller.hear(h2.events.StreamEnded, 1)
+        assert messages * len(b"message") == len(caller.body(1))
+        caller.close()
+
+
+async def test_an_upload_waits_where_it_is_until_there_is_a_connection_for_it(rig: Rig):
+    rig.upstream.keep = False
+    dial, ready = rig.dial, asyncio.Event()
+
+    async def later(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        await ready.wait()
+        return await dial(host, port)
+
+    rig.dial = later  # type: ignore[method-assign]
+    total, sent = 64 << 20, 0
+    reader, writer = await rig.connect()
+    writer.write(b"POST /open/x HTTP/1.1\r\nHost: good.test\r\nContent-Length: %d\r\n\r\n" % total)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2):
+            while sent < total:
+                writer.write(bytes(1 << 18))
+                sent += 1 << 18
+                await writer.drain()
+    assert sent < total // 2
+    ready.set()
+    while sent < total:
+        writer.write(bytes(1 << 18))
+        sent += 1 << 18
+        await writer.drain()
+    answer = await reader.read(100)
+    writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert [total] == rig.upstream.bodies
+
+
+async def test_a_client_that_sends_all_before_it_reads_is_not_kept_from_sending(lab, upstream_root):
+    total = 32 << 20
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def answer() -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % total)
+            for _ in range(total >> 16):
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+
+        await reader.readuntil(b"\r\n\r\n")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(answer())
+            left = total
+            while left:
+                left -= len(await reader.read(left))
+        writer.close()
+
+    running = lab.running(lab.tls(upstream_root.leaf("good.test")))
+    running.rig.upstream.serve = serve
+    async with running as rig:
+        reader, writer = await rig.connect()
+        writer.write(b"POST /open/x HTTP/1.1\r\nHost: good.test\r\nContent-Length: %d\r\n\r\n" % total)
+        async with asyncio.timeout(30):
+            for _ in range(total >> 16):
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(total)
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_client_that_was_told_to_continue_hears_that_the_server_is_not_there(rig: Rig):
+    async def dial(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        raise ConnectionError
+
+    rig.dial = dial  # type: ignore[method-assign]
+    head = b"POST /open/x HTTP/1.1\r\nHost: good.test\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n"
+    answer = await rig.exchange(head)
+
+    assert [b"HTTP/1.1 100 Continue", b"HTTP/1.1 502 Bad Gateway"] == [
+        line for line in answer.split(b"\r\n") if line.startswith(b"HTTP/")
+    ]
+
+
+async def test_the_name_of_a_transfer_coding_has_no_case(rig: Rig):
+    async def reply(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n")
+
+    rig.upstream.reply = reply
+    answer = await rig.exchange(b"GET /open/x HTTP/1.1\r\nHost: good.test\r\n\r\n")
+
+    assert answer.endswith(b"\r\n\r\n2\r\nok\r\n0\r\n\r\n")
