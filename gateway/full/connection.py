@@ -12,6 +12,7 @@
 import asyncio
 import contextlib
 import inspect
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -30,6 +31,7 @@ from gateway.full.contexts import ClientContexts, UpstreamContext, verified
 from gateway.full.gate import Gate, Sentinel
 from gateway.full.layers import Root, StrictHttpLayer
 from gateway.full.pin import Pin
+from gateway.splice import reset
 from policy.facts import FlowFacts, Scheme
 
 _EXPECTED: Final = frozenset(
@@ -57,7 +59,8 @@ class Ports:
 class _Reader:
     """Reads from `stream`, what was read before first, and only while the other side has room."""
 
-    def __init__(self, stream: asyncio.StreamReader, room: "_Room", first: bytes = b"") -> None:
+    def __init__(self, connection: Connection, stream: asyncio.StreamReader, room: "_Room", first: bytes = b"") -> None:
+        self._connection = connection
         self._stream = stream
         self._room = room
         self._first = first
@@ -67,7 +70,11 @@ class _Reader:
         if self._first:
             data, self._first = self._first[:count], self._first[count:]
             return data
-        return await self._stream.read(count)
+        try:
+            return await self._stream.read(count)
+        except OSError:
+            self._connection.error = "reset"  # mitmproxy takes it for an end like any other
+            raise
 
 
 class _Room:
@@ -129,6 +136,7 @@ class FlowConnection(server.ConnectionHandler):
         self._pin = Pin(FlowFacts(flow.host, flow.port, flow.scheme), limits.scrub_body_bytes, gate.sensitive)
         self._down = _Room(limits.backlog_bytes, self._waiting_down)
         self._up = _Room(limits.backlog_bytes, self._waiting_up)
+        self._pin.reset_client = self._reset_client
         root = Root(context, self.abort)
         context.server.address = (flow.host, flow.port)
         if flow.scheme is Scheme.HTTPS:
@@ -141,7 +149,8 @@ class FlowConnection(server.ConnectionHandler):
             root.child = StrictHttpLayer(context, self._pin)
         self.layer = root
         self.transports[client] = server.ConnectionIO(
-            reader=cast(asyncio.StreamReader, _Reader(flow.reader, self._up, flow.first_bytes)), writer=flow.writer
+            reader=cast(asyncio.StreamReader, _Reader(client, flow.reader, self._up, flow.first_bytes)),
+            writer=flow.writer,
         )
 
     @property
@@ -158,6 +167,15 @@ class FlowConnection(server.ConnectionHandler):
                 io.writer.transport.abort()  # type: ignore[union-attr]
             if io.handler is not None:
                 io.handler.cancel("aborted")
+
+    def _reset_client(self) -> None:
+        transport = self._flow.writer.transport
+        with (
+            contextlib.suppress(OSError),
+            socket.fromfd(transport.get_extra_info("socket").fileno(), socket.AF_INET, socket.SOCK_STREAM) as sock,
+        ):
+            reset(sock)
+        transport.abort()
 
     async def shutdown(self) -> None:
         """Leave nothing running and nothing open, however `handle_client` ended."""
@@ -292,7 +310,7 @@ class FlowConnection(server.ConnectionHandler):
         self.gate.address = address
         self.transports[connection] = server.ConnectionIO(
             handler=asyncio.current_task(),
-            reader=cast(asyncio.StreamReader, _Reader(reader, self._down)),
+            reader=cast(asyncio.StreamReader, _Reader(connection, reader, self._down)),
             writer=writer,
         )
         deadline = asyncio.get_running_loop().call_later(

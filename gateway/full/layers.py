@@ -72,6 +72,9 @@ class _BoundedHttp1(_http1.Http1Connection):
             yield from self._give_up()
 
     def read_body(self, event: events.Event) -> Commands[None]:
+        if _closed(event) and self.conn.error:
+            yield from self._give_up()
+            return
         while True:
             try:
                 part = self.body_reader.read_eof() if _closed(event) else self.body_reader(self.buf)
@@ -194,12 +197,18 @@ class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
             status = event.code.http_status_code()
             if self.response is None and status is not None:
                 yield commands.SendData(self.conn, pages.http1(status, pages.failure(status)))
+            elif self.response is not None and self._ends_with_connection(self.response):
+                self._pin.reset_client()
             yield commands.CloseConnection(self.conn)
             self.state = self.ignore
             return
         yield from super().send(event)
         if isinstance(event, _events.ResponseHeaders) and event.response.status_code == 100:
             self.response = None  # the answer is still to come
+
+    def _ends_with_connection(self, response: http.Response) -> bool:
+        """Whether the client takes the end of its connection for the end of this response."""
+        return not (response.headers.get("transfer-encoding") or response.headers.get("content-length"))
 
 
 class StrictHttp1Client(_BoundedHttp1, _http1.Http1Client):

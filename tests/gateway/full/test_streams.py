@@ -1,7 +1,9 @@
 """Long-lived and two-way traffic of honest peers: nobody waits for another's stream, and nothing is cut short."""
 
 import asyncio
+import socket
 import ssl
+import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -414,3 +416,27 @@ async def test_the_name_of_a_transfer_coding_has_no_case(rig: Rig):
     answer = await rig.exchange(b"GET /open/x HTTP/1.1\r\nHost: good.test\r\n\r\n")
 
     assert answer.endswith(b"\r\n\r\n2\r\nok\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_response_that_was_cut_off_is_not_taken_for_a_whole_one(broken: bool, rig: Rig):
+    async def reply(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nas far as it goes")
+        await writer.drain()
+        await asyncio.sleep(0.3)
+        if broken:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    rig.upstream.reply = reply
+    reader, writer = await rig.connect()
+    writer.write(b"GET /open/x HTTP/1.1\r\nHost: good.test\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    if broken:
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+    else:
+        assert b"as far as it goes" == await reader.read()
+    writer.close()
