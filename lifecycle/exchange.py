@@ -8,6 +8,8 @@ What a sandbox answers is hostile input.
 - `reusable` is true only after a body that was sent completely and an answer that was framed, complete and followed by
   nothing; with the kernel, too, nothing may have arrived since.
 - Nothing limits how long an answer may take; nothing of it is held beyond one chunk and one head of `MAX_HEAD` bytes.
+- An answer in a great many small pieces, or heads before its own, takes its time from itself: after each `_BURST` of
+  them a connection waits for its turn, and of all that have the same `turns` one has its turn at a time.
 
 It does not decide who may use a connection next: see `kept`.
 """
@@ -21,9 +23,11 @@ from typing import Any
 import h11
 
 MAX_HEAD = 100 * 1024
+MAX_INTERIM = 1000
 HOLD_SECONDS = 0.002
 _HELD = 64 * 1024
 _CHUNK = 256 * 1024
+_BURST = 16
 
 type Headers = Sequence[tuple[bytes, bytes]]
 
@@ -33,10 +37,18 @@ class BrokenExchangeError(Exception):
 
 
 class Connection:
-    """A connection to a port of a sandbox; the socket is non-blocking and becomes this object's."""
+    """A connection to a port of a sandbox; the socket is non-blocking and becomes this object's.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        turns: shared by the connections of one server.
+    """
+
+    def __init__(self, sock: socket.socket, turns: asyncio.Lock | None = None) -> None:
         self.made_at = asyncio.get_running_loop().time()
+        self._turns = turns or asyncio.Lock()
+        self._events = 0
+        """How many there were since the last turn."""
+        """How many were read since the last turn."""
         self._sock = sock
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
         self._held = b""
@@ -90,28 +102,48 @@ class Connection:
         Raises:
             BrokenExchangeError: there is none.
         """
-        while True:
+        for _ in range(MAX_INTERIM):
             event = await self._event()
             if isinstance(event, h11.Response):
                 return event
             if not isinstance(event, h11.InformationalResponse):
-                raise BrokenExchangeError
+                break
+        raise BrokenExchangeError
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Read the body of the answer.
+        """Read the body of the answer; small pieces that came together are given as one.
 
         Raises:
             BrokenExchangeError: it ended too early.
         """
         while isinstance(event := await self._event(), h11.Data):
-            yield bytes(event.data)
+            pieces = [event.data]
+            while self._events < _BURST and isinstance(event := self._at_hand(), h11.Data):
+                pieces.append(event.data)
+            yield b"".join(pieces)
+            if isinstance(event, h11.EndOfMessage):
+                return
 
     def close(self) -> None:
         """Close the connection, whatever is under way."""
         self._stop_sending()
         self._sock.close()
 
+    def _at_hand(self) -> Any:
+        """The next event of what was read; None if it is not all there, or broken: `_event` tells."""
+        try:
+            event = self._http.next_event()
+        except h11.RemoteProtocolError:
+            return None
+        self._events += 1
+        return event
+
     async def _event(self) -> Any:
+        if self._events >= _BURST:
+            async with self._turns:
+                await asyncio.sleep(0)
+            self._events = 0
+        self._events += 1
         try:
             while (event := self._http.next_event()) is h11.NEED_DATA:
                 self._http.receive_data(await asyncio.get_running_loop().sock_recv(self._sock, _CHUNK))

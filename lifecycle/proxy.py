@@ -10,8 +10,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import re
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -40,12 +42,64 @@ type Send = Callable[[Message], Awaitable[None]]
 ROUTE = re.compile(rb"(?P<prefix>(?:/v1)?/sandboxes/(?P<sandbox>[^/]+)/proxy/(?P<port>[^/]+))(?P<path>/.*)?", re.DOTALL)
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 MAX_MESSAGE = 64 * 1024 * 1024
-_CHUNK = 65536
+_FRAMES = 4096
+_FEWEST = 64
+_LONG = 0.001
+_BURST = 16
 _SENDABLE = frozenset({1000, 1001, 1002, 1003, 1007, 1008, 1009, 1010, 1011, 1012, 1013, 1014})
 
 
 class _ClientGone(Exception):
     pass
+
+
+class _Upstream(ClientConnection):
+    """A WebSocket to a sandbox: reads little at a time, see `_Reading`."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.set_protocol(_Reading(self))
+
+
+class _Reading(asyncio.BufferedProtocol):
+    """Hands over `_FRAMES` bytes at a time, fewer if they take long, and lets others have as much time in between.
+
+    A frame can be two bytes, and a `ClientConnection` parses all frames that it is given at once: what asyncio reads
+    at a time could be 100,000.
+    """
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+        self._buffer = memoryview(bytearray(_FRAMES))
+        self._size = _FRAMES
+
+    def eof_received(self) -> None:
+        self._connection.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer[: self._size]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        loop = self._connection.loop
+        self._connection.transport.pause_reading()
+        begun = time.perf_counter()
+        self._connection.data_received(bytes(self._buffer[:nbytes]))
+        took = time.perf_counter() - begun
+        self._size = max(_FEWEST, self._size // 2) if took > _LONG else min(_FRAMES, self._size * 2)
+        loop.call_later(took, self._go_on)
+
+    def _go_on(self) -> None:
+        if not (self._connection.recv_messages.paused or self._connection.transport.is_closing()):
+            self._connection.transport.resume_reading()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +126,7 @@ class Proxy:
     _open: Counter[str] = field(default_factory=Counter)
     _renewed: dict[str, float] = field(default_factory=dict)
     _kept: Kept = field(default_factory=Kept)
+    _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def target(self, scope: Scope, match: re.Match[bytes]) -> Target:
         """Find out what is meant and whether the caller may go there.
@@ -209,7 +264,7 @@ class Proxy:
             return kept
         wait = patience(row, port, self.orchestrator.clock())
         try:
-            return Connection(await dial_patiently(self.directory, row.id, port, wait))
+            return Connection(await dial_patiently(self.directory, row.id, port, wait), self._turns)
         except TimeoutError:
             raise ApiError(504, "BACKEND_TIMEOUT", "The sandbox did not answer in time.") from None
         except OSError:
@@ -282,7 +337,7 @@ class Proxy:
         await send({"type": "websocket.accept", "subprotocol": upstream.subprotocol})
         tasks = {
             asyncio.create_task(_to_upstream(receive, upstream)),
-            asyncio.create_task(_to_downstream(upstream, send)),
+            asyncio.create_task(_to_downstream(upstream, send, self._turns)),
         }
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -299,6 +354,7 @@ async def _handshake(
     return await connect(
         uri,
         sock=sock,
+        create_connection=_Upstream,
         additional_headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
         user_agent_header=None,
         origin=None if origin is None else Origin(origin),
@@ -330,10 +386,13 @@ async def _to_upstream(receive: Receive, upstream: ClientConnection) -> None:
                 await upstream.send(message.get("bytes") or b"")
 
 
-async def _to_downstream(upstream: ClientConnection, send: Send) -> None:
+async def _to_downstream(upstream: ClientConnection, send: Send, turns: asyncio.Lock) -> None:
     try:
-        while True:
+        for number in itertools.count(1):
             data = await upstream.recv()
+            if number % _BURST == 0:
+                async with turns:  # `recv` does not wait for what is there already
+                    await asyncio.sleep(0)
             kind = "text" if isinstance(data, str) else "bytes"
             await send({"type": "websocket.send", kind: data})
     except ConnectionClosed as closed:
