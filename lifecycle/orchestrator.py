@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import wire
+from lifecycle.creation import MAX_TIMEOUT
 from lifecycle.errors import ApiError, unavailable, unknown_sandbox
 from lifecycle.labels import patched
 from lifecycle.peers import Auditd, Hostd, Unreachable, Vaultd
@@ -170,6 +171,8 @@ class Orchestrator:
         now = self.clock()
         if moment <= now:
             raise ApiError(400, "DOCKER::INVALID_EXPIRATION", "expiresAt must be in the future.")
+        if moment > now + MAX_TIMEOUT:
+            raise ApiError(400, "DOCKER::INVALID_EXPIRATION", "expiresAt is more than a century away.")
 
         def change(row: Sandbox) -> Sandbox:
             if row.expires_at is None:
