@@ -136,6 +136,7 @@ def api(context: Context) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _schema_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unforeseen)
     return app
 
 
@@ -158,3 +159,8 @@ async def _http_error(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse(
         ApiError(error.status_code, UNKNOWN_ERROR, str(error.detail)).body(), error.status_code, headers=error.headers
     )
+
+
+async def _unforeseen(_: Request, __: Exception) -> JSONResponse:
+    """Starlette raises it again after this: `edge` logs it."""
+    return JSONResponse(ApiError(500, UNKNOWN_ERROR, "Internal server error.").body(), 500)

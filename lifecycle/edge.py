@@ -53,10 +53,11 @@ class Edge:
         except ApiError as error:
             await answer.refuse(scope, error)
         except Exception as error:
-            if answer.started:
+            if answer.started and not answer.finished:
                 raise
             _log.exception("request failed with %s", type(error).__name__, exc_info=False)
-            await answer.refuse(scope, ApiError(500, UNKNOWN_ERROR, "Internal server error."))
+            if not answer.started:
+                await answer.refuse(scope, ApiError(500, UNKNOWN_ERROR, "Internal server error."))
 
     async def _serve(self, scope: Scope, receive: Receive, send: "_Answer", request_id: str) -> None:
         raw = scope.get("raw_path") or scope["path"].encode()
@@ -142,6 +143,7 @@ class _Answer:
         self._send = send
         self._request_id = request_id.encode("latin-1")
         self.started = False
+        self.finished = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
@@ -149,6 +151,7 @@ class _Answer:
             headers = [(name, value) for name, value in message.get("headers") or [] if name.lower() != b"x-request-id"]
             message = {**message, "headers": [*headers, (b"x-request-id", self._request_id)]}
         await self._send(message)
+        self.finished |= message["type"] == "http.response.body" and not message.get("more_body")
 
     async def refuse(self, scope: Scope, error: ApiError) -> None:
         """Send an error."""
