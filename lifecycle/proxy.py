@@ -135,7 +135,7 @@ class Proxy:
             ApiError: unknown sandbox, no port, or no secure access.
         """
         digits = match["port"]
-        if not digits.isdigit() or len(digits) > 8:
+        if not digits.isdigit() or len(digits) > 8 or digits.lstrip(b"0") not in (digits, b""):
             raise ApiError(422, "DOCKER::INVALID_PORT", "The port must be a number.")
         port = int(digits)
         if not 1 <= port <= 65535:
