@@ -183,3 +183,77 @@ func TestWithoutTheCapabilityNothingIsPretended(t *testing.T) {
 	status, _ = f.call("GET", "/v1/isolated/session/x/command", "")
 	equal(t, 404, status)
 }
+
+func TestAnIsolatedSessionHasDevicesOfItsOwn(t *testing.T) {
+	f := newFixture(t)
+	outside := []string{"/dev/execd-isolated-test", "/dev/shm/execd-isolated-test"}
+	t.Cleanup(func() {
+		for _, name := range outside {
+			os.Remove(name)
+		}
+	})
+	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0) // one outside, whatever else there is
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer terminal.Close()
+	path, _ := f.isolate(object{"workspace": object{"path": workspace(t)}})
+	run := f.runAt(path+"/run", object{"code": "touch " + strings.Join(outside, " ") + ` && echo made; echo x >/dev/null && head -c 3 /dev/zero | wc -c
+ls /dev/pts/[0-9]* 2>/dev/null | wc -l`})
+	equal(t, []string{"made", "3", "0"}, run.stdout)
+	for _, name := range outside {
+		if _, err := os.Lstat(name); err == nil {
+			t.Fatal(name + " can be seen outside")
+		}
+	}
+}
+
+func TestAMountThatWasExchangedAfterItWasCheckedIsNotMade(t *testing.T) {
+	f := newFixture(t)
+	secret := workspace(t)
+	equal(t, "", f.server.isolation.unavailable())
+	for name, exchange := range map[string]func(path string) error{
+		"link":  func(path string) error { return os.Symlink(secret, path) },
+		"above": func(path string) error { return os.Symlink(secret, filepath.Dir(path)) },
+		"gone":  func(string) error { return nil },
+	} {
+		for _, mode := range []string{"rw", "ro", "overlay"} {
+			shared := workspace(t) + "/above/share"
+			if err := os.MkdirAll(shared, 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.MkdirAll(secret+"/share", 0o755); err != nil {
+				t.Fatal(err)
+			}
+			request := &isolatedRequest{Workspace: &isolatedOverlay{Path: shared, Mode: &mode}}
+			plan, err := request.plan(f.server.isolation.root)
+			if err == nil {
+				err = request.identity(plan, f.server.commands)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if name == "above" {
+				os.Remove(shared)
+				err = os.Remove(filepath.Dir(shared))
+			} else {
+				err = os.Remove(shared)
+			}
+			if err == nil {
+				err = exchange(shared)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if made, err := f.server.isolation.make(request, plan); err == nil {
+				f.server.isolation.remove(made.id)
+				t.Error(name + ", " + mode + ": a session was made")
+			}
+			if _, err := os.Lstat(shared); name == "gone" && err == nil {
+				t.Error(mode + ": what was gone was made")
+			}
+		}
+	}
+	left, _ := os.ReadDir(f.server.isolation.root)
+	equal(t, 0, len(left))
+}

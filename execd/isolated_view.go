@@ -7,8 +7,11 @@ package main
 // itself once more as the session's server (isolated_serve.go).
 //
 // Invariants
-//   - Everything is read-only but what the plan names, /tmp and /dev; what sessions
-//     have written is not visible, nor is the old root reachable.
+//   - Everything is read-only but what the plan names, /tmp and /dev, which are the session's
+//     own, terminals included. What sessions have written is not visible, nor is the old
+//     root reachable.
+//   - What is mounted, and where, is found without following a link and then held open:
+//     others may exchange what they can write to at any moment.
 //   - Any step that fails ends the helper with a message; there is no session then.
 //   - Nothing the session's processes do can undo the view: they lack the capability,
 //     and no_new_privs keeps it away.
@@ -111,7 +114,10 @@ func (p *viewPlan) make() error {
 	if err := makeReadOnly(root); err != nil {
 		return err
 	}
-	var err error
+	err := p.privateDevices(root)
+	if err != nil {
+		return err
+	}
 	if p.PrivateTmp {
 		err = p.privateTmp(root)
 	} else if _, missing := os.Stat("/tmp"); missing == nil {
@@ -151,19 +157,59 @@ func (p *viewPlan) privateTmp(root string) error {
 	return mount("tmpfs", root+"/tmp", "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=1777")
 }
 
-// mount puts one mount into the view; scratch is a directory for it alone.
-func (p *viewPlan) mount(root, scratch string, each viewMount) error {
-	target := root + each.Target
-	if err := mountPoint(each.Source, target); err != nil {
+// privateDevices gives the view devices, terminals and shared memory of its own. A read-only
+// mount would not do: gVisor lets the mode of what is there be changed all the same.
+func (p *viewPlan) privateDevices(root string) error {
+	scratch := filepath.Join(p.Scratch, "dev")
+	err := os.Mkdir(scratch, 0o700)
+	if err == nil {
+		err = mount("tmpfs", scratch, "tmpfs", syscall.MS_NOSUID, "mode=700")
+	}
+	if err == nil {
+		err = layer("/dev", root+"/dev", scratch, syscall.MS_NOSUID|syscall.MS_NOEXEC)
+	}
+	if err != nil {
 		return err
 	}
+	for _, own := range []struct{ place, kind, options string }{
+		{"/dev/pts", "devpts", "newinstance,mode=755,ptmxmode=666"}, {"/dev/shm", "tmpfs", "mode=1777,size=64m"},
+	} {
+		if _, err := os.Stat(root + own.place); errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err := mount(own.kind, root+own.place, own.kind, syscall.MS_NOSUID|syscall.MS_NOEXEC, own.options); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mount puts one mount into the view; scratch is a directory for it alone.
+func (p *viewPlan) mount(root, scratch string, each viewMount) error {
+	held, err := openPlain(each.Source)
+	if err != nil {
+		return err
+	}
+	defer held.Close()
+	source := heldPath(held)
+	if p.PrivateTmp && within(each.Target, "/tmp") {
+		if err := mountPoint(source, root+each.Target); err != nil {
+			return err
+		}
+	}
+	place, err := openPlain(root + each.Target)
+	if err != nil {
+		return err
+	}
+	defer place.Close()
+	target := heldPath(place)
 	switch each.Kind {
 	case viewWritable, viewReadOnly:
-		if err := mount(each.Source, target, "", syscall.MS_BIND|syscall.MS_REC, ""); err != nil {
+		if err := mount(source, target, "", syscall.MS_BIND|syscall.MS_REC, ""); err != nil {
 			return err
 		}
 		if each.Kind == viewReadOnly {
-			return makeReadOnly(target)
+			return makeReadOnly(root + each.Target)
 		}
 		return nil
 	}
@@ -172,18 +218,50 @@ func (p *viewPlan) mount(root, scratch string, each viewMount) error {
 	}
 	if each.Kind == viewOverlay {
 		// gVisor takes no layer on its own root file system; then it is kept in memory, too.
-		if err := layer(each.Source, target, scratch); !errors.Is(err, syscall.EINVAL) {
+		if err := layer(source, target, scratch, syscall.MS_NOSUID|syscall.MS_NODEV); !errors.Is(err, syscall.EINVAL) {
 			return err
 		}
 	}
 	if err := mount("tmpfs", scratch, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=700"); err != nil {
 		return err
 	}
-	return layer(each.Source, target, scratch)
+	return layer(source, target, scratch, syscall.MS_NOSUID|syscall.MS_NODEV)
 }
 
+// openPlain holds what a clean, absolute path names now; a link in it is a failure.
+func openPlain(path string) (*os.File, error) {
+	fd, err := syscall.Open("/", openPath|syscall.O_DIRECTORY|syscall.O_CLOEXEC, 0)
+	for name := range strings.SplitSeq(strings.Trim(path, "/"), "/") {
+		if err != nil {
+			break
+		}
+		if name == "" {
+			continue // the root itself
+		}
+		above := fd
+		fd, err = syscall.Openat(above, name, openPath|syscall.O_NOFOLLOW|syscall.O_CLOEXEC, 0)
+		syscall.Close(above)
+	}
+	if err != nil {
+		return nil, syscallError("open", path, err)
+	}
+	held := os.NewFile(uintptr(fd), path)
+	var stat syscall.Stat_t
+	if err = syscall.Fstat(fd, &stat); err == nil && stat.Mode&syscall.S_IFMT == syscall.S_IFLNK {
+		err = syscall.ELOOP
+	}
+	if err != nil {
+		held.Close()
+		return nil, syscallError("open", path, err)
+	}
+	return held, nil
+}
+
+// heldPath names what is held, wherever it is by now.
+func heldPath(held *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(held.Fd())) }
+
 // layer puts a copy-on-write view of a directory at target; what is written goes below scratch.
-func layer(source, target, scratch string) error {
+func layer(source, target, scratch string, flags uintptr) error {
 	upper, work := filepath.Join(scratch, "upper"), filepath.Join(scratch, "work")
 	info, err := os.Stat(source)
 	if err != nil {
@@ -205,7 +283,7 @@ func layer(source, target, scratch string) error {
 	if err := syscall.Chmod(upper, stat.Mode&0o7777); err != nil {
 		return syscallError("chmod", upper, err)
 	}
-	return mount("overlay", target, "overlay", syscall.MS_NOSUID|syscall.MS_NODEV,
+	return mount("overlay", target, "overlay", flags,
 		"lowerdir="+source+",upperdir="+upper+",workdir="+work)
 }
 
@@ -231,23 +309,33 @@ func mountPoint(source, target string) error {
 	return file.Close()
 }
 
-// makeReadOnly remounts what is mounted at a path and below it, devices apart.
+// makeReadOnly remounts what is mounted at a path and below it.
 func makeReadOnly(root string) error {
+	done := false
 	table, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		return err
 	}
 	for _, each := range parseMountInfo(table) {
-		if !within(each.place, root) || within(each.place, root+"/dev") {
+		if !within(each.place, root) {
 			continue
 		}
 		flags := uintptr(syscall.MS_BIND | syscall.MS_REMOUNT | syscall.MS_RDONLY)
-		if err := mount("", each.place, "", flags|each.flags, ""); err != nil {
+		held, err := openPlain(each.place)
+		if err == nil {
+			err = mount("", heldPath(held), "", flags|each.flags, "")
+			held.Close()
+		}
+		if err != nil {
 			if each.place != root && (errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.ENOENT)) {
 				continue // covered by another mount
 			}
 			return err
 		}
+		done = done || each.place == root
+	}
+	if !done {
+		return errors.New("not mounted at " + root)
 	}
 	return nil
 }

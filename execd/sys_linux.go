@@ -20,6 +20,7 @@ const (
 	atFdcwd             = -100
 	renameNoReplace     = 1
 	fionread            = 0x541B
+	openPath            = 0x200000
 )
 
 // capAdmin is CAP_SYS_ADMIN, which mounting needs.

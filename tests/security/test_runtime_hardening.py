@@ -20,7 +20,7 @@ import pytest
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
 from opensandbox.models.filesystem import SearchEntry
-from opensandbox.models.isolated import CreateIsolatedSessionRequest, IsolatedWorkspaceSpec
+from opensandbox.models.isolated import BindMount, CreateIsolatedSessionRequest, IsolatedWorkspaceSpec
 from opensandbox.sync.sandbox import SandboxSync
 
 from demo.sandboxes import DemoSandbox
@@ -427,3 +427,54 @@ def test_a_work_directory_that_is_a_descriptor_starts_nothing(descriptor: int, s
         stack.docker("rmi", "-f", image)
 
     assert before == stack.host("list")["sandboxes"]
+
+
+_EXCHANGE = """
+import os, time
+os.chdir("/workspace")
+for _ in range(1000):
+    os.rename("share", "kept"), os.rename("link", "share"), time.sleep(0.02)
+    os.rename("share", "link"), os.rename("kept", "share"), time.sleep(0.02)
+"""
+
+_AROUND = """
+rm -f /dev/null; ln -s /workspace/caught /dev/null; chmod 777 /dev; rm -f /dev/urandom; echo same > /dev/urandom
+for place in /dev/pts/[0-9]*; do echo forged > $place && echo reached $place; done; rm -rf /dev/shm/*
+script -qc 'tty' /dev/null; echo end
+"""
+
+
+def test_isolated_sessions_change_nothing_around_them(stack: Stack) -> None:
+    """Not its devices, not its terminals, and no directory that was put in the place of a checked one."""
+    extensions = {"sallyport.runtime": "runsc", "sallyport.policy": "agents", "bootstrap.execd.isolation": "enable"}
+    with SandboxSync.create(IMAGE, connection_config=stack.connection, extensions=extensions) as sandbox:
+        try:
+            printed(sandbox, "mkdir -p /workspace/share /srv; ln -s / /workspace/link; echo ours > /dev/shm/ours")
+            printed(sandbox, "setsid script -qc 'sleep 300' /dev/null < /dev/null > /dev/null 2>&1 &")
+            sandbox.files.write_file("/srv/exchange.py", _EXCHANGE)
+            devices = "ls -l /dev | grep -v pts; ls -ld /dev; cat /dev/shm/ours; ls /dev/pts"
+            before = printed(sandbox, devices)
+            assert "ours" in before
+            with sandbox.isolation.session(
+                CreateIsolatedSessionRequest(workspace=IsolatedWorkspaceSpec(path="/workspace", mode="rw"))
+            ) as session:
+                inside = "".join(message.text for message in session.run(_AROUND).logs.stdout)
+            assert "end" in inside
+            assert "/dev/pts/" in inside  # it can have terminals
+            assert "reached" not in inside
+            assert before == printed(sandbox, devices)
+
+            sandbox.commands.run("exec python3 /srv/exchange.py", opts=RunCommandOpts(background=True))
+            request = CreateIsolatedSessionRequest(
+                workspace=IsolatedWorkspaceSpec(path="/srv"), binds=[BindMount(source="/workspace/share", dest="/mnt")]
+            )
+            made = 0
+            deadline = time.monotonic() + 60
+            while made < 3 and time.monotonic() < deadline:
+                with contextlib.suppress(SandboxException), sandbox.isolation.session(request) as session:
+                    session.run("echo theirs > /mnt/root/theirs; echo theirs > /mnt/theirs")
+                    made += 1
+            assert 3 == made
+            assert "theirs" not in printed(sandbox, "ls /root")
+        finally:
+            sandbox.kill()
