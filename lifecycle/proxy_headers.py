@@ -4,6 +4,8 @@
   token, nor the secure-access token. execd's token goes to execd's port only.
 - `Authorization` and `Cookie` are the application's, unless one of our keys is in them.
 - Where a request came from is said by us and not by the request.
+- What a sandbox tells a browser to keep is kept for its own route only: cookies get its path and no domain, and headers
+  that are about the whole host (which is the API's, and every sandbox's) stay here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,6 +27,9 @@ _HOP = frozenset(
 _OURS = frozenset(
     name.encode()
     for name in (API_KEY_HEADER, EGRESS_HEADER, SECURE_HEADER, RENEW_HEADER, "open-sandbox-client-ip", "x-real-ip")
+)
+_WHOLE_HOST = frozenset(
+    (b"strict-transport-security", b"alt-svc", b"clear-site-data", b"nel", b"report-to", b"service-worker-allowed")
 )
 _WEBSOCKET = (b"sec-websocket-",)
 ISOLATION = (b"content-security-policy", b"sandbox allow-downloads allow-forms allow-modals allow-popups allow-scripts")
@@ -75,7 +80,12 @@ def to_sandbox(
 
 def to_client(headers: Sequence[tuple[bytes, bytes]], prefix: bytes) -> Headers:
     """Return the headers of the sandbox's response as the client gets them; `prefix` is the route to this port."""
-    dropped = _HOP | _named_in_connection(headers) | {b"server", b"date", b"x-request-id", b"open-sandbox-origin"}
+    dropped = (
+        _HOP
+        | _WHOLE_HOST
+        | _named_in_connection(headers)
+        | {b"server", b"date", b"x-request-id", b"open-sandbox-origin"}
+    )
     kept: Headers = []
     for name, value in headers:
         lower = name.lower()
@@ -83,9 +93,22 @@ def to_client(headers: Sequence[tuple[bytes, bytes]], prefix: bytes) -> Headers:
             continue
         if lower == b"location" and value.startswith(b"/") and not value.startswith(b"//"):
             value = prefix + value
+        elif lower == b"set-cookie":
+            value = _own_cookie(value, prefix)
         kept.append((name, value))
     kept.append(ISOLATION)
     return kept
+
+
+def _own_cookie(cookie: bytes, prefix: bytes) -> bytes:
+    parts = cookie.split(b";")
+    for index, part in enumerate(parts[1:], start=1):
+        name, _, value = (text.strip() for text in part.partition(b"="))
+        if name.lower() == b"path" and value.startswith(b"/") and not (value + b"/").startswith(prefix + b"/"):
+            parts[index] = b" Path=" + prefix + value
+        elif name.lower() == b"domain":
+            parts[index] = b""
+    return b";".join(part for index, part in enumerate(parts) if part or not index)
 
 
 def _named_in_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
