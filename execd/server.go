@@ -25,6 +25,7 @@ import (
 
 const (
 	connectionLimit   = 1024
+	insideLimit       = connectionLimit * 3 / 4 // of those, from inside the sandbox
 	headerBytesLimit  = 64 << 10
 	concurrentWalks   = 8
 	defaultPort       = 44772
@@ -70,6 +71,7 @@ func (s *Server) Serve(listener net.Listener) error {
 	}
 	s.listener = &boundedListener{
 		Listener: listener, slots: make(chan struct{}, connectionLimit), now: s.binding.now, open: map[*boundedConn]Auth{},
+		inside: fromInside,
 	}
 	return server.Serve(s.listener)
 }
@@ -237,17 +239,38 @@ func (s *Server) withoutOwnProxy(raw string) string {
 	}
 }
 
-// boundedListener leaves connections beyond the limit in the kernel's queue.
+// boundedListener leaves connections beyond the limit in the kernel's queue. Those from
+// inside, which anybody there can hold open without a token, end beyond a limit of their own:
+// there is always room for who comes through the gateway.
 type boundedListener struct {
 	net.Listener
-	slots chan struct{}
-	now   func() (Auth, error)
+	slots  chan struct{}
+	now    func() (Auth, error)
+	inside func(net.Conn) bool
 
 	mutex sync.Mutex
 	open  map[*boundedConn]Auth // and in which launch each began
+	own   int                   // of them from inside
+}
+
+// fromInside reports whether a connection comes from this machine; tests have another idea.
+var fromInside = func(connection net.Conn) bool {
+	from, ok := connection.RemoteAddr().(*net.TCPAddr)
+	to, known := connection.LocalAddr().(*net.TCPAddr)
+	return !ok || !known || from.IP.IsLoopback() || from.IP.Equal(to.IP)
 }
 
 func (l *boundedListener) Accept() (net.Conn, error) {
+	for {
+		made, err := l.accept()
+		if made != nil || err != nil {
+			return made, err
+		}
+	}
+}
+
+// accept returns neither a connection nor an error when it has refused one.
+func (l *boundedListener) accept() (net.Conn, error) {
 	l.slots <- struct{}{}
 	connection, err := l.Listener.Accept()
 	if err != nil {
@@ -260,16 +283,26 @@ func (l *boundedListener) Accept() (net.Conn, error) {
 		connection.Close()
 		return nil, net.ErrClosed
 	}
-	made := &boundedConn{TCPConn: tcp}
+	made, inside := &boundedConn{TCPConn: tcp}, 0
+	if l.inside(tcp) {
+		inside = 1
+	}
 	made.release = sync.OnceFunc(func() {
 		l.mutex.Lock()
 		delete(l.open, made)
+		l.own -= inside
 		l.mutex.Unlock()
 		<-l.slots
 	})
 	launch, _ := l.now() // if that is not known, its requests are refused
 	l.mutex.Lock()
 	defer l.mutex.Unlock()
+	if l.own+inside > insideLimit {
+		<-l.slots
+		tcp.Close()
+		return nil, nil
+	}
+	l.own += inside
 	l.open[made] = launch
 	return made, nil
 }

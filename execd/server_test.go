@@ -217,7 +217,74 @@ func (f *fixture) serve() (dial func() net.Conn) {
 	}
 }
 
+// insideIs takes connections from one address of this machine for those from inside.
+func insideIs(t *testing.T, address string) {
+	usual := fromInside
+	t.Cleanup(func() { fromInside = usual })
+	fromInside = func(connection net.Conn) bool {
+		return connection.RemoteAddr().(*net.TCPAddr).IP.String() == address
+	}
+}
+
+func TestConnectionsFromInsideLeaveRoomForOthers(t *testing.T) {
+	insideIs(t, "127.0.0.2")
+	f := newFixture(t)
+	outside := f.serve()
+	to := outside().RemoteAddr().String()
+	from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}
+	inside := func() net.Conn {
+		connection, err := from.Dial("tcp", to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { connection.Close() })
+		return connection
+	}
+	answer := func(connection net.Conn) string {
+		_ = connection.SetDeadline(time.Now().Add(10 * time.Second))
+		io.WriteString(connection, "GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+		line, _ := bufio.NewReader(connection).ReadString('\n')
+		return line
+	}
+	held := make([]net.Conn, insideLimit)
+	for i := range held {
+		held[i] = inside()
+	}
+	for range connectionLimit {
+		equal(t, "", answer(inside()))
+	}
+	equal(t, "HTTP/1.1 200 OK\r\n", answer(held[0]))
+	equal(t, "HTTP/1.1 200 OK\r\n", answer(outside()))
+	held[0].Close()
+	for deadline := time.Now().Add(10 * time.Second); answer(inside()) == ""; {
+		if time.Now().After(deadline) {
+			t.Fatal("what was closed still counts")
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+func TestOnlyThisMachineIsInside(t *testing.T) {
+	for _, pair := range []struct {
+		from, to string
+		expected bool
+	}{{"127.0.0.9", "127.0.0.1", true}, {"10.0.0.2", "10.0.0.2", true}, {"10.0.0.1", "10.0.0.2", false}} {
+		connection := addressed{from: net.ParseIP(pair.from), to: net.ParseIP(pair.to)}
+		equal(t, pair.expected, fromInside(connection))
+	}
+}
+
+// addressed is a connection of which only the ends are known.
+type addressed struct {
+	net.Conn
+	from, to net.IP
+}
+
+func (a addressed) RemoteAddr() net.Addr { return &net.TCPAddr{IP: a.from, Port: 1} }
+func (a addressed) LocalAddr() net.Addr  { return &net.TCPAddr{IP: a.to, Port: 2} }
+
 func TestConnectionsBeyondTheLimitWaitUntilOneEnds(t *testing.T) {
+	insideIs(t, "127.0.0.2")
 	f := newFixture(t)
 	dial := f.serve()
 	connections := make([]net.Conn, connectionLimit)
