@@ -10,6 +10,7 @@ Pure: the clock is an argument, `DnsLimits` is the one value that changes and be
   Reverse names are never forwarded. Other types and classes are REFUSED, other opcodes NOTIMP.
 - Query rate, and below a wildcard the number, length and entropy of labels and the distinct names per hour, are
   bounded: what a sandbox can write into names of an allowed zone is small.
+- A query over the rate has its place in it and is judged when that comes; one whose place is too far off is refused.
 - Whatever the bytes, `handle` returns a verdict; it never raises.
 
 It opens nothing: the proxy judges name and address again when a connection comes.
@@ -52,6 +53,8 @@ _MAX_ZONES = 1024
 _MAX_NAMES = 50_000
 _BY_NAME = frozenset({QType.A, QType.AAAA, QType.HTTPS, QType.SVCB, QType.PTR})
 _MAX_QUERY = 1024
+PATIENCE = 2.0
+"""Seconds a query over the rate waits for its turn: clients ask again after five, or give up."""
 
 
 class DnsDecision(StrEnum):
@@ -80,18 +83,19 @@ class DnsLimits:
     def __post_init__(self) -> None:
         self.former, self.former_since = self.ledger.names, self.ledger.names_since
 
-    def take(self, settings: DnsSettings, now: float) -> bool:
-        """Take one query from the bucket; False when it is empty."""
+    def take(self, settings: DnsSettings, now: float, patience: float) -> float | None:
+        """Take the next place in the rate; in how many seconds it comes, None when that is over `patience`."""
         burst = float(max(1, settings.query_burst))
         if self.tokens is None:
             self.tokens = burst
         else:
             self.tokens = min(burst, self.tokens + max(0.0, now - self.refilled) * settings.query_rate)
         self.refilled = now
-        if self.tokens < 1:
-            return False
+        wait = max(0.0, (1 - self.tokens) / settings.query_rate)
+        if wait > patience:
+            return None
         self.tokens -= 1
-        return True
+        return wait
 
     def admit(self, zone: str, host: str, settings: DnsSettings, now: float) -> bool:
         """Count `host` among the distinct names below `zone`; False when there were too many this hour.
@@ -155,13 +159,20 @@ class Resolve:
 
 
 @dataclass(frozen=True, slots=True)
+class Later:
+    """Judge it again, as one whose turn it is, in so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Say nothing: not a query, or too broken to answer."""
 
     reason: str
 
 
-type Verdict = Answer | Resolve | Drop
+type Verdict = Answer | Resolve | Later | Drop
 
 
 class Outcome(StrEnum):
@@ -174,12 +185,19 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-def handle(message: bytes, policy: CompiledPolicy | None, limits: DnsLimits, now: float) -> Verdict:
+def handle(
+    message: bytes,
+    policy: CompiledPolicy | None,
+    limits: DnsLimits,
+    now: float,
+    patience: float | None = PATIENCE,
+) -> Verdict:
     """Judge one query.
 
     Args:
         policy: None before the worker was configured: everything is refused.
         now: seconds of a monotonic clock.
+        patience: seconds it may wait for its turn; None if it has waited, and is not to be `Later` again.
     """
     try:
         header = parse_header(message)
@@ -189,8 +207,11 @@ def handle(message: bytes, policy: CompiledPolicy | None, limits: DnsLimits, now
         return Drop("a response")
     if policy is None:
         return _refuse_blind(header, RCode.REFUSED, "unconfigured", "no policy is active yet")
-    if not limits.take(policy.dns, now):
+    wait = 0.0 if patience is None else limits.take(policy.dns, now, patience)
+    if wait is None:
         return _refuse_blind(header, RCode.REFUSED, "dns-rate", "query rate exceeded")
+    if wait > 0:
+        return Later(wait)
     if header.opcode != 0:
         return _refuse_blind(header, RCode.NOTIMP, "dns-opcode", "only standard queries are answered")
     if len(message) > _MAX_QUERY:

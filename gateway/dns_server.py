@@ -4,6 +4,7 @@
   SERVFAIL. Denials are accepted before they are answered, or noted for later while there is no log; floods (rate,
   malformed) are counted, a record for each second.
 - Only addresses the gateway itself would dial are answered.
+- A UDP query over the rate waits for its turn, and is judged by what is in force then.
 - Queries in flight, TCP connections, queries per connection and all waiting times are bounded; beyond them a UDP
   query is dropped and a TCP connection closed. So is, after its answer, one that brings a query of a flood.
 - One bad query, or a failing socket, never ends the service.
@@ -20,10 +21,12 @@ from typing import Any
 from audit.client import AuditClient, AuditUnavailable
 from gateway.config import GatewayConfig
 from gateway.dns_logic import (
+    PATIENCE,
     Answer,
     DnsEvent,
     DnsLimits,
     Drop,
+    Later,
     Outcome,
     Resolve,
     Verdict,
@@ -38,7 +41,7 @@ from gateway.resolver import MAX_TTL, Resolver
 from gateway.upstream import permitted
 from policy.decision import Deny
 
-_MAX_IN_FLIGHT = 128
+_MAX_IN_FLIGHT = 256
 _MAX_DATAGRAM = 4096
 _PER_WAKE = 64
 _MAX_TCP = 32
@@ -103,21 +106,30 @@ class DnsServer:
             except OSError as error:
                 _log.warning("dns socket: %s", type(error).__name__)
                 return
-            verdict = self._judge(data)
+            verdict = self._judge(data, PATIENCE)
             if isinstance(verdict, Drop) or len(self._in_flight) >= _MAX_IN_FLIGHT:
                 continue
             if isinstance(verdict, Answer) and self._counted(verdict.event):
                 _reply(sock, verdict.data, peer)
                 continue
-            task = asyncio.get_running_loop().create_task(self._datagram(sock, verdict, peer), name="dns-udp")
+            task = asyncio.get_running_loop().create_task(self._datagram(sock, data, verdict, peer), name="dns-udp")
             self._in_flight.add(task)
             task.add_done_callback(self._in_flight.discard)
 
-    def _judge(self, data: bytes) -> Verdict:
+    def _judge(self, data: bytes, patience: float | None) -> Verdict:
         config = self._config()
-        return handle(data, config.policy if config is not None else None, self._limits, self._clock())
+        policy = config.policy if config is not None else None
+        return handle(data, policy, self._limits, self._clock(), patience)
 
-    async def _datagram(self, sock: socket.socket, verdict: Answer | Resolve, peer: tuple[str, int]) -> None:
+    async def _datagram(self, sock: socket.socket, data: bytes, verdict: Verdict, peer: tuple[str, int]) -> None:
+        if isinstance(verdict, Later):
+            await asyncio.sleep(verdict.seconds)
+            verdict = self._judge(data, None)
+        if not isinstance(verdict, Answer | Resolve):
+            return
+        if isinstance(verdict, Answer) and self._counted(verdict.event):
+            _reply(sock, verdict.data, peer)
+            return
         limit = reply_limit(verdict.query) if isinstance(verdict, Resolve) else _MAX_DATAGRAM
         _reply(sock, await self._carry_out(verdict, limit), peer)
 
@@ -190,8 +202,8 @@ class DnsServer:
                         data = await _message(peer)
                     if data is None:
                         return
-                    verdict = self._judge(data)
-                    if isinstance(verdict, Drop):
+                    verdict = self._judge(data, 0.0)
+                    if not isinstance(verdict, Answer | Resolve):
                         return
                     if isinstance(verdict, Answer) and self._counted(verdict.event):
                         await _send(peer, verdict.data)

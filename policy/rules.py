@@ -269,8 +269,8 @@ class DnsSettings:
 
     query_rate: int = 50
     """Questions a second, sustained."""
-    query_burst: int = 200
-    """Questions at once."""
+    query_burst: int = 500
+    """Questions at once. Those over both wait up to two seconds for their turn; others are refused."""
     max_label: int = 40
     """Characters of a label in front of a wildcard's suffix."""
     max_labels: int = 4

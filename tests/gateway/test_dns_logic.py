@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.dns_logic import Answer, DnsLimits, Drop, Outcome, Resolve, handle, reply_limit, resolved
+from gateway.dns_logic import Answer, DnsLimits, Drop, Later, Outcome, Resolve, handle, reply_limit, resolved
 from policy.compiled import CompiledPolicy
 from policy.facts import Scheme
 from policy.names import HostPattern
@@ -128,11 +128,23 @@ def test_an_unknown_edns_version_is_badvers() -> None:
     assert (0, 1) == (answer.header.rcode, answer.ar[0].ttl >> 24)
 
 
-def test_the_query_rate_is_bounded_and_recovers() -> None:
+def test_a_query_over_the_rate_waits_for_its_turn_and_is_refused_when_that_is_far_off() -> None:
     rules, limits = policy("good.example.com", dns=DnsSettings(query_rate=2, query_burst=4)), DnsLimits()
-    verdicts = [type(ask(query(GOOD), rules, limits)) for _ in range(6)]
-    assert [Resolve] * 4 + [Answer] * 2 == verdicts
-    assert isinstance(ask(query(GOOD), rules, limits, now=1.0), Resolve)
+    verdicts = [ask(query(GOOD), rules, limits) for _ in range(10)]
+    assert [Resolve] * 4 + [Later] * 4 + [Answer] * 2 == [type(verdict) for verdict in verdicts]
+    assert [0.5, 1.0, 1.5, 2.0] == [verdict.seconds for verdict in verdicts if isinstance(verdict, Later)]
+    assert [REFUSED] * 2 == [rcode(verdict) for verdict in verdicts if isinstance(verdict, Answer)]
+    assert isinstance(ask(query(GOOD), rules, limits, now=2.0), Later)
+    assert isinstance(ask(query(GOOD), rules, limits, now=3.0), Resolve)
+
+
+def test_a_query_that_has_waited_is_judged_by_what_is_in_force_then() -> None:
+    rules, limits = policy("good.example.com", dns=DnsSettings(query_rate=1, query_burst=1)), DnsLimits()
+    assert isinstance(ask(query(GOOD), rules, limits), Resolve)
+    assert isinstance(ask(query(GOOD), rules, limits), Later)
+    assert NXDOMAIN == rcode(handle(query(GOOD), policy("other.example.com"), limits, 1.0, None))
+    assert isinstance(handle(query(GOOD), rules, limits, 1.0, None), Resolve)
+    assert REFUSED == rcode(handle(query(GOOD), rules, limits, 0.5, 0.0))
 
 
 def wild(*labels: bytes) -> bytes:

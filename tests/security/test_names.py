@@ -226,7 +226,7 @@ def test_a_flood_of_questions_ends_at_the_rate_limit(internet: Internet, stack: 
             for message in (_query(f"n{number}.bank.example") for number in range(90))
         )
         attacks = tuple(
-            Attack(f"flood {number}", (frame,), None, RESOLVER, 53, options={"quiet": 1}) for number in range(8)
+            Attack(f"flood {number}", (frame,), None, RESOLVER, 53, options={"quiet": 1}) for number in range(16)
         )
         verdicts = from_sandbox(attacks, internet, stack, str(sandbox.id))
 
