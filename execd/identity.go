@@ -38,6 +38,8 @@ const (
 	highestID         = 1<<32 - 2
 )
 
+var handOverLimit = 5 * time.Second // tests shorten it
+
 // Identities serves the routes with an identity in their path.
 type Identities struct {
 	reaper   *Reaper
@@ -286,6 +288,7 @@ func handOver(control *net.UnixConn) (net.Conn, error) {
 		return nil, err
 	}
 	defer theirs.Close()
+	_ = control.SetWriteDeadline(time.Now().Add(handOverLimit)) // its user may have stopped it
 	if _, _, err := control.WriteMsgUnix([]byte{0}, syscall.UnixRights(int(theirs.Fd())), nil); err != nil {
 		ours.Close()
 		return nil, err

@@ -169,6 +169,26 @@ func TestWhatIsPassedOnMayBeAnsweredBeforeItsEndWasSeen(t *testing.T) {
 	}
 }
 
+func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
+	shorten(t, &handOverLimit)
+	ours, theirs, err := socketPair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	control, _ := unixConn(ours)
+	defer control.Close()
+	defer theirs.Close() // and never read
+	for range 10000 {
+		connection, err := handOver(control)
+		if err != nil {
+			equal(t, true, errors.Is(err, os.ErrDeadlineExceeded))
+			return
+		}
+		connection.Close()
+	}
+	t.Error("it takes everything")
+}
+
 func TestAnAnswerBeginsAtTheEndOfWhatIsPassedOn(t *testing.T) {
 	body, rest := io.Pipe()
 	answer := httptest.NewRecorder()

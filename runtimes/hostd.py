@@ -47,7 +47,7 @@ from runtimes.netns import NftError
 from runtimes.nft import GuardPlan
 from runtimes.records import Records
 from runtimes.sandboxes import Sandboxes
-from runtimes.spec import SANDBOX_ID, HostConfig, LaunchSpec
+from runtimes.spec import IMAGE_NAME, SANDBOX_ID, HostConfig, LaunchSpec
 from runtimes.supervisor import NotReady
 from runtimes.watch import Watch
 from runtimes.yielding import Yielding
@@ -337,8 +337,10 @@ class Host:
 
     async def _image(self, parameters: wire.Message) -> dict[str, Any]:
         name = _exactly(parameters, "name")
-        if not isinstance(name, str) or not 1 <= len(name) <= 256:
+        if not isinstance(name, str):
             raise wire.RequestError("invalid", "name is not an image name")
+        if not IMAGE_NAME.fullmatch(name):
+            raise wire.RequestError("unknown_image", "this is no image's name")
         try:
             image = await self._parts()[0].image(name)
         except UnknownImage:

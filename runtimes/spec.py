@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from runtimes.disk import SMALLEST
 
+IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z0-9_:@-])*")
+"""What Docker may be asked for as an image: part of a path there, so nothing that leads elsewhere in it."""
 SANDBOX_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
 _IMAGE_TEXT = re.compile(r"[ !#%-\[\]-~]{0,1024}")  # what Docker's ENV takes as it is: no quote, dollar or backslash
@@ -23,6 +25,12 @@ type Runtime = Literal["runc", "runsc"]
 RUNTIMES: tuple[Runtime, ...] = ("runc", "runsc")
 
 SandboxId = Annotated[str, Field(pattern=rf"^{SANDBOX_ID.pattern}$")]
+
+
+def _image_name(name: str) -> str:
+    if not IMAGE_NAME.fullmatch(name):
+        raise ValueError("not an image name")
+    return name
 
 
 class _Strict(BaseModel):
@@ -38,7 +46,7 @@ class LaunchSpec(_Strict):
     sandbox: SandboxId
     generation: int = Field(ge=1)
     runtime: Runtime
-    image: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._/:@-]{0,255}$")
+    image: Annotated[str, AfterValidator(_image_name)]
     entrypoint: list[str] = Field(min_length=1, max_length=256)
     env: dict[str, str] = Field(max_length=1024)
     cpu_nanos: int = Field(ge=1_000_000, le=1024 * 10**9)
