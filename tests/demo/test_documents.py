@@ -8,16 +8,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/compatibility.md", "docs/threat-model.md")
 _PATH = re.compile(r"`((?:tests|docs|gateway|runtimes|lifecycle|policy|audit|vault|wire|demo)/[\w./-]+)`")
-_TEST = re.compile(r"`(test_\w+)`")
+_TEST = re.compile(r"`((?:test_|Test[A-Z])\w+)`")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_path_and_test_that_is_named_exists(document: str) -> None:
     text = (ROOT / document).read_text()
-    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    files = (*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "execd").glob("*_test.go"))
+    sources = "".join(path.read_text() for path in files)
 
     assert [] == [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
-    assert [] == [name for name in _TEST.findall(text) if f"def {name}(" not in sources]
+    assert [] == [name for name in _TEST.findall(text) if not re.search(rf"\b(def|func) {name}\(", sources)]
 
 
 def test_every_claim_of_the_threat_model_names_a_test() -> None:
