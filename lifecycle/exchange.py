@@ -47,7 +47,6 @@ class Connection:
         self.made_at = asyncio.get_running_loop().time()
         self._turns = turns or asyncio.Lock()
         self._events = 0
-        """How many there were since the last turn."""
         """How many were read since the last turn."""
         self._sock = sock
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
