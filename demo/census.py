@@ -92,9 +92,10 @@ def _slots(run: Path, side: str = "*") -> set[int]:
 
 
 def _idle(run: Path) -> int:
-    """How many slots nobody lives in: as many gateways' namespaces without a process."""
+    """How many slots nobody lives in: as many of each side's namespaces, which are made in turn, without a process."""
     used = {inode for inodes in namespaces_in_use().values() for inode in inodes}
-    return len((_slots(run, "*-gw") & mounted_namespaces().keys()) - used)
+    free = mounted_namespaces().keys() - used
+    return min(len(_slots(run, side) & free) for side in ("*-gw", "*-sbx"))
 
 
 def _unnumbered(path: str) -> str:
