@@ -42,6 +42,7 @@ _DNS = 'set sallyport.dns_upstreams to the addresses of resolvers, such as ["192
 _USERS = "set other numbers under sallyport.uids, or take that range away from its user"
 _UPSTREAM = "make the namespace before the server starts, or unset sallyport.upstream_netns"
 _PYTHON = "set sallyport.python to the CPython 3.13 that Sallyport is installed for"
+_PACKAGES = "install what uv.lock names: `uv sync --frozen`"
 _DOCKERD = "install the Debian package docker.io (20.10 or newer), or set sallyport.docker.binary"
 _DOCKER = "start Docker and set sallyport.docker.socket, or set sallyport.docker.managed = true to have one of our own"
 
@@ -105,6 +106,7 @@ def questions(config: HostConfig) -> tuple[Question, ...]:
         Question("dns", _DNS, lambda: probes.resolvers(config)),
         Question("users", _USERS, lambda: probes.users(config.uids), vital=True),
         Question("python", _PYTHON, lambda: probes.interpreter(config), vital=True),
+        Question("packages", _PACKAGES, probes.packages, vital=True),
     )
 
 

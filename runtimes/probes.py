@@ -17,7 +17,10 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from runtimes import disk as disks
 from runtimes import netns, nft, slots
@@ -286,6 +289,26 @@ def interpreter(config: HostConfig) -> str:
     real = os.path.realpath(config.python)
     closed = [str(parent) for parent in Path(real).parents if not parent.stat().st_mode & 0o001]
     return f"{version}; below the closed {closed[-1]}: daemons get it bound into place" if closed else version
+
+
+def packages() -> str:
+    """Every package this interpreter has for Sallyport, in a version that Sallyport asks for.
+
+    Source: importlib.metadata, against the floors in pyproject.toml.
+    """
+    try:
+        asked = [Requirement(text) for text in metadata.requires("sallyport") or ()]
+    except metadata.PackageNotFoundError:
+        raise ProbeError("Sallyport is not installed as a package") from None
+    wanted = [item for item in asked if item.marker is None or item.marker.evaluate()]
+    for item in wanted:
+        try:
+            version = metadata.version(item.name)
+        except metadata.PackageNotFoundError:
+            raise ProbeError(f"{item.name} is missing") from None
+        if not item.specifier.contains(version, prereleases=True):
+            raise ProbeError(f"{item.name} is {version}, and must be {item.specifier}")
+    return f"{len(wanted)} packages, none older than asked for"
 
 
 def docker_answers(path: str) -> str:

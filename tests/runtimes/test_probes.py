@@ -100,3 +100,35 @@ def test_a_failure_is_one_line_with_its_remedy() -> None:
 def test_what_to_add_to_docker_is_the_very_text() -> None:
     said = add_to_docker(entries(Path("/run/sallyport/runtimes"), ["runsc"]))
     assert said.endswith(': "runtimes": {"sallyport-runsc": {"path": "/run/sallyport/runtimes/sallyport-runsc"}}')
+
+
+def test_the_packages_that_are_installed_are_recent_enough() -> None:
+    assert "none older than asked for" in probes.packages()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("h11>=99", r"h11 is \S+, and must be >=99"),
+        ("h11<0.10", r"h11 is \S+, and must be <0.10"),
+        ("no-such-package>=1", "no-such-package is missing"),
+    ],
+)
+def test_a_package_below_its_floor_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, said: str
+) -> None:
+    known = tmp_path / "sallyport-9.dist-info" / "METADATA"
+    known.parent.mkdir()
+    known.write_text(f"Metadata-Version: 2.1\nName: sallyport\nVersion: 9\nRequires-Dist: {asked}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ProbeError, match=said):
+        probes.packages()
+
+
+def test_a_package_for_another_platform_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = tmp_path / "sallyport-9.dist-info" / "METADATA"
+    known.parent.mkdir()
+    other = 'Requires-Dist: no-such-package; sys_platform == "win32"'
+    known.write_text(f"Metadata-Version: 2.1\nName: sallyport\nVersion: 9\n{other}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert probes.packages().startswith("0 packages")
