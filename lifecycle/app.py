@@ -6,8 +6,7 @@ It only wires. Nothing here runs at import, and there is no global state: a proc
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
@@ -16,6 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from lifecycle.auth import BrowserGuard, KeyRing, Tokens
+from lifecycle.clock import Clock
 from lifecycle.edge import Edge
 from lifecycle.egress import Egress
 from lifecycle.egress_api import EgressApi
@@ -83,7 +83,7 @@ class Server:
                     _log.error("not every sandbox has the new policies yet: %s", type(error).__name__)
 
 
-def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Callable[[], float] = time.time) -> Server:
+def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clock | None = None) -> Server:
     """Compose a server; needs a running event loop."""
     registry = Registry(config.state_dir / "sallyport.db")
     hostd = Hostd(config.run_dir / "hostd.sock")
@@ -96,7 +96,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Cal
         host_addresses=config.host_addresses,
         limits=config.gateway_limits,
     )
-    orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, gateway, clock=clock)
+    orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, gateway, clock=clock or Clock())
     creations = Creations(orchestrator, tokens, config.bounds)
     egress = Egress(orchestrator)
     keys = KeyRing(config.key_digests)

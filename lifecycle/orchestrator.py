@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import wire
+from lifecycle.clock import Clock
 from lifecycle.creation import MAX_TIMEOUT
 from lifecycle.errors import ApiError, unavailable, unknown_sandbox
 from lifecycle.labels import patched
@@ -67,7 +68,7 @@ class Orchestrator:
         policies: Policies,
         gateway: Gateway,
         *,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self.registry = registry
         self.hostd = hostd
@@ -76,6 +77,7 @@ class Orchestrator:
         self.policies = policies
         self.gateway = gateway
         self.clock = clock
+        self._keeping_time = asyncio.Lock()
         self.expiry_changed: Callable[[], None] = lambda: None
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """Called with the id of each sandbox that is gone, to drop what is kept for it."""
@@ -166,6 +168,7 @@ class Orchestrator:
 
     async def renew(self, sandbox: str, expires_at: datetime) -> Sandbox:
         """Set the expiry: later, earlier or the same, but in the future."""
+        await self.keep_time()  # the caller's moment is one of the clock as it is now
         await self.get(sandbox)
         moment = (expires_at if expires_at.tzinfo else expires_at.replace(tzinfo=UTC)).timestamp()
         now = self.clock()
@@ -199,6 +202,29 @@ class Orchestrator:
             return replace(current, expires_at=moment)
 
         await self.registry.update(row.id, change)
+
+    async def keep_time(self) -> None:
+        """Where the system's clock was set, move every expiry as far: what is left of each life stays the same.
+
+        Raises:
+            RegistryError: they could not be moved; nothing has changed.
+        """
+        async with self._keeping_time:
+            moved = self.clock.moved()
+            if not moved:
+                return
+            _log.warning("the system's clock was set by %+.0f s: expiries move with it", moved)
+            if moved < 0:  # in this order no sandbox looks expired meanwhile
+                self.clock.follow(moved)
+            try:
+                await self.registry.shift(moved)
+            except BaseException:
+                if moved < 0:
+                    self.clock.follow(-moved)
+                raise
+            if moved > 0:
+                self.clock.follow(moved)
+        self.expiry_changed()
 
     async def pause(self, sandbox: str) -> None:
         """Freeze a running sandbox."""

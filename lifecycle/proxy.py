@@ -160,7 +160,7 @@ class Proxy:
     async def _renew(self, row: Sandbox) -> None:
         if self.renew_interval is None or row.renew_seconds is None:
             return
-        now = self.orchestrator.clock()
+        now = asyncio.get_running_loop().time()
         if now - self._renewed.get(row.id, float("-inf")) >= self.renew_interval:
             self._renewed[row.id] = now
             await self.orchestrator.touch(row)

@@ -10,6 +10,7 @@
 - Afterwards hostd is asked every few seconds how its sandboxes are; lists and gets read the database only. A sandbox
   that hostd no longer has is Failed; a gateway with another policy than the registry's is given that one; a creation
   whose row could not be written, or a policy change that broke off, is finished.
+- The observer also notices that the system's clock was set.
 - Neither task ends by an error: it waits and goes on.
 """
 
@@ -46,6 +47,7 @@ class Reaper:
         self._orchestrator = orchestrator
         self._wake = asyncio.Event()
         self._retries: dict[str, tuple[float, float]] = {}
+        """When to try again, by the event loop's clock, and the seconds between, by sandbox."""
         self._removals: dict[str, asyncio.Task[None]] = {}
         orchestrator.expiry_changed = self.wake
 
@@ -73,22 +75,21 @@ class Reaper:
 
     async def _round(self) -> float:
         """Begin the removals that are due; return when to look again, in seconds."""
-        now = self._orchestrator.clock()
+        now, running = self._orchestrator.clock(), asyncio.get_running_loop().time()
         over = await self._orchestrator.registry.expired(now)
         known = {row.id for row in over}
         self._retries = {key: value for key, value in self._retries.items() if key in known}
         for row in over:
-            due = self._retries.get(row.id, (now, 0))[0] <= now
+            due = self._retries.get(row.id, (running, 0))[0] <= running
             if due and row.id not in self._removals and len(self._removals) < _PARALLEL:
                 removal = asyncio.create_task(self._remove(row), name=f"removal-{row.id}")
                 self._removals[row.id] = removal
                 removal.add_done_callback(functools.partial(self._ended, row.id))
-        moments = [when for key, (when, _) in self._retries.items() if key not in self._removals]
+        pauses = [when - running for key, (when, _) in self._retries.items() if key not in self._removals]
         following = await self._orchestrator.registry.next_expiry(now)  # whatever has expired since, too
         if following is not None:
-            moments.append(following)
-        soonest = min(moments, default=now + RETRY_MOST)
-        return max(0.05, min(soonest - self._orchestrator.clock(), RETRY_MOST))
+            pauses.append(following - self._orchestrator.clock())
+        return max(0.05, min([*pauses, RETRY_MOST]))
 
     def _ended(self, sandbox: str, _removal: asyncio.Task[None]) -> None:
         del self._removals[sandbox]
@@ -108,7 +109,7 @@ class Reaper:
                 _log.error("the removal of %s failed: %s", row.id, type(error).__name__)
             _, last = self._retries.get(row.id, (0.0, 0.0))
             delay = min(max(last * 2, RETRY_FIRST), RETRY_MOST)
-            self._retries[row.id] = (self._orchestrator.clock() + delay, delay)
+            self._retries[row.id] = (asyncio.get_running_loop().time() + delay, delay)
         else:
             self._retries.pop(row.id, None)
 
@@ -164,6 +165,7 @@ class Observer:
         while True:
             await asyncio.sleep(OBSERVE_SECONDS)
             try:
+                await self._orchestrator.keep_time()
                 await self.observe()
             except Exception as error:  # noqa: BLE001 - closes: what is unsettled would stay so without this task
                 _log.warning("cannot observe: %s: %s", type(error).__name__, error)

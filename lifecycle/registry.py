@@ -153,6 +153,17 @@ class Registry:
 
         return await self._run(run)
 
+    async def shift(self, seconds: float) -> None:
+        """Move the expiry and the last change of every sandbox: the clock they are compared with was set."""
+
+        def run() -> None:
+            with self._db as database:
+                database.execute(
+                    "UPDATE sandboxes SET expires_at = expires_at + ?, changed_at = changed_at + ?", (seconds, seconds)
+                )
+
+        await self._run(run)
+
     async def all(self) -> list[Sandbox]:
         """Return every sandbox, for reconciliation."""
         return await self._run(lambda: [_row(row) for row in self._db.execute(_SELECT)])

@@ -64,8 +64,7 @@ class Place:
         self.injector.dead = False
         self.injector.out.clear()
         described = self.world
-        clock: Callable[[], float] = lambda: time.time() + described.offset  # noqa: E731
-        self.server = build(described.config, described.policies, described.tokens, clock=clock)
+        self.server = build(described.config, described.policies, described.tokens, clock=described.clock())
         await self._life.enter_async_context(self.server.running())
         await self.server.adopted.wait()
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from audit.records import record
 from gateway.config import GatewayConfig
 from lifecycle.app import Server, build
 from lifecycle.auth import Tokens, digest
+from lifecycle.clock import Clock
 from lifecycle.creation import Limits
 from lifecycle.policies import Policies
 from lifecycle.quantities import Resources
@@ -213,6 +215,7 @@ class World:
     auditd: StandInAuditd
     tokens: Tokens = field(default_factory=lambda: Tokens(b"k" * 32))
     offset: float = 0.0
+    step: float = 0.0
     server: Server | None = None
     port: int = 0
 
@@ -224,6 +227,10 @@ class World:
     def domain(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def clock(self) -> Clock:
+        """A clock of this world: `offset` seconds more have passed, and somebody set it by `step` seconds."""
+        return Clock(lambda: time.time() + self.offset + self.step, lambda: time.monotonic() + self.offset)
+
     def client(self, key: str | None = KEY, **options: Any) -> httpx.AsyncClient:
         headers = {} if key is None else {"OPEN-SANDBOX-API-KEY": key}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=20, trust_env=False, **options)
@@ -231,9 +238,7 @@ class World:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["World"]:
         """Run the server; may be entered again for a restart on the same state."""
-        import time
-
-        server = build(self.config, self.policies, self.tokens, clock=lambda: time.time() + self.offset)
+        server = build(self.config, self.policies, self.tokens, clock=self.clock())
         listener = socket.create_server(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         running = uvicorn.Server(http_settings(server.edge, self.config))
