@@ -31,9 +31,12 @@ def encode(message: Message) -> bytes:
     """Return the frame of `message`.
 
     Raises:
-        FrameError: it would be larger than `MAX_FRAME`.
+        FrameError: it would be larger than `MAX_FRAME`, or holds a number that JSON does not have.
     """
-    body = json.dumps(message, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    try:
+        body = json.dumps(message, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except ValueError as error:
+        raise FrameError("not a number") from error
     if len(body) > MAX_FRAME:
         raise FrameError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
     return _HEADER.pack(len(body)) + body
@@ -124,19 +127,18 @@ def _read_exactly(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-async def send_async(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    """As `send`, on a non-blocking socket. Concurrent senders must hold a lock."""
+async def send_async(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
+    """Send what `encode` made on a non-blocking socket. Concurrent senders must hold a lock."""
     loop = asyncio.get_running_loop()
-    data = encode(message)
     ancillary = _ancillary(fds)
     while True:
         try:
-            sent = sock.sendmsg([data], ancillary)
+            sent = sock.sendmsg([frame], ancillary)
             break
         except BlockingIOError:
             await _ready(loop, sock, writing=True)
-    if sent < len(data):
-        await loop.sock_sendall(sock, data[sent:])
+    if sent < len(frame):
+        await loop.sock_sendall(sock, frame[sent:])
 
 
 async def receive_async(sock: socket.socket) -> tuple[Message, list[int]] | None:

@@ -11,6 +11,7 @@ The connection is symmetric: each side may send requests and notifications, and 
 - A handler's `RequestError` is the peer's answer, with its code. Any other exception becomes the answer
   `internal` without its text (which might hold a secret) and is logged on this side by class only.
 - When a connection ends, every call that waits on it fails with `ConnectionError`: never a silent hang.
+- A message that is no frame, too large a one for instance, is its sender's failure alone: the connection goes on.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wire.frames import FrameError, Message, close_all, receive_async, send_async
+from wire.frames import FrameError, Message, close_all, encode, receive_async, send_async
 
 MAX_IN_FLIGHT = 64
 DEFAULT_TIMEOUT = 30.0
@@ -124,6 +125,7 @@ class Client:
         Raises:
             RemoteError: the peer refused.
             ConnectionError: the connection ended before the answer.
+            FrameError: the request is no frame; nothing was sent.
             TimeoutError: no answer in time.
         """
         result, received = await self.call_with_fds(op, fds, timeout, **parameters)
@@ -172,8 +174,9 @@ class Client:
 
         The descriptors are duplicated, so that they outlive a caller that closes its own meanwhile.
         """
+        frame = encode(message)
         copies = [os.dup(fd) for fd in fds]
-        sending = asyncio.get_running_loop().create_task(self._send_whole(message, copies), name="wire-send")
+        sending = asyncio.get_running_loop().create_task(self._send_whole(frame, copies), name="wire-send")
         self._tasks.add(sending)
         sending.add_done_callback(self._sent)
         try:
@@ -188,10 +191,10 @@ class Client:
         if not sending.cancelled() and sending.exception() is not None:
             self._shut()  # also when the caller no longer waits to be told
 
-    async def _send_whole(self, message: Message, fds: list[int]) -> None:
+    async def _send_whole(self, frame: bytes, fds: list[int]) -> None:
         try:
             async with self._write_lock:
-                await send_async(self._sock, message, fds)
+                await send_async(self._sock, frame, fds)
         except (OSError, ValueError) as error:
             raise ConnectionError("peer is gone") from error
         finally:
@@ -247,12 +250,19 @@ class Client:
                 _log.exception("request %s failed: %s", op, type(error).__name__, exc_info=False)
                 answer = {"id": ident, "error": {"code": "internal", "message": f"{op} failed: {type(error).__name__}"}}
             if ident is not None:
-                await self._send(answer, out)
+                await self._answer(ident, op, answer, out)
         except (ConnectionError, FrameError):
             self._shut()
         finally:
             close_all(out)
             self._slots.release()
+
+    async def _answer(self, ident: Any, op: str, answer: Message, fds: list[int]) -> None:
+        try:
+            await self._send(answer, fds)
+        except FrameError:
+            message = f"the answer to {op[:80]!r} is no frame"
+            await self._send({"id": ident, "error": {"code": "no_frame", "message": message}}, [])
 
     def _shut(self) -> None:
         if self.closed.is_set():

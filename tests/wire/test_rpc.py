@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import socket
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from wire import Client, RemoteError, RequestError, serve_connection, serve_unix
+from wire import MAX_FRAME, Client, FrameError, RemoteError, RequestError, serve_connection, serve_unix
 from wire.frames import Message
 
 
@@ -21,6 +22,8 @@ async def _handler(_client: Client, op: str, parameters: Message, fds: list[int]
         case "echo":
             await asyncio.sleep(parameters.get("after", 0))
             return {"value": parameters["value"]}
+        case "length":
+            return {"length": len(parameters["value"]), "again": parameters["value"] * parameters.get("times", 0)}
         case "refuse":
             raise RequestError("no_such_thing", "there is no such thing")
         case "fail":
@@ -160,3 +163,33 @@ async def test_a_call_that_cannot_be_sent_fails_once_and_leaves_no_other_failure
 
     assert [] == complaints
     await client.close()
+
+
+@pytest.mark.parametrize("parameters", [{"value": "\x7f" * (MAX_FRAME // 6)}, {"value": math.nan}])
+async def test_a_request_that_is_no_frame_fails_alone(parameters: dict[str, Any]) -> None:
+    """Other calls on the connection, which belong to other callers, get their answers."""
+    client, server = await _pair()
+    other = asyncio.ensure_future(client.call("echo", value=1, after=0.05))
+    await asyncio.sleep(0)
+
+    with pytest.raises(FrameError):
+        await client.call("length", **parameters)
+
+    assert {"value": 1} == await other
+    assert {"value": 2} == await client.call("echo", value=2)
+    await client.close()
+    await server.close()
+
+
+async def test_an_answer_that_is_no_frame_is_a_refusal() -> None:
+    """A whole request whose answer would be too large; the other calls go on."""
+    client, server = await _pair()
+    other = asyncio.ensure_future(client.call("echo", value=1, after=0.05))
+
+    with pytest.raises(RemoteError) as refused:
+        await client.call("length", value="x" * (MAX_FRAME // 8), times=9)
+
+    assert "no_frame" == refused.value.code
+    assert {"value": 1} == await other
+    await client.close()
+    await server.close()
