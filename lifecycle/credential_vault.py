@@ -9,6 +9,7 @@ beside it, from the request to vaultd, and are in no object of this module but `
   another secret, so that the old and the new one exist side by side until the change is in force.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,13 @@ from policy.api import ApiPolicyError
 from policy.bindings import INLINE, ApiBinding, binding_name, check_conflicts, parse_binding
 
 MAX_ENTRIES = 256
+MAX_PLACES = 8192
+"""Hosts, methods and paths of all bindings together: each is compared with those of the others."""
 MAX_NAME = 200  # vaultd's names hold 256 bytes, prefix and revision included
+MAX_GRANTS = 256
+"""Pairs of a credential and a place it may go to. vaultd keeps twice as many: during a change old and new ones."""
 MAX_VALUE = 65536
+_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
 
 class VaultText(Exception):
@@ -229,7 +235,7 @@ def _credential(item: object) -> tuple[str, str]:
         raise _bad(f'credential "{name}" inline value cannot be empty')
     if len(value.encode("utf-8", "replace")) > MAX_VALUE:
         raise _bad(f'credential "{name}" inline value is too long')
-    if value != value.strip() or any(character in value for character in "\r\n\0"):
+    if value != value.strip() or _UNSENDABLE.search(value):
         raise _bad(f'credential "{name}" inline value cannot be sent in a header')
     return name, value
 
@@ -259,6 +265,8 @@ def _auth(binding: ApiBinding) -> dict[str, Any]:
 def _check_whole(vault: Vault) -> None:
     if len(vault.credentials) > MAX_ENTRIES or len(vault.bindings) > MAX_ENTRIES:
         raise _bad(f"at most {MAX_ENTRIES} credentials and bindings")
+    if sum(len(item.hosts) + len(item.methods) + len(item.paths) for item in vault.bindings) > MAX_PLACES:
+        raise _bad(f"at most {MAX_PLACES} hosts, methods and paths in all bindings")
     for binding in vault.bindings:
         for credential in binding.credentials:
             if credential not in vault.credentials:

@@ -26,7 +26,7 @@ from lifecycle import credential_vault
 from lifecycle.credential_vault import Change, Vault, VaultText
 from lifecycle.errors import ApiError
 from lifecycle.orchestrator import Orchestrator
-from lifecycle.peers import Unreachable
+from lifecycle.peers import TOO_LARGE, Unreachable
 from lifecycle.policies import Compiled, Refused
 from lifecycle.registry import RegistryError, Sandbox, State
 from policy.api import ApiPolicy, ApiPolicyError, NetworkRule, delete_targets, merge_patch, parse_network_policy
@@ -160,6 +160,8 @@ class Egress:
         try:
             return await self._apply(row, changed, "gateway.policy", change)
         except (Unreachable, wire.RemoteError) as error:
+            if _too_large(error):
+                raise EgressError(413, "egress policy is too large") from None
             raise EgressError(500, f"failed to apply nftables policy: {_brief(error)}") from None
 
     async def _uncovered(self, row: Sandbox, vault: Vault) -> dict[str, str]:
@@ -183,7 +185,7 @@ class Egress:
 
         async def write() -> Vault:
             row = await self._row(sandbox)
-            change = credential_vault.create(body)
+            change = await asyncio.to_thread(credential_vault.create, body)  # its checks may take a while
             if row.vault is not None:
                 raise VaultText(409, "credential vault already exists")
             return await self._write_vault(row, change)
@@ -198,7 +200,7 @@ class Egress:
             vault = vault_of(row)
             if vault is None:
                 raise VaultText(404, "credential vault not found")
-            return await self._write_vault(row, credential_vault.mutate(vault, body))
+            return await self._write_vault(row, await asyncio.to_thread(credential_vault.mutate, vault, body))
 
         return await self._whole(sandbox, write)
 
@@ -218,13 +220,17 @@ class Egress:
 
     async def _write_vault(self, row: Sandbox, change: Change) -> Vault:
         changed = replace(row, vault=change.vault.to_json())
-        await self._compile(changed, prefix="")
+        compiled = await self._compile(changed, prefix="")
+        if len(compiled.grants) > credential_vault.MAX_GRANTS:
+            raise VaultText(400, f"at most {credential_vault.MAX_GRANTS} pairs of a credential and a host")
         if change.only_deletes:
             await self._revoke(row, changed)
             return change.vault
         try:
             await self._apply(row, changed, "vault.bind", change)
         except (Unreachable, wire.RemoteError) as error:
+            if _too_large(error):
+                raise VaultText(413, "credential vault is too large") from None
             _log.warning("credential vault of %s not activated: %s", row.id, _brief(error))
             raise VaultText(412, "credential proxy is not ready") from None
         return change.vault
@@ -392,6 +398,10 @@ def _key(grant: Any) -> tuple[str, str, int, str]:
 
 def _union(one: Compiled, two: Compiled) -> list[Any]:
     return list({_key(grant): grant for grant in (*one.grants, *two.grants)}.values())
+
+
+def _too_large(error: Exception) -> bool:
+    return isinstance(error, wire.RemoteError) and error.code == TOO_LARGE
 
 
 def _brief(error: Exception) -> str:

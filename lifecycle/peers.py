@@ -15,6 +15,8 @@ import wire
 
 CALL_TIMEOUT = 20.0
 LAUNCH_TIMEOUT = 120.0
+TOO_LARGE = "too_large"
+"""The code of a call that was not sent: it does not fit into a frame."""
 
 
 class Unreachable(Exception):
@@ -51,12 +53,14 @@ class Daemon:
 
         Raises:
             Unreachable: no connection, or no answer in time.
-            wire.RemoteError: refused.
+            wire.RemoteError: refused; with `TOO_LARGE` by ourselves.
         """
         try:
             client = await self._connected()
             return await client.call(op, timeout=timeout, **parameters)
-        except (OSError, wire.FrameError) as error:  # ConnectionError and TimeoutError are OSErrors
+        except wire.FrameError:
+            raise wire.RemoteError(TOO_LARGE, f"{op} is larger than {self.name} can be told") from None
+        except OSError as error:  # ConnectionError and TimeoutError are OSErrors
             raise Unreachable(self.name, error) from None
 
     async def _connected(self) -> wire.Client:

@@ -292,6 +292,8 @@ def _failure(error: Exception) -> ApiError:
             return ApiError(400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED", error.message)
         case wire.RemoteError(code="unavailable"):
             return unavailable("DOCKER::INITIALIZATION_ERROR", f"The host cannot start sandboxes now: {error.message}.")
+        case wire.RemoteError(code="too_large"):
+            return invalid("The environment, the command and the policy of this call are too large together.")
         case wire.RemoteError(code="unknown_secret" | "not_bound"):
             return invalid(f"The policy needs a secret this server cannot grant: {error.message}.")
         case wire.RemoteError(code="full" | "disk"):

@@ -8,6 +8,7 @@ Whether a host is allowed, and by which operator switch, is settled by `compile_
 """
 
 import json
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,25 +145,68 @@ def check_conflicts(bindings: tuple[ApiBinding, ...]) -> None:
     Raises:
         ApiPolicyError: naming the two in sorted order.
     """
-    compiled = sorted((binding.compiled() for binding in bindings), key=lambda binding: binding.name)
-    for position, first in enumerate(compiled):
-        for second in compiled[position + 1 :]:
-            if _compete(first, second):
+    reaches = sorted((_Reach.of(binding) for binding in bindings), key=lambda reach: reach.name)
+    for position, first in enumerate(reaches):
+        for second in reaches[position + 1 :]:
+            if first.meets(second):
                 raise ApiPolicyError(f'bindings "{first.name}" and "{second.name}" can match the same request')
 
 
-def _compete(first: Binding, second: Binding) -> bool:
-    return (
-        not set(first.methods).isdisjoint(second.methods)
-        and not set(first.schemes).isdisjoint(second.schemes)
-        and any(
-            mine.wildcard == theirs.wildcard
-            and (mine == theirs or (mine.wildcard and (mine.matches(theirs.suffix) or theirs.matches(mine.suffix))))
-            for mine in first.hosts
-            for theirs in second.hosts
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What a binding matches, arranged to be compared with another's without comparing each name with each."""
+
+    name: str
+    methods: frozenset[str]
+    schemes: frozenset[str]
+    hosts: frozenset[str]
+    suffixes: frozenset[str]
+    """Of wildcards."""
+    above: frozenset[str]
+    """The suffixes and all names above them."""
+    paths: frozenset[str]
+    stems: tuple[str, ...]
+    """Of prefixes, sorted; none begins with another."""
+
+    @classmethod
+    def of(cls, binding: ApiBinding) -> "_Reach":
+        suffixes = frozenset(host[2:] for host in binding.hosts if host.startswith("*."))
+        labels = [suffix.split(".") for suffix in suffixes]
+        stems: list[str] = []
+        for stem in sorted(path[:-1] for path in binding.paths if path.endswith("*")):
+            if not (stems and stem.startswith(stems[-1])):
+                stems.append(stem)
+        return cls(
+            binding.name,
+            frozenset(binding.methods),
+            frozenset(binding.schemes),
+            frozenset(host for host in binding.hosts if not host.startswith("*.")),
+            suffixes,
+            frozenset(".".join(parts[first:]) for parts in labels for first in range(len(parts))),
+            frozenset(path for path in binding.paths if not path.endswith("*")),
+            tuple(stems),
         )
-        and any(mine.overlaps(theirs) for mine in first.paths for theirs in second.paths)
-    )
+
+    def meets(self, other: "_Reach") -> bool:
+        """Tell whether one request could match both."""
+        return (
+            not self.methods.isdisjoint(other.methods)
+            and not self.schemes.isdisjoint(other.schemes)
+            and not (
+                self.hosts.isdisjoint(other.hosts)
+                and self.suffixes.isdisjoint(other.above)
+                and other.suffixes.isdisjoint(self.above)
+            )
+            and (not self.paths.isdisjoint(other.paths) or self._covers(other) or other._covers(self))
+        )
+
+    def _covers(self, other: "_Reach") -> bool:
+        """Tell whether a path or prefix of the other begins with a prefix of this one."""
+        return bool(self.stems) and any(
+            (place := bisect_right(self.stems, text)) > 0 and text.startswith(self.stems[place - 1])
+            for texts in (other.paths, other.stems)
+            for text in texts
+        )
 
 
 def _object(value: object, known: set[str], what: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from policy.facts import Scheme
 from policy.names import InvalidName, canonical_host, parse_pattern
 from policy.paths import PathPattern, ambiguity
 
-MAX_GRANTS = 256
+MAX_GRANTS = 512
+"""Of one sandbox: twice what a credential vault may have, as a change puts new ones beside the old ones first."""
 MAX_LIST = 256
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _METHOD = re.compile(r"[A-Za-z!#$%&'*+.^_`|~0-9-]{1,32}", re.ASCII)

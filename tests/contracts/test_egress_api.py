@@ -216,6 +216,8 @@ async def test_a_vault_that_is_not_activated_is_not_made(api: Api) -> None:
         ({"credentials": [{"name": "c", "source": {"value": ""}}]}, 'credential "c" inline value cannot be empty'),
         ({"credentials": []}, 'binding "b" references unknown credential "c"'),
         ({"credentials": [{"name": "c", "source": {"value": "a\nb"}}]}, "cannot be sent in a header"),
+        ({"credentials": [{"name": "c", "source": {"value": "a\x1bb"}}]}, "cannot be sent in a header"),
+        ({"credentials": [{"name": "c", "source": {"value": "a\x7fb"}}]}, "cannot be sent in a header"),
         (
             {"bindings": [{**VAULT["bindings"][0], "match": {"hosts": ["other.example.org"]}}]},
             'binding "b" host "other.example.org" is not allowed by egress policy',
@@ -242,6 +244,46 @@ async def test_vaults_that_are_refused(api: Api, change: dict[str, Any], text: s
     assert 400 == answer.status_code
     assert text in answer.text
     assert [] == api.server.vaultd.named("regrant")
+
+
+def full_vault(number: int, value: str) -> dict[str, Any]:
+    """As many credentials, each with a binding of its own."""
+    names = [f"n{position}" for position in range(number)]
+    return {
+        "credentials": [{"name": name, "source": {"type": "inline", "value": f"{value}-{name}"}} for name in names],
+        "bindings": [
+            {
+                "name": name,
+                "match": {"hosts": ["api.example.org"], "paths": [f"/{name}"]},
+                "auth": {"type": "bearer", "credential": name},
+            }
+            for name in names
+        ],
+    }
+
+
+async def test_a_full_vault_can_still_be_changed(api: Api) -> None:
+    """256 credentials and bindings; while all are replaced, vaultd has the old ones, too, and one more is refused."""
+    most = full_vault(256, "the-first-value")
+    assert 201 == (await api.call("POST", "/credential-vault", most)).status_code
+    change = {"credentials": {"replace": full_vault(256, "the-second-value")["credentials"]}}
+    changed = await api.call("PATCH", "/credential-vault", change)
+    assert 200 == changed.status_code, changed.text
+    assert 256 == len(api.server.vaultd.inline[api.sandbox])
+    assert {"the-second-value"} == {
+        value.rpartition("-")[0] for value in api.server.vaultd.inline[api.sandbox].values()
+    }
+    assert 204 == (await api.call("DELETE", "/credential-vault")).status_code
+    hosts = [f"h{number}.api.example.org" for number in range(257)]
+    assert (
+        200
+        == (
+            await api.call("POST", "/policy", {"egress": [{"action": "allow", "target": "*.api.example.org"}]})
+        ).status_code
+    )
+    wide = {**VAULT, "bindings": [{**VAULT["bindings"][0], "match": {"hosts": hosts}}]}
+    refused = await api.call("POST", "/credential-vault", wide)
+    assert (400, "at most 256 pairs of a credential and a host\n") == (refused.status_code, refused.text)
 
 
 async def test_without_credential_proxy_there_is_no_vault(server: World) -> None:

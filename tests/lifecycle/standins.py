@@ -33,7 +33,7 @@ from lifecycle.transaction import Bounds
 from policy.document import PolicyDocument
 from policy.load import load
 from runtimes.spec import LaunchSpec
-from vault.grants import Grant
+from vault.grants import MAX_GRANTS, Grant
 
 KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
@@ -180,9 +180,12 @@ class StandInVaultd(StandIn):
         return {"root_pem": "-----BEGIN CERTIFICATE-----\nsandbox root\n-----END CERTIFICATE-----\n"}
 
     async def op_regrant(self, sandbox: str, grants: list[Any], inline: Any = None, keep: Any = ()) -> None:
+        values = self.inline[sandbox]
         if inline is not None:
-            kept = {name: value for name, value in self.inline[sandbox].items() if name in keep}
-            self.inline[sandbox] = {**kept, **inline}
+            values = {name: value for name, value in values.items() if name in keep} | inline
+        if max(len(grants), len(values)) > MAX_GRANTS:
+            raise wire.RequestError("full", "too many grants or inline secrets")
+        self.inline[sandbox] = values
         self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
 
     async def op_close_sandbox(self, sandbox: str) -> None:

@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policy.api import ApiPolicyError
 from policy.bindings import parse_binding, parse_bindings
+from policy.names import HostPattern
+from policy.paths import PathPattern
 
 
 def binding(match: Any = None, auth: Any = None, name: Any = "b") -> dict[str, Any]:
@@ -131,6 +135,39 @@ def test_bindings_that_could_match_one_request_are_refused(case: str) -> None:
         return
     with pytest.raises(ApiPolicyError, match=r'^bindings "a" and "z" can match the same request$'):
         parse_bindings(values)
+
+
+_HOSTS = st.sampled_from(["a.good.test", "b.a.good.test", "*.good.test", "*.a.good.test", "*.b.good.test"])
+_PATHS = st.sampled_from(["/*", "/a*", "/a/*", "/a/b", "/a/b*", "/ab", "/b/*", "/a/", "/a", "/a/b/c*"])
+_MATCHES = st.fixed_dictionaries(
+    {
+        "hosts": st.lists(_HOSTS, min_size=1, max_size=3),
+        "paths": st.lists(_PATHS, min_size=1, max_size=4),
+        "methods": st.lists(st.sampled_from(["GET", "POST", "PUT"]), min_size=1, max_size=2),
+    }
+)
+
+
+@given(_MATCHES, _MATCHES)
+def test_two_bindings_compete_where_any_two_of_their_parts_do(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """The comparison that is quick with thousands of names says what one of each with each says."""
+
+    def reach(one: HostPattern, other: HostPattern) -> bool:
+        if one.wildcard != other.wildcard:
+            return False
+        return one == other or (one.wildcard and (one.matches(other.suffix) or other.matches(one.suffix)))
+
+    compete = (
+        bool(set(first["methods"]) & set(second["methods"]))
+        and any(reach(HostPattern(one), HostPattern(other)) for one in first["hosts"] for other in second["hosts"])
+        and any(PathPattern(one).overlaps(PathPattern(other)) for one in first["paths"] for other in second["paths"])
+    )
+    try:
+        parse_bindings([binding(first, name="a"), binding(second, name="b")])
+    except ApiPolicyError:
+        assert compete
+    else:
+        assert not compete
 
 
 def test_two_bindings_of_one_name_are_refused() -> None:
