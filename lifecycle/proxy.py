@@ -25,6 +25,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, WebSocketE
 from websockets.typing import Origin, Subprotocol
 
 from lifecycle.auth import API_KEY_HEADER, SECURE_HEADER, KeyRing, Tokens, same
+from lifecycle.connections import WEBSOCKETS_LOG
 from lifecycle.egress_api import EgressApi, Request
 from lifecycle.errors import ApiError
 from lifecycle.exchange import BrokenExchangeError, Connection
@@ -362,6 +363,7 @@ async def _handshake(
         compression=None,
         ping_interval=None,
         max_size=MAX_MESSAGE,
+        logger=WEBSOCKETS_LOG,
         open_timeout=10.0,
         close_timeout=5.0,
         proxy=None,

@@ -18,6 +18,7 @@ import uvloop
 
 from lifecycle.app import build
 from lifecycle.auth import Tokens
+from lifecycle.connections import UVICORN_LOG_LEVEL, Connection
 from lifecycle.edge import Edge
 from lifecycle.policies import Policies
 from lifecycle.serve_config import ConfigError, ServeConfig
@@ -85,7 +86,8 @@ def http_settings(edge: Edge, config: ServeConfig) -> uvicorn.Config:
     """How uvicorn is run: nothing of a request is believed that the connection does not show."""
     return uvicorn.Config(
         edge,
-        http="h11",
+        http=Connection,
+        log_level=UVICORN_LOG_LEVEL,
         ws="websockets-sansio",
         ws_max_size=64 * 1024 * 1024,
         ws_ping_interval=None,

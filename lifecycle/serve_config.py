@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lifecycle.connections import expect_silence
 from lifecycle.creation import Limits
 from lifecycle.quantities import Resources
 from lifecycle.transaction import Bounds
@@ -69,6 +70,7 @@ class ServeConfig:
             listener = socket.create_server((self.host, self.port), family=family, backlog=self.backlog)
             # Inherited by what is accepted: asyncio sets it only on sockets that name their protocol, these do not.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            expect_silence(listener)
             return listener
         except OSError as error:
             reason = "it is in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
