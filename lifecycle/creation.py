@@ -35,6 +35,11 @@ _TRANSPARENT = _EGRESS_ENV + "MITMPROXY_TRANSPARENT"
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}", re.ASCII)
 _ARCHES = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 MAX_TIMEOUT = 100 * 366 * 86400
+MAX_STRING = 128 * 1024 - 1
+"""What the kernel takes of one argument, or of one variable with its name."""
+MAX_ENV = (1 << 20) - 4096
+MAX_COMMAND = 1 << 19
+"""Bytes of all of them, so that the image's and the server's own still fit beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ def plan(request: Create, limits: Limits) -> Plan:
     credential_proxy = request.credential_proxy is not None and request.credential_proxy.enabled
     resources = resolve(request.resource_limits or {}, limits.defaults, limits.maxima)
     env = dict(limits.env) | _environment(request, credential_proxy=credential_proxy)
+    _check_size(env)
     if request.volumes:
         raise ApiError(400, "VOLUME::UNSUPPORTED_BACKEND", "volumes are not supported by this server yet.")
     return Plan(
@@ -152,6 +158,9 @@ def _entrypoint(request: Create) -> tuple[tuple[str, ...], tuple[str, ...]]:
         raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: the program must not be blank.")
     if any("\0" in part for part in command):
         raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: NUL is not allowed.")
+    sizes = [len(part.encode()) for part in command]
+    if max(sizes) > MAX_STRING or sum(sizes) > MAX_COMMAND:
+        raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: longer than a command line can be.")
     return entrypoint, command
 
 
@@ -197,3 +206,12 @@ def _environment(request: Create, *, credential_proxy: bool) -> dict[str, str]:
     if credential_proxy:
         env[_TRANSPARENT] = "true"
     return env
+
+
+def _check_size(env: Mapping[str, str]) -> None:
+    sizes = {name: len(name) + 1 + len(value.encode()) for name, value in env.items()}
+    for name, size in sizes.items():
+        if size > MAX_STRING:
+            raise invalid(f"env: {name[:80]!r} with its value is over {MAX_STRING} bytes.")
+    if sum(sizes.values()) > MAX_ENV:
+        raise invalid(f"env: names and values are over {MAX_ENV} bytes together.")

@@ -105,7 +105,7 @@ def _exempt(path: str) -> bool:
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1").strip() for key, value in scope["headers"] if key.lower() == name]
+    return [value.decode("latin-1").strip(" \t") for key, value in scope["headers"] if key.lower() == name]
 
 
 def _request_id(scope: Scope) -> str:

@@ -54,8 +54,11 @@ def parse_filter(text: str) -> dict[str, str]:
     """Parse the `metadata` parameter (already decoded once): a query string whose parts are decoded once more.
 
     Raises:
-        ApiError: 400 `INVALID_METADATA_FORMAT` for a segment without `=`, without a key, or with a broken escape.
+        ApiError: 400 `INVALID_METADATA_FORMAT` for a segment without `=`, without a key, or with a broken escape, and
+            for more segments than a sandbox has labels.
     """
+    if text.count("&") >= MAX_LABELS:
+        raise ApiError(400, "INVALID_METADATA_FORMAT", f"metadata: at most {MAX_LABELS} pairs.")
     wanted: dict[str, str] = {}
     for segment in text.split("&"):
         if not segment and not text:

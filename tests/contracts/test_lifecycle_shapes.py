@@ -1,11 +1,17 @@
 """The lifecycle API's shapes: errors, request ids, nulls, authentication, paging (contract 1, 2, 4, 5; R1, R2)."""
 
+import asyncio
+import gzip
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 from standins import IMAGE, KEY, World, world
+
+from lifecycle import app
+from lifecycle.auth import digest
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": None}
 
@@ -82,6 +88,12 @@ async def test_a_request_id_is_made_when_none_is_sent(server: World) -> None:
         ({"env": {"OPENSANDBOX_LIFECYCLE": "x"}}, 422, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"OPENSANDBOX_EGRESS_OTHER": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"A=B": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {"A": "x" * 131070}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {"A": "\u00e9" * 65536}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {f"A{n}": "x" * 131000 for n in range(9)}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {f"A{n}": "\x7f" * 131000 for n in range(7)}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        ({"entrypoint": ["echo", "\u00e9" * 65536]}, 400, "DOCKER::INVALID_ENTRYPOINT"),
+        ({"entrypoint": ["echo"] + ["x" * 100_000] * 6}, 400, "DOCKER::INVALID_ENTRYPOINT"),
         ({"networkPolicy": {"defaultAction": "maybe"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"credentialProxy": {"enabled": True}}, 422, "SANDBOX::INVALID_PARAMETER"),
         ({"lifecycle": {"preStart": {"command": ["x"]}}}, 400, "SANDBOX::INVALID_PARAMETER"),
@@ -160,6 +172,116 @@ async def test_keys(server: World) -> None:
         )
         assert 401 == twice.status_code
         assert 401 == (await client.get("/v1/healthy")).status_code
+
+
+NO_KEYS: list[dict[str, str | bytes]] = [
+    {"OPEN-SANDBOX-API-KEY": ""},
+    {"OPEN-SANDBOX-API-KEY": KEY.upper()},
+    {"OPEN-SANDBOX-API-KEY": KEY[:-1]},
+    {"OPEN-SANDBOX-API-KEY": f"{KEY},{KEY}"},
+    {"OPEN-SANDBOX-API-KEY": f"Bearer {KEY}"},
+    {"OPEN-SANDBOX-API-KEY": f"{KEY}\u00a0".encode("latin-1")},
+    {"OPEN-SANDBOX-API-KEY": digest(KEY)},
+    {"OPEN-SANDBOX-API-KEY": f"sha256:{digest(KEY)}"},
+    {"OPEN-SANDBOX-API-KEY": "x" * 15_000},
+    {"OPEN_SANDBOX_API_KEY": KEY},
+    {"Authorization": f"Bearer {KEY}"},
+    {"Cookie": f"OPEN-SANDBOX-API-KEY={KEY}"},
+]
+
+
+async def test_a_key_is_that_key_in_its_header(server: World) -> None:
+    """Nothing like it, nothing near it, and nowhere else."""
+    async with server.client(None) as client:
+        for fields in NO_KEYS:
+            answer = await client.get(f"/v1/sandboxes?OPEN-SANDBOX-API-KEY={KEY}&api_key={KEY}", headers=fields)
+            assert 401 == answer.status_code, fields
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # of routes that answer several methods in one way
+async def test_every_route_but_two_asks_for_the_key(server: World) -> None:
+    """Whatever the application offers, by its own description."""
+    assert server.server is not None
+    described = app.api(server.server.context).openapi()["paths"]
+    open_to_all = []
+    async with server.client(None) as client:
+        for path, operations in described.items():
+            for method in operations:
+                answer = await client.request(method.upper(), re.sub(r"\{.*?\}", "x", path))
+                if answer.status_code != 401:
+                    open_to_all.append(path)
+    assert len(described) > 30
+    assert ["/health", "/version"] == open_to_all
+
+
+SPELLINGS = (
+    *("/health/../v1/sandboxes", "/health%2f..%2fv1/sandboxes", "/docs/..%2fv1/sandboxes", "/health/..;/sandboxes"),
+    *("//v1/sandboxes", "/v1//sandboxes", "/./v1/sandboxes", "/v1/sandboxes/", "/V1/SANDBOXES", "/v1/sandboxes%00"),
+    *("/health%3f/v1/sandboxes", "/healthy", "/v1/health", "http://x/v1/sandboxes", "/v1/sandboxes?/health"),
+    *("http://x/health/../v1/sandboxes", "/%76%31/sandboxes", "/v1/%73andboxes", "*", "/openapi.json/../sandboxes"),
+    *("/v1/sandboxes/x/proxy/80/../../../sandboxes", "/sandboxes/x/proxy/80/..%2f..%2f..%2fsandboxes"),
+    "/sandboxes/x/proxy/18080/../../../../v1/sandboxes",
+)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "get"])
+async def test_no_spelling_of_a_path_avoids_the_key(server: World, method: str) -> None:
+    """Whichever of the open routes a path might pass for, without a key it is refused or leads nowhere."""
+    async with server.client() as owner:
+        made = (await owner.post("/v1/sandboxes", json=BODY)).json()["id"]
+        for target in SPELLINGS:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            answer = await asyncio.wait_for(reader.read(), 15)
+            writer.close()
+            assert answer.split()[1] in (b"400", b"401", b"404"), (target, answer)
+            assert made.encode() not in answer
+        assert 200 == (await owner.get(f"/v1/sandboxes/{made}")).status_code
+
+
+async def test_what_a_caller_may_not_say_is_not_heard(server: World) -> None:
+    """Fields that others decide about are ignored like any unknown field: the launch is the same without them."""
+    texts = ("owner", "tenant", "networkMode", "pidMode", "user", "runtime", "lineage", "policy_digest", "createdAt")
+    numbers = ("isolation", "privileged", "cpu_nanos", "pids", "generation")
+    bold: dict[str, Any] = dict.fromkeys(texts, "host") | dict.fromkeys(numbers, 1)
+    bold |= {
+        "id": "sbx-mine",
+        "status": {"state": "Paused"},
+        "hostConfig": {"Binds": ["/:/host"]},
+        "labels": {"a": "b"},
+    }
+    bold |= {"execd_token_sha256": "0" * 64, "capAdd": ["SYS_ADMIN"], "gateway": {}}
+    async with server.client() as client:
+        plain = (await client.post("/v1/sandboxes", json=BODY)).json()
+        asked = (await client.post("/v1/sandboxes", json={**BODY, **bold})).json()
+    first, second = (json.dumps(spec, sort_keys=True) for spec in server.hostd.named("launch"))
+    hashes = [server.hostd.specs[made["id"]]["execd_token_sha256"] for made in (plain, asked)]
+    assert first.replace(plain["id"], asked["id"]).replace(*hashes) == second
+    assert plain.keys() == asked.keys()
+    assert "sbx-mine" != asked["id"]
+
+
+FORMS: list[dict[str, str]] = [
+    {"content-type": "text/plain"},
+    {"content-type": "application/x-www-form-urlencoded"},
+    {"content-type": "multipart/form-data; boundary=x"},
+    {"content-type": ""},
+    {"content-type": "application/x-yaml"},
+    {"content-type": "application/json", "content-encoding": "gzip"},
+]
+
+
+async def test_only_json_is_read(server: World) -> None:
+    """A form or a text, which a web page can have sent without asking, makes nothing."""
+    async with server.client() as client:
+        for fields in FORMS:
+            content = json.dumps(BODY).encode()
+            if "content-encoding" in fields:
+                content = gzip.compress(content)
+            answer = await client.post("/v1/sandboxes", content=content, headers=fields)
+            assert 400 <= answer.status_code < 500, fields
+            assert {"code", "message"} <= answer.json().keys()
+    assert [] == server.hostd.named("launch")
 
 
 async def test_guessing_is_slowed(server: World) -> None:
@@ -279,3 +401,11 @@ async def test_an_oversized_body_is_refused(server: World) -> None:
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", content=json.dumps({"x": "y" * (5 << 20)}))
     assert 413 == answer.status_code
+
+
+@pytest.mark.parametrize(("pairs", "status"), [(64, 200), (65, 400), (1400, 400)])
+async def test_a_filter_names_no_more_than_a_sandbox_can_have(server: World, pairs: int, status: int) -> None:
+    """Each pair is a condition of its own for the database, which takes a thousand."""
+    wanted = "%26".join(f"{number:x}%3D" for number in range(pairs))
+    async with server.client() as client:
+        assert status == (await client.get(f"/v1/sandboxes?metadata={wanted}")).status_code
