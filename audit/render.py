@@ -48,21 +48,26 @@ def line(record: Mapping[str, Any]) -> str:
 
 def _target(record: Mapping[str, Any]) -> str:
     method, scheme, host, port, path = (record.get(name) for name in _TARGET)
-    place = str(host or "")
+    place = _text(host or "")
     if port is not None:
         place += f":{port}"
     if scheme is not None:
         place = f"{scheme}://{place}"
-    return " ".join(str(part) for part in (method, f"{place}{path or ''}") if part)
+    return " ".join(part for part in (_text(method or ""), f"{place}{_text(path or '')}") if part)
 
 
 def _value(value: object) -> str:
     if isinstance(value, dict):
         return f"({len(value)})"
     if isinstance(value, list):
-        return ",".join(str(item) for item in value)
-    text = str(value)
-    return f'"{text}"' if " " in text or not text else text
+        return ",".join(_value(item) for item in value)
+    return _text(value) or '""'
+
+
+def _text(value: object) -> str:
+    """A text that nobody takes for several: quoted where it has blanks, and quotes in it as the log writes others."""
+    text = str(value).replace('"', r"\u{22}")
+    return f'"{text}"' if " " in text else text
 
 
 def ecs(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import threading
 from io import StringIO
 from pathlib import Path
@@ -46,6 +47,16 @@ def test_a_line_says_who_did_what_where_and_why() -> None:
         f"2026-01-01T00:00:00.000Z DENY    {A}#7 request GET https://a.example:443/x\\u{{1b}}[2J "
         'reason="no rule allows it" rule=default status=403'
     )
+
+
+@pytest.mark.parametrize("name", ["user_agent", "reason", "rule", "host", "path", "method"])
+def test_no_value_passes_for_further_fields(name: str) -> None:
+    """What a sandbox sends may look like the fields beside it: whoever reads words and quotes finds one more word."""
+    honest = [word.partition("=")[0] for word in shlex.split(render.line({**RECORD, name: "x"}))]
+    for forged in ('x" decision=allow rule="y', "x decision=allow rule=y"):
+        names = [word.partition("=")[0] for word in shlex.split(render.line({**RECORD, name: forged}))]
+        assert len(honest) == len(names)
+        assert "decision" not in names
 
 
 def test_ecs_names_every_field_once() -> None:
