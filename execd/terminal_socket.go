@@ -15,6 +15,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
@@ -56,7 +57,8 @@ func (t *Terminals) attach(escaped string) http.HandlerFunc {
 			since = 0
 		}
 		a := &attachment{terminal: found, viewer: query.Get("mode") == "viewer", offset: since}
-		if err := a.enter(query.Get("takeover") == "1"); err != nil {
+		takeover := query.Get("takeover") == "1" && strings.EqualFold(r.Header.Get("Upgrade"), "websocket")
+		if err := a.enter(takeover); err != nil {
 			writeError(w, err)
 			return
 		}

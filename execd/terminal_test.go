@@ -210,6 +210,8 @@ func TestTheHolderIsReplacedOnlyByTakeover(t *testing.T) {
 	first.shows("one-1")
 	status, answer := f.call("GET", "/pty/"+id+"/ws", "")
 	equal(t, true, status == 409 && strings.Contains(answer, "ALREADY_CONNECTED"))
+	status, _ = f.call("GET", "/pty/"+id+"/ws?takeover=1", "") // of which no WebSocket would come
+	equal(t, 409, status)
 	second := f.attach(id, "takeover=1&since=0")
 	second.shows("one-1")
 	equal(t, int64(0), second.replay)
@@ -296,4 +298,29 @@ func TestTerminalsAreBounded(t *testing.T) {
 	equal(t, 201, last)
 	_, _, err := websocket.Dial(context.Background(), "ws"+strings.TrimPrefix(f.http.URL, "http")+"/pty/x/ws", nil)
 	equal(t, true, err != nil && !errors.Is(err, context.Canceled) && strings.Contains(fmt.Sprint(err), "401"))
+}
+
+func TestAStormOfFramesLeavesATerminalAsTheLastOneSays(t *testing.T) {
+	f := newFixture(t)
+	s := f.attach(f.newTerminal("{}"), "")
+	for i := range 20000 {
+		s.say(object{"type": "resize", "cols": 1 + i%200, "rows": 1 + i%100})
+		if i%500 == 0 {
+			s.say(object{"type": "resize", "cols": -i, "rows": 1 << 40})
+			s.say(object{"type": "ping"})
+			s.typed("")
+		}
+	}
+	status, _ := f.call("GET", "/ping", "")
+	equal(t, 200, status)
+	s.say(object{"type": "resize", "cols": 91, "rows": 31})
+	s.typed("stty size\n")
+	s.shows("31 91")
+	refused := 0
+	for _, text := range s.texts {
+		if text["code"] == "INVALID_FRAME" {
+			refused++
+		}
+	}
+	equal(t, 40, refused)
 }
