@@ -1,5 +1,7 @@
 """What the wire contract of execd asks for and no SDK shows: raw requests to a sandbox on each runtime."""
 
+import base64
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -83,6 +85,23 @@ def test_a_refusal_says_why(
     if status != 404 or code:
         assert answer.json()["message"]
     assert "location" not in answer.headers
+
+
+def test_only_the_sandboxs_own_token_opens_its_execd(http: httpx.Client, sandbox: SandboxSync) -> None:
+    """From outside and from the workload, which is root beside it and finds no token anywhere to try."""
+    token = http.headers["X-EXECD-ACCESS-TOKEN"]
+    egress = sandbox.get_endpoint(18080).headers["OPENSANDBOX-EGRESS-AUTH"]
+    for wrong in ("", token[:-1], token.swapcase(), egress, hashlib.sha256(token.encode()).hexdigest()):
+        assert 401 == http.get("/metrics", headers={"X-EXECD-ACCESS-TOKEN": wrong}).status_code, wrong
+    assert 401 == httpx.get(f"{http.base_url}metrics", timeout=60).status_code
+    ask = "curl -s -o /dev/null -w '%{http_code} ' --max-time 20 http://127.0.0.1:44772"
+    told = sandbox.commands.run(
+        f"{ask}/metrics; {ask}/ping; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | base64 -w0"
+    )
+    codes, read = told.text.rsplit(" ", 1)
+    assert "401 200" == codes
+    assert b"execd" in base64.b64decode(read)
+    assert token.encode() not in base64.b64decode(read)
 
 
 def test_metrics_are_watched_second_by_second(http: httpx.Client) -> None:

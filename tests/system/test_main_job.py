@@ -1,12 +1,15 @@
 """The main job through the published SDK, and what happens when it is asked for wrongly or cut short."""
 
 import contextlib
+import secrets
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from opensandbox.exceptions import SandboxApiException
 from opensandbox.models.sandboxes import NetworkPolicy, NetworkRule
+from websockets.sync.client import connect
 
 from demo.internet import API, ATTACKER, STATUS, Internet
 from demo.sandboxes import DemoSandbox, Secrets, empty_image_works
@@ -110,6 +113,69 @@ def test_the_audit_log_verifies_and_tells_of_the_secrets_use(
     stack.sallyport("audit", "verify")
     log = b"".join(path.read_bytes() for path in (stack.state / "audit").glob("*.jsonl"))
     assert [] == [True for value in values.values if value.encode() in log]
+
+
+def test_no_log_and_no_state_tells_a_token(stack: Stack) -> None:
+    """After calls with each kind of key, token and value, right ones and wrong ones: none is kept."""
+    rules = {"defaultAction": "deny", "egress": [{"action": "allow", "target": API}]}
+    request = {
+        "image": {"uri": IMAGE},
+        "resourceLimits": {},
+        "entrypoint": ["tail", "-f", "/dev/null"],
+        "networkPolicy": rules,
+        "credentialProxy": {"enabled": True},
+        "secureAccess": True,
+        "extensions": {"sallyport.runtime": "runc"},
+    }
+    told = {name: f"{name}-{secrets.token_hex(20)}" for name in ("value", "query", "word", "wrong")}
+    with httpx.Client(base_url=f"{stack.base}/v1", timeout=60) as http:
+        http.headers["OPEN-SANDBOX-API-KEY"] = stack.api_key
+        sandbox = http.post("/sandboxes", json=request).json()["id"]
+        route = f"/sandboxes/{sandbox}"
+        try:
+            tokens = {port: http.get(f"{route}/endpoints/{port}").json()["headers"] for port in (44772, 18080)}
+            told |= {name: value for headers in tokens.values() for name, value in headers.items()}
+            execd, egress = (f"{route}/proxy/{port}" for port in tokens)
+            command = http.post(f"{execd}/command", json={"command": f"echo {told['word']}"}, headers=tokens[44772])
+            assert told["word"] in command.text
+            made = http.post(f"{execd}/pty", json={}, headers=tokens[44772]).json()["session_id"]
+            url = f"ws://127.0.0.1:{stack.port}/v1{execd}/pty/{made}/ws?token={told['query']}"
+            with connect(url, additional_headers=tokens[44772]) as terminal:
+                assert "connected" in str(terminal.recv(timeout=30))
+            vault = {
+                "credentials": [{"name": "c", "source": {"type": "inline", "value": told["value"]}}],
+                "bindings": [],
+            }
+            assert 201 == http.post(f"{egress}/credential-vault", json=vault, headers=tokens[18080]).status_code
+            broken = {**request, "env": {"A": [told["value"]]}}
+            assert 422 == http.post(f"/sandboxes?key={told['query']}", json=broken).status_code
+            for name in ("OPEN-SANDBOX-API-KEY", *tokens[44772], *tokens[18080]):
+                answer = http.get(f"{execd}/metrics?x={told['query']}", headers={**tokens[44772], name: told["wrong"]})
+                assert answer.status_code in (200, 401)
+            texts = _kept(stack)
+        finally:
+            assert 204 == http.delete(route).status_code
+    texts |= {f"{path} after": text for path, text in _kept(stack).items()}
+    told["key"] = stack.api_key
+    assert any(sandbox.encode() in text for text in texts.values())
+    own = {record["kind"] for record in stack.audit_records() if record.get("sandbox") == sandbox}
+    assert "ingress" in own  # the control of the next line: execd sends nothing of its own accord
+    assert set() == own & {"dns", "flow", "request"}
+    assert [] == [
+        (path, name) for path, text in texts.items() for name, value in told.items() if value.encode() in text
+    ]
+
+
+def _kept(stack: Stack) -> dict[str, bytes]:
+    """What the server and its Docker have written, but for the file that the API key is in, and all command lines."""
+    places = [stack.directory, stack.run, stack.stores[1] / "containers"]
+    paths = [path for place in places for path in place.rglob("*") if path.name != "api-key"]
+    texts = {}
+    for path in (*paths, *Path("/proc").glob("[0-9]*/cmdline")):
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.stat().st_size < 64 << 20:
+                texts[str(path)] = path.read_bytes()
+    return texts
 
 
 def test_a_container_of_a_used_plan_cannot_be_started_again(stack: Stack, values: Secrets) -> None:
