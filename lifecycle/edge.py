@@ -52,9 +52,7 @@ class Edge:
             await self._serve(scope, receive, answer, request_id)
         except ApiError as error:
             await answer.refuse(scope, error)
-        except Exception as error:
-            if answer.started and not answer.finished:
-                raise
+        except Exception as error:  # noqa: BLE001 - of an answer that has begun uvicorn sees that it ends too early
             _log.exception("request failed with %s", type(error).__name__, exc_info=False)
             if not answer.started:
                 await answer.refuse(scope, ApiError(500, UNKNOWN_ERROR, "Internal server error."))

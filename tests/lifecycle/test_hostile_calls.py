@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 from standins import IMAGE, KEY, World, world
 from websockets.asyncio.client import connect
@@ -148,6 +149,7 @@ async def test_a_label_that_cannot_be_told_is_refused(server: World) -> None:
             assert made["id"] == (await client.get("/v1/sandboxes")).json()["items"][0]["id"]
 
 
+CHUNKED = b"Transfer-Encoding: chunked"
 FRAMINGS: dict[str, tuple[bytes, bool]] = {
     "a length and chunks": (b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", True),
     "chunks and a length": (b"Transfer-Encoding: chunked\r\nContent-Length: 40\r\n\r\n0\r\n\r\n", True),
@@ -263,6 +265,29 @@ async def test_a_sandbox_leads_the_server_nowhere(server: World) -> None:
         with contextlib.suppress(Exception):
             await connect(f"ws://127.0.0.1:{server.hostd.backend}/", proxy=None)
         assert ["somebody"] == reached
+
+
+async def test_an_answer_that_breaks_off_is_not_whole_and_fills_no_log(
+    server: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller sees that something is missing; the log has a line or two, whatever a sandbox breaks how often."""
+
+    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        framing = b"Content-Length: 10" if b"/length" in await reader.readuntil(b"\r\n\r\n") else CHUNKED
+        writer.write(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n\r\n3\r\nabc\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(break_off, "127.0.0.1", 0) as sandboxed, server.client() as client:
+        server.hostd.backend = sandboxed.sockets[0].getsockname()[1]
+        made = (await client.post("/v1/sandboxes", json=BODY)).json()
+        for path in ("length", "chunks"):
+            caplog.clear()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.get(f"/v1/sandboxes/{made['id']}/proxy/8000/{path}")
+            assert 200 == (await client.get("/v1/sandboxes")).status_code
+            said = [record for record in caplog.records if not record.name.startswith("http")]
+            assert 1 <= len(said) <= 2
+            assert [] == [record for record in said if record.exc_info]
 
 
 QUERY, TOKEN = "token=query-value-of-somebody", "header-value-of-somebody"
