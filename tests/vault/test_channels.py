@@ -13,7 +13,7 @@ from cryptography import x509
 import wire
 from vault.broker import Vault
 from vault.client import ReleaseRefusedError, VaultClient, VaultUnavailableError
-from vault.grants import Grant, SecretBinding
+from vault.grants import MAX_GRANTS, Grant, SecretBinding
 from vault.keyring import Keyring, MasterKeyError
 from vault.secret import Secret
 
@@ -276,7 +276,7 @@ async def test_keeping_an_inline_secret_that_is_not_there_changes_nothing(vault:
         assert "unknown_secret" == await refusal(refused)
     worker = await vault.worker(SANDBOX, 1)
     assert Secret("one") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
-    for keep in ("inline:1/a", [5], [""], ["inline:1/a"] * 257):
+    for keep in ("inline:1/a", [5], [""], ["inline:1/a"] * (MAX_GRANTS + 1)):
         assert "bad_request" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], keep=keep))
     await worker.close()
 
@@ -429,7 +429,7 @@ async def test_serve_may_not_administrate(serve_vault: Any, op: str) -> None:
         ("open_sandbox", {"sandbox": "../x", "lineage": "l"}),
         ("open_sandbox", {"sandbox": "sbx-1", "lineage": "../l"}),
         ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "grants": [{}]}),
-        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "grants": [{}] * 257}),
+        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "grants": [{}] * (MAX_GRANTS + 1)}),
         ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "inline": {"a": 5}}),
         ("close_sandbox", {"sandbox": "../x"}),
         ("attach", {"sandbox": "sbx-1", "generation": 1}),
