@@ -6,7 +6,7 @@
 - `ct count` forgets connections that are over, the table does not: they leave it after seconds here, not minutes, so
   that opening and closing without end fills nobody's table.
 - What is beyond a slot's rates is dropped where it arrives, before anything is spent on it, and counted under the names
-  `DROPS`.
+  `DROPS`. What would pass them by, a connection that begins in fragments, is dropped with all fragments of TCP.
 """
 
 from collections.abc import Sequence
@@ -99,6 +99,7 @@ table netdev sallyport {{
 		ether saddr != {plan.inside_mac} counter drop
 		ether type arp arp operation request arp saddr ether {plan.inside_mac} arp saddr ip {plan.inside} \
 arp daddr ip {plan.gateway} limit rate 50/second burst 50 packets accept
+		ip protocol tcp ip frag-off & 0x3fff != 0 counter drop
 		tcp flags & (syn | ack) == syn limit rate over {plan.syn_rate}/second burst {plan.syn_rate * 2} packets \
 counter name "over_connections" drop
 		ip protocol != tcp limit rate over {plan.datagram_rate}/second burst {plan.datagram_rate * 2} packets \
