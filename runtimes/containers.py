@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from runtimes import seccomp
-from runtimes.docker import CAPABILITIES, ISOLATION_CAPABILITIES, Bind, ContainerPlan
+from runtimes.docker import CAPABILITIES, ISOLATION_CAPABILITIES, Bind, ContainerPlan, container_name
 from runtimes.netplan import RESOLV_CONF, hosts_file
 from runtimes.shim_install import runtime_name
 from runtimes.spec import LaunchSpec
@@ -99,7 +99,7 @@ def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> Co
     """Return the container of `spec`. `image` is the id that was looked at, `files` what `write_files` wrote."""
     pids, processes = process_limits(spec)
     return ContainerPlan(
-        name=f"sallyport-{spec.sandbox}",
+        name=container_name(spec.sandbox),
         sandbox=spec.sandbox,
         runtime=runtime_name(spec.runtime),
         image=image,

@@ -4,11 +4,17 @@
   where a launch begins, with `image`.
 - A container gets no network, no capability beyond the list, no privilege to gain, limits, no restarts, and binds that
   we name. Nothing of it comes from the image but user, work directory and environment.
-- The label `sallyport.sandbox` marks ours, `sallyport.instance` the server's; without both nothing is ever removed.
+- An image whose files of users Docker could not read to their end is refused: Docker would hold the container's lock
+  for ever. Whatever else holds one costs who asks for that container some seconds, and nobody else anything.
+- The label `sallyport.sandbox` marks ours, `sallyport.instance` the server's; without both, and the name that goes with
+  them, nothing is ever removed: labels may come from an image.
 """
 
 import asyncio
+import base64
 import hashlib
+import json
+import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +33,20 @@ _THREADS = 8
 _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
+_LOOKING_THREADS, _LOOK_SECONDS = 4, 5.0
+_USERS = ("/etc/passwd", "/etc/group")
+_MOST_USERS = 1 << 20
+_LINKS = 8
+_NOT_PLAIN = 0x8F280000
+"""Of the modes in Go's `io/fs`: directory, link, device, pipe, socket, character device, or something else."""
+_LINK = 0x08000000
+_JUDGED_IMAGES = 1024
 _DEFAULT_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def container_name(sandbox: str) -> str:
+    """Return the name of a sandbox's container."""
+    return f"sallyport-{sandbox}"
 
 
 class DockerError(Exception):
@@ -137,20 +156,24 @@ class Docker:
             raise DockerError(f"no Docker answers at {socket}") from error
         self._instance = instance
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
+        self._looking = ThreadPoolExecutor(max_workers=_LOOKING_THREADS, thread_name_prefix="docker-look")
+        self._looks: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._judged: set[str] = set()
 
     def close(self) -> None:
         """Drop the connections."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._looking.shutdown(wait=False, cancel_futures=True)
         self._api.close()
         self._slow.close()
 
-    async def _run[T](self, call: Callable[[], T], patience: float = 0.0) -> T:
+    async def _run[T](self, call: Callable[[], T], patience: float = 0.0, pool: ThreadPoolExecutor | None = None) -> T:
         """Call, and if it may be repeated for `patience` seconds again while Docker does not answer."""
         loop = asyncio.get_running_loop()
         until = loop.time() + patience
         while True:
             try:
-                return await loop.run_in_executor(self._pool, call)
+                return await loop.run_in_executor(pool or self._pool, call)
             except self._errors.ImageNotFound as error:
                 raise UnknownImage("no such image") from error
             except self._errors.APIError as error:
@@ -255,6 +278,37 @@ class Docker:
         )
         return str(created["Id"])
 
+    async def judge_users(self, container: str, image: str) -> None:
+        """Look at the files of users in a created container of `image`, which Docker and runc read at its start.
+
+        Raises:
+            DockerError: one of them is none, or too large; the container must not be started.
+        """
+        if image in self._judged:
+            return
+        for path in _USERS:
+            await self._run(lambda path=path: self._judge_file(container, path))  # type: ignore[misc]
+        if len(self._judged) >= _JUDGED_IMAGES:
+            self._judged.clear()
+        self._judged.add(image)
+
+    def _judge_file(self, container: str, path: str) -> None:
+        """Follow links as Docker does, inside the container; that there is no such file is fine."""
+        named = path
+        for _ in range(_LINKS):
+            url = self._api._url("/containers/{0}/archive", container)
+            answer = self._api.head(url, params={"path": path}, timeout=_TIMEOUT)
+            if answer.status_code == 404:
+                return
+            answer.raise_for_status()
+            found = json.loads(base64.b64decode(answer.headers["x-docker-container-path-stat"]))
+            if not found["mode"] & _NOT_PLAIN and found["size"] <= _MOST_USERS:
+                return
+            if not found["mode"] & _LINK:
+                break
+            path = posixpath.join(posixpath.dirname(path), found["linkTarget"])
+        raise DockerError(f"{named} of the image is no plain file, or too large")
+
     async def layout(self, container: str) -> Layout:
         """Return where a created container lies."""
         found = await self._run(lambda: self._api.inspect_container(container))
@@ -278,9 +332,22 @@ class Docker:
         await self._run(lambda: self._api.start(container))
 
     async def state(self, container: str) -> State | None:
-        """Return the container's state, None if there is no such container."""
+        """Return the container's state, None if there is no such container.
+
+        Raises:
+            DockerError: Docker does not say it within seconds. Who asks again meanwhile waits for the same answer.
+        """
+        look = self._looks.get(container)
+        if look is None:
+            look = self._looks[container] = asyncio.create_task(self._look(container), name="docker-look")
+            look.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # nobody may be waiting any more
         try:
-            found = await self._run(lambda: self._api.inspect_container(container))
+            async with asyncio.timeout(_LOOK_SECONDS):
+                found = await asyncio.shield(look)
+        except TimeoutError:
+            raise DockerError("docker does not say how the container is") from None
         except DockerError as error:
             if isinstance(error.__cause__, self._errors.NotFound):
                 return None
@@ -294,6 +361,13 @@ class Docker:
             started_at=str(state["StartedAt"]),
             error=str(state["Error"])[:500],
         )
+
+    async def _look(self, container: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = await self._run(lambda: self._api.inspect_container(container), pool=self._looking)
+            return found
+        finally:
+            del self._looks[container]
 
     async def running(self) -> frozenset[str]:
         """Return the ids of our containers that run: one call, whatever their number."""
@@ -313,4 +387,6 @@ class Docker:
         """Return (container id, sandbox id) of our containers in any state."""
         labels = [LABEL if sandbox is None else f"{LABEL}={sandbox}", f"{INSTANCE_LABEL}={self._instance}"]
         found = await self._run(lambda: self._api.containers(all=True, filters={"label": labels}))
-        return tuple((str(item["Id"]), str(item["Labels"][LABEL])) for item in found)
+        ours = ((str(item["Id"]), str(item["Labels"][LABEL]), item.get("Names")) for item in found)
+        # One that is being removed may have lost its name already.
+        return tuple((ident, name) for ident, name, names in ours if not names or f"/{container_name(name)}" in names)

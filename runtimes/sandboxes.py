@@ -188,6 +188,7 @@ class Sandboxes:
     async def _contain(self, sandbox: Sandbox, plan: ContainerPlan) -> Layout:
         sandbox.container = await self._docker.create(plan)
         self._write_down(sandbox)
+        await self._docker.judge_users(sandbox.container, plan.image)
         return await self._docker.layout(sandbox.container)
 
     def _listen(self, sandbox: str) -> socket.socket:

@@ -1,12 +1,15 @@
 """execd in images that are small, empty, or set traps for whoever starts a program in them; 64 MiB each.
 
 The traps are a library that notes which program it was loaded into: by the environment, by the loader's own file, and
-as a module for names of users. That the image's programs do load it is the control.
+as a module for names of users. That the image's programs do load it is the control. A hostile image has what a
+recipe of images can say, and a file system whose links lead to a directory of the host.
 """
 
 import contextlib
 import io
+import json
 import os
+import stat
 import subprocess
 import tarfile
 import time
@@ -26,7 +29,9 @@ from demo.stack import EMPTY_IMAGE, IMAGE, Stack
 
 pytestmark = pytest.mark.system
 
-SMALL, USER, TRAPPED = "small-root", "small-user", "trapped"
+SMALL, USER, TRAPPED, HOSTILE = "small-root", "small-user", "trapped", "hostile"
+NODES = {"mem": (1, 1), "kmsg": (1, 11), "tun": (10, 200), "fuse": (10, 229), "kvm": (10, 232), "loops": (10, 237)}
+"""Character devices, by number; `disk` is the block device of the first loop."""
 _LIBRARY = """
 #include <fcntl.h>
 #include <unistd.h>
@@ -192,3 +197,105 @@ def _ended(client: httpx.Client, status: str) -> str:
             return "finished"
         time.sleep(0.05)
     return "running"
+
+
+def _without_users(tar: Path) -> None:
+    """Write the small image, but for its file of users."""
+    with tarfile.open(os.environ["SALLYPORT_SMALL_IMAGE"]) as small, tarfile.open(tar, "w") as archive:
+        for entry in small:
+            if entry.name != "./etc/passwd":
+                archive.addfile(entry, small.extractfile(entry) if entry.isreg() else None)
+
+
+@pytest.fixture(scope="module", name="host_directory")
+def _hostile(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Import the hostile image; the directory that its links lead to."""
+    work, target = tmp_path_factory.mktemp("hostile"), tmp_path_factory.mktemp("host")
+    tar = work / "hostile.tar"
+    _without_users(tar)
+    links = {"opt": f"{target}", "etc/hosts": f"{target}/hosts", "etc/resolv.conf": f"{'../' * 12}{target}/resolv"}
+    with tarfile.open(tar, "a") as archive:
+        for name, goal in links.items():
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = tarfile.SYMTYPE, goal
+            archive.addfile(entry)
+        for name, number in {**NODES, "disk": (7, 0)}.items():
+            entry = tarfile.TarInfo(f"nodes/{name}")
+            entry.type, entry.mode = tarfile.BLKTYPE if name == "disk" else tarfile.CHRTYPE, 0o666
+            entry.devmajor, entry.devminor = number
+            archive.addfile(entry)
+        users = b"root:x:0:0:root:/:/bin/sh\nevil:x:0:0::/:/bin/sh\n"
+        entry = tarfile.TarInfo("etc/passwd")
+        entry.size = len(users)
+        archive.addfile(entry, io.BytesIO(users))
+    says = (
+        "USER evil",
+        "WORKDIR /opt/work",
+        'VOLUME ["/data", "/opt/opensandbox", "/etc"]',
+        "HEALTHCHECK --interval=1s CMD touch /checked",
+        "ONBUILD RUN touch /built",
+        'ENTRYPOINT ["/proc/self/exe"]',
+        'CMD ["/bin/sh"]',
+        "LABEL sallyport.sandbox=sbx-other sallyport.instance=other",
+        "ENV PATH=/bin SSL_CERT_FILE=/evil.pem OPENSANDBOX_ID=sbx-other EXECD_ENVS=/evil",
+    )
+    changes = [word for said in says for word in ("-c", said)]
+    imported = stack.docker("import", *changes, str(tar), HOSTILE)
+    assert 0 == imported.returncode, imported.stderr
+    yield target
+    stack.docker("rmi", "-f", HOSTILE)
+
+
+def test_what_an_image_says_and_where_its_links_lead_is_of_no_use_to_it(
+    runtime: str, stack: Stack, host_directory: Path
+) -> None:
+    volumes = stack.docker("volume", "ls", "-q").stdout
+    with made(stack, runtime, HOSTILE) as sandbox:
+        container = stack.host("inspect", sandbox=str(sandbox.id))["container"]
+        (told,) = json.loads(stack.docker("inspect", container).stdout)
+        assert sandbox.id == told["Config"]["Labels"]["sallyport.sandbox"]
+        assert "other" != told["Config"]["Labels"]["sallyport.instance"]
+        assert told["State"].get("Health") is None
+        environment = output(sandbox.commands.run("env")).split()
+        assert {f"OPENSANDBOX_ID={sandbox.id}", "SSL_CERT_FILE=/opt/opensandbox/ca-bundle.pem"} <= set(environment)
+        assert "nameserver 192.0.2.1" in output(sandbox.commands.run("cat /etc/resolv.conf"))
+        assert "/opt/opensandbox/execd" in output(sandbox.commands.run("tr '\\0' ' ' </proc/1/cmdline"))
+        tried = "for node in /nodes/*; do (exec 3<$node) 2>/dev/null && echo $node; done; echo end"
+        # On runsc these are gVisor's own; runc lets everybody open a tun. Nobody here may make an interface of it.
+        own = {"/nodes/tun", *(["/nodes/fuse"] if runtime == "runsc" else [])}
+        assert {"end"} == set(output(sandbox.commands.run(tried)).split()) - own
+        made_one = "tunctl -f /nodes/tun -t tun9 || echo refused; cut -d: -f1 /proc/net/dev | tr -d ' ' | tail -n +3"
+        assert {"refused", "eth0", "lo"} == set(output(sandbox.commands.run(made_one)).split())
+        sandbox.files.write_file("/data/file", "x")
+        assert "volumes" not in output(sandbox.commands.run("cat /proc/self/mountinfo"))
+        assert [] == output(sandbox.commands.run("ls -d /checked /built 2>/dev/null")).split()
+    assert [] == list(host_directory.iterdir())
+    assert volumes == stack.docker("volume", "ls", "-q").stdout
+
+
+def test_outside_of_a_sandbox_those_nodes_open(tmp_path: Path) -> None:
+    """The control."""
+    for name in ("kmsg", "loops"):
+        os.mknod(tmp_path / name, stat.S_IFCHR | 0o600, os.makedev(*NODES[name]))
+        os.close(os.open(tmp_path / name, os.O_RDONLY))
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a device"])
+def test_an_image_whose_users_nobody_can_read_is_refused_at_once(kind: str, stack: Stack, tmp_path: Path) -> None:
+    """Docker would wait for ever, or read for ever, with the container's lock in its hands."""
+    tar, image = tmp_path / "unreadable.tar", "unreadable"
+    _without_users(tar)
+    with tarfile.open(tar, "a") as archive:
+        users, zeros = tarfile.TarInfo("etc/passwd"), tarfile.TarInfo("zeros")
+        users.type, users.linkname = (tarfile.FIFOTYPE, "") if kind == "a pipe" else (tarfile.SYMTYPE, "../zeros")
+        zeros.type, zeros.devmajor, zeros.devminor = tarfile.CHRTYPE, 1, 5
+        for entry in (users, zeros):
+            archive.addfile(entry)
+    assert 0 == stack.docker("import", "-c", "ENV PATH=/bin", str(tar), image).returncode
+    before = stack.host("list")["sandboxes"]
+    try:
+        with pytest.raises(SandboxException, match="/etc/passwd of the image is no plain file"):
+            stack.create("runc", image=image)
+        assert before == stack.host("list")["sandboxes"]
+    finally:
+        assert 0 == stack.docker("rmi", "-f", image).returncode

@@ -1,0 +1,103 @@
+"""What hostd asks of Docker, beside a Docker that says what a test wants it to."""
+
+import asyncio
+import json
+import re
+import socketserver
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from runtimes.docker import INSTANCE_LABEL, LABEL, Docker, DockerError
+
+STATE = {"Status": "running", "ExitCode": 0, "OOMKilled": False, "Pid": 7, "StartedAt": "", "Error": ""}
+
+
+class Daemon(socketserver.ThreadingUnixStreamServer):
+    """Answers what it has; about the container `stuck` nothing before `release` is set."""
+
+    daemon_threads = True
+
+    def __init__(self, path: Path, containers: list[dict[str, Any]]) -> None:
+        super().__init__(str(path), _Handler)
+        self.containers = containers
+        self.asked: Counter[str] = Counter()
+        self.release = threading.Event()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def address_string(self) -> str:
+        return "local"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        daemon = cast(Daemon, self.server)
+        name = re.search(r"/containers/(.*?)/json", self.path)
+        if name is not None:
+            daemon.asked[name[1]] += 1
+            if name[1] == "stuck":
+                daemon.release.wait()
+        answers: dict[str, Any] = {"version": {"ApiVersion": "1.41"}, "containers/json": daemon.containers}
+        found = next((value for key, value in answers.items() if key in self.path), {"State": STATE})
+        body = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture(name="daemon")
+def _daemon(tmp_path: Path) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path / "docker.sock", [])
+    thread = threading.Thread(target=daemon.serve_forever)
+    thread.start()
+    yield daemon
+    daemon.release.set()
+    daemon.shutdown()
+    thread.join()
+    daemon.server_close()
+
+
+async def test_a_container_that_docker_cannot_tell_of_holds_up_nobody(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is asked for: Docker is asked once, and everybody else gets an answer."""
+    monkeypatch.setattr("runtimes.docker._LOOK_SECONDS", 0.2)
+    docker = Docker(str(daemon.server_address))
+    try:
+        asks = [asyncio.create_task(docker.state("stuck")) for _ in range(50)]
+        others = [await docker.state(f"other-{number}") for number in range(5)]
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*asks, return_exceptions=True)
+        assert {DockerError} == {type(answer) for answer in answers}
+        assert {7} == {state.pid for state in others if state is not None}
+        assert 1 == daemon.asked["stuck"]
+        asking = asyncio.create_task(docker.state("stuck"))
+        daemon.release.set()
+        state = await asking
+        assert state is not None and "running" == state.status
+    finally:
+        docker.close()
+
+
+async def test_labels_alone_make_no_container_ours(daemon: Daemon) -> None:
+    """They may be its image's: somebody's own container of that image is not removed."""
+    labels = {LABEL: "sbx-1", INSTANCE_LABEL: "here"}
+    daemon.containers += [
+        {"Id": "ours", "Names": ["/sallyport-sbx-1"], "Labels": labels},
+        {"Id": "theirs", "Names": ["/somebody"], "Labels": labels},
+        {"Id": "dying", "Names": [], "Labels": labels},
+    ]
+    docker = Docker(str(daemon.server_address), "here")
+    try:
+        assert (("ours", "sbx-1"), ("dying", "sbx-1")) == await docker.ours()
+    finally:
+        docker.close()
