@@ -3,11 +3,13 @@
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from ipaddress import IPv4Address
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.dns_logic import Outcome
 from gateway.dns_wire import MalformedMessage, parse_answer
@@ -155,3 +157,126 @@ def test_pointers_that_do_not_point_back_are_malformed(pointer: bytes) -> None:
     query = struct.pack("!HHHHHH", 1, 0x0100, 1, 0, 0, 0) + name(HOST) + b"\0\1\0\1"
     with pytest.raises(MalformedMessage):
         parse_answer(reply(query, pointer + struct.pack("!HHIH", 1, 1, 60, 4) + b"\1\1\1\1"))
+
+
+type Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def truncating(serve: Serve | None) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
+    """A server that truncates each answer over UDP, and over TCP does as `serve` says; None: nobody listens there."""
+    asked: list[bytes] = []
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(b"tcp")
+        assert serve is not None
+        with suppress(OSError, EOFError):
+            await serve(reader, writer)
+        writer.close()
+
+    async with server(lambda query: [reply(query, flags=0x8380)]) as (resolver, queries):
+        (upstream,) = resolver._upstreams
+        tcp = await asyncio.start_server(connection, upstream.address, upstream.port) if serve is not None else None
+        try:
+            yield resolver, asked
+        finally:
+            if tcp is not None:
+                tcp.close()
+        assert 0 < len(queries) <= 2
+
+
+def framed(message: bytes) -> bytes:
+    return struct.pack("!H", len(message)) + message
+
+
+async def _question(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(2)))
+
+
+async def test_a_truncated_answer_is_asked_for_again_over_tcp() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        query = await _question(reader)
+        records = [a(HOST, f"93.184.{number}.34") for number in range(200)]
+        writer.write(framed(reply(query, *records)))
+
+    async with truncating(serve) as (resolver, asked):
+        found = await resolver.resolve(HOST)
+    assert [b"tcp"] == asked
+    assert addresses(*(f"93.184.{number}.34" for number in range(16))) == found.addresses
+
+
+async def _truncated_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(framed(reply(await _question(reader), flags=0x8380)))
+
+
+async def _too_large(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    query = await _question(reader)
+    writer.write(framed(reply(query, *[record(HOST, 16, b"x" * 250)] * 200, a(HOST, "93.184.216.34"))))
+
+
+async def _too_many(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    query = await _question(reader)
+    message = reply(query, *[a(HOST, "93.184.216.34")] * 300)
+    writer.write(framed(message))
+
+
+async def _another_question(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    other = name("evil.example.com") + b"\0\1\0\1"
+    writer.write(framed(reply(await _question(reader), a(HOST, "6.6.6.6"), question=other)))
+
+
+async def _half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(framed(reply(await _question(reader), a(HOST, "93.184.216.34")))[:-1])
+
+
+async def _drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    for byte in framed(reply(await _question(reader), a(HOST, "93.184.216.34"))):
+        writer.write(bytes((byte,)))
+        await asyncio.sleep(0.05)
+
+
+async def _silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+@pytest.mark.parametrize(
+    "serve", [_truncated_again, _too_large, _too_many, _another_question, _half, _drips, _silent, None]
+)
+async def test_a_hostile_server_over_tcp_is_a_failure_in_bounded_time(
+    serve: Serve | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.resolver._TRY_SECONDS", 0.3)
+    async with truncating(serve) as (resolver, asked):
+        async with asyncio.timeout(5):
+            found = await resolver.resolve(HOST)
+    assert Outcome.FAILED == found.outcome
+    assert (0 if serve is None else 2) == len(asked)
+
+
+async def test_a_server_that_is_silent_holds_a_bounded_number_of_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one too many fails at once; in time all do, and another name is asked for again."""
+    monkeypatch.setattr("gateway.resolver._TRY_SECONDS", 0.2)
+    silent = True
+    async with server(lambda query: [] if silent else [reply(query, a("x.example.com", "93.184.216.34"))]) as (
+        resolver,
+        queries,
+    ):
+        under_way = [asyncio.create_task(resolver.resolve(f"n{number}.example.com")) for number in range(64)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(0.1):
+            assert Outcome.FAILED == (await resolver.resolve("one-too-many.example.com")).outcome
+        assert {Outcome.FAILED} == {found.outcome for found in await asyncio.gather(*under_way)}
+        assert b"one-too-many" not in b"".join(queries)
+        silent = False
+        assert addresses("93.184.216.34") == (await resolver.resolve("x.example.com")).addresses
+
+
+@given(st.binary(max_size=600), st.integers(0, 6), st.booleans())
+def test_whatever_an_answer_holds_it_is_read_or_malformed(tail: bytes, count: int, pointed: bool) -> None:
+    """And what is read is no longer than what came."""
+    head = struct.pack("!HHHHHH", 1, 0x8180, 1, count, 0, 0) + name(HOST) + b"\0\1\0\1"
+    body = (b"\xc0\x0c" + tail) if pointed else tail
+    with suppress(MalformedMessage):
+        answer = parse_answer(head + body)
+        assert count == len(answer.records)
+        assert sum(len(record.data) + 11 for record in answer.records) <= len(body)
