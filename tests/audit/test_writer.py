@@ -1,6 +1,7 @@
 """auditd as a process: identity, ordering, kills, restarts, rotation, and what it does when it cannot write."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -535,6 +536,41 @@ async def test_a_full_disk_refuses_records_and_recovers_by_itself(small_disk: Pa
     await auditd.stop()
     assert len(auditd.said(kind="dns")) == accepted + 1
     assert [gap["count"] for gap in auditd.said(kind="gap")] == [refused + 1]
+    assert auditd.verify().findings == []
+
+
+@pytest.mark.system
+async def test_a_disk_that_fills_while_files_are_changed_and_auditd_is_killed_loses_nothing(
+    small_disk: Path, new_auditd: NewAuditd
+) -> None:
+    """Under load no next file can be begun, no head be signed, and nobody be started anew; with room all goes on."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 400_000)
+    auditd = await new_auditd(small_disk, max_file_bytes=65536).start()
+    acknowledged: set[str] = set()
+
+    async def produce(client: AuditClient, first: int) -> None:
+        for number in range(first, first + 1000):
+            with contextlib.suppress(AuditUnavailable):
+                await client.accept("dns", "allow", durable=number % 5 == 0, host=f"{number}.example", reason="x" * 500)
+                acknowledged.add(f"{number}.example")
+
+    clients = [await auditd.attach(name) for name in (A, A, B)]
+    await asyncio.gather(*(produce(client, 1000 * number) for number, client in enumerate(clients)))
+    assert len(auditd.files()) > 2
+    assert 100 < len(acknowledged) < 2900
+    assert auditd.verify().findings == []
+    await auditd.stop(signal.SIGKILL)
+    with pytest.raises(AssertionError):
+        await auditd.start()
+    assert auditd.process is not None
+    assert auditd.process.returncode == 1
+    assert auditd.verify().findings == []
+    ballast.unlink()
+    await auditd.start()
+    await (await auditd.attach(A)).accept("dns", "allow", durable=True, host="after.example")
+    await auditd.stop()
+    assert {record["host"] for record in auditd.said(kind="dns")} == acknowledged | {"after.example"}
     assert auditd.verify().findings == []
 
 
