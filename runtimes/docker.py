@@ -34,6 +34,7 @@ _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 _LOOKING_THREADS, _LOOK_SECONDS = 4, 5.0
+_RUNNING = "running"
 _USERS = ("/etc/passwd", "/etc/group")
 _MOST_USERS = 1 << 20
 _LINKS = 8
@@ -157,7 +158,7 @@ class Docker:
         self._instance = instance
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
         self._looking = ThreadPoolExecutor(max_workers=_LOOKING_THREADS, thread_name_prefix="docker-look")
-        self._looks: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._looks: dict[str, asyncio.Task[Any]] = {}
         self._judged: set[str] = set()
 
     def close(self) -> None:
@@ -335,19 +336,10 @@ class Docker:
         """Return the container's state, None if there is no such container.
 
         Raises:
-            DockerError: Docker does not say it within seconds. Who asks again meanwhile waits for the same answer.
+            DockerError: Docker does not say it within seconds.
         """
-        look = self._looks.get(container)
-        if look is None:
-            look = self._looks[container] = asyncio.create_task(self._look(container), name="docker-look")
-            look.add_done_callback(
-                lambda ended: ended.cancelled() or ended.exception()
-            )  # nobody may be waiting any more
         try:
-            async with asyncio.timeout(_LOOK_SECONDS):
-                found = await asyncio.shield(look)
-        except TimeoutError:
-            raise DockerError("docker does not say how the container is") from None
+            found = await self._look(container, lambda: self._api.inspect_container(container))
         except DockerError as error:
             if isinstance(error.__cause__, self._errors.NotFound):
                 return None
@@ -362,17 +354,35 @@ class Docker:
             error=str(state["Error"])[:500],
         )
 
-    async def _look(self, container: str) -> dict[str, Any]:
+    async def _look(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call in the pool for looks, and wait some seconds; who asks for the same meanwhile waits for the same answer.
+
+        Raises:
+            DockerError: Docker refused, or does not say it in time.
+        """
+        look = self._looks.get(what)
+        if look is None:
+            look = self._looks[what] = asyncio.create_task(self._run(call, pool=self._looking), name="docker-look")
+            look.add_done_callback(lambda ended: self._looked(what, ended))
         try:
-            found: dict[str, Any] = await self._run(lambda: self._api.inspect_container(container), pool=self._looking)
-            return found
-        finally:
-            del self._looks[container]
+            async with asyncio.timeout(_LOOK_SECONDS):
+                return await asyncio.shield(look)
+        except TimeoutError:
+            raise DockerError("docker does not say it in time") from None
+
+    def _looked(self, what: str, ended: asyncio.Task[Any]) -> None:
+        del self._looks[what]
+        if not ended.cancelled():
+            ended.exception()  # perhaps nobody waits for it any more
 
     async def running(self) -> frozenset[str]:
-        """Return the ids of our containers that run: one call, whatever their number."""
+        """Return the ids of our containers that run: one call, whatever their number.
+
+        Raises:
+            DockerError: Docker does not say it within seconds.
+        """
         filters = {"label": f"{INSTANCE_LABEL}={self._instance}", "status": "running"}
-        found = await self._run(lambda: self._api.containers(filters=filters))
+        found = await self._look(_RUNNING, lambda: self._api.containers(filters=filters))
         return frozenset(str(item["Id"]) for item in found)
 
     async def remove(self, container: str) -> None:

@@ -19,7 +19,7 @@ STATE = {"Status": "running", "ExitCode": 0, "OOMKilled": False, "Pid": 7, "Star
 
 
 class Daemon(socketserver.ThreadingUnixStreamServer):
-    """Answers what it has; about the container `stuck` nothing before `release` is set."""
+    """Answers what it has; about the container `stuck`, and if it is `frozen`, nothing before `release` is set."""
 
     daemon_threads = True
 
@@ -27,6 +27,7 @@ class Daemon(socketserver.ThreadingUnixStreamServer):
         super().__init__(str(path), _Handler)
         self.containers = containers
         self.asked: Counter[str] = Counter()
+        self.frozen = False
         self.release = threading.Event()
 
 
@@ -42,8 +43,8 @@ class _Handler(BaseHTTPRequestHandler):
         name = re.search(r"/containers/(.*?)/json", self.path)
         if name is not None:
             daemon.asked[name[1]] += 1
-            if name[1] == "stuck":
-                daemon.release.wait()
+        if (name is not None and name[1] == "stuck") or daemon.frozen:
+            daemon.release.wait()
         answers: dict[str, Any] = {"version": {"ApiVersion": "1.41"}, "containers/json": daemon.containers}
         found = next((value for key, value in answers.items() if key in self.path), {"State": STATE})
         body = json.dumps(found).encode()
@@ -84,6 +85,23 @@ async def test_a_container_that_docker_cannot_tell_of_holds_up_nobody(
         daemon.release.set()
         state = await asking
         assert state is not None and "running" == state.status
+    finally:
+        docker.close()
+
+
+async def test_a_docker_that_hangs_is_waited_for_for_seconds_only(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtimes.docker._LOOK_SECONDS", 0.2)
+    docker = Docker(str(daemon.server_address), "here")
+    try:
+        daemon.frozen = True
+        async with asyncio.timeout(5):
+            for _ in range(3):
+                with pytest.raises(DockerError):
+                    await docker.running()
+        daemon.release.set()
+        assert frozenset() == await docker.running()
     finally:
         docker.close()
 

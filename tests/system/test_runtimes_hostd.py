@@ -25,6 +25,7 @@ import pytest
 
 import wire
 from demo.traces import alive, cookie_of
+from lifecycle.peers import CALL_TIMEOUT
 from runtimes import netns
 from runtimes.cgroups import Cgroups
 from runtimes.docker import LABEL
@@ -275,6 +276,23 @@ def test_nobody_starts_a_sandbox_again(hostd: Hostd, engine: Engine, sandbox: st
     with pytest.raises(docker.errors.APIError, match="no launch plan"):
         engine.api.start(f"sallyport-{sandbox}")
     assert ("exited", 137) == tuple(hostd.state(sandbox)[key] for key in ("state", "exit_code"))
+
+
+def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
+    """Whoever looks after sandboxes is answered, as long as it takes; then all is as it was."""
+    sandbox = hostd.launch("runc")
+    dockerd = int((hostd.run / "docker.pid").read_text())
+    os.kill(dockerd, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert "unknown" == hostd.state(sandbox)["state"]
+        assert time.monotonic() - began < CALL_TIMEOUT
+    finally:
+        os.kill(dockerd, signal.SIGCONT)
+    deadline = time.monotonic() + PATIENCE
+    while hostd.state(sandbox)["state"] != "running":
+        assert time.monotonic() < deadline
+    assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
 
 
 @pytest.mark.parametrize("runtime", ["sallyport-runc", "sallyport-runsc"])
