@@ -314,6 +314,21 @@ def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, e
     assert f"192.0.2.2 {sandbox} 2 1.2.3.4:5 second" == said
 
 
+def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> None:
+    """A stopped one never ends by itself: its sandbox is closed until it is ended, which a look at it brings about."""
+    sandbox = hostd.launch("runc")
+    stopped = hostd.state(sandbox)["worker_pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    refused = "import socket; s = socket.create_connection(('1.2.3.4', 5), 10); s.settimeout(1); print(s.recv(1))"
+    assert 0 != engine.execute(sandbox, "python3", "-c", refused)[0]
+    hostd.wait_generation(sandbox, 2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, 0)
+    said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
+    assert f"192.0.2.2 {sandbox} 2 1.2.3.4:5 first" == said
+    assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+
+
 def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     with pytest.raises(wire.RemoteError, match="refused"):
         hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "refuse": True})
