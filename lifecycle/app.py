@@ -127,7 +127,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
 
 def api(context: Context) -> FastAPI:
     """Build the FastAPI application: every route under `/` and under `/v1`."""
-    app = FastAPI(title="Sallyport", version="0.1.0", redirect_slashes=False)
+    app = FastAPI(title="Sallyport", version="0.1.0", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.context = context
     app.include_router(system.root)
     for prefix in ("", "/v1"):

@@ -16,6 +16,9 @@ from lifecycle.registry import Sandbox
 type Text = Annotated[str, StringConstraints(max_length=4096)]
 type Value = Annotated[str, StringConstraints(max_length=131072)]
 
+_RESERVED_ENV = {"OPENSANDBOX_LIFECYCLE", "EXECD_RUNTIME_INIT"}
+"""What execd takes from whoever starts it."""
+
 
 class Model(BaseModel):
     """Base of all request models."""
@@ -158,8 +161,8 @@ class Create(Model):
             raise ValueError("Exactly one of image, snapshotId or templateId must be given.")
         if self.lifecycle is not None and (pool or self.template_id is not None):
             raise ValueError("lifecycle cannot be combined with poolRef or templateId.")
-        if "OPENSANDBOX_LIFECYCLE" in (self.env or {}):
-            raise ValueError("env: OPENSANDBOX_LIFECYCLE is reserved.")
+        for name in _RESERVED_ENV & (self.env or {}).keys():
+            raise ValueError(f"env: {name} is reserved.")
         if self.credential_proxy and self.credential_proxy.enabled and self.network_policy is None:
             raise ValueError("credentialProxy.enabled requires networkPolicy.")
         return self

@@ -1,6 +1,7 @@
 """`/health`, `/version` and the metrics events of clients."""
 
 from fastapi import APIRouter, Response
+from fastapi.responses import HTMLResponse
 
 from lifecycle.models import MetricsEvent
 from lifecycle.routes.context import Server
@@ -22,6 +23,14 @@ async def health() -> dict[str, str]:
 async def version() -> dict[str, str]:
     """Say which API this is."""
     return {"version": API_VERSION}
+
+
+@root.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+@root.get("/redoc", response_class=HTMLResponse, include_in_schema=False)
+async def docs() -> HTMLResponse:
+    """Lead to the schema; FastAPI's own pages run a script from somebody else's server, in our origin."""
+    page = '<!doctype html><title>Sallyport</title><a href="/openapi.json">OpenAPI schema</a>'
+    return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'none'"})
 
 
 @router.post("/metrics/events", status_code=204)

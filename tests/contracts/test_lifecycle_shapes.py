@@ -86,6 +86,7 @@ async def test_a_request_id_is_made_when_none_is_sent(server: World) -> None:
         ({"metadata": {"a b": "1"}}, 400, "SANDBOX::INVALID_METADATA_LABEL"),
         ({"platform": {"os": "windows", "arch": "amd64"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"OPENSANDBOX_LIFECYCLE": "x"}}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"env": {"EXECD_RUNTIME_INIT": "1"}}, 422, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"OPENSANDBOX_EGRESS_OTHER": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"A=B": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"A": "x" * 131070}}, 400, "SANDBOX::INVALID_PARAMETER"),
@@ -212,6 +213,16 @@ async def test_every_route_but_two_asks_for_the_key(server: World) -> None:
                     open_to_all.append(path)
     assert len(described) > 30
     assert ["/health", "/version"] == open_to_all
+
+
+async def test_no_page_of_ours_runs_a_script(server: World) -> None:
+    """Not from us and not from anybody else, whose script would have our origin."""
+    async with server.client(None) as client:
+        for path in ("/docs", "/redoc"):
+            answer = await client.get(path)
+            assert (200, "default-src 'none'") == (answer.status_code, answer.headers["content-security-policy"])
+            assert "/openapi.json" in answer.text and "script" not in answer.text.lower()
+        assert "paths" in (await client.get("/openapi.json")).json()
 
 
 SPELLINGS = (
