@@ -5,6 +5,7 @@
 - The authority of every request equals the flow's host and port; a mismatch is 421, whatever came before on the flow.
 - One reading only: framing that two parsers could read differently is refused, never repaired.
 - The path in the facts is byte for byte the one that is forwarded (`Translated.target`).
+- On plain HTTP an offer to go on in HTTP/2 (h2c), which Java's client makes, is not passed on; the request stands.
 - Hop-by-hop headers, trailers' announcements, proxy credentials and headers that rewrite method or path for some
   servers are removed; names that turn into framing or routing headers when `_` is read as `-` are refused.
 
@@ -99,7 +100,7 @@ def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
     connection = _list(parts.headers, b"connection")
     if any(option in _FRAMING for option in connection):
         return Refused("Connection names a framing header")
-    websocket = _is_websocket(parts, named, connection)
+    websocket = _is_websocket(parts, named, connection, flow)
     if isinstance(websocket, Refused):
         return websocket
     expect = named.get(b"expect")
@@ -206,9 +207,14 @@ def _check_framing(parts: RequestParts, named: dict[bytes, bytes]) -> Refused | 
     return None
 
 
-def _is_websocket(parts: RequestParts, named: dict[bytes, bytes], connection: Sequence[bytes]) -> bool | Refused:
+def _is_websocket(
+    parts: RequestParts, named: dict[bytes, bytes], connection: Sequence[bytes], flow: FlowFacts
+) -> bool | Refused:
     upgrade = named.get(b"upgrade")
     if upgrade is None and b"upgrade" not in connection and b"http2-settings" not in named:
+        return False
+    offer = {b"upgrade", b"http2-settings"} <= set(connection) and b"http2-settings" in named
+    if upgrade == b"h2c" and offer and parts.version == 11 and flow.scheme is Scheme.HTTP:
         return False
     well_formed = (
         parts.version == 11
@@ -218,7 +224,7 @@ def _is_websocket(parts: RequestParts, named: dict[bytes, bytes], connection: Se
         and b"upgrade" in connection
         and named.get(b"sec-websocket-version") == b"13"
         and len(named.get(b"sec-websocket-key", b"")) == 24
-        and b"content-length" not in named
+        and named.get(b"content-length", b"0") == b"0"  # as Java's client writes it
         and b"transfer-encoding" not in named
         and sum(name.lower().startswith(b"sec-websocket-key") for name, _ in parts.headers) == 1
     )

@@ -164,7 +164,38 @@ def test_a_websocket_handshake_is_recognised():
         (b"Sec-WebSocket-Key", b"dGhlIHNhbXBsZSBub25jZQ=="),
     )
     assert translate(parts, FLOW).websocket
-    assert isinstance(translate(with_headers((b"Content-Length", b"0"), parts=parts), FLOW), Refused)
+    assert translate(with_headers((b"Content-Length", b"0"), parts=parts), FLOW).websocket
+    assert isinstance(translate(with_headers((b"Content-Length", b"1"), parts=parts), FLOW), Refused)
+
+
+H2C = (
+    (b"Connection", b"Upgrade, HTTP2-Settings"),
+    (b"Upgrade", b"h2c"),
+    (b"HTTP2-Settings", b"AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"),
+)
+
+
+def test_an_offer_to_go_on_in_http2_is_no_part_of_a_plain_request():
+    translated = translate(with_headers(*H2C), PLAIN)
+
+    assert isinstance(translated, Translated)
+    assert (((b"Accept", b"*/*"),), False, False) == (translated.headers, translated.websocket, translated.close)
+
+
+@pytest.mark.parametrize(
+    ("parts", "flow"),
+    [
+        (with_headers(*H2C), FLOW),
+        (with_headers(*H2C, parts=replace(GET, version=10)), PLAIN),
+        (with_headers(*H2C[1:], (b"Connection", b"Upgrade")), PLAIN),
+        (with_headers(*H2C[:2]), PLAIN),
+        (with_headers(*H2C, (b"Upgrade", b"websocket")), PLAIN),
+        (with_headers(H2C[0], H2C[2], (b"Upgrade", b"h2c, websocket")), PLAIN),
+        (with_headers(*H2C, (b"HTTP2_Settings", b"AAMA")), PLAIN),
+    ],
+)
+def test_any_other_upgrade_than_that_is_refused(parts, flow):
+    assert isinstance(translate(parts, flow), Refused)
 
 
 @given(
