@@ -197,7 +197,7 @@ class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
             status = event.code.http_status_code()
             if self.response is None and status is not None:
                 yield commands.SendData(self.conn, pages.http1(status, pages.failure(status)))
-            elif self.response is not None and self._ends_with_connection(self.response):
+            elif self.response is not None and self._is_cut(self.response, event):
                 self._pin.reset_client()
             yield commands.CloseConnection(self.conn)
             self.state = self.ignore
@@ -206,9 +206,10 @@ class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
         if isinstance(event, _events.ResponseHeaders) and event.response.status_code == 100:
             self.response = None  # the answer is still to come
 
-    def _ends_with_connection(self, response: http.Response) -> bool:
-        """Whether the client takes the end of its connection for the end of this response."""
-        return not (response.headers.get("transfer-encoding") or response.headers.get("content-length"))
+    def _is_cut(self, response: http.Response, event: _events.ResponseProtocolError) -> bool:
+        """Whether the client would take the end of its connection for that of a response that is not whole."""
+        ends = not (response.headers.get("transfer-encoding") or response.headers.get("content-length"))
+        return ends and event.code is not _events.ErrorCode.PASSTHROUGH_CLOSE  # how an accepted WebSocket ends
 
 
 class StrictHttp1Client(_BoundedHttp1, _http1.Http1Client):
