@@ -4,9 +4,11 @@ What mitmproxy does and these do not:
 
 - reads request heads of any size and form -> `gateway.hello.read_head` and `translate` come first, and decide framing;
 - raises on trailers, keeps endless chunk headers and pipelined bytes -> trailers are dropped, buffers are bounded;
+- takes a server's end after an early response for a failure -> the client gets the response;
 - takes `100` or `103` for the final response -> informational responses are swallowed, at most `MAX_INFORMATIONAL`;
 - sends an HTTP/2 body without a length unframed to an HTTP/1.1 server -> it is chunked, one request per connection;
 - quotes errors, and its own name and version, to the client -> pages of `pages`;
+- keeps what belonged to each connection to a server for as long as the client's lasts -> it is forgotten;
 - buffers the body of a request that was answered locally -> it is answered at once and the body is thrown away;
 - parses WebSocket frames and keeps all messages -> an accepted WebSocket is relayed without being looked into.
 
@@ -37,8 +39,9 @@ MAX_BUFFER = 256 * 1024
 """Bytes of one HTTP/1 connection that wait to be parsed."""
 MAX_RESPONSE_HEAD = 128 * 1024
 MAX_INFORMATIONAL = 16
-MAX_DISCARD = 1024 * 1024
-"""Bytes of a request body that are thrown away after the request was answered."""
+MAX_DISCARD = 64 * 1024 * 1024
+"""Bytes of a request body that are thrown away after the request was answered: many clients send all before they read,
+and would not see an answer that ends in a reset."""
 
 _HEAD_END = re.compile(rb"\n\r?\n")
 _INFORMATIONAL = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9][0-9][ \r\n]")
@@ -236,6 +239,17 @@ class StrictHttp1Client(_BoundedHttp1, _http1.Http1Client):
                 return
         self._informational = 0
         yield from super().read_headers(event)
+
+    def mark_done(self, *, request: bool = False, response: bool = False) -> Commands[None]:
+        yield from super().mark_done(request=request, response=response)
+        if self.response_done and not self.request_done:
+            self.state = self.answered
+
+    def answered(self, event: events.Event) -> Commands[None]:
+        """The response is whole and its request goes on: an end is no failure now, and more bytes are no response."""
+        if isinstance(event, events.DataReceived | events.ConnectionClosed):
+            yield commands.CloseConnection(self.conn)
+            self.state = self.ignore
 
     def send(self, event: _base.HttpEvent) -> Commands[None]:
         if isinstance(event, _events.RequestHeaders) and event.request.is_http2:
