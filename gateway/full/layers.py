@@ -383,6 +383,8 @@ class StrictHttpLayer(mitm_http.HttpLayer):
         if isinstance(event, events.Start):
             kind = StrictHttp2Server if self.context.client.alpn == b"h2" else StrictHttp1Server
             self.connections[self.context.client] = kind(self.context.fork(), self._pin)
+        if isinstance(event, events.ConnectionEvent) and event.connection not in self.connections:
+            return  # the last of one that was forgotten
         yield from super()._handle_event(event)
         yield from self._acknowledge()
 
@@ -429,7 +431,7 @@ class StrictHttpLayer(mitm_http.HttpLayer):
                 if connection.connected and not (self.context.client.alpn == b"h2" and connection.alpn != b"h2"):
                     yield from self._reply(event, (connection, None))
                     return
-        self._pin.upstreams = [up for up in self._pin.upstreams if up.conn.connected]
+        self._forget()
         context = self.context.fork()
         context.server = Server(address=self._pin.address, transport_protocol="tcp")
         stack = tunnel.LayerStack()
@@ -440,6 +442,15 @@ class StrictHttpLayer(mitm_http.HttpLayer):
         self.connections[context.server] = stack[0]
         self.waiting_for_establishment[context.server].append(event)
         yield from self.event_to_child(stack[0], events.Start())
+
+    def _forget(self) -> None:
+        """Let go of closed connections that no stream speaks of any more; mitmproxy would keep them all."""
+        self._pin.upstreams = [up for up in self._pin.upstreams if up.conn.connected]
+        spoken_of = {stream.context.server for stream in self.streams.values()}
+        for connection in list(self.connections):
+            over = connection.state is ConnectionState.CLOSED and connection is not self.context.client
+            if over and connection not in spoken_of and connection not in self.waiting_for_establishment:
+                del self.connections[connection]
 
     def _reply(self, event: mitm_http.GetHttpConnection, reply: Any) -> Commands[None]:
         stream = self.command_sources.pop(event)
