@@ -6,6 +6,8 @@
 - A request head that has begun is complete within the handshake's time, or the flow is aborted.
 - A side that sends faster than its HTTP/2 peer reads, or before there is a connection for it, is no longer read beyond
   a limit.
+- A flow lasts until what it has for either side is sent, or nobody takes it: it stays within reach of a change, and
+  of whoever counts flows. What a server was not sent of a flow that is cut is not sent by the kernel either.
 - mitmproxy's log lines quote what peers send; none is passed on.
 """
 
@@ -100,6 +102,28 @@ def _buffered(connection: _http2.Http2Connection) -> int:
     return sum(len(part.data) for parts in connection.h2_conn.stream_buffers.values() for part in parts)
 
 
+def _unsent(writer: asyncio.StreamWriter) -> int:
+    return writer.transport.get_write_buffer_size()
+
+
+def _descriptor(writer: asyncio.StreamWriter) -> int | None:
+    """Of its socket, None once it is closed."""
+    sock = writer.transport.get_extra_info("socket")
+    return None if sock is None or sock.fileno() < 0 else sock.fileno()
+
+
+def _discard(writer: asyncio.StreamWriter) -> None:
+    """End a connection now; what the kernel has not sent of it yet is not sent."""
+    descriptor = _descriptor(writer)
+    if descriptor is not None:
+        with (
+            contextlib.suppress(OSError),
+            socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as sock,
+        ):
+            reset(sock)
+    writer.transport.abort()
+
+
 class FlowConnection(server.ConnectionHandler):
     """Runs one flow. Call `handle_client` once, and `shutdown` afterwards in any case."""
 
@@ -127,6 +151,7 @@ class FlowConnection(server.ConnectionHandler):
 
         self.timeout_watchdog.watch = remembered  # type: ignore[method-assign]
         self._aborted = False
+        self._servers: list[asyncio.StreamWriter] = []
         self.reason = "aborted"
         """Why this side ended the flow."""
         self._head: int | None = None
@@ -137,6 +162,7 @@ class FlowConnection(server.ConnectionHandler):
         self._down = _Room(limits.backlog_bytes, self._waiting_down)
         self._up = _Room(limits.backlog_bytes, self._waiting_up)
         self._pin.reset_client = self._reset_client
+        self._pin.finished = gate.finished
         root = Root(context, self.abort)
         context.server.address = (flow.host, flow.port)
         if flow.scheme is Scheme.HTTPS:
@@ -162,20 +188,24 @@ class FlowConnection(server.ConnectionHandler):
         """End the flow now, on all its connections. What is still queued is not sent."""
         self._aborted = True
         self.client.error = "aborted"
+        self._drop()
         for io in list(self.transports.values()):
-            if io.writer is not None:
-                io.writer.transport.abort()  # type: ignore[union-attr]
             if io.handler is not None:
                 io.handler.cancel("aborted")
 
+    def drop_leftovers(self) -> None:
+        """Take back what servers have not been sent yet of requests that nobody waits for any more."""
+        for writer in self._servers:
+            if (writer.transport.is_closing() or not self.gate.active) and _unsent(writer):
+                _discard(writer)
+
+    def _drop(self) -> None:
+        for writer in self._servers:
+            _discard(writer)
+        self._flow.writer.transport.abort()
+
     def _reset_client(self) -> None:
-        transport = self._flow.writer.transport
-        with (
-            contextlib.suppress(OSError),
-            socket.fromfd(transport.get_extra_info("socket").fileno(), socket.AF_INET, socket.SOCK_STREAM) as sock,
-        ):
-            reset(sock)
-        transport.abort()
+        _discard(self._flow.writer)
 
     async def shutdown(self) -> None:
         """Leave nothing running and nothing open, however `handle_client` ended."""
@@ -188,9 +218,26 @@ class FlowConnection(server.ConnectionHandler):
         for task in [*tasks, *self.wakeup_timer]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for writer in [self._flow.writer, *(io.writer for io in ios if io.writer is not None)]:
+        await self._linger()
+
+    async def _linger(self) -> None:
+        """Close all connections once what was written to them is sent, or nobody has taken any of it for a while."""
+        writers = [self._flow.writer, *self._servers]
+        for writer in writers:
             with contextlib.suppress(OSError):
                 writer.close()
+        ends = {asyncio.ensure_future(writer.wait_closed()) for writer in writers if _unsent(writer)}
+        left, unsent = ends, -1
+        try:
+            while left and unsent != sum(map(_unsent, writers)):
+                unsent = sum(map(_unsent, writers))
+                _, left = await asyncio.wait(left, timeout=self._limits.idle_seconds)
+        finally:
+            if left:
+                self._drop()
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
 
     def end_handshake(self) -> None:
         """Abort the flow if its client has not completed its TLS handshake by now."""
@@ -305,6 +352,8 @@ class FlowConnection(server.ConnectionHandler):
         if self._aborted or connection not in self.transports:
             writer.close()
             return
+        self._servers = [one for one in self._servers if _descriptor(one) is not None]
+        self._servers.append(writer)
         connection.state = ConnectionState.OPEN
         connection.peername = (address, self._flow.port)
         self.gate.address = address

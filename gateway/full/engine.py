@@ -98,12 +98,17 @@ class FullEngine:
         self._live.add(connection)
         try:
             await connection.handle_client()
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
         except Exception as error:  # noqa: BLE001 - closes: the flow is over
             _log.error("an inspected flow failed: %s", type(error).__name__)
         finally:
             deadline.cancel()
-            self._live.discard(connection)
-            await connection.shutdown()
+            try:
+                await connection.shutdown()
+            finally:
+                self._live.discard(connection)
         if connection.aborted:
             self._recorder.note("flow", "deny", rule="engine", reason=connection.reason, **describe(flow))
 
@@ -127,6 +132,8 @@ class FullEngine:
 
     def recheck(self) -> int:
         """See `gateway.engine.Engine`."""
+        for one in self._live:
+            one.drop_leftovers()
         return self._cut([one for one in self._live if not _still_allowed(one)])
 
     def _cut(self, connections: list[FlowConnection]) -> int:

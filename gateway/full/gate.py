@@ -62,6 +62,8 @@ class Stamp:
     allowed: bool
     facts: RequestFacts | None = None
     websocket: bool = False
+    sent: bool = False
+    answered: bool = False
     started: float = field(default_factory=time.monotonic)
     bytes_up: int = 0
     bytes_down: int = 0
@@ -95,7 +97,7 @@ class Gate:
         self.sensitive: set[bytes] = set()
         """Names, in lower case, of the headers they were sent in."""
         self.active: dict[str, Stamp] = {}
-        """Allowed requests in progress."""
+        """Allowed requests that are not both sent and answered whole."""
         self.address: str | None = None
 
     # What the connection asks.
@@ -110,6 +112,10 @@ class Gate:
             if stamp.facts is None or isinstance(self._decider.decide_request(stamp.facts), Deny):
                 return False
         return True
+
+    def finished(self, flow_id: str) -> None:
+        """Nothing of this request goes on in either direction any more."""
+        self.active.pop(flow_id, None)
 
     def refused(self, reason: str) -> None:
         """Record a request that never became one."""
@@ -273,6 +279,10 @@ class Gate:
 
     async def request(self, flow: HTTPFlow) -> None:
         flow.request.trailers = None
+        stamp = flow.metadata.get(STAMP)
+        if isinstance(stamp, Stamp):
+            stamp.sent = True
+            self._settle(stamp)
 
     async def responseheaders(self, flow: HTTPFlow) -> None:
         stamp = flow.metadata.get(STAMP)
@@ -342,8 +352,13 @@ class Gate:
         if stamp.websocket and response.status_code == 101:
             flow.websocket = flow.websocket or WebSocketData()
         else:
-            self.active.pop(flow.id, None)
+            stamp.answered = True
+            self._settle(stamp)
         self._outcome(stamp, response.status_code)
+
+    def _settle(self, stamp: Stamp) -> None:
+        if stamp.sent and stamp.answered:
+            self.finished(stamp.flow_id)
 
     def _scrub_rest(self, flow: HTTPFlow, response: http.Response, patterns: Patterns) -> None:
         if response.trailers is not None:
@@ -370,7 +385,7 @@ class Gate:
         response.headers["content-length"] = str(len(response.data.content))
 
     async def error(self, flow: HTTPFlow) -> None:
-        self.active.pop(flow.id, None)
+        self.finished(flow.id)
         stamp = flow.metadata.get(STAMP)
         if isinstance(stamp, Stamp) and stamp.allowed:
             self._outcome(stamp, None)

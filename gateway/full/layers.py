@@ -336,6 +336,7 @@ class StrictStream(mitm_http.HttpStream):
             end = _events.RequestProtocolError(self.stream_id, event.message, event.code)
             yield mitm_http.SendHttp(end, self.context.server)
         yield from super().handle_protocol_error(event)
+        self._pin.finished(self.flow.id)
 
     def _answered_early(self) -> bool:
         """Whether an HTTP/2 client has its whole answer while it still sends the request."""

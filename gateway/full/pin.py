@@ -30,6 +30,7 @@ class Pin:
     Attributes:
         sensitive: names, in lower case, of the headers that ever carried a secret on this flow.
         held_back: bytes of request bodies that wait for their requests to be decided, or for a connection.
+        finished: told of a request, by the id of its mitmproxy flow, when its streams have ended early.
         reset_client: ends the client's connection so that it cannot take what it has for the whole.
         unfinished_head: which request head, counted from 0, has begun and is not complete; None while none is.
     """
@@ -40,6 +41,7 @@ class Pin:
     downstream: "StrictHttp2Server | None" = None
     upstreams: "list[StrictHttp2Client]" = field(default_factory=list)
     held_back: Callable[[], int] = lambda: 0
+    finished: Callable[[str], None] = lambda _flow: None
     reset_client: Callable[[], None] = lambda: None
     unfinished_head: Callable[[], int | None] = lambda: None
 

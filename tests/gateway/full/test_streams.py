@@ -1,9 +1,15 @@
 """Long-lived and two-way traffic of honest peers: nobody waits for another's stream, and nothing is cut short."""
 
 import asyncio
+import contextlib
+import fcntl
+import gc
+import os
 import socket
 import ssl
 import struct
+import termios
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -12,8 +18,12 @@ import h2.connection
 import h2.events
 import pytest
 from hyperframe.frame import GoAwayFrame, RstStreamFrame
+from mitmproxy.proxy.layer import Layer
 
+from gateway.engine import EngineLimits
 from gateway.full.http2 import MAX_RESETS, WINDOW
+from policy.decision import AllowRequest, Deny
+from policy.facts import Scheme
 
 from .conftest import Rig
 
@@ -22,6 +32,11 @@ POST = [(":method", "POST"), *GET[1:]]
 ANSWER = [(":status", "200"), ("content-type", "application/grpc")]
 
 type OnEvent = Callable[["Server", h2.events.Event], Awaitable[None]]
+
+
+def layers_in_memory() -> int:
+    gc.collect()
+    return sum(isinstance(one, Layer) for one in gc.get_objects())
 
 
 @dataclass
@@ -408,6 +423,38 @@ async def test_a_client_that_was_told_to_continue_hears_that_the_server_is_not_t
     ]
 
 
+@pytest.mark.parametrize("who", ["policy", "a server that reads on", "a server that says it has ended"])
+async def test_who_sends_all_before_it_reads_gets_the_answer_that_came_early(who, lab):
+    size = 8 << 20
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        ends = who == "a server that says it has ended"
+        close = b"Connection: close\r\n" if ends else b""
+        writer.write(b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 2\r\n" + close + b"\r\nno")
+        await writer.drain()
+        if ends:
+            writer.write_eof()
+        while await reader.read(65536):
+            pass
+        writer.close()
+
+    running = lab.running(None, scheme=Scheme.HTTP)
+    running.rig.upstream.serve = serve
+    async with running as rig:
+        rig.decide = lambda facts: Deny("r", "no") if facts.path == "/denied" else AllowRequest("r")
+        reader, writer = await rig.connect()
+        path = b"/denied" if who == "policy" else b"/open"
+        writer.write(b"POST %s HTTP/1.1\r\nHost: good.test\r\nContent-Length: %d\r\n\r\n" % (path, size))
+        async with asyncio.timeout(30):
+            for _ in range(size >> 16):
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+            answer = await reader.readuntil(b"\r\n")
+            assert answer.startswith(b"HTTP/1.1 403 " if who == "policy" else b"HTTP/1.1 413 ")
+        writer.close()
+
+
 async def test_the_name_of_a_transfer_coding_has_no_case(rig: Rig):
     async def reply(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n")
@@ -440,3 +487,271 @@ async def test_a_response_that_was_cut_off_is_not_taken_for_a_whole_one(broken: 
     else:
         assert b"as far as it goes" == await reader.read()
     writer.close()
+
+
+async def test_a_long_connection_does_not_remember_each_one_behind_it(rig: Rig):
+    async def reply(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    rig.upstream.reply = reply
+    caller = Caller(await rig.speak_h2())
+    counts = []
+    for stream in range(1, 120, 2):
+        caller.call(stream)
+        await caller.hear(h2.events.StreamEnded, stream)
+        counts.append(layers_in_memory())
+    caller.close()
+
+    assert 60 == rig.dials
+    assert counts[-1] <= counts[9] + 10
+
+
+@pytest.mark.parametrize(("way", "cut"), [("goes on", 1), ("ends", 0), ("is left", 0)])
+async def test_an_upload_that_goes_on_after_its_answer_is_in_progress(way, cut, over_h2):
+    received = asyncio.Event()
+
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            server.state.send_headers(event.stream_id, ANSWER, end_stream=True)
+        if isinstance(event, h2.events.DataReceived):
+            received.set()
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.call(1, POST, ends=False)
+        await caller.hear(h2.events.StreamEnded, 1)
+        caller.state.send_data(1, b"more", end_stream=way == "ends")
+        if way == "is left":
+            caller.state.reset_stream(1, 8)
+        caller.call(3)
+        await caller.hear(h2.events.StreamEnded, 3)
+        await received.wait()
+
+        assert 0 == rig.engine.recheck()
+        rig.decide = lambda _facts: Deny("new", "closed")
+        assert cut == rig.engine.recheck()
+        caller.close()
+
+
+class DeafServer:
+    """Takes one connection on plain TCP, and not a byte of it before it is asked to."""
+
+    def __init__(self) -> None:
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+
+    async def accept(self) -> socket.socket:
+        connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+        self._listener.close()
+        return connection
+
+
+def queued(connection: socket.socket) -> int:
+    """Bytes that have arrived and were not read."""
+    return int(struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0])
+
+
+async def all_that_comes(connection: socket.socket) -> int:
+    """Read to the end, whichever it is; returns how many bytes came."""
+    count = 0
+    with contextlib.suppress(ConnectionResetError):
+        async with asyncio.timeout(20):
+            while part := await asyncio.get_running_loop().sock_recv(connection, 65536):
+                count += len(part)
+    return count
+
+
+@pytest.mark.parametrize("cut", ["policy", "secret", "worker"])
+async def test_what_a_server_was_not_sent_when_a_flow_is_cut_it_is_never_sent(cut, lab):
+    server = DeafServer()
+    async with lab.running(None, scheme=Scheme.HTTP) as rig:
+        rig.dial_port = server.port
+        _, writer = await rig.connect()
+        writer.write(b"POST /v1/x HTTP/1.1\r\nHost: good.test\r\nContent-Length: %d\r\n\r\n" % (1 << 30))
+        connection = await server.accept()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                while True:
+                    writer.write(bytes(1 << 16))
+                    await writer.drain()
+        match cut:
+            case "secret":
+                assert 1 == rig.engine.revoke(frozenset({"api-token"}))
+            case "policy":
+                rig.decide = lambda _facts: Deny("new", "closed")
+                assert 1 == rig.engine.recheck()
+            case _:
+                for task in rig.flows:
+                    task.cancel()
+        await asyncio.wait(rig.flows, timeout=10)
+        arrived = queued(connection)
+        assert 0 < arrived
+        assert await all_that_comes(connection) <= arrived
+        connection.close()
+        writer.close()
+
+
+@pytest.mark.parametrize("changed", [True, False])
+async def test_what_is_left_of_a_request_whose_client_has_gone_is_sent_unless_policy_changes(changed, lab):
+    size, server = 60_000, DeafServer()
+    running = lab.running(None, scheme=Scheme.HTTP)
+    dial = running.rig.dial
+
+    async def narrow(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        reader, writer, address = await dial(host, port)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return reader, writer, address
+
+    noted = asyncio.Event()
+
+    def note(kind: str, decision: str, **fields: object) -> None:
+        if "error" in fields:  # the client's end was seen
+            noted.set()
+
+    running.rig.dial = narrow
+    running.rig.audit.note = note
+    async with running as rig:
+        rig.dial_port = server.port
+        _, writer = await rig.connect()
+        writer.write(b"POST /open HTTP/1.1\r\nHost: good.test\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
+        connection = await server.accept()
+        writer.close()
+        async with asyncio.timeout(10):
+            await noted.wait()
+        if changed:
+            assert 0 == rig.engine.recheck()
+        arrived = queued(connection)
+        came = await all_that_comes(connection)
+        assert came <= arrived if changed else came > size
+        connection.close()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_flow_lasts_until_its_client_has_taken_what_is_left(reads, lab):
+    size, idle = 65536, 1
+    running = lab.running(None, EngineLimits(idle_seconds=idle), Scheme.HTTP)
+    accept = running.rig.accept
+
+    async def narrow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        await accept(reader, writer)
+
+    async def reply(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % size + bytes(size))
+
+    running.rig.accept = narrow
+    running.rig.upstream.reply = reply
+    loop = asyncio.get_running_loop()
+    async with running as rig:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", rig.port))
+            began = time.monotonic()
+            await loop.sock_sendall(client, b"GET /open HTTP/1.1\r\nHost: good.test\r\n\r\n")
+            received = len(await loop.sock_recv(client, 100))
+            with contextlib.suppress(ConnectionResetError):
+                while reads and (part := await loop.sock_recv(client, 8192)):
+                    received += len(part)
+                    await asyncio.sleep(0.2)
+            await asyncio.wait(rig.flows, timeout=10)
+            lasted = time.monotonic() - began
+            received += await all_that_comes(client)
+
+    assert lasted > idle
+    assert (received > size) == reads
+
+
+WEBSOCKET = (
+    b"GET /open HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+ACCEPTED = (
+    b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
+)
+
+
+@pytest.fixture
+def websocket(lab, upstream_root):
+    """Makes a running rig whose server accepts a WebSocket and then does `serve`."""
+
+    def make(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]):
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ACCEPTED)
+            await serve(reader, writer)
+            writer.close()
+
+        running = lab.running(lab.tls(upstream_root.leaf("good.test")))
+        running.rig.upstream.serve = accept
+        return running
+
+    return make
+
+
+async def opened(rig: Rig) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await rig.connect()
+    writer.write(WEBSOCKET)
+    await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
+
+
+async def test_a_websocket_carries_many_small_frames_each_way_at_once(websocket):
+    frames = [b"\x82\x10" + os.urandom(16) for _ in range(20_000)]
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1024):
+            writer.write(data)
+            await writer.drain()
+
+    async with websocket(echo) as rig:
+        reader, writer = await opened(rig)
+
+        async def send() -> None:
+            for frame in frames:
+                writer.write(frame)
+                await writer.drain()
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            group.create_task(send())
+            back = await reader.readexactly(sum(map(len, frames)))
+        assert b"".join(frames) == back
+        writer.close()
+
+
+async def test_what_is_sent_before_a_websocket_ends_arrives(websocket):
+    async def pour(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(64):
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+
+    async with websocket(pour) as rig:
+        reader, writer = await opened(rig)
+        async with asyncio.timeout(30):
+            assert 64 << 16 == len(await reader.read())
+        writer.close()
+
+
+async def test_a_websocket_that_nobody_reads_is_not_read_for(websocket):
+    done = asyncio.Event()
+
+    async def deaf(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await done.wait()
+
+    async with websocket(deaf) as rig:
+        _, writer = await opened(rig)
+        sent, ping = 0, b"\x89\x80\0\0\0\0"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                while sent < 256 << 20:
+                    writer.write(ping * 10_000)
+                    sent += len(ping) * 10_000
+                    await writer.drain()
+        assert sent < 32 << 20
+        done.set()
+        writer.transport.abort()
