@@ -3,7 +3,8 @@
 - A stream whose `:scheme` is not the connection's is refused; mitmproxy overwrites it unseen.
 - Answers to what cannot be relayed are pages of `pages`, not mitmproxy's own.
 - A peer that resets streams before they are answered, or sends frames that move nothing (PING, SETTINGS, PRIORITY,
-  empty DATA), without end is told to calm down, and its connection ends. Endless header blocks end in h2 itself.
+  empty DATA, informational answers), without end is told to calm down, and its connection ends. Endless header blocks
+  end in h2 itself.
 - A stream's sender is told to send more once what it sent has gone on: one slow stream holds up no other.
 - A peer that goes away in order (GOAWAY, NO_ERROR) still gets and gives what its streams have left; a server that does
   is asked nothing new, and what it has not taken fails.
@@ -118,6 +119,7 @@ def _moves_nothing(event: h2.events.Event) -> bool:
         | h2.events.RemoteSettingsChanged
         | h2.events.PriorityUpdated
         | h2.events.UnknownFrameReceived
+        | h2.events.InformationalResponseReceived
         | _GoingAway,
     )
 

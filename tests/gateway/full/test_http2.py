@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import resource
 import ssl
 import time
+from pathlib import Path
 
 import h2.events
 import hpack
@@ -15,6 +17,7 @@ from hyperframe.frame import (
     HeadersFrame,
     PingFrame,
     PriorityFrame,
+    PushPromiseFrame,
     RstStreamFrame,
     SettingsFrame,
     WindowUpdateFrame,
@@ -54,6 +57,11 @@ FLOODS = {
     ),
 }
 """Each makes its frame number n."""
+
+
+def resident() -> int:
+    """Bytes of memory of this process: engine, server and client together."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 async def ended(reader: asyncio.StreamReader) -> None:
@@ -211,3 +219,87 @@ async def test_an_observed_request_is_forwarded_as_it_is(rig):
     assert 1 == rig.upstream.requests
     assert [("request", "observe")] == rig.audit.kinds()
     assert [] == rig.leased
+
+
+BOMB = hpack.Encoder().encode([("x-filling", "a" * 4000)]) + bytes([0x80 | 62]) * 12_000
+"""A header block of 16 KB that stands for one of 48 MB: the same entry of the table, again and again."""
+
+
+def answer(stream: int, *, ends: bool = False, block: bytes = b"") -> bytes:
+    flags = ["END_HEADERS", *(["END_STREAM"] if ends else [])]
+    return HeadersFrame(stream, data=block or hpack.Encoder().encode([(":status", "200")]), flags=flags).serialize()
+
+
+SERVER_FLOODS = {
+    "pings": lambda _n: PingFrame(0, opaque_data=b"12345678").serialize(),
+    "settings": lambda _n: SettingsFrame(0, settings={4: 65535}).serialize(),
+    "empty data": lambda n: answer(1) if n == 0 else DataFrame(1, data=b"").serialize(),
+    "an endless header block": lambda n: (
+        HeadersFrame(1, data=b"", flags=[]).serialize() if n == 0 else ContinuationFrame(1, data=b"").serialize()
+    ),
+    "a window beyond the largest": lambda _n: WindowUpdateFrame(0, 2**31 - 1).serialize(),
+    "a stream that nobody asked for": lambda n: answer(2 + 2 * n, ends=True),
+    "pushes": lambda n: PushPromiseFrame(
+        1, 2 + 2 * n, data=hpack.Encoder().encode(GET), flags=["END_HEADERS"]
+    ).serialize(),
+    "early hints": lambda _n: answer(1, block=hpack.Encoder().encode([(":status", "103"), ("link", "</a>")])),
+    "a block that grows": lambda _n: answer(1, block=BOMB),
+}
+"""Each makes frame number n of what a server sends in the place of its answer to stream 1."""
+
+
+@pytest.mark.parametrize("flood", SERVER_FLOODS)
+async def test_a_server_that_floods_loses_its_connection_and_its_client_is_told(flood, lab, upstream_root):
+    context = lab.tls(upstream_root.leaf("good.test"))
+    context.set_alpn_protocols(["h2"])
+    make, left = SERVER_FLOODS[flood], asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(24)
+        writer.write(SettingsFrame(0).serialize())
+        await reader.read(65536)
+        end = asyncio.create_task(ended(reader))
+        for number in range(20_000):
+            if end.done():
+                break
+            writer.write(make(number))
+            if number % 50 == 0:
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await end
+        left.set()
+        writer.transport.abort()
+
+    running = lab.running(context)
+    running.rig.upstream.serve = serve
+    before = resident()
+    async with running as rig:
+        reader, writer, client = await rig.speak_h2()
+        client.send_headers(1, GET, end_stream=True)
+        writer.write(client.data_to_send())
+        statuses: list[bytes] = []
+        async with asyncio.timeout(20):
+            while not statuses and (data := await reader.read(65536)):
+                for event in client.receive_data(data):
+                    if isinstance(event, h2.events.ResponseReceived):
+                        statuses.append(dict(event.headers)[b":status"])
+                    if isinstance(event, h2.events.StreamReset):
+                        statuses.append(b"reset")
+            await left.wait()
+        assert flood == "empty data" or [b"502"] == statuses
+        assert resident() - before < 32 << 20
+        writer.close()
+
+
+async def test_a_header_block_that_grows_ends_its_connection(rig):
+    reader, writer, client = await rig.speak_h2()
+    before = resident()
+    writer.write(client.data_to_send() + headers(1, block=hpack.Encoder().encode(GET) + BOMB))
+    async with asyncio.timeout(20):
+        await ended(reader)
+    writer.transport.abort()
+
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    assert resident() - before < 32 << 20
