@@ -35,7 +35,8 @@ class GatewayLimits:
         first_bytes: until the ClientHello or request head must be complete.
         connect: for one upstream address.
         dial_rate: upstream connections, refilled evenly; twice that as a burst.
-        idle, total: of a spliced flow.
+        idle: of a flow, without a byte in either direction.
+        total: of a spliced flow.
         scrub_body_bytes: largest response body that is searched for secrets.
     """
 

@@ -148,7 +148,8 @@ class EngineLimits:
     Attributes:
         flows: concurrent flows; one more is closed at once.
         upstream_connections: per flow.
-        idle_seconds: without a byte in either direction.
+        idle_seconds: without a byte in either direction; also how long a side may take nothing of what is left for it
+            when the flow is over.
         handshake_seconds: for the client's TLS handshake, from the start of the flow, for each request head, from its
             first byte, and for the server's handshake; three times as long for a dial.
         scrub_body_bytes: largest encoded response body (and decoded result) that is decoded to be scrubbed.
@@ -158,7 +159,7 @@ class EngineLimits:
 
     flows: int = 512
     upstream_connections: int = 32
-    idle_seconds: int = 300
+    idle_seconds: int = 900
     handshake_seconds: float = 10.0
     scrub_body_bytes: int = 8 * 1024 * 1024
     backlog_bytes: int = 8 * 1024 * 1024

@@ -84,7 +84,11 @@ class Inspection:
         """
         wanted = (
             config.upstream_roots,
-            EngineLimits(flows=config.limits.connections, scrub_body_bytes=config.limits.scrub_body_bytes),
+            EngineLimits(
+                flows=config.limits.connections,
+                idle_seconds=config.limits.idle,
+                scrub_body_bytes=config.limits.scrub_body_bytes,
+            ),
         )
         if wanted == self._built_for:
             return lambda: None

@@ -222,8 +222,9 @@ def test_a_reset_of_either_side_resets_the_other(splicer: Splicer) -> None:
 
 
 def test_the_limits_end_a_flow_and_the_log_says_which(splicer: Splicer) -> None:
-    """Idle: nobody moves. Total: a byte now and then. Connect: no SYN is answered."""
+    """Idle: nobody moves, on an inspected flow too. Total: a byte now and then. Connect: no SYN is answered."""
     splicer.stack.configure(splicer.id, SPLICING, idle=2, total=5, connect=1)
+    inspected = hang(splicer, API)
     cases = {
         "idle": case("silent", hold=10),
         "idle, half closed": case("exchange", hold=10),
@@ -238,6 +239,7 @@ def test_the_limits_end_a_flow_and_the_log_says_which(splicer: Splicer) -> None:
     assert until(lambda: all(len(flow) == 2 for flow in splicer.flows()[before:]))
     ends = {last["bytes_down"] > 0: last["reason"] for _, last in splicer.flows()[before:]}
     assert {False: "idle", True: "total"} == ends
+    assert until(lambda: _over(splicer, inspected), 15)  # the server itself waits for twice as long
     ((first, last),) = splicer.flows(SILENT)[-1:]
     assert ("allow", "deny", "connect") == (first["decision"], last["decision"], last["rule"])
 
