@@ -4,8 +4,10 @@ import asyncio
 import base64
 import datetime
 import gzip
+import ipaddress
 import json
 import resource
+import socket
 import ssl
 from pathlib import Path
 from urllib.parse import quote
@@ -14,12 +16,19 @@ import brotli
 import httpx
 import pytest
 import zstandard
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from OpenSSL import crypto
 
 from gateway.budget import Over
 from gateway.engine import EngineLimits
 from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
+
+from .conftest import Authority
 
 GET = b"GET %s HTTP/1.1\r\nHost: good.test\r\n\r\n"
 DAY = datetime.timedelta(days=1)
@@ -253,6 +262,119 @@ async def test_a_server_that_cannot_be_verified_gets_no_http(lab, case):
     assert b"ertif" not in answer and b"mitm" not in answer.lower() and b"127.0.0.1" not in answer
     assert 1 == rig.dials
     assert b"" == rig.upstream.data
+
+
+def certificate(issuer, *, names=(), common_name="good.test", usage=ExtendedKeyUsageOID.SERVER_AUTH, **other):
+    """A certificate of `issuer` (None: of itself) that `Authority.leaf` would not make."""
+    key = other.get("key") or ec.generate_private_key(ec.SECP256R1())
+    signer = issuer.key if issuer else key
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]))
+        .issuer_name(issuer.certificate.subject if issuer else x509.Name([]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime.now(datetime.UTC) - DAY)
+        .not_valid_after(datetime.datetime.now(datetime.UTC) + DAY)
+        .add_extension(x509.BasicConstraints(ca=other.get("ca", False), path_length=None), critical=True)
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    if not other.get("ca"):
+        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+    if other.get("only"):
+        limits = x509.NameConstraints([x509.DNSName(other["only"])], None)
+        builder = builder.add_extension(limits, critical=True)
+    return Authority(builder.sign(signer, hashes.SHA256()), key)
+
+
+def _below(lab, **of_the_middle):
+    """Leaf, intermediate: a chain over an authority of its own below the trusted root."""
+    middle = certificate(lab.upstream_root, common_name="Middle", **of_the_middle)
+    return certificate(middle, names=[GOOD]), middle
+
+
+def _over_sha1(lab):
+    leaf = certificate(lab.upstream_root, names=[GOOD])
+    again = crypto.X509.from_cryptography(leaf.certificate)
+    again.sign(crypto.PKey.from_cryptography_key(lab.upstream_root.key), "sha1")
+    return Authority(again.to_cryptography(), leaf.key)
+
+
+GOOD = x509.DNSName("good.test")
+BAD_CHAINS = {
+    "only a common name": lambda lab: (certificate(lab.upstream_root),),
+    "part of a label": lambda lab: (certificate(lab.upstream_root, names=[x509.DNSName("g*.test")]),),
+    "NUL in the name": lambda lab: (certificate(lab.upstream_root, names=[x509.DNSName("good.test\0.evil.test")]),),
+    "an address": lambda lab: (
+        certificate(lab.upstream_root, names=[x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+    ),
+    "for clients": lambda lab: (certificate(lab.upstream_root, names=[GOOD], usage=ExtendedKeyUsageOID.CLIENT_AUTH),),
+    "below an authority for other names": lambda lab: _below(lab, ca=True, only="evil.test"),
+    "below what is no authority": lambda lab: _below(lab, names=[x509.DNSName("evil.test")]),
+    "without its intermediate": lambda lab: _below(lab, ca=True)[:1],
+    "a key of 1024 bits": lambda lab: (
+        certificate(lab.upstream_root, names=[GOOD], key=rsa.generate_private_key(65537, 1024)),  # noqa: S505
+    ),
+    "signed over SHA-1": lambda lab: (_over_sha1(lab),),
+    "a chain of two megabytes": lambda lab: (
+        certificate(lab.upstream_root, names=[GOOD]),
+        *[certificate(lab.upstream_root, names=[x509.DNSName(f"{n}.{'a' * 50}.test") for n in range(9000)])] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHAINS)
+async def test_a_chain_that_is_not_the_hosts_own_gets_no_http(case, lab):
+    chain = BAD_CHAINS[case](lab)
+    async with lab.running(served(lab, chain)) as rig:
+        answer = await rig.exchange(GET % b"/v1")
+    assert answer.startswith(b"HTTP/1.1 502 Bad Gateway\r\n")
+    assert (1, b"") == (rig.dials, rig.upstream.data)
+
+
+async def test_a_chain_over_an_intermediate_is_the_hosts_own(lab):
+    """The control of those above."""
+    async with lab.running(served(lab, _below(lab, ca=True, only="test"))) as rig:
+        assert (await rig.exchange(GET % b"/v1")).startswith(b"HTTP/1.1 200 ")
+
+
+def served(lab, chain):
+    path = lab.directory / "chain.pem"
+    path.write_text("".join(one.pem for one in chain) + chain[0].key_pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.load_cert_chain(path)
+    return context
+
+
+async def test_a_server_without_forward_secrecy_is_refused(lab):
+    key = rsa.generate_private_key(65537, 2048)
+    context = served(lab, (certificate(lab.upstream_root, names=[GOOD], key=key),))
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers("AES256-GCM-SHA384")
+    async with lab.running(context) as rig:
+        assert (await rig.exchange(GET % b"/v1")).startswith(b"HTTP/1.1 502 ")
+    assert b"" == rig.upstream.data
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_no_session_is_resumed(version, rig):
+    context = rig.client_context("http/1.1")
+    context.minimum_version = context.maximum_version = version
+
+    def handshake(session):
+        with (
+            socket.create_connection(("127.0.0.1", rig.port), 10) as plain,
+            context.wrap_socket(plain, server_hostname="good.test", session=session) as wrapped,
+        ):
+            wrapped.sendall(GET % b"/open")
+            assert wrapped.recv(100).startswith(b"HTTP/1.1 200 ")
+            return wrapped.session, wrapped.session_reused
+
+    session, _ = await asyncio.to_thread(handshake, None)
+    _, reused = await asyncio.to_thread(handshake, session)
+    assert not reused
 
 
 async def test_an_old_tls_version_upstream_is_refused(lab):
@@ -553,6 +675,29 @@ async def test_plain_http_is_inspected_too(lab):
         answer = await rig.exchange(GET % b"/a" + GET % b"/denied" + b"GET / HTTP/1.1\r\nHost: mitm.it\r\n\r\n")
     assert [b"200", b"403", b"421"] == [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
     assert 1 == rig.upstream.requests
+
+
+H2C = (
+    b"GET %s HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: good.test\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("agrees", [False, True])
+async def test_an_offer_to_go_on_in_http2_opens_no_tunnel(agrees, lab):
+    async def reply(_head, _body, writer):
+        if agrees:
+            writer.write(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\ntunnel")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with lab.running(None, scheme=Scheme.HTTP) as rig:
+        rig.decide = lambda facts: Deny("r", "no") if facts.path == "/denied" else AllowRequest("r")
+        rig.upstream.reply = reply
+        answer = await rig.exchange(H2C % b"/open" + GET % b"/denied")
+    assert ([] if agrees else [b"200", b"403"]) == [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+    assert b"tunnel" not in answer
+    assert b"GET /open HTTP/1.1\r\nHost: good.test\r\n\r\n" == rig.upstream.data
 
 
 def resident() -> int:
