@@ -88,6 +88,15 @@ async def test_a_request_id_is_made_when_none_is_sent(server: World) -> None:
         ({"env": {"OPENSANDBOX_LIFECYCLE": "x"}}, 422, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"EXECD_RUNTIME_INIT": "1"}}, 422, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"OPENSANDBOX_EGRESS_OTHER": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
+        (
+            {
+                "env": {"OPENSANDBOX_EGRESS_MITMPROXY_SSL_INSECURE": "true"},
+                "networkPolicy": {},
+                "credentialProxy": {"enabled": True},
+            },
+            400,
+            "SANDBOX::INVALID_PARAMETER",
+        ),
         ({"env": {"A=B": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"A": "x" * 131070}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"env": {"A": "\u00e9" * 65536}}, 400, "SANDBOX::INVALID_PARAMETER"),
