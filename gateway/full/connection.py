@@ -24,14 +24,13 @@ from mitmproxy import options as mitm_options
 from mitmproxy.connection import Client, Connection, ConnectionState
 from mitmproxy.proxy import commands, events, server, server_hooks
 from mitmproxy.proxy.context import Context
-from mitmproxy.proxy.layers import tls as tls_layers
 from mitmproxy.proxy.layers.http import _http2
 from mitmproxy.tls import ClientHelloData, TlsData
 
 from gateway.engine import Dialler, EngineLimits, Identity, InspectedFlow
 from gateway.full.contexts import ClientContexts, UpstreamContext, verified
 from gateway.full.gate import Gate, Sentinel
-from gateway.full.layers import Root, StrictHttpLayer
+from gateway.full.layers import OrderlyClientTls, Root, StrictHttpLayer
 from gateway.full.pin import Pin
 from gateway.splice import reset
 from policy.facts import FlowFacts, Scheme
@@ -168,7 +167,7 @@ class FlowConnection(server.ConnectionHandler):
         if flow.scheme is Scheme.HTTPS:
             context.server.tls = True
             context.server.sni = flow.host
-            tls = tls_layers.ClientTLSLayer(context)
+            tls = OrderlyClientTls(context)
             tls.child_layer = StrictHttpLayer(context, self._pin)
             root.child = tls
         else:

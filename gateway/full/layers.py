@@ -4,6 +4,7 @@ What mitmproxy does and these do not:
 
 - reads request heads of any size and form -> `gateway.hello.read_head` and `translate` come first, and decide framing;
 - raises on trailers, keeps endless chunk headers and pipelined bytes -> trailers are dropped, buffers are bounded;
+- ends TLS without a word -> it is ended in order;
 - takes a server's end after an early response for a failure -> the client gets the response;
 - takes `100` or `103` for the final response -> informational responses are swallowed, at most `MAX_INFORMATIONAL`;
 - sends an HTTP/2 body without a length unframed to an HTTP/1.1 server -> it is chunked, one request per connection;
@@ -15,6 +16,7 @@ What mitmproxy does and these do not:
 Every upstream connection is made by `StrictHttpLayer.get_connection`, to the one destination of the flow.
 """
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +30,7 @@ from mitmproxy.proxy.layers import http as mitm_http
 from mitmproxy.proxy.layers import tls
 from mitmproxy.proxy.layers.http import _base, _events, _http1
 from mitmproxy.proxy.utils import ReceiveBuffer
+from OpenSSL import SSL
 
 from gateway.full import pages
 from gateway.full.http2 import WINDOW, Acknowledge, StrictHttp2Client, StrictHttp2Server
@@ -64,6 +67,17 @@ class Root(layer.Layer):
 
     def _handle_event(self, event: events.Event) -> Commands[None]:
         yield from ()
+
+
+class OrderlyClientTls(tls.ClientTLSLayer):
+    """TLS with the sandbox, which says when it ends: else a response that ends with its connection looks cut off."""
+
+    def send_close(self, command: commands.CloseConnection) -> Commands[None]:
+        if self.tunnel_state is tunnel.TunnelState.OPEN:
+            with contextlib.suppress(SSL.Error):
+                self.tls.shutdown()
+            yield from self.tls_interact()
+        yield from super().send_close(command)
 
 
 class _BoundedHttp1(_http1.Http1Connection):

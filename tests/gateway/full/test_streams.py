@@ -666,6 +666,28 @@ async def test_a_flow_lasts_until_its_client_has_taken_what_is_left(reads, lab):
     assert (received > size) == reads
 
 
+async def test_a_response_that_ends_with_its_connection_ends_in_tls_too(rig: Rig):
+    async def reply(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nas far as it goes")
+        writer.close()
+
+    def ask() -> bytes:
+        with (
+            socket.create_connection(("127.0.0.1", rig.port), 20) as plain,
+            rig.client_context("http/1.1").wrap_socket(
+                plain, server_hostname="good.test", suppress_ragged_eofs=False
+            ) as wrapped,
+        ):
+            wrapped.sendall(b"GET /open HTTP/1.1\r\nHost: good.test\r\n\r\n")
+            answer = b""
+            while part := wrapped.recv(65536):  # raises where TLS ends without a word
+                answer += part
+            return answer
+
+    rig.upstream.reply = reply
+    assert (await asyncio.to_thread(ask)).endswith(b"\r\n\r\nas far as it goes")
+
+
 WEBSOCKET = (
     b"GET /open HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
