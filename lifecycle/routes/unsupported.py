@@ -8,15 +8,20 @@ from lifecycle.routes.context import Server
 router = APIRouter()
 
 
-@router.api_route("/templates", methods=["GET", "POST"])
-@router.api_route("/templates/{template}", methods=["GET", "DELETE"])
+@router.get("/templates")
+@router.post("/templates")
+@router.get("/templates/{template}")
+@router.delete("/templates/{template}")
 async def templates(template: str = "") -> None:
     """MicroVM templates."""
     raise ApiError(501, "FSB::API_NOT_SUPPORTED", "Templates are not supported by this server.")
 
 
-@router.api_route("/pools", methods=["GET", "POST"])
-@router.api_route("/pools/{pool}", methods=["GET", "PUT", "DELETE"])
+@router.get("/pools")
+@router.post("/pools")
+@router.get("/pools/{pool}")
+@router.put("/pools/{pool}")
+@router.delete("/pools/{pool}")
 async def pools(pool: str = "") -> None:
     """Server-side pools."""
     raise ApiError(501, "KUBERNETES::POOL_NOT_SUPPORTED", "Pools are not supported by this server.")
@@ -35,7 +40,8 @@ async def list_snapshots() -> None:
     raise ApiError(501, "SNAPSHOT::NOT_IMPLEMENTED", "Snapshots are not supported by this server yet.")
 
 
-@router.api_route("/snapshots/{snapshot}", methods=["GET", "DELETE"])
+@router.get("/snapshots/{snapshot}")
+@router.delete("/snapshots/{snapshot}")
 async def snapshot(snapshot: str) -> None:
     """One snapshot: there is none."""
     raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {snapshot[:80]} not found.")
