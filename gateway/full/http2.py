@@ -8,6 +8,7 @@
 - A stream's sender is told to send more once what it sent has gone on: one slow stream holds up no other.
 - A peer that goes away in order (GOAWAY, NO_ERROR) still gets and gives what its streams have left; a server that does
   is asked nothing new, and what it has not taken fails.
+- What mitmproxy keeps of streams that are over is let go of: a connection may last for ever.
 - Headers that may carry a secret are sent never-indexed (RFC 7541, 7.1.3): they enter no compression table that is
   shared with what the sandbox chooses, and the frame's length says nothing about a guess.
 """
@@ -39,6 +40,9 @@ IDLE_FRAMES_PER_SECOND = 100
 """Frames that move nothing: so many at once, and so many a second, on one connection. One more for each piece of data
 sent to the peer: gRPC measures its windows with a PING for what it gets."""
 
+REMEMBERED = 256
+"""Streams that are looked through for those that are over; later twice as many as there were left."""
+
 _SENSITIVE: Final = frozenset({b"authorization", b"proxy-authorization", b"cookie"})
 _HEADERS_FRAMES: Final = (1, 9)
 
@@ -64,6 +68,8 @@ class _CalmHttp2(_http2.Http2Connection):
     """Bytes received that their senders were not told of, by stream."""
     _frames = float(IDLE_FRAMES)
     _refilled = 0.0
+    _depth = 0
+    _remembered = REMEMBERED
 
     def _prepare(self) -> None:
         self.unacknowledged = {}
@@ -80,7 +86,21 @@ class _CalmHttp2(_http2.Http2Connection):
     def _handle_event(self, event: events.Event) -> Commands[None]:
         if isinstance(event, _events.RequestData | _events.ResponseData) and event.data:
             self._frames = min(IDLE_FRAMES, self._frames + 1)
-        yield from super()._handle_event(event)
+        self._depth += 1
+        try:
+            yield from super()._handle_event(event)
+        finally:
+            self._depth -= 1
+        # Not before: h2 knows already how streams end that mitmproxy has not been told of.
+        if not self._depth and self._known() >= self._remembered:
+            self._forget()
+            self._remembered = max(REMEMBERED, 2 * self._known())
+
+    def _known(self) -> int:
+        return len(self.streams)
+
+    def _forget(self) -> None:
+        self.streams = {stream: state for stream, state in self.streams.items() if not self.is_closed(stream)}
 
     def _acknowledge(self, event: Acknowledge) -> Commands[None]:
         self.h2_conn.acknowledge_received_data(event.count, event.stream_id)
@@ -165,6 +185,10 @@ class StrictHttp2Server(_CalmHttp2, _http2.Http2Server):
             self._answered.add(event.stream_id)
         yield from super()._handle_event(event)
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._answered &= self.streams.keys()
+
     def waiting(self, stream: int) -> int:
         """Bytes of a stream that its client does not take yet."""
         return _waiting(self, stream)
@@ -220,11 +244,26 @@ class StrictHttp2Client(_CalmHttp2, _http2.Http2Client):
             if isinstance(event, _events.RequestHeaders):
                 yield self._lost(event.stream_id)
             return
+        if isinstance(event, _base.HttpEvent) and not self._knows(event):
+            return  # the last of a stream that is over
         yield from super()._handle_event(event)
         while self._abandoned:
             yield self._lost(self._abandoned.pop())
         if self.going_away and not self.streams and self.conn.state & ConnectionState.CAN_WRITE:
             yield commands.CloseConnection(self.conn)
+
+    def _knows(self, event: _base.HttpEvent) -> bool:
+        begins = isinstance(event, _events.RequestHeaders)
+        return begins or event.stream_id in self.our_stream_id or event.stream_id in self.stream_queue
+
+    def _known(self) -> int:
+        return len(self.our_stream_id)
+
+    def _forget(self) -> None:
+        super()._forget()
+        kept = self.streams.keys() | self.unacknowledged.keys()
+        self.their_stream_id = {ours: theirs for ours, theirs in self.their_stream_id.items() if ours in kept}
+        self.our_stream_id = {theirs: ours for ours, theirs in self.their_stream_id.items()}
 
     def _going_away(self, event: _GoingAway) -> None:
         self.going_away = True

@@ -21,7 +21,8 @@ from hyperframe.frame import GoAwayFrame, RstStreamFrame
 from mitmproxy.proxy.layer import Layer
 
 from gateway.engine import EngineLimits
-from gateway.full.http2 import MAX_RESETS, WINDOW
+from gateway.full import http2
+from gateway.full.http2 import MAX_RESETS, WINDOW, StrictHttp2Client, StrictHttp2Server
 from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme
 
@@ -504,6 +505,60 @@ async def test_a_long_connection_does_not_remember_each_one_behind_it(rig: Rig):
 
     assert 60 == rig.dials
     assert counts[-1] <= counts[9] + 10
+
+
+def streams_in_memory() -> int:
+    kept = [vars(one) for one in gc.get_objects() if isinstance(one, StrictHttp2Server | StrictHttp2Client)]
+    return sum(
+        len(one.get(name, ())) for one in kept for name in ("streams", "_answered", "our_stream_id", "their_stream_id")
+    )
+
+
+async def test_a_long_connection_does_not_remember_its_streams(over_h2, monkeypatch):
+    """And one that lasts meanwhile is what it was; what is sent to one that is over reaches no other."""
+    monkeypatch.setattr(http2, "REMEMBERED", 8)
+    monkeypatch.setattr(StrictHttp2Server, "_remembered", 8)
+    monkeypatch.setattr(StrictHttp2Client, "_remembered", 8)
+    bodies: dict[int, bytearray] = {}
+
+    async def on_event(server: Server, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            bodies[event.stream_id] = bytearray()
+            if len(bodies) == 2:
+                server.state.send_headers(event.stream_id, ANSWER, end_stream=True)
+                server.state.reset_stream(event.stream_id, 0)
+        if isinstance(event, h2.events.DataReceived):
+            bodies[event.stream_id] += event.data
+        if isinstance(event, h2.events.StreamEnded):
+            server.state.send_headers(event.stream_id, ANSWER)
+            server.state.send_data(event.stream_id, bytes(bodies[event.stream_id]) or b"ok", end_stream=True)
+
+    async with over_h2(Server(on_event)) as rig:
+        caller = Caller(await rig.speak_h2())
+        caller.call(1, POST, ends=False)
+        caller.call(3, POST, ends=False)
+        await caller.hear(h2.events.StreamEnded, 3)
+        gc.collect()
+        counts = []
+        for stream in range(5, 125, 2):
+            caller.state.send_data(1, b"%d " % stream)
+            caller.call(stream)
+            await caller.hear(h2.events.StreamEnded, stream)
+            counts.append(streams_in_memory())
+        caller.state.send_data(3, b"late")
+        caller.call(125, POST, ends=False)
+        caller.state.send_data(3, b"later", end_stream=True)
+        caller.state.send_data(125, b"mine", end_stream=True)
+        caller.state.end_stream(1)
+        caller.flush()
+        await caller.hear(h2.events.StreamEnded, 125)
+        await caller.hear(h2.events.StreamEnded, 1)
+
+        assert b"mine" == caller.body(125)
+        assert b"".join(b"%d " % stream for stream in range(5, 125, 2)) == caller.body(1)
+        assert 63 == len(bodies)
+        assert max(counts) <= 4 * 10
+        caller.close()
 
 
 @pytest.mark.parametrize(("way", "cut"), [("goes on", 1), ("ends", 0), ("is left", 0)])
