@@ -16,6 +16,7 @@ from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, describe
 from gateway.full.contexts import ClientContexts, UpstreamContext, choose_alpn
 from gateway.full.gate import Gate
+from gateway.full.sent import Sent
 from gateway.ledger import Ledger
 from policy.facts import Scheme
 
@@ -60,6 +61,7 @@ class FullEngine:
         self._upstream = UpstreamContext(upstream_roots)
         self._live: set[FlowConnection] = set()
         self._ledger = ledger
+        self._sent = Sent()
 
     @property
     def flows(self) -> int:
@@ -91,7 +93,16 @@ class FullEngine:
             with contextlib.suppress(OSError):
                 flow.writer.close()
             return
-        gate = Gate(flow, self._decider, self._allowance, self._secrets, self._recorder, self._limits, self._ledger)
+        gate = Gate(
+            flow,
+            self._decider,
+            self._allowance,
+            self._secrets,
+            self._recorder,
+            self._limits,
+            self._ledger,
+            self._sent,
+        )
         ports = Ports(self._dialler, self._identity, self._clients, self._upstream)
         connection = FlowConnection(flow, ports, gate, self._limits, mitm.options(self._limits.idle_seconds))
         deadline = asyncio.get_running_loop().call_later(self._limits.handshake_seconds, connection.end_handshake)
@@ -127,6 +138,7 @@ class FullEngine:
 
     def revoke(self, secrets: frozenset[str] | None) -> int:
         """See `gateway.engine.Engine`."""
+        self._sent.drop(secrets)
         hit = [one for one in self._live if (one.gate.used if secrets is None else one.gate.used & secrets)]
         return self._cut(hit)
 

@@ -7,8 +7,9 @@ Nothing has been sent to the server before that order is complete, and no connec
 - Every request is judged alone, whatever came before it on its connection.
 - A denial is an answer with a reason; one request too many is a 429, a failure of log or vault a 503. Any other
   exception here ends the flow.
-- A response on a connection that used a secret is scrubbed of it: values, header names, body, trailers. Encoded bodies
-  are decoded up to a limit first. Such requests ask for `identity` and for the whole document (no `Range`).
+- What a host was sent of secrets is taken out of what it answers from then on, on every connection: values, header
+  names, body, trailers. Encoded bodies are decoded up to a limit first. Such requests ask for `identity` and for the
+  whole document (no `Range`).
 - `Sentinel` runs last and ends every flow that `Gate` did not stamp.
 
 It opens no connection and knows no address. (Over 400 lines: the order of one request, read from top to bottom.)
@@ -17,6 +18,7 @@ It opens no connection and knows no address. (Over 400 lines: the order of one r
 import base64
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mitmproxy import http
@@ -27,6 +29,7 @@ from gateway.budget import RULE, Over
 from gateway.engine import Allowance, Decider, EngineLimits, InspectedFlow, Recorder, SecretRefused, Secrets
 from gateway.full import pages
 from gateway.full.decode import decode
+from gateway.full.sent import Sent
 from gateway.hello import Refused
 from gateway.inject import InjectionError, inject
 from gateway.ledger import Ledger
@@ -81,9 +84,11 @@ class Gate:
         recorder: Recorder,
         limits: EngineLimits,
         ledger: Ledger,
+        sent: Sent,
     ) -> None:
         self._flow = flow
         self._ledger = ledger
+        self._sent = sent
         self._facts = FlowFacts(flow.host, flow.port, flow.scheme)
         self._decider = decider
         self._allowance = allowance
@@ -93,7 +98,7 @@ class Gate:
         self._values: set[str] = set()
         self._patterns: Patterns | None = None
         self.used: set[str] = set()
-        """Names of the secrets that were sent on this flow."""
+        """Names of the secrets that were sent on this flow, or may come back on it."""
         self.sensitive: set[bytes] = set()
         """Names, in lower case, of the headers they were sent in."""
         self.active: dict[str, Stamp] = {}
@@ -215,7 +220,6 @@ class Gate:
                 injections=[plan.binding for plan in allowed.injections] or None,
             )
             rendered: list[tuple[str, str]] = []
-            values: set[str] = set()
             # Before the first wait, so that a revocation that happens meanwhile finds this flow.
             self.used |= {plan.secret for plan in allowed.injections}
             self.sensitive |= {plan.slot.encode("ascii") for plan in allowed.injections}
@@ -224,14 +228,12 @@ class Gate:
                 value = _sendable(await self._secrets.lease(plan, facts))
                 name, text = render(plan, value)
                 rendered.append((name, text))
-                values |= _forms(value, text)
+                self._sent.add(facts.host, plan.secret, _forms(value, text))
                 await self._record(
                     "secret.use", "allow", facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding
                 )
             headers = inject(translated.headers, rendered)
-            if values:
-                self._patterns = Patterns(self._values | values)
-                self._values |= values
+            self._look_for(self._sent.of(facts.host))
         except SecretRefused as error:
             await self._deny(flow, translated, Deny(allowed.rule, error.reason), secret=asked)
             return None
@@ -241,6 +243,14 @@ class Gate:
             self._answer(flow, facts, 503, pages.failure(503))
             return None
         return headers
+
+    def _look_for(self, sent: Mapping[str, frozenset[str]]) -> None:
+        """Take what the host was sent, on whichever connection, out of the answers to this and later requests."""
+        values = self._values.union(*sent.values())
+        if len(values) > len(self._values):
+            self._patterns = Patterns(values)
+            self._values = values
+            self.used |= sent.keys()
 
     def _forward(self, flow: HTTPFlow, translated: Translated, headers: Headers) -> None:
         request = flow.request
@@ -488,7 +498,7 @@ def _sendable(secret: Secret) -> str:
     return value
 
 
-def _forms(value: str, rendered: str) -> set[str]:
+def _forms(value: str, rendered: str) -> frozenset[str]:
     """The texts that give `value` away: itself, what a scheme made of it, and a password inside it."""
     forms = {value}
     scheme, blank, rest = rendered.partition(" ")
@@ -497,11 +507,11 @@ def _forms(value: str, rendered: str) -> set[str]:
         try:
             plain = base64.b64decode(rest, validate=True).decode("utf-8")
         except ValueError:
-            return forms
+            return frozenset(forms)
         password = plain.partition(":")[2]
         # A password too short to be found by itself is still found inside the whole.
         forms |= {plain} | ({password} if len(password.encode()) >= 4 else set())
-    return forms
+    return frozenset(forms)
 
 
 def _encodings(headers: http.Headers) -> list[str]:

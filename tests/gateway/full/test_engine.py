@@ -28,7 +28,7 @@ from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
 
-from .conftest import Authority
+from .conftest import Authority, read_all
 
 GET = b"GET %s HTTP/1.1\r\nHost: good.test\r\n\r\n"
 DAY = datetime.timedelta(days=1)
@@ -83,6 +83,39 @@ async def test_every_reflection_of_the_secret_is_taken_out(rig):
     assert quote(rig.secret, safe="").encode() not in answer
     assert b"[REDACTED]" in head
     assert b"alt-svc" not in head.lower()
+
+
+async def test_a_secret_that_a_host_kept_is_taken_out_on_other_connections_too(rig):
+    """Asked for on another connection, where nothing was sent; until the secret is called back."""
+    kept: list[bytes] = []
+
+    async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
+        kept.append(head)
+        body = b"\n".join(kept)
+        writer.write(b"HTTP/1.1 200 OK\r\nX-Seen: %s\r\n" % rig.secret.encode())
+        writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    rig.upstream.reply = reply
+    reader, writer = await rig.connect()
+    writer.write(b"GET /open/before HTTP/1.1\r\nHost: good.test\r\n\r\n")
+    assert rig.secret.encode() in await read_all(reader)  # it was not known then
+    assert b"200" in await rig.exchange(b"GET /v1/put HTTP/1.1\r\nHost: good.test\r\nConnection: close\r\n\r\n")
+    assert rig.secret.encode() in kept[1]
+
+    writer.write(b"GET /open/after HTTP/1.1\r\nHost: good.test\r\n\r\n")
+    old = await read_all(reader)
+    new_reader, new_writer = await rig.connect()
+    new_writer.write(b"GET /open/last HTTP/1.1\r\nHost: good.test\r\n\r\n")
+    new = await read_all(new_reader)
+    for answer in (old, new):
+        assert b"[REDACTED]" in answer and b"***" in answer
+        assert rig.secret.encode() not in answer
+
+    assert 2 == rig.engine.revoke(frozenset({rig.plan.secret}))
+    assert b"" == await read_all(reader) == await read_all(new_reader)
+    assert {} == rig.engine._sent.of("good.test")
+    writer.close()
+    new_writer.close()
 
 
 @pytest.mark.parametrize(
