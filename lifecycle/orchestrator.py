@@ -77,7 +77,7 @@ class Orchestrator:
         self.policies = policies
         self.gateway = gateway
         self.clock = clock
-        self._keeping_time = asyncio.Lock()
+        self._moving: asyncio.Task[None] | None = None
         self.expiry_changed: Callable[[], None] = lambda: None
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """Called with the id of each sandbox that is gone, to drop what is kept for it."""
@@ -209,22 +209,31 @@ class Orchestrator:
         Raises:
             RegistryError: they could not be moved; nothing has changed.
         """
-        async with self._keeping_time:
+        if self._moving is None:
             moved = self.clock.moved()
             if not moved:
                 return
-            _log.warning("the system's clock was set by %+.0f s: expiries move with it", moved)
-            if moved < 0:  # in this order no sandbox looks expired meanwhile
-                self.clock.follow(moved)
-            try:
-                await self.registry.shift(moved)
-            except BaseException:
-                if moved < 0:
-                    self.clock.follow(-moved)
-                raise
-            if moved > 0:
-                self.clock.follow(moved)
-        self.expiry_changed()
+            self._moving = asyncio.create_task(self._move_expiries(moved), name="clock")
+            self._moving.add_done_callback(self._have_moved)
+        await asyncio.shield(self._moving)  # rows and clock move together, whoever stops waiting
+
+    def _have_moved(self, moving: asyncio.Task[None]) -> None:
+        self._moving = None
+        if not moving.cancelled() and moving.exception() is None:
+            self.expiry_changed()
+
+    async def _move_expiries(self, moved: float) -> None:
+        _log.warning("the system's clock was set by %+.0f s: expiries move with it", moved)
+        if moved < 0:  # in this order no sandbox looks expired meanwhile
+            self.clock.follow(moved)
+        try:
+            await self.registry.shift(moved)
+        except RegistryError:
+            if moved < 0:
+                self.clock.follow(-moved)
+            raise
+        if moved > 0:
+            self.clock.follow(moved)
 
     async def pause(self, sandbox: str) -> None:
         """Freeze a running sandbox."""

@@ -186,6 +186,7 @@ class FlowConnection(server.ConnectionHandler):
     def abort(self) -> None:
         """End the flow now, on all its connections. What is still queued is not sent."""
         self._aborted = True
+        self.gate.over = True
         self.client.error = "aborted"
         self._drop()
         for io in list(self.transports.values()):

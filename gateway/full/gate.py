@@ -104,6 +104,8 @@ class Gate:
         self.active: dict[str, Stamp] = {}
         """Allowed requests that are not both sent and answered whole."""
         self.address: str | None = None
+        self.over = False
+        """Whether the flow was cut: mitmproxy lets what was under way go on."""
 
     # What the connection asks.
 
@@ -226,6 +228,8 @@ class Gate:
             for plan in allowed.injections:
                 asked = plan.secret
                 value = _sendable(await self._secrets.lease(plan, facts))
+                if self.over:  # the secret may have been called back meanwhile
+                    raise ConnectionAbortedError
                 name, text = render(plan, value)
                 rendered.append((name, text))
                 self._sent.add(facts.host, plan.secret, _forms(value, text))

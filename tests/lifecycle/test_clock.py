@@ -1,5 +1,6 @@
 """The system's clock is set while sandboxes live: none ends early, none lives on, none is forgotten."""
 
+import asyncio
 import sqlite3
 from datetime import UTC, datetime, timedelta
 
@@ -109,3 +110,36 @@ async def test_nothing_has_changed_while_the_moments_cannot_be_moved(
         assert (200, step) == ((await client.get(path)).status_code, pytest.approx(orchestrator.clock.moved(), abs=1))
         await until(lambda: orchestrator.clock.moved() == 0)
         assert (200, 3) == ((await client.get(path)).status_code, asked)
+
+
+@pytest.mark.parametrize("step", [DAY, -DAY], ids=["ahead", "back"])
+async def test_rows_and_clock_move_together_whoever_stops_waiting(
+    server: World, step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.server is not None
+    orchestrator = server.server.context.orchestrator
+    shift, begun, go, asked = orchestrator.registry.shift, asyncio.Event(), asyncio.Event(), 0
+
+    async def slow(seconds: float) -> None:
+        nonlocal asked
+        asked += 1
+        writing = asyncio.ensure_future(shift(seconds))  # as the database's thread: nobody's cancellation ends it
+        begun.set()
+        await go.wait()
+        await writing
+
+    monkeypatch.setattr(orchestrator.registry, "shift", slow)
+    async with server.client() as client:
+        path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json={**BODY, 'timeout': 60})).json()['id']}"
+        before = await _expiry(server, path)
+        server.step = step
+        callers = [asyncio.create_task(orchestrator.keep_time()) for _ in "ab"]
+        await begun.wait()
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        go.set()
+        await until(lambda: orchestrator.clock.moved() == 0)
+        assert 200 == (await client.get(path)).status_code
+        assert abs(await _expiry(server, path) - before - timedelta(seconds=step)) < timedelta(seconds=1)
+        assert 1 == asked

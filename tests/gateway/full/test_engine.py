@@ -85,6 +85,29 @@ async def test_every_reflection_of_the_secret_is_taken_out(rig):
     assert b"alt-svc" not in head.lower()
 
 
+async def test_a_secret_that_is_called_back_before_it_is_used_is_not_kept(rig):
+    """Its value is on the way to the request when it is called back: the flow is cut, nothing is sent or remembered."""
+    leasing, go = asyncio.Event(), asyncio.Event()
+    lease = rig.lease
+
+    async def slow(plan, facts):
+        leasing.set()
+        await go.wait()
+        return await lease(plan, facts)
+
+    rig.lease = slow
+    reader, writer = await rig.connect()
+    writer.write(b"GET /v1/put HTTP/1.1\r\nHost: good.test\r\n\r\n")
+    await leasing.wait()
+    assert 1 == rig.engine.revoke(frozenset({rig.plan.secret}))
+    go.set()
+    assert b"" == await read_all(reader)
+    assert {} == rig.engine._sent.of("good.test")
+    assert ("secret.use", "allow") not in rig.audit.kinds()
+    assert b"" == rig.upstream.data
+    writer.close()
+
+
 async def test_a_secret_that_a_host_kept_is_taken_out_on_other_connections_too(rig):
     """Asked for on another connection, where nothing was sent; until the secret is called back."""
     kept: list[bytes] = []
