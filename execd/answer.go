@@ -10,7 +10,9 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"io/fs"
 	"net/http"
+	"os"
 	"strconv"
 	"sync"
 	"time"
@@ -58,7 +60,21 @@ func missingQuery(name string) *problem {
 }
 
 func runtimeError(err error) *problem {
-	return &problem{http.StatusInternalServerError, codeRuntime, err.Error()}
+	return &problem{http.StatusInternalServerError, codeRuntime, explained(err)}
+}
+
+// explained is an error as a client reads it: what it is about and the reason, without
+// the name of the call that failed.
+func explained(err error) string {
+	switch e := err.(type) {
+	case *fs.PathError:
+		return e.Path + ": " + reason(e.Err)
+	case *os.LinkError:
+		return e.Old + ": " + reason(e.Err)
+	case *os.SyscallError:
+		return reason(e.Err)
+	}
+	return err.Error()
 }
 
 // writeError answers with a problem; any other error is a RUNTIME_ERROR.

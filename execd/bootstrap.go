@@ -41,16 +41,16 @@ func (s *Supervisor) exportsOf(script string) (variables map[string]string, prob
 	}
 	shell, err := s.shell()
 	if err != nil {
-		return nil, err.Error()
+		return nil, explained(err)
 	}
 	result, err := stateFile(nil)
 	if err != nil {
-		return nil, err.Error()
+		return nil, explained(err)
 	}
 	defer result.Close()
 	null, err := openNull()
 	if err != nil {
-		return nil, err.Error()
+		return nil, explained(err)
 	}
 	process, err := s.reaper.Start(Spec{
 		Path: shell, Argv: []string{shell, "-c", preScript, "sh", script}, Env: s.env.ForEntrypoint(),

@@ -258,5 +258,5 @@ func lookProgram(name, search string) (string, error) {
 			return candidate, nil
 		}
 	}
-	return "", fmt.Errorf("exec: %s: executable file not found in $PATH", strconv.QuoteToASCII(name))
+	return "", fmt.Errorf("%s: no program of this name is on PATH", strconv.QuoteToASCII(name))
 }

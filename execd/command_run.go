@@ -67,7 +67,7 @@ const noShellExit = 127 // what a shell says about a missing program
 
 // startFailed finishes a record whose process never was.
 func (c *Commands) startFailed(rec *record, err error) outcome {
-	result := outcome{exitCode: 255, failure: err.Error()}
+	result := outcome{exitCode: 255, failure: explained(err)}
 	if errors.Is(err, errNoShell) {
 		result.exitCode = noShellExit
 	}
@@ -131,11 +131,11 @@ func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
 		c.startFailed(rec, err)
 		stream.begin(rec.id)
 		if errors.Is(err, errNoShell) {
-			stream.text("stderr", []byte("execd: "+err.Error()+"\n"))
+			stream.text("stderr", []byte("execd: "+explained(err)+"\n"))
 			stream.fail("CommandExecError", strconv.Itoa(noShellExit), []string{"exit status " + strconv.Itoa(noShellExit)})
 			return
 		}
-		stream.fail("CommandExecError", err.Error(), []string{err.Error()})
+		stream.fail("CommandExecError", explained(err), []string{explained(err)})
 		return
 	}
 	c.records.add(rec)
@@ -217,7 +217,7 @@ func (c *Commands) background(w http.ResponseWriter, p *plan) {
 	if err != nil {
 		c.startFailed(rec, err)
 		stream.begin(rec.id)
-		stream.fail("CommandExecError", err.Error(), []string{err.Error()})
+		stream.fail("CommandExecError", explained(err), []string{explained(err)})
 		return
 	}
 	c.records.add(rec)

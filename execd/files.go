@@ -213,7 +213,7 @@ func missing(err error) bool {
 // fileProblem turns a missing file into its own code.
 func fileProblem(err error) error {
 	if missing(err) {
-		return &problem{http.StatusNotFound, codeFileNotFound, err.Error()}
+		return &problem{http.StatusNotFound, codeFileNotFound, explained(err)}
 	}
 	return err
 }

@@ -75,11 +75,11 @@ func NewIsolation(commands *Commands, program, root string, pid1 bool) *Isolatio
 func (i *Isolation) unavailable() string {
 	i.probe.Do(func() {
 		if !i.commands.reaper.admin {
-			i.missing = "this sandbox may not mount: isolated sessions need CAP_SYS_ADMIN inside it"
+			i.missing = `isolated sessions are off in this sandbox: create it with the extensions "bootstrap.execd.isolation": "enable" and "sallyport.runtime": "runsc"`
 			return
 		}
 		if err := i.prepare(); err != nil {
-			i.missing = err.Error()
+			i.missing = "isolated sessions do not work here: " + explained(err)
 			return
 		}
 		scratch, err := os.MkdirTemp(i.root, "probe-")
@@ -93,7 +93,7 @@ func (i *Isolation) unavailable() string {
 			}
 		}
 		if err != nil {
-			i.missing = "isolated sessions do not work here: " + err.Error()
+			i.missing = "isolated sessions do not work here: " + explained(err)
 		}
 	})
 	return i.missing
@@ -141,7 +141,7 @@ func (i *Isolation) make(request *isolatedRequest, plan *viewPlan) (*isolated, e
 	}
 	if err != nil {
 		os.RemoveAll(made.scratch)
-		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "the session cannot be made: " + err.Error()}
+		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "the session cannot be made: " + explained(err)}
 	}
 	made.helper.proxy.ModifyResponse = func(response *http.Response) error { return i.note(made, response) }
 	made.helper.proxy.ErrorHandler = made.broken

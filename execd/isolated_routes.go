@@ -105,7 +105,7 @@ func (i *Isolation) hardening() map[string]any {
 	}
 	caps := layer("disabled", "commands have the capabilities of this process")
 	if i.commands.reaper.admin {
-		caps = layer("active", "commands lack CAP_SYS_ADMIN")
+		caps = layer("active", "commands cannot mount, although isolated sessions can")
 	}
 	return map[string]any{
 		"init_mode": mode, "signal_shield": os.Getpid() == 1, "cap_drop": caps, "seccomp": seccomp,

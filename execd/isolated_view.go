@@ -41,7 +41,7 @@ func runIsolated() int {
 	runtime.LockOSThread()
 	control := os.NewFile(helperControl, "control")
 	err := enterView()
-	fmt.Fprint(control, err)
+	fmt.Fprint(control, explained(err))
 	return 1
 }
 

@@ -29,7 +29,7 @@ const (
 	jupyterPause   = 200 * time.Millisecond
 )
 
-var errNoJupyter = errors.New("no Jupyter server is configured (JUPYTER_HOST)")
+var errNoJupyter = errors.New("this sandbox has no Jupyter server (JUPYTER_HOST): create it from the image sallyport/code-interpreter")
 
 // errNoKernel means that no kernel for a language is installed, or not yet.
 var errNoKernel = errors.New("no kernel for this language")

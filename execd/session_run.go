@@ -204,7 +204,7 @@ func (s *Sessions) driver(in *session, env map[string]string, request *sessionRu
 	if spec.Path, err = lookProgram("sh", search); err != nil {
 		return spec, nil, nil, errNoShell
 	}
-	spec.Argv = []string{"sh", "-c", shDriver, "sh", request.exports("export") + *request.Command}
+	spec.Argv = []string{"sh", "-c", shDriver, "sh", request.exports("export"), *request.Command}
 	return spec, parseSh, nil, nil
 }
 

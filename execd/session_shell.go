@@ -15,14 +15,18 @@ package main
 //     the next run takes the then current value.
 //   - What comes back is text for the user's own shell, never run by anybody else;
 //     its size is bounded and its form is checked.
+//   - Line numbers in messages and in LINENO count the user's lines, from 1 in each
+//     run. A function of an earlier run keeps the numbers of the run that defined it.
 
 import (
 	"bytes"
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -50,10 +54,13 @@ if export -f builtin; then __execd_builtin=$(unset -f declare; declare -f builti
 [[ $__execd_posix ]] || unset -v POSIXLY_CORRECT
 {
 builtin printf '%s\0' "$PWD" "$__execd_on" "${__execd_builtin-}"; builtin set +o; builtin printf '\0'; builtin shopt -p
-builtin printf '\0'; builtin umask -p; builtin printf '\0'; builtin declare -f; builtin printf '\0'; builtin declare -Fx; builtin declare -Fr
+builtin printf '\0'; builtin umask -p; builtin printf '\0'; builtin declare -Fx; builtin declare -Fr
 builtin printf '\0'; builtin alias -p; builtin printf '\0'; builtin unalias -a; builtin mapfile -t __execd_names < <(builtin compgen -v)
 for __execd_name in "${__execd_names[@]}"; do
 builtin printf '%s\0%s\0' "$__execd_name" "${!__execd_name-}"; builtin declare -p "$__execd_name"; builtin printf '\0'
+done; builtin shopt -s extdebug; builtin mapfile -t __execd_names < <(builtin compgen -A function)
+for __execd_name in "${__execd_names[@]}"; do
+builtin printf '()\0'; builtin declare -F -- "$__execd_name"; builtin printf '\0'; builtin declare -f -- "$__execd_name"; builtin printf '\0'
 done; builtin printf 'end\0'
 } >&251
 [[ ! ${__execd_builtin-} ]]
@@ -61,9 +68,17 @@ done; builtin printf 'end\0'
 (POSIXLY_CORRECT=; exit "$__execd") && (( 1 )); } >/dev/null 2>/dev/null
 }`
 
+// resetLine, after a compound command in bash, makes the line that follows number n+1.
+// A redirection is expanded in the shell itself, where an assignment to LINENO lasts.
+func resetLine(n int) string { return fmt.Sprintf(" 0<&$((LINENO=%d,0))\n", n) }
+
+// isFunction, in the place of a variable's name, marks a function in what bashDriver wrote.
+const isFunction = "()"
+
 // shDriver is for images without bash: exported variables and the working
-// directory are kept.
-const shDriver = `{ __execd=$1; set --; eval "unset -v __execd; $__execd" 9>&-
+// directory are kept. The exports are evaluated apart from the command, so that
+// they are not counted as lines of it.
+const shDriver = `{ __execd=$2; eval "$1"; set --; eval "unset -v __execd; $__execd" 9>&-
 __execd=$?; unset -f printf env; { printf '%s\0' "$PWD"; env -0 && printf 'end\0'; } >&9 2>/dev/null; exit "$__execd"; }`
 
 // shellState is what is kept. The zero value is that of a new session.
@@ -99,7 +114,8 @@ func (s *shellState) input(exports, command string) []byte {
 	if last == nil {
 		last = []byte(initialLast)
 	}
-	return fmt.Appendf(nil, "%s\x00{ \\builtin unset -v __execd\n%s%s%s} 2>/dev/null\n%s\x00", s.script, exports, s.options, last, command)
+	return fmt.Appendf(nil, "%s\x00{ \\builtin unset -v __execd\n%s%s%s} 2>/dev/null%s%s\x00",
+		s.script, exports, s.options, last, resetLine(0), command)
 }
 
 func (s *shellState) size() int { return len(s.script) + len(s.options) + len(s.last) }
@@ -117,15 +133,15 @@ func readState(file *os.File) ([]byte, error) {
 // parseBash reads what bashDriver wrote; ok is false when it is not whole. given
 // is the environment of the run without what the session had made of it.
 func parseBash(text []byte, given map[string]string) (state shellState, ok bool) {
-	const header, perVariable = 9, 3
+	const header, perVariable = 8, 3
 	fields := bytes.Split(text, []byte{0})
 	if len(fields) < header+2 || (len(fields)-header-2)%perVariable != 0 || string(fields[len(fields)-2]) != "end" {
 		return state, false
 	}
 	directory, on, builtin := fields[0], fields[1], fields[2]
 	options, shopts, umask := switches(fields[3], on, "set -o ", "set +o "), switches(fields[4], on, "shopt -s ", "shopt -u "), fields[5]
-	functions, attributes, aliases := fields[6], fields[7], fields[8]
-	var script, last bytes.Buffer
+	attributes, aliases := fields[6], fields[7]
+	var script, functions, last bytes.Buffer
 	// Without aliases: bodies of functions were expanded when they were defined, and are not again.
 	for line := range bytes.Lines(append(shopts, "shopt -u expand_aliases\n"...)) {
 		if last.Len() == 0 && bytes.HasSuffix(line, []byte(" expand_aliases\n")) {
@@ -137,6 +153,16 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 	seen := map[string]bool{}
 	for variables := fields[header : len(fields)-2]; len(variables) > 0; variables = variables[perVariable:] {
 		name, value, declaration := string(variables[0]), string(variables[1]), variables[2]
+		if name == isFunction {
+			// bash lists the brace on a line of its own. Most texts have it with the name: these keep their numbers.
+			if before, after, found := bytes.Cut(declaration, []byte(" () \n{ \n")); found {
+				functions.WriteString("{ :; }" + resetLine(lineBefore(value)))
+				functions.Write(before)
+				functions.WriteString(" () { \n")
+				functions.Write(after)
+			}
+			continue
+		}
 		seen[name] = true
 		former, inherited := given[name]
 		if ownVariable(name) || (inherited && former == value && bytes.HasPrefix(declaration, []byte("declare -x "))) {
@@ -155,12 +181,25 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 	script.Write(aliases)
 	script.Write(umask)
 	// From here on a name may mean a function of the session.
-	script.Write(functions)
+	script.Write(functions.Bytes())
 	script.Write(builtins(attributes))
 	if len(builtin) > 0 { // it takes the name from everything above
 		last.Write(append(builtin, '\n'))
 	}
 	return shellState{directory: string(directory), script: script.Bytes(), options: builtins(options), last: last.Bytes()}, true
+}
+
+// lineBefore is the number of the line above a function, whose place is given as "NAME LINE FILE".
+func lineBefore(place string) int {
+	words := strings.Fields(place)
+	if len(words) < 2 {
+		return 0
+	}
+	line, err := strconv.Atoi(words[1])
+	if err != nil || line < 1 || line > math.MaxInt32 {
+		return 0
+	}
+	return line - 1
 }
 
 // switches lists the options of a listing, "set +o NAME" or "shopt -u NAME" in a line, as they are now.
