@@ -14,7 +14,7 @@ from policy.document import DENY_ALL_NAME, PolicyDocument
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.load import load
 from policy.names import InvalidName, canonical_host
-from policy.yaml_tree import PolicyError
+from policy.problems import PolicyError, meant
 
 OK, DENIED, WRONG = 0, 1, 2
 
@@ -56,7 +56,11 @@ def explain(
     try:
         compiled = compile_named(document, policy)
         request = RequestFacts(canonical_host(host), port, Scheme(scheme), method, *_split(path))
-    except (UnknownPolicy, InvalidName) as error:
+    except UnknownPolicy as error:
+        hint = meant(policy, (*document.policies, DENY_ALL_NAME))
+        print(f"{error}{hint or '; there are ' + ', '.join((*document.policies, DENY_ALL_NAME))}", file=sys.stderr)
+        return WRONG
+    except InvalidName as error:
         print(str(error), file=sys.stderr)
         return WRONG
     except ValueError:
@@ -107,5 +111,6 @@ def _load(path: Path | str) -> PolicyDocument | None:
     try:
         return load(path)
     except PolicyError as error:
-        print(str(error), file=sys.stderr)
+        for problem in error.problems:
+            print(str(problem), file=sys.stderr)
         return None

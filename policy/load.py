@@ -1,12 +1,14 @@
 """Reading the operator's policy file. The only module of this package, with `cli`, that touches a file.
 
 - At most `yaml_tree.MAX_BYTES` are read.
-- Whatever is wrong, the file's being unreadable included, is a `PolicyError` that names file, line and column.
+- Whatever is wrong, the file's being unreadable included, is a `PolicyError` that names file, line and column. It has
+  all problems of the file, not only the first.
 """
 
 from pathlib import Path
 
 from policy.document import PolicyDocument
+from policy.problems import Problems
 from policy.schema import read_document
 from policy.yaml_tree import MAX_BYTES, PolicyError, parse
 
@@ -34,4 +36,5 @@ def load_text(text: str | bytes, origin: str = "(text)") -> PolicyDocument:
     Raises:
         PolicyError: the text is wrong.
     """
-    return read_document(parse(text, origin), origin)
+    problems = Problems()
+    return read_document(parse(text, origin, problems), origin, problems)

@@ -1,6 +1,7 @@
 """The operator's YAML, version 1: from a tree of nodes to a `PolicyDocument`, or one error with its line.
 
-- Every key is known, every list says something, every reference exists. The first problem in reading order is reported.
+- Every key is known, every list says something, every reference exists. All problems are reported, in reading order;
+  what rules do to each other is looked at only when each of them is right by itself.
 - A rule that gives access never spans owners (`*.com`), a rule with a secret names exact hosts on https, unless the
   operator wrote the pair into `plaintext_secrets`.
 - Two injections that provably meet in one header of one request are refused here and not left to a denial later.
@@ -22,6 +23,7 @@ from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan, header_name
 from policy.names import HostPattern, canonical_host, parse_any_pattern, parse_pattern
 from policy.paths import PathPattern
+from policy.problems import PolicyError, Problems, meant
 from policy.rules import (
     ANY_PUBLIC,
     FORBIDDEN_METHODS,
@@ -38,7 +40,7 @@ from policy.rules import (
     is_token,
     network_text,
 )
-from policy.yaml_tree import Node, PolicyError
+from policy.yaml_tree import Node
 
 VERSION = 1
 MAX_POLICIES = 256
@@ -64,22 +66,29 @@ _RULE_KEYS = (
 type Mapping = dict[str, tuple[Node, Node]]
 
 
-def read_document(root: Node, origin: str) -> PolicyDocument:
+def read_document(root: Node, origin: str, problems: Problems | None = None) -> PolicyDocument:
     """Return the document of a tree.
 
+    Args:
+        problems: what was found in the text already.
+
     Raises:
-        PolicyError: at the first node that is not as it must be.
+        PolicyError: with every node that is not as it must be.
     """
-    return _Reader(origin).document(root)
+    noted = Problems() if problems is None else problems
+    document = noted.attempt(lambda: _Reader(origin, noted).document(root), PolicyDocument(origin))
+    noted.check()
+    return document
 
 
 class _Reader:
     """Carries the file's name, the remarks, and the few facts that rules are checked against."""
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self, origin: str, problems: Problems) -> None:
         self._origin = origin
+        self._problems = problems
         self._remarks: list[Remark] = []
-        self._plaintext: tuple[str, ...] = ()
+        self._plaintext: tuple[str, ...] | None = ()  # None: the list is wrong, and nothing is held against it
         self._rule_places: dict[str, Node] = {}
 
     def document(self, root: Node) -> PolicyDocument:
@@ -94,35 +103,49 @@ class _Reader:
             "wildcard_bindings",
             "policies",
         )
-        if "version" not in top:
-            self._fail(root, f"`version: {VERSION}` is missing")
-        version = top["version"][1]
-        if type(version.value) is not int or version.value != VERSION:
-            self._fail(version, f"version must be {VERSION}")
-        self._plaintext = self._list(top, "plaintext_secrets", self._exact_host, empty=True)
-        always_deny = self._list(top, "always_deny", self._deny_target, empty=True)
-        always_allow = self._list(top, "always_allow", self._allow_target, empty=True)
-        ceiling = self._ceiling(top["ceiling"][1]) if "ceiling" in top else Ceiling()
-        policies = self._policies(top["policies"][1]) if "policies" in top else {}
-        default = DENY_ALL_NAME
-        if "default" in top:
-            node = top["default"][1]
-            default = self._text(node)
-            if default != DENY_ALL_NAME and default not in policies:
-                self._fail(node, f"there is no policy named {default[:100]!a}")
+        attempt = self._problems.attempt
+        attempt(lambda: self._version(root, top), None)
+        nothing: tuple[str, ...] = ()
+        no_policies: dict[str, PolicySource] = {}
+        plaintext = attempt(lambda: self._list(top, "plaintext_secrets", self._exact_host, empty=True), None)
+        self._plaintext = plaintext
+        always_deny = attempt(lambda: self._list(top, "always_deny", self._deny_target, empty=True), nothing)
+        always_allow = attempt(lambda: self._list(top, "always_allow", self._allow_target, empty=True), nothing)
+        ceiling = attempt(lambda: self._ceiling(top["ceiling"][1]) if "ceiling" in top else Ceiling(), Ceiling())
+        policies = attempt(lambda: self._policies(top["policies"][1]) if "policies" in top else {}, no_policies)
+        default = attempt(lambda: self._default(top), DENY_ALL_NAME)
+        wildcards = attempt(lambda: self._flag(top, "wildcard_bindings"), False)
         return PolicyDocument(
             self._origin,
             ceiling,
             default,
             always_deny,
             always_allow,
-            self._plaintext,
-            self._flag(top, "wildcard_bindings"),
+            plaintext or (),
+            wildcards,
             MappingProxyType(policies),
             tuple(self._remarks),
         )
 
     # ---- parts of the document
+
+    def _version(self, root: Node, top: Mapping) -> None:
+        if "version" not in top:
+            self._fail(root, f"`version: {VERSION}` is missing")
+        node = top["version"][1]
+        if type(node.value) is not int or node.value != VERSION:
+            self._fail(node, f"version must be {VERSION}")
+
+    def _default(self, top: Mapping) -> str:
+        if "default" not in top:
+            return DENY_ALL_NAME
+        node = top["default"][1]
+        name = self._text(node)
+        written = top["policies"][1].value if "policies" in top else None
+        known = (*(written if isinstance(written, dict) else ()), DENY_ALL_NAME)
+        if name not in known:
+            self._fail(node, f"there is no policy named {name[:100]!a}{meant(name, known)}")
+        return name
 
     def _ceiling(self, node: Node) -> Ceiling:
         entries = self._mapping(node, "hosts", "ports")
@@ -146,18 +169,21 @@ class _Reader:
         policies: dict[str, PolicySource] = {}
         total = 0
         for name, (key, value) in entries.items():
-            self._check_name(key, name)
-            if name == DENY_ALL_NAME:
-                self._fail(key, f"{DENY_ALL_NAME} is built in and cannot be defined")
-            policies[name] = self._policy(name, value, entries)
+            policies[name] = self._attempted_policy(name, key, value, entries)
             total += len(policies[name].rules)
             if total > MAX_RULES:
                 self._fail(key, f"more than {MAX_RULES} rules in one file")
+        if len(self._problems):
+            return policies
         self._check_cycles(entries, policies)
         document = PolicyDocument(policies=MappingProxyType(policies))
         for name in policies:
             self._check_injections([rule for source in document.lineage(name) for rule in source.rules])
         return policies
+
+    def _attempted_policy(self, name: str, key: Node, node: Node, entries: Mapping) -> PolicySource:
+        self._problems.attempt(lambda: self._check_policy_name(key, name), None)
+        return self._problems.attempt(lambda: self._policy(name, node, entries), PolicySource(name))
 
     def _policy(self, name: str, node: Node, entries: Mapping) -> PolicySource:
         keys = self._mapping(node, "extends", "mode", "dns", "limits", "rules")
@@ -165,7 +191,7 @@ class _Reader:
         def base(item: Node) -> str:
             text = self._text(item)
             if text not in entries:
-                self._fail(item, f"there is no policy named {text[:100]!a} to extend")
+                self._fail(item, f"there is no policy named {text[:100]!a} to extend{meant(text, entries)}")
             return text
 
         rules: list[Rule] = []
@@ -177,21 +203,58 @@ class _Reader:
                 self._fail(written, f"more than {MAX_RULES} rules")
             seen: set[str] = set()
             for position, item in enumerate(written.value, start=1):
-                rule = self._rule(name, position, item)
+                rule = self._attempted_rule(name, position, item)
+                if rule is None:
+                    continue
                 if rule.id in seen:
-                    self._fail(item, f"a second rule with the id {rule.id.partition('/')[2]!a}")
+                    self._note(item, f"a second rule with the id {rule.id.partition('/')[2]!a}")
                 seen.add(rule.id)
                 rules.append(rule)
+        attempt = self._problems.attempt
         return PolicySource(
             name,
-            self._list(keys, "extends", base) if "extends" in keys else (),
-            self._choice(keys["mode"][1], Mode) if "mode" in keys else Mode.ENFORCE,
+            attempt(lambda: self._list(keys, "extends", base) if "extends" in keys else (), ()),
+            attempt(lambda: self._choice(keys["mode"][1], Mode) if "mode" in keys else Mode.ENFORCE, Mode.ENFORCE),
             tuple(rules),
-            self._numbers(keys["dns"][1], DnsSettings) if "dns" in keys else None,
-            self._numbers(keys["limits"][1], Limits) if "limits" in keys else None,
+            attempt(lambda: self._numbers(keys["dns"][1], DnsSettings) if "dns" in keys else None, None),
+            attempt(lambda: self._numbers(keys["limits"][1], Limits) if "limits" in keys else None, None),
         )
 
     # ---- rules
+
+    def _attempted_rule(self, policy: str, position: int, node: Node) -> Rule | None:
+        try:
+            return self._rule(policy, position, node)
+        except PolicyError as error:
+            self._problems.note(error)
+            self._survey(node)
+            return None
+
+    def _survey(self, node: Node) -> None:
+        """Note what else is wrong with a rule that has a problem: each key is read by itself."""
+        if not isinstance(node.value, dict):
+            return
+        keys = {name: entry for name, entry in node.value.items() if name in _RULE_KEYS}
+        denies = "action" in keys and keys["action"][1].value == Action.DENY.value
+        pattern = self._deny_pattern if denies else self._allow_pattern
+        readers: dict[str, Callable[[], object]] = {
+            "action": lambda: self._choice(keys["action"][1], Action),
+            "ports": lambda: self._list(keys, "ports", self._port),
+            "schemes": lambda: self._list(keys, "schemes", lambda item: self._choice(item, Scheme)),
+            "methods": lambda: self._list(keys, "methods", self._method),
+            "paths": lambda: self._list(keys, "paths", self._path),
+            "inspect": lambda: self._flag(keys, "inspect"),
+            "inject": lambda: self._injections("", keys["inject"][1]),
+            "host": lambda: pattern(keys["host"][1]),
+            "hosts": lambda: self._list(keys, "hosts", pattern),
+            "address": lambda: self._network(keys["address"][1]),
+            "addresses": lambda: self._list(keys, "addresses", self._network),
+        }
+        remarks = len(self._remarks)
+        for name, read in readers.items():
+            if name in keys:
+                self._problems.attempt(read, None)
+        del self._remarks[remarks:]
 
     def _rule(self, policy: str, position: int, node: Node) -> Rule:
         keys = self._mapping(node, *_RULE_KEYS)
@@ -271,7 +334,7 @@ class _Reader:
         if any(endpoint.scheme is Scheme.HTTP and endpoint.port != 80 for endpoint in endpoints):
             self._fail(place, "a secret is never sent over plain HTTP on a port other than 80")
         for host in hosts:
-            if host.text not in self._plaintext:
+            if self._plaintext is not None and host.text not in self._plaintext:
                 self._fail(place, f"a secret over plain HTTP needs {host.text} in plaintext_secrets")
 
     def _injections(self, binding: str, node: Node) -> tuple[InjectionPlan, ...]:
@@ -406,9 +469,11 @@ class _Reader:
         keys = self._mapping(node, *names)
         values: dict[str, int] = {}
         for name, (_, item) in keys.items():
-            if type(item.value) is not int:
-                self._fail(item, "expected a whole number")
-            values[name] = item.value
+            if type(item.value) is int:
+                values[name] = item.value
+            elif name in names:
+                self._note(item, "expected a whole number")
+        values = {name: value for name, value in values.items() if name in names}
         return self._made(node, lambda: kind(**values))
 
     # ---- generic
@@ -418,7 +483,8 @@ class _Reader:
             self._fail(node, "expected a mapping")
         for name, (key, _) in node.value.items():
             if name not in known:
-                self._fail(key, f"unknown key {name[:100]!a}; known here: {', '.join(known)}")
+                hint = meant(name, known)
+                self._note(key, f"unknown key {name[:100]!a}{hint or ';'} known here: {', '.join(known)}")
         return node.value
 
     def _list[T](self, keys: Mapping, name: str, read: Callable[[Node], T], *, empty: bool = False) -> tuple[T, ...]:
@@ -432,11 +498,18 @@ class _Reader:
         if len(node.value) > MAX_NAMES:
             self._fail(node, f"{name} has more than {MAX_NAMES} entries")
         values: dict[T, None] = {}
+        wrong: PolicyError | None = None
         for item in node.value:
-            value = read(item)
-            if value in values:
-                self._fail(item, f"{name} has this entry twice")
-            values[value] = None
+            try:
+                value = read(item)
+                if value in values:
+                    self._fail(item, f"{name} has this entry twice")
+                values[value] = None
+            except PolicyError as error:
+                self._problems.note(error)
+                wrong = wrong or error
+        if wrong is not None:  # noted with the others; a list that lacks entries is not a result
+            raise wrong
         return tuple(values)
 
     def _one_or_many[T](self, keys: Mapping, one: str, many: str, read: Callable[[Node], T]) -> tuple[T, ...]:
@@ -468,13 +541,18 @@ class _Reader:
         text = self._text(node)
         known = {member.value: member for member in kind}
         if text not in known:
-            self._fail(node, f"expected one of {', '.join(known)}")
+            self._fail(node, f"expected one of {', '.join(known)}{meant(text, known)}")
         return known[text]
 
     def _text(self, node: Node) -> str:
         if not isinstance(node.value, str):
             self._fail(node, "expected text; quote it if it is one")
         return node.value
+
+    def _check_policy_name(self, key: Node, name: str) -> None:
+        self._check_name(key, name)
+        if name == DENY_ALL_NAME:
+            self._fail(key, f"{DENY_ALL_NAME} is built in and cannot be defined")
 
     def _check_name(self, node: Node, name: str) -> None:
         if not 0 < len(name) <= 63 or name[0] not in _NAME_FIRST or not _NAME_REST.issuperset(name):
@@ -488,6 +566,10 @@ class _Reader:
             raise
         except ValueError as error:
             raise PolicyError(self._origin, node.line, node.column, str(error)) from None
+
+    def _note(self, node: Node, problem: str) -> None:
+        """Report a problem and go on."""
+        self._problems.note(PolicyError(self._origin, node.line, node.column, problem))
 
     def _remark(self, node: Node, text: str) -> None:
         self._remarks.append(Remark(node.line, node.column, text))

@@ -5,6 +5,7 @@
 - Refused, with the place: duplicate keys at any depth, keys that are not text, anchors, aliases, tags, merge keys,
   several documents, control characters, and anything over the limits of size, depth and number of nodes.
 - Time and memory are linear in the size of the text.
+- After a duplicate key, an anchor, a tag or an alias the rest is read all the same, for its own problems.
 
 It knows nothing of policies.
 """
@@ -15,23 +16,16 @@ from typing import Any
 
 import yaml
 
+from policy.problems import PolicyError, Problems
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_NODES", "Node", "PolicyError", "parse"]
+
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 200_000
 
 # libyaml where it is there (ten times faster); both report the same events and marks.
 _LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-
-
-class PolicyError(ValueError):
-    """A policy file is wrong. `str()` is `file:line:column: problem`; lines and columns count from 1."""
-
-    def __init__(self, origin: str, line: int, column: int, problem: str) -> None:
-        super().__init__(f"{origin}:{line}:{column}: {problem}")
-        self.origin = origin
-        self.line = line
-        self.column = column
-        self.problem = problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +37,23 @@ class Node:
     column: int
 
 
-def parse(text: str | bytes, origin: str) -> Node:
+def parse(text: str | bytes, origin: str, problems: Problems | None = None) -> Node:
     """Return the tree of one YAML document.
+
+    Args:
+        problems: takes what is wrong with a tree that can be read nevertheless; None has it raised.
 
     Raises:
         PolicyError: the text is not acceptable YAML.
     """
+    noted = Problems() if problems is None else problems
+    root = _parse(text, origin, noted)
+    if problems is None:
+        noted.check()
+    return root
+
+
+def _parse(text: str | bytes, origin: str, problems: Problems) -> Node:
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > MAX_BYTES:
         raise PolicyError(origin, 1, 1, f"file is larger than {MAX_BYTES} bytes")
@@ -58,7 +63,7 @@ def parse(text: str | bytes, origin: str) -> Node:
         line = data.count(b"\n", 0, error.start) + 1
         raise PolicyError(origin, line, 1, "file is not UTF-8") from None
     try:
-        return _Composer(yaml.parse(decoded, Loader=_LOADER), origin).document()
+        return _Composer(yaml.parse(decoded, Loader=_LOADER), origin, problems).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
@@ -72,9 +77,10 @@ def parse(text: str | bytes, origin: str) -> Node:
 class _Composer:
     """Turns events into nodes."""
 
-    def __init__(self, events: Iterator[yaml.Event], origin: str) -> None:
+    def __init__(self, events: Iterator[yaml.Event], origin: str, problems: Problems) -> None:
         self._events = events
         self._origin = origin
+        self._problems = problems
         self._nodes = 0
 
     def document(self) -> Node:
@@ -94,11 +100,12 @@ class _Composer:
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
             raise self._error(event, "too many values or too deep a nesting")
         if isinstance(event, yaml.AliasEvent):
-            raise self._error(event, "aliases are not allowed")
+            self._problems.note(self._error(event, "aliases are not allowed"))
+            return self._at(event, None)
         if event.anchor is not None:
-            raise self._error(event, "anchors are not allowed")
+            self._problems.note(self._error(event, "anchors are not allowed"))
         if event.tag is not None:
-            raise self._error(event, "tags are not allowed")
+            self._problems.note(self._error(event, "tags are not allowed"))
         if isinstance(event, yaml.ScalarEvent):
             return self._at(event, _scalar(event.value) if event.implicit[0] else event.value)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -109,11 +116,14 @@ class _Composer:
         entries: dict[str, tuple[Node, Node]] = {}
         children = self._children(yaml.MappingEndEvent, depth)
         for key in children:
+            value = next(children)
             if not isinstance(key.value, str):
-                raise PolicyError(self._origin, key.line, key.column, "a key must be text")
-            if key.value in entries:
-                raise PolicyError(self._origin, key.line, key.column, f"duplicate key {key.value[:100]!a}")
-            entries[key.value] = (key, next(children))
+                self._problems.note(PolicyError(self._origin, key.line, key.column, "a key must be text"))
+            elif key.value in entries:
+                duplicate = f"duplicate key {key.value[:100]!a}"
+                self._problems.note(PolicyError(self._origin, key.line, key.column, duplicate))
+            else:
+                entries[key.value] = (key, value)
         return entries
 
     def _children(self, end: type[yaml.Event], depth: int) -> Iterator[Node]:
