@@ -35,20 +35,31 @@ def verify(directory: str | Path, *, key: str | Path | None = None, out: TextIO 
         try:
             public_key = load_public(Path(key) if key is not None else directory / PUBLIC_NAME)
             if not file_numbers(directory) and not (directory / HEADS_NAME).exists():
-                print(f"{directory}: there is no audit log here", file=out)
+                print(f"{directory}: there is no audit log here", file=sys.stderr)
                 return UNUSABLE
             verifier = Verifier(public_key)
             verify_directory(directory, verifier)
             break
         except FileNotFoundError as error:  # a live writer has just retired its oldest file
             if attempt == 3:
-                print(f"{directory}: {error.strerror}: {error.filename}", file=out)
-                return UNUSABLE
+                return _unusable(directory, error)
         except (OSError, KeyUnusable) as error:
-            print(f"{directory}: {error}", file=out)
-            return UNUSABLE
+            return _unusable(directory, error)
     _report(verifier, out)
     return OK if verifier.ok else TAMPERED
+
+
+def _unusable(directory: Path, error: Exception) -> int:
+    """Say why the log cannot be read, and what to do."""
+    reason = str(error)
+    if isinstance(error, PermissionError):
+        reason = "may be read by root only: run this command as root, or on a copy that you may read"
+    elif isinstance(error, FileNotFoundError) and not directory.exists():
+        reason = "there is no audit log here"
+    elif isinstance(error, OSError):
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+    print(f"{directory}: {reason}", file=sys.stderr)
+    return UNUSABLE
 
 
 def _report(verifier: Verifier, out: TextIO) -> None:
@@ -87,7 +98,7 @@ def tail(
     out = out or sys.stdout
     directory = Path(directory)
     try:
-        if not directory.is_dir() or not file_numbers(directory):
+        if not file_numbers(directory):
             print(f"{directory}: there is no audit log here", file=sys.stderr)
             return UNUSABLE
         for number, line in _lines(directory, follow=follow, until=until):
@@ -100,9 +111,10 @@ def tail(
                 print(_shown(record, output), file=out, flush=follow)
     except KeyboardInterrupt:
         return OK
+    except BrokenPipeError:  # of the output, not of the log
+        raise
     except OSError as error:
-        print(f"{directory}: {error}", file=sys.stderr)
-        return UNUSABLE
+        return _unusable(directory, error)
     return OK
 
 

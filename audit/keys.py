@@ -57,9 +57,12 @@ def load_public(path: Path) -> Ed25519PublicKey:
 
     Raises:
         KeyUnusable: it is missing or not an Ed25519 public key.
+        PermissionError: it may not be read.
     """
     try:
         key = load_pem_public_key(path.read_bytes())
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         raise KeyUnusable(f"{path} is not a readable public key") from error
     if not isinstance(key, Ed25519PublicKey):

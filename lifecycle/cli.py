@@ -1,11 +1,12 @@
 """The command `sallyport`: thin; every subcommand is a call into the package it belongs to.
 
-sallyport [--defaults FILE] [--config FILE] COMMAND
-
 sallyport serve | doctor [--probe]
 sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [--path P] [--policy NAME]
 sallyport vault init | put | list | rotate | delete
-sallyport audit tail | verify
+sallyport audit tail | verify [DIRECTORY]
+
+`--config FILE` may stand before a command or after it. Without it, `serve` looks for settings as `settings.read` says;
+the other commands take those of the running server, if there is one (`lifecycle.running`).
 """
 
 import argparse
@@ -19,34 +20,34 @@ import audit.cli
 import policy.cli
 import vault.cli
 import vault.keyring
-from lifecycle import doctor, launch, settings
+from lifecycle import about, console, doctor, launch, running, settings
 from lifecycle.settings import Settings, SettingsError
 from runtimes import predecessor
 
-OK, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, WRONG = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sallyport: %(message)s")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options, rest = parser().parse_known_args(given)
-    if rest and options.command != "vault":
-        parser().error(f"unrecognised arguments: {' '.join(rest)}")
+    return console.guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    options = parser().parse_args(arguments)
     try:
-        configured = settings.read(options.config, settings.environment(), options.defaults)
-        return _run(options, rest, configured)
+        return _run(options)
     except SettingsError as error:
         print(f"sallyport: {error}", file=sys.stderr)
         return WRONG
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="sallyport", allow_abbrev=False)
     about_config = f"settings (TOML); else {settings.CONFIG_PATH}, else ~/.sandbox.toml"
+    version = f"{about.PRODUCT.lower()} {about.VERSION} (API: {about.CONTRACT})"
+    top.add_argument("--version", action="version", version=version)
     top.add_argument("--config", type=Path, help=about_config)
     top.add_argument("--defaults", type=Path, help="settings that those of --config win over, key by key")
     after = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -56,12 +57,12 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--write-only", action="store_true", help="write the daemons' configuration and stop there")
     check_host = commands.add_parser("doctor", parents=[after], help="say what this host lacks, and how to mend it")
     check_host.add_argument("--probe", action="store_true", help="start sandboxes here and try to get out of them")
-    policies = commands.add_parser("policy", help="check and explain policy files").add_subparsers(
+    policies = commands.add_parser("policy", parents=[after], help="check and explain policy files").add_subparsers(
         dest="action", required=True
     )
-    check = policies.add_parser("check", help="say whether a policy file is good")
+    check = policies.add_parser("check", parents=[after], help="say whether a policy file is good")
     check.add_argument("file", type=Path, nargs="?", help="else the configured one")
-    explain = policies.add_parser("explain", help="say what would happen to a request, and why")
+    explain = policies.add_parser("explain", parents=[after], help="say what would happen to a request, and why")
     explain.add_argument("file", type=Path, nargs="?", help="else the configured one")
     explain.add_argument("--host", required=True)
     explain.add_argument("--method", default="GET")
@@ -69,49 +70,64 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--scheme", choices=["https", "http"], default="https")
     explain.add_argument("--port", type=int, help="else the scheme's")
     explain.add_argument("--policy", help="name of a policy in the file; else its default, or its only one")
-    commands.add_parser("vault", help="manage stored secrets", add_help=False)
-    log = commands.add_parser("audit", help="read and verify the audit log").add_subparsers(
+    vault.cli.add_commands(commands.add_parser("vault", parents=[after], help="manage stored secrets"), [after])
+    log = commands.add_parser("audit", parents=[after], help="read and verify the audit log").add_subparsers(
         dest="action", required=True
     )
-    tail = log.add_parser("tail", help="print records")
+    tail = log.add_parser("tail", parents=[after], help="print records")
     tail.add_argument("--denied", action="store_true", help="denials only")
     tail.add_argument("--sandbox", help="of one sandbox only")
     tail.add_argument("--follow", "-f", action="store_true")
     tail.add_argument("--output", choices=["text", "json", "ecs"], default="text")
-    verify = log.add_parser("verify", help="check that the log is what was written")
+    verify = log.add_parser("verify", parents=[after], help="check that the log is what was written")
     verify.add_argument("--key", type=Path, help="public key to trust, else the log's own")
+    for command in (tail, verify):
+        command.add_argument("directory", type=Path, nargs="?", help="of the log or a copy; else the configured one")
     return top
 
 
-def _run(options: argparse.Namespace, rest: list[str], configured: Settings) -> int:
+def _run(options: argparse.Namespace) -> int:
     match options.command, getattr(options, "action", None):
         case "serve", _:
-            return _serve(configured, write_only=options.write_only)
+            return _serve(_given(options), write_only=options.write_only)
         case "doctor", _:
+            configured = _configured(options)
             return _probe(configured) if options.probe else _doctor(configured)
         case "policy", "check":
-            return policy.cli.check(_policy_file(options.file, configured))
+            return policy.cli.check(_policy_file(options))
         case "policy", "explain":
-            return _explain(options, configured)
+            return _explain(options)
         case "vault", _:
+            configured = _configured(options)
             owner = launch.uids(configured)["vaultd"]
             places = vault.cli.Places(configured.run_dir / "vault.sock", configured.master_key_file, (owner, owner))
-            return vault.cli.main(rest, places)
+            return vault.cli.run(options, places)
         case "audit", "tail":
             return audit.cli.tail(
-                configured.state_dir / "audit",
+                _log_directory(options),
                 denied=options.denied,
                 sandbox=options.sandbox,
                 follow=options.follow,
                 output=options.output,
             )
         case _:
-            return audit.cli.verify(configured.state_dir / "audit", key=options.key)
+            return audit.cli.verify(_log_directory(options), key=options.key)
+
+
+def _given(options: argparse.Namespace) -> Settings:
+    return settings.read(options.config, settings.environment(), options.defaults)
+
+
+def _configured(options: argparse.Namespace) -> Settings:
+    """The settings a file was named for, else those of the running server, else those that `serve` would have."""
+    configured = _given(options)
+    named = options.config is not None or settings.CONFIG_PATH in settings.environment()
+    return configured if named else running.settings_of(configured)
 
 
 def _serve(configured: Settings, *, write_only: bool) -> int:
     if os.geteuid() != 0 and not write_only:
-        print("sallyport: cannot run: not root; run: sallyport doctor", file=sys.stderr)
+        print("sallyport: cannot run: not root: it makes namespaces, firewall tables and containers", file=sys.stderr)
         return FAILED
     for remark in configured.remarks:
         print(f"sallyport: {remark}", file=sys.stderr)
@@ -121,15 +137,19 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         return WRONG
     try:
         if not write_only and not predecessor.runs(configured.run_dir / "config", "serve"):
-            launch.serve_config(configured, ()).listen().close()
+            doctor.listen(configured)
         keys = launch.api_keys(configured)
         _master_key(configured)
         host = launch.write_all(configured, keys)
+        if not write_only:
+            running.note(configured)
     except OSError as error:
-        print(f"sallyport: cannot run: {error}; run: sallyport doctor", file=sys.stderr)
+        print(f"sallyport: cannot run: {console.reason(error)}; run: ./run doctor", file=sys.stderr)
         return FAILED
     if configured.insecure:
         print(f"sallyport: {settings.INSECURE}=YES: no API key is asked for", file=sys.stderr)
+    print(f"sallyport: address: {launch.address(configured)}", file=sys.stderr)
+    print(f"sallyport: policy file: {configured.policy_file or 'none'}", file=sys.stderr)
     for line in launch.exports(configured):
         print(line, flush=True)
     if write_only:
@@ -137,10 +157,11 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         return OK
     python = str(configured.get("sallyport.python", sys.executable))
     os.chdir(doctor.PROJECT)  # what `-m` finds must not depend on where an operator stands
+    console.flush()
     try:
         os.execv(python, [python, "-m", "runtimes.keeper", str(host)])  # noqa: S606 - no shell is meant
     except OSError as error:
-        print(f"sallyport: cannot run: {python}: {error.strerror}; run: sallyport doctor", file=sys.stderr)
+        print(f"sallyport: cannot run: {python}: {error.strerror}; run: ./run doctor", file=sys.stderr)
     return FAILED
 
 
@@ -174,16 +195,23 @@ def _probe(configured: Settings) -> int:
     return OK if held else FAILED
 
 
-def _policy_file(given: Path | None, configured: Settings) -> Path:
-    path = given or configured.policy_file
+def _policy_file(options: argparse.Namespace) -> Path:
+    """A file that was named needs no settings, and is not kept from being read by them."""
+    given: Path | None = options.file
+    path = given or _configured(options).policy_file
     if path is None:
         raise SettingsError("no policy file: name one, or set sallyport.policy_file")
     return path
 
 
-def _explain(options: argparse.Namespace, configured: Settings) -> int:
+def _log_directory(options: argparse.Namespace) -> Path:
+    given: Path | None = options.directory
+    return given or _configured(options).state_dir / "audit"
+
+
+def _explain(options: argparse.Namespace) -> int:
     return policy.cli.explain(
-        _policy_file(options.file, configured),
+        _policy_file(options),
         options.policy,
         options.host,
         options.port or {"https": 443, "http": 80}[options.scheme],

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wire
-from lifecycle import launch
+from lifecycle import console, launch
 from lifecycle.settings import Settings, SettingsError
 from policy.load import PolicyError, load
 
@@ -45,25 +45,34 @@ class Finding:
 
 def diagnose(settings: Settings) -> list[Finding]:
     """Run every check."""
-    running = asyncio.run(_ask_hostd(settings.run_dir / "hostd.sock"))
+    try:
+        running = asyncio.run(_ask_hostd(settings.run_dir / "hostd.sock"))
+    except PermissionError:
+        running = [Finding("host", False, "the running server answers root only", "run this command as root")]
     own = [_attempt("policy", "mend the policy file; `sallyport policy check` says where", lambda: _policy(settings))]
     if running is not None:
         return [Finding("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"
-    return [*ask_process(settings), *own, _attempt("listen", remedy, lambda: _listen(settings))]
+    return [*ask_process(settings), *own, _attempt("listen", remedy, lambda: listen(settings))]
 
 
 async def _ask_hostd(path: Path) -> list[Finding] | None:
-    """Ask the running hostd; None if there is none."""
+    """Ask the running hostd; None if there is none.
+
+    Raises:
+        PermissionError: there is one, and it answers other users only.
+    """
     try:
         client = await wire.Client.connect(path)
+    except PermissionError:
+        raise
     except OSError:
         return None
     try:
         answer = await client.call("doctor", timeout=_ASK_SECONDS)
         return [Finding(**check) for check in answer["checks"]]
     except (wire.RemoteError, OSError, TimeoutError) as error:
-        return [Finding("hostd", False, f"it cannot say: {error}", "start the server again")]
+        return [Finding("host", False, f"the running server cannot say: {console.reason(error)}", "start it again")]
     finally:
         await client.close()
 
@@ -90,7 +99,7 @@ def _attempt(name: str, remedy: str, probe: Callable[[], str]) -> Finding:
     try:
         return Finding(name, True, probe())
     except (SettingsError, PolicyError, OSError) as error:
-        return Finding(name, False, str(error), remedy)
+        return Finding(name, False, console.reason(error), remedy)
 
 
 def _policy(settings: Settings) -> str:
@@ -101,8 +110,16 @@ def _policy(settings: Settings) -> str:
     return f"{path}: good, {len(load(path).policies)} policies"
 
 
-def _listen(settings: Settings) -> str:
-    launch.serve_config(settings, ()).listen().close()
+def listen(settings: Settings) -> str:
+    """Try the address that the server is to listen on.
+
+    Raises:
+        OSError: it cannot be had; with the address as its file name.
+    """
+    try:
+        launch.serve_config(settings, ()).listen().close()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), f"{settings.host}:{settings.port}") from None
     return f"{settings.host}:{settings.port} is free"
 
 

@@ -48,12 +48,20 @@ def _key_file(settings: Settings) -> Path:
 
 def exports(settings: Settings) -> list[str]:
     """The lines that point a client at this server. No key is in them: what is printed ends up in a journal."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)  # noqa: S104 - compared
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    lines = [f"export OPEN_SANDBOX_DOMAIN={host}:{settings.port}"]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 - compared
+    lines = [f"export OPEN_SANDBOX_DOMAIN={_in_url(host)}:{settings.port}"]
     if not settings.api_keys and not settings.insecure:
         lines.append(f'export OPEN_SANDBOX_API_KEY="$(cat {shlex.quote(str(_key_file(settings)))})"')
     return lines
+
+
+def address(settings: Settings) -> str:
+    """Where the server listens, as a URL."""
+    return f"http://{_in_url(settings.host)}:{settings.port}"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:

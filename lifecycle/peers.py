@@ -80,6 +80,10 @@ class Hostd(Daemon):
         """Look an image up: `{"id", "entrypoint", "cmd", "env", "workdir"}`; refused with `unknown_image`."""
         return await self.call("image", name=name)
 
+    async def images(self) -> list[str]:
+        """Names of images this host has, the configured ones first; not all, where there are a great many."""
+        return [str(name) for name in (await self.call("images")).get("images", [])]
+
     async def runtimes(self) -> list[str]:
         """Names of the runtimes this host has."""
         return [str(name) for name in (await self.call("runtimes")).get("runtimes", [])]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.setting_keys import KEYS, NOT_APPLICABLE, RUNTIMES
+from policy.problems import meant
 
 API_KEY = "OPENSANDBOX_SERVER_API_KEY"
 INSECURE = "OPENSANDBOX_INSECURE_SERVER"
@@ -150,7 +151,7 @@ def parse(
             remarks.append(f"{origin}: {key} has no effect here")
             continue
         if key not in KEYS:
-            raise SettingsError(f"{origin}: unknown key {key}")
+            raise SettingsError(f"{origin}: unknown key {key}{meant(key, (*KEYS, *NOT_APPLICABLE))}")
         try:
             values[key] = KEYS[key](value)
         except ValueError as error:
@@ -175,7 +176,8 @@ def _flatten(table: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in KEYS and key not in NOT_APPLICABLE:
             if not any(known.startswith(f"{key}.") for known in (*KEYS, *NOT_APPLICABLE)):
-                raise SettingsError(f"unknown table {key}")
+                tables = {known.rpartition(".")[0] for known in (*KEYS, *NOT_APPLICABLE)}
+                raise SettingsError(f"unknown table {key}{meant(key, tables)}")
             found += _flatten(value, f"{key}.")
         else:
             found.append((key, value))

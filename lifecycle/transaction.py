@@ -27,7 +27,9 @@ from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Unreachable
 from lifecycle.policies import Compiled, Refused
 from lifecycle.registry import RegistryError, Sandbox, State
+from policy.problems import meant
 
+_NAMED_IMAGES = 20
 _TOO_MANY = "Too many sandboxes at once on this server."
 
 _log = logging.getLogger(__name__)
@@ -180,14 +182,19 @@ class Creations:
             await self._orchestrator.hostd.image(name)
         except wire.RemoteError as error:
             if error.code in ("unknown_image", "invalid"):
-                raise ApiError(
-                    400,
-                    "DOCKER::SANDBOX_IMAGE_PULL_FAILED",
-                    f"Image {name[:200]!r} is not available on this server and cannot be pulled.",
-                ) from None
+                raise await self._no_image(name) from None
             raise _failure(error) from None
         except Unreachable as error:
             raise unavailable("DOCKER::INITIALIZATION_ERROR", f"{error}.") from None
+
+    async def _no_image(self, name: str) -> ApiError:
+        message = f"Image {name[:200]!r} is not available on this server and cannot be pulled"
+        with contextlib.suppress(wire.RemoteError, Unreachable):
+            names = await self._orchestrator.hostd.images()
+            more = ", and others" if len(names) > _NAMED_IMAGES else ""
+            there = f"available: {', '.join(names[:_NAMED_IMAGES])}{more}" if names else "it has no image"
+            message += f"{meant(name, names)}; {there}"
+        return ApiError(400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED", f"{message}.")
 
     async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled, version: int) -> Sandbox:
         async with self._launches, self._orchestrator.lock(row.id):

@@ -209,6 +209,12 @@ class Docker:
             workdir=config.get("WorkingDir") or "/",
         )
 
+    async def image_names(self) -> tuple[str, ...]:
+        """Return the names that images have here; `:latest` is left out of them."""
+        found = await self._run(self._api.images)
+        tags = {tag for image in found for tag in image.get("RepoTags") or ()}
+        return tuple(sorted(tag.removesuffix(":latest") for tag in tags if tag != "<none>:<none>"))
+
     async def import_image(self, name: str, tar: Path, env: Mapping[str, str]) -> None:
         """Import the root file system `tar` as `name` with `env`, unless just that was imported before.
 

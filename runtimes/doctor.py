@@ -79,6 +79,7 @@ def questions(config: HostConfig) -> tuple[Question, ...]:
     """Return everything there is to ask, but what only a connected Docker can say."""
     asked = [
         Question("permissions", _ROOT, probes.permissions, vital=True),
+        Question("kernel", "", probes.kernel),
         Question("nft", _NFT, probes.nft_program, vital=True),
         Question("namespaces", _NAMESPACE, probes.namespace),
         Question("slot", _SLOT, probes.slot, vital=True),
@@ -90,7 +91,7 @@ def questions(config: HostConfig) -> tuple[Question, ...]:
     if "runc" in config.runtimes:
         asked.append(Question("runc", _RUNC, lambda: probes.program(config.runc), vital=True))
     if "runsc" in config.runtimes:
-        asked.append(Question("runsc", _RUNSC, lambda: probes.program(config.runsc), vital=True))
+        asked.append(Question("runsc", _RUNSC, lambda: probes.runsc(config.runsc), vital=True))
         asked.append(Question("gvisor", _RUNSC, lambda: probes.gvisor(config.runsc)))
     if config.dockerd is None:
         asked.append(Question("docker", _DOCKER, lambda: probes.docker_answers(config.docker_socket), vital=True))

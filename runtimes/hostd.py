@@ -53,6 +53,7 @@ from runtimes.watch import Watch
 from runtimes.yielding import Yielding
 from wire.frames import close_all
 
+_LISTED_IMAGES = 100
 _GRACE_SECONDS = 1.0
 """For workers of a hostd that is gone to write what they still have to say."""
 _GATED_SECONDS = 5.0
@@ -300,6 +301,7 @@ class Host:
             "doctor": self._doctor,
             "runtimes": self._runtimes,
             "image": self._image,
+            "images": self._images,
             "launch": self._launch,
             "configure": self._configure,
             "remove": self._remove,
@@ -354,6 +356,15 @@ class Host:
             "env": list(image.env),
             "workdir": image.workdir,
         }
+
+    async def _images(self, parameters: wire.Message) -> dict[str, Any]:
+        _exactly(parameters)
+        try:
+            names = await self._parts()[0].image_names()
+        except DockerError as error:
+            raise wire.RequestError("docker", str(error)) from error
+        configured = [image.name for image in self._config.images if image.name.removesuffix(":latest") in names]
+        return {"images": list(dict.fromkeys((*configured, *names)))[:_LISTED_IMAGES]}
 
     async def _launch(self, parameters: wire.Message) -> dict[str, Any]:
         try:

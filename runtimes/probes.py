@@ -7,8 +7,10 @@ What to do about a failure is said by `doctor`.
 """
 
 import grp
+import mmap
 import os
 import pwd
+import re
 import socket
 import ssl
 import stat
@@ -92,6 +94,12 @@ def permissions() -> str:
     return "root, with all capabilities that are needed"
 
 
+def kernel() -> str:
+    """Which one runs."""
+    system = os.uname()
+    return f"{system.sysname} {system.release} {system.machine}"
+
+
 def nft_program() -> str:
     """`nft` and what comes with it."""
     version = run("nft", "--version")
@@ -172,6 +180,17 @@ def seccomp() -> str:
 def program(path: str) -> str:
     """A program that can say its version."""
     return f"{path}: {run(path, '--version') or 'runs'}"
+
+
+def runsc(path: str) -> str:
+    """A runsc, and which one: a build from its Go module says nothing itself, but holds the module's version."""
+    said = program(path)
+    if "VERSION_MISSING" not in said:
+        return said
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        found = re.search(rb"\nmod\tgvisor\.dev/gvisor\t([0-9A-Za-z.+-]{1,80})", text)
+    version = found[1].decode() if found else "of an unknown version"
+    return f"{path}: runsc {version}"
 
 
 def gvisor(path: str) -> str:

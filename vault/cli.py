@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import getpass
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +24,15 @@ from vault.grants import GrantError, SecretBinding, secret_name
 from vault.keyring import MasterKeyError, create
 from vault.secret import MAX_SECRET_BYTES, Secret, value_problem
 
+_FOR_ROOT = "the vault answers root only: run this command as root"
+
 
 class UsageError(Exception):
     """What was asked cannot be done; the message is for the person who asked."""
+
+
+class UnreachableError(Exception):
+    """The vault cannot be asked; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,72 +53,101 @@ def main(
     stderr: TextIO | None = None,
 ) -> int:
     """Run one command; return its exit status: 0 done, 1 refused, 2 wrong usage."""
+    top = argparse.ArgumentParser(prog="sallyport vault", allow_abbrev=False)
+    add_commands(top)
+    return run(top.parse_args(arguments), places, stdin=stdin, stdout=stdout, stderr=stderr)
+
+
+def run(
+    options: argparse.Namespace,
+    places: Places,
+    *,
+    stdin: BinaryIO | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> int:
+    """Run the command that `add_commands` read; return its exit status."""
     out, problems = stdout or sys.stdout, stderr or sys.stderr
-    options = parser().parse_args(arguments)
     try:
-        if options.command == "init":
+        if options.action == "init":
             create(places.master_key_file, places.owner)
-            print(f"new master key in {places.master_key_file}; without a backup of it the vault is lost", file=out)
-            return 0
-        value = _value(options, stdin or sys.stdin.buffer) if options.command in ("put", "rotate") else None
-        asyncio.run(_talk(options, value, places, out))
+            said = f"new master key in {places.master_key_file}; without a backup of it the vault is lost"
+        else:
+            value = _value(options, stdin or sys.stdin.buffer) if options.action in ("put", "rotate") else None
+            said = _ask(options, value, places)
     except (UsageError, GrantError) as error:
         print(f"sallyport vault: {error}", file=problems)
         return 2
     except wire.RemoteError as error:
         print(f"sallyport vault: {error.message} ({error.code})", file=problems)
         return 1
-    except MasterKeyError as error:
+    except (MasterKeyError, UnreachableError) as error:
         print(f"sallyport vault: {error}", file=problems)
         return 1
-    except OSError as error:  # TimeoutError and ConnectionError among them
-        print(f"sallyport vault: cannot reach vaultd at {places.socket}: {error.strerror or error}", file=problems)
-        return 1
+    if said:
+        print(said, file=out)
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of `sallyport vault`."""
-    top = argparse.ArgumentParser(prog="sallyport vault", allow_abbrev=False)
-    commands = top.add_subparsers(dest="command", required=True)
-    commands.add_parser("init", help="make the master key")
-    commands.add_parser("list", help="show names and bindings").add_argument("--json", action="store_true")
-    put = commands.add_parser("put", help="store a new secret; its value comes from standard input", allow_abbrev=False)
-    rotate = commands.add_parser("rotate", help="replace a secret's value", allow_abbrev=False)
-    delete = commands.add_parser("delete", help="delete a secret and call it back from all sandboxes")
-    for command in (put, rotate, delete):
-        command.add_argument("name")
-    for command in (put, rotate):
-        command.add_argument("--file", type=Path, help="read the value from this file instead")
-        command.add_argument("--strip-newline", action="store_true", help="remove one line break at the end")
+def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
+    """Add the commands of `sallyport vault` to a parser; `parents` has options that each of them takes besides."""
+    commands = top.add_subparsers(dest="action", required=True)
+
+    def command(name: str, about: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=about, allow_abbrev=False, parents=list(parents))
+
+    command("init", "make the master key")
+    command("list", "show names and bindings").add_argument("--json", action="store_true")
+    put = command("put", "store a new secret; its value comes from standard input")
+    rotate = command("rotate", "replace a secret's value")
+    delete = command("delete", "delete a secret and call it back from all sandboxes")
+    for named in (put, rotate, delete):
+        named.add_argument("name")
+    for valued in (put, rotate):
+        valued.add_argument("--file", type=Path, help="read the value from this file instead")
+        valued.add_argument("--strip-newline", action="store_true", help="remove one line break at the end")
     put.add_argument("--host", action="append", required=True, help="an exact host name; may be repeated")
     put.add_argument("--port", action="append", type=int, help="default 443; may be repeated")
     put.add_argument("--scheme", action="append", choices=["https", "http"], help="default https; http is in the clear")
     put.add_argument("--method", action="append", help="default any; may be repeated")
     put.add_argument("--path", action="append", help="exact, or a prefix and *; default any; may be repeated")
     put.add_argument("--expires", help="RFC 3339 time with zone")
-    return top
 
 
-async def _talk(options: argparse.Namespace, value: Secret | None, places: Places, out: TextIO) -> None:
-    if options.command != "list":
+def _ask(options: argparse.Namespace, value: Secret | None, places: Places) -> str:
+    try:
+        return asyncio.run(_talk(options, value, places))
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise UnreachableError(f"the server is not running: ./run serve (nothing at {places.socket})") from None
+    except PermissionError:
+        raise UnreachableError(_FOR_ROOT) from None
+    except TimeoutError:
+        raise UnreachableError("the server does not answer in time; its log says more") from None
+    except OSError:
+        if os.geteuid() != 0:  # it hangs up on other users
+            raise UnreachableError(_FOR_ROOT) from None
+        raise UnreachableError("the server ended the connection; its log says more") from None
+
+
+async def _talk(options: argparse.Namespace, value: Secret | None, places: Places) -> str:
+    if options.action != "list":
         secret_name(options.name)
-    binding = _binding(options) if options.command == "put" else None
+    binding = _binding(options) if options.action == "put" else None
     client = await AdminClient.open(places.socket)
     try:
-        match options.command:
+        match options.action:
             case "put":
                 assert value is not None and binding is not None  # noqa: S101 - narrows: set for put just above
                 await client.put(options.name, value, binding)
-                print(f"stored {options.name}", file=out)
+                return f"stored {options.name}"
             case "rotate":
-                assert value is not None  # noqa: S101 - narrows: `main` reads one for rotate
-                print(f"{options.name} is at version {await client.rotate(options.name, value)}", file=out)
+                assert value is not None  # noqa: S101 - narrows: `run` reads one for rotate
+                return f"{options.name} is at version {await client.rotate(options.name, value)}"
             case "delete":
                 await client.delete(options.name)
-                print(f"deleted {options.name}", file=out)
+                return f"deleted {options.name}"
             case _:
-                _show(await client.list_secrets(), options.json, out)
+                return _listed(await client.list_secrets(), options.json)
     finally:
         await client.close()
 
@@ -127,16 +163,16 @@ def _binding(options: argparse.Namespace) -> SecretBinding:
     )
 
 
-def _show(secrets: list[dict[str, Any]], as_json: bool, out: TextIO) -> None:
-    if as_json:
-        print(json.dumps(secrets, indent=2), file=out)
-        return
-    for item in secrets:
-        where = ", ".join(f"{host}:{'/'.join(map(str, item['ports']))}" for host in item["hosts"])
-        limits = [f"{key} {' '.join(item[key])}" for key in ("schemes", "methods", "paths") if item[key]]
-        if item["expires"]:
-            limits.append(f"expires {item['expires']}")
-        print(f"{item['name']}  v{item['version']}  {where}  {'; '.join(limits)}", file=out)
+def _listed(secrets: list[dict[str, Any]], as_json: bool) -> str:
+    return json.dumps(secrets, indent=2) if as_json else "\n".join(map(_line, secrets))
+
+
+def _line(item: dict[str, Any]) -> str:
+    where = ", ".join(f"{host}:{'/'.join(map(str, item['ports']))}" for host in item["hosts"])
+    limits = [f"{key} {' '.join(item[key])}" for key in ("schemes", "methods", "paths") if item[key]]
+    if item["expires"]:
+        limits.append(f"expires {item['expires']}")
+    return f"{item['name']}  v{item['version']}  {where}  {'; '.join(limits)}"
 
 
 def _value(options: argparse.Namespace, stdin: BinaryIO) -> Secret:

@@ -3,11 +3,9 @@
 from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
 
+from lifecycle.about import API_VERSION, CONTRACT, PRODUCT, VERSION
 from lifecycle.models import MetricsEvent
 from lifecycle.routes.context import Server
-
-API_VERSION = "1.1.1"
-"""The release of the OpenSandbox API this server speaks; clients compare it."""
 
 root = APIRouter()
 router = APIRouter()
@@ -21,8 +19,8 @@ async def health() -> dict[str, str]:
 
 @root.get("/version")
 async def version() -> dict[str, str]:
-    """Say which API this is."""
-    return {"version": API_VERSION}
+    """Say which API this is, and whose: `version` is what clients compare."""
+    return {"version": API_VERSION, "contract": CONTRACT, "product": PRODUCT, "product_version": VERSION}
 
 
 @root.get("/docs", response_class=HTMLResponse, include_in_schema=False)

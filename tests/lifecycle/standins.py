@@ -92,6 +92,9 @@ class StandInHostd(StandIn):
             raise wire.RequestError("unknown_image", f"no image {name}")
         return {"id": "sha256:1", "entrypoint": [], "cmd": [], "env": [], "workdir": "/"}
 
+    async def op_images(self) -> wire.Message:
+        return {"images": [IMAGE]}
+
     async def op_launch(self, **spec: Any) -> wire.Message:
         LaunchSpec.model_validate(spec)
         GatewayConfig.from_json(spec["gateway"])

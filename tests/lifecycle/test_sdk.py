@@ -80,9 +80,10 @@ async def test_renew_and_list(server: World, sandbox: Sandbox) -> None:
 
 
 async def test_unknown_image(server: World) -> None:
-    """An image that is not there is a client error that names it, and nothing is left."""
+    """An image that is not there is a client error that names it and those that are there, and nothing is left."""
     with pytest.raises(SandboxApiException) as caught:
         await Sandbox.create("nowhere/x:1", connection_config=connection(server))
     assert (400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED") == (caught.value.status_code, caught.value.error.code)
     assert "nowhere/x:1" in caught.value.error.message
+    assert f"; available: {IMAGE}." in caught.value.error.message
     assert [] == server.vaultd.named("open_sandbox")

@@ -489,6 +489,13 @@ def test_an_image_has_the_environment_it_was_given(hostd: Hostd) -> None:
     assert "PLACE=http://127.0.0.1:1/a b" in env
 
 
+def test_the_images_that_a_sandbox_may_have_are_listed(hostd: Hostd) -> None:
+    """As they are named in a create call."""
+    names = hostd.call("images")["images"]
+    assert "sallyport/test:1" in names
+    assert all(hostd.call("image", name=name)["id"] for name in names)
+
+
 def test_both_runtimes_are_offered(hostd: Hostd) -> None:
     assert {"runtimes": ["runc", "runsc"]} == hostd.call("runtimes")
     with pytest.raises(wire.RemoteError, match="unknown_image"):

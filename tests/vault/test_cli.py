@@ -101,5 +101,5 @@ def test_init_makes_a_key_once(tmp_path: Path) -> None:
     assert 1 == main(["init"], places, stdout=out, stderr=out)
     assert before == (tmp_path / "key").read_bytes()
     assert 1 == main(["list"], places, stdout=out, stderr=out)
-    assert "cannot reach vaultd" in out.getvalue()
+    assert "the server is not running: ./run serve" in out.getvalue()
     assert before.decode().strip() not in out.getvalue()

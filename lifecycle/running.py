@@ -1,0 +1,85 @@
+"""Where the running server has its files: noted by `serve`, read by commands that are given no settings.
+
+- `serve` becomes the keeper, which keeps its process id. A note whose process is gone, or is another one by its start
+  time, is of a former server and counts for nothing.
+- A note is believed only if root or the reader owns it and its directory, and no other user can write to either.
+- It holds places, numbers of users and the listen address: no key, and nothing that a key could be part of. Every user
+  of the host may read it.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lifecycle import launch
+from lifecycle.settings import Settings, SettingsError, parse
+from runtimes.predecessor import start_time
+
+NAME = "serving.json"
+_MAX_BYTES = 65536
+
+
+def note(settings: Settings) -> None:
+    """Write the note for this process.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    known = {
+        "server": {"host": settings.host, "port": settings.port},
+        "sallyport": {
+            "state_dir": str(settings.state_dir),
+            "run_dir": str(settings.run_dir),
+            "policy_file": str(settings.policy_file or ""),
+            "vault": {"master_key_file": str(settings.master_key_file)},
+            "uids": launch.uids(settings),
+        },
+    }
+    document = {"pid": os.getpid(), "started": start_time(os.getpid()), "origin": settings.origin, "settings": known}
+    temporary = settings.run_dir / f".{NAME}.new"
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        os.fchmod(fd, 0o644)
+        json.dump(document, file)
+    temporary.rename(settings.run_dir / NAME)
+
+
+def settings_of(base: Settings) -> Settings:
+    """Return the settings of the server that runs in the run directory of `base`; `base` where there is none."""
+    found = _read(base.run_dir)
+    if found is None:
+        return base
+    try:
+        return parse(found["settings"], f"the running server, {found['origin']}", {}, base)
+    except (SettingsError, AttributeError):  # of another release
+        return base
+
+
+def _read(run_dir: Path) -> Mapping[str, Any] | None:
+    try:
+        directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fd = os.open(NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        with os.fdopen(fd, "rb") as file:
+            if not all(_trusted(os.fstat(place)) for place in (directory, fd)):
+                return None
+            found = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(directory)
+    if not isinstance(found, dict) or not {"pid", "started", "origin", "settings"} <= found.keys():
+        return None
+    pid = found["pid"]
+    return found if type(pid) is int and found["started"] == start_time(pid) is not None else None
+
+
+def _trusted(status: os.stat_result) -> bool:
+    plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+    return plain and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
