@@ -33,10 +33,10 @@ def verify(directory: str | Path, *, key: str | Path | None = None, out: TextIO 
     directory = Path(directory)
     for attempt in (1, 2, 3):
         try:
-            public_key = load_public(Path(key) if key is not None else directory / PUBLIC_NAME)
             if not file_numbers(directory) and not (directory / HEADS_NAME).exists():
                 print(f"{directory}: there is no audit log here", file=sys.stderr)
                 return UNUSABLE
+            public_key = load_public(Path(key) if key is not None else directory / PUBLIC_NAME)
             verifier = Verifier(public_key)
             verify_directory(directory, verifier)
             break

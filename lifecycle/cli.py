@@ -127,7 +127,7 @@ def _configured(options: argparse.Namespace) -> Settings:
 
 def _serve(configured: Settings, *, write_only: bool) -> int:
     if os.geteuid() != 0 and not write_only:
-        print("sallyport: cannot run: not root: it makes namespaces, firewall tables and containers", file=sys.stderr)
+        print("sallyport: cannot run: not root; run: sallyport doctor", file=sys.stderr)
         return FAILED
     for remark in configured.remarks:
         print(f"sallyport: {remark}", file=sys.stderr)
@@ -144,7 +144,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         if not write_only:
             running.note(configured)
     except OSError as error:
-        print(f"sallyport: cannot run: {console.reason(error)}; run: ./run doctor", file=sys.stderr)
+        print(f"sallyport: cannot run: {console.reason(error)}; run: sallyport doctor", file=sys.stderr)
         return FAILED
     if configured.insecure:
         print(f"sallyport: {settings.INSECURE}=YES: no API key is asked for", file=sys.stderr)
@@ -161,7 +161,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     try:
         os.execv(python, [python, "-m", "runtimes.keeper", str(host)])  # noqa: S606 - no shell is meant
     except OSError as error:
-        print(f"sallyport: cannot run: {python}: {error.strerror}; run: ./run doctor", file=sys.stderr)
+        print(f"sallyport: cannot run: {python}: {error.strerror}; run: sallyport doctor", file=sys.stderr)
     return FAILED
 
 
@@ -196,17 +196,21 @@ def _probe(configured: Settings) -> int:
 
 
 def _policy_file(options: argparse.Namespace) -> Path:
-    """A file that was named needs no settings, and is not kept from being read by them."""
-    given: Path | None = options.file
-    path = given or _configured(options).policy_file
+    """A file that was named needs no settings, and settings that were not named do not keep it from being read."""
+    if options.file is not None and options.config is None:
+        return Path(options.file)
+    configured = _configured(options)
+    path: Path | None = options.file or configured.policy_file
     if path is None:
         raise SettingsError("no policy file: name one, or set sallyport.policy_file")
     return path
 
 
 def _log_directory(options: argparse.Namespace) -> Path:
-    given: Path | None = options.directory
-    return given or _configured(options).state_dir / "audit"
+    if options.directory is not None and options.config is None:
+        return Path(options.directory)
+    configured = _configured(options)
+    return Path(options.directory or configured.state_dir / "audit")
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -189,7 +189,7 @@ def runsc(path: str) -> str:
         return said
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         found = re.search(rb"\nmod\tgvisor\.dev/gvisor\t([0-9A-Za-z.+-]{1,80})", text)
-    version = found[1].decode() if found else "of an unknown version"
+        version = found[1].decode() if found else "of an unknown version"
     return f"{path}: runsc {version}"
 
 
