@@ -137,7 +137,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         return WRONG
     try:
         if not write_only and not predecessor.runs(configured.run_dir / "config", "serve"):
-            doctor.listen(configured)
+            launch.serve_config(configured, ()).listen().close()
         keys = launch.api_keys(configured)
         _master_key(configured)
         host = launch.write_all(configured, keys)

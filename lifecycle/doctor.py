@@ -53,7 +53,7 @@ def diagnose(settings: Settings) -> list[Finding]:
     if running is not None:
         return [Finding("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"
-    return [*ask_process(settings), *own, _attempt("listen", remedy, lambda: listen(settings))]
+    return [*ask_process(settings), *own, _attempt("listen", remedy, lambda: _listen(settings))]
 
 
 async def _ask_hostd(path: Path) -> list[Finding] | None:
@@ -110,16 +110,8 @@ def _policy(settings: Settings) -> str:
     return f"{path}: good, {len(load(path).policies)} policies"
 
 
-def listen(settings: Settings) -> str:
-    """Try the address that the server is to listen on.
-
-    Raises:
-        OSError: it cannot be had; with the address as its file name.
-    """
-    try:
-        launch.serve_config(settings, ()).listen().close()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), f"{settings.host}:{settings.port}") from None
+def _listen(settings: Settings) -> str:
+    launch.serve_config(settings, ()).listen().close()
     return f"{settings.host}:{settings.port} is free"
 
 

@@ -16,18 +16,22 @@ from typing import Any
 
 from lifecycle import launch
 from lifecycle.settings import Settings, SettingsError, parse
-from runtimes.predecessor import start_time
+from runtimes.predecessor import lock, start_time
 
 NAME = "serving.json"
 _MAX_BYTES = 65536
 
 
 def note(settings: Settings) -> None:
-    """Write the note for this process.
+    """Write the note for this process; while another server is up there, its note stays, for this one will not start.
 
     Raises:
         OSError: it cannot be written.
     """
+    try:
+        os.close(lock(settings.run_dir))
+    except BlockingIOError:
+        return
     known = {
         "server": {"host": settings.host, "port": settings.port},
         "sallyport": {

@@ -154,7 +154,7 @@ class Host:
         try:
             self._lock = predecessor.lock(self._run)
         except BlockingIOError:
-            raise Refused(f"another hostd runs in {self._run}") from None
+            raise Refused(f"another server runs in {self._run}") from None
         notes = self._run / "config"
         spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended where it is started anew
         if ended := await asyncio.to_thread(predecessor.end_all, notes, spared, 0.0):

@@ -171,6 +171,14 @@ async def test_open_routes_need_no_key(server: World, path: str) -> None:
         assert 200 == (await client.get(path)).status_code
 
 
+async def test_version_names_the_product_and_the_contract(server: World) -> None:
+    """`version` alone is what clients compare, and is the contract's."""
+    async with server.client(None) as client:
+        answer = (await client.get("/version")).json()
+    expected = {"version": "1.1.1", "contract": "OpenSandbox 1.1.1", "product": "Sallyport", "product_version": "0.1.0"}
+    assert expected == answer
+
+
 async def test_keys(server: World) -> None:
     """No key, a wrong key, and a right one that is sent twice with a wrong one."""
     async with server.client(None) as client:

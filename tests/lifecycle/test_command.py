@@ -15,7 +15,7 @@ import pytest
 
 from lifecycle import about, cli, running, settings
 from lifecycle.settings import Settings, parse
-from runtimes.predecessor import start_time
+from runtimes.predecessor import lock, start_time
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "policies.example.yaml"
@@ -186,6 +186,16 @@ def test_the_running_servers_settings_are_found(base: Settings, tmp_path: Path) 
     assert 0o644 == (base.run_dir / running.NAME).stat().st_mode & 0o777
     running.note(_server(tmp_path))
     assert running.settings_of(base).policy_file is None
+
+
+def test_a_second_server_in_the_same_place_leaves_the_note(base: Settings, tmp_path: Path) -> None:
+    """It will not start: the first one holds the lock."""
+    held = lock(base.run_dir)
+    running.note(_server(tmp_path, policy_file="/of/the/second"))
+    assert EXAMPLE == running.settings_of(base).policy_file
+    os.close(held)
+    running.note(_server(tmp_path, policy_file="/of/the/second"))
+    assert Path("/of/the/second") == running.settings_of(base).policy_file
 
 
 def _stale(place: Path) -> None:

@@ -26,6 +26,7 @@ from runtimes import netns, nft
 from runtimes.cgroups import Cgroups
 from runtimes.dockerd import arguments
 from runtimes.spec import DockerdConfig
+from tests.anyone import as_anyone
 from tests.conftest import PORT
 
 pytestmark = pytest.mark.system
@@ -209,6 +210,54 @@ def test_a_whole_machine_serves_and_ctrl_c_leaves_nothing(machine: Machine) -> N
     assert [] == machine.left()
 
 
+def test_commands_without_settings_have_those_of_the_running_server(machine: Machine) -> None:
+    """Only its run directory is known to them. What needs root says so; what does not, every user may do."""
+    policy = machine.directory / "policy.yaml"
+    policy.write_text("version: 1\npolicies: {agents: {rules: [{id: api, host: api.example}]}}\n")
+    policy.chmod(0o644)
+    machine.top["policy_file"] = str(policy)
+    defaults = machine.directory / "defaults.toml"
+    defaults.write_text(f'[sallyport]\nrun_dir = "{machine.run}"\n')
+    defaults.chmod(0o644)
+    start = [sys.executable, "-m", "lifecycle.command", "--defaults", str(defaults)]
+
+    def sallyport(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*start, *words],
+            cwd=ROOT,
+            env=machine.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    def by_anyone(*words: str) -> subprocess.CompletedProcess[str]:
+        return as_anyone("env", "-C", ROOT, *start, *words)
+
+    assert "no policy file" in sallyport("policy", "check").stderr
+    with machine.serving():
+        log = (machine.directory / "serve.log").read_text()
+        assert f"sallyport: address: http://127.0.0.1:{machine.port}\nsallyport: policy file: {policy}\n" in log
+        version = httpx.get(f"http://127.0.0.1:{machine.port}/version", timeout=30).json()
+        assert {"version": "1.1.1", "product": "Sallyport", "contract": "OpenSandbox 1.1.1"}.items() <= version.items()
+        for command in (sallyport, by_anyone):
+            assert f"{policy}: good" in command("policy", "check").stdout
+            assert "may be resolved" in command("policy", "explain", "--host", "api.example").stdout
+        assert 0 == sallyport("vault", "list").returncode
+        assert "ok: " in sallyport("audit", "verify").stdout
+        assert "ok    runsc: " in (found := sallyport("doctor").stdout), found
+        assert re.search(r"^ok    runsc: \S+: runsc.* \S*[0-9]", found, re.MULTILINE)
+        assert f"ok    policy: {policy}: good" in found
+        for words in (("vault", "list"), ("audit", "verify"), ("audit", "tail"), ("doctor",)):
+            done = by_anyone(*words)
+            assert 0 != done.returncode
+            assert "as root" in done.stdout + done.stderr, (words, done)
+            assert "Traceback" not in done.stderr
+    assert "no policy file" in sallyport("policy", "check").stderr
+    assert "the server is not running: ./run serve" in sallyport("vault", "list").stderr
+
+
 @pytest.mark.parametrize("reached", ["runtimes/sallyport-runsc", "docker.pid", "config/guard.nft", "config/vaultd.pid"])
 def test_ctrl_c_while_it_starts_leaves_nothing(machine: Machine, reached: str) -> None:
     """At whatever it is: before dockerd, while dockerd starts, at the guard, at the daemons."""
@@ -305,7 +354,7 @@ def test_a_second_server_in_the_same_place_refuses(machine: Machine) -> None:
     """And the first one goes on."""
     with machine.serving():
         port, machine.port = machine.port, _free_port()
-        assert f"another hostd runs in {machine.run}" in machine.refusal()
+        assert f"another server runs in {machine.run}" in machine.refusal()
         machine.port = port
         assert httpx.codes.OK == httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code
 
