@@ -26,7 +26,7 @@ from lifecycle import credential_vault
 from lifecycle.credential_vault import Change, Vault, VaultText
 from lifecycle.errors import ApiError
 from lifecycle.orchestrator import Orchestrator
-from lifecycle.peers import TOO_LARGE, Unreachable
+from lifecycle.peers import TOO_LARGE, Unreachable, explained
 from lifecycle.policies import Compiled, Refused
 from lifecycle.registry import RegistryError, Sandbox, State
 from policy.api import ApiPolicy, ApiPolicyError, NetworkRule, delete_targets, merge_patch, parse_network_policy
@@ -162,7 +162,7 @@ class Egress:
         except (Unreachable, wire.RemoteError) as error:
             if _too_large(error):
                 raise EgressError(413, "egress policy is too large") from None
-            raise EgressError(500, f"failed to apply nftables policy: {_brief(error)}") from None
+            raise EgressError(500, f"failed to apply nftables policy: {explained(error)}") from None
 
     async def _uncovered(self, row: Sandbox, vault: Vault) -> dict[str, str]:
         """Return the bindings that the policy of `row` does not cover, and why."""
@@ -314,7 +314,7 @@ class Egress:
         try:
             await self._orchestrator.vaultd.regrant(row.id, compiled.grants, {}, _names(row))
         except (Unreachable, wire.RemoteError) as error:
-            raise EgressError(500, f"internal error: {_brief(error)}") from None
+            raise EgressError(500, f"internal error: {explained(error)}") from None
 
     async def _mark(self, row: Sandbox) -> None:
         """Write down that a change is under way, before its first step."""

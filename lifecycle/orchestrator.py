@@ -22,7 +22,7 @@ from lifecycle.clock import Clock
 from lifecycle.creation import MAX_TIMEOUT
 from lifecycle.errors import ApiError, unavailable, unknown_sandbox
 from lifecycle.labels import patched
-from lifecycle.peers import Auditd, Hostd, Unreachable, Vaultd
+from lifecycle.peers import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.policies import Compiled, Policies
 from lifecycle.registry import Registry, RegistryError, Sandbox, State
 
@@ -134,7 +134,9 @@ class Orchestrator:
                 await self.vaultd.close_sandbox(sandbox)
             except (Unreachable, wire.RemoteError) as error:
                 self.expiry_changed()
-                raise ApiError(500, "DOCKER::SANDBOX_DELETE_FAILED", f"Removal is being retried: {error}.") from None
+                _log.warning("removal of %s is being retried: %s", sandbox, error)
+                said = f"Removal is being retried: {explained(error)}."
+                raise ApiError(500, "DOCKER::SANDBOX_DELETE_FAILED", said) from None
             if residue:
                 self.expiry_changed()
                 _log.warning("removal of %s left %d things behind", sandbox, len(residue))
@@ -255,7 +257,8 @@ class Orchestrator:
             except wire.RemoteError as error:
                 if error.code == "unknown_op":
                     raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", f"This server cannot {op} sandboxes.") from None
-                raise ApiError(500, f"DOCKER::{failed}", f"{op} failed: {error.code}.") from None
+                _log.warning("%s of %s failed: %s", op, sandbox, error)
+                raise ApiError(500, f"DOCKER::{failed}", f"{op} failed: {explained(error)}.") from None
             except Unreachable as error:
                 raise ApiError(500, f"DOCKER::{failed}", f"{op} failed: {error}.") from None
             reason = "CONTAINER_PAUSED" if after is State.PAUSED else "CONTAINER_RUNNING"

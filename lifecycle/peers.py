@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,16 +16,37 @@ import wire
 
 CALL_TIMEOUT = 20.0
 LAUNCH_TIMEOUT = 120.0
+_log = logging.getLogger(__name__)
+
 TOO_LARGE = "too_large"
 """The code of a call that was not sent: it does not fit into a frame."""
 
 
+_CALLED = {"hostd": "the host service", "vaultd": "the vault", "auditd": "the audit log"}
+_REFUSED = {
+    "docker": "Docker on this host failed",
+    "network": "its network could not be made",
+    "gateway": "its gateway did not start",
+    "host": "the host could not do a step",
+    "timeout": "a step took too long",
+    "internal": "the host service failed",
+}
+
+
 class Unreachable(Exception):
-    """The daemon does not answer: whether the call was carried out is not known."""
+    """The daemon does not answer: whether the call was carried out is not known. `str()` is for users."""
 
     def __init__(self, daemon: str, cause: BaseException) -> None:
-        super().__init__(f"{daemon} does not answer ({type(cause).__name__})")
+        super().__init__(f"{_CALLED.get(daemon, daemon)} does not answer")
         self.daemon = daemon
+        _log.info("%s does not answer: %s", daemon, type(cause).__name__)
+
+
+def explained(error: Unreachable | wire.RemoteError) -> str:
+    """Say to a client what failed, in words that need no knowledge of our parts; the log has the details."""
+    if isinstance(error, Unreachable):
+        return str(error)
+    return _REFUSED.get(error.code, error.message)
 
 
 class Daemon:

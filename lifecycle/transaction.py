@@ -24,7 +24,7 @@ from lifecycle.auth import Tokens
 from lifecycle.creation import Plan
 from lifecycle.errors import ApiError, busy, invalid, unavailable, unknown_sandbox
 from lifecycle.orchestrator import Orchestrator
-from lifecycle.peers import Unreachable
+from lifecycle.peers import Unreachable, explained
 from lifecycle.policies import Compiled, Refused
 from lifecycle.registry import RegistryError, Sandbox, State
 from policy.problems import meant
@@ -185,7 +185,7 @@ class Creations:
                 raise await self._no_image(name) from None
             raise _failure(error) from None
         except Unreachable as error:
-            raise unavailable("DOCKER::INITIALIZATION_ERROR", f"{error}.") from None
+            raise unavailable("DOCKER::INITIALIZATION_ERROR", f"Sandboxes cannot be started now: {error}.") from None
 
     async def _no_image(self, name: str) -> ApiError:
         message = f"Image {name[:200]!r} is not available on this server and cannot be pulled"
@@ -294,7 +294,7 @@ def _failure(error: Exception) -> ApiError:
         case Unreachable(daemon="auditd"):
             return unavailable("AUDIT::UNAVAILABLE", "The audit log does not accept records.")
         case Unreachable():
-            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"{error}.")
+            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"Sandbox could not be started: {error}.")
         case wire.RemoteError(code="unknown_image"):
             return ApiError(400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED", error.message)
         case wire.RemoteError(code="unavailable"):
@@ -306,7 +306,8 @@ def _failure(error: Exception) -> ApiError:
         case wire.RemoteError(code="full" | "disk"):
             return busy(f"No room for another sandbox: {error.message}.")
         case wire.RemoteError():
-            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"{error.code}: {error.message}")
+            _log.warning("creation failed: %s: %s", error.code, error.message)
+            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"Sandbox could not be started: {explained(error)}.")
         case _:
             _log.warning("creation failed with %s", type(error).__name__)
             return ApiError(500, "DOCKER::SANDBOX_START_FAILED", "Sandbox could not be started.")
