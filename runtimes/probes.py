@@ -350,8 +350,10 @@ def attempt[T](probe: Callable[[], T]) -> T:
     try:
         return probe()
     except (OSError, ValueError, netns.NftError, subprocess.SubprocessError) as error:
-        reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-        raise ProbeError(f"{type(error).__name__}: {reason}"[:300]) from None
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        raise ProbeError((reason or "the check failed without a reason")[:300]) from None
 
 
 def _scratch() -> "tempfile.TemporaryDirectory[str]":

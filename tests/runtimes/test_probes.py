@@ -94,7 +94,7 @@ def test_a_failure_is_one_line_with_its_remedy() -> None:
         raise FileNotFoundError(2, "No such file or directory", "/x")
 
     checks = [ask(Question("a", "mend it", missing)), ask(Question("b", "mend it", lambda: "fine"))]
-    assert ["FAIL  a: FileNotFoundError: No such file or directory: /x -> mend it", "ok    b: fine"] == lines(checks)
+    assert ["FAIL  a: /x: No such file or directory -> mend it", "ok    b: fine"] == lines(checks)
 
 
 def test_what_to_add_to_docker_is_the_very_text() -> None:
@@ -132,3 +132,38 @@ def test_a_package_for_another_platform_is_not_asked_for(tmp_path: Path, monkeyp
     known.write_text(f"Metadata-Version: 2.1\nName: sallyport\nVersion: 9\n{other}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert probes.packages().startswith("0 packages")
+
+
+def test_runsc_says_its_version_though_its_build_does_not(tmp_path: Path) -> None:
+    """A build from the Go module says VERSION_MISSING, and holds the version among its build information."""
+    program = tmp_path / "runsc"
+    for text, expected in (
+        ("echo runsc version release-20260101.0", "release-20260101.0"),
+        (
+            "echo runsc version VERSION_MISSING; exit\nmod\tgvisor.dev/gvisor\tv0.0.0-2026-ab12\th1:x=",
+            "v0.0.0-2026-ab12",
+        ),
+        ("echo runsc version VERSION_MISSING", "of an unknown version"),
+    ):
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        found = probes.runsc(str(program))
+        assert found.endswith(expected)
+        assert "VERSION_MISSING" not in found
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "/x"), "/x: No such file or directory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ValueError("not a tar"), "not a tar"),
+    ],
+)
+def test_a_finding_names_no_class_of_errors(error: Exception, expected: str) -> None:
+    def probe() -> str:
+        raise error
+
+    with pytest.raises(probes.ProbeError) as caught:
+        probes.attempt(probe)
+    assert expected == str(caught.value)
