@@ -2,7 +2,8 @@
 
 - `serve` becomes the keeper, which keeps its process id. A note whose process is gone, or is another one by its start
   time, is of a former server and counts for nothing.
-- A note is believed only if root or the reader owns it and its directory, and no other user can write to either.
+- A note is believed only if root or the reader owns it and its directory, and no other user can write to it or take its
+  place: daemons make sockets in that directory, which is sticky, so that they cannot remove what root made.
 - It holds places, numbers of users and the listen address: no key, and nothing that a key could be part of. Every user
   of the host may read it.
 """
@@ -71,7 +72,7 @@ def _read(run_dir: Path) -> Mapping[str, Any] | None:
     try:
         fd = os.open(NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
         with os.fdopen(fd, "rb") as file:
-            if not all(_trusted(os.fstat(place)) for place in (directory, fd)):
+            if not (_trusted_directory(os.fstat(directory)) and _trusted_file(os.fstat(fd))):
                 return None
             found = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError):
@@ -84,6 +85,11 @@ def _read(run_dir: Path) -> Mapping[str, Any] | None:
     return found if type(pid) is int and found["started"] == start_time(pid) is not None else None
 
 
-def _trusted(status: os.stat_result) -> bool:
-    plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+def _trusted_directory(status: os.stat_result) -> bool:
+    closed = not status.st_mode & 0o022 or bool(status.st_mode & stat.S_ISVTX)
+    return closed and status.st_uid in (0, os.geteuid())
+
+
+def _trusted_file(status: os.stat_result) -> bool:
+    plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
     return plain and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022

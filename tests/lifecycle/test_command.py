@@ -188,6 +188,12 @@ def test_the_running_servers_settings_are_found(base: Settings, tmp_path: Path) 
     assert running.settings_of(base).policy_file is None
 
 
+def test_a_note_stands_in_a_directory_where_daemons_make_their_sockets(base: Settings) -> None:
+    """It is sticky: what root made there, no daemon can remove."""
+    base.run_dir.chmod(0o1771)
+    assert running.settings_of(base) is not base
+
+
 def test_a_second_server_in_the_same_place_leaves_the_note(base: Settings, tmp_path: Path) -> None:
     """It will not start: the first one holds the lock."""
     held = lock(base.run_dir)
@@ -231,6 +237,7 @@ UNTRUE = {
     "of a server that ended": _stale,
     "of a number that is used again": _reused,
     "a link": _linked,
+    "a second name of another file": lambda place: os.link(place, place.with_name("other")),
     "that others may write": lambda place: place.chmod(0o666),
     "in a directory that others may write": lambda place: place.parent.chmod(0o777),
     "of another release": _of_another_release,
