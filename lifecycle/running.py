@@ -4,8 +4,8 @@
   time, is of a former server and counts for nothing.
 - A note is believed only if root or the reader owns it and its directory, and no other user can write to it or take its
   place: daemons make sockets in that directory, which is sticky, so that they cannot remove what root made.
-- It holds places, numbers of users and the listen address: no key, and nothing that a key could be part of. Every user
-  of the host may read it.
+- It holds places, numbers of users and addresses: no key, and nothing that a key could be part of. Every user of the
+  host may read it.
 """
 
 import json
@@ -41,6 +41,10 @@ def note(settings: Settings) -> None:
             "policy_file": str(settings.policy_file or ""),
             "vault": {"master_key_file": str(settings.master_key_file)},
             "uids": launch.uids(settings),
+            "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
+            "host_addresses": {
+                host: list(found) for host, found in settings.get("sallyport.host_addresses", {}).items()
+            },
         },
     }
     document = {"pid": os.getpid(), "started": start_time(os.getpid()), "origin": settings.origin, "settings": known}

@@ -165,7 +165,8 @@ def test_a_policy_file_that_is_named_needs_no_settings(words: list[str], tmp_pat
 
 
 def _server(directory: Path, **more: str) -> Settings:
-    keys = {"run_dir": str(directory / "run"), "state_dir": str(directory / "served"), **more}
+    addresses = {"allowed_addresses": ["10.0.0.7"], "host_addresses": {"inner.example": ["10.0.0.7"]}}
+    keys = {"run_dir": str(directory / "run"), "state_dir": str(directory / "served"), **addresses, **more}
     return parse({"sallyport": keys, "server": {"port": 18999, "api_key": "canary-0123456789abcdef"}}, "own.toml", {})
 
 
@@ -181,6 +182,8 @@ def test_the_running_servers_settings_are_found(base: Settings, tmp_path: Path) 
     found = running.settings_of(base)
     assert (tmp_path / "served", EXAMPLE, 18999) == (found.state_dir, found.policy_file, found.port)
     assert tmp_path / "served" / "vault" / "master-key" == found.master_key_file
+    assert ("10.0.0.7",) == found.get("sallyport.allowed_addresses")
+    assert {"inner.example": ("10.0.0.7",)} == found.get("sallyport.host_addresses")
     text = (base.run_dir / running.NAME).read_text()
     assert "canary" not in text
     assert 0o644 == (base.run_dir / running.NAME).stat().st_mode & 0o777
