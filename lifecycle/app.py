@@ -6,8 +6,9 @@ It only wires. Nothing here runs at import, and there is no global state: a proc
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +20,7 @@ from lifecycle.clock import Clock
 from lifecycle.edge import Edge
 from lifecycle.egress import Egress
 from lifecycle.egress_api import EgressApi
-from lifecycle.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError
+from lifecycle.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid
 from lifecycle.orchestrator import Gateway, Orchestrator
 from lifecycle.peers import Auditd, Daemon, Hostd, Vaultd
 from lifecycle.policies import Policies
@@ -30,6 +31,7 @@ from lifecycle.routes import endpoints, networkpolicy, sandboxes, system, unsupp
 from lifecycle.routes.context import Context
 from lifecycle.serve_config import ServeConfig
 from lifecycle.transaction import Creations
+from policy.strict import place, unknown
 
 POLICY_SECONDS = 1.0
 
@@ -111,7 +113,16 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
         renew_interval=config.renew_interval,
     )
     orchestrator.forget += [proxy.forget, egress.forget]
-    context = Context(orchestrator, creations, egress, egress_api, tokens, config.limits, config.external_base)
+    context = Context(
+        orchestrator,
+        creations,
+        egress,
+        egress_api,
+        tokens,
+        config.limits,
+        config.external_base,
+        frozenset(config.ignored_fields),
+    )
     guard = BrowserGuard.of((config.host, *config.allowed_hosts))
     return Server(
         Edge(api(context), proxy, keys, guard),
@@ -146,12 +157,28 @@ async def _api_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _schema_error(_: Request, error: Exception) -> JSONResponse:
-    """422 in FastAPI's shape with code and message; what the caller sent is not repeated (it may be secret)."""
+    """400 for an unknown field; else 422 in FastAPI's shape with code and message added.
+
+    What the caller sent is not repeated (it may be secret), names of fields excepted.
+    """
     assert isinstance(error, RequestValidationError)  # noqa: S101 - as above
-    detail = [{"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]} for item in error.errors()[:32]]
+    errors = error.errors()
+    for item in errors:
+        if item["type"] == "extra_forbidden":
+            return await _api_error(_, invalid(unknown(_in_body(item["loc"]))))
+    detail = [{"loc": list(item["loc"]), "msg": _problem(item), "type": item["type"]} for item in errors[:32]]
     first = detail[0] if detail else {"loc": ["body"], "msg": "invalid"}
-    place = ".".join(str(part) for part in first["loc"])
-    return JSONResponse(ApiError(422, INVALID_PARAMETER, f"{place}: {first['msg']}", detail=detail).body(), 422)
+    where = place(_in_body(tuple(first["loc"]))) or "body"
+    return JSONResponse(ApiError(422, INVALID_PARAMETER, f"{where}: {first['msg']}", detail=detail).body(), 422)
+
+
+def _in_body(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    return location[1:] if location[:1] == ("body",) else location
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    """What is wrong; of text that is no acceptable JSON, what `strict` says."""
+    return str(item["ctx"]["error"] if item["type"] == "json_invalid" else item["msg"])
 
 
 async def _http_error(_: Request, error: Exception) -> JSONResponse:

@@ -1,10 +1,12 @@
 """From the body of a create call to a checked plan: everything that can be said without asking a daemon.
 
 - The order of the checks is the contract's (4.1), so that the first fault a caller hears of is the same one.
-- What cannot be done here (volumes, hooks, pools, templates) is refused by name, never ignored.
+- What cannot be done here (volumes, hooks, pools, templates) is refused by name, never ignored. Keys of `extensions`
+  are free, but a key that seems to be a misspelling of a known one is refused: it would not be obeyed.
 - A plan holds the environment of the sandbox, which may hold the caller's secrets: it is never logged or stored.
 """
 
+import difflib
 import platform as host_platform
 import re
 import shlex
@@ -14,13 +16,17 @@ from dataclasses import dataclass, field
 from lifecycle import labels
 from lifecycle.errors import ApiError, invalid
 from lifecycle.models import Create
-from lifecycle.quantities import Resources, resolve
+from lifecycle.quantities import Resources, check_names, resolve
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
+from policy.strict import unknown
 
 POLICY_EXTENSION = "sallyport.policy"
 RUNTIME_EXTENSION = "sallyport.runtime"
 ISOLATION_EXTENSION = "bootstrap.execd.isolation"
 RENEW_EXTENSION = "access.renew.extend.seconds"
+_EXTENSIONS = (POLICY_EXTENSION, RUNTIME_EXTENSION, ISOLATION_EXTENSION, RENEW_EXTENSION, "poolRef")
+_RESEMBLES = 0.85
+"""How alike two keys are (1 is equal) when one is taken for a misspelling of the other."""
 _ECHOED = "opensandbox.extensions."
 _EGRESS_ENV = "OPENSANDBOX_EGRESS_"
 _EGRESS_NAMES = frozenset(
@@ -101,6 +107,7 @@ def plan(request: Create, limits: Limits) -> Plan:
         raise invalid(f"timeout is over this server's maximum of {limits.max_timeout or MAX_TIMEOUT} seconds.")
     network_policy = _network_policy(request)
     credential_proxy = request.credential_proxy is not None and request.credential_proxy.enabled
+    check_names(request.resource_requests or {}, "resourceRequests")
     resources = resolve(request.resource_limits or {}, limits.defaults, limits.maxima)
     env = dict(limits.env) | _environment(request, credential_proxy=credential_proxy)
     _check_size(env)
@@ -135,8 +142,8 @@ def _check_extensions(extensions: Mapping[str, str], limits: Limits) -> str:
     if renew is not None and not (re.fullmatch(r"[0-9]{1,6}", renew, re.ASCII) and 300 <= int(renew) <= 86400):
         raise invalid(f"extensions: {RENEW_EXTENSION} must be a number of seconds from 300 to 86400.")
     for key in extensions:
-        if key.startswith("sallyport.") and key not in (POLICY_EXTENSION, RUNTIME_EXTENSION):
-            raise invalid(f"extensions: {key[:80]!r} is not known to this server.")
+        if key not in _EXTENSIONS and _resembles_ours(key):
+            raise invalid(f"{unknown(('extensions', key))}; known are {', '.join(_EXTENSIONS)}.")
     runtime = extensions.get(RUNTIME_EXTENSION, limits.default_runtime)
     if runtime not in limits.runtimes:
         allowed = ", ".join(limits.runtimes)
@@ -144,6 +151,14 @@ def _check_extensions(extensions: Mapping[str, str], limits: Limits) -> str:
     if extensions.get(ISOLATION_EXTENSION) == "enable" and runtime != "runsc":
         raise invalid(f"extensions: {ISOLATION_EXTENSION} needs {RUNTIME_EXTENSION} runsc, a kernel of its own.")
     return runtime
+
+
+def _resembles_ours(key: str) -> bool:
+    """Tell whether a key is meant to be one of ours: what is in our namespace, and what is a letter or two off."""
+    folded = key.strip().lower()
+    return folded.startswith("sallyport") or (
+        len(folded) <= 64 and bool(difflib.get_close_matches(folded, _EXTENSIONS, 1, _RESEMBLES))
+    )
 
 
 def _entrypoint(request: Create) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -3,8 +3,8 @@
 A vault is `{"revision", "credentials": {name: revision}, "bindings": [...]}` here and in the registry. Values travel
 beside it, from the request to vaultd, and are in no object of this module but `Change.values`.
 
-- Unknown keys, duplicate keys and duplicate names are refused; messages are the contract's (egress 5.2, 5.3). What a
-  binding may say is `policy.bindings`' business.
+- Unknown keys, nulls and duplicate names are refused at any depth; messages are the contract's (egress 5.2, 5.3). What
+  a binding may say is `policy.bindings`' business.
 - To vaultd a credential is `inline:<revision>/<name>`: it cannot collide with a stored secret, and a replaced value is
   another secret, so that the old and the new one exist side by side until the change is in force.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from policy.api import ApiPolicyError
 from policy.bindings import INLINE, ApiBinding, binding_name, check_conflicts, parse_binding
+from policy.strict import Path, StrictError, members
 
 MAX_ENTRIES = 256
 MAX_PLACES = 8192
@@ -115,7 +116,7 @@ def create(body: object) -> Change:
     Raises:
         VaultText: what is wrong with it.
     """
-    document = _object(body, ("credentials", "bindings"))
+    document = _members(body, ("credentials", "bindings"))
     credentials = _named(_array(document, "credentials"), _credential, "credential")
     bindings = _named(_array(document, "bindings"), _binding, "binding")
     vault = Vault(1, dict.fromkeys(credentials, 1), tuple(bindings.values()))
@@ -129,17 +130,17 @@ def mutate(current: Vault, body: object) -> Change:
     Raises:
         VaultText: what is wrong with it.
     """
-    document = _object(body, ("expectedRevision", "credentials", "bindings"))
-    expected = document.get("expectedRevision")
-    if expected is not None:
+    document = _members(body, ("expectedRevision", "credentials", "bindings"))
+    if "expectedRevision" in document:
+        expected = document["expectedRevision"]
         if type(expected) is not int or expected < 0:
             raise _bad("expectedRevision must be a non-negative integer")
         if expected != current.revision:
             raise VaultText(409, f"expectedRevision {expected} does not match current revision {current.revision}")
     revision = current.revision + 1
     known = {binding.name: binding for binding in current.bindings}
-    values, gone = _mutations(document.get("credentials"), "credential", _credential, current.credentials)
-    written, unbound = _mutations(document.get("bindings"), "binding", _binding, known)
+    values, gone = _mutations(document, "credential", _credential, current.credentials)
+    written, unbound = _mutations(document, "binding", _binding, known)
     credentials = {name: old for name, old in current.credentials.items() if name not in gone}
     credentials |= dict.fromkeys(values, revision)
     bindings = {name: old for name, old in known.items() if name not in unbound} | written
@@ -152,14 +153,19 @@ def mutate(current: Vault, body: object) -> Change:
     )
 
 
+type _Items = list[tuple[Path, object]]
+"""What an array holds, each with its place."""
+
+
 def _mutations[T](
-    item: object, kind: str, parse: Callable[[object], tuple[str, T]], existing: Mapping[str, Any]
+    body: Mapping[str, object], kind: str, parse: Callable[[object, Path], tuple[str, T]], existing: Mapping[str, Any]
 ) -> tuple[dict[str, T], frozenset[str]]:
     """Return what is written (replaced or added) and what is deleted."""
-    document = {} if item is None else _object(item, ("add", "replace", "delete"))
+    key = f"{kind}s"
+    document = _members(body.get(key, {}), ("add", "replace", "delete"), (key,))
     deleted = set()
-    for name in _array(document, "delete"):
-        name = _name(name, kind)
+    for _, item in _array(document, "delete", (key,)):
+        name = _name(item, kind)
         if name in deleted:
             raise _bad(f'{kind} "{name}" mentioned by multiple operations')
         if name not in existing:
@@ -168,8 +174,8 @@ def _mutations[T](
     written: dict[str, T] = {}
     for operation in ("replace", "add"):
         seen: set[str] = set()
-        for entry in _array(document, operation):
-            name, value = parse(entry)
+        for path, entry in _array(document, operation, (key,)):
+            name, value = parse(entry, path)
             if operation == "add" and name in seen:
                 raise _bad(f'duplicate {kind} add name "{name}"')
             if name in deleted or name in written:
@@ -183,34 +189,30 @@ def _mutations[T](
     return written, frozenset(deleted)
 
 
-def _named[T](items: Sequence[object], parse: Callable[[object], tuple[str, T]], kind: str) -> dict[str, T]:
+def _named[T](items: _Items, parse: Callable[[object, Path], tuple[str, T]], kind: str) -> dict[str, T]:
     found: dict[str, T] = {}
-    for item in items:
-        name, value = parse(item)
+    for path, item in items:
+        name, value = parse(item, path)
         if name in found:
             raise _bad(f'duplicate {kind} name "{name}"')
         found[name] = value
     return found
 
 
-def _object(item: object, keys: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise _bad("expected a JSON object")
-    for key in item:
-        if key not in keys:
-            raise _bad(f'json: unknown field "{str(key)[:64]}"')
-    return item
+def _members(value: object, known: Sequence[str], path: Path = ()) -> dict[str, object]:
+    try:
+        return members(value, known, path)
+    except StrictError as error:
+        raise _bad(str(error)) from None
 
 
-def _array(document: Mapping[str, Any], key: str) -> list[Any]:
-    items = document.get(key)
-    if items is None:
-        return []
+def _array(document: Mapping[str, object], key: str, path: Path = ()) -> _Items:
+    items = document.get(key, [])
     if not isinstance(items, list):
         raise _bad(f"{key} must be an array")
     if len(items) > MAX_ENTRIES:
         raise _bad(f"{key}: at most {MAX_ENTRIES} entries")
-    return items
+    return [((*path, key, position), item) for position, item in enumerate(items)]
 
 
 def _name(value: object, kind: str) -> str:
@@ -223,12 +225,12 @@ def _name(value: object, kind: str) -> str:
     return name
 
 
-def _credential(item: object) -> tuple[str, str]:
-    document = _object(item, ("name", "source"))
+def _credential(item: object, path: Path) -> tuple[str, str]:
+    document = _members(item, ("name", "source"), path)
     name = _name(document.get("name"), "credential")
-    source = _object(document.get("source"), ("type", "value"))
-    kind = source.get("type") or "inline"
-    if kind != "inline":
+    source = _members(document.get("source"), ("type", "value"), (*path, "source"))
+    kind = source.get("type", "")
+    if kind not in ("", "inline"):
         raise _bad(f'unsupported credential source type "{str(kind)[:40]}"')
     value = source.get("value")
     if not isinstance(value, str) or not value:
@@ -240,9 +242,9 @@ def _credential(item: object) -> tuple[str, str]:
     return name, value
 
 
-def _binding(item: object) -> tuple[str, ApiBinding]:
+def _binding(item: object, path: Path) -> tuple[str, ApiBinding]:
     try:
-        binding = parse_binding(item)
+        binding = parse_binding(item, path)
     except ApiPolicyError as error:
         raise _bad(str(error)) from None
     return binding.name, binding

@@ -21,6 +21,7 @@ from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Unreachable
 from lifecycle.registry import Sandbox, State
 from policy.api import ApiPolicy, ApiPolicyError, decode_json, parse_delete, parse_network_policy, parse_patch
+from policy.strict import StrictError, decode
 
 MAX_BODY = 1024 * 1024
 BODY_SECONDS = 15.0
@@ -225,20 +226,13 @@ def _vault_of(sandbox: Sandbox) -> Vault:
     return vault
 
 
-def _json(body: bytes) -> Any:
-    """Parse JSON without duplicate keys.
+def _json(body: bytes) -> object:
+    """Parse JSON strictly.
 
     Raises:
-        VaultText: it is not; the text holds nothing of the body.
+        VaultText: it is refused; the text holds no value of the body.
     """
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
-            raise VaultText(400, "invalid JSON: duplicate keys")
-        return found
-
     try:
-        return json.loads(body, object_pairs_hook=pairs)
-    except (ValueError, RecursionError):
-        raise VaultText(400, "invalid JSON") from None
+        return decode(body)
+    except StrictError as error:
+        raise VaultText(400, f"invalid JSON: {error}") from None

@@ -102,6 +102,7 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         ),
         allowed_hosts=tuple(settings.get("server.allowed_hosts", ())),
         external_base=external_base(settings),
+        ignored_fields=tuple(settings.get("sallyport.ignored_request_fields", ())),
         dns_upstreams=settings.dns_upstreams,
         allowed_addresses=tuple(settings.get("sallyport.allowed_addresses", ())),
         host_addresses=settings.get("sallyport.host_addresses", {}),

@@ -1,15 +1,25 @@
 """The JSON of the lifecycle API: requests as pydantic models, responses as plain dicts without nulls.
 
-- Unknown request fields are ignored except inside `lifecycle`; an explicit null equals an absent field (contract 2.4).
+- An unknown field is refused at any depth, and so is a null, except for the fields that a model lists in `NULLABLE`:
+  those that a published client sends as null. See docs/compatibility.md.
 - Strings from callers are bounded.
 - Responses never hold null: the generated clients crash on some.
 """
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
 
 from lifecycle.registry import Sandbox
 
@@ -23,7 +33,16 @@ _RESERVED_ENV = {"OPENSANDBOX_LIFECYCLE", "EXECD_RUNTIME_INIT"}
 class Model(BaseModel):
     """Base of all request models."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True)
+    NULLABLE: ClassVar[frozenset[str]] = frozenset()
+    """Fields for which null means that the field is absent."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_null(cls, value: object, info: ValidationInfo) -> object:
+        if value is None and info.field_name not in cls.NULLABLE:
+            raise PydanticCustomError("null", "must not be null; leave the field out")
+        return value
 
 
 class ImageAuth(Model):
@@ -73,18 +92,14 @@ class CredentialProxy(Model):
     enabled: bool = False
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
-
-
-class PreStart(_Strict):
+class PreStart(Model):
     """A command before the entrypoint."""
 
     command: list[Text] = Field(min_length=1, max_length=1024)
     timeout_seconds: int | None = Field(default=None, ge=1, le=10800)
 
 
-class Periodic(_Strict):
+class Periodic(Model):
     """A command on a schedule."""
 
     name: Text
@@ -93,7 +108,7 @@ class Periodic(_Strict):
     timeout_seconds: int | None = Field(default=None, ge=1, le=300)
 
 
-class Hooks(_Strict):
+class Hooks(Model):
     """Lifecycle hooks; checked, then refused as unsupported."""
 
     pre_start: PreStart | None = None
@@ -119,7 +134,9 @@ class Platform(Model):
 
 
 class Create(Model):
-    """The body of `POST /sandboxes`."""
+    """The body of `POST /sandboxes`. `networkPolicy: null` is a policy that denies all (egress contract 10)."""
+
+    NULLABLE = frozenset({"timeout"})
 
     image: Image | None = None
     snapshot_id: Text | None = None
@@ -144,6 +161,11 @@ class Create(Model):
         if isinstance(value, bool):
             raise ValueError("timeout must be an integer")
         return value
+
+    @field_validator("network_policy", mode="before")
+    @classmethod
+    def _closed(cls, value: object) -> object:
+        return {} if value is None else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -1,6 +1,6 @@
 """Resource limits as a create call writes them, and as hostd wants them.
 
-- What cannot be parsed is refused; nothing falls back to "unlimited".
+- What cannot be parsed or has an unknown name is refused; nothing falls back to "unlimited" or to a default.
 - What is not asked for gets the server's default, what is more than the server's maximum is refused.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
 from lifecycle.errors import invalid
+from policy.strict import unknown
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -23,6 +24,7 @@ _NANO = 1_000_000_000
 MEMORY_FLOOR = 16 * 1024 * 1024
 DISK_FLOOR = 64 * 1024 * 1024
 _DISK_KEYS = ("disk", "ephemeral-storage")
+_NAMES = ("cpu", "memory", "pids", *_DISK_KEYS, "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,24 @@ def cpu(text: str) -> int:
     return nanos
 
 
+def check_names(resources: Mapping[str, str], field: str) -> None:
+    """Refuse a resource that does not exist: a misspelt limit would be the default.
+
+    Raises:
+        ApiError: naming it.
+    """
+    for name in resources:
+        if name not in _NAMES:
+            raise invalid(f"{unknown((field, name))}; known are {', '.join(_NAMES)}.")
+
+
 def resolve(limits: Mapping[str, str], defaults: Resources, maxima: Resources) -> Resources:
     """Turn `resourceLimits` into what the sandbox gets.
 
     Raises:
         ApiError: a value cannot be parsed, is over the maximum, or names a resource that does not exist here.
     """
+    check_names(limits, "resourceLimits")
     cpu_nanos = _parse(limits, "cpu", cpu) or defaults.cpu_nanos
     memory_bytes = _parse(limits, "memory", memory) or defaults.memory_bytes
     pids = _parse(limits, "pids", _positive) or defaults.pids

@@ -31,6 +31,7 @@ class ServeConfig:
         key_digests: SHA-256 of each API key, hexadecimal; empty switches authentication off.
         allowed_hosts: further names for Host while authentication is off.
         external_base: public base of endpoints without a scheme, or empty for the Host the client used.
+        ignored_fields: top-level request fields that may be sent though this server does not know them.
         upstream_roots: PEM file, given to gateways and, with the sandbox's own root, to the programs inside.
         uid: what to become if started as root; None stays.
     """
@@ -46,6 +47,7 @@ class ServeConfig:
     bounds: Bounds = field(default_factory=Bounds)
     allowed_hosts: tuple[str, ...] = ()
     external_base: str = ""
+    ignored_fields: tuple[str, ...] = ()
     dns_upstreams: tuple[str, ...] = ()
     allowed_addresses: tuple[str, ...] = ()
     host_addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -108,7 +110,7 @@ def _typed(document: dict[str, Any]) -> dict[str, Any]:
     for key in ("run_dir", "state_dir", "upstream_roots"):
         typed[key] = Path(typed[key])
     typed["policy_file"] = None if typed["policy_file"] is None else Path(typed["policy_file"])
-    for key in ("key_digests", "allowed_hosts", "dns_upstreams", "allowed_addresses"):
+    for key in ("key_digests", "allowed_hosts", "ignored_fields", "dns_upstreams", "allowed_addresses"):
         typed[key] = tuple(typed[key])
     typed["host_addresses"] = {host: tuple(addresses) for host, addresses in typed["host_addresses"].items()}
     limits = dict(typed["limits"])

@@ -3,6 +3,7 @@
 A check raises `ValueError` with a text that goes on after the key's name and never repeats the value.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,13 @@ def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError("must be a list of strings")
     return tuple(value)
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    if not all(re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}", name, re.ASCII) for name in names):
+        raise ValueError("must be a list of names of fields, of letters and digits")
+    return names
 
 
 def _text_map(value: Any) -> dict[str, str]:
@@ -152,6 +160,7 @@ KEYS: dict[str, Check] = {
     "sallyport.policy_file": _path,
     "sallyport.upstream_netns": _path,
     "sallyport.upstream_roots": _absolute,
+    "sallyport.ignored_request_fields": _field_names,
     "sallyport.dns_upstreams": _texts,
     "sallyport.allowed_addresses": _texts,
     "sallyport.host_addresses": _address_map,

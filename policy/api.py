@@ -1,7 +1,8 @@
 """The OpenSandbox `networkPolicy`: parsing, the patch operations, and the wire form (egress contract 2 and 10).
 
 - A policy remembers each target as the client wrote it and compares targets in canonical form.
-- Nothing weakens: `{}`, `null` and an absent `defaultAction` mean deny; an unknown action or default is refused.
+- Nothing weakens: `{}`, a `null` document and an absent `defaultAction` mean deny; an unknown action or default is
+  refused, and so is an unknown key or a null at any depth (see `strict`).
 - Error texts are the contract's, since clients show them.
 
 What the rules mean is settled by `compile_api`; this module only knows their form.
@@ -14,12 +15,12 @@ from typing import Any
 
 from policy.names import InvalidName, parse_any_pattern
 from policy.rules import MAX_RULES, Action, network_text
+from policy.strict import Path, StrictError, decode, members
 
 INERT = "*"
 """The bare wildcard: accepted, kept, and matching nothing."""
 
 MAX_TARGET = 1024
-_KNOWN_KEYS = frozenset({"defaultaction", "egress", "action", "target"})
 
 
 class ApiPolicyError(ValueError):
@@ -71,25 +72,16 @@ class ApiPolicy:
         return "allow_all" if self.default_action is Action.ALLOW else "deny_all"
 
 
-def decode_json(body: bytes | str, prefix: str) -> object:
-    """Parse a request body; a known key that is given twice in one object is refused.
+def decode_json(body: bytes, prefix: str) -> object:
+    """Parse a request body; a key that is given twice in one object is refused.
 
     Raises:
         ApiPolicyError: not JSON; the text begins with `prefix`.
     """
-
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        seen = [key for key, _ in items if key.lower() in _KNOWN_KEYS]
-        if len(seen) != len(set(seen)):
-            raise ApiPolicyError(f"{prefix}duplicate key")
-        return dict(items)
-
     try:
-        return json.loads(body, object_pairs_hook=pairs)
-    except ApiPolicyError:
-        raise
-    except (ValueError, RecursionError):
-        raise ApiPolicyError(f"{prefix}not valid JSON") from None
+        return decode(body)
+    except StrictError as error:
+        raise ApiPolicyError(f"{prefix}{error}") from None
 
 
 def parse_network_policy(value: object) -> ApiPolicy:
@@ -101,10 +93,9 @@ def parse_network_policy(value: object) -> ApiPolicy:
     prefix = "invalid policy: "
     if value is None:
         return ApiPolicy()
-    if not isinstance(value, dict):
-        raise ApiPolicyError(f"{prefix}expected an object")
-    rules = _parse_rules(_get(value, "egress", prefix), prefix)
-    return _limited(ApiPolicy(rules, _default_action(_get(value, "defaultAction", prefix), prefix)))
+    fields = _members(value, ("defaultAction", "egress"), (), prefix)
+    rules = _parse_rules(fields.get("egress", []), ("egress",), prefix)
+    return _limited(ApiPolicy(rules, _default_action(fields.get("defaultAction", ""), prefix)))
 
 
 def parse_patch(value: object) -> tuple[NetworkRule, ...]:
@@ -114,7 +105,7 @@ def parse_patch(value: object) -> tuple[NetworkRule, ...]:
         ApiPolicyError: with `invalid patch rules: ` and the reason.
     """
     prefix = "invalid patch rules: "
-    rules = _parse_rules(value, prefix)
+    rules = () if value is None else _parse_rules(value, (), prefix)
     if not rules:
         raise ApiPolicyError(f"{prefix}empty array")
     return rules
@@ -175,17 +166,16 @@ def canonical_target(target: str) -> str:
         return parse_any_pattern(target).text
 
 
-def _get(value: dict[Any, Any], key: str, prefix: str) -> object:
-    """Find a key, exact case before other cases."""
-    found = [name for name in value if isinstance(name, str) and name.lower() == key.lower()]
-    if len(found) > 1:
-        raise ApiPolicyError(f'{prefix}duplicate key "{key}"')
-    return value[found[0]] if found else None
+def _members(value: object, known: tuple[str, ...], path: Path, prefix: str) -> dict[str, object]:
+    """Return the members of an object, whose keys may be in any case."""
+    try:
+        return members(value, known, path, fold=True)
+    except StrictError as error:
+        raise ApiPolicyError(f"{prefix}{error}") from None
 
 
 def _default_action(value: object, prefix: str) -> Action:
-    text = "" if value is None else value
-    word = text.strip().lower() if isinstance(text, str) else None
+    word = value.strip().lower() if isinstance(value, str) else None
     match word:
         case "" | "deny":
             return Action.DENY
@@ -195,28 +185,25 @@ def _default_action(value: object, prefix: str) -> Action:
             raise ApiPolicyError(f'{prefix}unsupported defaultAction "{_shown(value)}"')
 
 
-def _parse_rules(value: object, prefix: str) -> tuple[NetworkRule, ...]:
-    if value is None:
-        return ()
+def _parse_rules(value: object, path: Path, prefix: str) -> tuple[NetworkRule, ...]:
     if not isinstance(value, list):
         raise ApiPolicyError(f"{prefix}expected an array of rules")
     if len(value) > MAX_RULES:
         raise ApiPolicyError(_too_many(len(value)), 413)
-    return tuple(_parse_rule(item, prefix) for item in value)
+    return tuple(_parse_rule(item, (*path, position), prefix) for position, item in enumerate(value))
 
 
-def _parse_rule(value: object, prefix: str) -> NetworkRule:
-    if not isinstance(value, dict):
-        raise ApiPolicyError(f"{prefix}expected an object with action and target")
-    action, target = _get(value, "action", prefix), _get(value, "target", prefix)
-    word = action.strip().lower() if isinstance(action, str) else ("" if action is None else None)
+def _parse_rule(value: object, path: Path, prefix: str) -> NetworkRule:
+    fields = _members(value, ("action", "target"), path, prefix)
+    action, target = fields.get("action", ""), fields.get("target", "")
+    word = action.strip().lower() if isinstance(action, str) else None
     if word not in ("", "deny", "allow"):
         raise ApiPolicyError(f'{prefix}unsupported action "{_shown(action)}"')
-    if target is None or (isinstance(target, str) and not target.strip()):
-        raise ApiPolicyError(f"{prefix}egress target cannot be empty")
     if not isinstance(target, str):
         raise ApiPolicyError(f'{prefix}unsupported target "{_shown(target)}"')
     text = target.strip()
+    if not text:
+        raise ApiPolicyError(f"{prefix}egress target cannot be empty")
     try:
         canonical = canonical_target(text)
     except ValueError:

@@ -2,6 +2,7 @@
 
 - A binding names credentials; the secret values never come here. In plans a credential is the secret `inline:<name>`.
 - Whatever is unknown is refused, at any depth; substitutions are refused until they exist.
+- Only an absent list of `match` means its default. A null or an empty list is refused: neither may mean "all".
 - Two bindings that could match one request are refused when they are given, exact against wildcard hosts excepted.
 
 Whether a host is allowed, and by which operator switch, is settled by `compile_api`.
@@ -18,9 +19,11 @@ from policy.injection import InjectionKind, InjectionPlan, header_name
 from policy.names import HostPattern, InvalidName, canonical_host
 from policy.paths import PathPattern
 from policy.rules import MAX_NAMES, Binding, is_token
+from policy.strict import Path, StrictError, members
 
 MAX_BINDINGS = 256
 DEFAULT_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_DEFAULTS = {"schemes": ("https",), "methods": DEFAULT_METHODS, "paths": ("/*",)}
 INLINE = "inline:"
 
 
@@ -78,13 +81,11 @@ def parse_bindings(values: object) -> tuple[ApiBinding, ...]:
     Raises:
         ApiPolicyError: with the contract's text.
     """
-    if values is None:
-        return ()
     if not isinstance(values, list):
         raise ApiPolicyError("bindings must be an array")
     if len(values) > MAX_BINDINGS:
         raise ApiPolicyError(f"more than {MAX_BINDINGS} bindings")
-    bindings = tuple(parse_binding(value) for value in values)
+    bindings = tuple(parse_binding(value, ("bindings", position)) for position, value in enumerate(values))
     names: set[str] = set()
     for binding in bindings:
         if binding.name in names:
@@ -94,29 +95,26 @@ def parse_bindings(values: object) -> tuple[ApiBinding, ...]:
     return bindings
 
 
-def parse_binding(value: object) -> ApiBinding:
-    """Read one Binding object.
+def parse_binding(value: object, path: Path = ()) -> ApiBinding:
+    """Read one Binding object; `path` says where it is, for errors.
 
     Raises:
         ApiPolicyError: with the contract's text.
     """
-    fields = _object(value, {"name", "match", "auth"}, "binding")
+    fields = _members(value, ("name", "match", "auth"), path)
     name = binding_name(fields.get("name"), "binding")
     try:
-        match = _object(fields.get("match"), {"hosts", "schemes", "ports", "methods", "paths"}, "match")
-        auth_type, headers = _auth(fields.get("auth"))
-        hosts = tuple(dict.fromkeys(_host(host) for host in _strings(match.get("hosts"), "match.hosts")))
-        if not hosts:
-            raise ApiPolicyError("match.hosts cannot be empty")
-        _check_ports(match.get("ports"))
+        match = _members(fields.get("match"), ("hosts", *_DEFAULTS, "ports"), (*path, "match"))
+        auth_type, headers = _auth(fields.get("auth"), (*path, "auth"))
+        hosts = tuple(dict.fromkeys(_host(host) for host in _strings(match.get("hosts", []), "hosts")))
+        _check_ports(match.get("ports", [443]))
+        lists = {key: _strings(match[key], key) if key in match else default for key, default in _DEFAULTS.items()}
         return ApiBinding(
             name,
             hosts,
-            tuple(dict.fromkeys(_scheme(item) for item in _strings(match.get("schemes"), "match.schemes")))
-            or ("https",),
-            tuple(dict.fromkeys(_method(item) for item in _strings(match.get("methods"), "match.methods")))
-            or DEFAULT_METHODS,
-            tuple(dict.fromkeys(_path(item) for item in _strings(match.get("paths"), "match.paths"))) or ("/*",),
+            tuple(dict.fromkeys(_scheme(item) for item in lists["schemes"])),
+            tuple(dict.fromkeys(_method(item) for item in lists["methods"])),
+            tuple(dict.fromkeys(_path(item) for item in lists["paths"])),
             auth_type,
             headers,
         )
@@ -209,20 +207,18 @@ class _Reach:
         )
 
 
-def _object(value: object, known: set[str], what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ApiPolicyError(f"{what} must be an object")
-    for key in value:
-        if key not in known:
-            raise ApiPolicyError(f"unknown field {json.dumps(str(key)[:100])}")
-    return value
+def _members(value: object, known: tuple[str, ...], path: Path) -> dict[str, object]:
+    try:
+        return members(value, known, path)
+    except StrictError as error:
+        raise ApiPolicyError(str(error)) from None
 
 
-def _strings(value: object, what: str) -> list[str]:
-    if value is None:
-        return []
+def _strings(value: object, key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value) or len(value) > MAX_NAMES:
-        raise ApiPolicyError(f"{what} must be an array of strings")
+        raise ApiPolicyError(f"match.{key} must be an array of strings")
+    if not value:
+        raise ApiPolicyError(f"match.{key} cannot be empty")
     return value
 
 
@@ -256,10 +252,10 @@ def _scheme(text: str) -> str:
 
 
 def _check_ports(value: object) -> None:
-    if value is None:
-        return
     if not isinstance(value, list) or len(value) > MAX_NAMES:
         raise ApiPolicyError("match.ports must be an array of integers")
+    if not value:
+        raise ApiPolicyError("match.ports cannot be empty")
     for port in value:
         if type(port) is not int:
             raise ApiPolicyError("match.ports must be an array of integers")
@@ -284,11 +280,11 @@ def _path(text: str) -> str:
         raise ApiPolicyError(str(error)) from None
 
 
-def _auth(value: object) -> tuple[str, tuple[tuple[str, str], ...]]:
-    auth = _object(value, {"type", "credential", "name", "headers", "substitutions"}, "auth")
-    if auth.get("substitutions"):
+def _auth(value: object, path: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
+    auth = _members(value, ("type", "credential", "name", "headers", "substitutions"), path)
+    if auth.get("substitutions", []) != []:
         raise ApiPolicyError("substitutions are not supported")
-    kind = auth.get("type")
+    kind = auth.get("type", "")
     match kind:
         case "bearer" | "basic":
             _refuse(auth, kind, "name", "headers")
@@ -298,7 +294,7 @@ def _auth(value: object) -> tuple[str, tuple[tuple[str, str], ...]]:
             return kind, ((_header(auth.get("name")), _credential(auth, "apiKey auth requires credential")),)
         case "customHeaders":
             _refuse(auth, kind, "credential", "name")
-            return kind, _custom_headers(auth.get("headers"))
+            return kind, _custom_headers(auth.get("headers"), (*path, "headers"))
         case "passthrough":
             _refuse(auth, kind, "credential", "name", "headers")
             return kind, ()
@@ -306,12 +302,12 @@ def _auth(value: object) -> tuple[str, tuple[tuple[str, str], ...]]:
             raise ApiPolicyError(f"unsupported auth type {json.dumps(str(kind)[:100])}")
 
 
-def _custom_headers(value: object) -> tuple[tuple[str, str], ...]:
+def _custom_headers(value: object, path: Path) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, list) or not value or len(value) > 32:
         raise ApiPolicyError("customHeaders auth requires headers")
     headers: dict[str, str] = {}
-    for item in value:
-        entry = _object(item, {"name", "credential"}, "header")
+    for position, item in enumerate(value):
+        entry = _members(item, ("name", "credential"), (*path, position))
         name = _header(entry.get("name"))
         if name in headers:
             raise ApiPolicyError(f'duplicate custom header name "{name}"')
@@ -319,13 +315,13 @@ def _custom_headers(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(headers.items())
 
 
-def _refuse(auth: dict[str, Any], kind: str, *names: str) -> None:
+def _refuse(auth: dict[str, object], kind: str, *names: str) -> None:
     for name in names:
-        if auth.get(name):
+        if name in auth:
             raise ApiPolicyError(f"{kind} auth does not accept {name}")
 
 
-def _credential(fields: dict[str, Any], missing: str) -> str:
+def _credential(fields: dict[str, object], missing: str) -> str:
     credential = fields.get("credential")
     if not isinstance(credential, str) or not credential.strip():
         raise ApiPolicyError(missing)

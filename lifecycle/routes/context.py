@@ -23,7 +23,12 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The parts of one server. `external_base` is the public base of endpoints, without a scheme, or empty."""
+    """The parts of one server.
+
+    Attributes:
+        external_base: public base of endpoints, without a scheme, or empty.
+        ignored_fields: top-level fields of request bodies that are dropped if their model does not know them.
+    """
 
     orchestrator: Orchestrator
     creations: Creations
@@ -32,6 +37,7 @@ class Context:
     tokens: Tokens
     limits: Limits
     external_base: str = ""
+    ignored_fields: frozenset[str] = frozenset()
     counters: Counters = field(default_factory=Counters)
 
 

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Query, Request
 from lifecycle.errors import ApiError, invalid
 from lifecycle.proxy_headers import EGRESS_PORT, EXECD_PORT
 from lifecycle.routes.context import Server
+from lifecycle.routes.strict import StrictRoute
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 _AUTHORITY = re.compile(r"[A-Za-z0-9._~\[\]:-]{1,255}")
 
 

@@ -10,9 +10,10 @@ from lifecycle.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid
 from lifecycle.models import NetworkPolicy, Rule
 from lifecycle.registry import Sandbox
 from lifecycle.routes.context import Server
+from lifecycle.routes.strict import StrictRoute
 from policy.api import ApiPolicyError, parse_delete, parse_network_policy, parse_patch
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 _PATH = "/sandboxes/{sandbox}/networkpolicy"
 Force = Annotated[str, Header(alias="OpenSandbox-Egress-Force")]
 

@@ -12,9 +12,10 @@ from lifecycle.creation import plan
 from lifecycle.labels import parse_filter
 from lifecycle.registry import Sandbox
 from lifecycle.routes.context import Server
+from lifecycle.routes.strict import StrictRoute
 from lifecycle.transaction import Creation, Creations
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/sandboxes", status_code=202)

@@ -6,9 +6,10 @@ from fastapi.responses import HTMLResponse
 from lifecycle.about import API_VERSION, CONTRACT, PRODUCT, VERSION
 from lifecycle.models import MetricsEvent
 from lifecycle.routes.context import Server
+from lifecycle.routes.strict import StrictRoute
 
 root = APIRouter()
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 @root.get("/health")

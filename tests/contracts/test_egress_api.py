@@ -211,7 +211,20 @@ async def test_a_vault_that_is_not_activated_is_not_made(api: Api) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"extra": 1}, "unknown field"),
+        ({"extra": 1}, 'unknown field "extra"'),
+        (
+            {"credentials": [{"name": "c", "source": {"value": "x", "ttl": 1}}]},
+            'unknown field "credentials[0].source.ttl"',
+        ),
+        (
+            {"bindings": [{**VAULT["bindings"][0], "match": {"hosts": ["api.example.org"], "method": ["GET"]}}]},
+            'unknown field "bindings[0].match.method"',
+        ),
+        (
+            {"bindings": [{**VAULT["bindings"][0], "match": {"hosts": ["api.example.org"], "methods": []}}]},
+            'binding "b": match.methods cannot be empty',
+        ),
+        ({"bindings": None}, "bindings: must not be null"),
         ({"credentials": [{"name": " ", "source": {"value": "x"}}]}, "credential name cannot be blank"),
         ({"credentials": [{"name": "c", "source": {"value": ""}}]}, 'credential "c" inline value cannot be empty'),
         ({"credentials": []}, 'binding "b" references unknown credential "c"'),
@@ -289,7 +302,7 @@ async def test_a_full_vault_can_still_be_changed(api: Api) -> None:
 async def test_without_credential_proxy_there_is_no_vault(server: World) -> None:
     """412 with the text clients know."""
     async with server.client() as client:
-        body = {**BODY, "credentialProxy": None}
+        body = {key: value for key, value in BODY.items() if key != "credentialProxy"}
         api = Api(server, client, (await client.post("/v1/sandboxes", json=body)).json()["id"])
         answer = await api.call("POST", "/credential-vault", VAULT)
         assert (412, "credential vault requires transparent mitmproxy\n") == (answer.status_code, answer.text)

@@ -153,9 +153,9 @@ async def test_what_a_create_call_says_is_what_there_is(sdk: Sdk) -> None:
 
 
 def test_an_explicit_null_is_no_value(stack: Stack) -> None:
-    """Nulls anywhere a field is optional mean that it is absent."""
+    """A null means that a field is absent where clients send it so."""
     plain = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "60"], "resourceLimits": {"memory": "128Mi"}}
-    nulls = {"env": {"A": None, "B": "b"}, "metadata": None, "timeout": None, "networkPolicy": None, "volumes": None}
+    nulls = {"env": {"A": None, "B": "b"}, "timeout": None}
     with httpx.Client(
         base_url=f"{stack.base}/v1", headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=60
     ) as client:

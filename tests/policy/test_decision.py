@@ -69,7 +69,7 @@ def api(rules: str, default: str = "deny", bindings: Any = None, document: Polic
     """An API policy from `+allow -deny` words in order."""
     egress = [{"action": "allow" if word[0] == "+" else "deny", "target": word[1:]} for word in rules.split()]
     return compile_api(
-        document, parse_network_policy({"defaultAction": default, "egress": egress}), parse_bindings(bindings)
+        document, parse_network_policy({"defaultAction": default, "egress": egress}), parse_bindings(bindings or [])
     )
 
 
