@@ -2,6 +2,7 @@
 
 - Each answer carries `X-Request-ID`; each error `code` and `message`, unforeseen ones too (500, without details).
 - Keys are asked for here, before anything is parsed; the routes without a key are named in `_exempt`.
+- The caller of a request is made here, once: its refused credentials are counted on every route.
 - Without keys (insecure mode) the Host and Origin of a request must be ours.
 - Bodies of the API are read here, bounded in size and time. Only the proxy streams.
 
@@ -16,7 +17,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from lifecycle.auth import API_KEY_HEADER, BrowserGuard, Failures, KeyRing
+from lifecycle.auth import API_KEY_HEADER, BrowserGuard, Caller, KeyRing, Refusals
 from lifecycle.errors import UNKNOWN_ERROR, ApiError
 from lifecycle.proxy import ROUTE, Message, Proxy, Receive, Scope, Send, read_body, refuse_websocket
 from lifecycle.proxy_headers import EGRESS_PORT
@@ -39,7 +40,7 @@ class Edge:
     proxy: Proxy
     keys: KeyRing
     guard: BrowserGuard
-    failures: Failures = field(default_factory=Failures)
+    refusals: Refusals = field(default_factory=Refusals)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, WebSocket or lifespan."""
@@ -61,8 +62,10 @@ class Edge:
         raw = scope.get("raw_path") or scope["path"].encode()
         route = ROUTE.fullmatch(raw)
         self._check_browser(scope, to_sandbox=route is not None and route["port"] != str(EGRESS_PORT).encode())
+        client = scope.get("client")
+        caller = Caller.at(str(client[0]) if client else None, self.refusals)
         if route is not None:
-            target = await self.proxy.target(scope, route)
+            target = await self.proxy.target(scope, route, caller)
             if scope["type"] == "websocket":
                 await self.proxy.websocket(scope, receive, send, target, request_id)
             else:
@@ -70,7 +73,7 @@ class Edge:
             return
         if scope["type"] == "websocket":
             raise ApiError(404, UNKNOWN_ERROR, "Not Found")
-        self._check_key(scope, raw.decode("latin-1"))
+        self._check_key(scope, raw.decode("latin-1"), caller)
         await self.api(scope, await _whole(receive), send)
 
     def _check_browser(self, scope: Scope, *, to_sandbox: bool) -> None:
@@ -83,19 +86,15 @@ class Edge:
         if not to_sandbox and not self.guard.origin_allowed(_values(scope, b"origin"), authority, scheme):
             raise ApiError(403, "SANDBOX::FORBIDDEN_ORIGIN", "Pages of other origins may not use this server.")
 
-    def _check_key(self, scope: Scope, path: str) -> None:
+    def _check_key(self, scope: Scope, path: str, caller: Caller) -> None:
         if not self.keys.required or _exempt(path):
             return
-        client = scope.get("client")
-        peer = str(client[0]) if client else "unknown"
-        if self.failures.blocked(peer):
-            raise ApiError(429, "SANDBOX::TOO_MANY_REQUESTS", "Too many refused API keys.", {"Retry-After": "10"})
-        presented = _values(scope, API_KEY_HEADER.encode())
-        if not presented or not presented[0]:
+        claim = self.keys.claim(",".join(_values(scope, API_KEY_HEADER.encode())))  # two keys are none
+        if caller.proves(claim):
+            return
+        if not claim.presented:
             raise ApiError(401, "MISSING_API_KEY", f"The header {API_KEY_HEADER.upper()} is required.")
-        if len(presented) > 1 or not self.keys.accepts(presented[0]):
-            self.failures.count(peer)
-            raise ApiError(401, "INVALID_API_KEY", "The API key is not valid.")
+        raise ApiError(401, "INVALID_API_KEY", "The API key is not valid.")
 
 
 def _exempt(path: str) -> bool:
@@ -154,7 +153,7 @@ class _Answer:
     async def refuse(self, scope: Scope, error: ApiError) -> None:
         """Send an error."""
         if scope["type"] == "websocket":
-            await refuse_websocket(self, 1011 if error.status >= 500 else 1008)
+            await refuse_websocket(self, 1013 if error.status == 429 else 1011 if error.status >= 500 else 1008)
             return
         body = json.dumps(error.body()).encode()
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]

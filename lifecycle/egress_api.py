@@ -14,9 +14,10 @@ from typing import Any
 from urllib.parse import unquote
 
 import wire
-from lifecycle.auth import EGRESS_HEADER, KeyRing, Tokens, same
+from lifecycle.auth import API_KEY_HEADER, EGRESS_HEADER, Caller, KeyRing, Purpose, Tokens
 from lifecycle.credential_vault import Vault, VaultText
 from lifecycle.egress import Egress, EgressError, user_policy, vault_of
+from lifecycle.errors import ApiError
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Unreachable
 from lifecycle.registry import Sandbox, State
@@ -40,7 +41,7 @@ class Request:
     method: str
     path: str
     headers: Mapping[str, str] = field(repr=False)
-    has_key: bool
+    caller: Caller
     body: Body
 
 
@@ -104,10 +105,14 @@ class EgressApi:
         if not known:
             return text(404, "404 page not found")
         token = request.headers.get(EGRESS_HEADER, "")
-        authorised = same(token, self._tokens.egress(request.sandbox.id)) or request.has_key
-        if not authorised:
-            # older Go clients send the API key in place of the token
-            authorised = self._keys.required and self._keys.accepts(token)
+        try:
+            authorised = request.caller.proves(
+                self._tokens.claim(Purpose.EGRESS, request.sandbox.id, token),
+                self._keys.claim(token),  # older Go clients send the API key in place of the token
+                self._keys.claim(request.headers.get(API_KEY_HEADER, "")),
+            )
+        except ApiError as error:
+            return text(error.status, error.message, **error.headers)
         if not authorised:
             return text(401, "unauthorized")
         if path == "/policy":

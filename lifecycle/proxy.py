@@ -5,7 +5,8 @@
 - Connections are counted per sandbox, idle ones to its execd too; one sandbox cannot use up another's.
 - A request is sent once. Each port but execd's gets a connection of its own for each.
 - Port 18080 never reaches a sandbox: it is answered by `egress_api`.
-- No API key is needed (the ports' own tokens are), and none is ever passed on: see `proxy_headers`.
+- No API key is needed (the ports' own tokens are), and none is ever passed on: see `proxy_headers`. Wrong tokens are
+  counted here, those for execd too, which refuses them itself.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, WebSocketException
 from websockets.typing import Origin, Subprotocol
 
-from lifecycle.auth import API_KEY_HEADER, SECURE_HEADER, KeyRing, Tokens, same
+from lifecycle.auth import EXECD_HEADER, SECURE_HEADER, Caller, KeyRing, Purpose, Tokens
 from lifecycle.connections import WEBSOCKETS_LOG
 from lifecycle.egress_api import EgressApi, Request
 from lifecycle.errors import ApiError
@@ -105,8 +106,9 @@ class _Reading(asyncio.BufferedProtocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request under the proxy route goes; all parts raw."""
+    """Where a request under the proxy route goes, and who calls; all parts raw."""
 
+    caller: Caller
     sandbox: Sandbox
     port: int
     prefix: bytes
@@ -129,11 +131,11 @@ class Proxy:
     _kept: Kept = field(default_factory=Kept)
     _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def target(self, scope: Scope, match: re.Match[bytes]) -> Target:
+    async def target(self, scope: Scope, match: re.Match[bytes], caller: Caller) -> Target:
         """Find out what is meant and whether the caller may go there.
 
         Raises:
-            ApiError: unknown sandbox, no port, or no secure access.
+            ApiError: unknown sandbox, no port, no secure access, or too many wrong tokens.
         """
         digits = match["port"]
         if not digits.isdigit() or len(digits) > 8 or digits.lstrip(b"0") not in (digits, b""):
@@ -143,11 +145,16 @@ class Proxy:
             raise ApiError(400, "DOCKER::INVALID_PORT", "The port must be between 1 and 65535.")
         row = await self.orchestrator.get(match["sandbox"].decode("latin-1"))
         headers = _headers(scope)
-        if row.secure_access and not same(headers.get(SECURE_HEADER, ""), self.tokens.secure(row.id)):
-            raise ApiError(401, "MISSING_OR_INVALID_SECURE_ACCESS", "This sandbox needs its secure-access token.")
+        if row.secure_access:
+            claim = self.tokens.claim(Purpose.SECURE, row.id, headers.get(SECURE_HEADER, ""))
+            if not caller.proves(claim):
+                raise ApiError(401, "MISSING_OR_INVALID_SECURE_ACCESS", "This sandbox needs its secure-access token.")
+        if port == EXECD_PORT:
+            token = headers.get(EXECD_HEADER, "")
+            caller.proves(self.tokens.claim(Purpose.EXECD, row.id, token), self.keys.claim(token))
         if headers.get(RENEW_HEADER) != "skip":
             await self._renew(row)
-        return Target(row, port, match["prefix"], match["path"] or b"")
+        return Target(caller, row, port, match["prefix"], match["path"] or b"")
 
     async def forget(self, sandbox: str) -> None:
         """Drop what is kept for a sandbox that is gone."""
@@ -239,7 +246,7 @@ class Proxy:
                 {
                     "type": "http.response.start",
                     "status": answer.status_code,
-                    "headers": to_client(answer.headers.raw_items(), target.prefix),
+                    "headers": to_client(answer.headers.raw_items(), target.prefix, target.path),
                 }
             )
             async for chunk in connection.chunks():
@@ -275,13 +282,12 @@ class Proxy:
     async def _egress(
         self, scope: Scope, receive: Receive, send: Send, target: Target, headers: dict[str, str]
     ) -> None:
-        has_key = self.keys.required and self.keys.accepts(headers.get(API_KEY_HEADER, ""))
         request = Request(
             target.sandbox,
             scope["method"],
             target.path.decode("latin-1"),
             headers,
-            has_key,
+            target.caller,
             lambda limit: read_body(receive, limit),
         )
         answer = await self.egress_api.handle(request)

@@ -44,7 +44,7 @@ def members(value: object, known: Iterable[str], path: Path = (), *, fold: bool 
         StrictError: no object, an unknown key, or a null.
     """
     if not isinstance(value, dict):
-        raise StrictError(_said(path, "expected an object"))
+        raise StrictError(said(path, "expected an object"))
     names = {name.lower() if fold else name: name for name in known}
     found: dict[str, object] = {}
     for key, item in value.items():
@@ -54,7 +54,7 @@ def members(value: object, known: Iterable[str], path: Path = (), *, fold: bool 
         if name in found:
             raise StrictError(f"duplicate key {quoted(place((*path, name)))}")
         if item is None:
-            raise StrictError(_said((*path, name), "must not be null"))
+            raise StrictError(said((*path, name), "must not be null"))
         found[name] = item
     return found
 
@@ -75,7 +75,8 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def _said(path: Path, problem: str) -> str:
+def said(path: Path, problem: str) -> str:
+    """Return the text of an error at a place; of the document itself it is the problem alone."""
     return f"{place(path)}: {problem}" if path else problem
 
 

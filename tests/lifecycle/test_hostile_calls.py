@@ -16,7 +16,6 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from lifecycle import connections, models
-from lifecycle.proxy_headers import ISOLATION, to_client
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": 600}
 
@@ -61,36 +60,6 @@ async def test_the_egress_api_has_one_spelling(port: str) -> None:
         route = f"/v1/sandboxes/{made['id']}/proxy"
         assert 200 == (await client.get(f"{route}/8000/", headers=page)).status_code
         assert (await client.get(f"{route}/{port}/healthz", headers=page)).status_code in (403, 422)
-
-
-OWN = "/v1/sandboxes/sbx-1/proxy/8000"
-
-
-@pytest.mark.parametrize(
-    ("sent", "told"),
-    [
-        ("a=1", "a=1"),
-        ("a=1; Path=/; HttpOnly", f"a=1; Path={OWN}/; HttpOnly"),
-        ("a=1;path=/v1/sandboxes/sbx-2;Secure", f"a=1; Path={OWN}/v1/sandboxes/sbx-2;Secure"),
-        (f"a=1; Path={OWN}/app", f"a=1; Path={OWN}/app"),
-        (f"a=1; Path={OWN}1/app", f"a=1; Path={OWN}{OWN}1/app"),
-        ("a=1; Path=/one; pAtH = /two", f"a=1; Path={OWN}/one; Path={OWN}/two"),
-        ("a=Path=/; Domain=example.test; Max-Age=5", "a=Path=/; Max-Age=5"),
-        ("", ""),
-    ],
-)
-def test_a_cookie_is_for_the_port_that_set_it(sent: str, told: str) -> None:
-    """All sandboxes and the API have one host: a cookie for all of it would be another sandbox's to read."""
-    headers = to_client([(b"Set-Cookie", sent.encode())], OWN.encode())
-    assert [(b"Set-Cookie", told.encode()), ISOLATION] == headers
-
-
-@pytest.mark.parametrize(
-    "name", ["Strict-Transport-Security", "Alt-Svc", "Clear-Site-Data", "NEL", "Report-To", "Service-Worker-Allowed"]
-)
-def test_what_is_about_the_whole_host_is_not_for_a_sandbox_to_say(name: str) -> None:
-    """It would be kept for the API and every other sandbox, too."""
-    assert [ISOLATION] == to_client([(name.encode(), b"value")], OWN.encode())
 
 
 ODD: dict[str, Any] = {**BODY, "egress": 1, "expiresAt": 1, "a": 1}

@@ -92,7 +92,8 @@ async def test_response_headers(server: World, route: str) -> None:
     async with server.client(None) as client:
         answer = await client.get(f"{route}/8000/moved")
     assert (302, f"{route}/8000/there?x=1") == (answer.status_code, answer.headers["location"])
-    assert ["a=1", "b=2"] == answer.headers.get_list("set-cookie")
+    own = f"; Path={route}/8000/"
+    assert [f"a=1{own}", f"b=2{own}"] == answer.headers.get_list("set-cookie")
     assert "server" not in answer.headers
     assert 1 == len(answer.headers.get_list("date"))
     assert answer.headers["content-security-policy"].startswith("sandbox ")

@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "invalid policy: egress[0].action: must not be null",
     ),
     "a list": ([], "invalid policy: expected an object"),
-    "rules that are no list": ({"egress": {}}, "invalid policy: expected an array of rules"),
+    "rules that are no list": ({"egress": {}}, "invalid policy: egress: expected an array of rules"),
     "a rule that is no object": ({"egress": ["a.test"]}, "invalid policy: egress[0]: expected an object"),
 }
 

@@ -1,0 +1,331 @@
+"""Every body of the lifecycle, egress and vault APIs: what the server does not read is refused, never dropped (I4).
+
+From a valid body of each route all bodies are drawn that differ in one place: an unknown, misspelt or otherwise written
+key, a null, an empty list, an empty object, at every depth. Each is refused with a 4xx that names the place, or what it
+sets in force is no wider than the valid body, or than that body without the place.
+"""
+
+import itertools
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from standins import IMAGE, World, world
+
+from lifecycle import app
+from policy.compiled import CompiledPolicy
+from policy.decision import Deny, decide_address, decide_request
+from policy.facts import RequestFacts, Scheme
+from policy.strict import place
+from tests.mutations import Mutation, Path, mutations
+
+SECRET = "s3cr3t-Value-of-the-credential"
+RULES: list[dict[str, str]] = [
+    {"action": "deny", "target": "bad.example.org"},
+    {"action": "allow", "target": "api.example.org"},
+    {"action": "allow", "target": "*.example.org"},
+]
+CREDENTIALS = [
+    {"name": "c", "source": {"type": "inline", "value": SECRET}},
+    {"name": "d", "source": {"value": "another-Value-of-a-credential"}},
+]
+BINDING: dict[str, Any] = {
+    "name": "b",
+    "match": {
+        "hosts": ["api.example.org"],
+        "schemes": ["https"],
+        "ports": [443],
+        "methods": ["GET"],
+        "paths": ["/v1/*"],
+    },
+    "auth": {"type": "apiKey", "name": "X-Key", "credential": "c"},
+}
+OTHER: dict[str, Any] = {
+    "name": "o",
+    "match": {"hosts": ["www.example.org"], "methods": ["GET"], "paths": ["/a"]},
+    "auth": {"type": "customHeaders", "headers": [{"name": "x-one", "credential": "c"}]},
+}
+PLAIN: dict[str, Any] = {
+    "name": "p",
+    "match": {"hosts": ["cdn.example.org"], "methods": ["GET"], "paths": ["/p"]},
+    "auth": {"type": "bearer", "credential": "d"},
+}
+CREATE: dict[str, Any] = {
+    "image": {"uri": IMAGE, "auth": {"username": "u", "password": "p"}},
+    "entrypoint": ["sleep", "1"],
+    "timeout": 600,
+    "resourceLimits": {"cpu": "500m", "memory": "64Mi"},
+    "resourceRequests": {"cpu": "100m"},
+    "env": {"A": "b"},
+    "metadata": {"a": "b"},
+    "networkPolicy": {"defaultAction": "deny", "egress": RULES},
+    "credentialProxy": {"enabled": True},
+    "secureAccess": True,
+    "platform": {"os": "linux", "arch": "amd64"},
+    "extensions": {"sallyport.policy": "agents", "access.renew.extend.seconds": "300"},
+}
+OPEN_DEFAULT: dict[str, Any] = {
+    **{key: CREATE[key] for key in ("image", "entrypoint", "resourceLimits")},
+    "networkPolicy": {"defaultAction": "allow", "egress": RULES[:1]},
+}
+HOOKS = {
+    "preStart": {"command": ["x"], "timeoutSeconds": 5},
+    "periodic": [{"name": "n", "schedule": "@hourly", "command": ["x"], "timeoutSeconds": 5}],
+}
+VOLUME = {"name": "v", "mountPath": "/v", "readOnly": True, "subPath": "s", "host": {"path": "/v"}}
+OPERATOR = """
+version: 1
+default: base
+always_deny: [evil.example.org]
+policies:
+  base:
+    rules:
+      - {id: pkgs, host: files.example.org}
+  agents:
+    extends: [base]
+    rules:
+      - {id: api, host: api.example.org, methods: [GET], paths: ["/v1/*"]}
+"""
+
+type Route = tuple[str, str]
+
+LIFECYCLE: dict[Route, list[Any]] = {
+    ("POST", "/sandboxes"): [CREATE, OPEN_DEFAULT],
+    ("POST", "/sandboxes/{sandbox}/renew-expiration"): [{"expiresAt": "2099-01-01T00:00:00Z"}],
+    ("PATCH", "/sandboxes/{sandbox}/metadata"): [{"a": "c"}],
+    ("PUT", "/sandboxes/{sandbox}/networkpolicy"): [
+        {"defaultAction": "deny", "egress": RULES},
+        {"defaultAction": "allow", "egress": RULES},
+    ],
+    ("PATCH", "/sandboxes/{sandbox}/networkpolicy"): [RULES[:2]],
+    ("DELETE", "/sandboxes/{sandbox}/networkpolicy"): [["api.example.org"]],
+    ("POST", "/metrics/events"): [
+        {"eventType": "sandbox.create", "createDurationMs": 5, "success": True, "sandboxId": "s", "image": "i"}
+    ],
+}
+"""Valid bodies; that no route is missing is a test of its own."""
+REFUSED: list[dict[str, Any]] = [{**CREATE, "lifecycle": HOOKS}, {**CREATE, "volumes": [VOLUME]}]
+"""What is known and not offered: bodies that are refused as they are, and stay so however they are changed."""
+POLICY: dict[Route, list[Any]] = {
+    ("PUT", "/policy"): LIFECYCLE["PUT", "/sandboxes/{sandbox}/networkpolicy"],
+    ("POST", "/policy"): LIFECYCLE["PUT", "/sandboxes/{sandbox}/networkpolicy"],
+    ("PATCH", "/policy"): LIFECYCLE["PATCH", "/sandboxes/{sandbox}/networkpolicy"],
+    ("DELETE", "/policy"): LIFECYCLE["DELETE", "/sandboxes/{sandbox}/networkpolicy"],
+}
+VAULT: dict[Route, list[Any]] = {
+    ("POST", "/credential-vault"): [{"credentials": CREDENTIALS, "bindings": [BINDING, OTHER, PLAIN]}],
+    ("PATCH", "/credential-vault"): [
+        {
+            "expectedRevision": 1,
+            "credentials": {
+                "add": [{**CREDENTIALS[0], "name": "n"}],
+                "replace": [CREDENTIALS[0]],
+                "delete": ["d"],
+            },
+            "bindings": {"add": [OTHER], "replace": [BINDING], "delete": ["p"]},
+        }
+    ],
+}
+BASE_VAULT = {"credentials": CREDENTIALS, "bindings": [BINDING, PLAIN]}
+OPEN_KEYS = ("env", "metadata", "extensions")
+
+HOSTS = [f"{name}.example.org" for name in ("api", "www", "cdn", "bad", "evil", "files", "other")] + ["else.test"]
+SPOKEN = ((443, Scheme.HTTPS), (80, Scheme.HTTP), (8443, Scheme.HTTPS))
+WORDS = itertools.product(HOSTS, SPOKEN, ("GET", "POST", "DELETE"), ("/v1/x", "/a", "/p", "/"))
+PROBES = [RequestFacts(host, port, scheme, method, path) for host, (port, scheme), method, path in WORDS]
+
+
+def powers(server: World, sandbox: str) -> frozenset[str]:
+    """What a sandbox may do: the requests it may send, those that carry which secret, the addresses, the grants."""
+    policy = CompiledPolicy.from_json(server.hostd.specs[sandbox]["gateway"]["policy"])
+    found = set()
+    for facts in PROBES:
+        if isinstance(decision := decide_request(policy, facts), Deny):
+            continue
+        found.add(f"sends {facts}")
+        found |= {f"sends {facts} with {plan.header}={plan.secret}" for plan in decision.injections}
+    for address in ("93.184.216.34", "10.0.0.1"):
+        if not isinstance(decide_address(policy, address, 443), Deny):
+            found.add(f"dials {address}")
+    return frozenset(found | {f"has {grant}" for grant in server.vaultd.grants[sandbox]})
+
+
+@pytest.fixture
+async def ruled() -> AsyncIterator[World]:
+    """A server under an operator's document."""
+    async with world(OPERATOR) as described, described.serving() as running:
+        yield running
+
+
+class Caller:
+    """The client of one server, with a sandbox that has the base's policy and vault."""
+
+    def __init__(self, server: World, client: httpx.AsyncClient) -> None:
+        self.server = server
+        self.client = client
+        self.sandbox = ""
+
+    async def renewed(self, *, vault: bool) -> None:
+        """Replace the sandbox by a fresh one."""
+        body = {**OPEN_DEFAULT, "networkPolicy": {"egress": RULES}, "credentialProxy": {"enabled": True}}
+        self.sandbox = (await self.client.post("/v1/sandboxes", json={**body, "timeout": 600})).json()["id"]
+        if vault:
+            made = await self.egress("POST", "/credential-vault", BASE_VAULT)
+            assert 201 == made.status_code, made.text
+
+    async def egress(self, method: str, path: str, body: Any) -> httpx.Response:
+        return await self.client.request(method, f"/v1/sandboxes/{self.sandbox}/proxy/18080{path}", json=body)
+
+    async def lifecycle(self, method: str, path: str, body: Any) -> httpx.Response:
+        return await self.client.request(method, f"/v1{path.format(sandbox=self.sandbox)}", json=body)
+
+    async def call(self, route: Route, body: Any) -> tuple[httpx.Response, frozenset[str]]:
+        """Send a body to a sandbox that no call has changed; return the answer and what the sandbox may do then."""
+        method, path = route
+        if not self.sandbox:
+            await self.renewed(vault=route == ("PATCH", "/credential-vault"))
+        send = self.lifecycle if route in LIFECYCLE else self.egress
+        answer = await send(method, path, body)
+        if not answer.is_success:
+            return answer, frozenset()
+        sandbox, self.sandbox = self.sandbox, ""
+        return answer, powers(self.server, answer.json()["id"] if route == ("POST", "/sandboxes") else sandbox)
+
+
+def drawn(route: Route, body: Any) -> list[Mutation]:
+    """All mutations of a body but those of maps that are free."""
+
+    def is_open(path: Path) -> bool:
+        return path[-1:] in {(key,) for key in OPEN_KEYS} or (route[1].endswith("/metadata") and not path)
+
+    return list(mutations(body, is_open))
+
+
+def names_the_place(answer: httpx.Response, mutation: Mutation) -> bool:
+    """Tell whether a refusal says where: the whole path of a key, of a value a key that it is in."""
+    if mutation.kind in ("unknown", "misspelt", "case"):
+        return place(mutation.path) in answer.text
+    keys = [part.removesuffix("s").lower() for part in mutation.path if isinstance(part, str)]
+    return not keys or any(key in answer.text.lower() for key in keys)
+
+
+@pytest.mark.parametrize("route", [*LIFECYCLE, *POLICY, *VAULT], ids=" ".join)
+async def test_what_is_not_read_is_refused_or_opens_nothing(ruled: World, route: Route) -> None:
+    """The class: one change at one place of a valid body."""
+    kinds = set()
+    async with ruled.client() as client:
+        caller = Caller(ruled, client)
+        for body in (LIFECYCLE | POLICY | VAULT)[route]:
+            valid, bound = await caller.call(route, body)
+            assert valid.is_success, valid.text
+            for mutation in drawn(route, body):
+                answer, opened = await caller.call(route, mutation.document)
+                assert answer.status_code < 500, (mutation, answer.text)
+                if answer.status_code >= 400:
+                    kinds.add(mutation.kind)
+                    assert names_the_place(answer, mutation), (mutation, answer.text)
+                    continue
+                assert mutation.kind not in ("unknown", "misspelt"), (mutation, answer.text)
+                if not opened <= bound:
+                    assert mutation.kind.startswith("empty"), (mutation, opened - bound)
+                    _, without = await caller.call(route, mutation.without)
+                    assert opened <= without, (mutation, opened - without)
+    assert kinds
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=["lifecycle", "volumes"])
+async def test_what_is_not_offered_stays_refused(ruled: World, body: dict[str, Any]) -> None:
+    """A field of the contract that has no effect here is refused by name, and so is whatever is wrong inside it."""
+    async with ruled.client() as client:
+        assert 400 == (await client.post("/v1/sandboxes", json=body)).status_code
+        for mutation in mutations(body, lambda path: path[:1] not in (("lifecycle",), ("volumes",))):
+            if mutation.path[0] in ("lifecycle", "volumes") and len(mutation.path) > 1:
+                answer = await client.post("/v1/sandboxes", json=mutation.document)
+                refused = 400 <= answer.status_code < 500
+                gone = mutation.path[1:] in (("preStart",), ("periodic",)) or mutation.kind.startswith("empty")
+                assert refused or gone, (mutation, answer.text)
+
+
+async def test_every_route_with_a_body_is_here(server: World) -> None:
+    """By the application's own description; and every route that is served reads strictly."""
+    assert server.server is not None
+    described = app.api(server.server.context).openapi()["paths"]
+    bodies = {
+        (method.upper(), path.removeprefix("/v1"))
+        for path, operations in described.items()
+        for method, operation in operations.items()
+        if "requestBody" in operation
+    }
+    assert bodies == {(method, path) for method, path in LIFECYCLE}
+
+
+PLACES = [
+    (("POST", "/sandboxes"), b'{"image": {"uri": "a", "uri": "b"}}'),
+    (("POST", "/sandboxes"), b'{"networkPolicy": {"defaultAction": "deny"}, "networkPolicy": {}}'),
+    (("POST", "/sandboxes"), b'{"env": {"A": "1", "A": "2"}}'),
+    (("PUT", "/sandboxes/{sandbox}/networkpolicy"), b'{"defaultAction": "deny", "defaultAction": "allow"}'),
+    (("PUT", "/policy"), b'{"egress": [], "Egress": [{"action": "allow", "target": "*.example.org"}]}'),
+    (("PUT", "/policy"), b'{"defaultAction": "deny", "defaultAction": "allow"}'),
+    (("POST", "/credential-vault"), b'{"credentials": [], "credentials": []}'),
+]
+
+
+@pytest.mark.parametrize(("route", "text"), PLACES)
+async def test_a_key_that_is_given_twice_is_refused(ruled: World, route: Route, text: bytes) -> None:
+    """Neither value is chosen in silence."""
+    async with ruled.client() as client:
+        caller = Caller(ruled, client)
+        await caller.renewed(vault=False)
+        base = "/v1" if route in LIFECYCLE else "/v1/sandboxes/{sandbox}/proxy/18080"
+        url = f"{base}{route[1]}".format(sandbox=caller.sandbox)
+        answer = await client.request(route[0], url, content=text, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500
+    assert "duplicate key" in answer.text
+
+
+async def test_a_null_policy_denies_all(ruled: World) -> None:
+    """On create it is not "no policy", which would be the operator's default, and on `/policy` it is a reset."""
+    async with ruled.client() as client:
+        caller = Caller(ruled, client)
+        body = {key: OPEN_DEFAULT[key] for key in ("image", "entrypoint", "resourceLimits")}
+        absent, default = await caller.call(("POST", "/sandboxes"), body)
+        null, opened = await caller.call(("POST", "/sandboxes"), {**body, "networkPolicy": None})
+        assert (202, 202) == (absent.status_code, null.status_code)
+        assert (True, frozenset()) == (bool(default), opened)
+        reset, opened = await caller.call(("PUT", "/policy"), None)
+        assert (200, frozenset()) == (reset.status_code, opened)
+
+
+async def test_a_query_parameter_that_is_not_read_is_refused(server: World) -> None:
+    """A misspelt filter would list everything."""
+    async with server.client() as client:
+        for query in ("stat=Paused", "State=Paused", "metadat=a%3Db", "page_size=1", "page=1&page=2", "zzz"):
+            answer = await client.get(f"/v1/sandboxes?{query}")
+            assert (400, "SANDBOX::INVALID_PARAMETER") == (answer.status_code, answer.json()["code"]), query
+            assert re.split("[=&]", query)[0] in answer.json()["message"]
+        assert 200 == (await client.get("/v1/sandboxes?state=Paused&state=Running")).status_code
+
+
+async def test_a_call_without_a_body_takes_none(server: World) -> None:
+    """What would be said in it is not read."""
+    async with server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=OPEN_DEFAULT)).json()["id"]
+        assert 400 == (await client.post(f"/v1/sandboxes/{name}/resume", json={"a": 1})).status_code
+        assert 409 == (await client.post(f"/v1/sandboxes/{name}/resume", json={})).status_code
+        assert 400 == (await client.request("DELETE", f"/v1/sandboxes/{name}", json={"dryRun": True})).status_code
+        assert 204 == (await client.delete(f"/v1/sandboxes/{name}")).status_code
+
+
+async def test_the_operator_names_fields_that_may_be_ignored() -> None:
+    """At the top of a body, only those, and never one that the server reads."""
+    fields = ("newField", "networkPolicy", "b")
+    async with world(ignored_fields=fields) as described, described.serving() as server, server.client() as client:
+        made = await client.post("/v1/sandboxes", json={**OPEN_DEFAULT, "newField": {"a": 1}})
+        assert 202 == made.status_code, made.text
+        assert "bad.example.org" in str(server.hostd.specs[made.json()["id"]]["gateway"]["policy"])
+        for body in ({**OPEN_DEFAULT, "newfield": 1}, {**OPEN_DEFAULT, "image": {"uri": IMAGE, "newField": 1}}):
+            assert 400 == (await client.post("/v1/sandboxes", json=body)).status_code
+        path = f"/v1/sandboxes/{made.json()['id']}/metadata"
+        assert {"b": "1"} == (await client.patch(path, json={"b": "1"})).json()["metadata"]

@@ -1,0 +1,248 @@
+"""Wrong credentials are counted and delayed on every way in, and the right one is no way round the delay."""
+
+import ast
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from standins import IMAGE, KEY, World, world
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+import lifecycle
+from lifecycle.auth import Caller, KeyRing, Purpose, Refusals, Tokens, digest
+from lifecycle.errors import ApiError
+
+BODY = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "networkPolicy": {}}
+BURST = 20
+
+type Get = Callable[[str, dict[str, str]], Awaitable[int]]
+
+
+@dataclass
+class Way:
+    """A way in: a path below a sandbox or the API, and the header that has the credential."""
+
+    path: str
+    header: str
+    right: Callable[[World, str], str]
+    secured: bool = False
+    websocket: bool = False
+
+
+def _key(_: World, __: str) -> str:
+    return KEY
+
+
+WAYS = {
+    "a key at the API": Way("/v1/sandboxes", "OPEN-SANDBOX-API-KEY", _key),
+    "a key at a policy route": Way("/v1/sandboxes/{id}/networkpolicy", "OPEN-SANDBOX-API-KEY", _key),
+    "a key at an unknown route": Way("/v1/other", "OPEN-SANDBOX-API-KEY", _key),
+    "a key at the egress API": Way("/v1/sandboxes/{id}/proxy/18080/policy", "OPEN-SANDBOX-API-KEY", _key),
+    "a key as the egress token": Way("/v1/sandboxes/{id}/proxy/18080/policy", "OPENSANDBOX-EGRESS-AUTH", _key),
+    "a key at the vault": Way("/sandboxes/{id}/proxy/18080/credential-vault", "OPEN-SANDBOX-API-KEY", _key),
+    "an egress token": Way(
+        "/v1/sandboxes/{id}/proxy/18080/policy",
+        "OPENSANDBOX-EGRESS-AUTH",
+        lambda server, name: server.tokens.egress(name),
+    ),
+    "execd's token": Way(
+        "/v1/sandboxes/{id}/proxy/44772/ping",
+        "X-EXECD-ACCESS-TOKEN",
+        lambda server, name: server.tokens.execd(name),
+    ),
+    "a secure-access token": Way(
+        "/v1/sandboxes/{id}/proxy/8000/x",
+        "OpenSandbox-Secure-Access",
+        lambda server, name: server.tokens.secure(name),
+        secured=True,
+    ),
+    "a secure-access token of a WebSocket": Way(
+        "/v1/sandboxes/{id}/proxy/8000/ws",
+        "OpenSandbox-Secure-Access",
+        lambda server, name: server.tokens.secure(name),
+        secured=True,
+        websocket=True,
+    ),
+    "execd's token of a WebSocket": Way(
+        "/v1/sandboxes/{id}/proxy/44772/ws",
+        "X-EXECD-ACCESS-TOKEN",
+        lambda server, name: server.tokens.execd(name),
+        websocket=True,
+    ),
+}
+
+
+@dataclass
+class Clock:
+    """A clock that a test sets."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def timed() -> AsyncIterator[tuple[World, Clock]]:
+    """A server that counts refusals in a time of its own."""
+    async with world() as described, described.serving() as server:
+        assert server.server is not None
+        clock = Clock()
+        object.__setattr__(server.server.edge, "refusals", Refusals(BURST, 0.5, clock))
+        yield server, clock
+
+
+async def ask(server: World, client: httpx.AsyncClient, way: Way, path: str, credential: str) -> int:
+    """Go one way in; the status, of a WebSocket the close code or 101."""
+    if not way.websocket:
+        answer = await client.get(path, headers={way.header: credential})
+        assert (answer.status_code == 429) == ("retry-after" in answer.headers)
+        assert answer.status_code != 429 or 1 <= int(answer.headers["retry-after"]) <= 60
+        return answer.status_code
+    async with connect(f"ws://{server.domain}{path}", additional_headers={way.header: credential}, proxy=None) as ws:
+        try:
+            await ws.send("hello")
+            await ws.recv()
+        except ConnectionClosed as closed:
+            assert closed.rcvd is not None
+            return closed.rcvd.code
+    return 101
+
+
+@pytest.mark.parametrize("name", WAYS)
+async def test_guesses_are_counted_on_every_way_in(timed: tuple[World, Clock], name: str) -> None:
+    """After a burst right and wrong are answered alike; when time has passed the right one is taken again."""
+    server, clock = timed
+    way = WAYS[name]
+    async with server.client() as owner, server.client(None) as client:
+        made = (await owner.post("/v1/sandboxes", json={**BODY, "secureAccess": way.secured})).json()["id"]
+        path = way.path.format(id=made)
+        right, wait = way.right(server, made), 1013 if way.websocket else 429
+        welcome = await ask(server, client, way, path, right)
+        answers = [await ask(server, client, way, path, f"wrong-{number}") for number in range(BURST + 5)]
+        assert wait not in answers[: BURST // 2]
+        assert {wait} == set(answers[BURST:])
+        assert wait == await ask(server, client, way, path, right)
+        clock.now += 2.0
+        assert welcome == await ask(server, client, way, path, right)
+        clock.now += BURST / 0.5
+        assert wait not in [await ask(server, client, way, path, f"again-{number}") for number in range(BURST // 2)]
+
+
+async def test_ways_to_one_credential_share_their_count(timed: tuple[World, Clock]) -> None:
+    """A key is not guessed a burst at a time, at one route after the other."""
+    server, _ = timed
+    keys = [way for name, way in WAYS.items() if name.startswith("a key")]
+    async with server.client() as owner, server.client(None) as client:
+        made = (await owner.post("/v1/sandboxes", json=BODY)).json()["id"]
+        answers = [
+            await ask(
+                server, client, keys[number % len(keys)], keys[number % len(keys)].path.format(id=made), f"{number}"
+            )
+            for number in range(BURST + 5)
+        ]
+    assert {429} == set(answers[BURST:])
+
+
+async def test_guesses_at_one_thing_do_not_shut_the_address_out_of_others(timed: tuple[World, Clock]) -> None:
+    """Many clients have one address: those with the tokens of their sandboxes go on while API keys are guessed."""
+    server, _ = timed
+    async with server.client() as owner, server.client(None) as client:
+        made, other = [(await owner.post("/v1/sandboxes", json=BODY)).json()["id"] for _ in range(2)]
+        egress = WAYS["an egress token"]
+        wrong = [await ask(server, client, WAYS["a key at the API"], "/v1/sandboxes", f"{n}") for n in range(BURST + 1)]
+        assert 429 == wrong[-1]
+        for name in ("an egress token", "execd's token"):
+            way = WAYS[name]
+            assert 200 == await ask(server, client, way, way.path.format(id=made), way.right(server, made))
+        with_both = {"OPEN-SANDBOX-API-KEY": "wrong", egress.header: server.tokens.egress(made)}
+        assert 200 == (await client.get(egress.path.format(id=made), headers=with_both)).status_code
+        assert 429 == await ask(server, client, egress, egress.path.format(id=made), "wrong")
+        assert 200 == await ask(server, client, egress, egress.path.format(id=other), server.tokens.egress(other))
+        assert 200 == (await client.get(f"/v1/sandboxes/{made}/proxy/8000/x")).status_code
+
+
+async def test_what_presents_nothing_is_no_guess(timed: tuple[World, Clock]) -> None:
+    """Calls without a credential are refused and block no client."""
+    server, _ = timed
+    async with server.client() as owner, server.client(None) as client:
+        made = (await owner.post("/v1/sandboxes", json=BODY)).json()["id"]
+        for _ in range(2 * BURST):
+            assert 401 == (await client.get("/v1/sandboxes")).status_code
+            assert 401 == (await client.get(f"/v1/sandboxes/{made}/proxy/18080/policy")).status_code
+        assert 200 == (await owner.get("/v1/sandboxes")).status_code
+
+
+def test_no_other_module_compares_credentials() -> None:
+    """A route that is added later has only `Caller.proves`, which counts."""
+    found = set()
+    for path in Path(next(iter(lifecycle.__path__))).rglob("*.py"):
+        names = {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute | ast.Name)
+        }
+        if names & {"compare_digest", "_accepts", "_is_right", "_same", "digests"}:
+            found.add(path.name)
+    assert {"auth.py"} == found
+
+
+KEYS = KeyRing((digest(KEY),))
+TOKENS = Tokens(b"k" * 32)
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.sampled_from(["192.0.2.1", "192.0.2.2"])), max_size=120))
+def test_the_attempts_of_an_address_are_bounded_by_time(steps: list[tuple[float, bool, str]]) -> None:
+    """Whenever and however often: a burst, and then one for each two seconds; others are not touched."""
+    clock = Clock()
+    refusals = Refusals(BURST, 0.5, clock)
+    compared = dict.fromkeys(("192.0.2.1", "192.0.2.2"), 0)
+    for pause, right, address in steps:
+        clock.now += pause
+        try:
+            proven = Caller.at(address, refusals).proves(KEYS.claim(KEY if right else "wrong"))
+        except ApiError as error:
+            assert 429 == error.status
+            continue
+        assert right == proven
+        compared[address] += not right
+        assert compared[address] <= BURST + clock.now * 0.5
+    assert Caller.at("192.0.2.3", refusals).proves(KEYS.claim(KEY))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+        (None, "not an address", True),
+    ],
+)
+def test_addresses_of_one_machine_are_one_caller(one: str | None, other: str | None, same: bool) -> None:
+    """A machine has as many IPv6 addresses as it likes; they are one."""
+    refusals = Refusals()
+    assert same == (Caller.at(one, refusals).peer == Caller.at(other, refusals).peer)
+
+
+def test_counts_are_bounded_in_number() -> None:
+    """Addresses without end take no memory without end, and the latest are known."""
+    refusals = Refusals(1, 0.5, Clock())
+    for number in range(20_000):
+        Caller.at(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", refusals).proves(KEYS.claim("wrong"))
+    assert len(refusals) <= 8192
+    with pytest.raises(ApiError):
+        Caller.at("10.0.78.31", refusals).proves(KEYS.claim(KEY))
+
+
+def test_a_claim_does_not_show_what_was_presented() -> None:
+    """It may be logged."""
+    claims = (KEYS.claim(KEY), TOKENS.claim(Purpose.EGRESS, "sbx-1", "token-of-a-sandbox"))
+    assert not any(word in repr(claims) for word in (KEY, "token-of-a-sandbox"))

@@ -1,0 +1,86 @@
+"""Documents that differ from a valid one at one place, as a typing error or a careless program makes them."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+type Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One changed document.
+
+    Attributes:
+        kind: `unknown`, `misspelt`, `case`, `null`, `empty list` or `empty object`.
+        path: the place, with the key as it is in the changed document.
+        without: the valid document without what was at the place.
+    """
+
+    kind: str
+    path: Path
+    document: Any
+    without: Any
+
+
+def mutations(document: Any, is_open: Callable[[Path], bool] = lambda path: False) -> Iterator[Mutation]:
+    """Draw from every place of `document`. `is_open` tells the places of maps whose keys are free."""
+    for path, item in _nodes(document, ()):
+        if isinstance(item, dict) and not is_open(path):
+            for value in (1, None, []):
+                yield Mutation("unknown", (*path, "zzz"), _set(document, (*path, "zzz"), value), document)
+            for key in item:
+                rest = {name: value for name, value in item.items() if name != key}
+                without = _set(document, path, rest)
+                for kind, name in _names(key):
+                    if name not in item:
+                        changed = _set(document, path, {**rest, name: item[key]})
+                        yield Mutation(kind, (*path, name), changed, without)
+        if path:
+            without = _removed(document, path)
+            for kind, value in (("null", None), ("empty list", []), ("empty object", {})):
+                if value != item:
+                    yield Mutation(kind, path, _set(document, path, value), without)
+
+
+def _names(key: str) -> Iterator[tuple[str, str]]:
+    for name in {key.upper(), key.lower(), key[0].swapcase() + key[1:]} - {key}:
+        yield "case", name
+    slips = {re.sub("([A-Z])", r"_\1", key).lower(), f"{key}s"}
+    for place in range(len(key)):  # a letter missing, twice, or exchanged with the next
+        slip = (key[:place], key[: place + 1] + key[place], key[:place] + key[place : place + 2][::-1])[place % 3]
+        slips.add(slip + key[place + (1, 1, 2)[place % 3] :])
+    for name in sorted(slips - {key, ""}):
+        yield "misspelt", name
+
+
+def _nodes(item: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    yield path, item
+    if isinstance(item, dict):
+        for key, value in item.items():
+            yield from _nodes(value, (*path, key))
+    if isinstance(item, list):
+        for index, value in enumerate(item):
+            yield from _nodes(value, (*path, index))
+
+
+def _set(document: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    changed = json.loads(json.dumps(document))  # shares no part, not even two equal ones
+    _parent(changed, path)[path[-1]] = value
+    return changed
+
+
+def _removed(document: Any, path: Path) -> Any:
+    changed = json.loads(json.dumps(document))  # shares no part, not even two equal ones
+    del _parent(changed, path)[path[-1]]
+    return changed
+
+
+def _parent(document: Any, path: Path) -> Any:
+    for part in path[:-1]:
+        document = document[part]
+    return document
