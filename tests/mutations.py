@@ -1,10 +1,22 @@
-"""Documents that differ from a valid one at one place, as a typing error or a careless program makes them."""
+"""Documents that differ from a valid one at one place, as a typing error or a careless program makes them.
 
+And what a policy permits, to tell whether a change made it wider.
+"""
+
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from policy.compiled import CompiledPolicy
+from policy.decision import Deny, decide_address, decide_request
+from policy.facts import RequestFacts, Scheme
+
+_SPOKEN = ((443, Scheme.HTTPS), (80, Scheme.HTTP), (8443, Scheme.HTTPS), (8080, Scheme.HTTP))
+_METHODS = ("GET", "POST", "DELETE")
+_ADDRESSES = ("93.184.216.34", "93.184.217.1", "198.51.100.1", "10.0.0.1")
 
 type Path = tuple[str | int, ...]
 
@@ -43,6 +55,17 @@ def mutations(document: Any, is_open: Callable[[Path], bool] = lambda path: Fals
             for kind, value in (("null", None), ("empty list", []), ("empty object", {})):
                 if value != item:
                     yield Mutation(kind, path, _set(document, path, value), without)
+
+
+def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]) -> frozenset[str]:
+    """The requests that may be sent, those that carry which secret, and the addresses that may be dialled."""
+    found = {f"dials {address}" for address in _ADDRESSES if not isinstance(decide_address(policy, address, 443), Deny)}
+    for host, (port, scheme), method, path in itertools.product(hosts, _SPOKEN, _METHODS, paths):
+        facts = RequestFacts(host, port, scheme, method, path)
+        if not isinstance(decision := decide_request(policy, facts), Deny):
+            found.add(f"sends {facts}")
+            found |= {f"sends {facts} with {plan.header}={plan.secret}" for plan in decision.injections}
+    return frozenset(found)
 
 
 def _names(key: str) -> Iterator[tuple[str, str]]:

@@ -1,13 +1,35 @@
 """The published, unmodified OpenSandbox SDK against a running server (daemons are stand-ins)."""
 
+import json
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from typing import Any
 
+import httpx
 import pytest
 from opensandbox import Sandbox, SandboxManager
 from opensandbox.config import ConnectionConfig
 from opensandbox.exceptions import SandboxApiException
-from opensandbox.models.sandboxes import NetworkPolicy, NetworkRule, SandboxFilter
+from opensandbox.models.sandboxes import (
+    PVC,
+    Credential,
+    CredentialAuth,
+    CredentialBinding,
+    CredentialBindingMutationSet,
+    CredentialMatch,
+    CredentialMutationSet,
+    CredentialProxyConfig,
+    InlineCredentialSource,
+    LifecycleHook,
+    NetworkPolicy,
+    NetworkRule,
+    PlatformSpec,
+    SandboxFilter,
+    SandboxImageAuth,
+    SandboxImageSpec,
+    SandboxLifecycle,
+    Volume,
+)
 from standins import IMAGE, KEY, World
 
 
@@ -87,3 +109,85 @@ async def test_unknown_image(server: World) -> None:
     assert "nowhere/x:1" in caught.value.error.message
     assert f"; available: {IMAGE}." in caught.value.error.message
     assert [] == server.vaultd.named("open_sandbox")
+
+
+class Recording(httpx.AsyncHTTPTransport):
+    """Passes requests on, and keeps where their bodies have a null."""
+
+    def __init__(self) -> None:
+        super().__init__(trust_env=False)
+        self.calls: set[str] = set()
+        self.nulls: set[str] = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send one request."""
+        if request.content:
+            route = f"{request.method} {request.url.path.rpartition('/')[2]}"
+            self.calls.add(route)
+            self.nulls |= {f"{route}: {place}" for place in _nulls(json.loads(request.content), "")}
+        return await super().handle_async_request(request)
+
+
+def _nulls(value: Any, place: str) -> set[str]:
+    if value is None:
+        return {place}
+    if isinstance(value, dict):
+        return set().union(*(_nulls(item, f"{place}.{key}") for key, item in value.items()))
+    return set().union(*(_nulls(item, f"{place}[]") for item in value)) if isinstance(value, list) else set()
+
+
+async def test_what_the_sdk_sends_as_null_is_what_the_documents_list(server: World) -> None:
+    """With every option of every call that has a body; none of them is refused as unknown or null."""
+    wire = Recording()
+    connected = connection(server, transport=wire)
+    made = await Sandbox.create(
+        SandboxImageSpec(IMAGE, auth=SandboxImageAuth(username="u", password="p")),
+        timeout=None,
+        env={"A": "b"},
+        metadata={"a": "b"},
+        resource={"cpu": "1", "memory": "64Mi"},
+        resource_requests={"cpu": "100m"},
+        platform=PlatformSpec(os="linux", arch="amd64"),
+        network_policy=NetworkPolicy(default_action="deny", egress=[NetworkRule(action="allow", target="example.org")]),
+        credential_proxy=CredentialProxyConfig(enabled=True),
+        extensions={"opensandbox.extensions.a": "b"},
+        secure_access=False,
+        entrypoint=["sleep", "60"],
+        connection_config=connected,
+    )
+    bare = await Sandbox.create(IMAGE, timeout=timedelta(minutes=5), connection_config=connected)
+    binding = CredentialBinding(
+        name="b",
+        match=CredentialMatch(hosts=["example.org"], methods=["GET"]),
+        auth=CredentialAuth(type="bearer", credential="c"),
+    )
+    credential = Credential(name="c", source=InlineCredentialSource(value="a-Value-of-a-credential"))
+    await made.credential_vault.create(credentials=[credential], bindings=[binding])
+    await made.credential_vault.patch(credentials=CredentialMutationSet(replace=[credential]))
+    await made.credential_vault.patch(expected_revision=2, bindings=CredentialBindingMutationSet(delete=["b"]))
+    await made.patch_egress_rules([NetworkRule(action="deny", target="bad.example.org")])
+    await made.delete_egress_rules(["bad.example.org"])
+    await bare.renew(timedelta(hours=1))
+    manager = await SandboxManager.create(connected)
+    await manager.patch_sandbox_metadata(made.id, {"a": None})
+    hooks = SandboxLifecycle(preStart=LifecycleHook(command=["true"]))
+    volume = Volume(name="v", pvc=PVC(claimName="v"), mountPath="/v")
+    for refused in ({"lifecycle": hooks}, {"volumes": [volume]}):
+        with pytest.raises(SandboxApiException) as caught:
+            await Sandbox.create(IMAGE, connection_config=connected, **refused)  # type: ignore[arg-type]
+        assert 400 == caught.value.status_code
+        assert "not supported" in caught.value.error.message
+    for sandbox in (made, bare):
+        await sandbox.close()
+    await manager.close()
+    await wire.aclose()  # one that was given is not closed by the SDK
+
+    assert {
+        *("POST sandboxes", "POST renew-expiration", "PATCH metadata", "PATCH policy", "DELETE policy"),
+        *("POST credential-vault", "PATCH credential-vault"),
+    } == wire.calls
+    pvc = "POST sandboxes: .volumes[].pvc"
+    assert {
+        *("POST sandboxes: .timeout", "PATCH metadata: .a"),
+        *(f"{pvc}.storageClass", f"{pvc}.storage", f"{pvc}.accessModes"),
+    } == wire.nulls

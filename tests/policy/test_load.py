@@ -1,15 +1,19 @@
 """Reading policy files: every mistake has its line."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.compile import compile_named
+from policy.compile import compile_default, compile_named
 from policy.facts import Scheme
 from policy.load import PolicyError, load, load_text
 from policy.rules import Endpoint
+from tests.mutations import Mutation, mutations, permitted
 
 EXAMPLE = Path(__file__).parents[2] / "policies.example.yaml"
 
@@ -262,3 +266,50 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
     assert ["base", "agents", "trial"] == list(document.policies)
     assert 13 == len(compile_named(document, "trial").rules)
     assert () == document.remarks
+
+
+DOCUMENT = yaml.safe_load(EXAMPLE.read_text())
+HOSTS = sorted(
+    {
+        re.sub(r"^\*\.", "below.", name)
+        for name in re.findall(r"[*a-z0-9.-]+\.(?:com|org|example)\b", EXAMPLE.read_text())
+    }
+    | {"else.test"}
+)
+MUTATIONS = list(mutations(DOCUMENT, lambda path: path == ("policies",)))
+
+
+def _powers(document: Any) -> dict[str, frozenset[str]] | None:
+    """What each policy of a document permits; None if the document is refused."""
+    try:
+        read = load_text(yaml.safe_dump(document))
+    except PolicyError as error:
+        assert re.match(r"\(text\):[0-9]+:[0-9]+: .", str(error))
+        return None
+    paths = ("/v1/x", "/v1/admin/x", "/health", "/")
+    named = {name: permitted(compile_named(read, name), HOSTS, paths) for name in read.policies}
+    return named | {"": permitted(compile_default(read), HOSTS, paths)}
+
+
+@settings(deadline=None)
+@given(st.sampled_from(MUTATIONS))
+def test_what_is_not_read_is_refused_or_opens_nothing(mutation: Mutation) -> None:
+    """An unknown, misspelt or empty key, and a null, at any place of the example: no policy permits more."""
+    opened, bound = _powers(mutation.document), _powers(DOCUMENT)
+    assert bound is not None
+    if opened is None:
+        return
+    assert mutation.kind.startswith("empty"), mutation
+    without = _powers(mutation.without) or {}
+    for name, powers in opened.items():
+        assert powers <= bound[name] or powers <= without.get(name, frozenset()), (mutation, name)
+
+
+def test_no_rule_reads_an_empty_list_or_a_null() -> None:
+    """Every key of every rule: the whole of that class, not a sample."""
+    tried = set()
+    for mutation in MUTATIONS:
+        if "rules" in mutation.path[:-1] and mutation.kind in ("null", "empty list"):
+            tried.add(mutation.path[-1])
+            assert _powers(mutation.document) is None, mutation
+    assert {"methods", "paths", "ports", "schemes", "hosts", "host", "addresses", "inject", "action"} <= tried
