@@ -8,7 +8,7 @@
 import json
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -77,4 +77,4 @@ class _StrictRequest(Request):
 
 
 def _is_list(annotation: object) -> bool:
-    return "list[" in str(annotation)
+    return any(get_origin(part) is list for part in (annotation, *get_args(annotation)))
