@@ -191,7 +191,7 @@ class Caller:
         presented = [claim for claim in claims if claim.presented]
         waits = {claim.target: self.refusals.seconds(self.peer, claim.target) for claim in presented}
         compared = [claim for claim in presented if not waits[claim.target]]
-        if any([claim._is_right() for claim in compared]):  # noqa: C419 - all are compared, whichever is right
+        if any([claim._is_right() for claim in compared]):  # noqa: C419 - all are compared
             return True
         for claim in compared:
             self.refusals.count(self.peer, claim.target)

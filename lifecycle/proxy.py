@@ -106,7 +106,7 @@ class _Reading(asyncio.BufferedProtocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request under the proxy route goes, and who calls; all parts raw."""
+    """Where a request under the proxy route goes, and its caller; all parts raw."""
 
     caller: Caller
     sandbox: Sandbox
@@ -150,7 +150,7 @@ class Proxy:
             if not caller.proves(claim):
                 raise ApiError(401, "MISSING_OR_INVALID_SECURE_ACCESS", "This sandbox needs its secure-access token.")
         if port == EXECD_PORT:
-            token = headers.get(EXECD_HEADER, "")
+            token = headers.get(EXECD_HEADER, "")  # execd answers to a wrong one, in its own words
             caller.proves(self.tokens.claim(Purpose.EXECD, row.id, token), self.keys.claim(token))
         if headers.get(RENEW_HEADER) != "skip":
             await self._renew(row)

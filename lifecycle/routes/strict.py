@@ -5,6 +5,7 @@
 - Fields that the operator lists are dropped, at the top level of a model that does not know them, and only there.
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
@@ -17,6 +18,9 @@ from lifecycle.errors import invalid
 from lifecycle.models import Model
 from lifecycle.routes.context import Context
 from policy.strict import StrictError, decode, quoted
+
+_LARGE = 64 * 1024
+"""Bytes of a body that is parsed beside the other requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +68,9 @@ class _StrictRequest(Request):
         Raises:
             json.JSONDecodeError: the form of a refusal that FastAPI turns into a schema error.
         """
+        body = await self.body()
         try:
-            content = decode(await self.body())
+            content = decode(body) if len(body) < _LARGE else await asyncio.to_thread(decode, body)
         except StrictError as error:
             raise json.JSONDecodeError(str(error), "", 0) from None
         context = self.app.state.context

@@ -29,7 +29,7 @@ ELSEWHERE = [
 OTHER_HOST = [f"http://{host}{OWN}/x" for host in ("example.test", "other.example.test", f"sub.{HOST}")]
 
 
-def told(cookie: bytes, path: bytes) -> list[str]:
+def received(cookie: bytes, path: bytes) -> list[str]:
     """The `Set-Cookie` headers that a client gets when the program at `path` sends `cookie`."""
     headers = to_client([(b"Set-Cookie", cookie)], OWN.encode(), path)
     return [value.decode("latin-1") for name, value in headers if name.lower() == b"set-cookie"]
@@ -162,7 +162,7 @@ _ASKED = st.one_of(
 @example("a=1; Path=/" + "x" * 1020, "")
 def test_no_cookie_of_a_sandbox_is_sent_anywhere_else(cookie: str, asked: str) -> None:
     """However it is written, and whichever path of the route was asked for, by neither of two jars."""
-    sent = told(cookie.encode("latin-1"), asked.encode())
+    sent = received(cookie.encode("latin-1"), asked.encode())
     assert [] == leaks(sent, f"{OWN}{asked}")
 
 
@@ -202,7 +202,7 @@ def test_the_jars_can_tell(cookie: str) -> None:
 )
 def test_a_cookie_keeps_the_meaning_that_it_has_in_the_sandbox(cookie: str, asked: str, expected: str) -> None:
     """Its path is the program's own, below the route; what says how long it lives and to whom scripts show it stays."""
-    assert [expected] == told(cookie.encode(), asked.encode())
+    assert [expected] == received(cookie.encode(), asked.encode())
     where = expected.rpartition("Path=")[2].rstrip("/")
     assert in_pythons_jar([expected.replace(";Secure", "")], f"{OWN}{asked}", f"http://{HOST}{where}/y")
 
