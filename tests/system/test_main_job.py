@@ -148,7 +148,8 @@ def test_no_log_and_no_state_tells_a_token(stack: Stack) -> None:
             }
             assert 201 == http.post(f"{egress}/credential-vault", json=vault, headers=tokens[18080]).status_code
             broken = {**request, "env": {"A": [told["value"]]}}
-            assert 422 == http.post(f"/sandboxes?key={told['query']}", json=broken).status_code
+            assert 422 == http.post("/sandboxes", json=broken).status_code
+            assert 400 == http.post(f"/sandboxes?key={told['query']}", json=broken).status_code
             for name in ("OPEN-SANDBOX-API-KEY", *tokens[44772], *tokens[18080]):
                 answer = http.get(f"{execd}/metrics?x={told['query']}", headers={**tokens[44772], name: told["wrong"]})
                 assert answer.status_code in (200, 401)
