@@ -15,6 +15,7 @@ from typing import Any
 from gateway.resolver import Upstream
 from policy.compiled import CompiledPolicy
 from policy.names import InvalidName, canonical_host
+from wire.endpoints import parse_endpoint
 
 _SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _REQUIRED = frozenset({"sandbox", "generation", "policy", "upstream_roots", "dns_upstreams", "inside"})
@@ -117,19 +118,15 @@ class GatewayConfig:
 
 
 def parse_upstream(item: object) -> Upstream:
-    """Read `ip:port` (IPv4).
+    """Read `ip:port`, an IPv6 address in brackets.
 
     Raises:
         ConfigError: it is something else.
     """
-    address, colon, port = _text(item, "dns_upstreams").rpartition(":")
     try:
-        parsed = IPv4Address(address)
+        return Upstream(*parse_endpoint(_text(item, "dns_upstreams")))
     except ValueError:
         raise ConfigError("dns_upstreams holds something that is not ip:port") from None
-    if not colon or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError("dns_upstreams holds something that is not ip:port")
-    return Upstream(str(parsed), int(port))
 
 
 def _object(value: object, key: str) -> dict[str, Any]:

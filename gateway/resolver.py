@@ -1,4 +1,4 @@
-"""The gateway's own resolver: A records of one name, from the configured upstreams and nobody else.
+"""The gateway's own resolver: A records of one name, from the configured upstreams (IPv4 or IPv6) and nobody else.
 
 - Each query leaves from a fresh connected UDP socket with a random port and a random id; an answer counts only from
   that peer, with that id and that very question. Anything else is ignored until the deadline.
@@ -21,7 +21,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
 
 from gateway.dns_logic import Outcome
 from gateway.dns_wire import (
@@ -66,8 +66,12 @@ class Resolution:
 class Upstream:
     """Where to ask."""
 
-    address: str
+    address: IPv4Address | IPv6Address
     port: int
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return socket.AF_INET if self.address.version == 4 else socket.AF_INET6
 
 
 class _NoAnswer(Exception):
@@ -220,15 +224,16 @@ def _matches(data: bytes, ident: int, host: str) -> UpstreamAnswer | None:
 
 def _udp_socket(upstream: Upstream) -> socket.socket:
     """A connected socket at a random port of our choice, or of the kernel's after a few collisions."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    sock = socket.socket(upstream.family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    anywhere = "0.0.0.0" if upstream.family is socket.AF_INET else "::"  # noqa: S104 - an outgoing query's source
     try:
         for _ in range(4):
             try:
-                sock.bind(("0.0.0.0", 1024 + secrets.randbelow(64512)))  # noqa: S104 - an outgoing query's source
+                sock.bind((anywhere, 1024 + secrets.randbelow(64512)))
                 break
             except OSError:
                 continue
-        sock.connect((upstream.address, upstream.port))
+        sock.connect((str(upstream.address), upstream.port))
     except BaseException:
         sock.close()
         raise
@@ -250,8 +255,8 @@ async def _ask_tcp(upstream: Upstream, host: str) -> UpstreamAnswer:
     loop = asyncio.get_running_loop()
     ident = secrets.randbelow(65536)
     query = build_query(ident, host, QType.A)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
-        await loop.sock_connect(sock, (upstream.address, upstream.port))
+    with socket.socket(upstream.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+        await loop.sock_connect(sock, (str(upstream.address), upstream.port))
         await loop.sock_sendall(sock, struct.pack("!H", len(query)) + query)
         (length,) = struct.unpack("!H", await _exactly(sock, 2))
         if length > _MAX_TCP_ANSWER:

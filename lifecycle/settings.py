@@ -10,16 +10,17 @@ It reads and checks; what the daemons are told is written by `launch`.
 """
 
 import os
-import re
 import shutil
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from lifecycle.setting_keys import KEYS, NOT_APPLICABLE, RUNTIMES
 from policy.problems import meant
+from wire.endpoints import parse_endpoint, routed
 
 API_KEY = "OPENSANDBOX_SERVER_API_KEY"
 INSECURE = "OPENSANDBOX_INSECURE_SERVER"
@@ -191,19 +192,30 @@ def _check_whole(settings: Settings) -> None:
     if settings.insecure and settings.host not in ("127.0.0.1", "::1", "localhost"):
         raise SettingsError(f"{settings.origin}: without an API key server.host must be a loopback address")
     for endpoint in settings.get("sallyport.dns_upstreams", ()):
-        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):[0-9]{1,5}", endpoint):
-            raise SettingsError(f"{settings.origin}: sallyport.dns_upstreams: {endpoint!r} is not address:port")
+        try:
+            parse_endpoint(endpoint)
+        except ValueError as error:
+            raise SettingsError(f"{settings.origin}: sallyport.dns_upstreams: {error}") from None
 
 
 def detect_resolvers(path: Path) -> tuple[str, ...]:
-    """Return the host's own resolvers, without those on loopback, as address:port."""
+    """Return the host's own resolvers as address:port, without those on loopback, or reached by an interface only."""
     try:
         lines = path.read_text("ascii", "replace").splitlines()
     except OSError:
         return ()
     found = [words[1] for line in lines if (words := line.split())[:1] == ["nameserver"] and len(words) > 1]
-    usable = [name for name in found if not name.startswith("127.") and name != "::1" and "%" not in name]
-    return tuple(f"[{name}]:53" if ":" in name else f"{name}:53" for name in usable[:3])
+    return tuple(text for name in found if (text := _resolver(name)) is not None)[:3]
+
+
+def _resolver(name: str) -> str | None:
+    try:
+        address = routed(ip_address(name))
+    except ValueError:
+        return None
+    if address.is_loopback:
+        return None
+    return f"[{address}]:53" if address.version == 6 else f"{address}:53"
 
 
 def environment() -> Mapping[str, str]:

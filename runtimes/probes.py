@@ -253,8 +253,6 @@ def resolvers(config: HostConfig) -> str:
     if not config.resolvers:
         raise ProbeError("no resolver: every name would be refused")
     for address, _ in config.resolvers:
-        if address.is_multicast or address.is_unspecified:
-            raise ProbeError(f"{address} is no resolver's address")
         if address.is_loopback and config.upstream_netns is None:
             raise ProbeError(f"{address} is this host itself")
     return ", ".join(config.dns_upstreams)

@@ -5,13 +5,14 @@
 """
 
 import re
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from runtimes.disk import SMALLEST
+from wire.endpoints import parse_endpoint
 
 IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z0-9_:@-])*")
 """What Docker may be asked for as an image: part of a path there, so nothing that leads elsewhere in it."""
@@ -181,17 +182,3 @@ class HostConfig(_Strict):
     def allowed(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """`allowed_addresses`, parsed."""
         return tuple(ip_network(text) for text in self.allowed_addresses)
-
-
-def parse_endpoint(text: str) -> tuple[IPv4Address | IPv6Address, int]:
-    """Parse `192.0.2.53:53` or `[2001:db8::53]:53`.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ValueError(f"not an address and a port: {text!r}")
-    if host.startswith("[") != host.endswith("]") or (":" in host and not host.startswith("[")):
-        raise ValueError(f"not an address and a port: {text!r}")
-    return ip_address(host.removeprefix("[").removesuffix("]")), int(port)

@@ -1,6 +1,6 @@
 """A configuration is read whole or not at all."""
 
-from ipaddress import IPv4Address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_network
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "generation": 3,
         "policy": DENY_ALL.to_json(),
         "upstream_roots": "pem",
-        "dns_upstreams": ["93.184.216.53:53"],
+        "dns_upstreams": ["93.184.216.53:53", "[2001:db8::53]:5353"],
         "allowed_addresses": ["10.1.0.0/16"],
         "host_addresses": {"Api.Corp.example": ["10.2.0.1"]},
         "inside": "192.0.2.2",
@@ -28,7 +28,10 @@ def document(**changes: Any) -> dict[str, Any]:
 def test_the_wire_form_is_read() -> None:
     config = GatewayConfig.from_json(document())
     assert DENY_ALL == config.policy
-    assert (Upstream("93.184.216.53", 53),) == config.dns_upstreams
+    assert (
+        Upstream(IPv4Address("93.184.216.53"), 53),
+        Upstream(IPv6Address("2001:db8::53"), 5353),
+    ) == config.dns_upstreams
     assert (ip_network("10.1.0.0/16"),) == config.allowed_addresses
     assert {"api.corp.example": (IPv4Address("10.2.0.1"),)} == config.host_addresses
     assert GatewayLimits(connections=10) == config.limits

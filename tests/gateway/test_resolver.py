@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
 
 import pytest
 from hypothesis import given
@@ -53,7 +53,7 @@ async def server(answer: Reply) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
     transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(Protocol, ("127.0.0.1", 0))
     host, port = transport.get_extra_info("sockname")
     try:
-        yield Resolver((Upstream(host, port),), lambda: 0.0), queries
+        yield Resolver((Upstream(IPv4Address(host), port),), lambda: 0.0), queries
     finally:
         transport.close()
 
@@ -130,7 +130,7 @@ async def test_equal_questions_at_once_share_one_query() -> None:
 
 
 async def test_without_permission_nothing_is_asked() -> None:
-    resolver = Resolver((Upstream("127.0.0.1", 9),), lambda: 0.0, lambda: False)
+    resolver = Resolver((Upstream(IPv4Address("127.0.0.1"), 9),), lambda: 0.0, lambda: False)
     assert Outcome.FAILED == (await resolver.resolve(HOST)).outcome
 
 
@@ -141,6 +141,32 @@ async def test_for_a_name_that_may_not_be_asked_no_query_leaves() -> None:
         assert Outcome.FAILED == (await resolver.resolve("x.example.com")).outcome
         assert addresses("93.184.216.34") == (await resolver.resolve(HOST)).addresses
         assert 1 == len(queries)
+
+
+async def test_an_upstream_may_have_an_ipv6_address() -> None:
+    """Over UDP and, for a truncated answer, over TCP."""
+    loop = asyncio.get_running_loop()
+
+    class Truncates(asyncio.DatagramProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            self.transport.sendto(reply(data, flags=0x8380), addr)  # type: ignore[attr-defined]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(framed(reply(await _question(reader), a(HOST, "93.184.216.34"))))
+        writer.close()
+
+    tcp = await asyncio.start_server(serve, "::1", 0)
+    port = tcp.sockets[0].getsockname()[1]
+    transport, _ = await loop.create_datagram_endpoint(Truncates, ("::1", port))
+    resolver = Resolver((Upstream(IPv6Address("::1"), port),), lambda: 0.0)
+    try:
+        assert addresses("93.184.216.34") == (await resolver.resolve(HOST)).addresses
+    finally:
+        transport.close()
+        tcp.close()
 
 
 async def test_the_query_is_built_afresh() -> None:
@@ -176,7 +202,8 @@ async def truncating(serve: Serve | None) -> AsyncIterator[tuple[Resolver, list[
 
     async with server(lambda query: [reply(query, flags=0x8380)]) as (resolver, queries):
         (upstream,) = resolver._upstreams
-        tcp = await asyncio.start_server(connection, upstream.address, upstream.port) if serve is not None else None
+        place = str(upstream.address), upstream.port
+        tcp = await asyncio.start_server(connection, *place) if serve is not None else None
         try:
             yield resolver, asked
         finally:

@@ -137,9 +137,12 @@ def test_the_servers_file_is_strict(tmp_path: Path) -> None:
 
 
 def test_resolvers_of_the_host(tmp_path: Path) -> None:
-    """Those on loopback are of no use to a gateway."""
+    """Those on loopback, or reached through one interface only, are of no use to a gateway."""
     path = tmp_path / "resolv.conf"
-    path.write_text("nameserver 127.0.0.53\nnameserver 192.0.2.1\nnameserver 2001:db8::1\noptions x\n")
+    path.write_text(
+        "nameserver 127.0.0.53\nnameserver ::1\nnameserver fe80::1%eth0\nnameserver fe80::2\nnameserver ns.example\n"
+        "nameserver 192.0.2.1\nnameserver 2001:db8::1\noptions x\n"
+    )
     assert ("192.0.2.1:53", "[2001:db8::1]:53") == detect_resolvers(path)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from runtimes.spec import HostConfig, LaunchSpec, Uids, parse_endpoint
+from runtimes.spec import HostConfig, LaunchSpec, Uids
 
 
 def launch_message(**changes: Any) -> dict[str, Any]:
@@ -140,16 +140,3 @@ def test_no_two_processes_share_a_user() -> None:
         Uids(serve=700000001, vaultd=700000001)
     with pytest.raises(ValidationError):
         Uids(serve=700001005)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:65536", "::1:53", "[::1]", "a:53", "[1.2.3.4:53"]
-)
-def test_an_endpoint_is_an_address_and_a_port(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_endpoint(text)
-
-
-def test_an_ipv6_endpoint_is_in_brackets() -> None:
-    address, port = parse_endpoint("[2001:db8::53]:53")
-    assert ("2001:db8::53", 53) == (str(address), port)
