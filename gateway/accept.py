@@ -31,8 +31,8 @@ from gateway.farewell import ACCESS_DENIED, DECODE_ERROR, UNRECOGNIZED_NAME, ale
 from gateway.flows import FlowRegistry, LiveFlow
 from gateway.hello import Hello, NeedMore, NoSni, NotTls, Refused, RequestHead, read_head, read_hello
 from gateway.splice import Traffic, relay, reset
-from gateway.upstream import Connection, DialError, Dialler
-from policy.decision import AllowAddress, AllowFlow, Deny, Treatment, decide_address, decide_flow
+from gateway.upstream import Connection, DialError, Dialler, judge, literal
+from policy.decision import AllowAddress, AllowFlow, Deny, Treatment, decide_flow
 from policy.facts import FlowFacts, Scheme
 
 _SO_ORIGINAL_DST = 80
@@ -163,7 +163,9 @@ class Acceptor:
             if not await self._allow(client, live, decision, facts):
                 await farewell(client.sock, alert(ACCESS_DENIED))
                 return
-            await self._splice(client, live, data, facts, lambda: self._dialler.dial(facts.host, facts.port))
+            await self._splice(
+                client, live, data, facts, lambda: self._dialler.dial(facts.host, facts.port, facts.scheme)
+            )
         else:
             await self._inspect(client, live, data, facts, decision, hello)
 
@@ -171,15 +173,14 @@ class Acceptor:
         """TLS without a server name: only a literal address that policy names may be spliced."""
         config = self._active()
         address, port = IPv4Address(client.destination[0]), client.destination[1]
-        judged = decide_address(config.policy, address, port, config.allowed_addresses)
+        judged = judge(config, literal(address, port))
         if isinstance(judged, Deny):
             await self._deny(client, live, judged, alert(UNRECOGNIZED_NAME))
             return
         facts = FlowFacts(str(address), port, Scheme.HTTPS)
 
         def still() -> bool:
-            active = self._active()
-            return isinstance(decide_address(active.policy, address, port, active.allowed_addresses), AllowAddress)
+            return isinstance(judge(self._active(), literal(address, port)), AllowAddress)
 
         live.still_allowed = still
         if await self._over(client, live, facts):
@@ -260,6 +261,7 @@ class Acceptor:
                 denial = Deny(error.rule, error.reason)
                 await self._deny(client, live, denial, alert(ACCESS_DENIED), facts)
                 return
+            live.still_allowed = self._still_reachable(live.still_allowed, upstream)
             if not await self._observe_address(live, upstream, facts):
                 await farewell(client.sock, alert(ACCESS_DENIED))
                 return
@@ -294,7 +296,7 @@ class Acceptor:
     async def _observe_address(self, live: LiveFlow, upstream: Connection, facts: FlowFacts) -> bool:
         """Record that policy would have refused this address; False when the log did not accept it."""
         allowed = upstream.allowed
-        if allowed is None or allowed.observed is None:
+        if allowed.observed is None:
             return True
         try:
             await self._audit.accept(
@@ -330,6 +332,15 @@ class Acceptor:
         def still() -> bool:
             decision = decide_flow(self._active().policy, facts)
             return isinstance(decision, AllowFlow) and decision.treatment is treatment
+
+        return still
+
+    def _still_reachable(self, flow: Callable[[], bool] | None, upstream: Connection) -> Callable[[], bool]:
+        """Whether policy, as it is now, allows the flow and the address that it is connected to."""
+
+        def still() -> bool:
+            allowed = isinstance(judge(self._active(), upstream.destination), AllowAddress)
+            return allowed and flow is not None and flow()
 
         return still
 

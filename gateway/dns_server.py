@@ -16,6 +16,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 from audit.client import AuditClient, AuditUnavailable
@@ -38,8 +39,9 @@ from gateway.dns_logic import (
 from gateway.dns_wire import QType
 from gateway.ledger import Ledger
 from gateway.resolver import MAX_TTL, Resolver
-from gateway.upstream import permitted
-from policy.decision import Deny
+from gateway.upstream import judge_answer
+from policy.decision import AllowAddress, Deny
+from policy.facts import AddressSource
 
 _MAX_IN_FLIGHT = 256
 _MAX_DATAGRAM = 4096
@@ -151,25 +153,26 @@ class DnsServer:
         if config is None:
             return unavailable(verdict)
         mapped = config.host_addresses.get(verdict.host)
-        if mapped is not None:
-            own = tuple(item for item in mapped if item.version == 4)
-            return resolved(verdict, Outcome.ADDRESSES if own else Outcome.NODATA, own, MAX_TTL, limit)
-        resolution = await self._resolver.resolve(verdict.host)
-        outcome = resolution.outcome
-        addresses = tuple(
-            item for item in resolution.addresses if not isinstance(permitted(config, verdict.host, item), Deny)
-        )
-        if outcome is Outcome.ADDRESSES and not addresses:
-            outcome = Outcome.REFUSED_ADDRESS
+        source = AddressSource.RESOLVED if mapped is None else AddressSource.MAPPED
+        outcome, addresses, ttl = Outcome.ADDRESSES, mapped or (), MAX_TTL
+        if mapped is None:
+            resolution = await self._resolver.resolve(verdict.host)
+            outcome, addresses, ttl = resolution.outcome, resolution.addresses, resolution.ttl
+            config = self._config()  # the one in force now: it may have been replaced meanwhile
+            if config is None:
+                return unavailable(verdict)
+        shown, refused = _shown(config, verdict.host, addresses, source)
+        if outcome is Outcome.ADDRESSES and not shown:
+            outcome = Outcome.NODATA if refused is None else Outcome.REFUSED_ADDRESS
         self._audit.note(
             "dns",
             "deny" if outcome is Outcome.REFUSED_ADDRESS else "info",
             host=verdict.host,
-            rule="address" if outcome is Outcome.REFUSED_ADDRESS else None,
+            rule=refused.rule if outcome is Outcome.REFUSED_ADDRESS and refused is not None else None,
             reason=outcome.value,
-            addresses=[str(item) for item in addresses],
+            addresses=[str(item) for item in shown],
         )
-        return resolved(verdict, outcome, addresses, resolution.ttl, limit)
+        return resolved(verdict, outcome, shown, ttl, limit)
 
     async def _accept(self, event: DnsEvent) -> None:
         await self._audit.accept("dns", event.decision.value, **self._fields(event))
@@ -211,6 +214,15 @@ class DnsServer:
                     await _send(peer, await self._carry_out(verdict, 65535))
             except (OSError, TimeoutError):
                 return
+
+
+def _shown(
+    config: GatewayConfig, host: str, addresses: tuple[IPv4Address | IPv6Address, ...], source: AddressSource
+) -> tuple[tuple[IPv4Address | IPv6Address, ...], Deny | None]:
+    """The IPv4 addresses that may be shown, and the denial of one that may not."""
+    answers = {item: judge_answer(config, host, item, source) for item in addresses if item.version == 4}
+    refused = next((answer for answer in answers.values() if isinstance(answer, Deny)), None)
+    return tuple(item for item, answer in answers.items() if isinstance(answer, AllowAddress)), refused
 
 
 def _reply(sock: socket.socket, data: bytes, peer: tuple[str, int]) -> None:

@@ -100,8 +100,10 @@ class Recorder(Protocol):
 class Dialler(Protocol):
     """The way out."""
 
-    async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
-        """Resolve, classify and connect to `host`; return the streams and the IP address they reach. TCP only.
+    async def dial(
+        self, host: str, port: int, scheme: Scheme
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        """Resolve, judge and connect to `host`; return the streams and the IP address they reach. TCP only.
 
         Raises:
             OSError: no address, none that may be dialled, or no connection (also TimeoutError).

@@ -4,7 +4,8 @@
   beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
   paths before it gets the value.
 - A dial goes through the worker's `Dialler`; its refusals are recorded and become `ConnectionError` with the reason,
-  and an address that policy only observes is recorded before the connection is handed out. What is written to it is
+  and an address that policy only observes is recorded before the connection is handed out. A connection ends when
+  policy no longer allows its address. What is written to it is
   counted first: the write that goes beyond the sandbox's bytes ends the connection instead.
 - The decider reads the policy in force at each call.
 """
@@ -12,6 +13,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from audit.client import AuditClient
 from gateway.budget import Budget
@@ -19,7 +21,7 @@ from gateway.config import GatewayConfig
 from gateway.engine import Recorder, SecretRefused
 from gateway.upstream import Connection, DialError, Dialler
 from policy.decision import AllowRequest, Deny, decide_request
-from policy.facts import RequestFacts, Scheme
+from policy.facts import Destination, RequestFacts, Scheme
 from policy.injection import InjectionPlan
 from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.secret import Secret
@@ -119,15 +121,18 @@ class StreamDialler:
         self._dialler = dialler
         self._budget = budget
         self._recorder = recorder
+        self._open: WeakKeyDictionary[asyncio.StreamWriter, Destination] = WeakKeyDictionary()
 
-    async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+    async def dial(
+        self, host: str, port: int, scheme: Scheme
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         """Connect to `host`.
 
         Raises:
             ConnectionError: refused or failed; the text is the reason.
         """
         try:
-            connection = await self._dialler.dial(host, port)
+            connection = await self._dialler.dial(host, port, scheme)
         except DialError as error:
             self._recorder.note("flow", "deny", rule=error.rule, reason=error.reason, host=host, port=port)
             raise ConnectionError(error.reason) from None
@@ -144,11 +149,27 @@ class StreamDialler:
         except BaseException:
             connection.sock.close()
             raise
-        return reader, _MeteredWriter(transport, protocol, reader, loop, self._budget), str(connection.address)
+        writer = _MeteredWriter(transport, protocol, reader, loop, self._budget)
+        if not self._dialler.permits(connection.destination):
+            transport.abort()
+            raise ConnectionError("the policy changed while the connection was made")
+        self._open[writer] = connection.destination
+        return reader, writer, str(connection.address)
+
+    def recheck(self) -> int:
+        """Cut the connections to addresses that policy, as it is now, does not allow; returns how many."""
+        refused = [
+            writer
+            for writer, destination in list(self._open.items())
+            if not writer.is_closing() and not self._dialler.permits(destination)
+        ]
+        for writer in refused:
+            writer.transport.abort()
+        return len(refused)
 
     async def _record_observed(self, connection: Connection, host: str, port: int) -> None:
         allowed = connection.allowed
-        if allowed is None or allowed.observed is None:
+        if allowed.observed is None:
             return
         await self._recorder.accept(
             "flow",

@@ -2,13 +2,13 @@
 
 - A name is resolved here and now: the operator's own map first, else the gateway's resolver. What the sandbox was
   told in DNS, or which address it dialled, does not matter.
-- Every address is classified before it is dialled, and the socket is connected to that very address: nothing
-  resolves again in between. Pairs of the operator's map are exempt; they are the operator's word.
-- The host's own addresses, public ones too, are not dialled.
+- Every address, wherever it comes from, is judged by `policy.destination` before it is dialled, by what is in force
+  then, and again once it is connected. The socket is connected to that very address: nothing resolves again in between.
+- The host's own addresses, public ones too, are not dialled unless the operator opened or mapped them.
 - Sockets are made by the unprivileged worker, so the guard's rules by user id bind them.
 - While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines. One that
   is too early waits for its turn, and is refused when that would take longer than a connection may.
-- Policy is asked once more, about the name or the literal address itself: a caller that forgot to ask, or asked about
+- The judgement includes the flow of the name or the literal address itself: a caller that forgot to ask, or asked about
   another name, dials nothing that policy names nowhere.
 - A caller's verdict must be in the audit log before it calls; the dialler records nothing. What policy's mode observe
   let pass is handed to the caller (`Connection.allowed`), who records it before the first byte.
@@ -17,15 +17,16 @@
 import asyncio
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address
 
 from gateway.config import GatewayConfig, GatewayLimits
 from gateway.dns_logic import Outcome
 from gateway.resolver import Resolver
-from policy.addresses import dialable
-from policy.decision import AllowAddress, Deny, decide_address, decide_name, decide_resolved
+from policy.decision import AllowAddress, Deny
+from policy.destination import decide_address, decide_answer
+from policy.facts import AddressSource, Destination, Scheme
 
 _MAX_TRIES = 4
 _MAX_DIALS = 128
@@ -58,16 +59,16 @@ class DialError(Exception):
 class Connection:
     """A connected non-blocking socket and the address it is connected to.
 
-    `allowed` is policy's word on an address that a name resolved to.
+    `destination` is what policy allowed, and `allowed` is policy's word on it.
     """
 
     sock: socket.socket
-    address: IPv4Address | IPv6Address
-    port: int
-    allowed: AllowAddress | None = None
+    destination: Destination
+    allowed: AllowAddress
 
-
-type _Candidates = tuple[tuple[IPv4Address | IPv6Address, AllowAddress | None], ...]
+    @property
+    def address(self) -> IPv4Address | IPv6Address:
+        return self.destination.address
 
 
 class Dialler:
@@ -94,59 +95,41 @@ class Dialler:
         self._refilled = 0.0
         self._places = asyncio.Semaphore(_MAX_DIALS)
 
-    async def dial(self, host: str, port: int) -> Connection:
+    async def dial(self, host: str, port: int, scheme: Scheme) -> Connection:
         """Connect to `host`, a checked name that policy allowed.
 
         Raises:
             DialError: no address of it could or may be reached.
         """
         config = await self._ready()
-        unnamed = not_named(config, host)
-        if unnamed is not None:
-            raise DialError(DialFailure.POLICY, unnamed)
-        candidates = await self._candidates(host, port, config)
-        return await self._connect(candidates, port, config)
+        mapped = config.host_addresses.get(host)
+        source = AddressSource.RESOLVED if mapped is None else AddressSource.MAPPED
+        addresses = await self._resolved(host) if mapped is None else mapped
+        return await self._connect([Destination(host, address, port, scheme, source) for address in addresses])
 
     async def dial_address(self, address: IPv4Address | IPv6Address, port: int) -> Connection:
-        """Connect to an address that policy allowed literally; it must be dialable all the same.
+        """Connect to an address that policy allowed literally.
 
         Raises:
             DialError: it may not or cannot be reached.
         """
-        config = await self._ready()
-        refused = dialable(address, config.allowed_addresses)
-        if refused is not None:
-            raise DialError(DialFailure.ADDRESS, f"address is {refused.value}")
-        if own_address(config, address):
-            raise DialError(DialFailure.ADDRESS, "address is one of this host's own")
-        decision = decide_address(config.policy, address, port, config.allowed_addresses)
-        if isinstance(decision, Deny):
-            raise DialError(DialFailure.POLICY, decision.reason)
-        return await self._connect(((address, None),), port, config)
+        await self._ready()
+        return await self._connect([literal(address, port)])
 
-    async def _candidates(self, host: str, port: int, config: GatewayConfig) -> _Candidates:
-        """The addresses of `host` that may be dialled, IPv4 only unless the operator named others."""
-        mapped = config.host_addresses.get(host)
-        if mapped is not None:
-            return tuple((address, None) for address in mapped)
+    def permits(self, destination: Destination) -> bool:
+        """Whether an open connection to `destination` may stay, by what is in force now."""
+        config = self._config()
+        return config is not None and isinstance(judge(config, destination), AllowAddress)
+
+    async def _resolved(self, host: str) -> tuple[IPv4Address, ...]:
         resolution = await self._resolver.resolve(host)
         match resolution.outcome:
             case Outcome.ADDRESSES:
-                pass
+                return resolution.addresses
             case Outcome.NXDOMAIN | Outcome.NODATA:
                 raise DialError(DialFailure.NAME, "name has no address")
             case Outcome.FAILED | Outcome.REFUSED_ADDRESS:
                 raise DialError(DialFailure.NAME, "name could not be resolved")
-        answers = {item: permitted(config, host, item, port) for item in resolution.addresses}
-        allowed = [(item, answer) for item, answer in answers.items() if isinstance(answer, AllowAddress)]
-        open_ones = [(item, answer) for item, answer in allowed if not own_address(config, item)]
-        if open_ones:
-            # What is allowed goes ahead of what is only observed.
-            return tuple(sorted(open_ones, key=lambda one: one[1].observed is not None))
-        for refused in answers.values():
-            if isinstance(refused, Deny):
-                raise DialError(DialFailure.ADDRESS, refused.reason, refused.rule)
-        raise DialError(DialFailure.ADDRESS, f"{host} resolves to an address of this host's own")
 
     async def _ready(self) -> GatewayConfig:
         """The configuration in force, once it is this dial's turn."""
@@ -178,49 +161,77 @@ class Dialler:
         self._tokens -= 1
         return wait
 
-    async def _connect(self, candidates: _Candidates, port: int, config: GatewayConfig) -> Connection:
+    async def _connect(self, destinations: list[Destination]) -> Connection:
+        """Connect to the first destination that is allowed and answers; what is only observed is tried last."""
+        limits = self._usable().limits
         try:
-            async with asyncio.timeout(config.limits.connect):
+            async with asyncio.timeout(limits.connect):
                 await self._places.acquire()
         except TimeoutError:
             raise DialError(DialFailure.RATE, _TOO_MANY) from None
         try:
-            for address, allowed in candidates[:_MAX_TRIES]:
-                if not self._guarded():
-                    raise DialError(DialFailure.GUARD, "the guard of the upstream namespace is not running")
+            for number, destination in enumerate(self._allowed_first(destinations)[:_MAX_TRIES]):
+                if number:  # time has passed
+                    self._judged(destination)
                 try:
-                    async with asyncio.timeout(config.limits.connect):
-                        return Connection(await _connected(address, port), address, port, allowed)
+                    async with asyncio.timeout(limits.connect):
+                        sock = await _connected(destination.address, destination.port)
                 except (OSError, TimeoutError):
                     continue
+                try:
+                    return Connection(sock, destination, self._judged(destination))
+                except BaseException:
+                    sock.close()
+                    raise
         finally:
             self._places.release()
         raise DialError(DialFailure.CONNECT, "no address of the host could be reached")
 
+    def _allowed_first(self, destinations: list[Destination]) -> list[Destination]:
+        """The destinations that may be dialled, those without an observed denial first.
 
-def not_named(config: GatewayConfig, host: str) -> str | None:
-    """None when policy could allow some flow to `host`, else why not. For whoever asks or dials, beside the verdict."""
-    decision = decide_name(config.policy, host)
-    return decision.reason if isinstance(decision, Deny) else None
+        Raises:
+            DialError: there is none.
+        """
+        config = self._usable()
+        answers = [(one, judge(config, one)) for one in destinations]
+        allowed = [(one, answer) for one, answer in answers if isinstance(answer, AllowAddress)]
+        for _, refused in answers:
+            if not allowed and isinstance(refused, Deny):
+                raise _refusal(refused)
+        return [one for one, answer in sorted(allowed, key=lambda pair: pair[1].observed is not None)]
+
+    def _judged(self, destination: Destination) -> AllowAddress:
+        """Policy's word as of now: it may have been replaced, and the guard may be gone, since the last wait."""
+        answer = judge(self._usable(), destination)
+        if isinstance(answer, Deny):
+            raise _refusal(answer)
+        return answer
 
 
-def permitted(
-    config: GatewayConfig, host: str, address: IPv4Address | IPv6Address, port: int = 443
+def literal(address: IPv4Address | IPv6Address, port: int) -> Destination:
+    """The destination of a TLS flow without a server name."""
+    return Destination(None, address, port, Scheme.HTTPS, AddressSource.LITERAL)
+
+
+def judge(config: GatewayConfig, destination: Destination) -> AllowAddress | Deny:
+    """Whether a flow may be opened to `destination`: brings the operator's exceptions and what this kernel knows."""
+    own = own_address(destination.address)
+    return decide_address(config.policy, replace(destination, own=own), config.allowed_addresses)
+
+
+def judge_answer(
+    config: GatewayConfig, host: str, address: IPv4Address | IPv6Address, source: AddressSource
 ) -> AllowAddress | Deny:
-    """Whether `host` may be dialled at this address it resolved to."""
-    refused = dialable(address, config.allowed_addresses)
-    if refused is not None:
-        return Deny(DialFailure.ADDRESS.value, f"{host} resolves to a {refused.value} address")
-    return decide_resolved(config.policy, host, address, port)
+    """Whether a DNS answer for `host` may show this address."""
+    return decide_answer(config.policy, host, address, source, config.allowed_addresses, own=own_address(address))
 
 
-def own_address(config: GatewayConfig, address: IPv4Address | IPv6Address) -> bool:
-    """Whether this is an address of the host itself, be it a public one, that the operator has not opened.
+def own_address(address: IPv4Address | IPv6Address) -> bool:
+    """Whether this is an address of the host itself, be it a public one.
 
     Asked of the kernel's routing: to reach itself it takes the very same address as source. Nothing is sent.
     """
-    if any(address in network for network in config.allowed_addresses):
-        return False
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
         try:
@@ -228,6 +239,11 @@ def own_address(config: GatewayConfig, address: IPv4Address | IPv6Address) -> bo
         except OSError:
             return False  # no way there, for a dial neither
         return bool(probe.getsockname()[0] == str(address))
+
+
+def _refusal(denied: Deny) -> DialError:
+    special = denied.rule.startswith("address-class:")
+    return DialError(DialFailure.ADDRESS if special else DialFailure.POLICY, denied.reason, denied.rule)
 
 
 async def _connected(address: IPv4Address | IPv6Address, port: int) -> socket.socket:

@@ -37,7 +37,8 @@ from gateway.inspection import Inspection
 from gateway.ledger import Ledger
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.resolver import Resolver
-from gateway.upstream import Dialler, not_named
+from gateway.upstream import Dialler
+from policy.decision import Deny, decide_name
 from policy.rules import Limits
 from vault.client import VaultClient
 from wire.frames import close_all
@@ -79,19 +80,20 @@ class Worker:
         self._audit = AuditClient.from_fd(fds.audit)
         self._vault = VaultClient.from_fd(fds.vault, self._revoked)
         self._control = wire.Client(socket.socket(fileno=fds.control), self._handle)
+        ledger = Ledger.from_fd(fds.ledger)
         self._resolver = Resolver((), time.monotonic, lambda: self._guard.alive, self._may_ask)
         dialler = Dialler(self._resolver, self._active, lambda: self._guard.alive, time.monotonic)
-        ledger = Ledger.from_fd(fds.ledger)
         self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic, ledger)
         self._secrets = LeasedSecrets(lambda: self._vault)
         budget = Budget(ledger, self._limits, time.monotonic, self._spent)
         recorder = AuditRecorder(self._audit, self._active)
+        self._streams = StreamDialler(dialler, budget, recorder)
         self._inspection = Inspection(
             PolicyDecider(self._active),
             budget,
             self._secrets,
             recorder,
-            StreamDialler(dialler, budget, recorder),
+            self._streams,
             lambda: self._vault,
             ledger,
         )
@@ -127,7 +129,7 @@ class Worker:
         return self._config
 
     def _may_ask(self, host: str) -> bool:
-        return self._config is not None and not_named(self._config, host) is None
+        return self._config is not None and not isinstance(decide_name(self._config.policy, host), Deny)
 
     def _limits(self) -> Limits | None:
         return self._config.policy.limits if self._config is not None else None
@@ -209,7 +211,7 @@ class Worker:
         self._config = config
         put_in_place()
         self._resolver.set_upstreams(config.dns_upstreams)
-        cut = self._registry.recheck()
+        cut = self._registry.recheck() + self._streams.recheck()
         if self._inspection.engine is not None:
             cut += self._inspection.engine.recheck()
         if cut:

@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--scheme", choices=["https", "http"], default="https")
     explain.add_argument("--port", type=int, help="else the scheme's")
     explain.add_argument("--policy", help="name of a policy in the file; else its default, or its only one")
+    explain.add_argument("--address", help="what the host resolves to, to be judged too")
     vault.cli.add_commands(commands.add_parser("vault", parents=[after], help="manage stored secrets"), [after])
     log = commands.add_parser("audit", parents=[after], help="read and verify the audit log").add_subparsers(
         dest="action", required=True
@@ -214,6 +215,12 @@ def _log_directory(options: argparse.Namespace) -> Path:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    try:
+        configured: Settings | None = _configured(options)
+    except SettingsError:
+        if options.file is None or options.config is not None:
+            raise
+        configured = None
     return policy.cli.explain(
         _policy_file(options),
         options.policy,
@@ -222,6 +229,9 @@ def _explain(options: argparse.Namespace) -> int:
         options.scheme,
         options.method,
         options.path,
+        address=options.address,
+        exceptions=() if configured is None else configured.get("sallyport.allowed_addresses", ()),
+        mapped={} if configured is None else configured.get("sallyport.host_addresses", {}),
     )
 
 

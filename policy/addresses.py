@@ -129,6 +129,19 @@ def dialable(ip: IPAddress | str, exceptions: tuple[IPNetwork, ...] = ()) -> Add
     return dialable(inner, exceptions) if inner is not None else None
 
 
+def faces(ip: IPAddress | str) -> tuple[IPAddress, ...]:
+    """Return every address that this one stands for: itself, and the IPv4 address inside it.
+
+    A denial of any of them is a denial of all: a packet to the outer one arrives at the inner one.
+
+    Raises:
+        ValueError: a text that is not one address.
+    """
+    address = _parse(ip)
+    inner = _judge(address)[2]
+    return (address,) if inner is None else (address, inner)
+
+
 def _opens(exception: IPNetwork, address: IPAddress, entry: IPNetwork) -> bool:
     return exception.version == entry.version and address in exception and exception.prefixlen >= entry.prefixlen
 

@@ -1,17 +1,23 @@
 """`sallyport policy check` and `sallyport policy explain`: print, and return an exit code.
 
 - 0: the file is good, or the request is allowed. 1: the request is denied. 2: the file or the question is wrong.
-- `explain` asks the same functions as the gateway, in the same order, and shows each answer.
+- `explain` asks the same functions as the gateway, in the same order, and shows each answer. A host that is an address
+  means TLS without a server name to it. It resolves no name: `address` says where a name is.
 """
 
 import sys
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address, ip_network
 from pathlib import Path
+from types import MappingProxyType
 
+from policy.addresses import IPNetwork
 from policy.compile import UnknownPolicy, compile_named, secrets_of
 from policy.compiled import CompiledPolicy
 from policy.decision import Deny, Treatment, decide_flow, decide_name, decide_request
+from policy.destination import decide_address
 from policy.document import DENY_ALL_NAME, PolicyDocument
-from policy.facts import FlowFacts, RequestFacts, Scheme
+from policy.facts import AddressSource, Destination, FlowFacts, RequestFacts, Scheme
 from policy.load import load
 from policy.names import InvalidName, canonical_host
 from policy.problems import PolicyError, meant
@@ -39,12 +45,25 @@ def check(path: Path | str) -> int:
 
 
 def explain(
-    file: Path | str, policy: str | None, host: str, port: int, scheme: str, method: str = "GET", path: str = "/"
+    file: Path | str,
+    policy: str | None,
+    host: str,
+    port: int,
+    scheme: str,
+    method: str = "GET",
+    path: str = "/",
+    *,
+    address: str | None = None,
+    exceptions: Sequence[str] = (),
+    mapped: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> int:
     """Say what would happen to one request of a sandbox under a policy of the file, and why.
 
     Args:
         policy: its name; None means the file's default, or its only policy where the default is deny-all.
+        address: what the host resolves to; it is judged too.
+        exceptions: networks that the operator opened beyond public ones.
+        mapped: the operator's own addresses of names.
     """
     document = _load(file)
     if document is None:
@@ -55,6 +74,12 @@ def explain(
             (policy,) = document.policies
     try:
         compiled = compile_named(document, policy)
+        opened = tuple(ip_network(network) for network in exceptions)
+        literal = _literal(host, port, scheme)
+        if literal is not None:
+            print(f"TLS without a server name to {host}:{port} under {compiled.name} ({compiled.digest[:16]})")
+            return _explain_addresses(compiled, [literal], opened)
+        given = None if address is None else ip_address(address)
         request = RequestFacts(canonical_host(host), port, Scheme(scheme), method, *_split(path))
     except UnknownPolicy as error:
         hint = meant(policy, (*document.policies, DENY_ALL_NAME))
@@ -64,10 +89,36 @@ def explain(
         print(str(error), file=sys.stderr)
         return WRONG
     except ValueError:
-        print("scheme must be http or https", file=sys.stderr)
+        print("scheme must be http or https, and an address an IP address", file=sys.stderr)
         return WRONG
     print(f"{method} {scheme}://{request.host}:{port}{request.path} under {compiled.name} ({compiled.digest[:16]})")
-    return _explain(compiled, request)
+    fixed = [ip_address(text) for text in mapped.get(request.host, ())]
+    source = AddressSource.MAPPED if fixed else AddressSource.RESOLVED
+    places = [
+        Destination(request.host, place, port, request.scheme, source)
+        for place in fixed or ([] if given is None else [given])
+    ]
+    code = _explain(compiled, request)
+    return _explain_addresses(compiled, places, opened) if code == OK and places else code
+
+
+def _literal(host: str, port: int, scheme: str) -> Destination | None:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    return Destination(None, address, port, Scheme(scheme), AddressSource.LITERAL)
+
+
+def _explain_addresses(policy: CompiledPolicy, places: list[Destination], opened: tuple[IPNetwork, ...]) -> int:
+    """Print the answer to each address; the flow is opened if one of them is allowed."""
+    answers = [decide_address(policy, place, opened) for place in places]
+    for place, answer in zip(places, answers, strict=True):
+        if isinstance(answer, Deny):
+            _denied("address", answer)
+        else:
+            _allowed("address", answer.rule, f"{place.address} is dialled", answer.observed)
+    return DENIED if all(isinstance(answer, Deny) for answer in answers) else OK
 
 
 def _explain(policy: CompiledPolicy, request: RequestFacts) -> int:

@@ -4,12 +4,16 @@ Order of authority, the first that speaks decides:
 
 1. Facts that make no sense (a name not in wire form, a method that is no token) and methods that are never relayed:
    denied.
-2. Operator `always_deny`. 3. Operator `always_allow`, on port 80 as HTTP and on 443 as HTTPS.
-4. The rule lists; each must allow. In a `DENY_WINS` list any matching denial beats any allow; in a `FIRST_MATCH` list
+2. Operator `always_deny`: names and addresses, on any port, wherever the address comes from.
+3. The built-in address classes: an address that is not public, or is the gateway host's own, unless the operator
+   excepted it or mapped the host to it. Neither lifts an `always_deny`.
+4. Operator `always_allow`, on port 80 as HTTP and on 443 as HTTPS, over all that follows.
+5. The rule lists; each must allow. In a `DENY_WINS` list any matching denial beats any allow; in a `FIRST_MATCH` list
    the first matching rule decides. An API list is held under the operator's ceiling first.
 
 - A flow is decided without its requests: rules with methods or paths make it INSPECT, and `decide_request` then judges
   each request from the beginning, the flow included.
+- `destination.decide_address` judges by this order every address that a flow would be opened to.
 - A name rule never authorises a bare address, and an address rule never authorises a name.
 - Injections of one request never compete for a header: two different plans for one slot are a denial.
 - Mode observe turns a list's denial into an allow that carries it (`observed`); such a request gets no injection, from
@@ -21,9 +25,7 @@ A `Deny` is the only negative answer. An exception from here means that a decisi
 
 from dataclasses import dataclass
 from enum import StrEnum
-from ipaddress import ip_address
 
-from policy.addresses import IPAddress, IPNetwork, dialable
 from policy.compiled import CompiledPolicy
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import InjectionPlan
@@ -153,74 +155,6 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
     if isinstance(bound, Deny):
         return bound
     return _settle(policy, facts, overridden or lists.rule, (*lists.injections, *bound))
-
-
-def decide_address(
-    policy: CompiledPolicy, ip: IPAddress | str, port: int, exceptions: tuple[IPNetwork, ...] = ()
-) -> AllowAddress | Deny:
-    """Decide about splicing a TLS flow without a server name to exactly this address.
-
-    `exceptions` are the networks the operator opened beyond public ones. Only address rules and `always_allow`
-    networks can answer yes; a default never does.
-    """
-    address = _address(ip)
-    if address is None:
-        return Deny("invalid-address", "The destination is not an IP address.")
-    refused = dialable(address, exceptions)
-    if refused is not None:
-        return Deny(f"address-class:{refused}", f"{address} is a {refused} address.")
-    position = policy.denied.find_address(address)
-    if position is not None:
-        return Deny(f"always-deny:{position}", f"{address} is denied by the operator.")
-    position = policy.allowed.find_address(address)
-    if position is not None and port == 443:
-        return AllowAddress(f"always-allow:{position}")
-    names = []
-    for rules in policy.lists:
-        if rules.ceiling is not None and not rules.ceiling.admits_port(port):
-            return Deny("ceiling", f"Port {port} is above the operator's ceiling.")
-        matching = [rule for rule in rules.of_address(address) if _on_port(rule, port)]
-        for rule in matching:
-            if rule.action is Action.DENY:
-                return Deny(rule.id, f"{address}:{port} is denied by rule {rule.id}.")
-        if not matching:
-            return Deny("default", f"No rule of {rules.name} allows the address {address}:{port}.")
-        names.append(matching[0].id)
-    return AllowAddress("+".join(names))
-
-
-def decide_resolved(policy: CompiledPolicy, host: str, ip: IPAddress | str, port: int) -> AllowAddress | Deny:
-    """Decide whether an allowed host may be dialled at an address it resolved to: a denied address beats an allowed
-    name.
-
-    The class of the address (private, metadata, ...) is not judged here; see `addresses.dialable`.
-    """
-    address = _address(ip)
-    if address is None:
-        return Deny("invalid-address", "The destination is not an IP address.")
-    position = policy.denied.find_address(address)
-    if position is not None:
-        return Deny(f"always-deny:{position}", f"{host} resolves to {address}, which is denied by the operator.")
-    early = _operator_on_host(policy, host)
-    if isinstance(early, Deny):
-        return early
-    position = policy.allowed.find_address(address)
-    if early is not None or position is not None:
-        return AllowAddress(early or f"always-allow:{position}")
-    answers: list[_Pass | Deny] = []
-    for rules in policy.lists:
-        denial = next(
-            (rule for rule in rules.of_address(address) if rule.action is Action.DENY and _on_port(rule, port)), None
-        )
-        if denial is None:
-            answers.append(_Pass("resolved"))
-        else:
-            reason = f"{host} resolves to {address}, which is denied by rule {denial.id}."
-            answers.append(_observing(rules, Deny(denial.id, reason)))
-    passed = _through_lists(answers)
-    if isinstance(passed, Deny):
-        return passed
-    return AllowAddress("resolved" if passed.observed is None else passed.rule, passed.observed)
 
 
 def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
@@ -380,16 +314,3 @@ def _settle(
     if slots and facts.scheme is Scheme.HTTP and not (facts.port == 80 and facts.host in policy.plaintext_secrets):
         return Deny("plaintext-secret", f"The operator does not allow secrets to {facts.host} over plain HTTP.")
     return AllowRequest(rule, tuple(slots.values()))
-
-
-def _on_port(rule: Rule, port: int) -> bool:
-    return not rule.endpoints or any(endpoint.port == port for endpoint in rule.endpoints)
-
-
-def _address(ip: IPAddress | str) -> IPAddress | None:
-    try:
-        address = ip_address(ip) if isinstance(ip, str) else ip
-    except ValueError:
-        return None
-    mapped = getattr(address, "ipv4_mapped", None)
-    return address if mapped is None else mapped

@@ -1,4 +1,4 @@
-"""What a decision is about: one flow, or one request on a flow.
+"""What a decision is about: one flow, one request on a flow, or one address that a flow would be opened to.
 
 - `host` is in wire form (see `names.wire_host`); `port` is the one the packet was addressed to, never one a client
   wrote into a header; `scheme` is what is really spoken, never what the port suggests.
@@ -9,6 +9,8 @@ These are plain values. Whether they make sense is judged by `decision`, which d
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from policy.addresses import IPAddress
 
 
 class Scheme(StrEnum):
@@ -42,3 +44,31 @@ class RequestFacts:
     def flow(self) -> FlowFacts:
         """The flow this request is on."""
         return FlowFacts(self.host, self.port, self.scheme)
+
+
+class AddressSource(StrEnum):
+    """Where the address of a destination comes from."""
+
+    LITERAL = "literal"
+    """The packet: a TLS flow without a server name is opened to the address that the client dialled."""
+    RESOLVED = "resolved"
+    """A DNS answer for the host."""
+    MAPPED = "mapped"
+    """The operator's own name to address map."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """One address and port that a flow would be opened to.
+
+    Attributes:
+        host: the name that was allowed; None exactly for a literal address.
+        own: the address is one of the gateway's own machine, which only its kernel knows.
+    """
+
+    host: str | None
+    address: IPAddress
+    port: int
+    scheme: Scheme
+    source: AddressSource
+    own: bool = False

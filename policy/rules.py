@@ -1,8 +1,8 @@
 """The compiled form of a policy: frozen rules, and the index that finds those of a host.
 
 - Every value here is canonical; a value that is not cannot be built (`__post_init__` refuses it).
-- A rule names hosts or addresses, never both. An allow rule names its endpoints (port and scheme); a deny rule without
-  endpoints covers all of them.
+- A rule names hosts or addresses, never both. An allow rule names its endpoints (port and scheme). A deny rule without
+  endpoints covers every port, of its `schemes` where it has some, else of both schemes.
 - A rule list is either `DENY_WINS` (order and repetition mean nothing) or `FIRST_MATCH` (the OpenSandbox order), and
   ends in its default action, which is deny unless somebody wrote otherwise.
 - Finding the rules of a host costs one dictionary lookup for each of its labels, however many rules there are.
@@ -105,7 +105,10 @@ STANDARD = (Endpoint(80, Scheme.HTTP), Endpoint(443, Scheme.HTTPS))
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule. Empty `methods` or `paths` mean all; empty `endpoints` mean all (deny rules and API rules only)."""
+    """One rule. Empty `methods` or `paths` mean all; empty `endpoints` mean all (deny rules and API rules only).
+
+    `schemes` narrow a deny rule that names no port: it covers every port on which one of them is spoken.
+    """
 
     id: str
     action: Action
@@ -116,8 +119,11 @@ class Rule:
     paths: tuple[PathPattern, ...] = ()
     inspect: bool = False
     injections: tuple[InjectionPlan, ...] = ()
+    schemes: tuple[Scheme, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.schemes and (self.action is Action.ALLOW or self.endpoints):
+            raise ValueError(f"rule {self.id!a}: only a deny rule without endpoints is about schemes")
         if bool(self.hosts) == bool(self.addresses):
             raise ValueError(f"rule {self.id!a} needs hosts or addresses, and not both")
         for address in self.addresses:
@@ -150,7 +156,9 @@ class Rule:
 
     def covers(self, endpoint: Endpoint) -> bool:
         """Tell whether the rule is about this endpoint."""
-        return not self.endpoints or endpoint in self.endpoints
+        if self.endpoints:
+            return endpoint in self.endpoints
+        return not self.schemes or endpoint.scheme in self.schemes
 
     def accepts(self, method: str, path: str) -> bool:
         """Tell whether a request is matched. Denials match in any case, since some servers fold it."""
@@ -205,7 +213,9 @@ class RuleList:
         if self.default_action is Action.ALLOW and self.precedence is not Precedence.FIRST_MATCH:
             raise ValueError(f"rule list {self.name!a}: only an API policy may default to allow")
         if self.precedence is Precedence.FIRST_MATCH:
-            if self.mode is not Mode.ENFORCE or any(rule.inspects or rule.endpoints for rule in self.rules):
+            if self.mode is not Mode.ENFORCE or any(
+                rule.inspects or rule.endpoints or rule.schemes for rule in self.rules
+            ):
                 raise ValueError(f"rule list {self.name!a}: a first-match list is enforced and knows hosts only")
         else:
             for rule in self.rules:

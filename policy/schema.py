@@ -281,7 +281,9 @@ class _Reader:
             for host, place in zip(hosts, self._items(keys, "host", "hosts"), strict=True):
                 if host.wildcard:
                     self._fail(place, "a secret is bound to exact hosts, not to a wildcard")
-        endpoints = self._endpoints(keys, action, bool(addresses), bool(injections))
+        # A denial of a scheme holds on every port, not only on the port that the scheme usually has.
+        everywhere = action is Action.DENY and "ports" not in keys
+        endpoints = () if everywhere else self._endpoints(keys, action, bool(addresses), bool(injections))
         if injections and any(endpoint.scheme is Scheme.HTTP for endpoint in endpoints):
             self._check_plaintext(keys, hosts, endpoints)
         rule = self._made(
@@ -296,17 +298,16 @@ class _Reader:
                 self._list(keys, "paths", self._path) if "paths" in keys else (),
                 self._flag(keys, "inspect"),
                 injections,
+                self._schemes(keys) if everywhere else (),
             ),
         )
         self._rule_places[rule.id] = node
         return rule
 
     def _endpoints(self, keys: Mapping, action: Action, to_address: bool, injecting: bool) -> tuple[Endpoint, ...]:
-        schemes = self._list(keys, "schemes", lambda node: self._choice(node, Scheme)) if "schemes" in keys else None
+        schemes = self._schemes(keys) or None
         if "ports" in keys:
             ports = self._list(keys, "ports", self._port)
-        elif action is Action.DENY and schemes is None:
-            return ()
         elif schemes is not None:
             ports = tuple({Scheme.HTTP: 80, Scheme.HTTPS: 443}[scheme] for scheme in schemes)
         else:
@@ -320,6 +321,9 @@ class _Reader:
                 self._fail(node, f"none of the rule's schemes is spoken on port {port}")
             endpoints.update(dict.fromkeys(Endpoint(port, scheme) for scheme in spoken))
         return tuple(endpoints)
+
+    def _schemes(self, keys: Mapping) -> tuple[Scheme, ...]:
+        return self._list(keys, "schemes", lambda node: self._choice(node, Scheme))
 
     def _schemes_on(self, port: int, schemes: tuple[Scheme, ...] | None, action: Action) -> tuple[Scheme, ...]:
         fixed = {80: Scheme.HTTP, 443: Scheme.HTTPS}.get(port)

@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 from policy.compiled import CompiledPolicy
-from policy.decision import Deny, decide_address, decide_request
-from policy.facts import RequestFacts, Scheme
+from policy.decision import Deny, decide_request
+from policy.destination import decide_address
+from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 
 _SPOKEN = ((443, Scheme.HTTPS), (80, Scheme.HTTP), (8443, Scheme.HTTPS), (8080, Scheme.HTTP))
 _METHODS = ("GET", "POST", "DELETE")
@@ -59,7 +61,8 @@ def mutations(document: Any, is_open: Callable[[Path], bool] = lambda path: Fals
 
 def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]) -> frozenset[str]:
     """The requests that may be sent, those that carry which secret, and the addresses that may be dialled."""
-    found = {f"dials {address}" for address in _ADDRESSES if not isinstance(decide_address(policy, address, 443), Deny)}
+    literals = [Destination(None, ip_address(text), 443, Scheme.HTTPS, AddressSource.LITERAL) for text in _ADDRESSES]
+    found = {f"dials {one.address}" for one in literals if not isinstance(decide_address(policy, one), Deny)}
     for host, (port, scheme), method, path in itertools.product(hosts, _SPOKEN, _METHODS, paths):
         facts = RequestFacts(host, port, scheme, method, path)
         if not isinstance(decision := decide_request(policy, facts), Deny):

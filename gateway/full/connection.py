@@ -342,7 +342,7 @@ class FlowConnection(server.ConnectionHandler):
             return
         try:
             async with asyncio.timeout(3 * self._limits.handshake_seconds):
-                reader, writer, address = await self._ports.dialler.dial(*self._pin.address)
+                reader, writer, address = await self._ports.dialler.dial(*self._pin.address, self._flow.scheme)
         except asyncio.CancelledError:
             await self._failed(command)
             raise

@@ -18,10 +18,11 @@ from gateway.engine import SecretRefused
 from gateway.ledger import Ledger
 from gateway.ports import LeasedSecrets, StreamDialler
 from gateway.resolver import Resolution, Resolver
-from gateway.upstream import DialError, DialFailure, Dialler, own_address
+from gateway.upstream import DialError, DialFailure, Dialler, judge, own_address
 from policy.compile import compile_named
 from policy.compiled import DENY_ALL, CompiledPolicy
-from policy.facts import RequestFacts, Scheme
+from policy.decision import AllowAddress, Deny
+from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
 from policy.names import HostPattern
@@ -32,6 +33,12 @@ from vault.secret import Secret
 _RULE = Rule("r", Action.ALLOW, (HostPattern("good.test"),), endpoints=(Endpoint(443, Scheme.HTTPS),))
 POLICY = CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(_RULE,)),))
 PLAN = InjectionPlan("api", "token", InjectionKind.BEARER, "Authorization")
+
+
+def allowing(port: int) -> CompiledPolicy:
+    """A policy that lets TLS to good.test pass on one port."""
+    rule = Rule("r", Action.ALLOW, (HostPattern("good.test"),), endpoints=(Endpoint(port, Scheme.HTTPS),))
+    return CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(rule,)),))
 
 
 def request(method: str = "GET", path: str = "/v1/x") -> RequestFacts:
@@ -151,15 +158,18 @@ def configured(policy: CompiledPolicy) -> GatewayConfig:
     return GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), (), hosts)
 
 
-@pytest.mark.parametrize(("policy", "failure"), [(DENY_ALL, DialFailure.POLICY), (POLICY, DialFailure.CONNECT)])
-async def test_a_name_that_policy_names_nowhere_is_not_dialled(policy: CompiledPolicy, failure: DialFailure) -> None:
+@pytest.mark.parametrize(
+    ("policy", "failure"),
+    [(DENY_ALL, DialFailure.POLICY), (POLICY, DialFailure.POLICY), (allowing(1), DialFailure.CONNECT)],
+)
+async def test_a_flow_that_policy_does_not_allow_is_not_dialled(policy: CompiledPolicy, failure: DialFailure) -> None:
     """Even for the operator's own map, and whatever was decided before."""
     clock = asyncio.get_running_loop().time
     config = configured(policy)
     dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
 
     with pytest.raises(DialError) as refused:
-        await dialler.dial("good.test", 1)
+        await dialler.dial("good.test", 1, Scheme.HTTPS)
 
     assert failure is refused.value.failure
 
@@ -178,13 +188,13 @@ async def test_an_address_that_policy_names_nowhere_is_not_dialled() -> None:
 async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_connection_may() -> None:
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    config = replace(configured(POLICY), limits=GatewayLimits(dial_rate=20, connect=1))
+    config = replace(configured(allowing(port)), limits=GatewayLimits(dial_rate=20, connect=1))
     clock = asyncio.get_running_loop().time
     dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
     started = clock()
 
     async def dial() -> float:
-        (await dialler.dial("good.test", port)).sock.close()
+        (await dialler.dial("good.test", port, Scheme.HTTPS)).sock.close()
         return clock() - started
 
     ends = await asyncio.gather(*(dial() for _ in range(80)), return_exceptions=True)
@@ -198,10 +208,10 @@ async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_c
 
 
 async def test_a_dial_that_waited_is_judged_by_the_policy_it_finds_then() -> None:
-    config = replace(configured(POLICY), limits=GatewayLimits(dial_rate=1, connect=5))
+    config = replace(configured(allowing(1)), limits=GatewayLimits(dial_rate=1, connect=5))
     clock = asyncio.get_running_loop().time
     dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
-    dials = [asyncio.ensure_future(dialler.dial("good.test", 1)) for _ in range(3)]
+    dials = [asyncio.ensure_future(dialler.dial("good.test", 1, Scheme.HTTPS)) for _ in range(3)]
     await asyncio.sleep(0.1)
     config = replace(config, policy=DENY_ALL)
     ends = await asyncio.gather(*dials, return_exceptions=True)
@@ -210,18 +220,80 @@ async def test_a_dial_that_waited_is_judged_by_the_policy_it_finds_then() -> Non
     assert [DialFailure.CONNECT, DialFailure.CONNECT, DialFailure.POLICY] == failures
 
 
+async def test_a_change_of_policy_cuts_connections_to_addresses_that_it_denies() -> None:
+    ends: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _reader, writer: ends.append(writer), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    config = configured(allowing(port))
+    clock = asyncio.get_running_loop().time
+    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+    streams = StreamDialler(dialler, Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None), Recorded())
+    _, writer, _ = await streams.dial("good.test", port, Scheme.HTTPS)
+
+    assert (0, False) == (streams.recheck(), writer.is_closing())
+    config = replace(config, policy=replace(config.policy, always_deny=("127.0.0.0/8",)))
+    assert (1, True) == (streams.recheck(), writer.is_closing())
+    assert 0 == streams.recheck()
+    with pytest.raises(ConnectionError):
+        await streams.dial("good.test", port, Scheme.HTTPS)
+    for end in ends:
+        end.close()
+    server.close()
+
+
+class Waiting(Resolver):
+    """Answers once it is released."""
+
+    def __init__(self) -> None:
+        super().__init__((), lambda: 0.0)
+        self.asked, self.release = asyncio.Event(), asyncio.Event()
+
+    async def resolve(self, host: str) -> Resolution:
+        self.asked.set()
+        await self.release.wait()
+        return Resolution(Outcome.ADDRESSES, (IPv4Address("93.184.216.34"),), 60)
+
+
+async def test_an_answer_is_judged_by_the_policy_that_is_in_force_when_it_comes() -> None:
+    config = replace(configured(allowing(443)), host_addresses={})
+    resolver, clock = Waiting(), asyncio.get_running_loop().time
+    dialler = Dialler(resolver, lambda: config, lambda: True, clock)
+    dial = asyncio.ensure_future(dialler.dial("good.test", 443, Scheme.HTTPS))
+    await resolver.asked.wait()
+    config = replace(config, policy=replace(config.policy, always_deny=("93.184.216.0/24",)))
+    resolver.release.set()
+    with pytest.raises(DialError) as refused:
+        await dial
+
+    assert (DialFailure.POLICY, "always-deny:1") == (refused.value.failure, refused.value.rule)
+
+
+@pytest.mark.parametrize("denied", ["good.test", "127.0.0.1/32"])
+async def test_the_operators_own_map_dials_nothing_that_the_operator_always_denies(denied: str) -> None:
+    config = configured(replace(allowing(1), always_deny=(denied,)))
+    clock = asyncio.get_running_loop().time
+    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+    with pytest.raises(DialError) as refused:
+        await dialler.dial("good.test", 1, Scheme.HTTPS)
+
+    assert "always-deny:1" == refused.value.rule
+
+
 @pytest.mark.parametrize(
     ("address", "opened", "own"),
     [
         ("127.0.0.1", (), True),
-        ("127.0.0.1", (IPv4Network("127.0.0.0/8"),), False),
+        ("127.0.0.1", (IPv4Network("127.0.0.0/8"),), True),
         ("93.184.216.34", (), False),
     ],
 )
 def test_the_host_knows_its_own_addresses(address: str, opened: tuple[IPv4Network, ...], own: bool) -> None:
-    config = GatewayConfig("sbx-1", 1, POLICY, "", (), IPv4Address("192.0.2.2"), opened)
+    """An exception of the operator opens them."""
+    config = GatewayConfig("sbx-1", 1, allowing(443), "", (), IPv4Address("192.0.2.2"), opened)
+    destination = Destination("good.test", IPv4Address(address), 443, Scheme.HTTPS, AddressSource.RESOLVED)
 
-    assert own is own_address(config, IPv4Address(address))
+    assert own is own_address(IPv4Address(address))
+    assert isinstance(judge(config, destination), Deny if own and not opened else AllowAddress)
 
 
 async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent() -> None:
@@ -239,12 +311,12 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    config = configured(POLICY)
+    config = configured(allowing(port))
     clock = asyncio.get_running_loop().time
     spent: list[float] = []
     budget = Budget(Ledger.fresh(), lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))
     dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
-    _, writer, address = await StreamDialler(dialler, budget, Recorded()).dial("good.test", port)
+    _, writer, address = await StreamDialler(dialler, budget, Recorded()).dial("good.test", port, Scheme.HTTPS)
     assert "127.0.0.1" == address
     writer.write(b"01234")
     writer.writelines([b"56", b"789"])
@@ -261,7 +333,7 @@ version: 1
 policies:
   enforced:
     rules:
-      - {id: good, host: good.test}
+      - {id: good, host: good.test, ports: [PORT]}
       - {id: not-there, action: deny, addresses: [127.0.0.0/24]}
   observed: {extends: [enforced], mode: observe}
 """
@@ -278,7 +350,7 @@ class Resolved(Resolver):
 async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(name: str) -> None:
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    policy = compile_named(load_text(NETWORKS), name)
+    policy = compile_named(load_text(NETWORKS.replace("PORT", str(port))), name)
     opened = (ip_network("127.0.0.1/32"),)
     config = GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), opened)
     clock = asyncio.get_running_loop().time
@@ -287,12 +359,12 @@ async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(
     log = Recorded()
     if name == "enforced":
         with pytest.raises(ConnectionError):
-            await StreamDialler(dialler, budget, log).dial("good.test", port)
+            await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS)
     else:
-        _, writer, _ = await StreamDialler(dialler, budget, log).dial("good.test", port)
+        _, writer, _ = await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS)
         writer.close()
         with pytest.raises(AuditUnavailable):
-            await StreamDialler(dialler, budget, Recorded(failing=True)).dial("good.test", port)
+            await StreamDialler(dialler, budget, Recorded(failing=True)).dial("good.test", port, Scheme.HTTPS)
     server.close()
 
     ((kind, decision, fields),) = log.records

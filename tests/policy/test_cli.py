@@ -1,6 +1,7 @@
 """What `policy check` and `policy explain` print and return."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,41 @@ def test_explain_answers_as_the_gateway_decides(case: str, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert line in printed
     assert "canary" not in printed
+
+
+PLACES: dict[str, tuple[tuple[str, int], dict[str, Any], int, str]] = {
+    "an address of a rule": (("93.184.216.34", 443), {}, 0, "allow   agents/appliance: 93.184.216.34 is dialled"),
+    "on another port": (("93.184.216.34", 8443), {}, 1, "DENY   default"),
+    "an address that is always denied": (("198.51.100.7", 443), {}, 1, "DENY   always-deny:3"),
+    "what a name resolves to": (("time.corp-example.com", 443), {"address": "8.8.8.8"}, 0, "allow   resolved"),
+    "a private address": (("time.corp-example.com", 443), {"address": "10.0.0.5"}, 1, "DENY   address-class:private"),
+    "one that the operator opened": (
+        ("time.corp-example.com", 443),
+        {"address": "10.0.0.5", "exceptions": ["10.0.0.0/8"]},
+        0,
+        "allow   resolved: 10.0.0.5 is dialled",
+    ),
+    "one that the operator mapped": (
+        ("time.corp-example.com", 443),
+        {"mapped": {"time.corp-example.com": ["10.0.0.5"]}},
+        0,
+        "allow   mapped: 10.0.0.5 is dialled",
+    ),
+    "a mapped one that is always denied": (
+        ("time.corp-example.com", 443),
+        {"mapped": {"time.corp-example.com": ["198.51.100.7"]}},
+        1,
+        "DENY   always-deny:3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_explain_judges_addresses_as_the_gateway_does(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (host, port), more, code, line = PLACES[case]
+
+    assert code == explain(EXAMPLE, "agents", host, port, "https", **more)
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

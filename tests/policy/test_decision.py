@@ -1,6 +1,6 @@
 """Decisions, against tables and against small reference models."""
 
-from ipaddress import ip_network
+from ipaddress import IPv4Network, ip_address
 from typing import Any
 
 import pytest
@@ -18,14 +18,13 @@ from policy.decision import (
     AllowRequest,
     Deny,
     Treatment,
-    decide_address,
     decide_flow,
     decide_name,
     decide_request,
-    decide_resolved,
 )
+from policy.destination import decide_address
 from policy.document import PolicyDocument
-from policy.facts import FlowFacts, RequestFacts, Scheme
+from policy.facts import AddressSource, Destination, FlowFacts, RequestFacts, Scheme
 from policy.load import load_text
 
 DOCUMENT = load_text("""
@@ -71,6 +70,16 @@ def api(rules: str, default: str = "deny", bindings: Any = None, document: Polic
     return compile_api(
         document, parse_network_policy({"defaultAction": default, "egress": egress}), parse_bindings(bindings or [])
     )
+
+
+def bare(policy: CompiledPolicy, ip: str, port: int, exceptions: tuple[IPv4Network, ...] = ()) -> AllowAddress | Deny:
+    """TLS without a server name."""
+    return decide_address(policy, Destination(None, ip_address(ip), port, HTTPS, AddressSource.LITERAL), exceptions)
+
+
+def resolved(policy: CompiledPolicy, host: str, ip: str, port: int) -> AllowAddress | Deny:
+    """A DNS answer."""
+    return decide_address(policy, Destination(host, ip_address(ip), port, HTTPS, AddressSource.RESOLVED))
 
 
 def outcome(decision: AllowName | AllowFlow | AllowRequest | AllowAddress | Deny) -> str:
@@ -225,7 +234,6 @@ ADDRESSES = {
     "the operator's denial": ("93.184.216.66", 443, "!always-deny:4"),
     "a private address": ("10.0.0.1", 443, "!address-class:private"),
     "metadata": ("169.254.169.254", 443, "!address-class:metadata"),
-    "no address": ("good.test", 443, "!invalid-address"),
 }
 
 
@@ -234,32 +242,32 @@ def test_a_bare_address_needs_a_rule_for_that_address(case: str) -> None:
     """Names and defaults never open one."""
     ip, port, expected = ADDRESSES[case]
 
-    assert expected == outcome(decide_address(AGENTS, ip, port))
+    assert expected == outcome(bare(AGENTS, ip, port))
 
 
 def test_an_address_rule_wider_than_the_built_in_denials_does_not_open_them() -> None:
     """0.0.0.0/0 allows public addresses only; an operator's exception opens what it names."""
     policy = api("+0.0.0.0/0 +::/0 -93.184.216.0/24 +93.184.216.34")
 
-    assert "api:1" == outcome(decide_address(policy, "8.8.8.8", 443))
-    assert "!address-class:metadata" == outcome(decide_address(policy, "169.254.169.254", 443))
-    assert "!address-class:private" == outcome(decide_address(policy, "10.1.2.3", 443))
-    assert "api:1" == outcome(decide_address(policy, "10.1.2.3", 443, (ip_network("10.0.0.0/8"),)))
-    assert "!api:3" == outcome(decide_address(policy, "93.184.216.34", 443)), "a denial wins whatever the order"
-    assert "!ceiling" == outcome(decide_address(policy, "8.8.8.8", 22))
-    assert "!default" == outcome(decide_address(api("", "allow"), "8.8.8.8", 443)), "a default opens no address"
+    assert "api:1" == outcome(bare(policy, "8.8.8.8", 443))
+    assert "!address-class:metadata" == outcome(bare(policy, "169.254.169.254", 443))
+    assert "!address-class:private" == outcome(bare(policy, "10.1.2.3", 443))
+    assert "api:1" == outcome(bare(policy, "10.1.2.3", 443, (IPv4Network("10.0.0.0/8"),)))
+    assert "!api:3" == outcome(bare(policy, "93.184.216.34", 443)), "a denial wins whatever the order"
+    assert "!ceiling" == outcome(bare(policy, "8.8.8.8", 22))
+    assert "!default" == outcome(bare(api("", "allow"), "8.8.8.8", 443)), "a default opens no address"
 
 
 def test_an_allowed_name_that_resolves_into_a_denied_network_is_not_dialled() -> None:
     """The operator's networks bind every name, a caller's all but the always-allowed."""
     policy = api("+good.test -93.184.217.0/24 +93.184.217.9")
 
-    assert "resolved" == outcome(decide_resolved(policy, "good.test", "93.184.216.34", 443))
-    assert "!api:2" == outcome(decide_resolved(policy, "good.test", "::ffff:93.184.217.9", 443))
-    assert "!always-deny:4" == outcome(decide_resolved(policy, "good.test", "93.184.216.66", 443))
-    assert "always-allow:1" == outcome(decide_resolved(policy, "status.good.test", "93.184.217.9", 443))
-    assert "!always-deny:4" == outcome(decide_resolved(policy, "status.good.test", "93.184.216.66", 443))
-    assert "?agents/not-there observe:watch" == outcome(decide_resolved(WATCH, "good.test", "93.184.217.9", 443))
+    assert "resolved" == outcome(resolved(policy, "good.test", "93.184.216.34", 443))
+    assert "!api:2" == outcome(resolved(policy, "good.test", "::ffff:93.184.217.9", 443))
+    assert "!always-deny:4" == outcome(resolved(policy, "good.test", "93.184.216.66", 443))
+    assert "always-allow:1" == outcome(resolved(policy, "status.good.test", "93.184.217.9", 443))
+    assert "!always-deny:4" == outcome(resolved(policy, "status.good.test", "93.184.216.66", 443))
+    assert "?agents/not-there observe:watch" == outcome(resolved(WATCH, "good.test", "93.184.217.9", 443))
 
 
 API = {
@@ -335,7 +343,7 @@ OBSERVED = {
         "agents/api Authorization=token",
     ),
     "the operator's denials stand": (decide_name(WATCH, "evil.test"), "!always-deny:1"),
-    "bare addresses stay shut": (decide_address(WATCH, "93.184.216.35", 443), "!default"),
+    "bare addresses stay shut": (bare(WATCH, "93.184.216.35", 443), "!default"),
     "TRACE stays shut": (
         decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "TRACE", "/v1/x")),
         "!forbidden-method",
@@ -424,7 +432,7 @@ def test_deny_all_allows_nothing() -> None:
     assert "!default" == outcome(decide_name(DENY_ALL, "good.test"))
     assert "!default" == outcome(decide_flow(DENY_ALL, FlowFacts("good.test", 443, HTTPS)))
     assert "!default" == outcome(decide_request(DENY_ALL, RequestFacts("good.test", 443, HTTPS, "GET", "/")))
-    assert "!default" == outcome(decide_address(DENY_ALL, "93.184.216.34", 443))
+    assert "!default" == outcome(bare(DENY_ALL, "93.184.216.34", 443))
 
 
 # ---- reference models (security-cases NAM-26)
@@ -518,5 +526,5 @@ def test_an_always_allowed_network_is_reached_by_tls_on_443_only() -> None:
     document = load_text("version: 1\nalways_allow: [93.184.216.0/24]\n")
     policy = api("-93.184.216.0/24", document=document)
 
-    assert "always-allow:1" == outcome(decide_address(policy, "93.184.216.34", 443))
-    assert "!api:1" == outcome(decide_address(policy, "93.184.216.34", 80))
+    assert "always-allow:1" == outcome(bare(policy, "93.184.216.34", 443))
+    assert "!scheme" == outcome(bare(policy, "93.184.216.34", 80))

@@ -158,7 +158,13 @@ def test_observe_tells_exactly_what_enforce_denies(both: Both) -> None:
         "watching/no-secrets",
         "watching/not-there",
     }
-    assert {rule for _, rule, _ in still} >= {"always-deny:1", "address", "protocol", "request-head"}
+    assert {rule for _, rule, _ in still} >= {
+        "always-deny:1",
+        "address-class:private",
+        "address-class:own",
+        "protocol",
+        "request-head",
+    }
     assert {("dns", ATTACKER), ("flow", ATTACKER), ("request", API)} <= {
         (record["kind"], record["host"]) for record in both.observed.records if record["decision"] == "observe"
     }

@@ -635,6 +635,26 @@ def test_a_new_policy_cuts_the_live_flows_it_no_longer_permits_and_keeps_the_oth
         assert b"still here" == good.recv(100)
 
 
+def test_a_new_policy_cuts_live_flows_to_an_address_that_it_denies_and_opens_no_other(gate: Gate) -> None:
+    """Wherever the address comes from: DNS, or the operator's own map."""
+    for mapped in ({}, {"good.example.com": [WEB]}):
+        gate.configure(policy("good.example.com"), host_addresses=mapped)
+        with gate.dial() as client:
+            client.sendall(hello("good.example.com"))
+            cut = gate.rig.internet.next_connection()
+            denying = replace(policy("good.example.com"), always_deny=(f"{WEB}/32",))
+            gate.configure(denying, host_addresses=mapped)
+            assert b"" == ended(client)
+            ended(cut)
+        known = len(gate.rig.internet.accepted)
+        with gate.dial() as client:
+            client.sendall(hello("good.example.com"))
+            assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
+        assert known == len(gate.rig.internet.accepted)
+        assert [] == gate.ask("good.example.com").rr
+    assert of_rule(gate, "always-deny:1")
+
+
 def test_a_dead_guard_cuts_live_flows_and_stops_dialling_until_a_new_one(gate: Gate) -> None:
     gate.configure(policy("good.example.com"))
     with gate.dial() as client:

@@ -240,7 +240,9 @@ class Rig:
             raise SecretRefused(refused)
         return Secret(self.secret)
 
-    async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+    async def dial(
+        self, host: str, port: int, scheme: Scheme
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         self.dials += 1
         reader, writer = await asyncio.open_connection("127.0.0.1", self.dial_port)
         return reader, writer, "127.0.0.1"

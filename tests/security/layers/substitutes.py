@@ -177,7 +177,7 @@ def _jail(birth: Any) -> None:
 def _names() -> None:
     """Names and addresses."""
     from gateway import accept, dns_logic, dns_server, upstream, worker
-    from policy import decision
+    from policy import destination
     from policy.decision import AllowAddress, AllowFlow, AllowName, Deny, Treatment
     from policy.facts import Scheme
 
@@ -186,17 +186,21 @@ def _names() -> None:
         treatment = Treatment.INSPECT if facts.scheme is Scheme.HTTP else Treatment.SPLICE
         return AllowFlow("off", treatment) if isinstance(answer, Deny) else answer
 
+    def any_name(real: Any, *arguments: Any) -> Any:
+        """The address class is still judged: it is a defence of its own."""
+        answer = real(*arguments)
+        named = isinstance(answer, Deny) and not answer.rule.startswith("address-class:")
+        return AllowAddress("off") if named else answer
+
     replaced(dns_logic, "decide_name", "DNS policy", lambda real, *_: AllowName("off"))
     replaced(accept, "decide_flow", "SNI check", any_flow)
-    replaced(accept, "decide_address", "SNI check", lambda real, *_: AllowAddress("off"))
-    replaced(worker, "not_named", "name check of resolver and dialler", lambda real, *_: None)
-    replaced(upstream, "not_named", "name check of resolver and dialler", lambda real, *_: None)
-    replaced(upstream, "decide_address", "name check of resolver and dialler", lambda real, *_: AllowAddress("off"))
-    for module in (upstream, decision):
-        replaced(module, "dialable", "address classifier", lambda real, *_: None)
+    replaced(accept, "judge", "SNI check", lambda real, *_: AllowAddress("off"))
+    replaced(worker, "decide_name", "name check of resolver and dialler", lambda real, *_: AllowName("off"))
+    replaced(upstream, "judge", "name check of resolver and dialler", any_name)
+    replaced(destination, "dialable", "address classifier", lambda real, *_: None)
     replaced(upstream, "own_address", "address classifier", lambda real, *_: False)
-    for module in (upstream, dns_server):
-        replaced(module, "permitted", "name-to-address check", lambda real, *_: AllowAddress("off"))
+    replaced(upstream, "judge", "name-to-address check", lambda real, *_: AllowAddress("off"))
+    replaced(dns_server, "judge_answer", "name-to-address check", lambda real, *_: AllowAddress("off"))
 
 
 def _requests() -> None:
