@@ -66,6 +66,7 @@ class Acceptor:
         config: the active configuration, None before the first one: every connection is reset then.
         engine: what inspects flows; None while there is none: flows that need it are denied.
         budget: what the sandbox may use in all.
+        bounded: counts a name that is about to be resolved; returns the bound on names that it is over.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Acceptor:
         config: Callable[[], GatewayConfig | None],
         engine: Callable[[], Awaitable[Engine | None]],
         budget: Budget,
+        bounded: Callable[[str], Deny | None],
     ) -> None:
         self._audit = audit
         self._dialler = dialler
@@ -83,6 +85,7 @@ class Acceptor:
         self._config = config
         self._engine = engine
         self._budget = budget
+        self._bounded = bounded
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept for ever."""
@@ -150,7 +153,7 @@ class Acceptor:
     async def _tls(self, client: _Client, live: LiveFlow, data: bytes, hello: Hello) -> None:
         config = self._active()
         facts = FlowFacts(hello.sni, client.destination[1], Scheme.HTTPS)
-        decision = decide_flow(config.policy, facts)
+        decision = self._decide(config, facts)
         if isinstance(decision, AllowFlow) and decision.treatment is Treatment.SPLICE and hello.ech:
             decision = Deny("ech", "encrypted ClientHello hides the name of a flow that is not inspected")
         if isinstance(decision, Deny):
@@ -194,7 +197,7 @@ class Acceptor:
     async def _http(self, client: _Client, live: LiveFlow, data: bytes, head: RequestHead) -> None:
         config = self._active()
         facts = FlowFacts(head.host, client.destination[1], Scheme.HTTP)
-        decision = decide_flow(config.policy, facts)
+        decision = self._decide(config, facts)
         if isinstance(decision, Deny):
             await self._deny(client, live, decision, http_answer(403, decision), facts)
             return
@@ -321,6 +324,13 @@ class Acceptor:
         if over is not None:
             await self._deny(client, live, Deny(RULE, over.reason), alert(ACCESS_DENIED), facts)
         return over is not None
+
+    def _decide(self, config: GatewayConfig, facts: FlowFacts) -> AllowFlow | Deny:
+        """Judge a flow, and hold the name of an allowed one to the bounds that its DNS question has."""
+        decision = decide_flow(config.policy, facts)
+        if isinstance(decision, Deny):
+            return decision
+        return self._bounded(facts.host) or decision
 
     def _active(self) -> GatewayConfig:
         config = self._config()

@@ -1,6 +1,6 @@
 """What a DNS query of the sandbox gets: the decision, from bytes to a verdict.
 
-Pure: the clock is an argument, `DnsLimits` is the one value that changes and belongs to one worker.
+Pure: the clock is an argument; `NameBudget` is the one value that changes and belongs to one worker.
 
 - A name that policy does not allow is answered here with NXDOMAIN and extended error 15 (Blocked): same answer whether
   it exists or not, and nothing of it goes upstream.
@@ -8,17 +8,14 @@ Pure: the clock is an argument, `DnsLimits` is the one value that changes and be
   so the name judged is the name forwarded. Letter case, options and flags of the client are gone by then.
 - AAAA, HTTPS and SVCB of an allowed name are NODATA (sandboxes have no IPv6; records could carry hints and ECH).
   Reverse names are never forwarded. Other types and classes are REFUSED, other opcodes NOTIMP.
-- Query rate, and below a wildcard the number, length and entropy of labels and the distinct names per hour, are
-  bounded: what a sandbox can write into names of an allowed zone is small.
+- Query rate and names are bounded by `gateway.names`: what a sandbox can write into names of an allowed zone is small.
 - A query over the rate has its place in it and is judged when that comes; one whose place is too far off is refused.
 - Whatever the bytes, `handle` returns a verdict; it never raises.
 
 It opens nothing: the proxy judges name and address again when a connection comes.
 """
 
-import math
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address
 
@@ -39,22 +36,14 @@ from gateway.dns_wire import (
     parse_header,
     parse_query,
 )
-from gateway.ledger import Ledger
+from gateway.names import PATIENCE, RATE, NameBudget
 from policy.compiled import CompiledPolicy
 from policy.decision import Deny, decide_name
 from policy.names import InvalidName, wire_host
-from policy.rules import Action, DnsSettings
 
 _LDH = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
-_ENTROPY_FROM = 24
-_MAX_ENTROPY = 4.0
-_WINDOW_SECONDS = 3600.0
-_MAX_ZONES = 1024
-_MAX_NAMES = 50_000
 _BY_NAME = frozenset({QType.A, QType.AAAA, QType.HTTPS, QType.SVCB, QType.PTR})
 _MAX_QUERY = 1024
-PATIENCE = 2.0
-"""Seconds a query over the rate waits for its turn: clients ask again after five, or give up."""
 
 
 class DnsDecision(StrEnum):
@@ -63,69 +52,6 @@ class DnsDecision(StrEnum):
     ALLOW = "allow"
     DENY = "deny"
     OBSERVE = "observe"
-
-
-@dataclass(slots=True)
-class DnsLimits:
-    """What was used of the budget. One per worker, changed by `handle` only.
-
-    Of a former worker's names only their number is known: for the rest of their hour it counts against every zone.
-    """
-
-    ledger: Ledger = field(default_factory=Ledger.fresh)
-    former: int = field(init=False)
-    former_since: float = field(init=False)
-    tokens: float | None = None
-    refilled: float = 0.0
-    names: dict[str, tuple[float, set[str]]] = field(default_factory=dict)
-    held: int = 0
-
-    def __post_init__(self) -> None:
-        self.former, self.former_since = self.ledger.names, self.ledger.names_since
-
-    def take(self, settings: DnsSettings, now: float, patience: float) -> float | None:
-        """Take the next place in the rate; in how many seconds it comes, None when that is over `patience`."""
-        burst = float(max(1, settings.query_burst))
-        if self.tokens is None:
-            self.tokens = burst
-        else:
-            self.tokens = min(burst, self.tokens + max(0.0, now - self.refilled) * settings.query_rate)
-        self.refilled = now
-        wait = max(0.0, (1 - self.tokens) / settings.query_rate)
-        if wait > patience:
-            return None
-        self.tokens -= 1
-        return wait
-
-    def admit(self, zone: str, host: str, settings: DnsSettings, now: float) -> bool:
-        """Count `host` among the distinct names below `zone`; False when there were too many this hour.
-
-        Counts are dropped only when their hour is over: many zones cannot push out the count of one.
-        """
-        if zone not in self.names and (len(self.names) >= _MAX_ZONES or self.held >= _MAX_NAMES):
-            self._expire(now)
-            if len(self.names) >= _MAX_ZONES:
-                return False
-        since, seen = self.names.get(zone, (now, set()))
-        if now - since >= _WINDOW_SECONDS:
-            self.held -= len(seen)
-            since, seen = now, set()
-        self.names[zone] = (since, seen)
-        if host in seen:
-            return True
-        former = self.former if now - self.former_since < _WINDOW_SECONDS else 0
-        if len(seen) + former >= settings.unique_names or self.held >= _MAX_NAMES:
-            return False
-        self.ledger.name(now, _WINDOW_SECONDS)
-        seen.add(host)
-        self.held += 1
-        return True
-
-    def _expire(self, now: float) -> None:
-        for zone, (since, seen) in list(self.names.items()):
-            if now - since >= _WINDOW_SECONDS:
-                self.held -= len(seen)
-                del self.names[zone]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +114,7 @@ class Outcome(StrEnum):
 def handle(
     message: bytes,
     policy: CompiledPolicy | None,
-    limits: DnsLimits,
+    names: NameBudget,
     now: float,
     patience: float | None = PATIENCE,
 ) -> Verdict:
@@ -207,9 +133,9 @@ def handle(
         return Drop("a response")
     if policy is None:
         return _refuse_blind(header, RCode.REFUSED, "unconfigured", "no policy is active yet")
-    wait = 0.0 if patience is None else limits.take(policy.dns, now, patience)
+    wait = 0.0 if patience is None else names.take(policy.dns, now, patience)
     if wait is None:
-        return _refuse_blind(header, RCode.REFUSED, "dns-rate", "query rate exceeded")
+        return _refuse_blind(header, RCode.REFUSED, RATE, "query rate exceeded")
     if wait > 0:
         return Later(wait)
     if header.opcode != 0:
@@ -220,10 +146,10 @@ def handle(
         query = parse_query(message)
     except MalformedMessage:
         return _refuse_blind(header, RCode.FORMERR, "dns-format", "query is malformed")
-    return _judge(query, policy, limits, now)
+    return _judge(query, policy, names, now)
 
 
-def _judge(query: Query, policy: CompiledPolicy, limits: DnsLimits, now: float) -> Verdict:
+def _judge(query: Query, policy: CompiledPolicy, names: NameBudget, now: float) -> Verdict:
     question = query.question
     if query.edns_version not in (None, 0):
         return _answer(query, RCode.BADVERS, Deny("dns-edns", "unknown EDNS version"), None)
@@ -240,7 +166,7 @@ def _judge(query: Query, policy: CompiledPolicy, limits: DnsLimits, now: float) 
         return _answer(query, RCode.NXDOMAIN, decision, host)
     if question.qtype == QType.PTR:
         return _answer(query, RCode.NXDOMAIN, Deny("dns-reverse", "reverse names are not resolved"), host)
-    exceeded = _exceeded(question.labels, host, policy, limits, now)
+    exceeded = names.admit(policy, host, now)
     if exceeded is not None:
         return _answer(query, RCode.REFUSED, exceeded, host)
     observed = decision.observed
@@ -271,49 +197,6 @@ def _host(labels: Labels) -> str | None:
 def _printable(labels: Labels) -> str:
     """A text for the log that cannot be mistaken for another name: every odd byte as an escape."""
     return ".".join("".join(chr(byte) if byte in _LDH else f"\\{byte:03d}" for byte in label) for label in labels)[:300]
-
-
-def entropy(label: bytes) -> float:
-    """Shannon entropy of the label's characters, in bits per character."""
-    size = len(label)
-    return -sum(count / size * math.log2(count / size) for count in Counter(label).values())
-
-
-def _exceeded(labels: Labels, host: str, policy: CompiledPolicy, limits: DnsLimits, now: float) -> Deny | None:
-    """Say which budget this name is over. Names that policy spells out carry nothing and have no budget."""
-    zone = _zone(host, policy)
-    if zone == host:
-        return None
-    free = labels[: len(labels) - zone.count(".") - 1]
-    settings = policy.dns
-    if len(free) > settings.max_labels:
-        return Deny("dns-labels", "this name has more labels than allowed")
-    for label in free:
-        if len(label) > settings.max_label:
-            return Deny("dns-label", "a label of this name is longer than allowed")
-        if len(label) >= _ENTROPY_FROM and entropy(label) > _MAX_ENTROPY:
-            return Deny("dns-entropy", "a label of this name looks like data")
-    if not limits.admit(zone, host, settings, now):
-        return Deny("dns-names", "too many distinct names in one zone")
-    return None
-
-
-def _zone(host: str, policy: CompiledPolicy) -> str:
-    """The part of an allowed host that policy wrote: all of it, a wildcard's suffix, or by default two labels."""
-    patterns = [
-        *policy.always_allow,
-        *(
-            pattern.text
-            for rules in policy.lists
-            for rule in rules.of_host(host)
-            if rule.action is Action.ALLOW
-            for pattern in rule.hosts
-        ),
-    ]
-    if host in patterns:
-        return host
-    suffixes = [text[2:] for text in patterns if text.startswith("*.") and host.endswith(text[1:])]
-    return max(suffixes, key=len) if suffixes else ".".join(host.split(".")[-2:])
 
 
 def _refuse_blind(header: Header, rcode: RCode, rule: str, reason: str) -> Answer:

@@ -22,10 +22,8 @@ from typing import Any
 from audit.client import AuditClient, AuditUnavailable
 from gateway.config import GatewayConfig
 from gateway.dns_logic import (
-    PATIENCE,
     Answer,
     DnsEvent,
-    DnsLimits,
     Drop,
     Later,
     Outcome,
@@ -37,7 +35,7 @@ from gateway.dns_logic import (
     unavailable,
 )
 from gateway.dns_wire import QType
-from gateway.ledger import Ledger
+from gateway.names import PATIENCE, NameBudget
 from gateway.resolver import MAX_TTL, Resolver
 from gateway.upstream import judge_answer
 from policy.decision import AllowAddress, Deny
@@ -68,13 +66,13 @@ class DnsServer:
         audit: AuditClient,
         config: Callable[[], GatewayConfig | None],
         clock: Callable[[], float],
-        ledger: Ledger,
+        names: NameBudget,
     ) -> None:
         self._resolver = resolver
         self._audit = audit
         self._config = config
         self._clock = clock
-        self._limits = DnsLimits(ledger)
+        self._names = names
         self._in_flight: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -121,7 +119,7 @@ class DnsServer:
     def _judge(self, data: bytes, patience: float | None) -> Verdict:
         config = self._config()
         policy = config.policy if config is not None else None
-        return handle(data, policy, self._limits, self._clock(), patience)
+        return handle(data, policy, self._names, self._clock(), patience)
 
     async def _datagram(self, sock: socket.socket, data: bytes, verdict: Verdict, peer: tuple[str, int]) -> None:
         if isinstance(verdict, Later):
@@ -156,10 +154,13 @@ class DnsServer:
         source = AddressSource.RESOLVED if mapped is None else AddressSource.MAPPED
         outcome, addresses, ttl = Outcome.ADDRESSES, mapped or (), MAX_TTL
         if mapped is None:
-            resolution = await self._resolver.resolve(verdict.host)
+            resolution = await self._resolver.resolve(verdict.host, counted=True)
             outcome, addresses, ttl = resolution.outcome, resolution.addresses, resolution.ttl
             config = self._config()  # the one in force now: it may have been replaced meanwhile
-            if config is None:
+            if resolution.denied is not None:
+                denied = resolution.denied
+                self._audit.note("dns", "deny", host=verdict.host, rule=denied.rule, reason=denied.reason)
+            if config is None or resolution.denied is not None:
                 return unavailable(verdict)
         shown, refused = _shown(config, verdict.host, addresses, source)
         if outcome is Outcome.ADDRESSES and not shown:

@@ -8,7 +8,10 @@
   equal ones share one resolution.
 - No upstream answers: `Outcome.FAILED`. There is no fallback to the host's resolver or name files.
 
-- A name that `may_ask` refuses fails: no query for it leaves, whoever wants it.
+- A name that `may_ask` refuses is refused: no query for it leaves, whichever protocol the name came in. A name that is
+  not known yet also needs a place in the rate of names; a DNS question has taken its own before.
+- `discard` and a change of upstreams make the lookups under way worthless: nothing of them is cached or answered. Their
+  callers are judged again, and ask again if the name may still be asked for.
 
 It does not judge addresses (`gateway.upstream` and `gateway.dns_server` do) and serves one sandbox only: its cache is
 never shared.
@@ -36,6 +39,8 @@ from gateway.dns_wire import (
     parse_answer,
     parse_header,
 )
+from gateway.names import RATE
+from policy.decision import Deny
 from policy.names import InvalidName, wire_host
 
 MIN_TTL = 5
@@ -51,15 +56,17 @@ _TOTAL_SECONDS = 8.0
 _ROUNDS = 2
 _SOCKET_BUFFER = 4096
 _MAX_TCP_ANSWER = 16384
+_MAX_DISCARDED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """How a name resolved; `ttl` in seconds, already clamped."""
+    """How a name resolved; `ttl` in seconds, already clamped. `denied` says what refused the question itself."""
 
     outcome: Outcome
     addresses: tuple[IPv4Address, ...] = ()
     ttl: int = 0
+    denied: Deny | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,8 @@ class Resolver:
         upstreams: asked in order.
         clock: monotonic seconds, for the cache.
         allowed: False forbids any query (the guard is gone): every resolution then fails.
-        may_ask: False forbids queries for this name.
+        may_ask: a denial forbids queries for this name.
+        turn: takes a place in the rate of names; in how many seconds it comes, None when there is none.
     """
 
     def __init__(
@@ -93,44 +101,90 @@ class Resolver:
         upstreams: tuple[Upstream, ...],
         clock: Callable[[], float],
         allowed: Callable[[], bool] = lambda: True,
-        may_ask: Callable[[str], bool] = lambda _host: True,
+        may_ask: Callable[[str], Deny | None] = lambda _host: None,
+        turn: Callable[[], float | None] = lambda: 0.0,
     ) -> None:
         self._upstreams = upstreams
         self._clock = clock
         self._allowed = allowed
         self._may_ask = may_ask
+        self._turn = turn
         self._cache: OrderedDict[str, tuple[float, Resolution]] = OrderedDict()
         self._running: dict[str, asyncio.Task[Resolution]] = {}
+        self._epoch = 0
 
     def set_upstreams(self, upstreams: tuple[Upstream, ...]) -> None:
-        """Ask others from now on, and forget what the former ones said."""
+        """Ask others from now on, and forget what the former ones said or are about to say."""
         if upstreams != self._upstreams:
             self._upstreams = upstreams
             self._cache.clear()
+            self.discard()
 
-    async def resolve(self, host: str) -> Resolution:
-        """Resolve a checked host name to IPv4 addresses. Never raises but for cancellation."""
-        if not self._may_ask(host):
-            return Resolution(Outcome.FAILED)
-        cached = self._cache.get(host)
-        if cached is not None and cached[0] > self._clock():
-            left = max(1, int(cached[0] - self._clock()))
-            return Resolution(cached[1].outcome, cached[1].addresses, min(cached[1].ttl, left))
-        task = self._running.get(host)
-        if task is None:
-            if len(self._running) >= _MAX_IN_FLIGHT or not self._allowed():
+    def discard(self) -> None:
+        """End all lookups under way; what they would find is neither kept nor answered."""
+        self._epoch += 1
+        running, self._running = self._running, {}
+        for task in running.values():
+            task.cancel()
+
+    async def resolve(self, host: str, *, counted: bool = False) -> Resolution:
+        """Resolve a checked host name to IPv4 addresses. Never raises but for cancellation.
+
+        Args:
+            counted: the caller has taken a place in the rate of names already.
+        """
+        for _ in range(_MAX_DISCARDED):
+            epoch = self._epoch
+            denied = self._may_ask(host)
+            if denied is not None:
+                return Resolution(Outcome.FAILED, denied=denied)
+            known = self._known(host)
+            if known is not None:
+                return known
+            if host not in self._running and not counted:
+                wait = self._turn()
+                if wait is None:
+                    return Resolution(Outcome.FAILED, denied=Deny(RATE, "The rate of names is exceeded."))
+                counted = True
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                    continue
+            task = self._running.get(host) or self._begin(host)
+            if task is None:
                 return Resolution(Outcome.FAILED)
-            task = asyncio.get_running_loop().create_task(self._fresh(host), name="resolve")
-            self._running[host] = task
-            task.add_done_callback(lambda _done: self._running.pop(host, None))
-        return await asyncio.shield(task)
+            await asyncio.wait([task])
+            if epoch == self._epoch:
+                return task.result()
+        return Resolution(Outcome.FAILED)
+
+    def _known(self, host: str) -> Resolution | None:
+        cached = self._cache.get(host)
+        if cached is None or cached[0] <= self._clock():
+            return None
+        left = max(1, int(cached[0] - self._clock()))
+        return Resolution(cached[1].outcome, cached[1].addresses, min(cached[1].ttl, left))
+
+    def _begin(self, host: str) -> asyncio.Task[Resolution] | None:
+        if len(self._running) >= _MAX_IN_FLIGHT or not self._allowed():
+            return None
+        task = asyncio.get_running_loop().create_task(self._fresh(host), name="resolve")
+        self._running[host] = task
+        task.add_done_callback(lambda done: self._ended(host, done))
+        return task
+
+    def _ended(self, host: str, task: asyncio.Task[Resolution]) -> None:
+        if self._running.get(host) is task:
+            del self._running[host]
 
     async def _fresh(self, host: str) -> Resolution:
+        epoch = self._epoch
         try:
             async with asyncio.timeout(_TOTAL_SECONDS):
                 result = await self._follow(host)
         except (TimeoutError, OSError, MalformedMessage, _NoAnswer):
             result = Resolution(Outcome.FAILED, ttl=_FAILURE_TTL)
+        if epoch != self._epoch:
+            return result
         self._cache[host] = (self._clock() + result.ttl, result)
         self._cache.move_to_end(host)
         while len(self._cache) > _CACHE_SIZE:

@@ -129,6 +129,8 @@ class Dialler:
             case Outcome.NXDOMAIN | Outcome.NODATA:
                 raise DialError(DialFailure.NAME, "name has no address")
             case Outcome.FAILED | Outcome.REFUSED_ADDRESS:
+                if resolution.denied is not None:
+                    raise DialError(DialFailure.POLICY, resolution.denied.reason, resolution.denied.rule)
                 raise DialError(DialFailure.NAME, "name could not be resolved")
 
     async def _ready(self) -> GatewayConfig:

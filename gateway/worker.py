@@ -35,6 +35,7 @@ from gateway.ingress import Ingress
 from gateway.inside import InsideSockets, Listeners
 from gateway.inspection import Inspection
 from gateway.ledger import Ledger
+from gateway.names import NameBudget
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.resolver import Resolver
 from gateway.upstream import Dialler
@@ -81,9 +82,10 @@ class Worker:
         self._vault = VaultClient.from_fd(fds.vault, self._revoked)
         self._control = wire.Client(socket.socket(fileno=fds.control), self._handle)
         ledger = Ledger.from_fd(fds.ledger)
-        self._resolver = Resolver((), time.monotonic, lambda: self._guard.alive, self._may_ask)
+        self._names = NameBudget(ledger)
+        self._resolver = Resolver((), time.monotonic, lambda: self._guard.alive, self._may_ask, self._turn)
         dialler = Dialler(self._resolver, self._active, lambda: self._guard.alive, time.monotonic)
-        self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic, ledger)
+        self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic, self._names)
         self._secrets = LeasedSecrets(lambda: self._vault)
         budget = Budget(ledger, self._limits, time.monotonic, self._spent)
         recorder = AuditRecorder(self._audit, self._active)
@@ -97,7 +99,9 @@ class Worker:
             lambda: self._vault,
             ledger,
         )
-        self._acceptor = Acceptor(self._audit, dialler, self._registry, self._active, self._inspection.ready, budget)
+        self._acceptor = Acceptor(
+            self._audit, dialler, self._registry, self._active, self._inspection.ready, budget, self._bounded
+        )
         self._ingress = Ingress(socket.socket(fileno=fds.ingress), inside, self._audit, self._active)
 
     async def run(self) -> None:
@@ -128,8 +132,19 @@ class Worker:
     def _active(self) -> GatewayConfig | None:
         return self._config
 
-    def _may_ask(self, host: str) -> bool:
-        return self._config is not None and not isinstance(decide_name(self._config.policy, host), Deny)
+    def _may_ask(self, host: str) -> Deny | None:
+        if self._config is None:
+            return Deny("unconfigured", "no policy is active yet")
+        decision = decide_name(self._config.policy, host)
+        return decision if isinstance(decision, Deny) else self._bounded(host)
+
+    def _bounded(self, host: str) -> Deny | None:
+        if self._config is None:
+            return Deny("unconfigured", "no policy is active yet")
+        return self._names.admit(self._config.policy, host, time.monotonic())
+
+    def _turn(self) -> float | None:
+        return None if self._config is None else self._names.take(self._config.policy.dns, time.monotonic())
 
     def _limits(self) -> Limits | None:
         return self._config.policy.limits if self._config is not None else None
@@ -210,6 +225,7 @@ class Worker:
             raise wire.RequestError("audit_unavailable", "the change could not be recorded") from error
         self._config = config
         put_in_place()
+        self._resolver.discard()
         self._resolver.set_upstreams(config.dns_upstreams)
         cut = self._registry.recheck() + self._streams.recheck()
         if self._inspection.engine is not None:

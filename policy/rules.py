@@ -272,19 +272,27 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class DnsSettings:
-    """Bounds on what a sandbox's own DNS questions can carry out. All are per sandbox.
+    """Bounds on what a sandbox can carry out in the names that its gateway resolves. All are per sandbox.
 
-    No rate can be more than the kernel lets through to the gateway at all.
+    They hold for DNS questions and for the names of TLS and HTTP flows alike. A denial by one of them has the rule
+    `dns.` and the name of the bound. No rate can be more than the kernel lets through to the gateway at all.
     """
 
     query_rate: int = 50
-    """Questions a second, sustained."""
+    """Names a second that are asked for, sustained: DNS questions, and names of flows that are not known yet."""
     query_burst: int = 500
-    """Questions at once. Those over both wait up to two seconds for their turn; others are refused."""
-    max_label: int = 40
+    """Names at once. Those over both wait up to two seconds for their turn; others are refused."""
+    max_label: int = 63
     """Characters of a label in front of a wildcard's suffix."""
     max_labels: int = 4
     """Labels in front of a wildcard's suffix."""
+    max_name: int = 100
+    """Characters in front of a wildcard's suffix in all, dots included."""
+    entropy: int = 410
+    """Hundredths of a bit per character in a part of a label that is longer than 24 characters. Hyphens divide parts.
+
+    Random hexadecimal digits have at most 400.
+    """
     unique_names: int = 1000
     """Distinct names under one wildcard in an hour."""
 
@@ -294,6 +302,8 @@ class DnsSettings:
             ("query_burst", 1000),
             ("max_label", 63),
             ("max_labels", 126),
+            ("max_name", 253),
+            ("entropy", 600),
             ("unique_names", 1_000_000),
         ):
             check_range(name, getattr(self, name), most)

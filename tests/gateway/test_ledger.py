@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 
 from gateway.budget import Budget
-from gateway.dns_logic import DnsLimits
 from gateway.ledger import SIZE, Ledger
-from policy.rules import DnsSettings, Limits
+from gateway.names import NameBudget
+from policy.compiled import CompiledPolicy
+from policy.facts import Scheme
+from policy.names import HostPattern
+from policy.rules import Action, DnsSettings, Endpoint, Limits, Precedence, Rule, RuleList
 from runtimes.ledgers import Ledgers
+
+
+def _rule(host: str) -> Rule:
+    return Rule("r", Action.ALLOW, (HostPattern(host),), endpoints=(Endpoint(443, Scheme.HTTPS),))
 
 
 def mapped(ledgers: Ledgers) -> Ledger:
@@ -47,13 +54,16 @@ def test_reflections_go_on_being_counted(ledgers: Ledgers) -> None:
 
 
 def test_distinct_names_of_a_former_worker_count_until_their_hour_is_over(ledgers: Ledgers) -> None:
-    settings = DnsSettings(unique_names=10)
-    first = DnsLimits(mapped(ledgers))
-    assert 8 == sum(first.admit("zone.example", f"{index}.zone.example", settings, 5000.0) for index in range(8))
-    second = DnsLimits(mapped(ledgers))
-    assert 2 == sum(second.admit("zone.example", f"n{index}.zone.example", settings, 6000.0) for index in range(9))
-    later = DnsLimits(mapped(ledgers))
-    assert 9 == sum(later.admit("zone.example", f"l{index}.zone.example", settings, 9000.0) for index in range(9))
+    wild = RuleList("r", Precedence.DENY_WINS, rules=(_rule("*.zone.example"),))
+    policy = CompiledPolicy("p", (wild,), dns=DnsSettings(unique_names=10))
+
+    def admitted(names: NameBudget, prefix: str, count: int, now: float) -> int:
+        hosts = [f"{prefix}{index}.zone.example" for index in range(count)]
+        return sum(names.admit(policy, host, now) is None for host in hosts)
+
+    assert 8 == admitted(NameBudget(mapped(ledgers)), "a", 8, 5000.0)
+    assert 2 == admitted(NameBudget(mapped(ledgers)), "n", 9, 6000.0)
+    assert 9 == admitted(NameBudget(mapped(ledgers)), "l", 9, 9000.0)
 
 
 def test_a_count_is_kept_by_a_process_that_is_killed_right_after_it(ledgers: Ledgers) -> None:

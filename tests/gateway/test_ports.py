@@ -248,7 +248,7 @@ class Waiting(Resolver):
         super().__init__((), lambda: 0.0)
         self.asked, self.release = asyncio.Event(), asyncio.Event()
 
-    async def resolve(self, host: str) -> Resolution:
+    async def resolve(self, host: str, *, counted: bool = False) -> Resolution:
         self.asked.set()
         await self.release.wait()
         return Resolution(Outcome.ADDRESSES, (IPv4Address("93.184.216.34"),), 60)
@@ -277,6 +277,17 @@ async def test_the_operators_own_map_dials_nothing_that_the_operator_always_deni
         await dialler.dial("good.test", 1, Scheme.HTTPS)
 
     assert "always-deny:1" == refused.value.rule
+
+
+async def test_a_name_beyond_a_bound_is_not_dialled_and_the_rule_is_said() -> None:
+    config = replace(configured(allowing(443)), host_addresses={})
+    denied = Deny("dns.unique_names", "Too many.")
+    clock = asyncio.get_running_loop().time
+    resolver = Resolver((), clock, may_ask=lambda _host: denied)
+    with pytest.raises(DialError) as refused:
+        await Dialler(resolver, lambda: config, lambda: True, clock).dial("good.test", 443, Scheme.HTTPS)
+
+    assert ("dns.unique_names", "Too many.") == (refused.value.rule, refused.value.reason)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +353,7 @@ policies:
 class Resolved(Resolver):
     """Every name is at 127.0.0.1."""
 
-    async def resolve(self, host: str) -> Resolution:
+    async def resolve(self, host: str, *, counted: bool = False) -> Resolution:
         return Resolution(Outcome.ADDRESSES, (IPv4Address("127.0.0.1"),), 60)
 
 

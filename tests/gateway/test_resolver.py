@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gateway.dns_logic import Outcome
 from gateway.dns_wire import MalformedMessage, parse_answer
 from gateway.resolver import Resolution, Resolver, Upstream
+from policy.decision import Deny
 
 HOST = "good.example.com"
 type Reply = Callable[[bytes], list[bytes]]
@@ -136,11 +137,90 @@ async def test_without_permission_nothing_is_asked() -> None:
 
 async def test_for_a_name_that_may_not_be_asked_no_query_leaves() -> None:
     async with server(lambda query: [reply(query, a(HOST, "93.184.216.34"))]) as (resolver, queries):
-        resolver._may_ask = lambda host: host == HOST
+        denied = Deny("dns.entropy", "A label of this name looks like data.")
+        resolver._may_ask = lambda host: None if host == HOST else denied
 
-        assert Outcome.FAILED == (await resolver.resolve("x.example.com")).outcome
+        assert Resolution(Outcome.FAILED, denied=denied) == await resolver.resolve("x.example.com")
         assert addresses("93.184.216.34") == (await resolver.resolve(HOST)).addresses
         assert 1 == len(queries)
+
+
+class Held:
+    """A server that answers when it is let; and counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.release = asyncio.Event()
+
+
+@asynccontextmanager
+async def held(address: str) -> AsyncIterator[tuple[Upstream, Held]]:
+    """An upstream that knows one address, and answers once it is released."""
+    state = Held()
+    answers: set[asyncio.Task[None]] = set()
+
+    class Protocol(asyncio.DatagramProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            state.asked.set()
+            answers.add(asyncio.get_running_loop().create_task(self.answer(data, addr)))
+
+        async def answer(self, data: bytes, addr: tuple[str, int]) -> None:
+            await state.release.wait()
+            self.transport.sendto(reply(data, a(HOST, address)), addr)  # type: ignore[attr-defined]
+
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(Protocol, ("127.0.0.1", 0))
+    place = Upstream(IPv4Address("127.0.0.1"), transport.get_extra_info("sockname")[1])
+    try:
+        yield place, state
+    finally:
+        transport.close()
+        for task in answers:
+            task.cancel()
+
+
+async def test_what_a_former_upstream_is_about_to_say_is_neither_answered_nor_kept() -> None:
+    async with held("6.6.6.6") as (former, slow), held("93.184.216.34") as (latter, fast):
+        resolver = Resolver((former,), lambda: 0.0)
+        waiting = asyncio.ensure_future(resolver.resolve(HOST))
+        await slow.asked.wait()
+        resolver.set_upstreams((latter,))
+        slow.release.set()
+        fast.release.set()
+        assert addresses("93.184.216.34") == (await waiting).addresses
+        assert addresses("93.184.216.34") == (await resolver.resolve(HOST)).addresses
+
+
+async def test_a_lookup_under_way_when_policy_changes_is_asked_for_again_or_refused() -> None:
+    denied = Deny("default", "No rule allows it.")
+    async with held("93.184.216.34") as (upstream, state):
+        resolver = Resolver((upstream,), lambda: 0.0)
+        waiting = asyncio.ensure_future(resolver.resolve(HOST))
+        await state.asked.wait()
+        state.asked.clear()
+        resolver.discard()
+        await state.asked.wait()  # asked again: the name is still allowed
+        resolver._may_ask = lambda _host: denied
+        resolver.discard()
+        state.release.set()
+        assert Resolution(Outcome.FAILED, denied=denied) == await waiting
+        resolver._may_ask = lambda _host: None
+        assert addresses("93.184.216.34") == (await resolver.resolve(HOST)).addresses
+
+
+async def test_a_name_that_is_not_known_takes_a_place_in_the_rate_of_names() -> None:
+    """One that is known, one that was counted by its DNS question, and one that is being asked for take none."""
+    async with server(lambda query: [reply(query, a(HOST, "93.184.216.34"))]) as (resolver, queries):
+        places = [0.0]
+        resolver._turn = lambda: places.pop() if places else None
+        found = await asyncio.gather(*(resolver.resolve(HOST) for _ in range(5)))
+        assert {addresses("93.184.216.34")} == {one.addresses for one in found}
+        refused = await resolver.resolve("x.example.com")
+        assert "dns.query_rate" == (refused.denied.rule if refused.denied else None)
+        await resolver.resolve("y.example.com", counted=True)
+        assert {b"good", b"y"} == {query[13 : 13 + query[12]] for query in queries}
 
 
 async def test_an_upstream_may_have_an_ipv6_address() -> None:
@@ -202,8 +282,9 @@ async def truncating(serve: Serve | None) -> AsyncIterator[tuple[Resolver, list[
 
     async with server(lambda query: [reply(query, flags=0x8380)]) as (resolver, queries):
         (upstream,) = resolver._upstreams
-        place = str(upstream.address), upstream.port
-        tcp = await asyncio.start_server(connection, *place) if serve is not None else None
+        tcp = (
+            await asyncio.start_server(connection, str(upstream.address), upstream.port) if serve is not None else None
+        )
         try:
             yield resolver, asked
         finally:

@@ -171,7 +171,9 @@ def _silent(internet: Internet, stack: Stack, victim: str) -> Verdicts:
 def test_not_one_frame_leaves_for_questions_that_policy_does_not_allow(silent: Verdicts) -> None:
     assert [] == silent.frames
     assert [] == silent.noted
-    assert "dns-rate" not in {record.get("rule") for record in silent.records}  # each was refused for its own sake
+    assert "dns.query_rate" not in {
+        record.get("rule") for record in silent.records
+    }  # each was refused for its own sake
 
 
 def test_without_a_gate_their_names_reach_the_authoritative_server(internet: Internet) -> None:
@@ -230,7 +232,7 @@ def test_a_flood_of_questions_ends_at_the_rate_limit(internet: Internet, stack: 
         )
         verdicts = from_sandbox(attacks, internet, stack, str(sandbox.id))
 
-        assert "dns-rate" in {record.get("rule") for record in verdicts.records if record["kind"] == "dns"}
+        assert "dns.query_rate" in {record.get("rule") for record in verdicts.records if record["kind"] == "dns"}
         assert [] == verdicts.frames
     finally:
         sandbox.kill()

@@ -546,10 +546,10 @@ def test_questions_beyond_the_rate_are_counted_together_and_end_their_connection
     assert [dnslib.RCODE.NXDOMAIN] * (len(codes) - 1) + [dnslib.RCODE.REFUSED] == codes
     assert len(codes) < 50
     deadline = time.monotonic() + TIMEOUT
-    while sum(item["count"] for item in of_rule(gate, "dns-rate")) < refused + 1:
+    while sum(item["count"] for item in of_rule(gate, "dns.query_rate")) < refused + 1:
         assert time.monotonic() < deadline
         select.select([], [], [], 0.02)
-    assert len(of_rule(gate, "dns-rate")) < refused // 2
+    assert len(of_rule(gate, "dns.query_rate")) < refused // 2
 
 
 def test_a_private_address_is_neither_answered_nor_dialled(gate: Gate) -> None:

@@ -1,0 +1,138 @@
+"""What a sandbox can write into the names that its gateway resolves is bounded; the names that people use pass."""
+
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.ledger import Ledger
+from gateway.names import NameBudget, entropy
+from policy.compiled import CompiledPolicy
+from policy.decision import Deny
+from policy.facts import Scheme
+from policy.names import HostPattern, is_canonical
+from policy.rules import Action, DnsSettings, Endpoint, Mode, Precedence, Rule, RuleList
+
+ZONE = "wild.example.com"
+
+
+def policy(*hosts: str, dns: DnsSettings | None = None, mode: Mode = Mode.ENFORCE) -> CompiledPolicy:
+    rule = Rule("r", Action.ALLOW, tuple(HostPattern(host) for host in hosts), endpoints=(Endpoint(443, Scheme.HTTPS),))
+    return CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, mode, (rule,)),), dns=dns or DnsSettings())
+
+
+POLICY = policy("good.example.com", f"*.{ZONE}")
+
+
+def over(host: str, rules: CompiledPolicy = POLICY, names: NameBudget | None = None, now: float = 0.0) -> str | None:
+    """The rule that refuses a name, None when it may be resolved."""
+    denied = (names or NameBudget(Ledger.fresh())).admit(rules, host, now)
+    return None if denied is None else denied.rule
+
+
+USUAL = (
+    ("*.us-east-1.elb.amazonaws.com", "internal-a1b2c3d4e5f67890-1234567890.us-east-1.elb.amazonaws.com"),
+    ("*.elb.eu-west-1.amazonaws.com", "a0123456789abcdef0123456789abcdef-0123456789abcdef.elb.eu-west-1.amazonaws.com"),
+    ("*.elb.eu-west-1.amazonaws.com", "a7f3c9e1b5d2846f0a9c3e7b1d5f2846-9c1e5b7d3f2a8064.elb.eu-west-1.amazonaws.com"),
+    ("*.us-east-1.elb.amazonaws.com", "k8s-default-webappin-8f2b1c7d9e-1029384756.us-east-1.elb.amazonaws.com"),
+    ("*.s3.eu-central-1.amazonaws.com", "my-company-prod-artifacts-2026.s3.eu-central-1.amazonaws.com"),
+    ("*.s3.eu-central-1.amazonaws.com", "customer-data-lake-landing-zone-123456789012.s3.eu-central-1.amazonaws.com"),
+    ("*.s3.amazonaws.com", "elasticmapreduce-us-east-1-123456789012-logs.s3.amazonaws.com"),
+    ("*.cloudfront.net", "d111111abcdef8.cloudfront.net"),
+    ("*.execute-api.eu-west-1.amazonaws.com", "a1b2c3d4e5.execute-api.eu-west-1.amazonaws.com"),
+    ("*.eks.amazonaws.com", "0f1e2d3c4b5a69788796a5b4c3d2e1f0.gr7.eu-west-1.eks.amazonaws.com"),
+    ("*.cdn.example.net", "5f4dcc3b5aa765d61d8327deb882cf99.cdn.example.net"),
+    ("*.cdn.example.net", "da39a3ee5e6b4b0d3255bfef95601890afd80709.cdn.example.net"),
+    ("*.vercel.app", "my-app-git-feature-new-login-page-acme-team.vercel.app"),
+    ("*.vercel.app", "my-app-qwertz9k2-acme-projects.vercel.app"),
+    ("*.netlify.app", "deploy-preview-1234--wonderful-johnson-a1b2c3.netlify.app"),
+    ("*.netlify.app", "65f0a1b2c3d4e5f6a7b8c9d0--kubernetes-docs-preview.netlify.app"),
+    ("*.blob.core.windows.net", "mystorageaccountprod2026.blob.core.windows.net"),
+    ("*.blob.core.windows.net", "acmeproddatalake2026weu1.blob.core.windows.net"),
+    ("*.azurewebsites.net", "contoso-payments-prod-gzfqbyh7d5fkhyek.westeurope-01.azurewebsites.net"),
+    ("*.azurecr.io", "acmeplatformregistry.azurecr.io"),
+    ("*.r2.cloudflarestorage.com", "8a7d6f5e4c3b2a19887766554433221100ffeedd.r2.cloudflarestorage.com"),
+    ("*.run.app", "payments-api-6kq7w2n5aa-ew.a.run.app"),
+    ("*.example.de", "xn--vermgensberater-gesucht-mnchen-9dd8w.example.de"),
+    ("*.example.ru", "xn--80aakbafh6ca3c.example.ru"),
+    ("*.example.org", "xn--fiqs8s.xn--55qx5d.example.org"),
+    ("*.preview.example.org", "sandbox-7c9e6679-7425-40de-944b-e07fc1f90ae7.preview.example.org"),
+    ("*.compute.amazonaws.com", "ec2-203-0-113-25.eu-central-1.compute.amazonaws.com"),
+    ("*.googlevideo.com", "rr4---sn-4g5e6nsz.googlevideo.com"),
+)
+
+
+@pytest.mark.parametrize(("pattern", "host"), USUAL, ids=lambda text: str(text))
+def test_the_usual_names_of_load_balancers_stores_and_previews_pass(pattern: str, host: str) -> None:
+    assert is_canonical(host)
+    assert None is over(host, policy(pattern))
+
+
+WORDS = st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=24)
+HEX = st.text("0123456789abcdef", min_size=1, max_size=63)
+
+
+@given(st.lists(WORDS | HEX, min_size=1, max_size=8))
+def test_words_and_hexadecimal_parts_are_not_taken_for_data(parts: list[str]) -> None:
+    label = "-".join(parts)[:63].strip("-")
+    if label and not label.startswith("xn--"):
+        assert None is over(f"{label}.{ZONE}")
+
+
+@given(st.integers(25, 36), st.randoms(use_true_random=False))
+def test_a_long_part_that_uses_each_character_once_is_taken_for_data(size: int, random: object) -> None:
+    characters = list(string.ascii_lowercase + string.digits)
+    random.shuffle(characters)  # type: ignore[attr-defined]
+    assert "dns.entropy" == over(f"{''.join(characters[:size])}.{ZONE}")
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "rule"),
+    [
+        ("a" * 41, DnsSettings(max_label=40), "dns.max_label"),
+        ("a" * 40, DnsSettings(max_label=40), None),
+        ("a.b.c.d.e", DnsSettings(), "dns.max_labels"),
+        ("a.b.c.d", DnsSettings(), None),
+        (f"{'a' * 50}.{'b' * 50}", DnsSettings(), "dns.max_name"),
+        (f"{'a' * 50}.{'b' * 49}", DnsSettings(), None),
+        ("k3j9x0q8w7e6r5t4y3u2i1o0pz", DnsSettings(), "dns.entropy"),
+        ("cdn-k3j9x0q8w7e6r5t4y3u2i1o0pz", DnsSettings(), "dns.entropy"),
+        ("k3j9x0q8w7e6r5t4y3u2i1o0pz", DnsSettings(entropy=600), None),
+    ],
+)
+def test_each_bound_can_be_set_and_names_itself(free: str, settings: DnsSettings, rule: str | None) -> None:
+    assert rule == over(f"{free}.{ZONE}", policy(f"*.{ZONE}", dns=settings))
+
+
+def test_distinct_names_are_counted_once_each_for_an_hour() -> None:
+    rules, names = policy(f"*.{ZONE}", dns=DnsSettings(unique_names=3)), NameBudget(Ledger.fresh())
+    asked = [over(f"h{number}.{ZONE}", rules, names) for number in (0, 0, 1, 1, 2, 3, 4)]
+    assert [None] * 5 + ["dns.unique_names"] * 2 == asked
+    assert None is over(f"h1.{ZONE}", rules, names)
+    assert None is over(f"h9.{ZONE}", rules, names, now=3601.0)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [policy("a" * 60 + ".example.com"), policy("*.example.com", "a" * 60 + ".example.com")],
+)
+def test_names_that_policy_spells_out_have_no_bound(rules: CompiledPolicy) -> None:
+    tight = DnsSettings(max_label=1, max_name=1, unique_names=1)
+    rules = CompiledPolicy(rules.name, rules.lists, dns=tight)
+    assert None is over("a" * 60 + ".example.com", rules)
+
+
+def test_where_a_mode_or_a_default_allows_a_name_its_last_two_labels_are_the_zone() -> None:
+    watch = policy("good.example.com", dns=DnsSettings(max_labels=1), mode=Mode.OBSERVE)
+    assert ("dns.max_labels", None) == (over("a.b.other.example", watch), over("a.other.example", watch))
+
+
+@given(st.text(string.ascii_lowercase, min_size=1, max_size=80))
+def test_entropy_is_between_none_and_that_of_distinct_characters(text: str) -> None:
+    assert 0 <= round(entropy(text), 9) <= round(entropy("".join(sorted(set(text)))), 9)
+
+
+def test_a_denial_says_what_to_look_for() -> None:
+    denied = NameBudget(Ledger.fresh()).admit(POLICY, f"a.b.c.d.e.{ZONE}", 0.0)
+    assert Deny("dns.max_labels", f"This name has more than 4 labels in front of {ZONE}.") == denied
