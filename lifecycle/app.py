@@ -26,14 +26,14 @@ from lifecycle.peers import Auditd, Daemon, Hostd, Vaultd
 from lifecycle.policies import Policies
 from lifecycle.proxy import Proxy
 from lifecycle.reaper import Observer, Reaper
-from lifecycle.registry import Registry, RegistryError
+from lifecycle.registry import Registry
 from lifecycle.routes import endpoints, networkpolicy, sandboxes, system, unsupported
 from lifecycle.routes.context import Context
 from lifecycle.serve_config import ServeConfig
 from lifecycle.transaction import Creations
 from policy.strict import place, unknown
 
-POLICY_SECONDS = 1.0
+POLICY_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +78,10 @@ class Server:
     async def _reload(self) -> None:
         while True:
             await asyncio.sleep(POLICY_SECONDS)
-            if await self.policies.reload():
-                try:
-                    await self.observer.recompile()
-                except RegistryError as error:
-                    _log.error("not every sandbox has the new policies yet: %s", type(error).__name__)
+            try:
+                await self.observer.follow()
+            except Exception as error:  # noqa: BLE001 - closes: without this task no change of the file would apply
+                _log.error("the policy file is not followed yet: %s", error if str(error) else type(error).__name__)
 
 
 def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clock | None = None) -> Server:

@@ -13,6 +13,13 @@ longer used -> the mark is taken off -> answer.
 - A revocation is only ever carried forward, and does not depend on the gateway: it is written down, cut at vaultd, and
   the gateway's new policy is applied later if it cannot be now (R8).
 - Values of credentials pass through to vaultd and are in no row, log or answer.
+- A write is refused for what it brings, never for what the operator's document has come to refuse meanwhile. A binding
+  or a named policy that the document in force refuses is not in force (without the named policy: deny-all), stays in
+  the row, and is in force again when the operator takes the change back. The audit log names each.
+- A tighter policy reaches the gateway whether or not vaultd, auditd or the registry answers.
+
+It is longer than a module should be: all writes to one sandbox's egress share one lock, one order and one way to settle
+what broke off, and are read together.
 """
 
 import asyncio
@@ -27,9 +34,13 @@ from lifecycle.credential_vault import Change, Vault, VaultText
 from lifecycle.errors import ApiError
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import TOO_LARGE, Unreachable, explained
-from lifecycle.policies import Compiled, Refused
+from lifecycle.policies import Compiled
 from lifecycle.registry import RegistryError, Sandbox, State
+from lifecycle.shortfall import Shortfall
+from lifecycle.stored import secrets, stored
 from policy.api import ApiPolicy, ApiPolicyError, NetworkRule, delete_targets, merge_patch, parse_network_policy
+from policy.bindings import ApiBinding
+from policy.compile import DENY_ALL, Dropped, Part
 from policy.rules import Action
 
 CLOSE_SECONDS = 8.0
@@ -53,15 +64,28 @@ def user_policy(row: Sandbox) -> ApiPolicy:
 
     Without one of his own he sees what his patches would be merged into: under a named operator policy "allow"
     (he narrows it), otherwise "deny".
+
+    Raises:
+        EgressError: it cannot be read.
     """
     if row.network_policy is not None:
-        return parse_network_policy(row.network_policy)
+        try:
+            return parse_network_policy(row.network_policy)
+        except ApiPolicyError:
+            raise EgressError(500, "the stored policy cannot be read and allows nothing; set it again") from None
     return ApiPolicy(default_action=Action.ALLOW if row.policy_name else Action.DENY)
 
 
 def vault_of(row: Sandbox) -> Vault | None:
-    """The credential vault of a row."""
-    return None if row.vault is None else Vault.from_json(row.vault)
+    """The credential vault of a row.
+
+    Raises:
+        EgressError: it cannot be read.
+    """
+    try:
+        return None if row.vault is None else Vault.from_json(row.vault)
+    except (ApiPolicyError, AttributeError, KeyError, TypeError, ValueError):
+        raise EgressError(500, "the stored credential vault cannot be read; delete it and create it again") from None
 
 
 class Egress:
@@ -70,6 +94,9 @@ class Egress:
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
         self._unsettled: set[str] = set()  # beside the mark in the registry, for when that cannot be written
+        self._doubted: set[str] = set()  # compiled under an earlier document, perhaps
+        self.shortfall = Shortfall(orchestrator)
+        orchestrator.unsettled = self.reapply
         self._writes: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -84,10 +111,16 @@ class Egress:
     async def forget(self, sandbox: str) -> None:
         """Drop what is kept for a sandbox that is gone."""
         self._unsettled.discard(sandbox)
+        self._doubted.discard(sandbox)
+        self.shortfall.forget(sandbox)
 
     def unsettled(self, row: Sandbox) -> bool:
         """Whether what the registry says may not be in force everywhere."""
-        return not row.policy_digest or row.id in self._unsettled
+        return not row.policy_digest or row.id in self._unsettled or row.id in self._doubted
+
+    def doubt(self, sandbox: str) -> None:
+        """The operator's document has changed: what is in force for a sandbox may not be what it says."""
+        self._doubted.add(sandbox)
 
     async def _whole[T](self, sandbox: str, write: Callable[[], Awaitable[T]]) -> T:
         """Run `write` under the sandbox's lock, to its end even when the caller is cancelled."""
@@ -147,13 +180,14 @@ class Egress:
         return await self._whole(sandbox, write)
 
     async def _write_policy(self, row: Sandbox, policy: ApiPolicy, *, force: bool) -> Sandbox:
-        changed = replace(row, network_policy=policy.to_wire())
-        vault, change = vault_of(row), None
-        if vault is not None:
-            uncovered = await self._uncovered(changed, vault)
-            if uncovered and not force:
-                raise EgressError(400, f"credential vault policy validation: {next(iter(uncovered.values()))}")
-            if uncovered:
+        changed, change = replace(row, network_policy=policy.to_wire()), None
+        compiled = await self._enforced(changed)
+        if not force:
+            if refused := _brought(row, changed, await self._enforced(row), compiled):
+                raise EgressError(400, f"credential vault policy validation: {refused[0].reason}")
+        elif uncovered := {item.name for item in compiled.dropped if item.part is Part.BINDING}:
+            vault = stored(row).vault
+            if vault is not None:
                 kept = tuple(binding for binding in vault.bindings if binding.name not in uncovered)
                 vault = replace(vault, revision=vault.revision + 1, bindings=kept)
                 changed, change = replace(changed, vault=vault.to_json()), Change(vault, {})
@@ -163,16 +197,6 @@ class Egress:
             if _too_large(error):
                 raise EgressError(413, "egress policy is too large") from None
             raise EgressError(500, f"failed to apply nftables policy: {explained(error)}") from None
-
-    async def _uncovered(self, row: Sandbox, vault: Vault) -> dict[str, str]:
-        """Return the bindings that the policy of `row` does not cover, and why."""
-        refused = {}
-        for binding in vault.bindings:
-            try:
-                await self._compile(replace(row, vault=replace(vault, bindings=(binding,)).to_json()), prefix="")
-            except EgressError as error:
-                refused[binding.name] = error.text
-        return refused
 
     # -- credential vault
 
@@ -213,19 +237,21 @@ class Egress:
                 await self._revoke(row, replace(row, vault=None))
                 return
             if self.unsettled(row):  # an earlier removal may not have reached vaultd: "not found" would be a lie
-                await self._cut(row, await self._compile(row))
+                await self._cut(row, await self._enforced(row))
             raise VaultText(404, "credential vault not found")
 
         await self._whole(sandbox, write)
 
     async def _write_vault(self, row: Sandbox, change: Change) -> Vault:
         changed = replace(row, vault=change.vault.to_json())
-        compiled = await self._compile(changed, prefix="")
-        if len(compiled.grants) > credential_vault.MAX_GRANTS:
-            raise VaultText(400, f"at most {credential_vault.MAX_GRANTS} pairs of a credential and a host")
         if change.only_deletes:
             await self._revoke(row, changed)
             return change.vault
+        compiled = await self._enforced(changed)
+        if refused := _brought(row, changed, await self._enforced(row), compiled):
+            raise VaultText(400, refused[0].reason)
+        if len(compiled.grants) > credential_vault.MAX_GRANTS:
+            raise VaultText(400, f"at most {credential_vault.MAX_GRANTS} pairs of a credential and a host")
         try:
             await self._apply(row, changed, "vault.bind", change)
         except (Unreachable, wire.RemoteError) as error:
@@ -237,14 +263,23 @@ class Egress:
 
     # -- carrying a change out
 
-    async def reapply(self, sandbox: str, *, anew: bool = False) -> None:
-        """Put in force what the registry says, if it may not be; `anew`: also if the document changed."""
+    async def reapply(self, sandbox: str) -> None:
+        """Put in force what the registry says under the operator's document, if it may not be; never raises."""
 
         async def write() -> None:
             row = await self._row(sandbox)
-            if not self.unsettled(row) and not (anew and (await self._compile(row)).digest != row.policy_digest):
+            settled = bool(row.policy_digest) and row.id not in self._unsettled
+            if settled and row.id not in self._doubted:
                 return
-            await self._mark(row)
+            self._unsettled.add(row.id)
+            self._doubted.discard(row.id)  # now: a document that comes later raises another doubt
+            if settled and (await self._enforced(row)).digest == row.policy_digest:
+                self._unsettled.discard(row.id)
+                return
+            try:
+                await self._mark(row)
+            except RegistryError as error:
+                _log.warning("%s is not marked in the registry: %s", row.id, type(error).__name__)
             await self._settle(row)
 
         await self._afterwards(sandbox, write)
@@ -252,7 +287,9 @@ class Egress:
     async def _afterwards(self, sandbox: str, write: Callable[[], Awaitable[None]]) -> None:
         try:
             await self._whole(sandbox, write)
-        except (EgressError, ApiError, Unreachable, wire.RemoteError, RegistryError) as error:
+        except Exception as error:  # noqa: BLE001 - closes: the mark stays, and other sandboxes get their policies
+            if isinstance(error, ApiError) and error.status == 404:
+                await self.forget(sandbox)
             _log.warning("policy of %s still not applied: %s", sandbox, _brief(error))
 
     async def reconcile(self, sandbox: str) -> None:
@@ -267,52 +304,49 @@ class Egress:
         await self._afterwards(sandbox, write)
 
     async def _apply(self, row: Sandbox, changed: Sandbox, kind: str, change: Change | None) -> Sandbox:
-        compiled = await self._compile(changed)
-        if self.unsettled(row):
-            row = await self._settle(row)
-        former = await self._compile(row)
+        compiled, former = await self._enforced(changed), await self._enforced(row)
         await self._record(kind, changed, compiled)
         vaultd = self._orchestrator.vaultd
         values = {} if change is None else change.values
         both = _union(former, compiled)
-        stale = set(_names(row)) - set(_names(changed))
-        narrowed = bool(stale) or set(map(_key, both)) != set(map(_key, compiled.grants))
+        # What vaultd and the log have of an unsettled row is not known: both get the whole of it.
+        unsure = self.unsettled(row) or not self.shortfall.is_told(row.id, compiled.dropped)
+        stale = unsure or bool(set(secrets(row) or ()) - set(secrets(changed) or ()))
+        narrowed = stale or set(map(_key, both)) != set(map(_key, compiled.grants))
         await self._mark(row)
         try:
             if values or set(map(_key, both)) != set(map(_key, former.grants)):
-                await vaultd.regrant(row.id, both, values or None, _names(row))
-            await self._configure(changed, compiled)
+                await vaultd.regrant(row.id, both, values or None, secrets(row) or ())
+            await self._configure(changed, compiled, decided=False)
             changed = await self._persist(changed, "" if narrowed else compiled.digest)
         except Exception:
             await self._roll_back(row)
             raise
         if narrowed:
             try:
-                await vaultd.regrant(row.id, compiled.grants, {} if stale else None, _names(changed))
+                await self._grant(changed, compiled, all_values=not stale)
+                await self.shortfall.tell(changed, compiled)
                 changed = await self._persist(changed, compiled.digest)
-            except (Unreachable, wire.RemoteError, RegistryError) as error:
-                _log.warning("grants of %s are not yet narrowed: %s", row.id, _brief(error))
+            except (ApiError, Unreachable, wire.RemoteError, RegistryError) as error:
+                _log.warning("the change of %s is not yet complete: %s", row.id, _brief(error))
                 return changed
         self._unsettled.discard(row.id)
         return changed
 
     async def _revoke(self, row: Sandbox, changed: Sandbox) -> None:
-        compiled = await self._compile(changed)
         self._unsettled.add(row.id)
-        await self._persist(changed, "")
+        changed = await self._persist(changed, "")
+        compiled = await self._enforced(changed)
         await self._cut(changed, compiled)
         await self._note("vault.revoke", changed, compiled)
         try:
-            await self._configure(changed, compiled)
-            await self._persist(changed, compiled.digest)
-        except (Unreachable, wire.RemoteError, RegistryError) as error:
-            _log.warning("gateway of %s is to be told later: %s", row.id, _brief(error))
-            return
-        self._unsettled.discard(row.id)
+            await self._settle(changed)
+        except (ApiError, Unreachable, wire.RemoteError, RegistryError) as error:
+            _log.warning("the revocation of %s is cut at vaultd and not yet complete: %s", row.id, _brief(error))
 
     async def _cut(self, row: Sandbox, compiled: Compiled) -> None:
         try:
-            await self._orchestrator.vaultd.regrant(row.id, compiled.grants, {}, _names(row))
+            await self._narrow(row, compiled)
         except (Unreachable, wire.RemoteError) as error:
             raise EgressError(500, f"internal error: {explained(error)}") from None
 
@@ -321,20 +355,46 @@ class Egress:
         self._unsettled.add(row.id)
         await self._orchestrator.registry.update(row.id, lambda current: replace(current, policy_digest=""))
 
-    async def _settle(self, row: Sandbox) -> Sandbox:
-        """Put in force what `row` says. The gateway gets its policy even when vaultd cannot be told: that may close."""
-        compiled = await self._compile(row)
-        failure: Exception | None = None
+    async def _settle(self, row: Sandbox) -> None:
+        """Put in force what `row` says. Neither gateway nor vault waits for the other: each alone may only close."""
+        compiled = await self._enforced(row)
         try:
-            await self._orchestrator.vaultd.regrant(row.id, compiled.grants, {}, _names(row))
-        except (Unreachable, wire.RemoteError) as error:
-            failure = error
-        await self._configure(row, compiled)
-        if failure is not None:
-            raise failure
-        settled = await self._persist(row, compiled.digest)
+            await self._put_in_force(row, compiled)
+        except wire.RemoteError as error:
+            if not _too_large(error):
+                raise
+            too_large = Dropped(Part.POLICY, row.policy_name or "", "the policy is too large for a gateway")
+            compiled = Compiled(DENY_ALL, (), (too_large,))
+            await self._put_in_force(row, compiled)
+        await self.shortfall.tell(row, compiled)
+        await self._persist(row, compiled.digest)
         self._unsettled.discard(row.id)
-        return settled
+
+    async def _put_in_force(self, row: Sandbox, compiled: Compiled) -> None:
+        outcomes = await asyncio.gather(
+            self._configure(row, compiled, decided=True), self._grant(row, compiled), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def _grant(self, row: Sandbox, compiled: Compiled, *, all_values: bool = False) -> None:
+        """Give vaultd the grants of a row, and have it drop all values but the row's (not with `all_values`).
+
+        If it refuses one of them, at least those that the row has no more are taken away.
+        """
+        names = secrets(row)
+        inline: dict[str, str] | None = None if all_values or names is None else {}
+        try:
+            await self._orchestrator.vaultd.regrant(row.id, compiled.grants, inline, names or ())
+        except wire.RemoteError:
+            await self._narrow(row, compiled)
+            raise
+
+    async def _narrow(self, row: Sandbox, compiled: Compiled) -> None:
+        """Have vaultd take away what a row has no more, which it can always do."""
+        known = compiled.grants if len(compiled.grants) <= 2 * credential_vault.MAX_GRANTS else ()
+        await self._orchestrator.vaultd.narrow(row.id, known, secrets(row))
 
     async def _roll_back(self, row: Sandbox) -> None:
         """Best effort: what was in the registry before is there again and in force; else the observer sees to it."""
@@ -344,17 +404,15 @@ class Egress:
         except Exception as error:  # noqa: BLE001 - closes: the mark stays, and the caller is told of the first failure
             _log.warning("rollback of %s is left to the observer: %s", row.id, _brief(error))
 
-    async def _compile(self, row: Sandbox, prefix: str = "invalid policy: ") -> Compiled:
-        policy = None if row.network_policy is None else parse_network_policy(row.network_policy)
-        try:
-            return await self._orchestrator.policies.compile(row.policy_name, policy, vault_of(row))
-        except Refused as error:
-            raise EgressError(400, f"{prefix}{error}") from None
+    async def _enforced(self, row: Sandbox) -> Compiled:
+        """Compile a row under the document in force, without the parts that cannot be read or are refused."""
+        read = await asyncio.to_thread(stored, row)
+        compiled = await self._orchestrator.policies.enforce(row.policy_name, read.network_policy, read.bindings)
+        return replace(compiled, dropped=(*read.dropped, *compiled.dropped))
 
-    async def _configure(self, row: Sandbox, compiled: Compiled) -> None:
-        generation = await self._orchestrator.hostd.generation(row.id)
+    async def _configure(self, row: Sandbox, compiled: Compiled, *, decided: bool) -> None:
         await self._orchestrator.hostd.configure(
-            row.id, self._orchestrator.gateway.configuration(row.id, generation, compiled)
+            row.id, self._orchestrator.gateway.configuration(row.id, 1, compiled), decided=decided
         )
 
     async def _persist(self, changed: Sandbox, digest: str) -> Sandbox:
@@ -387,9 +445,20 @@ class Egress:
         return row
 
 
-def _names(row: Sandbox) -> list[str]:
-    vault = vault_of(row)
-    return [] if vault is None else vault.secrets()
+def _brought(row: Sandbox, changed: Sandbox, before: Compiled, after: Compiled) -> list[Dropped]:
+    """Return what would not be in force because of a change: not what is out of force without it, and untouched."""
+    old, new = _bindings(row), _bindings(changed)
+    known = {
+        (item.part, item.name)
+        for item in before.dropped
+        if item.part is not Part.BINDING or old.get(item.name) == new.get(item.name)
+    }
+    return [item for item in after.dropped if (item.part, item.name) not in known]
+
+
+def _bindings(row: Sandbox) -> dict[str, ApiBinding]:
+    vault = stored(row).vault
+    return {} if vault is None else {binding.name: binding for binding in vault.bindings}
 
 
 def _key(grant: Any) -> tuple[str, str, int, str]:

@@ -135,7 +135,8 @@ class EgressApi:
     async def _policy(self, request: Request) -> Answer:
         sandbox = request.sandbox
         if request.method == "GET":
-            return document(200, policy_status(user_policy(sandbox), full=True))
+            reason = self._egress.shortfall.reason(sandbox.id)
+            return document(200, policy_status(user_policy(sandbox), reason=reason, full=True))
         if request.method not in ("POST", "PUT", "PATCH", "DELETE"):
             return text(405, "method not allowed", Allow=_POLICY_METHODS)
         try:

@@ -81,6 +81,8 @@ class Orchestrator:
         self.expiry_changed: Callable[[], None] = lambda: None
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """Called with the id of each sandbox that is gone, to drop what is kept for it."""
+        self.unsettled: Callable[[str], Awaitable[None]] = _nothing
+        """Called with the id of a sandbox whose policy may not be in force; on return it is, if it can be."""
         self.making: set[str] = set()
         """The sandboxes that are being created now: a row `Pending` of any other was left behind."""
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -317,3 +319,7 @@ class Orchestrator:
             await self.auditd.record(kind, decision, **fields)
         except (Unreachable, wire.RemoteError) as error:
             _log.warning("audit did not take %s: %s", kind, error)
+
+
+async def _nothing(_sandbox: str) -> None:
+    """Stands in until there is a part that does it."""

@@ -114,13 +114,14 @@ class Hostd(Daemon):
         """Start a sandbox; a refusal means that nothing of it is left."""
         return await self.call("launch", timeout=LAUNCH_TIMEOUT, **specification)
 
-    async def configure(self, sandbox: str, gateway: Mapping[str, Any]) -> None:
-        """Give a sandbox's gateway a new configuration; returns once it is in force."""
-        await self.call("configure", sandbox=sandbox, gateway=dict(gateway))
+    async def configure(self, sandbox: str, gateway: Mapping[str, Any], *, decided: bool) -> None:
+        """Give a sandbox's gateway a new configuration; returns once it is in force.
 
-    async def generation(self, sandbox: str) -> int:
-        """The generation of the worker that runs for a sandbox now."""
-        return int((await self.call("inspect", sandbox=sandbox)).get("generation") or 1)
+        Args:
+            decided: it is to be in force whatever happens: a gateway that is replaced meanwhile begins with it. Else
+                a gateway that does not confirm it keeps, or is replaced with, what it had.
+        """
+        await self.call("configure", sandbox=sandbox, gateway=dict(gateway), decided=decided)
 
     async def policy(self, sandbox: str) -> str:
         """The digest of the policy that a sandbox's worker has confirmed."""
@@ -172,6 +173,11 @@ class Vaultd(Daemon):
             if keep:
                 parameters["keep"] = list(keep)
         await self.call("regrant", sandbox=sandbox, **parameters)
+
+    async def narrow(self, sandbox: str, grants: Sequence[Mapping[str, Any]], keep: Sequence[str] | None) -> None:
+        """Take away every grant that is not in `grants` and every inline value that is not in `keep` (None: none)."""
+        names: dict[str, Any] = {} if keep is None else {"keep": list(keep)}
+        await self.call("narrow", sandbox=sandbox, grants=[dict(grant) for grant in grants], **names)
 
     async def close_sandbox(self, sandbox: str) -> None:
         """Forget everything of a sandbox; unknown ones are no error."""

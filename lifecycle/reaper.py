@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,9 @@ ADOPT_FIRST = 0.1
 """hostd may be starting beside us."""
 RETRY_MOST = 60.0
 OBSERVE_SECONDS = 2.0
+APPLY_SECONDS = 2.0
+"""How long the observer waits for policies to be applied; what takes longer goes on beside it."""
+_APPLYING = 32
 _PARALLEL = 4
 _LIVE = (State.RUNNING, State.PAUSED)
 
@@ -124,6 +127,12 @@ class Observer:
     def __init__(self, orchestrator: Orchestrator, egress: Egress) -> None:
         self._orchestrator = orchestrator
         self._egress = egress
+        self._applying: dict[str, asyncio.Task[None]] = {}
+        self._turns = asyncio.Semaphore(_APPLYING)
+        self._pending = False
+        """Whether there is a document that not every sandbox was compared with."""
+        self._alarmed = ""
+        """The problem of the policy file that is in the audit log."""
 
     async def adopt(self) -> None:
         """Bring registry and hostd together; retried by the caller while hostd is away.
@@ -152,6 +161,15 @@ class Observer:
 
     async def run(self, adopted: Callable[[], None]) -> None:
         """Adopt, say so, then observe until cancelled."""
+        try:
+            await self._run(adopted)
+        finally:
+            tasks = list(self._applying.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, adopted: Callable[[], None]) -> None:
         delay = ADOPT_FIRST
         while True:
             try:
@@ -162,26 +180,71 @@ class Observer:
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 10.0)
         adopted()
-        while True:
-            await asyncio.sleep(OBSERVE_SECONDS)
+        while True:  # at once: the operator's document may have changed while there was no server
             try:
                 await self._orchestrator.keep_time()
                 await self.observe()
             except Exception as error:  # noqa: BLE001 - closes: what is unsettled would stay so without this task
                 _log.warning("cannot observe: %s: %s", type(error).__name__, error)
+            await asyncio.sleep(OBSERVE_SECONDS)
+
+    async def follow(self) -> None:
+        """Read the operator's file if it changed; put a new document in force for every sandbox, or raise an alarm.
+
+        Raises:
+            ApiError, RegistryError: not all of it could be done; the next call goes on.
+        """
+        policies = self._orchestrator.policies
+        if await policies.reload():
+            self._pending = True
+        if self._pending:
+            await self.recompile()
+            self._pending = False
+            await self._orchestrator.note("lifecycle.policies", "info", reason="the policy file was read again")
+        if (problem := policies.problem) != self._alarmed:
+            if problem:
+                why = "the policy file cannot be used: the last good document stays in force"
+                await self._orchestrator.record("alarm", "deny", rule="policy.file", reason=why, error=problem)
+            self._alarmed = problem
 
     async def recompile(self) -> None:
-        """The operator's document may have changed: give every sandbox its policy under the one in force."""
-        for row in await self._orchestrator.registry.all():
-            if row.state in _LIVE:
-                await self._egress.reapply(row.id, anew=True)
+        """The operator's document may have changed: give every sandbox its policy under the one in force.
+
+        Raises:
+            RegistryError: the sandboxes cannot be read.
+        """
+        live = [row.id for row in await self._orchestrator.registry.all() if row.state in _LIVE]
+        for sandbox in live:
+            self._egress.doubt(sandbox)
+        await self._apply(dict.fromkeys(live, self._egress.reapply))
+
+    async def _apply(self, work: Mapping[str, Callable[[str], Awaitable[None]]]) -> None:
+        """Apply policies side by side: a sandbox that takes long keeps no other from its own."""
+        for sandbox, apply in work.items():
+            if sandbox not in self._applying:
+                task = asyncio.create_task(self._in_turn(apply, sandbox), name=f"apply-{sandbox}")
+                self._applying[sandbox] = task
+                task.add_done_callback(functools.partial(self._applied, sandbox))
+        if tasks := [self._applying[sandbox] for sandbox in work if sandbox in self._applying]:
+            await asyncio.wait(tasks, timeout=APPLY_SECONDS)
+
+    async def _in_turn(self, apply: Callable[[str], Awaitable[None]], sandbox: str) -> None:
+        async with self._turns:
+            await apply(sandbox)
+
+    def _applied(self, sandbox: str, _task: asyncio.Task[None]) -> None:
+        del self._applying[sandbox]
 
     async def observe(self) -> None:
         """Take over what hostd says of its sandboxes, and finish what was left unfinished."""
+        rows = await self._orchestrator.registry.all()
+        unsettled = [row.id for row in rows if row.state in _LIVE and self._egress.unsettled(row)]
+        await self._apply(dict.fromkeys(unsettled, self._egress.reapply))  # before hostd asks Docker for the list
         began = self._orchestrator.clock()
         items = {str(item.get("sandbox")): item for item in await self._orchestrator.hostd.list()}
         there = {name: str(item.get("policy") or "") for name, item in items.items()}
         now = self._orchestrator.clock()
+        differing: list[str] = []
         for row in await self._orchestrator.registry.all():
             if row.state is State.PENDING:
                 await self._abandoned(row, now)
@@ -189,10 +252,10 @@ class Observer:
                 await self._seen(row.id, items[row.id], now)
             elif row.state in _LIVE and row.changed_at < began:
                 await self._seen(row.id, {"state": "gone"}, now)
-            if row.state in _LIVE and self._egress.unsettled(row):
-                await self._egress.reapply(row.id)
-            elif row.state is State.RUNNING and there.get(row.id) not in (None, "", row.policy_digest):
-                await self._egress.reconcile(row.id)
+            other = there.get(row.id) not in (None, "", row.policy_digest)
+            if row.state is State.RUNNING and other and not self._egress.unsettled(row):
+                differing.append(row.id)
+        await self._apply(dict.fromkeys(differing, self._egress.reconcile))
         await self._orchestrator.close_chains()
 
     async def _seen(self, sandbox: str, item: dict[str, Any], now: float) -> None:

@@ -94,10 +94,7 @@ class Creations:
     async def _begin(self, plan: Plan) -> Creation:
         network_policy = plan.network_policy
         version = self._orchestrator.policies.version
-        try:
-            compiled = await self._orchestrator.policies.compile(plan.policy_name, network_policy)
-        except Refused as error:
-            raise invalid(str(error)) from None
+        compiled = await self._admit(plan)
         await self._check_image(plan.image)
         now = self._orchestrator.clock()
         sandbox = self._new_id()
@@ -134,6 +131,12 @@ class Creations:
         creation = self._creations[sandbox] = Creation(sandbox, task)
         task.add_done_callback(lambda _: self._ended(sandbox))
         return creation
+
+    async def _admit(self, plan: Plan) -> Compiled:
+        try:
+            return await self._orchestrator.policies.admit(plan.policy_name, plan.network_policy)
+        except Refused as error:
+            raise invalid(str(error)) from None
 
     def _ended(self, sandbox: str) -> None:
         self._creations.pop(sandbox, None)
@@ -197,23 +200,30 @@ class Creations:
         return ApiError(400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED", f"{message}.")
 
     async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled, version: int) -> Sandbox:
+        policies = self._orchestrator.policies
         async with self._launches, self._orchestrator.lock(row.id):
             try:
+                if version != policies.version:  # there is another document since this one began to wait
+                    version, compiled = policies.version, await self._admit(plan)
                 await self._start(row, plan, compiled)
-                running = await self._running(row, version)
+                running = await self._running(row, compiled, version)
             except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
                 failure = _failure(error)
                 await self._undo(row, failure)
                 raise failure from None
         self._orchestrator.expiry_changed()
+        if not running.policy_digest:
+            await self._orchestrator.unsettled(running.id)
         return running
 
-    async def _running(self, row: Sandbox, version: int) -> Sandbox:
+    async def _running(self, row: Sandbox, compiled: Compiled, version: int) -> Sandbox:
         now = self._orchestrator.clock()
-        # The operator's document may have changed since this policy was compiled: then the observer applies it anew.
-        digest = row.policy_digest if version == self._orchestrator.policies.version else ""
+        policies = self._orchestrator.policies
 
         def change(current: Sandbox) -> Sandbox:
+            # The operator's document may have changed since this policy was compiled: then the new one is applied. It
+            # is compared here, in the order of the database's calls: who reads all rows after a change finds this one.
+            digest = compiled.digest if version == policies.version else ""
             moved = current.moved(State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.", now)
             return replace(moved, policy_digest=digest)
 

@@ -10,6 +10,7 @@ Whether a host is allowed, and by which operator switch, is settled by `compile_
 
 import json
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,11 +144,17 @@ def check_conflicts(bindings: tuple[ApiBinding, ...]) -> None:
     Raises:
         ApiPolicyError: naming the two in sorted order.
     """
+    for first, second in conflicts(bindings):
+        raise ApiPolicyError(f'bindings "{first}" and "{second}" can match the same request')
+
+
+def conflicts(bindings: tuple[ApiBinding, ...]) -> Iterator[tuple[str, str]]:
+    """Find each two bindings that could match one request; their names are in sorted order."""
     reaches = sorted((_Reach.of(binding) for binding in bindings), key=lambda reach: reach.name)
     for position, first in enumerate(reaches):
         for second in reaches[position + 1 :]:
             if first.meets(second):
-                raise ApiPolicyError(f'bindings "{first.name}" and "{second.name}" can match the same request')
+                yield first.name, second.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,16 @@
 - `narrow` keeps both policies side by side, and both must allow: the caller of the API can only take away.
 - A credential binding needs an explicit allow rule for each of its hosts, and what the operator keeps behind a switch
   (plain HTTP, wildcard hosts) it gets only with the switch.
+- `enforce` compiles what was admitted once, under whatever document is in force now: it never refuses. It leaves out
+  each part that the document does not allow, and returns those parts with the reason.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from policy.api import ApiPolicy, ApiPolicyError
-from policy.bindings import ApiBinding, check_conflicts
+from policy.bindings import ApiBinding, conflicts
 from policy.compiled import DENY_ALL, CompiledPolicy, SecretUse, secrets_of
 from policy.decision import Deny, decide_flow
 from policy.document import DENY_ALL_NAME, PolicyDocument
@@ -21,11 +25,14 @@ from policy.rules import Action, DnsSettings, Limits, Precedence, Rule, RuleList
 __all__ = [
     "DENY_ALL",
     "CompiledPolicy",
+    "Dropped",
+    "Part",
     "SecretUse",
     "UnknownPolicy",
     "compile_api",
     "compile_default",
     "compile_named",
+    "enforce",
     "narrow",
     "secrets_of",
 ]
@@ -33,6 +40,24 @@ __all__ = [
 
 class UnknownPolicy(ValueError):
     """The document has no policy of this name."""
+
+
+class Part(StrEnum):
+    """What can be left out of a sandbox's policy."""
+
+    POLICY = "policy"
+    NETWORK_POLICY = "network-policy"
+    VAULT = "credential-vault"
+    BINDING = "binding"
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A part that is not in force, and why. `name` is that of the named policy or binding, else empty."""
+
+    part: Part
+    name: str
+    reason: str
 
 
 def compile_named(document: PolicyDocument, name: str) -> CompiledPolicy:
@@ -75,24 +100,33 @@ def compile_api(
     Raises:
         ApiPolicyError: a binding that the policy or the operator does not allow.
     """
-    rules = RuleList(
-        "networkPolicy",
-        Precedence.FIRST_MATCH,
-        rules=tuple(
-            Rule(f"api:{position}", rule.action, addresses=(rule.canonical,))
-            if rule.is_network
-            else Rule(f"api:{position}", rule.action, hosts=(HostPattern(rule.canonical),))
-            for position, rule in enumerate(network_policy.rules, start=1)
-            if not rule.is_inert
-        ),
-        default_action=network_policy.default_action,
-        ceiling=document.ceiling,
-    )
-    policy = _with_operator(document, "networkPolicy", rules)
-    check_conflicts(bindings)
-    for binding in bindings:
-        _check_binding(document, policy, binding)
-    return replace(policy, bindings=tuple(binding.compiled() for binding in bindings))
+    policy, dropped = _compile_api(document, network_policy, bindings)
+    if dropped:
+        raise ApiPolicyError(dropped[0].reason)
+    return policy
+
+
+def enforce(
+    document: PolicyDocument, name: str | None, network_policy: ApiPolicy | None, bindings: tuple[ApiBinding, ...] = ()
+) -> tuple[CompiledPolicy, tuple[Dropped, ...]]:
+    """Compile what a sandbox was given, without the parts that the document refuses.
+
+    Without its named policy a sandbox has `deny-all` and the operator's lists.
+
+    Args:
+        name: the named policy; None if it was given none.
+        network_policy: the caller's; None if there is none.
+        bindings: the caller's; each needs a rule of `network_policy`.
+    """
+    try:
+        named = compile_default(document) if name is None else compile_named(document, name)
+    except UnknownPolicy as error:
+        gone = Dropped(Part.POLICY, name or "", str(error))
+        return compile_named(document, DENY_ALL_NAME), (gone, *_without(bindings, str(error)))
+    if network_policy is None:
+        return named, tuple(_without(bindings, "there is no network policy with a rule for its hosts"))
+    asked, dropped = _compile_api(document, network_policy, bindings)
+    return (asked if name is None else narrow(named, asked)), dropped
 
 
 def narrow(named: CompiledPolicy, api: CompiledPolicy) -> CompiledPolicy:
@@ -122,28 +156,88 @@ def _with_operator(document: PolicyDocument, name: str, rules: RuleList) -> Comp
     )
 
 
-def _check_binding(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBinding) -> None:
-    """Refuse a binding whose hosts the policy does not explicitly allow, or that lacks an operator switch."""
+def _compile_api(
+    document: PolicyDocument, network_policy: ApiPolicy, bindings: tuple[ApiBinding, ...]
+) -> tuple[CompiledPolicy, tuple[Dropped, ...]]:
+    rules = RuleList(
+        "networkPolicy",
+        Precedence.FIRST_MATCH,
+        rules=tuple(
+            Rule(f"api:{position}", rule.action, addresses=(rule.canonical,))
+            if rule.is_network
+            else Rule(f"api:{position}", rule.action, hosts=(HostPattern(rule.canonical),))
+            for position, rule in enumerate(network_policy.rules, start=1)
+            if not rule.is_inert
+        ),
+        default_action=network_policy.default_action,
+        ceiling=document.ceiling,
+    )
+    policy = _with_operator(document, "networkPolicy", rules)
+    refusals: dict[str, str] = {}
+    for first, second in conflicts(bindings):
+        for name in (first, second):
+            refusals.setdefault(name, f'bindings "{first}" and "{second}" can match the same request')
+    for binding in bindings:
+        if binding.name not in refusals and (reason := _refusal(document, policy, binding)) is not None:
+            refusals[binding.name] = reason
+    if refusals:
+        refusals |= _heirs(bindings, refusals)
+    kept = tuple(binding.compiled() for binding in bindings if binding.name not in refusals)
+    dropped = tuple(Dropped(Part.BINDING, name, reason) for name, reason in refusals.items())
+    return replace(policy, bindings=kept), dropped
+
+
+def _without(bindings: tuple[ApiBinding, ...], reason: str) -> list[Dropped]:
+    return [Dropped(Part.BINDING, item.name, f'binding "{item.name}": {reason}') for item in bindings]
+
+
+def _heirs(bindings: tuple[ApiBinding, ...], refusals: Mapping[str, str]) -> dict[str, str]:
+    """Refuse the wildcard bindings that would take the place of a refused exact one.
+
+    Else the secret of the wildcard went to a host that had another one, or none, because less is allowed.
+    """
+    heirs: dict[str, str] = {}
+    while True:
+        above: dict[str, str] = {}  # suffixes that hold a host of a refused binding, and that binding
+        for binding in bindings:
+            if binding.name in refusals or binding.name in heirs:
+                for host in binding.hosts:
+                    labels = [] if host.startswith("*.") else host.split(".")
+                    above |= {".".join(labels[first:]): binding.name for first in range(1, len(labels))}
+        found = {
+            binding.name: f'binding "{binding.name}" host "{host}" would take the place of '
+            f'binding "{above[host[2:]]}", which is not in force'
+            for binding in bindings
+            if binding.name not in refusals and binding.name not in heirs
+            for host in binding.hosts
+            if host.startswith("*.") and host[2:] in above
+        }
+        if not found:
+            return heirs
+        heirs |= found
+
+
+def _refusal(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBinding) -> str | None:
+    """Say why a binding is refused: the policy does not explicitly allow a host, or an operator switch is missing."""
     compiled = binding.compiled()
     for pattern in compiled.hosts:
         refusal = f'binding "{binding.name}" host "{pattern.text}" is not allowed by egress policy'
         if pattern.wildcard:
             if not document.wildcard_bindings:
-                raise ApiPolicyError(f'binding "{binding.name}": wildcard hosts are not enabled by the operator')
+                return f'binding "{binding.name}": wildcard hosts are not enabled by the operator'
             if not _wildcard_covered(policy, pattern):
-                raise ApiPolicyError(refusal)
+                return refusal
         elif not _explicitly_allowed(policy, pattern.text):
-            raise ApiPolicyError(refusal)
+            return refusal
         for endpoint in compiled.endpoints:
             plain = endpoint.port == 80
             if plain and compiled.injections and pattern.text not in document.plaintext_secrets:
-                raise ApiPolicyError(
-                    f'binding "{binding.name}": scheme http is not enabled by the operator for host "{pattern.text}"'
-                )
+                return f'binding "{binding.name}": scheme http is not enabled by the operator for host "{pattern.text}"'
             # A name below the suffix stands for them all: no rule ahead of the covering one reaches into the suffix.
             host = f"any.{pattern.suffix}" if pattern.wildcard else pattern.text
             if isinstance(decide_flow(policy, FlowFacts(host, endpoint.port, endpoint.scheme)), Deny):
-                raise ApiPolicyError(refusal)
+                return refusal
+    return None
 
 
 def _explicitly_allowed(policy: CompiledPolicy, host: str) -> bool:

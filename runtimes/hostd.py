@@ -380,10 +380,10 @@ class Host:
         return await sandboxes.launch(spec)
 
     async def _configure(self, parameters: wire.Message) -> dict[str, Any]:
-        gateway = parameters.pop("gateway", None)
-        if not isinstance(gateway, dict):
-            raise wire.RequestError("invalid", "gateway is not an object")
-        await self._parts()[1].configure(_sandbox(parameters), gateway)
+        gateway, decided = parameters.pop("gateway", None), parameters.pop("decided", False)
+        if not isinstance(gateway, dict) or not isinstance(decided, bool):
+            raise wire.RequestError("invalid", "gateway is not an object, or decided is no boolean")
+        await self._parts()[1].configure(_sandbox(parameters), gateway, decided=decided)
         return {}
 
     async def _remove(self, parameters: wire.Message) -> dict[str, Any]:

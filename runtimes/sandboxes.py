@@ -322,21 +322,30 @@ class Sandboxes:
                 with contextlib.suppress(ConnectionError):
                     await sandbox.worker.control.notify("guard", fds=[pidfd])
 
-    async def configure(self, name: str, gateway: dict[str, Any]) -> None:
+    async def configure(self, name: str, gateway: dict[str, Any], *, decided: bool = False) -> None:
         """Give a sandbox's worker a new configuration; the old one stays when it is refused.
 
         It is written down once the worker has confirmed it: whoever dies, afterwards one of the two is in force.
+
+        Args:
+            decided: it replaces what a worker would be born with at once, whether or not the present worker confirms
+                it. A sandbox without a worker gets none with the former configuration.
         """
         sandbox = self._get(name)
         if gateway.get("sandbox") != name:
             raise wire.RequestError("invalid", "the gateway configuration is for another sandbox")
+        if decided:
+            sandbox.gateway = gateway  # before the lock: it may be held for the birth of a worker
         async with sandbox.lock:
+            if decided:
+                self._keep(sandbox, gateway)
             if sandbox.worker is None or not sandbox.running:
                 raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
             try:
                 digest = await sandbox.worker.configure(gateway)
             except wire.RemoteError as error:
-                if error.code == "internal":  # it does not say how far it came
+                # With "internal" it does not say how far it came; and what it has must not stay if that is over.
+                if error.code == "internal" or (decided and sandbox.policy != _digest(gateway)):
                     await sandbox.worker.control.close()
                 raise wire.RequestError(error.code, error.message) from error
             except (ConnectionError, TimeoutError) as error:
@@ -351,6 +360,14 @@ class Sandboxes:
                 sandbox.gateway, sandbox.policy = former
                 await sandbox.worker.control.close()
                 raise wire.RequestError("unavailable", "the configuration could not be written down") from error
+
+    def _keep(self, sandbox: Sandbox, gateway: dict[str, Any]) -> None:
+        """Have the next worker begin with a configuration; one that cannot be written down is lost with hostd."""
+        sandbox.gateway = gateway
+        try:
+            self._write_down(sandbox)
+        except OSError as error:
+            _log.error("the configuration of %s is not written down: %s", sandbox.id, error.strerror)
 
     def _get(self, name: str) -> Sandbox:
         if (sandbox := self._known.get(name)) is None:
@@ -510,3 +527,9 @@ class Sandboxes:
                 "links": list(await asyncio.to_thread(netns.links, slot.sandbox)),
             }
         return described
+
+
+def _digest(gateway: dict[str, Any]) -> str:
+    """Return the digest of a configuration's policy, empty if it names none."""
+    policy = gateway.get("policy")
+    return str(policy.get("digest") or "") if isinstance(policy, dict) else ""

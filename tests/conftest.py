@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from demo.control import run_controls
 from demo.internet import API, GIT, INDEX, Internet
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import IMAGE, Stack, code_image
+from demo.stack import IMAGE, POLICY, Stack, code_image
 
 RUNTIMES = ("runsc", "runc")
 INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
@@ -70,7 +70,9 @@ class WithCode(Stack):
 
 @pytest.fixture(scope="session", name="stack")
 def _stack(directory: Path, internet: Internet, values: Secrets) -> Iterator[Stack]:
-    with WithCode(internet, directory / "sallyport", port=PORT) as stack:
+    policy = directory / "policies.yaml"  # a copy: tests change it while the server runs
+    policy.write_text(POLICY.read_text())
+    with WithCode(internet, directory / "sallyport", policy, port=PORT) as stack:
         _put(stack, values)
         yield stack
 

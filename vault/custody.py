@@ -147,6 +147,24 @@ class Custody:
         self._check(planned, state)
         return planned
 
+    def narrowed(self, sandbox: str, grants: Iterable[Grant], keep: Iterable[str] | None) -> SandboxState:
+        """Return what is left of a sandbox's grants and inline secrets without all that is not in `grants` and `keep`.
+
+        Nothing changes, and `regrant` takes it at any time: it asks for nothing that the sandbox does not have.
+
+        Args:
+            keep: names of inline secrets; None keeps all.
+
+        Raises:
+            CustodyError: unknown_sandbox.
+        """
+        state = self._get(sandbox)
+        names = state.inline.keys() if keep is None else state.inline.keys() & set(keep)
+        inline = {name: state.inline[name] for name in names}
+        gone = state.inline.keys() - names
+        kept = frozenset(grant for grant in state.grants & frozenset(grants) if grant.secret not in gone)
+        return replace(state, grants=kept, inline=inline)
+
     def narrows(self, planned: SandboxState) -> bool:
         """Whether `planned` only takes away: such a change is never held up."""
         state = self._get(planned.sandbox)

@@ -21,7 +21,7 @@ from vault.grants import MAX_GRANTS, Grant, GrantError, SecretBinding, inline_na
 from vault.secret import Secret
 from vault.store import StoreError, check_value
 
-_SANDBOX_OPS = frozenset({"ping", "has", "open_sandbox", "regrant", "close_sandbox"})
+_SANDBOX_OPS = frozenset({"ping", "has", "open_sandbox", "regrant", "narrow", "close_sandbox"})
 
 
 class Operations:
@@ -74,6 +74,8 @@ class Operations:
                 return await self._open(parameters, actor)
             case "regrant":
                 return await self._regrant(parameters, actor)
+            case "narrow":
+                return await self._narrow(parameters, actor)
             case "close_sandbox":
                 return await self._close(parameters, actor)
             case _:
@@ -126,6 +128,16 @@ class Operations:
         else:
             await self._audit.accept("vault.regrant", "info", durable=True, **_about(planned), actor=actor)
             planned = self._custody.replan(sandbox, grants, inline, keep)
+        return await self._replace(planned)
+
+    async def _narrow(self, parameters: wire.Message, actor: str) -> wire.Message:
+        parts = _take(parameters, "sandbox", "grants", optional=("keep",))
+        planned = self._custody.narrowed(_text(parts["sandbox"]), _grants(parts["grants"]), _names(parts["keep"]))
+        self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
+        return await self._replace(planned)
+
+    async def _replace(self, planned: SandboxState) -> wire.Message:
+        sandbox = planned.sandbox
         try:
             ended = self._custody.regrant(planned)
         except OSError:

@@ -21,7 +21,11 @@ Force = Annotated[str, Header(alias="OpenSandbox-Egress-Force")]
 @router.get(_PATH)
 async def read(server: Server, sandbox: str) -> dict[str, Any]:
     """Show the policy."""
-    return _shown(await server.orchestrator.get(sandbox))
+    row = await server.orchestrator.get(sandbox)
+    try:
+        return _shown(row, server.egress.shortfall.reason(sandbox))
+    except EgressError as error:
+        raise _refused(error) from None
 
 
 @router.put(_PATH)

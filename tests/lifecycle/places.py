@@ -71,10 +71,12 @@ class Place:
     async def stop(self) -> None:
         await self._life.aclose()
 
-    async def http(self, method: str, path: str, content: Any = None) -> httpx.Response:
+    async def http(
+        self, method: str, path: str, content: Any = None, more: dict[str, str] | None = None
+    ) -> httpx.Response:
         assert self.server is not None
         transport = httpx.ASGITransport(self.server.edge, raise_app_exceptions=False)
-        headers = {"OPEN-SANDBOX-API-KEY": KEY}
+        headers = {"OPEN-SANDBOX-API-KEY": KEY, **(more or {})}
         async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
             return await client.request(method, f"/v1/sandboxes{path}", json=content)
 
@@ -113,7 +115,8 @@ async def wrong(place: Place) -> list[str]:
             continue
         policy = None if row.network_policy is None else parse_network_policy(row.network_policy)
         vault = vault_of(row)
-        compiled = await place.server.policies.compile(row.policy_name, policy, vault)
+        bindings = () if vault is None else vault.compiled_bindings()
+        compiled = await place.server.policies.enforce(row.policy_name, policy, bindings)
         if row.policy_digest != compiled.digest:
             found.append(f"{name}: the registry's digest is {row.policy_digest[:8]!r}")
         if hostd.specs[name]["gateway"]["policy"] != compiled.policy.to_json():

@@ -31,7 +31,6 @@ from lifecycle.serve import http_settings
 from lifecycle.serve_config import ServeConfig
 from lifecycle.transaction import Bounds
 from policy.document import PolicyDocument
-from policy.load import load
 from runtimes.spec import LaunchSpec
 from vault.grants import MAX_GRANTS, Grant
 
@@ -83,6 +82,10 @@ class StandInHostd(StandIn):
         """How many of the next connections find nothing listening."""
         self.slow: dict[str, asyncio.Event] = {}
         """What the removal of a sandbox waits for."""
+        self.deaf: dict[str, asyncio.Event] = {}
+        """What the gateway of a sandbox waits for before it takes a configuration."""
+        self.gone: set[str] = set()
+        """The sandboxes whose gateway has ended; the next one begins with what is in `specs`."""
         self.ports: list[int] = []
         self._run_dir = run_dir
         self._relays: set[asyncio.Task[None]] = set()
@@ -105,9 +108,15 @@ class StandInHostd(StandIn):
         self.sandboxes[name] = {"sandbox": name, "state": "running", "generation": 1, "exit_code": None}
         return {"started_at": "2026-01-01T00:00:00Z"}
 
-    async def op_configure(self, sandbox: str, gateway: dict[str, Any]) -> None:
+    async def op_configure(self, sandbox: str, gateway: dict[str, Any], decided: bool = False) -> None:
+        assert isinstance(decided, bool)
+        if sandbox in self.deaf:
+            await self.deaf[sandbox].wait()
         GatewayConfig.from_json(gateway)
-        self.specs[sandbox]["gateway"] = gateway
+        if decided or sandbox not in self.gone:
+            self.specs[sandbox]["gateway"] = gateway
+        if sandbox in self.gone:
+            raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
 
     async def op_remove(self, sandbox: str) -> wire.Message:
         if sandbox in self.slow:
@@ -160,7 +169,7 @@ class StandInHostd(StandIn):
                     await side.wait_closed()
 
     async def close(self) -> None:
-        for event in self.slow.values():
+        for event in (*self.slow.values(), *self.deaf.values()):
             event.set()
         for name in list(self.listeners):
             await self.op_remove(name)
@@ -190,6 +199,11 @@ class StandInVaultd(StandIn):
             raise wire.RequestError("full", "too many grants or inline secrets")
         self.inline[sandbox] = values
         self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
+
+    async def op_narrow(self, sandbox: str, grants: list[Any], keep: Any = None) -> None:
+        values = self.inline[sandbox]
+        self.inline[sandbox] = {name: value for name, value in values.items() if keep is None or name in keep}
+        self.grants[sandbox] = [grant for grant in self.grants[sandbox] if grant in grants]
 
     async def op_close_sandbox(self, sandbox: str) -> None:
         self.grants.pop(sandbox, None)
@@ -296,7 +310,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
         else:
             path = directory / "policies.yaml"
             path.write_text(policy)
-            policies = Policies(load(path), path)
+            policies = Policies.read(path)
         hostd, vaultd, auditd = StandInHostd(directory), StandInVaultd(), StandInAuditd()
         import os
 

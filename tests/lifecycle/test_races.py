@@ -11,7 +11,6 @@ from places import BODY, NEW, POLICY, SETTLE_SECONDS, VAULT, WALLET, Place, crea
 
 from lifecycle.policies import Policies
 from lifecycle.registry import State
-from policy.load import load
 
 LOOSE = """
 version: 1
@@ -163,7 +162,7 @@ async def test_a_document_that_changed_while_the_server_was_down_is_applied(rule
     await ruled.stop()
     path = ruled.world.config.run_dir / "policies.yaml"
     path.write_text(TIGHT)
-    ruled.world.policies = Policies(load(path), path)
+    ruled.world.policies = Policies.read(path)
     await ruled.start()
     assert [] == await settled(ruled)
     assert "two.example.org" in _hosts(ruled, name)

@@ -117,7 +117,7 @@ def _wrap(owner: Any, title: str, names: Callable[[str], bool]) -> None:
 
 
 def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]) -> Callable[..., Any]:
-    async def run(self: Any, subject: Any, *rest: Any) -> Any:
+    async def run(self: Any, subject: Any, *rest: Any, **options: Any) -> Any:
         name = name_of(subject)
         if op == "launch":
             text = subject.env.get("FAULT", "")
@@ -128,7 +128,7 @@ def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]
             _current.set(_waiting.pop(name))
         else:
             _current.set(None)
-        return await work(self, subject, *rest)
+        return await work(self, subject, *rest, **options)
 
     return run
 

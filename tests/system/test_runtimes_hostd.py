@@ -339,6 +339,38 @@ def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, s
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("first")
 
 
+def test_a_decided_configuration_is_in_force_though_the_worker_does_not_confirm_it(
+    hostd: Hostd, engine: Engine
+) -> None:
+    """The worker that replaces a silent one begins with it; without the word it begins with the former one."""
+    for decided, expected in ((True, "second"), (False, "first")):
+        sandbox = hostd.launch("runc")
+        os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGSTOP)
+        with pytest.raises(wire.RemoteError, match="did not confirm"):
+            hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "note": "second"}, decided=decided)
+        hostd.wait_generation(sandbox, 2)
+        assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith(expected)
+        assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+
+
+def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, engine: Engine, sandbox: str) -> None:
+    """What it has is over: the sandbox is closed until there is a configuration that a worker takes."""
+    worker = hostd.state(sandbox)["worker_pid"]
+    with pytest.raises(wire.RemoteError, match="told to refuse"):
+        hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "refuse": True}, decided=True)
+    deadline = time.monotonic() + PATIENCE
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    refused = "import socket; s = socket.create_connection(('1.2.3.4', 5), 10); s.settimeout(1); print(s.recv(1))"
+    assert 0 != engine.execute(sandbox, "python3", "-c", refused)[0]
+    third = {"sandbox": sandbox, "note": "third"}
+    with contextlib.suppress(wire.RemoteError):  # there may be no worker yet
+        hostd.call("configure", sandbox=sandbox, gateway=third, decided=True)
+    hostd.wait_generation(sandbox, 2)
+    assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("third")
+
+
 @pytest.mark.parametrize(("killed", "expected"), [("auditd", "audit, vault"), ("vaultd", "vault")])
 def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
     hostd: Hostd, engine: Engine, sandbox: str, killed: str, expected: str

@@ -87,6 +87,7 @@ async def test_an_ended_log_means_no_release_and_no_authority(vault: Any) -> Non
     assert "audit_unavailable" == await refusal(vault.admin.rotate("token", Secret("other-value")))
     assert "audit_unavailable" == await refusal(vault.admin.open_sandbox("sbx-2", "lin-2"))
     assert "audit_unavailable" == await refusal(vault.admin.regrant(SANDBOX, [GRANT], {"inline:a": Secret("x")}))
+    await vault.admin.call("narrow", sandbox=SANDBOX, grants=[], keep=[])
     await vault.admin.regrant(SANDBOX, [])
     await vault.admin.delete("token")
     await vault.admin.close_sandbox(SANDBOX)
@@ -278,6 +279,32 @@ async def test_keeping_an_inline_secret_that_is_not_there_changes_nothing(vault:
     assert Secret("one") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
     for keep in ("inline:1/a", [5], [""], ["inline:1/a"] * (MAX_GRANTS + 1)):
         assert "bad_request" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], keep=keep))
+    await worker.close()
+
+
+async def test_narrowing_only_takes_away_and_always_can(vault: Any) -> None:
+    """A grant or value that the sandbox does not have is not given, and a stored secret that is gone is no obstacle."""
+    revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
+    await vault.admin.put("token", Secret(CANARY), BINDING)
+    mine = [Grant.make(f"inline:{name}", "mine.test", 443, "https") for name in ("1/a", "1/b")]
+    values = {"inline:1/a": Secret("value of 1/a"), "inline:1/b": Secret("value of 1/b")}
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [GRANT, *mine], values)
+    worker = await vault.worker(SANDBOX, 1, revoked.put)
+    for secret, host in (("token", "api.good.test"), ("inline:1/a", "mine.test"), ("inline:1/b", "mine.test")):
+        await worker.release(secret, host, 443, "https")
+    await vault.admin.delete("token")
+    assert frozenset({"token"}) == await revoked.get()
+    more = [Grant.make("nowhere", "api.good.test", 443, "https"), Grant.make("inline:1/a", "other.test", 443, "https")]
+    wanted = [grant.to_json() for grant in (GRANT, *mine, *more)]
+    await vault.admin.call("narrow", sandbox=SANDBOX, grants=wanted, keep=["inline:1/a", "inline:7/z"])
+    assert frozenset({"inline:1/b"}) == await revoked.get()
+    assert Secret("value of 1/a") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
+    for secret, host in (("inline:1/b", "mine.test"), ("inline:1/a", "other.test"), ("nowhere", "api.good.test")):
+        assert "not_granted" == await refusal(worker.release(secret, host, 443, "https"))
+    await vault.admin.call("narrow", sandbox=SANDBOX, grants=[])
+    assert frozenset({"inline:1/a"}) == await revoked.get()
+    await vault.admin.regrant(SANDBOX, mine[:1])  # without `keep` the values stay
+    assert Secret("value of 1/a") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
     await worker.close()
 
 
