@@ -3,7 +3,8 @@
     python -m demo.servers DIRECTORY ACCOUNTS
 
 - Each address is one host with its own certificate; each request is noted before it is answered.
-- The Git host runs the stock `git http-backend`; the index speaks PEP 503; both demand basic authentication.
+- The Git host runs the stock `git http-backend`; the index speaks PEP 503 and npm's protocol; both demand basic
+  authentication.
 - The API demands a bearer token and reports what it received, the token included: what a careless upstream does.
 - The raw host takes bytes of any kind after a ClientHello (`raw_host`).
 - The attacker takes whatever comes, on HTTPS, HTTP and a row of other ports, and notes it.
@@ -11,7 +12,6 @@
 
 import base64
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,9 @@ from demo.internet import (
     SPLICED,
     STATUS,
 )
+from demo.packages import index_pages
 from demo.raw_host import RawHost
 
-PACKAGE = "bank_tools"
-VERSION = "1.0"
 _ZONE = {**ADDRESSES, SILENT: SILENT_ADDRESS}
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_HEARD = 64 * 1024
@@ -86,25 +84,6 @@ def _git_repository(parent: Path) -> Path:
     git("-C", str(work), "commit", "-qm", "open the ledger")
     git("clone", "-q", "--bare", str(work), str(bare))
     return bare
-
-
-def _wheel() -> bytes:
-    """A wheel of `PACKAGE` that pip installs."""
-    info = f"{PACKAGE}-{VERSION}.dist-info"
-    files = {
-        f"{PACKAGE}.py": "ANSWER = 42\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: demo\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-            record += f"{name},sha256={digest},{len(text)}\n"
-        archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
-    return buffer.getvalue()
 
 
 class _Heard(io.RawIOBase):
@@ -232,14 +211,8 @@ class Handler(BaseHTTPRequestHandler):
     def _index(self) -> None:
         if not self._authorised(self.server.accounts["index"]):
             return
-        name = PACKAGE.replace("_", "-")
-        wheel = f"{PACKAGE}-{VERSION}-py3-none-any.whl"
-        if self.path == f"/simple/{name}/":
-            digest = hashlib.sha256(self.server.wheel).hexdigest()
-            page = f'<!DOCTYPE html><html><body><a href="/files/{wheel}#sha256={digest}">{wheel}</a></body></html>'
-            self._reply(200, page.encode(), "text/html")
-        elif self.path == f"/files/{wheel}":
-            self._reply(200, self.server.wheel, "application/octet-stream")
+        if (page := self.server.index.get(self.path)) is not None:
+            self._reply(200, *page)
         else:
             self._reply(404, b"no such project\n")
 
@@ -284,11 +257,11 @@ class Host(ThreadingHTTPServer):
         log: RequestLog,
         accounts: dict[str, str],
         repositories: Path,
-        wheel: bytes,
+        index: dict[str, tuple[bytes, str]],
         certificate: Path | None,
     ) -> None:
         self.name, self.log, self.accounts = name, log, accounts
-        self.repositories, self.wheel = repositories, wheel
+        self.repositories, self.index = repositories, index
         self.port = address[1]
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._context = None
@@ -404,10 +377,10 @@ def main() -> None:
     log = RequestLog(directory / "requests.jsonl")
     with tempfile.TemporaryDirectory(dir=directory) as parent:
         repositories = _git_repository(Path(parent)).parent
-        wheel = _wheel()
+        index = index_pages()
 
         def host(name: str, address: str, port: int, certificate: Path | None) -> None:
-            server = Host(name, (address, port), log, accounts, repositories, wheel, certificate)
+            server = Host(name, (address, port), log, accounts, repositories, index, certificate)
             threading.Thread(target=server.serve_forever, daemon=True).start()
 
         for name, address in ADDRESSES.items():

@@ -41,7 +41,6 @@ install -m 0644 -t "$home" "$site"/share/jupyter/kernels/java/*.jar
 rm -rf "$home/lib/bin" "$site/bin" "$site/share"
 cp -R "$parts/kernels" "$root/usr/local/share/jupyter"
 ln -s /usr/bin/python3 "$root/usr/local/bin/python"
-rm "$root/usr/lib/python3.11/EXTERNALLY-MANAGED" # a sandbox is its own world: plain `pip install` works in it
 chroot "$root" /usr/bin/python3 -m compileall -q /opt/code-interpreter /usr/local/lib/python3.11/dist-packages
 chroot "$root" /usr/bin/python3 -c 'import platform; print("PYTHON", platform.python_version())' >"$home/versions"
 echo "JAVA $(chroot "$root" dpkg-query -W -f '${Version}' openjdk-17-jre-headless)" >>"$home/versions"
