@@ -17,18 +17,20 @@ from pathlib import Path
 
 from runtimes import seccomp
 from runtimes.docker import CAPABILITIES, ISOLATION_CAPABILITIES, Bind, ContainerPlan, container_name
+from runtimes.java_store import java_store
 from runtimes.netplan import RESOLV_CONF, hosts_file
 from runtimes.shim_install import runtime_name
 from runtimes.spec import LaunchSpec
 
 CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
+JAVA_STORE = "/opt/opensandbox/java-cacerts"
 EXECD = "/opt/opensandbox/execd"
 LAUNCH = "/opt/opensandbox/launch"
 _KERNEL_THREADS = 1024
 _FEWEST_PROCESSES = 64
 _LEAVE_SECONDS = 1.0
 _END_SECONDS = 2.0
-_CA_VARIABLES = (
+CA_VARIABLES = (
     "SSL_CERT_FILE",
     "REQUESTS_CA_BUNDLE",
     "CURL_CA_BUNDLE",
@@ -43,6 +45,8 @@ _CA_VARIABLES = (
 _MOUNTED = {
     CA_BUNDLE: "ca-bundle.pem",
     "/etc/ssl/certs/ca-certificates.crt": "ca-bundle.pem",
+    JAVA_STORE: "java-cacerts",
+    "/etc/ssl/certs/java/cacerts": "java-cacerts",
     "/etc/resolv.conf": "resolv.conf",
     "/etc/hosts": "hosts",
     "/etc/hostname": "hostname",
@@ -52,9 +56,13 @@ _MOUNTED = {
 
 
 def environment(sandbox: str, requested: dict[str, str]) -> dict[str, str]:
-    """Return the container's environment: the request's wins, except for what makes it trust its gateway."""
-    own = {"OPENSANDBOX_ID": sandbox, "EXECD_ENVS": "/opt/opensandbox/.env"}
-    return own | requested | dict.fromkeys(_CA_VARIABLES, CA_BUNDLE)
+    """Return the container's environment: the request's wins, except for what makes it trust its gateway.
+
+    CACERT_UPDATES keeps Debian's Java packages from writing their own trust store where ours is mounted, which would
+    make their installation in a sandbox fail.
+    """
+    own = {"OPENSANDBOX_ID": sandbox, "EXECD_ENVS": "/opt/opensandbox/.env", "CACERT_UPDATES": "disabled"}
+    return own | requested | dict.fromkeys(CA_VARIABLES, CA_BUNDLE)
 
 
 def command(token_sha256: str, entrypoint: list[str]) -> list[str]:
@@ -70,6 +78,7 @@ def write_files(directory: Path, spec: LaunchSpec) -> Path:
     """
     directory.mkdir(mode=0o755)
     os.chmod(directory, 0o755)  # noqa: S103 - the container's root reads it through runsc's gofer
+    (directory / "java-cacerts").write_bytes(java_store(spec.ca_bundle))
     texts = {
         "ca-bundle.pem": spec.ca_bundle,
         "resolv.conf": RESOLV_CONF,
@@ -80,7 +89,8 @@ def write_files(directory: Path, spec: LaunchSpec) -> Path:
     }
     for name, text in texts.items():
         (directory / name).write_text(text)
-        os.chmod(directory / name, 0o644)
+    for path in directory.iterdir():
+        path.chmod(0o644)
     return directory
 
 

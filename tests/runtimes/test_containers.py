@@ -10,6 +10,7 @@ from pathlib import Path
 
 from runtimes.containers import (
     CA_BUNDLE,
+    JAVA_STORE,
     LAUNCH,
     command,
     end_processes,
@@ -45,7 +46,7 @@ def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None
     spec = LaunchSpec.model_validate(launch_message())
     plan = plan_container(spec, "sha256:1", tmp_path, Path("/execd"))
     assert ("sha256:1", "sallyport-runc") == (plan.image, plan.runtime)
-    mounted = {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", "/etc/machine-id", CA_BUNDLE, LAUNCH}
+    mounted = {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", "/etc/machine-id", CA_BUNDLE, JAVA_STORE, LAUNCH}
     assert mounted <= {bind.destination for bind in plan.binds}
 
 

@@ -26,7 +26,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from demo.sandboxes import DemoSandbox
 from demo.stack import IMAGE, Stack
 from runtimes.cgroups import Cgroups, Processor
-from runtimes.containers import CA_BUNDLE, EXECD, LAUNCH
+from runtimes.containers import CA_BUNDLE, EXECD, JAVA_STORE, LAUNCH
 from runtimes.docker import CAPABILITIES
 
 pytestmark = pytest.mark.system
@@ -84,7 +84,7 @@ PROVEN = {
 }
 NODES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx")}
 OURS = {
-    *(EXECD, LAUNCH, CA_BUNDLE, "/etc/ssl/certs/ca-certificates.crt"),
+    *(EXECD, LAUNCH, CA_BUNDLE, "/etc/ssl/certs/ca-certificates.crt", JAVA_STORE, "/etc/ssl/certs/java/cacerts"),
     *("/etc/resolv.conf", "/etc/hosts", "/etc/hostname", "/etc/machine-id"),
 }
 

@@ -213,7 +213,12 @@ def _hostile(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     work, target = tmp_path_factory.mktemp("hostile"), tmp_path_factory.mktemp("host")
     tar = work / "hostile.tar"
     _without_users(tar)
-    links = {"opt": f"{target}", "etc/hosts": f"{target}/hosts", "etc/resolv.conf": f"{'../' * 12}{target}/resolv"}
+    links = {
+        "opt": f"{target}",
+        "etc/hosts": f"{target}/hosts",
+        "etc/resolv.conf": f"{'../' * 12}{target}/resolv",
+        "etc/ssl/certs/java": f"{target}/java",
+    }
     with tarfile.open(tar, "a") as archive:
         for name, goal in links.items():
             entry = tarfile.TarInfo(name)
