@@ -6,7 +6,6 @@ package main
 //   - A context runs one thing at a time; who comes meanwhile is told so before
 //     anything is sent.
 //   - There is one default context per language, also when many ask for it at once.
-//   - A kernel that does not heed an interrupt is ended, and its context with it.
 //   - Contexts are bounded in number.
 //   - After an init no run sees random numbers that a kernel had made ready before it,
 //     where the language lets them be replaced.
@@ -26,7 +25,6 @@ import (
 const (
 	contextLimit   = 64
 	contextEnding  = 10 * time.Second
-	deafGrace      = 3 * time.Second
 	reseedLimit    = 10 * time.Second
 	interpreterRun = 24 * time.Hour
 )
@@ -71,9 +69,8 @@ type codeContext struct {
 	link     *kernelLink
 
 	// Guarded by CodeContexts:
-	run   int    // the number of the latest run
-	stop  func() // ends what runs; nil if nothing does
-	seeds int    // of CodeContexts, when this kernel was reseeded; it may be older than its context
+	running *codeRun // nil if nothing runs
+	seeds   int      // of CodeContexts, when this kernel was reseeded; it may be older than its context
 }
 
 // standardContext is a default context, or the making of it.
@@ -247,8 +244,8 @@ func (c *CodeContexts) deleteAll(w http.ResponseWriter, r *http.Request) {
 // drop forgets a context, ends what runs in it and its kernel.
 func (c *CodeContexts) drop(dropped *codeContext) {
 	c.mutex.Lock()
-	if dropped.stop != nil {
-		dropped.stop()
+	if dropped.running != nil {
+		dropped.running.stop()
 	}
 	dropped.link.stop()
 	delete(c.byID, dropped.ID)
@@ -259,36 +256,6 @@ func (c *CodeContexts) drop(dropped *codeContext) {
 	ctx, cancel := context.WithTimeout(context.Background(), contextEnding)
 	defer cancel()
 	_ = c.jupyter.end(ctx, dropped.session.ID)
-}
-
-// interrupt ends what runs in a context; false if there is no such context.
-func (c *CodeContexts) interrupt(w http.ResponseWriter, r *http.Request) bool {
-	found := c.find(r.URL.Query().Get("id"))
-	if found == nil {
-		return false
-	}
-	c.mutex.Lock()
-	run, running := found.run, found.stop != nil
-	c.mutex.Unlock()
-	if err := c.jupyter.interrupt(r.Context(), found.session.Kernel.ID); err != nil {
-		writeError(w, runtimeError(err))
-		return true
-	}
-	if running {
-		time.AfterFunc(deafGrace, func() { c.endDeaf(found, run) })
-	}
-	writeEmpty(w)
-	return true
-}
-
-// endDeaf drops a context that is still in the run that was interrupted.
-func (c *CodeContexts) endDeaf(interrupted *codeContext, run int) {
-	c.mutex.Lock()
-	deaf := interrupted.stop != nil && interrupted.run == run
-	c.mutex.Unlock()
-	if deaf {
-		c.drop(interrupted)
-	}
 }
 
 type codeRequest struct {
@@ -333,14 +300,15 @@ func (c *CodeContexts) run(w http.ResponseWriter, r *http.Request) {
 	used, err := c.choose(r, id, language)
 	ctx, stop := context.WithTimeout(context.Background(), interpreterRun)
 	defer stop()
+	run := newCodeRun(stop)
 	if err == nil {
-		err = c.enter(used, stop)
+		err = c.enter(used, run)
 	}
 	if err != nil {
 		writeError(w, err)
 		return
 	}
-	c.serve(ctx, w, used, *request.Code)
+	c.serve(ctx, w, used, run, *request.Code)
 }
 
 func (c *CodeContexts) choose(r *http.Request, id, language string) (*codeContext, error) {
@@ -354,39 +322,46 @@ func (c *CodeContexts) choose(r *http.Request, id, language string) (*codeContex
 }
 
 // enter refuses a context in which something runs; clients look for these words.
-func (c *CodeContexts) enter(used *codeContext, stop func()) error {
+func (c *CodeContexts) enter(used *codeContext, run *codeRun) error {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
-	if used.stop != nil {
+	if used.running != nil {
 		return runtimeError(errors.New("session is busy"))
 	}
-	used.run++
-	used.stop = stop
+	used.running = run
 	return nil
 }
 
 func (c *CodeContexts) leave(used *codeContext) {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
-	used.stop = nil
+	used.running = nil
 }
 
 // serve runs code to its end, also when the client leaves: the next run needs its state.
-func (c *CodeContexts) serve(ctx context.Context, w http.ResponseWriter, used *codeContext, code string) {
+func (c *CodeContexts) serve(ctx context.Context, w http.ResponseWriter, used *codeContext, run *codeRun, code string) {
 	stream := newEventStream(w)
 	stream.begin(used.ID)
 	began := time.Now()
-	done := make(chan struct{})
+	done, attended := make(chan struct{}), make(chan struct{})
 	var err error
 	go func() {
+		c.attend(used, run)
+		close(attended)
+	}()
+	go func() {
 		if err = c.freshen(ctx, used); err == nil {
-			err = used.link.runCode(ctx, used.session.ID, code, stream)
+			err = used.link.runCode(ctx, used.session.ID, code, stream, run)
 		}
+		run.over.happen()
+		<-attended
 		close(done)
 	}()
 	c.commands.pingUntil(done, stream)
 	c.leave(used) // before the end of the stream, after which the next run may come
-	if err != nil {
+	if errors.Is(err, errInterrupted) {
+		stream.codeError(interruptName, err.Error(), nil)
+	} else if err != nil {
 		c.drop(used)
 		stream.fail(codeRuntime, err.Error(), []string{})
 		return
@@ -406,7 +381,7 @@ func (c *CodeContexts) reseed() {
 		idle.Go(func() {
 			ctx, stop := context.WithTimeout(context.Background(), reseedLimit)
 			defer stop()
-			if c.enter(item, stop) != nil {
+			if c.enter(item, newCodeRun(stop)) != nil {
 				return
 			}
 			err := c.freshen(ctx, item)
@@ -426,7 +401,7 @@ func (c *CodeContexts) freshen(ctx context.Context, entered *codeContext) error 
 	done := entered.seeds == due
 	c.mutex.Unlock()
 	if code := reseedCode[entered.Language]; code != "" && !done {
-		if err := entered.link.runCode(ctx, entered.session.ID, code, nil); err != nil {
+		if err := entered.link.runCode(ctx, entered.session.ID, code, nil, newCodeRun(nil)); err != nil {
 			return err
 		}
 	}

@@ -24,7 +24,7 @@ func followed(t *testing.T, script ...string) (kinds []string, err error) {
 	t.Helper()
 	recorder := httptest.NewRecorder()
 	stream := newEventStream(recorder)
-	err = follow("run", stream, func() ([]byte, error) {
+	err = follow("run", stream, newCodeRun(nil), func() ([]byte, error) {
 		if len(script) == 0 {
 			return nil, io.EOF
 		}
@@ -137,11 +137,11 @@ func TestKernelIsChosenByLanguageAndNotTheGenericOne(t *testing.T) {
 		t.Fatal(err)
 	}
 	for language, expected := range map[string]string{"python": "py-a", "bash": "bash"} {
-		name, err := jupyter.kernel(t.Context(), language)
+		name, _, err := jupyter.kernel(t.Context(), language)
 		equal(t, expected, name)
 		equal(t, nil, err)
 	}
-	_, err = jupyter.kernel(t.Context(), "java")
+	_, _, err = jupyter.kernel(t.Context(), "java")
 	equal(t, true, err == errNoKernel)
 	_, err = NewJupyter("127.0.0.1:44771", "")
 	equal(t, true, err != nil)
@@ -183,7 +183,7 @@ func TestCodeWithoutALanguageIsACommand(t *testing.T) {
 
 func TestABusyContextSaysSoInTheWordsClientsLookFor(t *testing.T) {
 	f := newFixture(t)
-	f.server.code.byID["some"] = &codeContext{ID: "some", Language: "python", stop: func() {}}
+	f.server.code.byID["some"] = &codeContext{ID: "some", Language: "python", running: newCodeRun(nil)}
 	status, answer := f.call("POST", "/code", `{"code":"1","context":{"id":"some"}}`)
 	equal(t, true, status == 500 && strings.Contains(answer, "session is busy"))
 }

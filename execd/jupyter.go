@@ -63,6 +63,8 @@ type jupyterSession struct {
 	Kernel struct {
 		ID string `json:"id"`
 	} `json:"kernel"`
+
+	interruptedByMessage bool // on the control channel, not by SIGINT
 }
 
 // at is the address of a route; scheme "" is the server's own.
@@ -106,17 +108,19 @@ func (j *Jupyter) call(ctx context.Context, method, route string, body, into any
 	return json.NewDecoder(answer).Decode(into)
 }
 
-// kernel chooses the kernel for a language: by name, but for the generic one.
-func (j *Jupyter) kernel(ctx context.Context, language string) (string, error) {
+// kernel chooses the kernel for a language: by name, but for the generic one. byMessage
+// says how it is interrupted.
+func (j *Jupyter) kernel(ctx context.Context, language string) (chosen string, byMessage bool, err error) {
 	var known struct {
 		Kernelspecs map[string]struct {
 			Spec struct {
-				Language string `json:"language"`
+				Language      string `json:"language"`
+				InterruptMode string `json:"interrupt_mode"`
 			} `json:"spec"`
 		} `json:"kernelspecs"`
 	}
 	if err := j.call(ctx, http.MethodGet, "/api/kernelspecs", nil, &known); err != nil {
-		return "", err
+		return "", false, err
 	}
 	var names []string
 	for name, item := range known.Kernelspecs {
@@ -125,7 +129,7 @@ func (j *Jupyter) kernel(ctx context.Context, language string) (string, error) {
 		}
 	}
 	if len(names) == 0 {
-		return "", errNoKernel
+		return "", false, errNoKernel
 	}
 	sort.Slice(names, func(a, b int) bool {
 		if generic := names[a] == "python3"; generic != (names[b] == "python3") {
@@ -133,7 +137,7 @@ func (j *Jupyter) kernel(ctx context.Context, language string) (string, error) {
 		}
 		return names[a] < names[b]
 	})
-	return names[0], nil
+	return names[0], known.Kernelspecs[names[0]].Spec.InterruptMode == "message", nil
 }
 
 // start makes a session whose kernel begins in a directory. While the server or
@@ -145,9 +149,11 @@ func (j *Jupyter) start(ctx context.Context, language, directory string) (jupyte
 	ctx, cancel := context.WithTimeout(ctx, jupyterStartup)
 	defer cancel()
 	for {
-		name, err := j.kernel(ctx, language)
+		name, byMessage, err := j.kernel(ctx, language)
 		if err == nil {
-			return j.startKernel(ctx, name, directory)
+			made, err := j.startKernel(ctx, name, directory)
+			made.interruptedByMessage = byMessage
+			return made, err
 		}
 		select {
 		case <-ctx.Done():

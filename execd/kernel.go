@@ -130,7 +130,7 @@ func (l *kernelLink) read(ctx context.Context) {
 }
 
 // listen makes the messages from now on a run's, until release is called.
-func (l *kernelLink) listen(ctx context.Context) (next func() ([]byte, error), release func()) {
+func (l *kernelLink) listen(ctx context.Context, run *codeRun) (next func() ([]byte, error), release func()) {
 	listener := &kernelListener{messages: make(chan []byte), done: make(chan struct{})}
 	l.mutex.Lock()
 	l.listener = listener
@@ -139,6 +139,8 @@ func (l *kernelLink) listen(ctx context.Context) (next func() ([]byte, error), r
 		select {
 		case data := <-listener.messages:
 			return data, nil
+		case <-run.unanswered.done:
+			return nil, errUnanswered
 		case <-l.lost:
 		case <-ctx.Done():
 		}
@@ -155,14 +157,19 @@ func (l *kernelLink) listen(ctx context.Context) (next func() ([]byte, error), r
 
 // runCode executes code in the kernel of a session; events of it go to the stream.
 // An error of the code is an event; what is returned is why it could not be run.
-// Without a stream nobody sees the run, and its error is returned.
-func (l *kernelLink) runCode(ctx context.Context, session, code string, stream *eventStream) error {
+// Without a stream nobody sees the run, and its error is returned. A run that is
+// interrupted before the kernel is ready for it is not sent.
+func (l *kernelLink) runCode(ctx context.Context, session, code string, stream *eventStream, run *codeRun) error {
 	select {
 	case <-l.ready:
+	case <-run.asked.done:
 	case <-l.lost:
 		return errKernelLost
 	case <-ctx.Done():
 		return errKernelLost
+	}
+	if run.asked.happened() {
+		return errInterrupted
 	}
 	request := kernelHeader{
 		ID: newUUID(), Type: "execute_request", Username: "execd", Session: session, Version: kernelVersion,
@@ -178,12 +185,12 @@ func (l *kernelLink) runCode(ctx context.Context, session, code string, stream *
 	if err != nil {
 		return err
 	}
-	next, release := l.listen(ctx)
+	next, release := l.listen(ctx, run)
 	defer release()
 	if l.socket.Write(ctx, websocket.MessageText, text) != nil {
 		return errKernelLost
 	}
-	return follow(request.ID, stream, next)
+	return follow(request.ID, stream, run, next)
 }
 
 // parseReply reads a message; what is malformed in it is as if it were not there.
@@ -203,11 +210,16 @@ func kernelEnded(status kernelContent) bool {
 }
 
 // follow turns the messages of one run into events until the kernel has replied and is idle.
-func follow(request string, stream *eventStream, next func() ([]byte, error)) error {
+// An interrupted kernel may be idle and owe the reply: then there is none.
+func follow(request string, stream *eventStream, run *codeRun, next func() ([]byte, error)) error {
 	var outcome kernelContent
 	replied, idle, failed := false, false, false
 	for !replied || !idle {
 		data, err := next()
+		if errors.Is(err, errUnanswered) {
+			outcome = kernelContent{Status: "error", Ename: interruptName}
+			break
+		}
 		if err != nil {
 			return errKernelLost
 		}
@@ -222,8 +234,14 @@ func follow(request string, stream *eventStream, next func() ([]byte, error)) er
 			replied, outcome = true, content
 		case content.malformed:
 		case kind == "status":
-			idle = idle || content.State == "idle"
-		default:
+			if content.State == "idle" && !idle {
+				idle = true
+				if !replied {
+					run.idleWithoutReply()
+				}
+			}
+		default: // execute_input is the first of them, just before the code
+			run.begun.happen()
 			failed = failed || kind == "error"
 			if stream != nil {
 				emit(stream, kind, &content)
