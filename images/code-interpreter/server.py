@@ -3,6 +3,8 @@
 - It listens on 127.0.0.1 only. Its token is a published constant: whoever reaches it is in the sandbox already and may
   run anything there.
 - Of jupyter_server it serves the routes that execd calls: no pages, files, terminals, extensions or shutdown.
+- An exception that Java code did not catch is named `EvalException`, as jshell names it and as clients expect. The
+  kernel wraps it in a RuntimeException of its own and reports that name; the code's own exception is in the value.
 - A kernel that dies is dead: it is never restarted under its old id, with its variables gone and nobody told.
 - The first Python kernel starts with the server, and belongs to the first who asks for one in the default directory.
 - Output that its reader cannot keep up with is dropped, and said to be, once `BACKLOG_BYTES` wait: no reader can make
@@ -31,6 +33,8 @@ DEATH_SECONDS = 0.5
 SHUTDOWN_SECONDS = 1.0
 LATE_KERNELS = ("javascript", "typescript")
 LATE_SECONDS = 0.05  # Deno says idle up to 7 ms before its last result (seen with twice as much to do as cores)
+JAVA_KERNEL = "java"
+JAVA_FAILURE, CLIENTS_FAILURE = "RuntimeException", "EvalException"
 _DROPPABLE = frozenset({"stream", "display_data", "update_display_data", "execute_result"})
 
 
@@ -91,6 +95,10 @@ class Connection(ZMQChannelsWebsocketConnection):
 
     def _on_zmq_reply(self, stream: Any, msg_list: Any) -> None:
         """Pass a message on; Deno's word that it is idle only when what it said before can have come."""
+        content = msg_list["content"]
+        java = self.kernel_manager.kernel_name == JAVA_KERNEL and isinstance(content, dict)
+        if java and content.get("ename") == JAVA_FAILURE:
+            content["ename"] = CLIENTS_FAILURE
         late = stream.channel == "iopub" and self.kernel_manager.kernel_name in LATE_KERNELS
         if late and msg_list["header"]["msg_type"] == "status" and msg_list["content"]["execution_state"] == "idle":
             asyncio.get_running_loop().call_later(LATE_SECONDS, super()._on_zmq_reply, stream, msg_list)

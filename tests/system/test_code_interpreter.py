@@ -154,7 +154,8 @@ def test_the_documented_usage_works_as_written(box: Box) -> None:
     assert ("Calculating sum...\nSum: 30\n", "30") == (text(names["execution"]), names["execution"].result[0].text)
     assert "60" == box.run("sum * 2", context=java).result[0].text
     failed = box.run('throw new IllegalStateException("wrong");', context=java).error
-    assert failed is not None and "java.lang.IllegalStateException, wrong" == failed.value
+    assert failed is not None
+    assert ("EvalException", "java.lang.IllegalStateException, wrong") == (failed.name, failed.value)
     box.interpreter.codes.delete_context(java.id)
     assert "['Alice', 'Bob', 'Charlie', 'Dave']" == names["result"].result[0].text
 
@@ -222,6 +223,28 @@ def test_java_keeps_its_state(box: Box) -> None:
     context = box.context("java")
     assert box.run("int x = 20;", context=context).error is None
     assert "21" == box.run("x + 1", context=context).result[0].text
+
+
+@pytest.mark.parametrize("box", ["runc"], indirect=True)
+@pytest.mark.parametrize(
+    ("code", "name", "value"),
+    [
+        ('throw new IllegalStateException("wrong");', "EvalException", "java.lang.IllegalStateException, wrong"),
+        ("undefined()", "CompilationException", "[snippet: [undefined()], status: REJECTED]"),
+        (
+            "int[] a = {}; a[0]",
+            "EvalException",
+            "java.lang.ArrayIndexOutOfBoundsException, Index 0 out of bounds for length 0",
+        ),
+        ('throw new RuntimeException("wrong");', "EvalException", "java.lang.RuntimeException, wrong"),
+    ],
+)
+def test_errors_of_java_have_the_names_that_clients_expect(box: Box, code: str, name: str, value: str) -> None:
+    """An exception that the code did not catch, whatever its class, and what does not compile."""
+    failed = box.run(code, language="java")
+
+    assert failed.error is not None and failed.complete is not None
+    assert (name, value) == (failed.error.name, failed.error.value)
 
 
 def test_go_builds_and_runs_whole_programs(box: Box) -> None:
@@ -322,11 +345,84 @@ def test_an_endless_loop_is_interrupted(box: Box) -> None:
     assert "7\n" == text(box.run("print(kept)", context=context))
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Code in a language: without end, a sum, a variable set and read; and the name of the error of an interrupt."""
+
+    endless: str
+    sum: str
+    set: str
+    read: str
+    interrupted: str
+
+
+def _program(body: str) -> str:
+    return f'package main\nimport "fmt"\nfunc main() {{ fmt.Print(); {body} }}'
+
+
+KINDS = {
+    "python": Kind("while True: pass", "print(1 + 1)", "x = 41", "print(x + 1)", "KeyboardInterrupt"),
+    "bash": Kind("while true; do sleep 0.1; done", "echo $((1 + 1))", "x=41", "echo $((x + 1))", "Aborted"),
+    "javascript": Kind("while (true) {}", "console.log(1 + 1)", "let x = 41", "console.log(x + 1)", "Error"),
+    "typescript": Kind("while (true) {}", "console.log(1 + 1)", "let x: number = 41", "console.log(x + 1)", "Error"),
+    "java": Kind(
+        "while (true) Thread.sleep(50);",
+        "System.out.println(1 + 1);",
+        "int x = 41;",
+        "System.out.println(x + 1);",
+        "EvaluationInterruptedException",
+    ),
+    "go": Kind(
+        _program("for {}"), _program("fmt.Println(2)"), _program(""), _program("fmt.Println(42)"), "KeyboardInterrupt"
+    ),
+}
+FRESH = {"java": 1}  # each of its kernels takes two seconds to start
+ROUNDS = 4
+
+
+def interrupted_at_init(box: Box, code: str, context: Any) -> Execution:
+    """Run code that is interrupted as soon as its first event is there."""
+    handlers = ExecutionHandlersSync(on_init=lambda _: box.interpreter.codes.interrupt(context.id))
+    return box.run(code, context=context, handlers=handlers)
+
+
+@pytest.mark.parametrize("language", KINDS)
+def test_a_run_interrupted_at_its_init_keeps_its_context(box: Box, language: str) -> None:
+    """While the kernel starts, and at each moment of its first steps in a run; variables stay."""
+    kind = KINDS[language]
+    for _ in range(FRESH.get(language, ROUNDS)):
+        context = box.context(language)
+        stopped = interrupted_at_init(box, kind.endless, context)
+        assert stopped.error is not None and stopped.complete is not None
+        assert stopped.error.name in {"KeyboardInterrupt", kind.interrupted}, stopped.error
+        done = box.run(kind.sum, context=context)
+        assert (None, "2\n") == (done.error, text(done))
+        box.interpreter.codes.delete_context(context.id)
+    context = box.context(language)
+    assert box.run(kind.set, context=context).error is None
+    for _ in range(ROUNDS):
+        stopped = interrupted_at_init(box, kind.endless, context)
+        assert stopped.error is not None and kind.interrupted == stopped.error.name
+        done = box.run(kind.read, context=context)
+        assert (None, "42\n") == (done.error, text(done))
+
+
+@pytest.mark.parametrize("box", ["runc"], indirect=True)
+def test_an_interrupt_of_a_context_in_which_nothing_runs_changes_nothing(box: Box) -> None:
+    """Not while its kernel starts, either."""
+    for language, kind in KINDS.items():
+        context = box.context(language)
+        box.interpreter.codes.interrupt(context.id)
+        done = box.run(kind.sum, context=context)
+        assert (None, "2\n") == (done.error, text(done))
+        box.interpreter.codes.delete_context(context.id)
+
+
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_a_kernel_deaf_to_interrupts_is_ended(box: Box) -> None:
-    """Deno does not heed them, nor does code that will not: after the grace period the context is gone."""
+    """Code that ignores them, and Deno while it awaits: after the grace period the context is gone."""
     runs = [
-        ("javascript", "console.log('begun'); while (true) {}"),
+        ("javascript", "console.log('begun'); await new Promise(done => setTimeout(done, 1e6))"),
         ("python", "import signal\nsignal.signal(2, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"),
     ]
     contexts = [box.context(language) for language, _ in runs]
