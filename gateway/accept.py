@@ -34,6 +34,7 @@ from gateway.splice import Traffic, relay, reset
 from gateway.upstream import Connection, DialError, Dialler, judge, literal
 from policy.decision import AllowAddress, AllowFlow, Deny, Treatment, decide_flow
 from policy.facts import FlowFacts, Scheme
+from wire.patience import Patience
 
 _SO_ORIGINAL_DST = 80
 _READ = 16384
@@ -127,7 +128,7 @@ class Acceptor:
             reset(client.sock)  # unconfigured, or dialled the proxy itself
             return
         try:
-            async with asyncio.timeout(config.limits.first_bytes):
+            async with Patience(config.limits.first_bytes):
                 opening = await read_opening(client.sock)
         except TimeoutError:
             await self._deny_quietly(client, live, "first-bytes", "client did not say in time what it wants")

@@ -18,6 +18,7 @@ from audit.client import AuditClient, AuditUnavailable
 from gateway.config import GatewayConfig
 from gateway.inside import InsideSockets
 from gateway.splice import Traffic, relay
+from wire.patience import Patience
 
 MAX_CONNECTIONS = 256
 PREAMBLE_SECONDS = 5.0
@@ -97,7 +98,7 @@ class Ingress:
             return None
         sock = await self._inside.dialling_socket()
         try:
-            async with asyncio.timeout(DIAL_SECONDS):
+            async with Patience(DIAL_SECONDS):
                 await asyncio.get_running_loop().sock_connect(sock, (str(config.inside), port))
         except (OSError, TimeoutError):
             sock.close()

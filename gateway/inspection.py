@@ -17,6 +17,7 @@ from gateway.full.engine import FullEngine
 from gateway.full.identity import LeafMint
 from gateway.ledger import Ledger
 from vault.client import VaultClient, VaultError
+from wire.patience import Patience
 
 _READY_SECONDS = 5.0
 _FIRST_PAUSE = 0.1
@@ -70,7 +71,7 @@ class Inspection:
     async def ready(self) -> Engine | None:
         """The engine, waiting a little for the intermediate; None when there is none."""
         try:
-            async with asyncio.timeout(_READY_SECONDS):
+            async with Patience(_READY_SECONDS):
                 await self._identified.wait()
         except TimeoutError:
             return None

@@ -42,6 +42,7 @@ from gateway.dns_wire import (
 from gateway.names import RATE
 from policy.decision import Deny
 from policy.names import InvalidName, wire_host
+from wire.patience import Patience
 
 MIN_TTL = 5
 MAX_TTL = 300
@@ -179,7 +180,7 @@ class Resolver:
     async def _fresh(self, host: str) -> Resolution:
         epoch = self._epoch
         try:
-            async with asyncio.timeout(_TOTAL_SECONDS):
+            async with Patience(_TOTAL_SECONDS):
                 result = await self._follow(host)
         except (TimeoutError, OSError, MalformedMessage, _NoAnswer):
             result = Resolution(Outcome.FAILED, ttl=_FAILURE_TTL)
@@ -218,7 +219,7 @@ class Resolver:
                 if not self._allowed():
                     raise _NoAnswer
                 try:
-                    async with asyncio.timeout(_TRY_SECONDS):
+                    async with Patience(_TRY_SECONDS):
                         answer = await _ask_udp(upstream, host)
                         if answer.header.truncated:
                             answer = await _ask_tcp(upstream, host)

@@ -27,6 +27,7 @@ from gateway.resolver import Resolver
 from policy.decision import AllowAddress, Deny
 from policy.destination import decide_address, decide_answer
 from policy.facts import AddressSource, Destination, Scheme
+from wire.patience import Patience
 
 _MAX_TRIES = 4
 _MAX_DIALS = 128
@@ -167,7 +168,7 @@ class Dialler:
         """Connect to the first destination that is allowed and answers; what is only observed is tried last."""
         limits = self._usable().limits
         try:
-            async with asyncio.timeout(limits.connect):
+            async with Patience(limits.connect):
                 await self._places.acquire()
         except TimeoutError:
             raise DialError(DialFailure.RATE, _TOO_MANY) from None
@@ -176,7 +177,7 @@ class Dialler:
                 if number:  # time has passed
                     self._judged(destination)
                 try:
-                    async with asyncio.timeout(limits.connect):
+                    async with Patience(limits.connect):
                         sock = await _connected(destination.address, destination.port)
                 except (OSError, TimeoutError):
                     continue

@@ -11,12 +11,15 @@ The connection is symmetric: each side may send requests and notifications, and 
 - A handler's `RequestError` is the peer's answer, with its code. Any other exception becomes the answer
   `internal` without its text (which might hold a secret) and is logged on this side by class only.
 - When a connection ends, every call that waits on it fails with `ConnectionError`: never a silent hang.
+- A call's time-out counts the time in which the peer sent nothing and the caller's own loop ran (`patience`): a peer
+  that answers other calls is not silent, and an answer that waits in the socket is not late.
 - A message that is no frame, too large a one for instance, is its sender's failure alone: the connection goes on.
 """
 
 import asyncio
 import logging
 import os
+import select
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wire.frames import FrameError, Message, close_all, encode, receive_async, send_async
+from wire.patience import Patience
 
 MAX_IN_FLIGHT = 64
 DEFAULT_TIMEOUT = 30.0
@@ -83,6 +87,7 @@ class Client:
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
+        self._frames = 0
         self.closed = asyncio.Event()
 
     @classmethod
@@ -120,7 +125,8 @@ class Client:
 
         Args:
             fds: descriptors to send; they stay the caller's.
-            timeout: seconds to wait for the answer; None waits as long as the connection lives.
+            timeout: seconds without a word of the peer, and four times as many in all; None waits as long as the
+                connection lives.
 
         Raises:
             RemoteError: the peer refused.
@@ -143,7 +149,7 @@ class Client:
         future: asyncio.Future[tuple[Message, list[int]]] = asyncio.get_running_loop().create_future()
         self._waiting[ident] = future
         try:
-            async with asyncio.timeout(timeout):
+            async with Patience(timeout, self._progress):
                 await self._send({"id": ident, "op": op, **parameters}, fds)
                 return await future
         finally:
@@ -168,6 +174,14 @@ class Client:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         self._shut()
+
+    def _progress(self) -> object:
+        """Evidence that the peer works: frames that were read, and whatever waits in the socket to be read."""
+        if self.closed.is_set():
+            return self._frames
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return object() if poll.poll(0) else self._frames
 
     async def _send(self, message: Message, fds: Sequence[int]) -> None:
         """Send one frame whole: a caller that is cancelled in the middle must not leave half a frame behind.
@@ -206,6 +220,7 @@ class Client:
                 received = await receive_async(self._sock)
                 if received is None:
                     return
+                self._frames += 1
                 message, fds = received
                 if "op" in message:
                     await self._slots.acquire()

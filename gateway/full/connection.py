@@ -17,6 +17,7 @@ import inspect
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 from mitmproxy import flow as mitm_flow
@@ -34,6 +35,7 @@ from gateway.full.layers import OrderlyClientTls, Root, StrictHttpLayer
 from gateway.full.pin import Pin
 from gateway.splice import reset
 from policy.facts import FlowFacts, Scheme
+from wire.patience import Countdown, Patience
 
 _EXPECTED: Final = frozenset(
     {"client_connected", "client_disconnected", "server_connect", "server_connected", "server_disconnected"}
@@ -154,7 +156,7 @@ class FlowConnection(server.ConnectionHandler):
         self.reason = "aborted"
         """Why this side ended the flow."""
         self._head: int | None = None
-        self._head_deadline: asyncio.TimerHandle | None = None
+        self._head_deadline: Countdown | None = None
         self.gate = gate
         self._addons = (gate, Sentinel())
         self._pin = Pin(FlowFacts(flow.host, flow.port, flow.scheme), limits.scrub_body_bytes, gate.sensitive)
@@ -296,8 +298,7 @@ class FlowConnection(server.ConnectionHandler):
             self._head_deadline.cancel()
             self._head_deadline = None
         if head is not None and not self._aborted:
-            loop = asyncio.get_running_loop()
-            self._head_deadline = loop.call_later(self._limits.handshake_seconds, self._end_head)
+            self._head_deadline = Countdown(self._limits.handshake_seconds, self._end_head)
 
     def _end_head(self) -> None:
         self.reason = "a request head was not complete in time"
@@ -341,7 +342,7 @@ class FlowConnection(server.ConnectionHandler):
             await self._failed(command)
             return
         try:
-            async with asyncio.timeout(3 * self._limits.handshake_seconds):
+            async with Patience(3 * self._limits.handshake_seconds):
                 reader, writer, address = await self._ports.dialler.dial(*self._pin.address, self._flow.scheme)
         except asyncio.CancelledError:
             await self._failed(command)
@@ -362,9 +363,7 @@ class FlowConnection(server.ConnectionHandler):
             reader=cast(asyncio.StreamReader, _Reader(connection, reader, self._down)),
             writer=writer,
         )
-        deadline = asyncio.get_running_loop().call_later(
-            self._limits.handshake_seconds, self._end_upstream_handshake, connection
-        )
+        deadline = Countdown(self._limits.handshake_seconds, partial(self._end_upstream_handshake, connection))
         try:
             await self.server_event(events.OpenConnectionCompleted(command, None))
             await self.handle_connection(connection)

@@ -19,6 +19,7 @@ from gateway.full.gate import Gate
 from gateway.full.sent import Sent
 from gateway.ledger import Ledger
 from policy.facts import Scheme
+from wire.patience import Countdown
 
 _NO_APPLICATION_PROTOCOL = b"\x15\x03\x03\x00\x02\x02\x78"
 
@@ -105,7 +106,7 @@ class FullEngine:
         )
         ports = Ports(self._dialler, self._identity, self._clients, self._upstream)
         connection = FlowConnection(flow, ports, gate, self._limits, mitm.options(self._limits.idle_seconds))
-        deadline = asyncio.get_running_loop().call_later(self._limits.handshake_seconds, connection.end_handshake)
+        deadline = Countdown(self._limits.handshake_seconds, connection.end_handshake)
         self._live.add(connection)
         try:
             await connection.handle_client()
