@@ -5,6 +5,7 @@
 - hostd makes the page once, at launch. A worker that gets none, or one of another size, is not born: nothing is let
   out by a worker that does not know what was used before it.
 - Each number is one aligned word, written by one store: it is never half written.
+- hostd takes any change of the page for a sign of life (`runtimes.liveness`), and knows no word of it.
 
 Times are of the host's monotonic clock, which all generations share. What a worker that is taken over writes here
 counts for its own sandbox alone.
@@ -15,7 +16,7 @@ import os
 from typing import Final
 
 SIZE: Final = 4096
-_REFLECTIONS, _SENT, _REFUSED, _TOKENS, _REFILLED, _NAMES, _NAMES_SINCE = range(7)
+_REFLECTIONS, _SENT, _REFUSED, _TOKENS, _REFILLED, _NAMES, _NAMES_SINCE, _BEATS = range(8)
 
 
 class Ledger:
@@ -97,6 +98,10 @@ class Ledger:
             self._values[_TOKENS], self._values[_REFILLED] = tokens, at
         else:
             self._values[_REFILLED], self._values[_TOKENS] = at, tokens
+
+    def beat(self) -> None:
+        """Change the page: the worker's loop does something."""
+        self._counts[_BEATS] = (self._counts[_BEATS] + 1) & 0xFFFF_FFFF_FFFF_FFFF
 
     @property
     def names(self) -> int:

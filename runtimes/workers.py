@@ -4,6 +4,8 @@
 - When auditd or vaultd is a new process, it gets a new channel and lives on; what it had to tell is told then.
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
 - A worker is ended through its pidfd: a number that was used again is never hit.
+- A worker that hangs counts as ended. What tells so is its progress (answers to `ping`, changes of its ledger) and what
+  it does with the processor (`liveness`), never how long an answer takes.
 """
 
 import asyncio
@@ -23,12 +25,14 @@ from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
 from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
+from runtimes.liveness import Liveness, observe
 
 _BIRTH_SECONDS = 20.0
 _CONFIGURE_SECONDS = 20.0
 _END_SECONDS = 5.0
 _PING_SECONDS = 5.0
-_SILENCE_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
+_PAGE = 4096
 _RECONNECT_SECONDS = 5.0
 _CHANNELS = {"auditd": "audit", "vaultd": "vault"}
 """What a worker calls its channel to a daemon."""
@@ -54,13 +58,17 @@ class Identity:
 class Worker:
     """A running worker. Make one with `birth`."""
 
-    def __init__(self, identity: Identity, pid: int, control: wire.Client, daemons: Daemons, cgroups: Cgroups) -> None:
+    def __init__(
+        self, identity: Identity, pid: int, control: wire.Client, daemons: Daemons, cgroups: Cgroups, ledger: int
+    ) -> None:
+        """Watch process `pid`; `ledger` is read for signs of life and stays the caller's."""
         self.identity = identity
         self.pid = pid
         self.control = control
         self._daemons = daemons
         self._cgroups = cgroups
         self._pidfd = os.pidfd_open(pid)
+        self._ledger = os.dup(ledger)
         self._gone = False
 
     async def configure(self, gateway: dict[str, Any]) -> str:
@@ -87,20 +95,34 @@ class Worker:
             await self.control.call(_CHANNELS[daemon], fds=[here.fileno()], timeout=_RECONNECT_SECONDS)
 
     async def ended(self) -> None:
-        """Wait until it has ended, or has not answered for so long that it counts as ended."""
-        while True:
-            try:
-                async with asyncio.timeout(_PING_SECONDS):
-                    await self.control.closed.wait()
+        """Wait until it has ended, or hangs."""
+        liveness, answers = Liveness(_LOOK_SECONDS), 0
+        asked: asyncio.Task[wire.Message] | None = None
+        clock = asyncio.get_running_loop().time
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS if liveness.suspected else _PING_SECONDS):
+                        await self.control.closed.wait()
+                        return
+                if asked is not None and asked.done():
+                    asked.exception()  # a refusal is a sign of life, too, and a closed connection is seen above
+                    answers += 1
+                    asked = None
+                try:
+                    progress = answers, os.pread(self._ledger, _PAGE, 0)
+                    hangs = liveness.look(observe(self.pid, clock(), progress))
+                except (OSError, ValueError, IndexError):  # it has just ended
                     return
-            except TimeoutError:
-                pass
-            try:
-                await self.control.call("ping", timeout=_SILENCE_SECONDS)
-            except (ConnectionError, TimeoutError, wire.RemoteError) as error:
-                if isinstance(error, TimeoutError):
-                    _log.error("worker of %s has not answered for %d s", self.identity.sandbox, _SILENCE_SECONDS)
-                return
+                if hangs is not None:
+                    _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
+                    return
+                if asked is None:
+                    asked = asyncio.ensure_future(self.control.call("ping", timeout=None))
+        finally:
+            if asked is not None:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
 
     async def end(self) -> tuple[str, ...]:
         """Kill it and remove its group; return what is left. May be called again when something was."""
@@ -117,6 +139,7 @@ class Worker:
                 return (f"worker process {self.pid}",)
             self._gone = True
             os.close(self._pidfd)
+            os.close(self._ledger)
         return await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup)
 
 
@@ -181,7 +204,7 @@ async def birth(
             control = wire.Client(socket.socket(fileno=os.dup(control_here.fileno())))
             control.start()
             try:
-                return Worker(identity, int(answer["pid"]), control, daemons, cgroups)
+                return Worker(identity, int(answer["pid"]), control, daemons, cgroups, ledger)
             except BaseException:
                 await control.close()
                 raise

@@ -129,8 +129,15 @@ class FlowConnection(server.ConnectionHandler):
     """Runs one flow. Call `handle_client` once, and `shutdown` afterwards in any case."""
 
     def __init__(
-        self, flow: InspectedFlow, ports: Ports, gate: Gate, limits: EngineLimits, options: mitm_options.Options
+        self,
+        flow: InspectedFlow,
+        ports: Ports,
+        gate: Gate,
+        limits: EngineLimits,
+        options: mitm_options.Options,
+        beat: Callable[[], None],
     ) -> None:
+        """Prepare to run `flow`; `beat` is called at each event of it, as a sign of life."""
         client = Client(
             transport_protocol="tcp",
             peername=flow.peer,
@@ -140,6 +147,7 @@ class FlowConnection(server.ConnectionHandler):
         context = Context(client, options)
         super().__init__(context)
         self._flow = flow
+        self._beat = beat
         self._ports = ports
         self._limits = limits
         self._slots = asyncio.Semaphore(limits.upstream_connections)
@@ -255,6 +263,7 @@ class FlowConnection(server.ConnectionHandler):
     async def server_event(self, event: events.Event) -> None:
         if self._aborted:
             return
+        self._beat()
         await super().server_event(event)
         self._down.changed()
         self._up.changed()

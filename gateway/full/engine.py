@@ -105,7 +105,8 @@ class FullEngine:
             self._sent,
         )
         ports = Ports(self._dialler, self._identity, self._clients, self._upstream)
-        connection = FlowConnection(flow, ports, gate, self._limits, mitm.options(self._limits.idle_seconds))
+        options = mitm.options(self._limits.idle_seconds)
+        connection = FlowConnection(flow, ports, gate, self._limits, options, self._ledger.beat)
         deadline = Countdown(self._limits.handshake_seconds, connection.end_handshake)
         self._live.add(connection)
         try:

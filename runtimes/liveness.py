@@ -1,0 +1,86 @@
+"""Tells a process that hangs from one that waits for its turn. Pure, but for `observe`.
+
+- Evidence of life is progress: something that only the process itself changes (`Sample.progress`). How late it is says
+  nothing: a busy machine makes any process late.
+- Without progress, a process that uses the processor is charged for the processor time it used: an endless loop uses
+  it up, on a busy machine as much as on an idle one.
+- A process that could run and is not given a processor is charged nothing, nor one that waits for the kernel (its
+  state is D): it hangs no more than the machine does, and a kill would not end it.
+- A process that does not even want the processor (stopped, or asleep although it has a request to answer) is charged
+  for the time that passed, at most `longest` for one look: an observer that was late itself must not count that.
+- Progress clears all charges. A process that has ended is no matter of this module.
+"""
+
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+CPU_SECONDS: Final = 10.0
+"""Processor time without progress. The longest honest turn of a worker's loop was seen at some two seconds of it."""
+IDLE_SECONDS: Final = 10.0
+"""Time without progress and without a wish to run."""
+_WAITS: Final = ("R", "D")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at a process.
+
+    Attributes:
+        at: monotonic seconds.
+        progress: differs from that of the last look if the process did something meanwhile.
+        cpu: seconds of processor time it used since it began.
+        waits: it has a processor, or waits for one or for the kernel.
+    """
+
+    at: float
+    progress: Hashable
+    cpu: float
+    waits: bool
+
+
+class Liveness:
+    """Judges one process by the samples of it.
+
+    Args:
+        longest: the most seconds that lie between two looks of an observer in time.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._last: Sample | None = None
+        self._idle = 0.0
+        self._busy = 0.0
+
+    @property
+    def suspected(self) -> bool:
+        """Whether there was no progress at the last look."""
+        return self._idle > 0 or self._busy > 0
+
+    def look(self, sample: Sample) -> str | None:
+        """Take a sample; return why the process counts as hung, None while it does not."""
+        last, self._last = self._last, sample
+        if last is None or sample.progress != last.progress:
+            self._idle = self._busy = 0.0
+            return None
+        self._busy += max(0.0, sample.cpu - last.cpu)
+        if not sample.waits and not last.waits:
+            self._idle += min(max(0.0, sample.at - last.at), self._longest)
+        if self._busy >= CPU_SECONDS:
+            return f"it used {self._busy:.0f} s of processor time and made no progress"
+        if self._idle >= IDLE_SECONDS:
+            return f"it made no progress in {self._idle:.0f} s and did not wait for a processor"
+        return None
+
+
+def observe(pid: int, at: float, progress: Hashable) -> Sample:
+    """Look at a process: its first thread, which has the event loop.
+
+    Raises:
+        OSError, ValueError, IndexError: it cannot be looked at; it has ended.
+    """
+    stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    cpu = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    return Sample(at, progress, cpu, stat[0] in _WAITS)

@@ -1,0 +1,116 @@
+"""A process that hangs is found by what it does, and one that is only slow is left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtimes.liveness import CPU_SECONDS, IDLE_SECONDS, Liveness, Sample, observe
+
+LONGEST = 1.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a process did between two looks."""
+
+    seconds: float
+    cpu: float
+    waits: bool
+    progress: bool
+
+
+def verdicts(steps: list[Step]) -> list[str | None]:
+    judge = Liveness(LONGEST)
+    at = cpu = 0.0
+    done = 0
+    found = [judge.look(Sample(at, done, cpu, True))]
+    for step in steps:
+        at, cpu, done = at + step.seconds, cpu + step.cpu, done + step.progress
+        found.append(judge.look(Sample(at, done, cpu, step.waits)))
+    return found
+
+
+def steps(**fixed: object) -> st.SearchStrategy[list[Step]]:
+    drawn = {
+        "seconds": st.floats(0.01, 600),
+        "cpu": st.floats(0, 5),
+        "waits": st.booleans(),
+        "progress": st.booleans(),
+        **{name: st.just(value) for name, value in fixed.items()},
+    }
+    return st.lists(st.builds(Step, **drawn), max_size=60)
+
+
+@given(steps())
+def test_a_process_is_given_up_only_for_what_it_did_since_its_last_progress(taken: list[Step]) -> None:
+    """Whatever happens: enough processor time, or enough looks at which it did not want any."""
+    since: list[Step] = []
+    for step, verdict in zip(taken, verdicts(taken)[1:], strict=True):
+        since = [] if step.progress else [*since, step]
+        if verdict is not None:
+            busy = sum(item.cpu for item in since)
+            idle = sum(not item.waits for item in since)
+            assert busy >= CPU_SECONDS - 1e-6 or idle * LONGEST >= IDLE_SECONDS - 1e-6
+
+
+@given(steps(cpu=0.0, waits=True, progress=False))
+def test_a_process_that_is_given_no_processor_is_never_given_up(taken: list[Step]) -> None:
+    assert {None} == set(verdicts(taken))
+
+
+@given(steps(cpu=0.001, progress=False), st.integers(1, 30))
+def test_a_process_that_makes_progress_now_and_then_is_never_given_up(taken: list[Step], every: int) -> None:
+    """However much time lies between two looks, as long as no run without progress is long in looks."""
+    most = min(every, int(IDLE_SECONDS / LONGEST) - 1)
+    mixed = [
+        step if number % most else Step(step.seconds, step.cpu, step.waits, True) for number, step in enumerate(taken)
+    ]
+    assert {None} == set(verdicts(mixed))
+
+
+@given(steps(cpu=1.0, progress=False))
+def test_a_loop_without_an_end_is_given_up_after_its_processor_time(taken: list[Step]) -> None:
+    """On a busy machine it only takes longer to get that."""
+    found = verdicts(taken)
+    assert all(verdict is not None for verdict in found[int(CPU_SECONDS) :][1:])
+
+
+@given(st.lists(st.floats(LONGEST, 600), min_size=int(IDLE_SECONDS) + 2, max_size=40))
+def test_a_stopped_process_is_given_up_after_a_bounded_number_of_looks(pauses: list[float]) -> None:
+    found = verdicts([Step(pause, 0.0, False, False) for pause in pauses])
+    first = next(number for number, verdict in enumerate(found) if verdict is not None)
+    assert int(IDLE_SECONDS / LONGEST) + 1 == first
+
+
+KINDS = {
+    "an endless loop": ("while True: pass", True),
+    "a sleep": ("import time; time.sleep(60)", False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_process_does_is_read_from_the_kernel(kind: str) -> None:
+    """A stopped process wants no processor, whatever it was doing."""
+    program, busy = KINDS[kind]
+    with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            deadline = time.monotonic() + 30
+            first = observe(process.pid, 0.0, 0)
+            while (now := observe(process.pid, 1.0, 0)).waits is not busy or (busy and now.cpu == first.cpu):
+                assert time.monotonic() < deadline
+            os.kill(process.pid, signal.SIGSTOP)
+            while observe(process.pid, 2.0, 0).waits:
+                assert time.monotonic() < deadline
+        finally:
+            process.kill()
+    with pytest.raises(OSError):
+        observe(process.pid, 3.0, 0)
