@@ -43,7 +43,7 @@ class Decision(StrEnum):
     INFO = "info"
 
 
-KINDS = frozenset({"dns", "flow", "request", "ingress", "secret.release", "secret.use", "gap", "alarm"})
+KINDS = frozenset({"dns", "flow", "connect", "request", "ingress", "secret.release", "secret.use", "gap", "alarm"})
 """Exact kinds a producer may write. `checkpoint` is auditd's alone."""
 
 KIND_FAMILIES = ("lifecycle", "vault", "gateway")
@@ -56,7 +56,9 @@ TEXTS: Mapping[str, int] = {
     "rule": 256,
     "reason": 512,
     "observed": 256,  # the rule that would have denied, in mode observe
+    "entry": 255,  # the operator's own, of always_deny or always_allow
     "policy": 128,  # digest
+    "policy_name": 128,
     "mode": 32,
     "treatment": 32,
     "engine": 32,
@@ -70,12 +72,15 @@ TEXTS: Mapping[str, int] = {
     "request_id": 64,  # our own id of a request
     "client_request_id": 128,  # what the client called it: untrusted
     "client_trace": 128,
-    # where to
+    # where to; `gateway.described` says what each of these means
     "host": 255,
+    "asked_host": 255,
+    "peer_name": 255,
     "scheme": 16,
     "method": 32,
     "path": 2048,
-    "address": 64,
+    "destination": 64,  # the packet's
+    "address": 64,  # the one that is dialled
     "sni": 255,
     "alpn": 64,
     "protocol": 32,

@@ -13,7 +13,9 @@ _TARGET: Final = ("method", "scheme", "host", "port", "path")
 _ECS: Final[Mapping[str, str]] = {
     "host": "destination.domain",
     "port": "destination.port",
-    "address": "destination.ip",
+    "destination": "destination.ip",
+    "address": "destination.nat.ip",
+    "peer_name": "tls.server.x509.alternative_names",
     "scheme": "url.scheme",
     "path": "url.path",
     "method": "http.request.method",
@@ -21,6 +23,7 @@ _ECS: Final[Mapping[str, str]] = {
     "bytes_up": "source.bytes",
     "bytes_down": "destination.bytes",
     "rule": "rule.id",
+    "policy_name": "rule.ruleset",
     "reason": "event.reason",
     "user_agent": "user_agent.original",
     "sni": "tls.client.server_name",
@@ -29,7 +32,13 @@ _ECS: Final[Mapping[str, str]] = {
     "rcode": "dns.response_code",
     "request_id": "http.request.id",
 }
-_ECS_CATEGORY: Final[Mapping[str, str]] = {"dns": "network", "flow": "network", "ingress": "network", "request": "web"}
+_ECS_CATEGORY: Final[Mapping[str, str]] = {
+    "dns": "network",
+    "flow": "network",
+    "connect": "network",
+    "ingress": "network",
+    "request": "web",
+}
 _ECS_OUTCOME: Final[Mapping[str, str]] = {"allow": "success", "observe": "success", "deny": "failure"}
 
 

@@ -2,12 +2,13 @@
 
 First bytes -> what the client really speaks -> facts -> verdict -> audit -> and only then anything upstream.
 
-- The protocol is read from the bytes, the port from the packet (SO_ORIGINAL_DST); the address the client dialled is
+- The protocol is read from the bytes, the port from the packet (SO_ORIGINAL_DST); the packet's destination is
   recorded and never dialled, but for a literal address that policy allows by name of that address.
 - A connection whose first bytes are neither a strict ClientHello nor a strict request head is reset. A client that
   waits for the server to speak first gets nothing until its deadline, and nothing upstream happens meanwhile.
 - Each verdict is one record, accepted by the audit log before it takes effect; without the log the verdict is deny,
-  and its record is sent when the log is back.
+  and its record is sent when the log is back. Each address that is dialled is one more (`connect`), accepted before the
+  dial; `gateway.described` has the names of its fields.
 - A denial is seen: 403 with rule and reason in HTTP, an alert in TLS, a reset elsewhere.
 - A spliced flow counts as one request of the sandbox's budget, and each byte it sends up is counted before it goes.
 - A flow that is spliced hides no name: with ECH, or without a name, it is not spliced.
@@ -20,12 +21,13 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 from audit.client import AuditClient, AuditUnavailable
 from gateway.budget import RULE, Budget
 from gateway.config import GatewayConfig
+from gateway.described import Announce, of_address, of_policy
 from gateway.engine import Engine, InspectedFlow
 from gateway.farewell import ACCESS_DENIED, DECODE_ERROR, UNRECOGNIZED_NAME, alert, farewell, http_answer
 from gateway.flows import FlowRegistry, LiveFlow
@@ -143,13 +145,13 @@ class Acceptor:
                 await self._nameless(client, live, opening.data)
             case RequestHead() as head:
                 await self._http(client, live, opening.data, head)
-            case Refused(reason, status):
+            case Refused(reason, status, asked_host):
                 if opening.data[:1] == b"\x16":
                     denial = Deny("client-hello", reason)
                     await self._deny(client, live, denial, alert(DECODE_ERROR))
                 else:
                     denial = Deny("request-head", reason)
-                    await self._deny(client, live, denial, http_answer(status, denial))
+                    await self._deny(client, live, denial, http_answer(status, denial), asked_host=asked_host)
 
     async def _tls(self, client: _Client, live: LiveFlow, data: bytes, hello: Hello) -> None:
         config = self._active()
@@ -168,7 +170,11 @@ class Acceptor:
                 await farewell(client.sock, alert(ACCESS_DENIED))
                 return
             await self._splice(
-                client, live, data, facts, lambda: self._dialler.dial(facts.host, facts.port, facts.scheme)
+                client,
+                live,
+                data,
+                facts,
+                lambda announce: self._dialler.dial(facts.host, facts.port, facts.scheme, announce),
             )
         else:
             await self._inspect(client, live, data, facts, decision, hello)
@@ -193,7 +199,9 @@ class Acceptor:
         if not await self._allow(client, live, decision, facts):
             await farewell(client.sock, alert(ACCESS_DENIED))
             return
-        await self._splice(client, live, data, facts, lambda: self._dialler.dial_address(address, port))
+        await self._splice(
+            client, live, data, facts, lambda announce: self._dialler.dial_address(address, port, announce)
+        )
 
     async def _http(self, client: _Client, live: LiveFlow, data: bytes, head: RequestHead) -> None:
         config = self._active()
@@ -252,23 +260,31 @@ class Acceptor:
         live: LiveFlow,
         data: bytes,
         facts: FlowFacts,
-        dial: Callable[[], Awaitable[Connection]],
+        dial: Callable[[Announce], Awaitable[Connection]],
     ) -> None:
         traffic = Traffic()
+        fields = self._fields(client, live, facts)
+
+        async def announce(address: IPv4Address | IPv6Address, allowed: AllowAddress | None) -> None:
+            decision, verdict = of_address(allowed)
+            policy = of_policy(self._config(), verdict.get("rule"))
+            await self._audit.accept("connect", decision, address=str(address), **verdict, **fields, **policy)
+
         end: str | None = "cut"
         upstream: Connection | None = None
         try:
             try:
-                upstream = await dial()
+                upstream = await dial(announce)
+            except AuditUnavailable:
+                end = None
+                await farewell(client.sock, alert(ACCESS_DENIED))
+                return
             except DialError as error:
                 end = None
                 denial = Deny(error.rule, error.reason)
                 await self._deny(client, live, denial, alert(ACCESS_DENIED), facts)
                 return
             live.still_allowed = self._still_reachable(live.still_allowed, upstream)
-            if not await self._observe_address(live, upstream, facts):
-                await farewell(client.sock, alert(ACCESS_DENIED))
-                return
             limits = self._active().limits
             end = await relay(
                 client.sock,
@@ -288,36 +304,12 @@ class Acceptor:
                 self._audit.note(
                     "flow",
                     "info",
-                    flow=live.flow_id,
-                    host=facts.host,
-                    port=facts.port,
+                    **fields,
                     address=None if upstream is None else str(upstream.address),
                     reason=str(end),
                     bytes_up=traffic.up,
                     bytes_down=traffic.down,
                 )
-
-    async def _observe_address(self, live: LiveFlow, upstream: Connection, facts: FlowFacts) -> bool:
-        """Record that policy would have refused this address; False when the log did not accept it."""
-        allowed = upstream.allowed
-        if allowed.observed is None:
-            return True
-        try:
-            await self._audit.accept(
-                "flow",
-                "observe",
-                rule=allowed.rule,
-                observed=allowed.observed.rule,
-                reason=allowed.observed.reason,
-                flow=live.flow_id,
-                host=facts.host,
-                port=facts.port,
-                scheme=facts.scheme.value,
-                address=str(upstream.address),
-            )
-        except AuditUnavailable:
-            return False
-        return True
 
     async def _over(self, client: _Client, live: LiveFlow, facts: FlowFacts) -> bool:
         """Take a request for a flow that is about to be spliced; True when there was none, and the client was told."""
@@ -367,6 +359,7 @@ class Acceptor:
                 reason=None if observed is None else observed.reason,
                 treatment=decision.treatment.value,
                 **self._fields(client, live, facts),
+                **of_policy(self._config(), decision.rule),
             )
         except AuditUnavailable:
             return False
@@ -374,31 +367,39 @@ class Acceptor:
         return live.still_allowed is not None and live.still_allowed()
 
     async def _deny(
-        self, client: _Client, live: LiveFlow, denial: Deny, answer: bytes, facts: FlowFacts | None = None
+        self,
+        client: _Client,
+        live: LiveFlow,
+        denial: Deny,
+        answer: bytes,
+        facts: FlowFacts | None = None,
+        asked_host: str | None = None,
     ) -> None:
-        await self._record_denial(client, live, denial, facts)
+        await self._record_denial(client, live, denial, facts, asked_host)
         await farewell(client.sock, answer)
 
     async def _deny_quietly(self, client: _Client, live: LiveFlow, rule: str, reason: str) -> None:
         await self._record_denial(client, live, Deny(rule, reason), None)
         reset(client.sock)
 
-    async def _record_denial(self, client: _Client, live: LiveFlow, denial: Deny, facts: FlowFacts | None) -> None:
-        fields = {"rule": denial.rule, "reason": denial.reason, **self._fields(client, live, facts)}
+    async def _record_denial(
+        self, client: _Client, live: LiveFlow, denial: Deny, facts: FlowFacts | None, asked_host: str | None = None
+    ) -> None:
+        policy = of_policy(self._config(), denial.rule)
+        fields = {"rule": denial.rule, "reason": denial.reason, **self._fields(client, live, facts), **policy}
+        fields["asked_host"] = asked_host
         try:
             await self._audit.accept("flow", "deny", **fields)
         except AuditUnavailable:
             self._audit.note("flow", "deny", **fields)  # it is denied all the same; the log is told when it is back
 
     def _fields(self, client: _Client, live: LiveFlow, facts: FlowFacts | None) -> dict[str, Any]:
-        config = self._config()
         return {
             "flow": live.flow_id,
             "host": facts.host if facts is not None else None,
             "port": client.destination[1],
             "scheme": facts.scheme.value if facts is not None else None,
-            "address": client.destination[0],
-            "policy": config.policy.digest if config is not None else None,
+            "destination": client.destination[0],
         }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from audit.client import AuditClient, AuditUnavailable
 from gateway.config import GatewayConfig
+from gateway.described import of_policy
 from gateway.dns_logic import (
     Answer,
     DnsEvent,
@@ -188,14 +189,13 @@ class DnsServer:
         self._audit.note("dns", event.decision.value, **self._fields(event))
 
     def _fields(self, event: DnsEvent) -> dict[str, Any]:
-        config = self._config()
         return {
             "rule": event.rule,
             "reason": event.reason or None,
             "observed": event.observed,
             "host": event.host,
             "qtype": _qtype(event.qtype),
-            "policy": config.policy.digest if config is not None else None,
+            **of_policy(self._config(), event.rule),
         }
 
     async def _connection(self, peer: socket.socket) -> None:

@@ -12,6 +12,7 @@ It does not describe how flows are accepted, spliced or resolved.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,9 +102,11 @@ class Dialler(Protocol):
     """The way out."""
 
     async def dial(
-        self, host: str, port: int, scheme: Scheme
+        self, host: str, port: int, scheme: Scheme, flow: Mapping[str, object]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         """Resolve, judge and connect to `host`; return the streams and the IP address they reach. TCP only.
+
+        Each address is in the log before it is dialled, together with the fields of `flow`.
 
         Raises:
             OSError: no address, none that may be dialled, or no connection (also TimeoutError).

@@ -56,10 +56,14 @@ class NotTls:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The bytes cannot be accepted. `reason` is for humans and never quotes them; `status` is for HTTP answers."""
+    """The bytes cannot be accepted. `reason` is for humans and never quotes them; `status` is for HTTP answers.
+
+    `asked_host` is for the record: the clean host name (and port) that was named instead of the expected one.
+    """
 
     reason: str
     status: int = 400
+    asked_host: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +301,7 @@ def _parse_head(lines: list[bytes], length: int) -> RequestHead | Refused:
         return Refused("Host is not a clean host name")
     absolute = split_absolute(target)
     if absolute is not None and split_authority(absolute[1]) != authority:
-        return Refused("target and Host name different hosts")
+        return Refused("target and Host name different hosts", asked_host=asked(absolute[1]))
     return RequestHead(method, target, int(minor), tuple(headers), authority[0], authority[1], length)
 
 
@@ -313,6 +317,15 @@ def split_authority(raw: bytes) -> tuple[str, int | None] | None:
         return wire_host(name), port
     except InvalidName:
         return None
+
+
+def asked(authority: bytes) -> str | None:
+    """An authority as a record may hold it: canonical, and None where it is not clean (it may be a credential then)."""
+    found = split_authority(authority)
+    if found is None:
+        return None
+    host, port = found
+    return host if port is None else f"{host}:{port}"
 
 
 def split_absolute(target: bytes) -> tuple[bytes, bytes, bytes] | None:

@@ -93,7 +93,7 @@ class Ingress:
         if config is None:
             return None
         try:
-            await self._audit.accept("ingress", "allow", port=port)
+            await self._audit.accept("ingress", "allow", address=str(config.inside), port=port)
         except AuditUnavailable:
             return None
         sock = await self._inside.dialling_socket()

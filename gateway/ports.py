@@ -4,23 +4,24 @@
   beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
   paths before it gets the value.
 - A dial goes through the worker's `Dialler`; its refusals are recorded and become `ConnectionError` with the reason,
-  and an address that policy only observes is recorded before the connection is handed out. A connection ends when
-  policy no longer allows its address. What is written to it is
-  counted first: the write that goes beyond the sandbox's bytes ends the connection instead.
+  and each address is recorded (`connect`) before it is dialled. A connection ends when policy no longer allows its
+  address. What is written to it is counted first: the write that goes beyond the sandbox's bytes ends it instead.
 - The decider reads the policy in force at each call.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from audit.client import AuditClient
 from gateway.budget import Budget
 from gateway.config import GatewayConfig
+from gateway.described import of_address, of_policy
 from gateway.engine import Recorder, SecretRefused
-from gateway.upstream import Connection, DialError, Dialler
-from policy.decision import AllowRequest, Deny, decide_request
+from gateway.upstream import DialError, Dialler
+from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
 from policy.facts import Destination, RequestFacts, Scheme
 from policy.injection import InjectionPlan
 from vault.client import Lease, ReleaseRefusedError, VaultClient
@@ -48,7 +49,7 @@ class PolicyDecider:
 
 
 class AuditRecorder:
-    """`gateway.engine.Recorder` over the worker's audit channel; adds the policy's digest to decisions."""
+    """`gateway.engine.Recorder` over the worker's audit channel; adds to decisions what policy made them."""
 
     def __init__(self, audit: AuditClient, config: Callable[[], GatewayConfig | None]) -> None:
         self._audit = audit
@@ -60,14 +61,12 @@ class AuditRecorder:
         Raises:
             AuditUnavailable: it was not.
         """
-        config = self._config()
-        if config is not None:
-            fields.setdefault("policy", config.policy.digest)
-        await self._audit.accept(kind, decision, **fields)
+        await self._audit.accept(kind, decision, **of_policy(self._config(), fields.get("rule")), **fields)
 
     def note(self, kind: str, decision: str, **fields: object) -> None:
-        """Record an outcome, best effort."""
-        self._audit.note(kind, decision, **fields)
+        """Record an outcome, or a denial that waits for nothing, best effort."""
+        policy = {} if decision == "info" else of_policy(self._config(), fields.get("rule"))
+        self._audit.note(kind, decision, **policy, **fields)
 
 
 class LeasedSecrets:
@@ -124,23 +123,24 @@ class StreamDialler:
         self._open: WeakKeyDictionary[asyncio.StreamWriter, Destination] = WeakKeyDictionary()
 
     async def dial(
-        self, host: str, port: int, scheme: Scheme
+        self, host: str, port: int, scheme: Scheme, flow: Mapping[str, object]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
-        """Connect to `host`.
+        """Connect to `host`; `flow` is what records say of the flow it is for.
 
         Raises:
             ConnectionError: refused or failed; the text is the reason.
+            AuditUnavailable: the log did not accept the record of an address.
         """
+
+        async def announce(address: IPv4Address | IPv6Address, allowed: AllowAddress | None) -> None:
+            decision, verdict = of_address(allowed)
+            await self._recorder.accept("connect", decision, address=str(address), **verdict, **flow)
+
         try:
-            connection = await self._dialler.dial(host, port, scheme)
+            connection = await self._dialler.dial(host, port, scheme, announce)
         except DialError as error:
-            self._recorder.note("flow", "deny", rule=error.rule, reason=error.reason, host=host, port=port)
+            self._recorder.note("flow", "deny", rule=error.rule, reason=error.reason, **flow)
             raise ConnectionError(error.reason) from None
-        try:
-            await self._record_observed(connection, host, port)
-        except BaseException:
-            connection.sock.close()
-            raise
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_STREAM_LIMIT, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -166,21 +166,6 @@ class StreamDialler:
         for writer in refused:
             writer.transport.abort()
         return len(refused)
-
-    async def _record_observed(self, connection: Connection, host: str, port: int) -> None:
-        allowed = connection.allowed
-        if allowed.observed is None:
-            return
-        await self._recorder.accept(
-            "flow",
-            "observe",
-            rule=allowed.rule,
-            observed=allowed.observed.rule,
-            reason=allowed.observed.reason,
-            host=host,
-            port=port,
-            address=str(connection.address),
-        )
 
 
 class _MeteredWriter(asyncio.StreamWriter):

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.hello import MAX_HEAD, MAX_HEADERS, TOKEN, Refused, split_absolute, split_authority
+from gateway.hello import MAX_HEAD, MAX_HEADERS, TOKEN, Refused, asked, split_absolute, split_authority
 from policy.facts import FlowFacts, RequestFacts, Scheme
 
 type Headers = tuple[tuple[bytes, bytes], ...]
@@ -160,7 +160,7 @@ def _target(parts: RequestParts, flow: FlowFacts) -> bytes | Refused:
         if scheme != str(flow.scheme.value).lower().encode("ascii"):
             return Refused("target names another scheme")
         if not _agrees(authority, flow):
-            return Refused("target names another host", 421)
+            return Refused("target names another host", 421, asked(authority))
     if _TARGET.fullmatch(target) is None:
         return Refused("malformed path")
     return target
@@ -179,7 +179,7 @@ def _check_authority(parts: RequestParts, flow: FlowFacts) -> Refused | None:
     if split_authority(hosts[0]) is None:
         return Refused("Host is not a clean host name")
     if not _agrees(hosts[0], flow):
-        return Refused("this connection serves another host", 421)
+        return Refused("this connection serves another host", 421, asked(hosts[0]))
     return None
 
 

@@ -10,8 +10,8 @@
   is too early waits for its turn, and is refused when that would take longer than a connection may.
 - The judgement includes the flow of the name or the literal address itself: a caller that forgot to ask, or asked about
   another name, dials nothing that policy names nowhere.
-- A caller's verdict must be in the audit log before it calls; the dialler records nothing. What policy's mode observe
-  let pass is handed to the caller (`Connection.allowed`), who records it before the first byte.
+- A caller's verdict must be in the audit log before it calls. Each address is announced to the caller before it is
+  dialled, with what policy says of it; the caller records that, and the dial waits for the record.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address
 
 from gateway.config import GatewayConfig, GatewayLimits
+from gateway.described import Announce
 from gateway.dns_logic import Outcome
 from gateway.resolver import Resolver
 from policy.decision import AllowAddress, Deny
@@ -60,12 +61,11 @@ class DialError(Exception):
 class Connection:
     """A connected non-blocking socket and the address it is connected to.
 
-    `destination` is what policy allowed, and `allowed` is policy's word on it.
+    `destination` is what policy allowed.
     """
 
     sock: socket.socket
     destination: Destination
-    allowed: AllowAddress
 
     @property
     def address(self) -> IPv4Address | IPv6Address:
@@ -96,8 +96,8 @@ class Dialler:
         self._refilled = 0.0
         self._places = asyncio.Semaphore(_MAX_DIALS)
 
-    async def dial(self, host: str, port: int, scheme: Scheme) -> Connection:
-        """Connect to `host`, a checked name that policy allowed.
+    async def dial(self, host: str, port: int, scheme: Scheme, announce: Announce) -> Connection:
+        """Connect to `host`, a checked name that policy allowed. What `announce` raises is raised here.
 
         Raises:
             DialError: no address of it could or may be reached.
@@ -106,16 +106,17 @@ class Dialler:
         mapped = config.host_addresses.get(host)
         source = AddressSource.RESOLVED if mapped is None else AddressSource.MAPPED
         addresses = await self._resolved(host) if mapped is None else mapped
-        return await self._connect([Destination(host, address, port, scheme, source) for address in addresses])
+        destinations = [Destination(host, address, port, scheme, source) for address in addresses]
+        return await self._connect(destinations, announce)
 
-    async def dial_address(self, address: IPv4Address | IPv6Address, port: int) -> Connection:
+    async def dial_address(self, address: IPv4Address | IPv6Address, port: int, announce: Announce) -> Connection:
         """Connect to an address that policy allowed literally.
 
         Raises:
             DialError: it may not or cannot be reached.
         """
         await self._ready()
-        return await self._connect([literal(address, port)])
+        return await self._connect([literal(address, port)], announce)
 
     def permits(self, destination: Destination) -> bool:
         """Whether an open connection to `destination` may stay, by what is in force now."""
@@ -164,7 +165,7 @@ class Dialler:
         self._tokens -= 1
         return wait
 
-    async def _connect(self, destinations: list[Destination]) -> Connection:
+    async def _connect(self, destinations: list[Destination], announce: Announce) -> Connection:
         """Connect to the first destination that is allowed and answers; what is only observed is tried last."""
         limits = self._usable().limits
         try:
@@ -173,16 +174,17 @@ class Dialler:
         except TimeoutError:
             raise DialError(DialFailure.RATE, _TOO_MANY) from None
         try:
-            for number, destination in enumerate(self._allowed_first(destinations)[:_MAX_TRIES]):
-                if number:  # time has passed
-                    self._judged(destination)
+            for destination in self._allowed_first(destinations)[:_MAX_TRIES]:
+                await announce(destination.address, self._judged(destination))
+                self._judged(destination)  # time has passed
                 try:
                     async with Patience(limits.connect):
                         sock = await _connected(destination.address, destination.port)
                 except (OSError, TimeoutError):
                     continue
                 try:
-                    return Connection(sock, destination, self._judged(destination))
+                    self._judged(destination)
+                    return Connection(sock, destination)
                 except BaseException:
                     sock.close()
                     raise

@@ -29,6 +29,7 @@ from gateway.accept import Acceptor
 from gateway.birth import Order
 from gateway.budget import RULE, Budget
 from gateway.config import ConfigError, GatewayConfig
+from gateway.described import of_policy
 from gateway.dns_server import DnsServer
 from gateway.flows import FlowRegistry
 from gateway.ingress import Ingress
@@ -221,7 +222,7 @@ class Worker:
         except ValueError as error:
             raise wire.RequestError("bad_config", "upstream_roots cannot be read") from error
         try:
-            await self._audit.accept("gateway.configure", "info", policy=config.policy.digest, name=config.policy.name)
+            await self._audit.accept("gateway.configure", "info", **of_policy(config, None))
         except AuditUnavailable as error:
             raise wire.RequestError("audit_unavailable", "the change could not be recorded") from error
         self._config = config

@@ -100,6 +100,14 @@ class CompiledPolicy:
         """What happens to a public name that no rule speaks of."""
         return Action.DENY if any(rules.default_action is Action.DENY for rules in self.lists) else Action.ALLOW
 
+    def operator_entry(self, rule: str) -> str | None:
+        """Return the entry of an operator's list that a decision's `rule` names, such as `always-deny:2`."""
+        name, _, position = rule.partition(":")
+        entries = {"always-deny": self.always_deny, "always-allow": self.always_allow}.get(name, ())
+        if not position.isascii() or not position.isdigit() or not 1 <= int(position) <= len(entries):
+            return None
+        return entries[int(position) - 1]
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form, digest included."""
         return {**self._body(), "digest": self.digest}

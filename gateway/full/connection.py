@@ -41,7 +41,8 @@ _EXPECTED: Final = frozenset(
     {"client_connected", "client_disconnected", "server_connect", "server_connected", "server_disconnected"}
     | {"server_connect_error", "tls_clienthello", "tls_start_client", "tls_start_server", "tls_established_client"}
     | {"tls_established_server", "tls_failed_client", "tls_failed_server"}
-    | {"requestheaders", "request", "responseheaders", "response", "error", "sallyport_refused"}
+    | {"requestheaders", "request", "responseheaders", "response", "error"}
+    | {"sallyport_refused", "sallyport_route"}
 )
 
 
@@ -352,7 +353,9 @@ class FlowConnection(server.ConnectionHandler):
             return
         try:
             async with Patience(3 * self._limits.handshake_seconds):
-                reader, writer, address = await self._ports.dialler.dial(*self._pin.address, self._flow.scheme)
+                reader, writer, address = await self._ports.dialler.dial(
+                    *self._pin.address, self._flow.scheme, describe(self._flow)
+                )
         except asyncio.CancelledError:
             await self._failed(command)
             raise
@@ -366,7 +369,6 @@ class FlowConnection(server.ConnectionHandler):
         self._servers.append(writer)
         connection.state = ConnectionState.OPEN
         connection.peername = (address, self._flow.port)
-        self.gate.address = address
         self.transports[connection] = server.ConnectionIO(
             handler=asyncio.current_task(),
             reader=cast(asyncio.StreamReader, _Reader(connection, reader, self._down)),
@@ -418,4 +420,11 @@ class FlowConnection(server.ConnectionHandler):
 
 def describe(flow: InspectedFlow) -> Mapping[str, object]:
     """The fields of records about the flow as a whole."""
-    return {"host": flow.host, "port": flow.port, "scheme": flow.scheme.value, "flow": flow.flow_id, "engine": "full"}
+    return {
+        "host": flow.host,
+        "port": flow.port,
+        "scheme": flow.scheme.value,
+        "flow": flow.flow_id,
+        "destination": flow.original_destination[0],
+        "engine": "full",
+    }

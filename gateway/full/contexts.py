@@ -11,6 +11,7 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from mitmproxy.connection import Server
 from OpenSSL import SSL, crypto
 
 from gateway.engine import Leaf
@@ -107,6 +108,19 @@ class UpstreamContext:
         connection.set_alpn_protos(alpn)
         connection.set_connect_state()
         return connection
+
+
+def certified(server: Server, host: str) -> str:
+    """The name in a server's certificate, which was verified against `host`, that matches it: itself or a wildcard.
+
+    Raises:
+        ValueError: there is none; such a connection was never verified.
+    """
+    names = {name.value.lower() for name in server.certificate_list[0].altnames if isinstance(name, x509.DNSName)}
+    for wanted in (host, f"*.{host.partition('.')[2]}"):
+        if wanted in names:
+            return wanted
+    raise ValueError("no name of the certificate is that of the host")
 
 
 def verified(connection: SSL.Connection) -> bool:

@@ -10,7 +10,9 @@ See `gate` for what is decided about a request, `layers` for how mitmproxy is ma
 import asyncio
 import contextlib
 import logging
+import time
 
+from gateway.admission import Admission
 from gateway.engine import Allowance, Decider, Dialler, EngineLimits, Identity, InspectedFlow, Recorder, Secrets
 from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, describe
@@ -63,6 +65,7 @@ class FullEngine:
         self._live: set[FlowConnection] = set()
         self._ledger = ledger
         self._sent = Sent()
+        self._admission = Admission(time.monotonic)
 
     @property
     def flows(self) -> int:
@@ -103,6 +106,7 @@ class FullEngine:
             self._limits,
             self._ledger,
             self._sent,
+            self._admission,
         )
         ports = Ports(self._dialler, self._identity, self._clients, self._upstream)
         options = mitm.options(self._limits.idle_seconds)

@@ -1,12 +1,15 @@
 """The add-ons of an inspected flow: decide each request, put secrets in, take them out of the answer.
 
 Order for each request:
-translate -> decide -> count -> allow record accepted -> lease -> use record accepted -> inject -> forward.
+translate -> decide -> admit -> count -> allow record accepted -> lease -> use record accepted -> inject -> forward.
 Nothing has been sent to the server before that order is complete, and no connection to it opened.
 
+- The allow record has the connection that the request goes on, where there is one already: its address, and the name
+  in the server's certificate. For any other connection a `connect` record says so before the first byte of the request.
+
 - Every request is judged alone, whatever came before it on its connection.
-- A denial is an answer with a reason; one request too many is a 429, a failure of log or vault a 503. Any other
-  exception here ends the flow.
+- A denial is an answer with a reason; one request too many is a 429, a failure of log or vault a 503, and one that an
+  overloaded worker does not take on a 503 with a time to wait. Any other exception here ends the flow.
 - What a host was sent of secrets is taken out of what it answers from then on, on every connection: values, header
   names, body, trailers. Encoded bodies are decoded up to a limit first. Such requests ask for `identity` and for the
   whole document (no `Range`).
@@ -22,12 +25,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mitmproxy import http
+from mitmproxy.connection import Server
 from mitmproxy.http import HTTPFlow
 from mitmproxy.websocket import WebSocketData
 
+from gateway.admission import Admission
 from gateway.budget import RULE, Over
 from gateway.engine import Allowance, Decider, EngineLimits, InspectedFlow, Recorder, SecretRefused, Secrets
 from gateway.full import pages
+from gateway.full.contexts import certified
 from gateway.full.decode import decode
 from gateway.full.sent import Sent
 from gateway.hello import Refused
@@ -59,7 +65,12 @@ class Unstamped(Exception):
 
 @dataclass(slots=True, eq=False)
 class Stamp:
-    """The verdict on one request, and what became of it. `facts` is None where none could be made."""
+    """The verdict on one request, and what became of it.
+
+    Attributes:
+        facts: None where none could be made.
+        route: what the log knows of the connection it goes on: address, and verified name.
+    """
 
     flow_id: str
     allowed: bool
@@ -67,6 +78,7 @@ class Stamp:
     websocket: bool = False
     sent: bool = False
     answered: bool = False
+    route: tuple[str, str | None] | None = None
     started: float = field(default_factory=time.monotonic)
     bytes_up: int = 0
     bytes_down: int = 0
@@ -85,8 +97,10 @@ class Gate:
         limits: EngineLimits,
         ledger: Ledger,
         sent: Sent,
+        admission: Admission,
     ) -> None:
         self._flow = flow
+        self._admission = admission
         self._ledger = ledger
         self._sent = sent
         self._facts = FlowFacts(flow.host, flow.port, flow.scheme)
@@ -103,7 +117,7 @@ class Gate:
         """Names, in lower case, of the headers they were sent in."""
         self.active: dict[str, Stamp] = {}
         """Allowed requests that are not both sent and answered whole."""
-        self.address: str | None = None
+        self._server: Server | None = None
         self.over = False
         """Whether the flow was cut: mitmproxy lets what was under way go on."""
 
@@ -124,19 +138,38 @@ class Gate:
         """Nothing of this request goes on in either direction any more."""
         self.active.pop(flow_id, None)
 
-    def refused(self, reason: str) -> None:
+    def refused(self, refused: Refused) -> None:
         """Record a request that never became one."""
-        self._recorder.note("request", "deny", rule="protocol", reason=reason, **self._where())
+        where = self._where() | ({} if refused.asked_host is None else {"asked_host": refused.asked_host})
+        self._recorder.note("request", "deny", rule="protocol", reason=refused.reason, **where)
 
     # Hooks, in the order in which they happen.
 
-    async def sallyport_refused(self, reason: str) -> None:
-        self.refused(reason)
+    async def sallyport_refused(self, refused: Refused) -> None:
+        self.refused(refused)
+
+    async def sallyport_route(self, flow: HTTPFlow) -> None:
+        """Have the log know the connection before the request goes on it."""
+        stamp = flow.metadata.get(STAMP)
+        if not isinstance(stamp, Stamp) or not stamp.allowed:
+            raise Unstamped("a request without a decision is about to be sent")
+        self._server = flow.server_conn
+        route = self._route()
+        if route is not None and route != stamp.route:
+            await self._recorder.accept("connect", "info", **self._where(), **_routed(route), request_id=flow.id)
+        stamp.route = route
+
+    def _route(self) -> tuple[str, str | None] | None:
+        """Address and verified name of the connection that is there for the next request."""
+        server = self._server
+        if server is None or not server.connected or server.peername is None:
+            return None
+        return server.peername[0], certified(server, self._flow.host) if server.tls else None
 
     async def requestheaders(self, flow: HTTPFlow) -> None:
         if flow.error is not None:  # refused by mitmproxy's own validation, which answers 400 after this
             flow.metadata[STAMP] = Stamp(flow.id, allowed=False)
-            self.refused("malformed request")
+            self.refused(Refused("malformed request"))
             return
         request = flow.request
         parts = RequestParts(
@@ -149,25 +182,31 @@ class Gate:
         )
         translated = translate(parts, self._facts)
         if isinstance(translated, Refused):
-            self.refused(translated.reason)
+            self.refused(translated)
             self._answer(flow, None, translated.status, pages.refusal(translated.status, translated.reason))
             return
         decision = self._decide(translated)
         if isinstance(decision, Deny):
             await self._deny(flow, translated, decision)
             return
+        wait = self._admission.retry_after()
+        if wait is not None:
+            self._turn_away(flow, translated.facts, wait)
+            return
         over = self._allowance.request()
         if over is not None:
             await self._deny_over(flow, translated, over)
             return
-        headers = await self._permit(flow, translated, decision)
+        route = self._route()
+        with self._admission.under_way():
+            headers = await self._permit(flow, translated, decision, route)
         if headers is None:
             return
         if self._decide(translated) != decision:
             # Policy was replaced while log and vault were asked; what was decided under the old one is void.
             await self._deny(flow, translated, Deny(decision.rule, "the policy changed while this request was waiting"))
             return
-        self._forward(flow, translated, headers)
+        self._forward(flow, translated, headers, route)
 
     def _h2_scheme(self, request: http.Request) -> bytes:
         # mitmproxy has overwritten :scheme with the connection's own by now; StrictHttp2Server compared it before.
@@ -198,6 +237,12 @@ class Gate:
         self._answer(flow, translated.facts, 429, pages.over(over.reason, over.retry_after))
         await self._record_denial(translated.facts, denied, None)
 
+    def _turn_away(self, flow: HTTPFlow, facts: RequestFacts, wait: int) -> None:
+        reason = "the worker has too many requests under way"
+        where = self._where() | {"method": facts.method, "path": facts.path}
+        self._recorder.note("request", "deny", rule="overload", reason=reason, **where)
+        self._answer(flow, facts, 503, pages.busy(wait))
+
     async def _record_denial(self, facts: RequestFacts, denied: Deny, secret: str | None) -> None:
         try:
             await self._record("request", "deny", facts, rule=denied.rule, reason=denied.reason, secret=secret)
@@ -205,7 +250,9 @@ class Gate:
             where = {**self._where(), "method": facts.method, "path": facts.path}
             self._recorder.note("request", "deny", rule=denied.rule, reason=denied.reason, **where)
 
-    async def _permit(self, flow: HTTPFlow, translated: Translated, allowed: AllowRequest) -> Headers | None:
+    async def _permit(
+        self, flow: HTTPFlow, translated: Translated, allowed: AllowRequest, route: tuple[str, str | None] | None
+    ) -> Headers | None:
         """The headers to forward, or None once the request has been answered with a failure."""
         facts = translated.facts
         observed = allowed.observed
@@ -215,11 +262,13 @@ class Gate:
                 "request",
                 "allow" if observed is None else "observe",
                 facts,
+                request_id=flow.id,
                 rule=allowed.rule,
                 observed=None if observed is None else observed.rule,
                 reason=None if observed is None else observed.reason,
                 websocket=translated.websocket or None,
                 injections=[plan.binding for plan in allowed.injections] or None,
+                **_routed(route),
             )
             rendered: list[tuple[str, str]] = []
             # Before the first wait, so that a revocation that happens meanwhile finds this flow.
@@ -256,7 +305,9 @@ class Gate:
             self._values = values
             self.used |= sent.keys()
 
-    def _forward(self, flow: HTTPFlow, translated: Translated, headers: Headers) -> None:
+    def _forward(
+        self, flow: HTTPFlow, translated: Translated, headers: Headers, route: tuple[str, str | None] | None
+    ) -> None:
         request = flow.request
         if (request.data.host, request.data.port, request.data.scheme) != (
             self._flow.host,
@@ -264,7 +315,7 @@ class Gate:
             self._flow.scheme.value.encode("ascii"),
         ):
             raise Unstamped("a request is about to leave for another destination")
-        stamp = Stamp(flow.id, allowed=True, facts=translated.facts, websocket=translated.websocket)
+        stamp = Stamp(flow.id, allowed=True, facts=translated.facts, websocket=translated.websocket, route=route)
         fields = list(headers)
         if self._patterns is not None:
             fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
@@ -441,6 +492,7 @@ class Gate:
             "port": flow.port,
             "scheme": flow.scheme.value,
             "flow": flow.flow_id,
+            "destination": flow.original_destination[0],
             "peer": f"{flow.peer[0]}:{flow.peer[1]}",
             "engine": "full",
         }
@@ -459,6 +511,8 @@ class Gate:
     def _outcome(self, stamp: Stamp, status: int | None) -> None:
         fields: dict[str, object] = {
             **self._where(),
+            **{name: value for name, value in _routed(stamp.route).items() if value is not None},
+            "request_id": stamp.flow_id,
             "bytes_up": stamp.bytes_up,
             "bytes_down": stamp.bytes_down,
             "duration_ms": int((time.monotonic() - stamp.started) * 1000),
@@ -467,8 +521,6 @@ class Gate:
             fields["error"] = "upstream or client failed"
         else:
             fields["status"] = status
-        if self.address is not None:
-            fields["address"] = self.address
         if stamp.facts is not None:
             fields["method"] = stamp.facts.method
             fields["path"] = stamp.facts.path[:2048]
@@ -493,6 +545,10 @@ class Sentinel:
             raise Unstamped("no decision on this request")
         if not stamp.allowed and flow.response is None and flow.error is None:
             raise Unstamped("a refused request without an answer")
+
+
+def _routed(route: tuple[str, str | None] | None) -> dict[str, str | None]:
+    return {} if route is None else {"address": route[0], "peer_name": route[1]}
 
 
 def _sendable(secret: Secret) -> str:

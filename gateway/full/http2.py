@@ -29,6 +29,7 @@ from mitmproxy.proxy.layers.http import _base, _events, _http2
 
 from gateway.full import pages
 from gateway.full.pin import Commands, Pin, RefusedRequestHook
+from gateway.hello import Refused
 
 WINDOW = 256 * 1024
 """Bytes of one stream that its sender may be ahead of its receiver."""
@@ -206,13 +207,13 @@ class StrictHttp2Server(_CalmHttp2, _http2.Http2Server):
             yield from self.protocol_error("too many resets", h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
             return True
         if isinstance(event, h2.exceptions.ProtocolError):  # in the place of events that cannot be read
-            yield RefusedRequestHook("malformed HTTP/2")
+            yield RefusedRequestHook(Refused("malformed HTTP/2"))
         if isinstance(event, h2.events.RequestReceived):
             self._heads += 1
             # mitmproxy overwrites :scheme before anybody else sees it.
             scheme = b"https" if self._pin.tls else b"http"
             if [bytes(value) for name, value in event.headers or () if name == b":scheme"] != [scheme]:
-                yield RefusedRequestHook(":scheme is not that of the connection")
+                yield RefusedRequestHook(Refused(":scheme is not that of the connection"))
                 yield from self.protocol_error("wrong scheme")
                 return True
         return (yield from super().handle_h2_event(event))

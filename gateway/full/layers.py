@@ -34,7 +34,7 @@ from OpenSSL import SSL
 
 from gateway.full import pages
 from gateway.full.http2 import WINDOW, Acknowledge, StrictHttp2Client, StrictHttp2Server
-from gateway.full.pin import Commands, Pin, RefusedRequestHook
+from gateway.full.pin import Commands, Pin, RefusedRequestHook, RouteHook
 from gateway.hello import NeedMore, Refused, read_head
 from gateway.translate import RequestParts, translate
 
@@ -200,7 +200,7 @@ class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
         yield from self.state(event)
 
     def _refuse(self, refused: Refused) -> Commands[None]:
-        yield RefusedRequestHook(refused.reason)
+        yield RefusedRequestHook(refused)
         if self.conn.state & ConnectionState.CAN_WRITE:
             page = pages.http1(refused.status, pages.refusal(refused.status, refused.reason))
             yield commands.SendData(self.conn, page)
@@ -323,6 +323,12 @@ class StrictStream(mitm_http.HttpStream):
         self.client_state = self.state_done
         yield from self.send_response()
         self.client_state = self.state_errored  # what of the body was queued meanwhile is swallowed
+
+    def make_server_connection(self) -> Commands[bool]:
+        if not (yield from super().make_server_connection()):
+            return False
+        yield RouteHook(self.flow)
+        return True
 
     def state_consume_response_body(self, event: events.Event) -> Commands[None]:
         known = len(self.response_body_buf)

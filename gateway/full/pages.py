@@ -52,6 +52,12 @@ def over(reason: str, retry_after: int) -> tuple[Fields, bytes]:
     return [*fields, (b"retry-after", str(retry_after).encode())], body
 
 
+def busy(retry_after: int) -> tuple[Fields, bytes]:
+    """Headers and body of a 503 for a request that was not taken on."""
+    fields, body = _page("text/plain; charset=utf-8", b"The gateway of this sandbox has too many requests under way.\n")
+    return [*fields, (b"retry-after", str(retry_after).encode())], body
+
+
 def http1(status: int, page: tuple[Fields, bytes]) -> bytes:
     """A whole HTTP/1.1 response after which the connection is closed."""
     fields, body = page

@@ -4,8 +4,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mitmproxy.http import HTTPFlow
 from mitmproxy.proxy import commands
 
+from gateway.hello import Refused
 from policy.facts import FlowFacts, Scheme
 
 if TYPE_CHECKING:
@@ -20,7 +22,16 @@ class RefusedRequestHook(commands.StartHook):  # type: ignore[no-untyped-call]
 
     name = "sallyport_refused"
     blocking = False
-    reason: str
+    refused: Refused
+
+
+@dataclass
+class RouteHook(commands.StartHook):  # type: ignore[no-untyped-call]
+    """A request is about to be sent on `flow.server_conn`."""
+
+    name = "sallyport_route"
+    blocking = True
+    flow: HTTPFlow
 
 
 @dataclass(slots=True)

@@ -153,6 +153,13 @@ class Recorded:
         self.records.append((kind, decision, fields))
 
 
+async def unannounced(_address: object, _allowed: object) -> None:
+    return None
+
+
+FLOW = {"flow": "f1", "host": "good.test", "destination": "203.0.113.9"}
+
+
 def configured(policy: CompiledPolicy) -> GatewayConfig:
     hosts = {"good.test": (IPv4Address("127.0.0.1"),)}
     return GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), (), hosts)
@@ -169,7 +176,7 @@ async def test_a_flow_that_policy_does_not_allow_is_not_dialled(policy: Compiled
     dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
 
     with pytest.raises(DialError) as refused:
-        await dialler.dial("good.test", 1, Scheme.HTTPS)
+        await dialler.dial("good.test", 1, Scheme.HTTPS, unannounced)
 
     assert failure is refused.value.failure
 
@@ -180,7 +187,7 @@ async def test_an_address_that_policy_names_nowhere_is_not_dialled() -> None:
     dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
 
     with pytest.raises(DialError) as refused:
-        await dialler.dial_address(IPv4Address("93.184.216.34"), 443)
+        await dialler.dial_address(IPv4Address("93.184.216.34"), 443, unannounced)
 
     assert DialFailure.POLICY is refused.value.failure
 
@@ -194,7 +201,7 @@ async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_c
     started = clock()
 
     async def dial() -> float:
-        (await dialler.dial("good.test", port, Scheme.HTTPS)).sock.close()
+        (await dialler.dial("good.test", port, Scheme.HTTPS, unannounced)).sock.close()
         return clock() - started
 
     ends = await asyncio.gather(*(dial() for _ in range(80)), return_exceptions=True)
@@ -211,7 +218,7 @@ async def test_a_dial_that_waited_is_judged_by_the_policy_it_finds_then() -> Non
     config = replace(configured(allowing(1)), limits=GatewayLimits(dial_rate=1, connect=5))
     clock = asyncio.get_running_loop().time
     dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
-    dials = [asyncio.ensure_future(dialler.dial("good.test", 1, Scheme.HTTPS)) for _ in range(3)]
+    dials = [asyncio.ensure_future(dialler.dial("good.test", 1, Scheme.HTTPS, unannounced)) for _ in range(3)]
     await asyncio.sleep(0.1)
     config = replace(config, policy=DENY_ALL)
     ends = await asyncio.gather(*dials, return_exceptions=True)
@@ -228,14 +235,14 @@ async def test_a_change_of_policy_cuts_connections_to_addresses_that_it_denies()
     clock = asyncio.get_running_loop().time
     dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
     streams = StreamDialler(dialler, Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None), Recorded())
-    _, writer, _ = await streams.dial("good.test", port, Scheme.HTTPS)
+    _, writer, _ = await streams.dial("good.test", port, Scheme.HTTPS, FLOW)
 
     assert (0, False) == (streams.recheck(), writer.is_closing())
     config = replace(config, policy=replace(config.policy, always_deny=("127.0.0.0/8",)))
     assert (1, True) == (streams.recheck(), writer.is_closing())
     assert 0 == streams.recheck()
     with pytest.raises(ConnectionError):
-        await streams.dial("good.test", port, Scheme.HTTPS)
+        await streams.dial("good.test", port, Scheme.HTTPS, FLOW)
     for end in ends:
         end.close()
     server.close()
@@ -258,7 +265,7 @@ async def test_an_answer_is_judged_by_the_policy_that_is_in_force_when_it_comes(
     config = replace(configured(allowing(443)), host_addresses={})
     resolver, clock = Waiting(), asyncio.get_running_loop().time
     dialler = Dialler(resolver, lambda: config, lambda: True, clock)
-    dial = asyncio.ensure_future(dialler.dial("good.test", 443, Scheme.HTTPS))
+    dial = asyncio.ensure_future(dialler.dial("good.test", 443, Scheme.HTTPS, unannounced))
     await resolver.asked.wait()
     config = replace(config, policy=replace(config.policy, always_deny=("93.184.216.0/24",)))
     resolver.release.set()
@@ -274,7 +281,7 @@ async def test_the_operators_own_map_dials_nothing_that_the_operator_always_deni
     clock = asyncio.get_running_loop().time
     dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
     with pytest.raises(DialError) as refused:
-        await dialler.dial("good.test", 1, Scheme.HTTPS)
+        await dialler.dial("good.test", 1, Scheme.HTTPS, unannounced)
 
     assert "always-deny:1" == refused.value.rule
 
@@ -285,7 +292,7 @@ async def test_a_name_beyond_a_bound_is_not_dialled_and_the_rule_is_said() -> No
     clock = asyncio.get_running_loop().time
     resolver = Resolver((), clock, may_ask=lambda _host: denied)
     with pytest.raises(DialError) as refused:
-        await Dialler(resolver, lambda: config, lambda: True, clock).dial("good.test", 443, Scheme.HTTPS)
+        await Dialler(resolver, lambda: config, lambda: True, clock).dial("good.test", 443, Scheme.HTTPS, unannounced)
 
     assert ("dns.unique_names", "Too many.") == (refused.value.rule, refused.value.reason)
 
@@ -327,7 +334,7 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
     spent: list[float] = []
     budget = Budget(Ledger.fresh(), lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))
     dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
-    _, writer, address = await StreamDialler(dialler, budget, Recorded()).dial("good.test", port, Scheme.HTTPS)
+    _, writer, address = await StreamDialler(dialler, budget, Recorded()).dial("good.test", port, Scheme.HTTPS, {})
     assert "127.0.0.1" == address
     writer.write(b"01234")
     writer.writelines([b"56", b"789"])
@@ -337,6 +344,36 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
     assert (True, 1) == (writer.is_closing(), len(spent))
     assert (await received) in (b"0123456789", b"")  # a reset may overtake what was sent before it
     server.close()
+
+
+async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_dialled_that_is_not() -> None:
+    """Also the second one of a name, when the first does not answer."""
+    began: list[int] = []
+    log = Recorded()
+
+    async def note(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        began.append(len(log.records))
+        writer.close()
+
+    server = await asyncio.start_server(note, "127.0.0.2", 0)
+    port = server.sockets[0].getsockname()[1]
+    hosts = {"good.test": (IPv4Address("127.0.0.1"), IPv4Address("127.0.0.2"))}
+    config = replace(configured(POLICY), host_addresses=hosts)
+    clock = asyncio.get_running_loop().time
+    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+    budget = Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None)
+
+    _, writer, address = await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS, FLOW)
+    while not began:
+        await asyncio.sleep(0)
+    writer.close()
+    with pytest.raises(AuditUnavailable):
+        await StreamDialler(dialler, budget, Recorded(failing=True)).dial("good.test", port, Scheme.HTTPS, FLOW)
+    server.close()
+
+    assert ("127.0.0.2", [2]) == (address, began)
+    expected = [("connect", "allow", {**FLOW, "address": f"127.0.0.{last}"}) for last in (1, 2)]
+    assert expected == log.records
 
 
 NETWORKS = """
@@ -370,15 +407,17 @@ async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(
     log = Recorded()
     if name == "enforced":
         with pytest.raises(ConnectionError):
-            await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS)
+            await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS, FLOW)
     else:
-        _, writer, _ = await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS)
+        _, writer, _ = await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS, FLOW)
         writer.close()
         with pytest.raises(AuditUnavailable):
-            await StreamDialler(dialler, budget, Recorded(failing=True)).dial("good.test", port, Scheme.HTTPS)
+            await StreamDialler(dialler, budget, Recorded(failing=True)).dial("good.test", port, Scheme.HTTPS, FLOW)
     server.close()
 
     ((kind, decision, fields),) = log.records
-    assert ("flow", "deny" if name == "enforced" else "observe") == (kind, decision)
+    assert (("flow", "deny") if name == "enforced" else ("connect", "observe")) == (kind, decision)
+    assert FLOW == {field: fields[field] for field in FLOW}
+    assert (None if name == "enforced" else "127.0.0.1") == fields.get("address")
     assert f"{name}/not-there".replace("observed", "enforced") in (fields["rule"], fields.get("observed"))
     assert "good.test resolves to 127.0.0.1, which is denied by rule enforced/not-there." == fields["reason"]

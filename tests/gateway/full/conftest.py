@@ -3,7 +3,7 @@
 import asyncio
 import datetime
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -241,7 +241,7 @@ class Rig:
         return Secret(self.secret)
 
     async def dial(
-        self, host: str, port: int, scheme: Scheme
+        self, host: str, port: int, scheme: Scheme, flow: Mapping[str, object]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         self.dials += 1
         reader, writer = await asyncio.open_connection("127.0.0.1", self.dial_port)

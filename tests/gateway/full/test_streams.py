@@ -10,7 +10,7 @@ import ssl
 import struct
 import termios
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import h2.config
@@ -351,9 +351,11 @@ async def test_an_upload_waits_where_it_is_until_there_is_a_connection_for_it(ri
     rig.upstream.keep = False
     dial, ready = rig.dial, asyncio.Event()
 
-    async def later(host: str, port: int, scheme: Scheme) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+    async def later(
+        host: str, port: int, scheme: Scheme, flow: Mapping[str, object]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         await ready.wait()
-        return await dial(host, port, scheme)
+        return await dial(host, port, scheme, flow)
 
     rig.dial = later  # type: ignore[method-assign]
     total, sent = 64 << 20, 0
@@ -412,7 +414,9 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_kept_from_sending(
 
 
 async def test_a_client_that_was_told_to_continue_hears_that_the_server_is_not_there(rig: Rig):
-    async def dial(host: str, port: int, scheme: Scheme) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+    async def dial(
+        host: str, port: int, scheme: Scheme, flow: Mapping[str, object]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
         raise ConnectionError
 
     rig.dial = dial  # type: ignore[method-assign]
@@ -656,8 +660,10 @@ async def test_what_is_left_of_a_request_whose_client_has_gone_is_sent_unless_po
     running = lab.running(None, scheme=Scheme.HTTP)
     dial = running.rig.dial
 
-    async def narrow(host: str, port: int, scheme: Scheme) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
-        reader, writer, address = await dial(host, port, scheme)
+    async def narrow(
+        host: str, port: int, scheme: Scheme, flow: Mapping[str, object]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        reader, writer, address = await dial(host, port, scheme, flow)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return reader, writer, address
 
