@@ -43,7 +43,9 @@ class Decision(StrEnum):
     INFO = "info"
 
 
-KINDS = frozenset({"dns", "flow", "connect", "request", "ingress", "secret.release", "secret.use", "gap", "alarm"})
+KINDS = frozenset(
+    {"dns", "flow", "connect", "drop", "request", "ingress", "secret.release", "secret.use", "gap", "alarm"}
+)
 """Exact kinds a producer may write. `checkpoint` is auditd's alone."""
 
 KIND_FAMILIES = ("lifecycle", "vault", "gateway")

@@ -36,6 +36,7 @@ _ECS_CATEGORY: Final[Mapping[str, str]] = {
     "dns": "network",
     "flow": "network",
     "connect": "network",
+    "drop": "network",
     "ingress": "network",
     "request": "web",
 }

@@ -1,7 +1,7 @@
-"""What the kernel has dropped of each sandbox at the rates of its slot, on its way into the audit log.
+"""What the kernel has dropped of each sandbox in its slot, on its way into the audit log.
 
 - A record is the number since the sandbox was launched. It is written when the number has grown, so at most one for
-  each rate in a round of the watch, however hard a sandbox floods.
+  each counter in a round of the watch, however hard a sandbox floods.
 - What auditd does not take is told in a later round, as the number it is by then: nothing waits, nothing is lost but
   what a sandbox had dropped in its last seconds.
 """
@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 
 import wire
 from runtimes.daemons import Daemons
-from runtimes.nft import CONNECTION_RATE, DROPS
+from runtimes.nft import DROPS
 
 _RECORD_SECONDS = 1.0  # the watch's round waits for it
 _MOST = 64  # records in one request
@@ -29,9 +29,9 @@ class Drops:
 
     def seen(self, sandbox: str, counters: Mapping[str, int]) -> None:
         """Take note of the counters of a sandbox's slot."""
-        for name, rule in DROPS.items():
+        for name in DROPS:
             if count := counters.get(name, 0):
-                self._seen[sandbox, rule] = count
+                self._seen[sandbox, name] = count
 
     def forget(self, remaining: Container[str]) -> None:
         """Drop what is known of sandboxes that are gone."""
@@ -44,7 +44,7 @@ class Drops:
         grown = [item for item in self._seen.items() if self._told.get(item[0]) != item[1]][:_MOST]
         if not grown:
             return
-        records = [_record(sandbox, rule, count) for (sandbox, rule), count in grown]
+        records = [_record(sandbox, name, count) for (sandbox, name), count in grown]
         try:
             await self._daemons.client("auditd").call("records", timeout=_RECORD_SECONDS, records=records)
         except (OSError, wire.FrameError, wire.RemoteError) as error:
@@ -53,15 +53,15 @@ class Drops:
         self._told.update(grown)
 
 
-def _record(sandbox: str, rule: str, count: int) -> wire.Message:
-    what = "connections" if rule == CONNECTION_RATE else "datagrams"
+def _record(sandbox: str, name: str, count: int) -> wire.Message:
+    rule, what = DROPS[name]
     return {
-        "kind": "flow" if rule == CONNECTION_RATE else "dns",
+        "kind": "drop",
         "decision": "deny",
         "fields": {
             "sandbox": sandbox,
             "rule": rule,
-            "reason": f"{what} beyond the rate, dropped by the kernel since the sandbox was launched",
+            "reason": f"{what}, dropped by the kernel since the sandbox was launched",
             "count": count,
         },
     }

@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from runtimes import netns
+from runtimes.nft import MALFORMED
 
 _TIMEOUT = 5.0
 _BUFFER = 1 << 18
@@ -201,8 +202,19 @@ def counter(payload: bytes) -> tuple[str, int] | None:
 
 
 def _counters() -> dict[str, int]:
+    """Sum up the counters of one name, and add what the IP stack itself has dropped."""
+    found = {MALFORMED: _malformed(Path("/proc/thread-self/net/snmp").read_text())}
     with _nftables() as sock:
-        return dict(filter(None, map(counter, _messages(sock, _GETOBJ, struct.pack("!BBH", 0, 0, 0)))))
+        for name, packets in filter(None, map(counter, _messages(sock, _GETOBJ, struct.pack("!BBH", 0, 0, 0)))):
+            found[name] = found.get(name, 0) + packets
+    return found
+
+
+def _malformed(snmp: str) -> int:
+    """Packets whose header or destination the kernel could not use, between the rules of both tables."""
+    names, values = (line.split() for line in snmp.splitlines() if line.startswith("Ip: "))
+    counted = dict(zip(names, values, strict=True))
+    return sum(int(counted[name]) for name in ("InHdrErrors", "InAddrErrors", "InDiscards"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,11 @@
 - Rules take numbers and parsed addresses only; no text of a caller reaches nft.
 - `ct count` forgets connections that are over, the table does not: they leave it after seconds here, not minutes, so
   that opening and closing without end fills nobody's table.
-- What is beyond a slot's rates is dropped where it arrives, before anything is spent on it, and counted under the names
-  `DROPS`. What would pass them by, a connection that begins in fragments, is dropped with all fragments of TCP.
+- Every frame of a sandbox that is dropped is in exactly one named counter of `DROPS`: by its kind, or by the rate that
+  it went over. (`netstate` adds what the kernel's own stack drops between the two tables: damaged IP headers.) TCP of no
+  connection that the stack answers with a reset is counted, too.
+- What is beyond a slot's rates is dropped where it arrives, before anything is spent on it. What would pass them by, a
+  connection that begins in fragments, is dropped with all fragments: nothing that a sandbox sends here needs them.
 """
 
 from collections.abc import Sequence
@@ -16,9 +19,23 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from runtimes.netplan import NetworkPlan
 
 GUARD_TABLE = "sallyport_guard"
-CONNECTION_RATE, DATAGRAM_RATE = "connection-rate", "datagram-rate"
-DROPS = {"over_connections": CONNECTION_RATE, "over_datagrams": DATAGRAM_RATE}
-"""The counters of a slot's gateway namespace, and the rule that the audit log calls each by."""
+MALFORMED = "malformed"
+DROPS = {
+    "over_connections": ("connection-rate", "connections beyond the rate"),
+    "over_datagrams": ("datagram-rate", "datagrams beyond the rate"),
+    "over_tracked": ("tracked-connections", "packets of connections beyond the number that is tracked"),
+    "drop_tcp": ("drop-tcp", "TCP packets that belong to no connection, or of a wrong source"),
+    "drop_quic": ("drop-quic", "UDP datagrams to port 443 (QUIC)"),
+    "drop_udp": ("drop-udp", "UDP datagrams that are no DNS questions, or of a wrong source"),
+    "drop_icmp": ("drop-icmp", "ICMP packets"),
+    "drop_ipv6": ("drop-ipv6", "IPv6 packets"),
+    "drop_arp": ("drop-arp", "ARP frames other than honest questions for the gateway"),
+    "drop_fragments": ("drop-fragments", "IP fragments"),
+    "drop_other": ("drop-other", "frames of another protocol"),
+    MALFORMED: ("drop-malformed", "IP packets with a damaged header"),
+}
+"""The counters of a slot's gateway namespace: the rule that the audit log calls each by, and what it counts."""
+_KINDS = tuple(name for name in DROPS if name.startswith("drop_"))
 
 _CLOSED_V4 = (
     "0.0.0.0/8",
@@ -85,49 +102,77 @@ def _brief(family: str) -> str:
 	}}"""
 
 
+def _counters(*names: str) -> str:
+    return "\n".join(f"\tcounter {name} {{\n\t}}" for name in names)
+
+
 def render_gateway(plan: NetworkPlan) -> str:
     """Return the ruleset of a slot's gateway namespace; its link must exist already."""
     link = plan.gateway_interface
     return f"""\
 table netdev sallyport {{
-	counter over_connections {{
-	}}
-	counter over_datagrams {{
+{_counters("over_connections", "over_datagrams", *_KINDS)}
+	chain dropped {{
+		ether type ip6 counter name "drop_ipv6" drop
+		ether type arp counter name "drop_arp" drop
+		ether type != ip counter name "drop_other" drop
+		ip protocol tcp counter name "drop_tcp" drop
+		ip protocol icmp counter name "drop_icmp" drop
+		ip protocol udp udp dport 443 counter name "drop_quic" drop
+		ip protocol udp counter name "drop_udp" drop
+		counter name "drop_other" drop
 	}}
 	chain pin {{
 		type filter hook ingress device "{link}" priority -500; policy drop;
-		ether saddr != {plan.inside_mac} counter drop
+		ether saddr != {plan.inside_mac} goto dropped
 		ether type arp arp operation request arp saddr ether {plan.inside_mac} arp saddr ip {plan.inside} \
 arp daddr ip {plan.gateway} limit rate 50/second burst 50 packets accept
-		ip protocol tcp ip frag-off & 0x3fff != 0 counter drop
+		ip frag-off & 0x3fff != 0 counter name "drop_fragments" drop
 		tcp flags & (syn | ack) == syn limit rate over {plan.syn_rate}/second burst {plan.syn_rate * 2} packets \
 counter name "over_connections" drop
 		ip protocol != tcp limit rate over {plan.datagram_rate}/second burst {plan.datagram_rate * 2} packets \
 counter name "over_datagrams" drop
 		ether type ip ether daddr {plan.gateway_mac} ip version 4 ip hdrlength 5 ip saddr {plan.inside} accept
-		counter drop
+		goto dropped
 	}}
 }}
 table inet sallyport {{
 {_brief("ip")}
+{_counters("over_tracked", *(name for name in _KINDS if name not in ("drop_arp", "drop_fragments")))}
+	chain dropped {{
+		meta nfproto ipv6 counter name "drop_ipv6" drop
+		meta l4proto tcp counter name "drop_tcp" drop
+		meta l4proto icmp counter name "drop_icmp" drop
+		udp dport 443 counter name "drop_quic" drop
+		meta l4proto udp counter name "drop_udp" drop
+		counter name "drop_other" drop
+	}}
+	chain known {{
+		type filter hook prerouting priority mangle; policy drop;
+		iifname "{link}" ct state invalid goto dropped
+		iifname "{link}" meta l4proto != {{ tcp, udp }} goto dropped
+		iifname "{link}" ct state new tcp flags & (fin | syn | rst | ack) != syn counter name "drop_tcp"
+		accept
+	}}
 	chain steer {{
 		type nat hook prerouting priority dstnat; policy drop;
 		iifname "{link}" udp dport {plan.dns_port} redirect to :{plan.dns_port}
 		iifname "{link}" tcp dport {plan.dns_port} redirect to :{plan.dns_port}
 		iifname "{link}" meta l4proto tcp redirect to :{plan.proxy_port}
+		iifname "{link}" goto dropped
 	}}
 	chain input {{
 		type filter hook input priority filter; policy drop;
 		iifname != "{link}" counter drop
-		ct state invalid counter drop
+		ct state invalid goto dropped
 		ct state established accept
-		ct state new ct count over {plan.max_connections} counter drop
+		ct state new ct count over {plan.max_connections} counter name "over_tracked" drop
 		meta l4proto tcp ct timeout set "brief-ip"
 		ip daddr {plan.gateway} tcp dport {plan.proxy_port} ct state new ct status dnat accept
 		ip daddr {plan.gateway} tcp dport {plan.dns_port} ct state new accept
 		ip daddr {plan.gateway} udp dport {plan.dns_port} ct state new accept
-		meta l4proto tcp counter reject with tcp reset
-		counter drop
+		meta l4proto tcp counter name "drop_tcp" reject with tcp reset
+		goto dropped
 	}}
 	chain forward {{
 		type filter hook forward priority filter; policy drop;

@@ -349,10 +349,12 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
 async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_dialled_that_is_not() -> None:
     """Also the second one of a name, when the first does not answer."""
     began: list[int] = []
+    arrived = asyncio.Event()
     log = Recorded()
 
     async def note(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         began.append(len(log.records))
+        arrived.set()
         writer.close()
 
     server = await asyncio.start_server(note, "127.0.0.2", 0)
@@ -364,8 +366,7 @@ async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_diall
     budget = Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None)
 
     _, writer, address = await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS, FLOW)
-    while not began:
-        await asyncio.sleep(0)
+    await arrived.wait()
     writer.close()
     with pytest.raises(AuditUnavailable):
         await StreamDialler(dialler, budget, Recorded(failing=True)).dial("good.test", port, Scheme.HTTPS, FLOW)

@@ -35,7 +35,7 @@ def test_the_guard_ruleset_is_the_reviewed_one() -> None:
 
 def test_every_base_chain_of_a_slot_drops_by_default() -> None:
     hooks = re.findall(r"type .* hook .*", render_gateway(PLAN))
-    assert len(hooks) == 5
+    assert len(hooks) == 6
     assert [hook for hook in hooks if "policy drop;" not in hook] == []
 
 

@@ -273,3 +273,54 @@ def test_what_begins_no_connection_takes_no_place_in_the_table(kind: str, slot: 
     with netns.inside(slot.gateway, lambda: socket.create_server(("0.0.0.0", PLAN.proxy_port))):
         emit(slot, *frames)
         assert 0 == tracked(slot)
+
+
+def counted(slot: Slot) -> dict[str, int]:
+    return dict(netstate.gateway(slot.gateway, slot.gateway_inode, ()).counters)
+
+
+def grown(slot: Slot, *frames: bytes) -> dict[str, int]:
+    before = counted(slot)
+    emit(slot, *frames)
+    after = counted(slot)
+    return {name: after[name] - before[name] for name in after if after[name] != before[name]}
+
+
+def test_every_frame_that_is_dropped_is_in_exactly_one_counter(slot: Slot) -> None:
+    """Also in the same order twice: no frame leaves a state behind that lets another pass uncounted."""
+    for name, frame, _ in (*FRAMES, *FRAMES):
+        assert [1] == list(grown(slot, frame).values()), name
+
+
+DROPPED = {
+    "tcp": ethernet(ipv4(tcp(ACK), TCP)),
+    "tcp to a stranger": ethernet(ipv4(tcp(FIN | ACK, to=STRANGER), TCP, to=STRANGER)),
+    "tcp from a stranger": ethernet(ipv4(tcp(SYN, source=STRANGER), TCP, source=STRANGER)),
+    "quic": ethernet(ipv4(udp(443, bytes((0xC3, 0, 0, 0, 1)) + bytes(1200)), UDP, to=STRANGER)),
+    "udp": ethernet(ipv4(udp(5353, b"x"), UDP)),
+    "udp to a stranger": ethernet(ipv4(udp(123, b"x"), UDP, to=STRANGER)),
+    "icmp": ethernet(ipv4(icmp(8, 0, b"x"), ICMP)),
+    "icmp to a stranger": ethernet(ipv4(icmp(8, 0, b"x"), ICMP, to=STRANGER)),
+    "ipv6": ethernet(ipv6(udp(443, b"x"), UDP), IPV6),
+    "arp": ethernet(arp(2, GATEWAY, GATEWAY), ARP, to=EVERYBODY),
+    "fragments": ethernet(ipv4(udp(53, bytes(16))[:16], UDP, fragment=MORE)),
+    "fragments of tcp": ethernet(ipv4(tcp(SYN)[:8], TCP, fragment=MORE)),
+    "other": ethernet(ipv4(b"x", 47)),
+    "other than ip": ethernet(b"x" * 50, 0x88CC),
+    "malformed": ethernet(ipv4(udp(53, b"x"), UDP)[:10] + b"\0\1" + ipv4(udp(53, b"x"), UDP)[12:]),
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+def test_each_kind_has_its_own_counter(kind: str, slot: Slot) -> None:
+    """A thousand of them are a thousand, or over a rate that is counted, too."""
+    frame = DROPPED[kind]
+    name = kind.partition(" ")[0]
+    assert {name if name == "malformed" else f"drop_{name}": 1} == grown(slot, frame)
+    assert 1000 == sum(grown(slot, *[frame] * 1000).values())
+
+
+def test_what_passes_is_in_no_counter(slot: Slot) -> None:
+    with raw_sockets(slot) as heard:
+        assert {} == grown(slot, ethernet(ipv4(udp(53, b"<honest>"), UDP)))
+        assert {"honest"} == delivered(heard)
