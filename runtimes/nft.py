@@ -6,8 +6,8 @@
 - `ct count` forgets connections that are over, the table does not: they leave it after seconds here, not minutes, so
   that opening and closing without end fills nobody's table.
 - Every frame of a sandbox that is dropped is in exactly one named counter of `DROPS`: by its kind, or by the rate that
-  it went over. (`netstate` adds what the kernel's own stack drops between the two tables: damaged IP headers.) TCP of no
-  connection that the stack answers with a reset is counted, too.
+  it went over. (`netstate` adds what the kernel's own stack drops between the two tables: damaged IP headers.) TCP of
+  no connection that the stack answers with a reset is counted, too.
 - What is beyond a slot's rates is dropped where it arrives, before anything is spent on it. What would pass them by, a
   connection that begins in fragments, is dropped with all fragments: nothing that a sandbox sends here needs them.
 """

@@ -5,8 +5,10 @@ import re
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
+from audit.records import record
+from runtimes.drops import _record
 from runtimes.netplan import PLAN
-from runtimes.nft import GuardPlan, render_gateway, render_guard
+from runtimes.nft import DROPS, MALFORMED, GuardPlan, render_gateway, render_guard
 
 _GOLDEN = Path(__file__).parent / "golden"
 _GUARD = GuardPlan(
@@ -27,6 +29,19 @@ def _compare(name: str, text: str) -> None:
 
 def test_the_gateway_ruleset_is_the_reviewed_one() -> None:
     _compare("gateway.nft", render_gateway(PLAN))
+
+
+def test_every_counter_of_a_slot_has_a_record_that_the_log_takes() -> None:
+    """And every drop is in a named counter, but for those that no frame of a sandbox can come to."""
+    text = render_gateway(PLAN)
+    named = set(re.findall(r"counter (\w+) \{", text))
+    assert named == DROPS.keys() - {MALFORMED}
+    assert named == set(re.findall(r'counter name "(\w+)"', text))
+    for name in DROPS:
+        item = _record("sbx-1", name, 3)
+        assert 3 == record(item["kind"], item["decision"], **item["fields"])["count"]
+    unnamed = [line.strip() for line in text.splitlines() if "counter drop" in line]
+    assert ['iifname != "gw0" counter drop', "counter drop", 'oifname != "gw0" counter drop', "counter drop"] == unnamed
 
 
 def test_the_guard_ruleset_is_the_reviewed_one() -> None:

@@ -211,6 +211,7 @@ class Gate:
     guard: int
     ingress: Path
     root: str
+    ledger: int
 
     def configure(self, rules: CompiledPolicy, **changes: Any) -> str:
         gateway = {
@@ -438,12 +439,12 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
         item.close()
     os.close(namespace)
     os.close(guard_read)
-    os.close(ledger)
-    gate = Gate(rig, int(answer["pid"]), channel(control), guard_write, path, opened["root_pem"])
+    gate = Gate(rig, int(answer["pid"]), channel(control), guard_write, path, opened["root_pem"], ledger)
     try:
         yield gate
     finally:
         control.close()
+        os.close(ledger)
         with contextlib.suppress(OSError):
             os.close(guard_write)
         notice = rig.zygote.notice()
