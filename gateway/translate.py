@@ -16,7 +16,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.hello import MAX_HEAD, MAX_HEADERS, TOKEN, Refused, asked, split_absolute, split_authority
+from gateway.hello import (
+    MAX_HEAD,
+    MAX_HEADERS,
+    TOKEN,
+    NeedMore,
+    Refused,
+    asked,
+    read_head,
+    split_absolute,
+    split_authority,
+)
 from policy.facts import FlowFacts, RequestFacts, Scheme
 
 type Headers = tuple[tuple[bytes, bytes], ...]
@@ -124,6 +134,32 @@ def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
         websocket=websocket,
         expect_continue=expect is not None,
     )
+
+
+def refusal_of_form(request: RequestFacts) -> str | None:
+    """Return why a gateway refuses a request with this method, path and query before policy is asked; None if not.
+
+    The request is written as HTTP/1.1 with the one Host it may have, and read as it is read from a sandbox.
+    """
+    authority = request.host if request.port == _DEFAULT_PORT[request.scheme] else f"{request.host}:{request.port}"
+    target = request.path + (f"?{request.query}" if request.query else "")
+    try:
+        raw = f"{request.method} {target} HTTP/1.1\r\nHost: {authority}\r\n\r\n".encode("ascii")
+    except UnicodeEncodeError:
+        return "the request line is not ASCII"
+    head = read_head(raw)
+    if isinstance(head, NeedMore):
+        return "the request line does not end where it should"
+    if isinstance(head, Refused):
+        return head.reason
+    if (head.length, head.method, head.target) != (len(raw), request.method.encode("ascii"), target.encode("ascii")):
+        return "method and target are read as something else"
+    translated = translate(RequestParts(11, head.method, head.target, b"", b"", head.headers), request.flow)
+    if isinstance(translated, Refused):
+        return translated.reason
+    if (translated.facts.path, translated.facts.query) != (request.path, request.query):
+        return "the target is read as something else"
+    return None
 
 
 def _check_limits(parts: RequestParts) -> Refused | None:

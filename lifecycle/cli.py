@@ -20,6 +20,7 @@ import audit.cli
 import policy.cli
 import vault.cli
 import vault.keyring
+from gateway.translate import refusal_of_form
 from lifecycle import about, console, doctor, launch, running, settings
 from lifecycle.settings import Settings, SettingsError
 from runtimes import predecessor
@@ -232,6 +233,7 @@ def _explain(options: argparse.Namespace) -> int:
         address=options.address,
         exceptions=() if configured is None else configured.get("sallyport.allowed_addresses", ()),
         mapped={} if configured is None else configured.get("sallyport.host_addresses", {}),
+        form=refusal_of_form,
     )
 
 

@@ -1,8 +1,8 @@
 """`sallyport policy check` and `sallyport policy explain`: print, and return an exit code.
 
 - 0: the file is good, or the request is allowed. 1: the request is denied. 2: the file or the question is wrong.
-- `explain` asks the same functions as the gateway, in the same order, and shows each answer. A host that is an address
-  means TLS without a server name to it. It resolves no name: `address` says where a name is.
+- `explain` asks the same functions as the gateway, in the same order, and shows each answer (`policy.explain`). A
+  host that is an address means TLS without a server name to it. It resolves no name: `address` says where a name is.
 """
 
 import sys
@@ -11,13 +11,15 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import MappingProxyType
 
+from policy import explain as explanation
 from policy.addresses import IPNetwork
 from policy.compile import UnknownPolicy, compile_named, secrets_of
 from policy.compiled import CompiledPolicy
-from policy.decision import Deny, Treatment, decide_flow, decide_name, decide_request
+from policy.decision import Deny
 from policy.destination import decide_address
 from policy.document import DENY_ALL_NAME, PolicyDocument
-from policy.facts import AddressSource, Destination, FlowFacts, RequestFacts, Scheme
+from policy.explain import Form
+from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 from policy.load import load
 from policy.names import InvalidName, canonical_host
 from policy.problems import PolicyError, meant
@@ -56,6 +58,7 @@ def explain(
     address: str | None = None,
     exceptions: Sequence[str] = (),
     mapped: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    form: Form | None = None,
 ) -> int:
     """Say what would happen to one request of a sandbox under a policy of the file, and why.
 
@@ -64,6 +67,7 @@ def explain(
         address: what the host resolves to; it is judged too.
         exceptions: networks that the operator opened beyond public ones.
         mapped: the operator's own addresses of names.
+        form: says what the gateway refuses of a request's form; without it the answer says that this was not checked.
     """
     document = _load(file)
     if document is None:
@@ -98,7 +102,7 @@ def explain(
         Destination(request.host, place, port, request.scheme, source)
         for place in fixed or ([] if given is None else [given])
     ]
-    code = _explain(compiled, request)
+    code = _explain(compiled, request, form)
     return _explain_addresses(compiled, places, opened) if code == OK and places else code
 
 
@@ -121,25 +125,27 @@ def _explain_addresses(policy: CompiledPolicy, places: list[Destination], opened
     return DENIED if all(isinstance(answer, Deny) for answer in answers) else OK
 
 
-def _explain(policy: CompiledPolicy, request: RequestFacts) -> int:
-    name = decide_name(policy, request.host)
-    if isinstance(name, Deny):
-        return _denied("name", name)
-    _allowed("name", name.rule, "may be resolved", name.observed)
-    flow = decide_flow(policy, FlowFacts(request.host, request.port, request.scheme))
+def _explain(policy: CompiledPolicy, request: RequestFacts, form: Form | None) -> int:
+    explained = explanation.explain(policy, request, form)
+    if isinstance(explained.name, Deny):
+        return _denied("name", explained.name)
+    _allowed("name", explained.name.rule, "may be resolved", explained.name.observed)
+    flow, decision = explained.flow, explained.request
     if isinstance(flow, Deny):
         return _denied("flow", flow)
-    _allowed("flow", flow.rule, str(flow.treatment), flow.observed)
-    if flow.treatment is Treatment.SPLICE:
-        print("  request  not seen: the flow is relayed unopened")
-        return OK
-    decision = decide_request(policy, request)
+    if flow is not None:
+        _allowed("flow", flow.rule, str(flow.treatment), flow.observed)
     if isinstance(decision, Deny):
         return _denied("request", decision)
-    _allowed("request", decision.rule, "is sent", decision.observed)
-    for plan in decision.injections:
+    if decision is None:
+        print("  request  not seen: the flow is relayed unopened, if")
+    else:
+        _allowed("request", decision.rule, "is sent, if", decision.observed)
+    for condition in explained.conditions:
+        print(f"           - {condition}")
+    for plan in () if decision is None else decision.injections:
         print(f"  inject   {plan.header} from secret {plan.secret} as {plan.kind} ({plan.binding})")
-    return OK
+    return OK if explained.sent else DENIED
 
 
 def _allowed(what: str, rule: str, outcome: str, observed: Deny | None) -> None:

@@ -894,7 +894,8 @@ def test_each_decision_is_one_record_before_its_effect(gate: Gate) -> None:
         client.sendall(hello("good.example.com"))
         gate.rig.internet.next_connection()
         kinds = [(item["kind"], item["decision"], item.get("rule")) for item in gate.rig.records()]
-        assert [("gateway.configure", "info", None), ("flow", "allow", "r0")] == kinds
+        expected = [("gateway.configure", "info", None), ("flow", "allow", "r0"), ("connect", "allow", "resolved")]
+        assert expected == kinds
 
 
 def test_without_the_audit_log_nothing_passes(rig: Rig, tmp_path: Path) -> None:
@@ -1011,3 +1012,41 @@ def test_two_workers_never_make_the_same_key(rig: Rig, tmp_path: Path) -> None:
                 .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
             )
     assert 2 == len(keys)
+
+
+def test_each_place_of_a_spliced_flow_has_its_own_name_in_the_log_when_the_worker_is_killed(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """The worker ends as soon as the far end has a byte: whatever was on the wire is in the log already."""
+    rig.internet.forget()
+    with worker(rig, tmp_path) as gate:
+        gate.configure(policy("good.example.com"))
+        with gate.dial("198.18.0.1") as client:
+            client.sendall(hello("good.example.com"))
+            assert rig.internet.next_connection().recv(1)
+            os.kill(gate.pid, signal.SIGKILL)
+            ended(client)
+        (record,) = [item for item in rig.records() if item["kind"] == "connect"]
+    assert {
+        "decision": "allow",
+        "host": "good.example.com",
+        "port": 443,
+        "scheme": "https",
+        "destination": "198.18.0.1",
+        "address": WEB,
+        "policy_name": "test",
+    }.items() <= record.items()
+
+
+def test_the_entry_of_the_operator_that_denied_is_in_the_log(gate: Gate) -> None:
+    """Its text, in every record of its denials, whichever protocol asked."""
+    gate.configure(replace(policy("good.example.com"), always_deny=("other.example.com", "*.bad.example.com")))
+    with gate.dial() as client:
+        client.sendall(hello("a.bad.example.com"))
+        assert bytes((21, 3, 3, 0, 2, 2, 112)) == ended(client)
+    assert 3 == gate.ask("b.bad.example.com").header.rcode
+    denied = [item for item in gate.rig.records() if item["decision"] == "deny"]
+    assert {"flow", "dns"} == {item["kind"] for item in denied}
+    assert {("always-deny:2", "*.bad.example.com", "test")} == {
+        (item["rule"], item["entry"], item["policy_name"]) for item in denied
+    }
