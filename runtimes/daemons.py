@@ -5,6 +5,7 @@
 - vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again. The number
   of that channel never repeats, whatever was killed: it is on disk before it is used.
 - After auditd or vaultd came back, every worker gets a new channel: the former one ended with the old daemon.
+- One that hangs is ended like one that died, and started again. (serve has no channel to hostd: it is not watched.)
 - A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and nobody gets a
   second guess at the same one.
 """
@@ -14,6 +15,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -23,6 +25,7 @@ from typing import Any, assert_never
 import wire
 from runtimes import predecessor
 from runtimes.finish import together
+from runtimes.liveness import ended
 from runtimes.spec import HostConfig, ProcessConfig
 from runtimes.supervisor import (
     Inheritance,
@@ -63,6 +66,7 @@ class Daemons:
         self._renewal: asyncio.Task[None] | None = None
         self._attaching: asyncio.Task[None] | None = None
         self._killed: set[int] = set()
+        self._looking: dict[str, asyncio.Task[None]] = {}
         self._sockets = {"auditd": self._run / "audit.sock", "vaultd": self._run / "vault.sock"}
 
     async def start(self) -> None:
@@ -195,7 +199,26 @@ class Daemons:
         previous = self._clients.pop(name, None)
         if previous is not None:
             await previous.close()
-        self._clients[name] = await wire.Client.connect(path)
+        client = self._clients[name] = await wire.Client.connect(path)
+        self._look_after(name, client.peer.pid, client)
+
+    def _look_after(self, name: str, pid: int, client: wire.Client) -> None:
+        if (former := self._looking.pop(name, None)) is not None:
+            former.cancel()
+        self._looking[name] = asyncio.create_task(self._end_hung(name, pid, client), name=f"look-after-{name}")
+
+    async def _end_hung(self, name: str, pid: int, client: wire.Client) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # it has ended
+            return
+        try:
+            if (hangs := await ended(pid, client)) is not None:
+                _log.error("%s hangs: %s", name, hangs)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
     async def _auditd_up(self, restarted: bool) -> None:
         await self._connect("auditd", self._sockets["auditd"])
@@ -239,9 +262,11 @@ class Daemons:
             raise ConnectionError("no channel for the zygote")
         client = wire.Client(sock, self._from_zygote)
         client.start()
-        await client.call("ping", timeout=None)
+        answer = await client.call("ping", timeout=None)
         previous = self._clients.get("zygote")
         self._clients["zygote"] = client
+        if isinstance(pid := answer.get("pid"), int):
+            self._look_after("zygote", pid, client)
         if previous is not None:
             await previous.answered(_FORK_SECONDS)  # a birth that the former one has begun is its own to end
             await previous.close()
@@ -312,7 +337,7 @@ class Daemons:
 
     async def stop(self) -> None:
         """End all daemons, the last started first."""
-        for task in (self._renewal, self._attaching):
+        for task in (self._renewal, self._attaching, *self._looking.values()):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

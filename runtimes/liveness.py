@@ -1,4 +1,4 @@
-"""Tells a process that hangs from one that waits for its turn. Pure, but for `observe`.
+"""Tells a process that hangs from one that waits for its turn. `Liveness` is pure; `ended` asks and looks.
 
 - Evidence of life is progress: something that only the process itself changes (`Sample.progress`). How late it is says
   nothing: a busy machine makes any process late.
@@ -11,16 +11,22 @@
 - Progress clears all charges. A process that has ended is no matter of this module.
 """
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import wire
 
 CPU_SECONDS: Final = 10.0
 """Processor time without progress. The longest honest turn of a worker's loop was seen at some two seconds of it."""
 IDLE_SECONDS: Final = 10.0
 """Time without progress and without a wish to run."""
+_CALM_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 1.0
 _WAITS: Final = ("R", "D")
 
 
@@ -84,3 +90,36 @@ def observe(pid: int, at: float, progress: Hashable) -> Sample:
     stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     cpu = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
     return Sample(at, progress, cpu, stat[0] in _WAITS)
+
+
+async def ended(pid: int, connection: wire.Client, evidence: Callable[[], Hashable] = lambda: None) -> str | None:
+    """Wait until a process of ours has ended, or its `connection` has: None; or until it hangs: why.
+
+    It is asked to `ping`, and an answer is progress. So is whatever else `evidence` (may raise OSError) reads of it
+    without its help: that is seen even when this loop is too late to read the answer.
+    """
+    liveness, answers = Liveness(_LOOK_SECONDS), 0
+    asked: asyncio.Task[wire.Message] | None = None
+    clock = asyncio.get_running_loop().time
+    try:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS if liveness.suspected else _CALM_SECONDS):
+                    await connection.closed.wait()
+                    return None
+            if asked is not None and asked.done():
+                asked.exception()  # a refusal is a sign of life, too, and a closed connection is seen above
+                answers += 1
+                asked = None
+            try:
+                hangs = liveness.look(observe(pid, clock(), (answers, evidence())))
+            except (OSError, ValueError, IndexError):
+                return None
+            if hangs is not None:
+                return hangs
+            if asked is None:
+                asked = asyncio.ensure_future(connection.call("ping", timeout=None))
+    finally:
+        if asked is not None:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)

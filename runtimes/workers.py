@@ -25,13 +25,11 @@ from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
 from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
-from runtimes.liveness import Liveness, observe
+from runtimes.liveness import ended
 
 _BIRTH_SECONDS = 20.0
 _CONFIGURE_SECONDS = 20.0
 _END_SECONDS = 5.0
-_PING_SECONDS = 5.0
-_LOOK_SECONDS = 1.0
 _PAGE = 4096
 _RECONNECT_SECONDS = 5.0
 _CHANNELS = {"auditd": "audit", "vaultd": "vault"}
@@ -96,33 +94,9 @@ class Worker:
 
     async def ended(self) -> None:
         """Wait until it has ended, or hangs."""
-        liveness, answers = Liveness(_LOOK_SECONDS), 0
-        asked: asyncio.Task[wire.Message] | None = None
-        clock = asyncio.get_running_loop().time
-        try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_SECONDS if liveness.suspected else _PING_SECONDS):
-                        await self.control.closed.wait()
-                        return
-                if asked is not None and asked.done():
-                    asked.exception()  # a refusal is a sign of life, too, and a closed connection is seen above
-                    answers += 1
-                    asked = None
-                try:
-                    progress = answers, os.pread(self._ledger, _PAGE, 0)
-                    hangs = liveness.look(observe(self.pid, clock(), progress))
-                except (OSError, ValueError, IndexError):  # it has just ended
-                    return
-                if hangs is not None:
-                    _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
-                    return
-                if asked is None:
-                    asked = asyncio.ensure_future(self.control.call("ping", timeout=None))
-        finally:
-            if asked is not None:
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
+        hangs = await ended(self.pid, self.control, lambda: os.pread(self._ledger, _PAGE, 0))
+        if hangs is not None:
+            _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
 
     async def end(self) -> tuple[str, ...]:
         """Kill it and remove its group; return what is left. May be called again when something was."""

@@ -329,6 +329,22 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
     assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
 
 
+@pytest.mark.parametrize("stopped", ["auditd", "vaultd"])
+def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
+    """A stopped one never ends by itself; its sandbox's worker lives on, and gets a channel to the next one."""
+    worker = hostd.state(sandbox)["worker_pid"]
+    former = hostd.daemon("tests.runtimes.standin", f"{stopped}.json")
+    os.kill(former, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        if not Path(f"/proc/{former}").exists():
+            break
+        assert time.monotonic() < deadline, hostd.log.read_text()
+        time.sleep(0.05)
+    assert f"{stopped} hangs" in hostd.log.read_text()
+    assert worker == hostd.state(sandbox)["worker_pid"]
+
+
 def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     with pytest.raises(wire.RemoteError, match="refused"):
         hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "refuse": True})

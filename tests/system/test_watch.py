@@ -314,7 +314,8 @@ def test_an_alarm_is_kept_until_auditd_takes_it(second: Stack) -> None:
         assert until(lambda: not place.gateway.exists(), PATIENCE)
         assert [] == alarms(second)
     finally:
-        os.kill(auditd, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # hostd ends one that hangs, sooner or later
+            os.kill(auditd, signal.SIGCONT)
     assert until(lambda: name in {record.get("sandbox") for record in alarms(second)}, PATIENCE)
     delete(second, name)
 
