@@ -48,14 +48,20 @@ def in_hostd() -> None:
             text = text[text.index("table inet") :]
         if STATE.off("redirect"):
             text = text.replace("priority dstnat; policy drop", "priority dstnat; policy accept")
-        return "".join(f"{line}\n" for line in text.splitlines() if kept(line)).replace(
+        left, chain = [], ""
+        for line in text.splitlines():
+            chain = line.split()[1] if line.strip().startswith("chain ") else chain
+            left += [line] if kept(chain, line) else []
+        return "".join(f"{line}\n" for line in left).replace(
             "policy drop", "policy accept" if STATE.off("gw0 rules") else "policy drop"
         )
 
-    def kept(line: str) -> bool:
-        if "redirect to" in line:
+    def kept(chain: str, line: str) -> bool:
+        if chain == "dropped":  # reached by the verdicts of other chains only
+            return True
+        verdict = line.strip().endswith((" drop", "goto dropped", "reject with tcp reset"))
+        if "redirect to" in line or (chain == "steer" and verdict and STATE.off("redirect")):
             return not STATE.off("redirect")
-        verdict = line.strip().endswith((" drop", "reject with tcp reset")) or line.strip() == "counter drop"
         pinned = "ether saddr" in line
         return not (verdict and not pinned and STATE.off("gw0 rules"))
 
