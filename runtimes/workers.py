@@ -25,7 +25,7 @@ from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
 from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
-from runtimes.liveness import ended
+from runtimes.liveness import ended, observe
 
 _BIRTH_SECONDS = 20.0
 _CONFIGURE_SECONDS = 20.0
@@ -68,6 +68,17 @@ class Worker:
         self._pidfd = os.pidfd_open(pid)
         self._ledger = os.dup(ledger)
         self._gone = False
+        control.evidence = self._works
+
+    def _page(self) -> bytes:
+        return os.pread(self._ledger, _PAGE, 0)
+
+    def _works(self) -> object:
+        """Evidence for those that wait for its answer: it does something, or waits for a processor to do it with."""
+        try:
+            return object() if observe(self.pid, 0.0, None).waits else self._page()
+        except (OSError, ValueError, IndexError):  # it has ended
+            return None
 
     async def configure(self, gateway: dict[str, Any]) -> str:
         """Give it a configuration and wait for its word; return the digest of the policy that is in force now.
@@ -94,7 +105,7 @@ class Worker:
 
     async def ended(self) -> None:
         """Wait until it has ended, or hangs."""
-        hangs = await ended(self.pid, self.control, lambda: os.pread(self._ledger, _PAGE, 0))
+        hangs = await ended(self.pid, self.control, self._page)
         if hangs is not None:
             _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
 

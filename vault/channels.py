@@ -149,8 +149,7 @@ class Channels:
         if channel.connection is None or channel.connection.closed.is_set():
             return
         try:
-            async with asyncio.timeout(REVOKE_TIMEOUT):
-                await channel.connection.call("revoke", (), None, secrets=names)
+            await channel.connection.call("revoke", (), REVOKE_TIMEOUT, secrets=names)
         except (ConnectionError, TimeoutError, wire.RemoteError):
             _log.warning("the worker of %s did not confirm a revocation: its channel is closed", channel.sandbox)
             await channel.connection.close()
