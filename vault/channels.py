@@ -28,7 +28,7 @@ from vault.custody import Consent, Custody, CustodyError
 from vault.grants import Grant, GrantError, Refusal
 from vault.store import StoreError
 
-REVOKE_TIMEOUT = 2.0
+REVOKE_TIMEOUT = 5.0
 RELEASES = (20.0, 200.0)  # a second, and at once: leases make more than a few a minute unusual
 INTERMEDIATES = (0.1, 8.0)
 
