@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -82,8 +83,9 @@ def _web(rig: Rig) -> Iterator[None]:  # noqa: F811
 
 
 @contextlib.contextmanager
-def starved(pid: int) -> Iterator[None]:
-    """The worker shares a quarter of a processor with endless loops while the block runs."""
+def starved(pid: int, share: float = 0.25) -> Iterator[None]:
+    """The worker shares so much of a processor with endless loops while the block runs."""
+    quota = str(int(100_000 * share))
     root = next((one for one in Cgroups("/none").hierarchies.roots if (one / "cpu.cfs_quota_us").exists()), None)
     version = 1 if root is not None or Path("/sys/fs/cgroup/cpu").is_dir() else 2
     root = root or Path("/sys/fs/cgroup/cpu" if version == 1 else "/sys/fs/cgroup")
@@ -93,13 +95,15 @@ def starved(pid: int) -> Iterator[None]:
     try:
         if version == 1:
             (group / "cpu.cfs_period_us").write_text("100000")
-            (group / "cpu.cfs_quota_us").write_text("25000")
+            (group / "cpu.cfs_quota_us").write_text(quota)
         else:
-            (group / "cpu.max").write_text("25000 100000")
+            (group / "cpu.max").write_text(f"{quota} 100000")
         for member in (*(loop.pid for loop in loops), pid):
             (group / "cgroup.procs").write_text(str(member))
         yield
     finally:
+        # First the limit goes: a process that is moved while it is throttled was seen never to run again.
+        (group / ("cpu.cfs_quota_us" if version == 1 else "cpu.max")).write_text("-1" if version == 1 else "max 100000")
         for loop in loops:
             loop.kill()
             loop.wait()
@@ -139,10 +143,15 @@ def watched(gate: Gate) -> Iterator[threading.Event]:
 
 def answers(streams: list[socket.socket]) -> Counter[str]:
     """Send a request on each stream at once; return how many had each answer."""
+    for stream in streams:
+        stream.sendall(REQUEST)
+    return collected(streams)
+
+
+def collected(streams: list[socket.socket]) -> Counter[str]:
     selector = selectors.DefaultSelector()
     received: dict[socket.socket, bytes] = {}
     for stream in streams:
-        stream.sendall(REQUEST)
         received[stream] = b""
         selector.register(stream, selectors.EVENT_READ)
     open_ones, deadline = set(streams), time.monotonic() + PATIENCE
@@ -167,16 +176,26 @@ def _kind(data: bytes) -> str:
     return f"{status} later" if b"\r\nretry-after: " in data.lower() else status
 
 
+RULES = CompiledPolicy(
+    "test",
+    (
+        RuleList(
+            "test",
+            Precedence.DENY_WINS,
+            rules=(Rule("r", Action.ALLOW, (HostPattern(HOST),), endpoints=(Endpoint(80, Scheme.HTTP),)),),
+        ),
+    ),
+)
+
+
 def test_a_worker_that_gets_little_of_a_processor_is_kept_and_ends_what_it_accepted(
     rig: Rig,  # noqa: F811
     web: None,
     tmp_path: Path,
 ) -> None:
     """Each request is answered by the server, or turned away before it was accepted, with a time to come again."""
-    rule = Rule("r", Action.ALLOW, (HostPattern(HOST),), endpoints=(Endpoint(80, Scheme.HTTP),))
-    rules = CompiledPolicy("test", (RuleList("test", Precedence.DENY_WINS, rules=(rule,)),))
     with worker(rig, tmp_path) as gate, contextlib.ExitStack() as stack:
-        gate.configure(rules, limits={"dial_rate": 1000})
+        gate.configure(RULES, limits={"dial_rate": 1000})
         streams = [stack.enter_context(gate.dial(port=80)) for _ in range(STREAMS)]
         assert {"200": STREAMS} == answers(streams)
         with watched(gate) as replaced, starved(gate.pid):
@@ -186,3 +205,36 @@ def test_a_worker_that_gets_little_of_a_processor_is_kept_and_ends_what_it_accep
         assert 2 * STREAMS == seen["200"] + seen["503 later"], seen
         assert seen["200"] >= STREAMS, seen
         assert {"200": STREAMS} == answers(streams)
+
+
+def test_a_worker_that_gets_next_to_nothing_of_a_processor_is_kept(
+    rig: Rig,  # noqa: F811
+    web: None,
+    tmp_path: Path,
+) -> None:
+    """It answers no ping for half a minute, and all its requests once it may run again."""
+    with worker(rig, tmp_path) as gate, contextlib.ExitStack() as stack:
+        gate.configure(RULES, limits={"dial_rate": 1000})
+        streams = [stack.enter_context(gate.dial(port=80)) for _ in range(STREAMS)]
+        assert {"200": STREAMS} == answers(streams)
+        with watched(gate) as replaced:
+            with starved(gate.pid, 0.02):
+                for stream in streams:
+                    stream.sendall(REQUEST)
+                assert not replaced.wait(30)
+            seen = collected(streams)
+            assert not replaced.is_set()
+        assert STREAMS == seen["200"] + seen["503 later"], seen
+        assert {"200": STREAMS} == answers(streams)
+
+
+def test_a_worker_that_is_stopped_is_found(rig: Rig, tmp_path: Path) -> None:  # noqa: F811
+    """The control: what is kept above is not kept because nothing is found."""
+    with worker(rig, tmp_path) as gate:
+        gate.configure(RULES)
+        with watched(gate) as replaced:
+            os.kill(gate.pid, signal.SIGSTOP)
+            try:
+                assert replaced.wait(PATIENCE)
+            finally:
+                os.kill(gate.pid, signal.SIGCONT)
