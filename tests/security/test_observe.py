@@ -138,7 +138,7 @@ def _verdicts(records: list[dict[str, Any]], decision: str, rule: str) -> set[tu
     return {
         (str(record.get("host")), str(record.get(rule)), str(record["reason"]))
         for record in records
-        if record["decision"] == decision and record["kind"] in ("dns", "flow", "request")
+        if record["decision"] == decision and record["kind"] in ("dns", "flow", "connect", "request")
     }
 
 
