@@ -105,6 +105,11 @@ class NameBudget:
                 del self._zones[zone]
 
 
+def over_bounds(policy: CompiledPolicy, host: str) -> Deny | None:
+    """Return the bound that a canonical name is over as the first name a sandbox asks for, None if it is over none."""
+    return NameBudget(Ledger.fresh()).admit(policy, host, 0.0)
+
+
 def entropy(text: str) -> float:
     """Shannon entropy of the characters of `text`, in bits per character."""
     size = len(text)

@@ -20,6 +20,7 @@ import audit.cli
 import policy.cli
 import vault.cli
 import vault.keyring
+from gateway.names import over_bounds
 from gateway.translate import refusal_of_form
 from lifecycle import about, console, doctor, launch, running, settings
 from lifecycle.settings import Settings, SettingsError
@@ -234,6 +235,7 @@ def _explain(options: argparse.Namespace) -> int:
         exceptions=() if configured is None else configured.get("sallyport.allowed_addresses", ()),
         mapped={} if configured is None else configured.get("sallyport.host_addresses", {}),
         form=refusal_of_form,
+        bounds=over_bounds,
     )
 
 

@@ -18,7 +18,7 @@ from policy.compiled import CompiledPolicy
 from policy.decision import Deny
 from policy.destination import decide_address
 from policy.document import DENY_ALL_NAME, PolicyDocument
-from policy.explain import Form
+from policy.explain import Bounds, Form
 from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 from policy.load import load
 from policy.names import InvalidName, canonical_host
@@ -59,6 +59,7 @@ def explain(
     exceptions: Sequence[str] = (),
     mapped: Mapping[str, Sequence[str]] = MappingProxyType({}),
     form: Form | None = None,
+    bounds: Bounds | None = None,
 ) -> int:
     """Say what would happen to one request of a sandbox under a policy of the file, and why.
 
@@ -68,6 +69,7 @@ def explain(
         exceptions: networks that the operator opened beyond public ones.
         mapped: the operator's own addresses of names.
         form: says what the gateway refuses of a request's form; without it the answer says that this was not checked.
+        bounds: says which bound a name that is resolved is over.
     """
     document = _load(file)
     if document is None:
@@ -102,7 +104,7 @@ def explain(
         Destination(request.host, place, port, request.scheme, source)
         for place in fixed or ([] if given is None else [given])
     ]
-    code = _explain(compiled, request, form)
+    code = _explain(compiled, request, form, None if fixed else bounds)
     return _explain_addresses(compiled, places, opened) if code == OK and places else code
 
 
@@ -125,8 +127,8 @@ def _explain_addresses(policy: CompiledPolicy, places: list[Destination], opened
     return DENIED if all(isinstance(answer, Deny) for answer in answers) else OK
 
 
-def _explain(policy: CompiledPolicy, request: RequestFacts, form: Form | None) -> int:
-    explained = explanation.explain(policy, request, form)
+def _explain(policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None) -> int:
+    explained = explanation.explain(policy, request, form, bounds)
     if isinstance(explained.name, Deny):
         return _denied("name", explained.name)
     _allowed("name", explained.name.rule, "may be resolved", explained.name.observed)

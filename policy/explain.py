@@ -27,6 +27,9 @@ from policy.facts import RequestFacts, Scheme
 type Form = Callable[[RequestFacts], str | None]
 """Says why a gateway refuses the form of a request, None if it does not; it belongs to the gateway."""
 
+type Bounds = Callable[[CompiledPolicy, str], Deny | None]
+"""Says which of the bounds on names a host is over, None if none; it belongs to the gateway, too."""
+
 FORM_RULE = "protocol"
 """What the gateway's records call a refusal of form."""
 
@@ -48,11 +51,17 @@ class Explanation:
         return isinstance(self.request, AllowRequest)
 
 
-def explain(policy: CompiledPolicy, request: RequestFacts, form: Form | None) -> Explanation:
-    """Ask everything that can be asked; without `form` that the form is fine is one of the conditions."""
+def explain(
+    policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None = None
+) -> Explanation:
+    """Ask everything that can be asked; without `form` that the form is fine is one of the conditions.
+
+    `bounds` None means that the name is not resolved: the operator has mapped it.
+    """
     name = decide_name(policy, request.host)
-    if isinstance(name, Deny):
-        return Explanation(name)
+    over = None if bounds is None else bounds(policy, request.host)
+    if isinstance(name, Deny) or over is not None:
+        return Explanation(name if isinstance(name, Deny) or over is None else over)
     flow = decide_flow(policy, request.flow)
     if isinstance(flow, Deny):
         return Explanation(name, flow)

@@ -5,11 +5,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.hello import RequestHead, read_head
+from gateway.names import over_bounds
 from gateway.translate import RequestParts, Translated, refusal_of_form, translate
 from policy.cli import _split
 from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
-from policy.decision import AllowFlow, AllowRequest, Treatment, decide_flow, decide_request
+from policy.decision import AllowFlow, AllowRequest, Deny, Treatment, decide_flow, decide_request
 from policy.explain import explain
 from policy.facts import RequestFacts, Scheme
 from policy.load import load_text
@@ -102,3 +103,17 @@ def test_what_is_known_only_at_the_time_is_a_condition(policy: str, host: str, c
     told = " ".join(explain(POLICIES[policy], request, refusal_of_form).conditions)
     assert conditions == [condition for condition in conditions if condition in told]
     assert "not checked" in " ".join(explain(POLICIES["secret"], request, None).conditions) or host != "api.test"
+
+
+@pytest.mark.parametrize(
+    ("label", "rule"), [("short", None), (".".join(["x" * 60] * 3), "dns.max_name"), ("a.b.c.d.e.f.g", "dns.")]
+)
+def test_a_name_over_the_bounds_is_not_said_to_be_sent(label: str, rule: str | None) -> None:
+    """The gateway resolves no such name for any protocol."""
+    policy = compile_named(load_text("version: 1\npolicies: {wild: {rules: [{id: w, host: '*.api.test'}]}}"), "wild")
+    request = RequestFacts(f"{label}.api.test", 443, Scheme.HTTPS, "GET", "/")
+    explained = explain(policy, request, refusal_of_form, over_bounds)
+    assert (rule is None) is explained.sent
+    if rule is not None:
+        assert isinstance(explained.name, Deny)
+        assert explained.name.rule.startswith(rule)
