@@ -360,7 +360,7 @@ async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_diall
     server = await asyncio.start_server(note, "127.0.0.2", 0)
     port = server.sockets[0].getsockname()[1]
     hosts = {"good.test": (IPv4Address("127.0.0.1"), IPv4Address("127.0.0.2"))}
-    config = replace(configured(POLICY), host_addresses=hosts)
+    config = replace(configured(allowing(port)), host_addresses=hosts)
     clock = asyncio.get_running_loop().time
     dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
     budget = Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None)
@@ -373,8 +373,8 @@ async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_diall
     server.close()
 
     assert ("127.0.0.2", [2]) == (address, began)
-    expected = [("connect", "allow", {**FLOW, "address": f"127.0.0.{last}"}) for last in (1, 2)]
-    assert expected == log.records
+    expected = [("connect", "allow", {**FLOW, "address": f"127.0.0.{last}", "rule": None}) for last in (1, 2)]
+    assert expected == [(kind, decision, fields | {"rule": None}) for kind, decision, fields in log.records]
 
 
 NETWORKS = """
