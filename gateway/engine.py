@@ -18,6 +18,7 @@ from typing import Protocol
 
 from gateway.budget import Over
 from gateway.hello import Hello
+from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionPlan
@@ -57,6 +58,10 @@ class Decider(Protocol):
         """Judge one request. Raising means deny."""
         ...
 
+    def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
+        """Every use of a secret that requests to this host can make. Raising means deny."""
+        ...
+
 
 class SecretRefused(Exception):
     """A secret must not go into this request. `reason` is a sentence for whoever sent it, and holds no value."""
@@ -74,6 +79,13 @@ class Secrets(Protocol):
 
         Asked before each use; an answer is for no other request. `SecretRefused` means that the request is denied
         (403), any other exception that it is refused (503).
+        """
+        ...
+
+    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+        """Return what is looked for in responses of the host of `use`: its value, and former ones.
+
+        `SecretRefused` means that the sandbox has no such secret there, any other exception that this is not known.
         """
         ...
 

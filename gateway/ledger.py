@@ -16,7 +16,7 @@ import os
 from typing import Final
 
 SIZE: Final = 4096
-_REFLECTIONS, _SENT, _REFUSED, _TOKENS, _REFILLED, _NAMES, _NAMES_SINCE, _BEATS = range(8)
+_REFLECTIONS, _SENT, _REFUSED, _TOKENS, _REFILLED, _NAMES, _NAMES_SINCE, _BEATS, _MATCHES, _MATCHED_AT = range(10)
 
 
 class Ledger:
@@ -60,6 +60,15 @@ class Ledger:
     @reflections.setter
     def reflections(self, value: int) -> None:
         self._counts[_REFLECTIONS] = value
+
+    def matches(self, now: float, forgotten: float) -> float:
+        """Pieces of responses in which a secret was found; so many of them are forgotten in a second."""
+        return max(0.0, self._values[_MATCHES] - max(0.0, now - self._values[_MATCHED_AT]) * forgotten)
+
+    def match(self, now: float, forgotten: float) -> None:
+        """Count one piece more. Dying between both writes errs to more of them."""
+        count = self.matches(now, forgotten) + 1
+        self._values[_MATCHED_AT], self._values[_MATCHES] = now, count
 
     @property
     def sent(self) -> int:

@@ -10,6 +10,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
@@ -21,6 +22,7 @@ from gateway.config import GatewayConfig
 from gateway.described import of_address, of_policy
 from gateway.engine import Recorder, SecretRefused
 from gateway.upstream import DialError, Dialler
+from policy.compiled import SecretAt, secrets_to
 from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
 from policy.facts import Destination, RequestFacts, Scheme
 from policy.injection import InjectionPlan
@@ -28,6 +30,7 @@ from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.secret import Secret
 
 _STREAM_LIMIT = 64 * 1024
+_ABSENT_SECONDS = 10.0
 # Where vaultd judged the request; its other codes are failures.
 _JUDGED = frozenset({"not_bound", "not_granted", "expired", "unknown_secret"})
 
@@ -46,6 +49,11 @@ class PolicyDecider:
         if config is None:
             return Deny("unconfigured", "no policy is active yet")
         return decide_request(config.policy, facts)
+
+    def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
+        """Every use of a secret that the policy in force can make at a host."""
+        config = self._config()
+        return () if config is None else secrets_to(config.policy, host)
 
 
 class AuditRecorder:
@@ -75,6 +83,8 @@ class LeasedSecrets:
     def __init__(self, vault: Callable[[], VaultClient]) -> None:
         self._vault = vault
         self._leases: dict[_Key, Lease] = {}
+        self._sought: dict[_Key, Lease] = {}
+        self._absent: dict[_Key, tuple[float, str]] = {}
         self._locks: dict[_Key, asyncio.Lock] = {}
 
     async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
@@ -90,18 +100,55 @@ class LeasedSecrets:
             held = self._leases.get(key)
             if held is None or not vault.current(held):
                 self._leases.pop(key, None)
-                held = await self._release(vault, plan.secret, facts)
+                held = await self._release(vault, *key, method=facts.method, path=facts.path)
                 self._leases[key] = held
+                self._absent.pop(key, None)
             refusal = held.check(facts.method, facts.path)
             if refusal is not None:
                 raise SecretRefused(refusal.reason)
             return held.value
 
-    async def _release(self, vault: VaultClient, secret: str, facts: RequestFacts) -> Lease:
+    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+        """What is looked for in responses of the host of `use`.
+
+        A lease for looking is no lease for sending: vaultd did not judge it by methods and paths.
+
+        Raises:
+            SecretRefused: the sandbox has no such secret there. It is asked for again after `_ABSENT_SECONDS`, or once
+                it was sent.
+            VaultError: it is not known.
+        """
+        key = (use.plan.secret, use.host, use.endpoint.port, use.endpoint.scheme)
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            vault = self._vault()
+            for held in (self._leases.get(key), self._sought.get(key)):
+                if held is not None and vault.current(held):
+                    return (held.value, *held.former)
+            until, reason = self._absent.get(key, (0.0, ""))
+            if time.monotonic() < until:
+                raise SecretRefused(reason)
+            try:
+                held = await self._release(vault, *key, purpose="scrub")
+            except SecretRefused as refused:
+                self._absent[key] = (time.monotonic() + _ABSENT_SECONDS, refused.reason)
+                raise
+            self._sought[key] = held
+            return (held.value, *held.former)
+
+    async def _release(
+        self,
+        vault: VaultClient,
+        secret: str,
+        host: str,
+        port: int,
+        scheme: Scheme,
+        *,
+        method: str | None = None,
+        path: str | None = None,
+        purpose: str | None = None,
+    ) -> Lease:
         try:
-            return await vault.release(
-                secret, facts.host, facts.port, facts.scheme.value, method=facts.method, path=facts.path
-            )
+            return await vault.release(secret, host, port, scheme.value, method=method, path=path, purpose=purpose)
         except ReleaseRefusedError as error:
             if error.code in _JUDGED:
                 raise SecretRefused(error.reason) from None
@@ -109,8 +156,9 @@ class LeasedSecrets:
 
     def drop(self, secrets: frozenset[str] | None) -> None:
         """Forget the leases of these secrets, or all."""
-        for key in [key for key in self._leases if secrets is None or key[0] in secrets]:
-            del self._leases[key]
+        for kept in (self._leases, self._sought, self._absent):
+            for key in [key for key in kept if secrets is None or key[0] in secrets]:
+                del kept[key]
 
 
 class StreamDialler:

@@ -13,12 +13,13 @@ from typing import Any
 from policy import codec
 from policy.addresses import IPAddress, IPNetwork
 from policy.facts import Scheme
-from policy.injection import InjectionKind
+from policy.injection import InjectionKind, InjectionPlan
 from policy.names import HostPattern, is_canonical
 from policy.rules import (
     Action,
     Binding,
     DnsSettings,
+    Endpoint,
     HostIndex,
     Limits,
     Mode,
@@ -160,6 +161,29 @@ def secrets_of(policy: CompiledPolicy) -> tuple[SecretUse, ...]:
         for endpoint in source.endpoints
     }
     return tuple(sorted(uses))
+
+
+@dataclass(frozen=True, slots=True)
+class SecretAt:
+    """One plan that some request to one host carries out; the host is exact."""
+
+    plan: InjectionPlan
+    host: str
+    endpoint: Endpoint
+
+
+def secrets_to(policy: CompiledPolicy, host: str) -> tuple[SecretAt, ...]:
+    """Return every plan that a request to this host could ever carry out, each once."""
+    rules = (rule for rules in policy.lists for rule in rules.of_host(host))
+    bindings = (binding for binding in policy.bindings if any(pattern.matches(host) for pattern in binding.hosts))
+    sources: tuple[Rule | Binding, ...] = (*rules, *bindings)
+    uses = (
+        SecretAt(plan, host, endpoint)
+        for source in sources
+        for plan in source.injections
+        for endpoint in source.endpoints
+    )
+    return tuple(dict.fromkeys(uses))
 
 
 def is_network(target: str) -> bool:

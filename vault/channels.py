@@ -31,6 +31,8 @@ from vault.store import StoreError
 REVOKE_TIMEOUT = 5.0
 RELEASES = (20.0, 200.0)  # a second, and at once: leases make more than a few a minute unusual
 INTERMEDIATES = (0.1, 8.0)
+SCRUB = "scrub"
+"""The purpose of a release whose value is only looked for in responses: for no request, so of no method or path."""
 
 _log = logging.getLogger(__name__)
 
@@ -187,15 +189,17 @@ class Channels:
 
     async def _release(self, channel: Channel, parameters: wire.Message) -> wire.Message:
         try:
-            wanted, method, path = _wanted(parameters)
+            wanted, method, path, scrub = _wanted(parameters)
         except GrantError as error:
             self._audit.note("secret.release", "deny", **_who(channel), code="bad_request", reason=str(error))
             raise wire.RequestError("bad_request", str(error)) from None
         about: dict[str, Any] = {**wanted.to_json(), "scheme": str(wanted.scheme), "method": method, "path": path}
+        if scrub:
+            about["purpose"] = SCRUB
         if not channel.releases.take(self._now()):
             self._audit.note("secret.release", "deny", **_who(channel), **about, code="rate_limited")
             raise wire.RequestError("rate_limited", "too many releases")
-        decision = self._custody.decide(channel.sandbox, wanted, method, path)
+        decision = self._custody.decide(channel.sandbox, wanted, method, path, scrub=scrub)
         match decision:
             case Refusal(code, reason):
                 await self._accept("secret.release", "deny", channel, {**about, "code": code, "reason": reason})
@@ -207,19 +211,21 @@ class Channels:
                 )
         # Nothing below may await: see the module docstring.
         refused: Refusal | None = None
-        match self._custody.decide(channel.sandbox, wanted, method, path):
+        match self._custody.decide(channel.sandbox, wanted, method, path, scrub=scrub):
             case Refusal() as refusal:
                 refused = refusal
             case Consent() as consent if self._channels.get(channel.sandbox) is channel:
                 try:
                     value = self._custody.value(channel.sandbox, wanted.secret)
+                    former = [one.reveal() for one in self._custody.former(channel.sandbox, wanted)]
                 except StoreError as error:
                     refused = Refusal(error.code, str(error))
                 else:
                     seconds = min(seconds, max(0, math.floor(consent.lease.total_seconds())))
                     end = max(channel.leases.get(wanted.secret, 0.0), self._now() + seconds)
                     channel.leases[wanted.secret] = end
-                    return {"value": value.reveal(), "lease_seconds": seconds, "scope": consent.scope.to_json()}
+                    limits = {"lease_seconds": seconds, "scope": consent.scope.to_json()}
+                    return {"value": value.reveal(), "former": former, **limits}
             case Consent():
                 refused = Refusal("stale_generation", "this channel has been replaced")
         self._audit.note("secret.release", "deny", **_who(channel), **about, code=refused.code, reason=refused.reason)
@@ -238,9 +244,11 @@ def _who(channel: Channel) -> dict[str, Any]:
     return {"sandbox": channel.sandbox, "target_generation": channel.generation}
 
 
-def _wanted(parameters: wire.Message) -> tuple[Grant, str | None, str | None]:
-    if not set(parameters) <= {"secret", "host", "port", "scheme", "method", "path"}:
-        raise GrantError("a release has secret, host, port, scheme, method and path")
+def _wanted(parameters: wire.Message) -> tuple[Grant, str | None, str | None, bool]:
+    if not set(parameters) <= {"secret", "host", "port", "scheme", "method", "path", "purpose"}:
+        raise GrantError("a release has secret, host, port, scheme, method, path and purpose")
+    if parameters.get("purpose") not in (None, SCRUB):
+        raise GrantError("a purpose is scrub, or there is none")
     wanted = Grant.make(*(parameters.get(key) for key in ("secret", "host", "port", "scheme")))
     if wanted.wildcard:
         raise GrantError("a release is for one exact host")
@@ -248,4 +256,4 @@ def _wanted(parameters: wire.Message) -> tuple[Grant, str | None, str | None]:
     for fact in (method, path):
         if fact is not None and (not isinstance(fact, str) or len(fact) > 16384):
             raise GrantError("method and path are texts")
-    return wanted, method, path
+    return wanted, method, path, parameters.get("purpose") == SCRUB

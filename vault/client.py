@@ -45,13 +45,17 @@ class VaultUnavailableError(VaultError):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A secret a worker may use until `expires` (`time.monotonic()`), within `scope`."""
+    """A secret a worker may use until `expires` (`time.monotonic()`), within `scope`.
+
+    `former` are the values before it that its host may still send back; they are looked for and never sent.
+    """
 
     secret: str
     value: Secret
     expires: float
     scope: RequestScope
     epoch: int = field(repr=False, default=0)
+    former: tuple[Secret, ...] = ()
 
     def check(self, method: str, path: str) -> Refusal | None:
         """Say why the secret must not go into this request, None if it may; `path` is raw and without its query."""
@@ -108,13 +112,23 @@ class VaultClient:
         )
 
     async def release(
-        self, secret: str, host: str, port: int, scheme: str, *, method: str | None = None, path: str | None = None
+        self,
+        secret: str,
+        host: str,
+        port: int,
+        scheme: str,
+        *,
+        method: str | None = None,
+        path: str | None = None,
+        purpose: str | None = None,
     ) -> Lease:
         """Have a secret released for one destination; on return its release is on disk in the audit log.
 
         Args:
             method, path: the request it is for. A secret that its owner bound to methods or paths is released only
                 when they are given and match; `Lease.check` must then be asked again for each further request.
+            purpose: `scrub` if the value is looked for in responses and sent in no request; methods and paths do not
+                matter then.
 
         Raises:
             VaultError: the secret was not released.
@@ -122,16 +136,17 @@ class VaultClient:
         for _ in range(3):
             epoch = self._epoch(secret)
             asked = time.monotonic()
-            answer = await self._call(
-                "release", secret=secret, host=host, port=port, scheme=scheme, method=method, path=path
-            )
+            about = {"secret": secret, "host": host, "port": port, "scheme": scheme}
+            if purpose is not None:
+                about["purpose"] = purpose
+            answer = await self._call("release", **about, method=method, path=path)
             if epoch != self._epoch(secret):
                 continue  # revoked while the answer was under way: this value may be the old one
             seconds = answer.get("lease_seconds")
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds <= 300:
                 raise VaultUnavailableError("vaultd answered without a valid lease time")
             scope = RequestScope.from_json(answer.get("scope"))
-            return Lease(secret, Secret(_text(answer, "value")), asked + seconds, scope, epoch)
+            return Lease(secret, Secret(_text(answer, "value")), asked + seconds, scope, epoch, _former(answer))
         raise VaultUnavailableError("the secret kept changing while it was released")
 
     def current(self, lease: Lease) -> bool:
@@ -249,6 +264,13 @@ class AdminClient(wire.Client):
 
 def _inline(inline: Mapping[str, Secret]) -> dict[str, str]:
     return {name: value.reveal() for name, value in inline.items()}
+
+
+def _former(answer: wire.Message) -> tuple[Secret, ...]:
+    values = answer.get("former", [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise VaultUnavailableError("vaultd answered without former values")
+    return tuple(map(Secret, values))
 
 
 def _text(answer: wire.Message, key: str) -> str:

@@ -24,10 +24,21 @@ from vault.authority import AuthorityError, Issued, Root
 from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, check, inline_name
 from vault.sealed_directory import SealedDirectory, SealedRecordError
 from vault.secret import Secret, text_problem
-from vault.store import Clock, DamagedSecretError, Store, StoreError, UnknownSecretError
+from vault.store import (
+    Clock,
+    DamagedSecretError,
+    Former,
+    Store,
+    StoreError,
+    UnknownSecretError,
+    still_former,
+    with_former,
+)
 
 MAX_SANDBOXES = 8192
 MAX_LEASE = timedelta(seconds=300)
+MAX_FORMER_INLINE = 16
+"""Replaced or removed inline secrets of a sandbox that are still looked for, at each host."""
 _SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
 _LINEAGE = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
@@ -51,6 +62,8 @@ class SandboxState:
     generation: int
     grants: frozenset[Grant]
     inline: Mapping[str, Secret] = field(repr=False)
+    former: Mapping[str, tuple[Former, ...]] = field(repr=False, default_factory=dict)
+    """Inline secrets it had, by the host (or pattern) they were granted for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +197,8 @@ class Custody:
         ended = {grant.secret for grant in state.grants - planned.grants}
         ended |= {name for name, value in state.inline.items() if planned.inline.get(name) != value}
         try:
-            self._write(replace(planned, generation=state.generation))
+            former = _former(state, planned.inline, self._clock())
+            self._write(replace(planned, generation=state.generation, former=former))
         except OSError:
             self._sandboxes[state.sandbox] = replace(state, grants=frozenset())
             raise
@@ -200,7 +214,7 @@ class Custody:
             raise CustodyError("bad_request", "not a sandbox's name")
         state = self._sandboxes.get(sandbox)
         if state is not None:
-            self._sandboxes[sandbox] = replace(state, grants=frozenset(), inline={})
+            self._sandboxes[sandbox] = replace(state, grants=frozenset(), inline={}, former={})
         self._files.remove(sandbox)
         if state is not None and not any(
             other.lineage == state.lineage for name, other in self._sandboxes.items() if name != sandbox
@@ -224,8 +238,14 @@ class Custody:
         if generation > state.generation:
             self._write(replace(state, generation=generation))
 
-    def decide(self, sandbox: str, wanted: Grant, method: str | None, path: str | None) -> Consent | Refusal:
-        """Say whether a secret may go to a sandbox's worker for this destination (and request, where it matters)."""
+    def decide(
+        self, sandbox: str, wanted: Grant, method: str | None, path: str | None, *, scrub: bool = False
+    ) -> Consent | Refusal:
+        """Say whether a secret may go to a sandbox's worker for this destination (and request, where it matters).
+
+        Args:
+            scrub: it is to be looked for in responses of that destination, whichever request they answer.
+        """
         state = self._sandboxes.get(sandbox)
         if state is None:
             return Refusal("unknown_sandbox", "the sandbox is not open")
@@ -238,7 +258,10 @@ class Custody:
         except StoreError as error:
             return Refusal(error.code, str(error))
         now = self._clock()
-        if refusal := check(binding, wanted, now) or binding.scope.check(method, path):
+        refusal = check(binding, wanted, now)
+        if refusal is None and not scrub:
+            refusal = binding.scope.check(method, path)
+        if refusal is not None:
             return refusal
         lease = MAX_LEASE if binding.expires is None else min(MAX_LEASE, binding.expires - now)
         return Consent(lease, binding.scope)
@@ -247,6 +270,20 @@ class Custody:
         """The value of a secret that `decide` consented to just before. Raises StoreError."""
         inline = self._get(sandbox).inline.get(secret)
         return self.store.value(secret) if inline is None else inline
+
+    def former(self, sandbox: str, wanted: Grant) -> tuple[Secret, ...]:
+        """The values before it that its host may still send back. Raises StoreError."""
+        state = self._get(sandbox)
+        now = self._clock()
+        found = [
+            value
+            for host, former in state.former.items()
+            if Grant(wanted.secret, host, wanted.port, wanted.scheme).covers(wanted)
+            for value in still_former(former, now)
+        ]
+        if wanted.secret not in state.inline:
+            found += self.store.former(wanted.secret)
+        return tuple(found)
 
     def issue(self, sandbox: str) -> Issued:
         """Issue an intermediate below the root of the sandbox's lineage.
@@ -323,9 +360,21 @@ class Custody:
         body = {
             "grants": [grant.to_json() for grant in state.grants],
             "inline": {name: value.reveal() for name, value in state.inline.items()},
+            "former": {host: [one.to_json() for one in former] for host, former in state.former.items()},
         }
         self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
         self._sandboxes[state.sandbox] = state
+
+
+def _former(state: SandboxState, inline: Mapping[str, Secret], now: datetime) -> Mapping[str, tuple[Former, ...]]:
+    """What is kept of a sandbox's inline secrets once it has `inline`."""
+    former = {host: tuple(one for one in values if one.until > now) for host, values in state.former.items()}
+    for name, value in state.inline.items():
+        if inline.get(name) == value:
+            continue
+        for host in {grant.host for grant in state.grants if grant.secret == name}:
+            former[host] = with_former(former.get(host, ()), value, now, MAX_FORMER_INLINE)
+    return {host: values for host, values in former.items() if values}
 
 
 def _kept(state: SandboxState, keep: Iterable[str]) -> dict[str, Secret]:
@@ -346,4 +395,5 @@ def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:
         int(about["generation"]),
         frozenset(Grant.from_json(item) for item in content["grants"]),
         {str(key): Secret(value) for key, value in content["inline"].items()},
+        {host: tuple(map(Former.from_json, values)) for host, values in content.get("former", {}).items()},
     )

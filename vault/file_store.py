@@ -14,7 +14,19 @@ from vault.grants import SecretBinding
 from vault.keyring import Keyring
 from vault.sealed_directory import SealedDirectory, SealedRecordError
 from vault.secret import Secret
-from vault.store import Clock, DamagedSecretError, SecretInfo, UnknownSecretError, new_info, rotated_info
+from vault.store import (
+    Clock,
+    DamagedSecretError,
+    Former,
+    SecretInfo,
+    UnknownSecretError,
+    new_info,
+    rotated_info,
+    still_former,
+    with_former,
+)
+
+_FORMAT = 2  # the body is JSON; in records without this key it is the value alone
 
 
 class FileStore:
@@ -48,8 +60,14 @@ class FileStore:
 
     def rotate(self, name: str, value: Secret) -> SecretInfo:
         """See `Store`."""
-        info = rotated_info(self.info(name), value, self._clock())
-        self._write(info, value)
+        now = self._clock()
+        info = rotated_info(self.info(name), value, now)
+        try:
+            current, former = self._read(name)
+            kept = with_former(former, current, now)
+        except DamagedSecretError:
+            kept = ()
+        self._write(info, value, kept)
         return info
 
     def delete(self, name: str) -> None:
@@ -74,6 +92,13 @@ class FileStore:
 
     def value(self, name: str) -> Secret:
         """See `Store`."""
+        return self._read(name)[0]
+
+    def former(self, name: str) -> tuple[Secret, ...]:
+        """See `Store`."""
+        return still_former(self._read(name)[1], self._clock())
+
+    def _read(self, name: str) -> tuple[Secret, tuple[Former, ...]]:
         info = self.info(name)
         try:
             metadata, body = self._directory.read(name)
@@ -81,11 +106,18 @@ class FileStore:
             raise DamagedSecretError("the secret's record is damaged") from None
         if _info(name, metadata) != info:
             raise DamagedSecretError("the secret's record is not the one that was written last")
-        return Secret(body.decode("utf-8"))
+        if "format" not in json.loads(metadata):
+            return Secret(body.decode("utf-8")), ()
+        try:
+            document = json.loads(body)
+            return Secret(document["value"]), tuple(Former.from_json(one) for one in document["former"])
+        except (ValueError, KeyError, TypeError):
+            raise DamagedSecretError("the secret's record cannot be read") from None
 
-    def _write(self, info: SecretInfo, value: Secret) -> None:
-        metadata = json.dumps(info.to_json(), sort_keys=True).encode()
-        self._directory.write(info.name, metadata, value.reveal().encode("utf-8"))
+    def _write(self, info: SecretInfo, value: Secret, former: tuple[Former, ...] = ()) -> None:
+        metadata = json.dumps({**info.to_json(), "format": _FORMAT}, sort_keys=True).encode()
+        body = json.dumps({"value": value.reveal(), "former": [one.to_json() for one in former]})
+        self._directory.write(info.name, metadata, body.encode("utf-8"))
         self._infos[info.name] = info
 
 

@@ -3,18 +3,22 @@
 The properties every store has; `tests/vault` runs the same suite over each:
 - `put` never replaces, `rotate` never creates; a version grows by one with each rotation and the binding stays.
 - Metadata can be listed without touching a value.
+- A replaced value is kept for `FORMER_FOR`, the last `MAX_FORMER` of them: servers may still send it back, and a
+  gateway looks for it. It is never sent again.
 - A value that cannot be read back exactly is an error (`DamagedSecretError`), never another value.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 from vault.grants import SecretBinding, secret_name
 from vault.secret import Secret, value_problem
 
 MAX_SECRETS = 4096
+MAX_FORMER = 4
+FORMER_FOR = timedelta(hours=24)
 
 type Clock = Callable[[], datetime]
 
@@ -82,6 +86,23 @@ class SecretInfo:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Former:
+    """A value that was replaced, and until when it is looked for."""
+
+    value: Secret
+    until: datetime
+
+    def to_json(self) -> dict[str, str]:
+        """The form that is sealed."""
+        return {"value": self.value.reveal(), "until": self.until.isoformat()}
+
+    @classmethod
+    def from_json(cls, document: dict[str, str]) -> "Former":
+        """Read `to_json`'s form."""
+        return cls(Secret(document["value"]), datetime.fromisoformat(document["until"]))
+
+
 class Store(Protocol):
     """The port vaultd keeps secrets behind. Calls are short and block."""
 
@@ -109,6 +130,10 @@ class Store(Protocol):
         """The value. Raises UnknownSecretError, DamagedSecretError."""
         ...
 
+    def former(self, name: str) -> tuple[Secret, ...]:
+        """The values before it that a server may still send back. Raises UnknownSecretError, DamagedSecretError."""
+        ...
+
 
 class MemoryStore:
     """Secrets in this process only: for tests and for trying things out."""
@@ -116,6 +141,7 @@ class MemoryStore:
     def __init__(self, clock: Clock = lambda: datetime.now(UTC)) -> None:
         self._clock = clock
         self._secrets: dict[str, tuple[SecretInfo, Secret]] = {}
+        self._former: dict[str, tuple[Former, ...]] = {}
 
     def put(self, name: str, value: Secret, binding: SecretBinding) -> SecretInfo:
         """See `Store`."""
@@ -125,7 +151,9 @@ class MemoryStore:
 
     def rotate(self, name: str, value: Secret) -> SecretInfo:
         """See `Store`."""
-        info = rotated_info(self.info(name), value, self._clock())
+        now = self._clock()
+        info = rotated_info(self.info(name), value, now)
+        self._former[name] = with_former(self._former.get(name, ()), self.value(name), now)
         self._secrets[name] = (info, value)
         return info
 
@@ -133,6 +161,7 @@ class MemoryStore:
         """See `Store`."""
         if self._secrets.pop(name, None) is None:
             raise UnknownSecretError("no secret has this name")
+        self._former.pop(name, None)
 
     def info(self, name: str) -> SecretInfo:
         """See `Store`."""
@@ -145,6 +174,11 @@ class MemoryStore:
     def value(self, name: str) -> Secret:
         """See `Store`."""
         return self._get(name)[1]
+
+    def former(self, name: str) -> tuple[Secret, ...]:
+        """See `Store`."""
+        self._get(name)
+        return still_former(self._former.get(name, ()), self._clock())
 
     def _get(self, name: str) -> tuple[SecretInfo, Secret]:
         try:
@@ -168,6 +202,17 @@ def rotated_info(info: SecretInfo, value: Secret, now: datetime) -> SecretInfo:
     """The metadata after a rotation; raises as `Store.rotate`."""
     check_value(value)
     return replace(info, version=info.version + 1, updated=now)
+
+
+def with_former(former: Collection[Former], value: Secret, now: datetime, most: int = MAX_FORMER) -> tuple[Former, ...]:
+    """What is kept once `value` was replaced, the latest last."""
+    kept = [one for one in former if one.until > now and one.value != value]
+    return (*kept, Former(value, now + FORMER_FOR))[-most:]
+
+
+def still_former(former: Collection[Former], now: datetime) -> tuple[Secret, ...]:
+    """The values of `former` that are still looked for."""
+    return tuple(one.value for one in former if one.until > now)
 
 
 def check_value(value: Secret) -> None:

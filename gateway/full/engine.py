@@ -18,7 +18,7 @@ from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, describe
 from gateway.full.contexts import ClientContexts, UpstreamContext, choose_alpn
 from gateway.full.gate import Gate
-from gateway.full.sent import Sent
+from gateway.full.sought import KnownPatterns
 from gateway.ledger import Ledger
 from policy.facts import Scheme
 from wire.patience import Countdown
@@ -64,7 +64,7 @@ class FullEngine:
         self._upstream = UpstreamContext(upstream_roots)
         self._live: set[FlowConnection] = set()
         self._ledger = ledger
-        self._sent = Sent()
+        self._known = KnownPatterns()
         self._admission = Admission(time.monotonic)
 
     @property
@@ -105,7 +105,7 @@ class FullEngine:
             self._recorder,
             self._limits,
             self._ledger,
-            self._sent,
+            self._known,
             self._admission,
         )
         ports = Ports(self._dialler, self._identity, self._clients, self._upstream)
@@ -144,7 +144,7 @@ class FullEngine:
 
     def revoke(self, secrets: frozenset[str] | None) -> int:
         """See `gateway.engine.Engine`."""
-        self._sent.drop(secrets)
+        self._known.drop()
         hit = [one for one in self._live if (one.gate.used if secrets is None else one.gate.used & secrets)]
         return self._cut(hit)
 

@@ -1,7 +1,8 @@
 """The add-ons of an inspected flow: decide each request, put secrets in, take them out of the answer.
 
 Order for each request:
-translate -> decide -> admit -> count -> allow record accepted -> lease -> use record accepted -> inject -> forward.
+translate -> decide -> admit -> count -> allow record accepted -> lease -> use record accepted -> inject -> learn what
+to look for -> forward.
 Nothing has been sent to the server before that order is complete, and no connection to it opened.
 
 - The allow record has the connection that the request goes on, where there is one already: its address, and the name
@@ -10,9 +11,10 @@ Nothing has been sent to the server before that order is complete, and no connec
 - Every request is judged alone, whatever came before it on its connection.
 - A denial is an answer with a reason; one request too many is a 429, a failure of log or vault a 503, and one that an
   overloaded worker does not take on a 503 with a time to wait. Any other exception here ends the flow.
-- What a host was sent of secrets is taken out of what it answers from then on, on every connection: values, header
-  names, body, trailers. Encoded bodies are decoded up to a limit first. Such requests ask for `identity` and for the
-  whole document (no `Range`).
+- What a host can be sent of secrets is taken out of each of its answers, whichever request it is for: values, header
+  names, body, trailers. What that is is decided when the answer begins. Encoded bodies are decoded up to a limit first;
+  what cannot be searched (a part of a document, an unknown charset) is withheld. Requests to such hosts ask for
+  `identity` and for the whole document (no `Range`).
 - `Sentinel` runs last and ends every flow that `Gate` did not stamp.
 
 It opens no connection and knows no address. (Over 400 lines: the order of one request, read from top to bottom.)
@@ -20,8 +22,8 @@ It opens no connection and knows no address. (Over 400 lines: the order of one r
 
 import base64
 import hashlib
+import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mitmproxy import http
@@ -32,19 +34,21 @@ from mitmproxy.websocket import WebSocketData
 from gateway.admission import Admission
 from gateway.budget import RULE, Over
 from gateway.engine import Allowance, Decider, EngineLimits, InspectedFlow, Recorder, SecretRefused, Secrets
+from gateway.forms import Patterns
 from gateway.full import pages
+from gateway.full.charsets import searchable
 from gateway.full.contexts import certified
 from gateway.full.decode import decode
-from gateway.full.sent import Sent
+from gateway.full.sought import KnownPatterns, Sought, Withheld, too_short
 from gateway.hello import Refused
 from gateway.inject import InjectionError, inject
 from gateway.ledger import Ledger
-from gateway.scrub import Patterns, Scrubber, scrub_header
+from gateway.messages import BrokenFraming, MessageScrubber
+from gateway.scrub import Scrubber, scrub_header
 from gateway.translate import Headers, RequestParts, Translated, translate
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
 from policy.injection import render
-from vault.secret import MIN_SENT, Secret
 
 STAMP = "sallyport"
 _HOP_BY_HOP = frozenset(
@@ -54,9 +58,6 @@ _HOP_BY_HOP = frozenset(
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _VERSIONS = {"HTTP/1.0": 10, "HTTP/1.1": 11, "HTTP/2.0": 20}
 _WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-
-MAX_PARTIAL = 8
-"""Responses to one sandbox that may end with what looks like the beginning of a secret. Each answers one guess."""
 
 
 class Unstamped(Exception):
@@ -70,12 +71,18 @@ class Stamp:
     Attributes:
         facts: None where none could be made.
         route: what the log knows of the connection it goes on: address, and verified name.
+        whole: its server was asked for a whole document as it is.
+        begun: its answer goes on to the client.
+        withheld: the page in the place of its answer, as far as it was not sent.
     """
 
     flow_id: str
     allowed: bool
     facts: RequestFacts | None = None
     websocket: bool = False
+    whole: bool = False
+    begun: bool = False
+    withheld: bytes | None = None
     sent: bool = False
     answered: bool = False
     route: tuple[str, str | None] | None = None
@@ -96,22 +103,19 @@ class Gate:
         recorder: Recorder,
         limits: EngineLimits,
         ledger: Ledger,
-        sent: Sent,
+        known: KnownPatterns,
         admission: Admission,
     ) -> None:
         self._flow = flow
         self._admission = admission
-        self._ledger = ledger
-        self._sent = sent
+        self._sought = Sought(flow.host, decider, secrets, ledger, recorder, known)
         self._facts = FlowFacts(flow.host, flow.port, flow.scheme)
         self._decider = decider
         self._allowance = allowance
         self._secrets = secrets
         self._recorder = recorder
         self._limits = limits
-        self._values: set[str] = set()
-        self._patterns: Patterns | None = None
-        self.used: set[str] = set()
+        self.used = self._sought.names
         """Names of the secrets that were sent on this flow, or may come back on it."""
         self.sensitive: set[bytes] = set()
         """Names, in lower case, of the headers they were sent in."""
@@ -132,6 +136,8 @@ class Gate:
         for stamp in self.active.values():
             if stamp.facts is None or isinstance(self._decider.decide_request(stamp.facts), Deny):
                 return False
+            if stamp.begun and not self._sought.complete():
+                return False  # its server can be sent what is not looked for in the answer that is under way
         return True
 
     def finished(self, flow_id: str) -> None:
@@ -206,6 +212,8 @@ class Gate:
             # Policy was replaced while log and vault were asked; what was decided under the old one is void.
             await self._deny(flow, translated, Deny(decision.rule, "the policy changed while this request was waiting"))
             return
+        if not self._sought.covers(decision.injections):
+            raise Unstamped("a secret that is not looked for is about to be sent")
         self._forward(flow, translated, headers, route)
 
     def _h2_scheme(self, request: http.Request) -> bytes:
@@ -214,10 +222,10 @@ class Gate:
 
     def _decide(self, translated: Translated) -> AllowRequest | Deny:
         decision = self._decider.decide_request(translated.facts)
-        if isinstance(decision, AllowRequest) and translated.websocket and decision.injections:
-            return Deny(decision.rule, "WebSocket is off for requests that carry a secret")
-        if isinstance(decision, AllowRequest) and decision.injections and self._ledger.reflections >= MAX_PARTIAL:
-            return Deny("reflection", "too many responses ended with what looks like the beginning of a secret")
+        if isinstance(decision, AllowRequest) and translated.websocket and self._sought.bound():
+            return Deny(decision.rule, "WebSocket is off for hosts that are sent secrets")
+        if isinstance(decision, AllowRequest) and (reason := self._sought.refusal()) is not None:
+            return Deny("reflection", reason)
         if not isinstance(decision, AllowRequest | Deny):
             raise TypeError("a decision is AllowRequest or Deny")
         return decision
@@ -276,17 +284,19 @@ class Gate:
             self.sensitive |= {plan.slot.encode("ascii") for plan in allowed.injections}
             for plan in allowed.injections:
                 asked = plan.secret
-                value = _sendable(await self._secrets.lease(plan, facts))
+                value = await self._secrets.lease(plan, facts)
                 if self.over:  # the secret may have been called back meanwhile
                     raise ConnectionAbortedError
-                name, text = render(plan, value)
-                rendered.append((name, text))
-                self._sent.add(facts.host, plan.secret, _forms(value, text))
+                if (short := too_short(plan, value)) is not None:
+                    raise SecretRefused(short)
+                rendered.append(render(plan, value.reveal()))
                 await self._record(
                     "secret.use", "allow", facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding
                 )
             headers = inject(translated.headers, rendered)
-            self._look_for(self._sent.of(facts.host))
+            await self._sought.learn()
+            if self.over:
+                raise ConnectionAbortedError
         except SecretRefused as error:
             await self._deny(flow, translated, Deny(allowed.rule, error.reason), secret=asked)
             return None
@@ -296,14 +306,6 @@ class Gate:
             self._answer(flow, facts, 503, pages.failure(503))
             return None
         return headers
-
-    def _look_for(self, sent: Mapping[str, frozenset[str]]) -> None:
-        """Take what the host was sent, on whichever connection, out of the answers to this and later requests."""
-        values = self._values.union(*sent.values())
-        if len(values) > len(self._values):
-            self._patterns = Patterns(values)
-            self._values = values
-            self.used |= sent.keys()
 
     def _forward(
         self, flow: HTTPFlow, translated: Translated, headers: Headers, route: tuple[str, str | None] | None
@@ -317,7 +319,8 @@ class Gate:
             raise Unstamped("a request is about to leave for another destination")
         stamp = Stamp(flow.id, allowed=True, facts=translated.facts, websocket=translated.websocket, route=route)
         fields = list(headers)
-        if self._patterns is not None:
+        if self._sought.patterns is not None:
+            stamp.whole = True
             fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
             fields.append((b"accept-encoding", b"identity"))
         if request.is_http2:
@@ -360,33 +363,78 @@ class Gate:
             raise Unstamped("101 without a valid WebSocket handshake")
         if [value.lower() for value in response.headers.get_all("transfer-encoding")] not in ([], ["chunked"]):
             raise Unstamped("a response in a transfer coding that is not chunked")
+        reason = await self._unsearchable(flow, stamp, response)
+        if reason is not None:
+            self._withhold(flow, stamp, reason)
+            return
+        stamp.begun = True
+        patterns = self._sought.patterns
         response.reason = pages.reason_phrase(response.status_code)
-        response.headers = http.Headers(self._cleaned(response.headers, stamp, response.status_code))
-        encodings = _encodings(response.headers)
-        if self._patterns is not None and encodings not in ([], ["identity"]):
+        response.headers = http.Headers(self._cleaned(response.headers, response.status_code))
+        if patterns is not None and _encodings(response.headers) not in ([], ["identity"]):
             return  # not streamed: `response` gets the whole body, within the limit of the buffer
-        scrubber = None if self._patterns is None else Scrubber(self._patterns, prompt=_is_grpc(response.headers))
-        if scrubber is not None and response.headers.get("grpc-encoding", "identity") != "identity":
-            raise Unstamped("compressed messages cannot be scrubbed")
+        scrubber = None if patterns is None else self._scrubber(flow, response, patterns)
 
         def stream(data: bytes) -> list[bytes]:
             stamp.bytes_down += len(data)
             if scrubber is not None:
-                data = scrubber.feed(data) if data else self._finish(scrubber)
+                data = self._scrubbed(scrubber, data)
             # Never an empty chunk: in chunked coding it would end the body.
             return [data] if data else []
 
         response.stream = stream
 
-    def _finish(self, scrubber: Scrubber) -> bytes:
-        rest = scrubber.finish()
-        if scrubber.partial:
-            self._ledger.reflections += 1
-            reason = "a response ended with what looks like the beginning of a secret"
-            self._recorder.note("request", "info", rule="reflection", reason=reason, **self._where())
-        return rest
+    async def _unsearchable(self, flow: HTTPFlow, stamp: Stamp, response: http.Response) -> str | None:
+        """Why the response must not go on, None if what must be kept out of it can be found in it."""
+        try:
+            await self._sought.learn()
+        except Exception:  # noqa: BLE001 - withholds: what is not known cannot be kept out
+            return "what must be kept out of the response is not known"
+        if self.over:
+            raise ConnectionAbortedError
+        if self._sought.patterns is None:
+            return None
+        if response.status_code == 101:
+            raise Unstamped("a tunnel to a host that is sent secrets")
+        if not stamp.whole and response.status_code == 206:
+            return "a part of a document cannot be searched for secrets"
+        if not searchable(response.headers.get_all("content-type")):
+            return "a response in this charset cannot be searched for secrets"
+        if response.headers.get("grpc-encoding", "identity") != "identity":
+            return "compressed messages cannot be searched for secrets"
+        return self._sought.refusal()
 
-    def _cleaned(self, headers: http.Headers, stamp: Stamp, status: int) -> list[tuple[bytes, bytes]]:
+    def _withhold(self, flow: HTTPFlow, stamp: Stamp, reason: str) -> None:
+        """Answer 502 in the place of the server; what it still sends is thrown away."""
+        self._recorder.note("request", "deny", rule="scrub", reason=reason, **self._where())
+        fields, page = pages.refusal(502, f"The answer was withheld: {reason}.")
+        body = b"" if flow.request.method == "HEAD" else page
+        now = time.time()
+        flow.response = http.Response(b"HTTP/1.1", 502, b"Bad Gateway", http.Headers(fields), b"", None, now, now)
+        stamp.withheld = body
+
+        def instead(_data: bytes) -> list[bytes]:
+            left, stamp.withheld = stamp.withheld, b""
+            return [left] if left else []
+
+        flow.response.stream = instead
+
+    def _scrubber(self, flow: HTTPFlow, response: http.Response, patterns: Patterns) -> Scrubber | MessageScrubber:
+        grpc = re.match(r"application/grpc(?:[+; ]|\Z)", response.headers.get("content-type", "").lower())
+        both = flow.request.is_http2 and response.is_http2
+        return MessageScrubber(patterns) if grpc and both else Scrubber(patterns)
+
+    def _scrubbed(self, scrubber: Scrubber | MessageScrubber, data: bytes) -> bytes:
+        """What of the body goes on; no data is its end. What may not be shown ends the flow."""
+        try:
+            return self._sought.counted(
+                scrubber, lambda: scrubber.feed(data) if data else scrubber.finish(), self._where()
+            )
+        except (Withheld, BrokenFraming) as error:
+            self._recorder.note("request", "deny", rule="scrub", reason=str(error), **self._where())
+            raise
+
+    def _cleaned(self, headers: http.Headers, status: int) -> list[tuple[bytes, bytes]]:
         closes = b"close" in headers.get("connection", "").lower().encode("latin-1", "replace")
         out: list[tuple[bytes, bytes]] = []
         for name, raw in headers.fields:
@@ -394,16 +442,23 @@ class Gate:
                 continue
             value = b" ".join(raw.replace(b"\0", b" ").split(None) if b"\r" in raw or b"\n" in raw else [raw])
             value = value.replace(b"\0", b"")
-            if self._patterns is not None:
-                if scrub_header(self._patterns, name) != name:
-                    continue
-                value = scrub_header(self._patterns, value)
             out.append((name, value))
+        out = self._without_secrets(out)
         if status == 101:
             out += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
         elif closes:
             out.append((b"Connection", b"close"))
         return out
+
+    def _without_secrets(self, fields: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Headers or trailers with values scrubbed; those with a secret in their name are left out."""
+        patterns = self._sought.patterns
+        if patterns is None:
+            return fields
+        kept = [(name, scrub_header(patterns, value)) for name, value in fields if not patterns.spans(name)]
+        if kept != fields:
+            self._sought.match(self._where())
+        return kept
 
     async def response(self, flow: HTTPFlow) -> None:
         stamp = flow.metadata.get(STAMP)
@@ -412,8 +467,12 @@ class Gate:
             raise Unstamped("a response without a decided request")
         if not stamp.allowed:
             return
-        if self._patterns is not None:
-            self._scrub_rest(flow, response, self._patterns)
+        if stamp.withheld is not None:
+            response.trailers = None
+            if stamp.withheld:
+                response.data.content = stamp.withheld
+        elif self._sought.patterns is not None:
+            self._scrub_rest(flow, response, self._sought.patterns)
         if stamp.websocket and response.status_code == 101:
             flow.websocket = flow.websocket or WebSocketData()
         else:
@@ -427,12 +486,7 @@ class Gate:
 
     def _scrub_rest(self, flow: HTTPFlow, response: http.Response, patterns: Patterns) -> None:
         if response.trailers is not None:
-            kept = [
-                (name, scrub_header(patterns, value))
-                for name, value in response.trailers.fields
-                if scrub_header(patterns, name) == name
-            ]
-            response.trailers = http.Headers(kept)
+            response.trailers = http.Headers(self._without_secrets(list(response.trailers.fields)))
         body = response.data.content
         if response.stream or not body:
             return
@@ -444,7 +498,7 @@ class Gate:
             )
             return
         scrubber = Scrubber(patterns)
-        response.data.content = scrubber.feed(decoded) + self._finish(scrubber)
+        response.data.content = self._scrubbed(scrubber, decoded) + self._scrubbed(scrubber, b"")
         for name in ("content-encoding", "transfer-encoding", "content-length"):
             response.headers.pop(name, None)
         response.headers["content-length"] = str(len(response.data.content))
@@ -551,37 +605,9 @@ def _routed(route: tuple[str, str | None] | None) -> dict[str, str | None]:
     return {} if route is None else {"address": route[0], "peer_name": route[1]}
 
 
-def _sendable(secret: Secret) -> str:
-    value = secret.reveal()
-    if len(value) < MIN_SENT:
-        raise SecretRefused(f"the secret is shorter than {MIN_SENT} characters and could not be kept out of responses")
-    return value
-
-
-def _forms(value: str, rendered: str) -> frozenset[str]:
-    """The texts that give `value` away: itself, what a scheme made of it, and a password inside it."""
-    forms = {value}
-    scheme, blank, rest = rendered.partition(" ")
-    forms.add(rest if blank and scheme in ("Bearer", "Basic") else rendered)
-    if scheme == "Basic" and blank:
-        try:
-            plain = base64.b64decode(rest, validate=True).decode("utf-8")
-        except ValueError:
-            return frozenset(forms)
-        password = plain.partition(":")[2]
-        # A password too short to be found by itself is still found inside the whole.
-        forms |= {plain} | ({password} if len(password.encode()) >= 4 else set())
-    return frozenset(forms)
-
-
 def _encodings(headers: http.Headers) -> list[str]:
     values = headers.get_all("content-encoding")
     return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]
-
-
-def _is_grpc(headers: http.Headers) -> bool:
-    """Whether the peers may wait for one another's messages, which have no line ends."""
-    return str(headers.get("content-type", "")).lower().startswith("application/grpc")
 
 
 def _accepts(flow: HTTPFlow, stamp: Stamp) -> bool:

@@ -21,9 +21,11 @@ from gateway.full.engine import FullEngine
 from gateway.full.identity import LeafMint
 from gateway.hello import Hello, NeedMore, RequestHead, read_head, read_hello
 from gateway.ledger import Ledger
+from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
+from policy.rules import Endpoint
 from vault.secret import Secret
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -239,6 +241,22 @@ class Rig:
         if refused := self.refuse_lease(facts):
             raise SecretRefused(refused)
         return Secret(self.secret)
+
+    bound: bool | None = None
+    """Whether policy binds a secret to the host; None: as `decide_request` does, unless a test decides itself."""
+    former: tuple[str, ...] = ()
+    broken_sought: bool = False
+    sought_for: list[SecretAt] = field(default_factory=list)
+
+    def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
+        bound = self.decide is None if self.bound is None else self.bound
+        return (SecretAt(self.plan, host, Endpoint(443, Scheme.HTTPS)),) if bound else ()
+
+    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+        if self.broken_sought:
+            raise ConnectionError("the vault is gone")
+        self.sought_for.append(use)
+        return tuple(map(Secret, (self.secret, *self.former)))
 
     async def dial(
         self, host: str, port: int, scheme: Scheme, flow: Mapping[str, object]

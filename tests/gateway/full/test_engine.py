@@ -102,43 +102,122 @@ async def test_a_secret_that_is_called_back_before_it_is_used_is_not_kept(rig):
     assert 1 == rig.engine.revoke(frozenset({rig.plan.secret}))
     go.set()
     assert b"" == await read_all(reader)
-    assert {} == rig.engine._sent.of("good.test")
+    assert "KnownPatterns(0)" == repr(rig.engine._known)
     assert ("secret.use", "allow") not in rig.audit.kinds()
     assert b"" == rig.upstream.data
     writer.close()
 
 
-async def test_a_secret_that_a_host_kept_is_taken_out_on_other_connections_too(rig):
-    """Asked for on another connection, where nothing was sent; until the secret is called back."""
-    kept: list[bytes] = []
+async def test_what_a_host_can_be_sent_is_taken_out_of_each_of_its_answers(rig):
+    """Asked for on connections where nothing is sent, before and after it was sent on another; until it is called
+    back."""
+    secret = rig.secret.encode()
 
     async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
-        kept.append(head)
-        body = b"\n".join(kept)
-        writer.write(b"HTTP/1.1 200 OK\r\nX-Seen: %s\r\n" % rig.secret.encode())
-        writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        writer.write(b"HTTP/1.1 200 OK\r\nX-Seen: %s\r\nContent-Length: %d\r\n\r\n%s" % (secret, len(secret), secret))
 
     rig.upstream.reply = reply
     reader, writer = await rig.connect()
-    writer.write(b"GET /open/before HTTP/1.1\r\nHost: good.test\r\n\r\n")
-    assert rig.secret.encode() in await read_all(reader)  # it was not known then
-    assert b"200" in await rig.exchange(b"GET /v1/put HTTP/1.1\r\nHost: good.test\r\nConnection: close\r\n\r\n")
-    assert rig.secret.encode() in kept[1]
-
+    writer.write(b"GET /open/before HTTP/1.1\r\nHost: good.test\r\nRange: bytes=3-\r\n\r\n")
+    before = await read_all(reader)
+    used = await rig.exchange(b"GET /v1/put HTTP/1.1\r\nHost: good.test\r\nConnection: close\r\n\r\n")
     writer.write(b"GET /open/after HTTP/1.1\r\nHost: good.test\r\n\r\n")
-    old = await read_all(reader)
-    new_reader, new_writer = await rig.connect()
-    new_writer.write(b"GET /open/last HTTP/1.1\r\nHost: good.test\r\n\r\n")
-    new = await read_all(new_reader)
-    for answer in (old, new):
-        assert b"[REDACTED]" in answer and b"***" in answer
-        assert rig.secret.encode() not in answer
-
-    assert 2 == rig.engine.revoke(frozenset({rig.plan.secret}))
-    assert b"" == await read_all(reader) == await read_all(new_reader)
-    assert {} == rig.engine._sent.of("good.test")
+    for answer in (before, used, await read_all(reader)):
+        assert b"[REDACTED]" in answer and answer.endswith(b"*" * len(secret))
+        assert secret not in answer
+    assert b"range" not in rig.upstream.data.lower()
+    assert 1 == rig.engine.revoke(frozenset({rig.plan.secret}))
+    assert b"" == await read_all(reader)
+    assert "KnownPatterns(0)" == repr(rig.engine._known)
     writer.close()
-    new_writer.close()
+
+
+async def test_the_values_before_a_rotation_are_taken_out_too(rig):
+    rig.former = ("the-value-of-yesterday", "an-older-value")
+
+    async def reply(_head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
+        body = " ".join((*rig.former, rig.secret)).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    rig.upstream.reply = reply
+    answer = await rig.exchange(GET % b"/open")
+    assert answer.endswith(b" ".join(b"*" * len(value) for value in (*rig.former, rig.secret)))
+
+
+@pytest.mark.parametrize(
+    ("head", "shown"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"200 OK"),
+        (b"HTTP/1.1 200 OK\r\nX-Seen: tok/en+3v4l-UE_9~x\r\n", b"[REDACTED]"),
+        (b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 3-8/9\r\n", b"502 "),
+        (b"HTTP/1.1 206 Partial Content\r\nContent-Type: multipart/byteranges; boundary=x\r\n", b"502 "),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-7\r\n", b"502 "),
+    ],
+)
+async def test_what_to_look_for_is_decided_when_the_answer_begins(rig, head, shown):
+    """The request was forwarded while its host was sent no secret, so with its `Range`."""
+    asked, go = asyncio.Event(), asyncio.Event()
+    secret = rig.secret.encode()
+    parts = {b"206": secret[3:9]}
+    body = parts.get(head[9:12], secret)
+
+    async def reply(_head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await go.wait()
+        writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    rig.upstream.reply = reply
+    rig.bound = False
+    reader, writer = await rig.connect()
+    writer.write(b"GET /open HTTP/1.1\r\nHost: good.test\r\nRange: bytes=3-8\r\n\r\n")
+    await asked.wait()
+    rig.bound = True
+    go.set()
+    answer = await read_all(reader)
+    assert b"range: bytes=3-8" in rig.upstream.data.lower()
+    assert shown in answer
+    assert body not in answer
+    writer.close()
+
+
+@pytest.mark.parametrize("when", ["request", "answer"])
+async def test_an_answer_of_which_it_is_not_known_what_to_keep_out_is_withheld(rig, when):
+    rig.bound = when == "request"
+    rig.broken_sought = True
+
+    async def reply(_head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
+        rig.bound = True
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(rig.secret), rig.secret.encode()))
+
+    rig.upstream.reply = reply
+    answer = await rig.exchange(GET % b"/open")
+    assert answer.startswith(b"HTTP/1.1 503 " if when == "request" else b"HTTP/1.1 502 ")
+    assert (0 if when == "request" else 1) == rig.dials
+    assert rig.secret.encode() not in answer
+
+
+async def test_a_host_without_a_binding_is_asked_nothing_about(rig):
+    rig.bound = False
+    rig.broken_sought = True
+    assert (await rig.exchange(GET % b"/open")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_answer_that_began_before_its_host_could_be_sent_a_secret_is_cut(rig):
+    async def endless(_head, _body, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\nhello\n\r\n")
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    rig.upstream.reply = endless
+    rig.bound = False
+    reader, writer = await rig.connect()
+    writer.write(GET % b"/open")
+    await reader.readuntil(b"hello")
+    assert 0 == rig.engine.recheck()
+    rig.bound = True
+    assert 1 == rig.engine.recheck()
+    assert b"" == (await rest(reader)).strip()
+    writer.close()
 
 
 @pytest.mark.parametrize(
@@ -702,6 +781,7 @@ async def accept_websocket(_head, _body, writer):
 
 
 async def test_a_websocket_is_relayed_where_no_secret_is_used(rig):
+    rig.bound = False
     rig.upstream.reply = accept_websocket
     answer = await rig.exchange(WEBSOCKET % b"/open")
     assert answer.startswith(b"HTTP/1.1 101 ") and answer.endswith(b"server-frame")
@@ -715,6 +795,8 @@ async def test_a_websocket_with_a_secret_is_denied(rig):
 
 
 async def test_a_wrong_accept_value_opens_no_tunnel(rig):
+    rig.bound = False
+
     async def wrong(_head, _body, writer):
         writer.write(
             b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -805,6 +887,7 @@ async def test_revoking_a_secret_cuts_the_flows_that_used_it(rig):
 
 
 async def test_tightening_the_policy_cuts_requests_in_progress(rig):
+    rig.bound = False
     started = asyncio.Event()
 
     async def endless(_head, _body, writer):

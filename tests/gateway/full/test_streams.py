@@ -135,6 +135,7 @@ def over_h2(lab, upstream_root):
         context.set_alpn_protocols(["h2"])
         running = lab.running(context)
         running.rig.upstream.serve = server.serve
+        running.rig.bound = False
         return running
 
     return make
@@ -772,6 +773,7 @@ def websocket(lab, upstream_root):
 
         running = lab.running(lab.tls(upstream_root.leaf("good.test")))
         running.rig.upstream.serve = accept
+        running.rig.bound = False
         return running
 
     return make

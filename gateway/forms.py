@@ -1,0 +1,363 @@
+"""The forms of a secret that common encoders make, and where they occur in bytes.
+
+- A value is found as text, as hex, and as base64 at its three alignments, standard or URL-safe. Each character of such
+  a text may be raw or in any of its escapes, mixed freely: percent-encoding (any subset, either case, `+`, nested),
+  JSON, JavaScript and C escapes (`\\u0026`, `\\x26`, `\\/`, nested in JSON strings), HTML entities (named or numeric).
+- NUL bytes between the characters do not matter: text in UTF-16 and UTF-32, of either order, is found.
+- Base64 may be wrapped at any column from `MIN_COLUMN` on. No other form contains a line end.
+- A form is at most `Patterns.longest` bytes long, which depends on the length of the values and nothing else of them.
+- What begins a form is recognised as well: `Patterns.partial`.
+
+Costs: one `bytes.find` for each unescaped form, one regular expression that finds relevant escapes, and a search for
+the first characters around each of those. Every step is linear in the data for a given set of values.
+
+Pure. It finds; `scrub` decides what is let out.
+"""
+
+import base64
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from html.entities import html5
+from urllib.parse import quote_plus
+
+MIN_SECRET = 8
+"""Characters below which a value cannot be told from other text. An engine sends no such value."""
+MIN_PARTIAL = 4
+"""Characters of the beginning of a form that are treated as such at an end."""
+MIN_COLUMN = 20
+"""Characters of base64 in front of a line end from which on the line counts as wrapped."""
+MAX_ESCAPE = 12
+"""Bytes of a form for each byte of its value."""
+
+_BASE64 = b"A-Za-z0-9+/=_-"
+_RUN = b"[" + _BASE64 + b"]{%d}" % MIN_COLUMN
+_IN_BASE64 = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=")
+_WRAPPED = re.compile(b"(?<=" + _RUN + b")(?:\r?\n[ \t]{0,8}|\\\\{1,2}(?:r\\\\{1,2})?n)")
+_SOME_WRAP = re.compile(b"\n(?:(?<=%(run)b\n)|(?<=%(run)b\r\n))|\\\\(?<=%(run)b\\\\)\\\\?[rn]" % {b"run": _RUN})
+_AFTER_RUN = re.compile(b"(?<=" + _RUN + b")\r?\n?")
+_UNFINISHED = re.compile(
+    rb"(?:%(?:25){0,2}2?[0-9A-Fa-f]?"
+    rb"|\\{1,4}(?:[uU]\{?[0-9A-Fa-f]{0,7}|x[0-9A-Fa-f]?|[0-7]{0,2})?"
+    rb"|&(?:amp;){0,2}#?[A-Za-z0-9]{0,10}|\r)\Z"
+)
+_UNFINISHED_OCTETS = re.compile(
+    rb"(?:%(?:25){0,2}[0-9A-Fa-f]{2}|\\{1,4}(?:x[0-9A-Fa-f]{2}|[0-7]{3}|u[0-9A-Fa-f]{4})){0,3}(?:"
+    + _UNFINISHED.pattern
+    + rb"|\Z)"
+)
+_AMBIGUOUS = ((b"%",), (b"&",), (b"\\",))
+_EACH_HEX = re.compile(r"[a-f]")
+_ANOTHER = r"\\\\{0,3}"
+_HEAD = 3
+_WRAP = 12  # bytes of a wrap, at most
+_NAMES: dict[str, list[str]] = {}
+for _name, _text in html5.items():
+    if _name.endswith(";") and len(_text) == 1 and len(_name) <= 9:
+        _NAMES.setdefault(_text, []).append(_name)
+
+type Span = tuple[int, int]
+
+
+def _any_case(digits: str) -> str:
+    return _EACH_HEX.sub(lambda letter: f"[{letter[0]}{letter[0].upper()}]", digits)
+
+
+def _one_of(parts: Iterable[str]) -> str:
+    return "(?:" + "|".join(parts) + ")"
+
+
+def _hex_pairs(codes: Iterable[int]) -> str:
+    """Two hex digits, in either case, of any of these ASCII codes."""
+    rows: dict[int, list[str]] = {}
+    for code in sorted(codes):
+        rows.setdefault(code >> 4, []).append(f"{code & 15:x}")
+    return _one_of(f"{row:x}[{''.join(digits)}{''.join(digits).upper()}]" for row, digits in rows.items())
+
+
+def _escapes(characters: Iterable[str]) -> str:
+    """The source of a regular expression for every escape of these characters, but `+` for a blank."""
+    percent, slash, entity = list[str](), list[str](), list[str]()
+    codes = sorted(ord(character) for character in characters if character.isascii())
+    if codes:
+        pair = _hex_pairs(codes)
+        percent.append(pair)
+        slash += [f"(?:u00|x|U000000){pair}", rf"u\{{0{{0,4}}{pair}\}}", _one_of(f"{code:03o}" for code in codes)]
+        slash += [re.escape(chr(code)) for code in codes if not chr(code).isalnum()]
+        entity += [rf"#0{{0,3}}{_one_of(map(str, codes))};", rf"#[xX]0{{0,4}}{pair};"]
+    for character in characters:
+        entity += _NAMES.get(character, ())
+        if character.isascii():
+            continue
+        octets = [f"{octet:02x}" for octet in character.encode("utf-8", "surrogateescape")]
+        units = character.encode("utf-16-be", "surrogatepass").hex()
+        pairs = [units[index : index + 4] for index in range(0, len(units), 4)]
+        code = _any_case(f"{ord(character):x}")
+        percent.append("%(?:25){0,2}".join(map(_any_case, octets)))
+        percent.append("%(?:25){0,2}".join("u" + _any_case(unit) for unit in pairs))
+        if ord(character) < 0x100:
+            percent.append(code)
+        slash += [_ANOTHER.join("u" + _any_case(unit) for unit in pairs), rf"u\{{0{{0,4}}{code}\}}"]
+        slash += [f"U0{{0,7}}{code}", f"x{code}", _ANOTHER.join("x" + _any_case(octet) for octet in octets)]
+        slash.append(_ANOTHER.join(f"{int(octet, 16):03o}" for octet in octets))
+        entity += [rf"#0{{0,3}}{ord(character)};", rf"#[xX]0{{0,4}}{code};"]
+    entities = "(?:amp;){0,2}" + _one_of(entity)
+    percent.append("26" + entities)
+    slash.append("u0026" + entities)
+    return "|".join(("%(?:25){0,2}" + _one_of(percent), r"\\\\{0,3}" + _one_of(slash), "&" + entities))
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """One character of a form: what stands for it unescaped, and a pattern of what does escaped."""
+
+    raw: tuple[bytes, ...]
+    source: bytes = field(repr=False)
+    escape: re.Pattern[bytes] = field(repr=False)
+
+    def ends(self, data: bytes, start: int) -> set[int]:
+        """Where it ends if it begins at `start`."""
+        found = {start + len(raw) for raw in self.raw if data.startswith(raw, start)}
+        escaped = self.escape.match(data, start)
+        if escaped is not None:
+            found.add(escaped.end())
+        if self.raw in _AMBIGUOUS and escaped is not None:  # an escape may be the beginning of another
+            ends = range(start + 2, start + MAX_ESCAPE)
+            found |= {end for end in ends if self.escape.fullmatch(data, start, end) is not None}
+        return found
+
+    def unfinished(self, data: bytes, start: int) -> bool:
+        """Whether all from `start` on may be the beginning of it, or of what stands in front of it."""
+        rest = data[start : start + MAX_ESCAPE * 2]
+        unfinished = _UNFINISHED if self.raw[0].isascii() else _UNFINISHED_OCTETS
+        return any(raw.startswith(rest) for raw in self.raw) or unfinished.match(rest) is not None
+
+
+@cache
+def _element(characters: str) -> _Element:
+    """The element that any of `characters` stands for."""
+    raw: dict[bytes, None] = {}
+    for character in characters:
+        raw[character.encode("utf-8", "surrogateescape")] = None
+        if character == " ":
+            raw[b"+"] = None
+        if not character.isascii():
+            for charset in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "cp1252"):
+                octets = character.encode(charset, "ignore").replace(b"\0", b"")
+                if octets:
+                    raw[octets] = None
+    escapes = _escapes(characters)
+    source = b"(?:%b|%b)" % (b"|".join(re.escape(one) for one in raw), escapes.encode("utf-8", "surrogateescape"))
+    return _Element(tuple(raw), source, re.compile(escapes.encode("utf-8", "surrogateescape")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One text to look for: its elements, the bytes of it where nothing is escaped, whether base64 surrounds it."""
+
+    elements: tuple[_Element, ...]
+    plain: tuple[bytes, ...]
+    base64: bool = False
+
+    def end(self, data: bytes, start: int) -> tuple[int, int]:
+        """The end of the match that begins at `start`, or -1; and how many characters match up to the data's end."""
+        ends = {start}
+        for count, element in enumerate(self.elements):
+            if self.base64 and count:
+                ends |= {wrap.end() for one in ends if (wrap := _WRAPPED.match(data, one)) is not None}
+            following: set[int] = set()
+            for one in ends:
+                following |= element.ends(data, one)
+            if not following:
+                at_end = any(element.unfinished(data, one) for one in ends)
+                return -1, count if at_end else 0
+            ends = following
+        return max(ends), 0
+
+
+def _text_form(value: str) -> _Form:
+    raw = value.encode("utf-8", "surrogateescape")
+    plain = {raw, quote_plus(raw, safe=_PRINTABLE).encode()} if " " in value else {raw}
+    return _Form(tuple(_element(character) for character in value), tuple(plain))
+
+
+_PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F)).replace("+", "")
+
+
+def _hex_form(raw: bytes) -> _Form:
+    text = raw.hex()
+    elements = tuple(_element(digit + digit.upper() if digit.isalpha() else digit) for digit in text)
+    return _Form(elements, (text.encode(), text.upper().encode()))
+
+
+def _base64_forms(raw: bytes) -> Iterator[_Form]:
+    """The characters that depend on `raw` alone, for each position of its first byte in a group of three."""
+    for before in range(3):
+        whole = base64.b64encode(bytes(before) + raw).decode("ascii")
+        core = whole[-(-before * 8 // 6) : (before + len(raw)) * 8 // 6]
+        elements = tuple(_element({"+": "+-", "/": "/_"}.get(character, character)) for character in core)
+        plain = core.encode()
+        yield _Form(elements, tuple({plain, plain.translate(bytes.maketrans(b"+/", b"-_"))}), base64=True)
+
+
+class Patterns:
+    """The forms of some values to look for. Its repr shows none of them."""
+
+    __slots__ = ("_escape", "_first", "_forms", "_head", "longest")
+
+    def __init__(self, values: Iterable[str]) -> None:
+        """Values shorter than `MIN_SECRET` characters are refused.
+
+        Raises:
+            ValueError: a value is too short to be found reliably.
+        """
+        forms: list[_Form] = []
+        characters: set[str] = set()
+        self.longest = 0
+        for value in sorted(set(values)):
+            raw = value.encode("utf-8", "surrogateescape")
+            if len(value) < MIN_SECRET:
+                raise ValueError("a value is too short to be scrubbed from responses")
+            forms += [_text_form(value), _hex_form(raw), *_base64_forms(raw)]
+            characters |= set(value)
+            self.longest = max(self.longest, MAX_ESCAPE * len(raw))
+        self._forms = tuple(forms)
+        self._first: dict[int, list[_Form]] = {}
+        for form in forms:
+            for octet in {raw[0] for raw in form.elements[0].raw} | set(b"%\\&"):
+                self._first.setdefault(octet, []).append(form)
+        characters |= {chr(octet) for octet in _IN_BASE64}
+        blank = r"|\+" if " " in characters else ""
+        escapes = (_escapes(sorted(characters)) + blank).encode("utf-8", "surrogateescape")
+        others = {raw[:1] for one in characters if not one.isascii() for raw in _element(one).raw}
+        self._escape = re.compile(b"|".join((_SOME_WRAP.pattern, escapes, *map(re.escape, sorted(others)))))
+        self._head: re.Pattern[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"Patterns({len(self._forms)} hidden)"
+
+    def __bool__(self) -> bool:
+        return bool(self._forms)
+
+    def spans(self, data: bytes) -> list[Span]:
+        """Where matches are, overlapping ones included, in no particular order; of base64, with both neighbours."""
+        view = _View(data)
+        found: list[Span] = []
+        for form, start, end in self._matches(view.text):
+            if form.base64:  # the neighbours hold a few bits of the value where it is not at a 6-bit boundary
+                start -= start > 0 and view.text[start - 1] in _IN_BASE64
+                end += end < len(view.text) and view.text[end] in _IN_BASE64
+            first, last = view.index(start), view.index(end - 1) + 1
+            if last - first <= 4 * (end - start):
+                found.append((first, last))
+        return found
+
+    def _matches(self, text: bytes) -> Iterator[tuple[_Form, int, int]]:
+        for form in self._forms:
+            for plain in form.plain:
+                start = text.find(plain)
+                while start >= 0:
+                    yield form, start, start + len(plain)
+                    start = text.find(plain, start + 1)
+        for first, last in self._escaped(text):
+            head = self._heads()
+            at = head.search(text, first, last)
+            while at is not None:
+                for form in self._first.get(text[at.start()], ()):
+                    end, _ = form.end(text, at.start())
+                    if 0 <= end <= at.start() + self.longest:
+                        yield form, at.start(), end
+                at = head.search(text, at.start() + 1, last)
+
+    def _escaped(self, text: bytes) -> Iterator[Span]:
+        """The parts of `text` in which matches with escapes or wraps in them may lie; they do not overlap."""
+        first = last = -1
+        for escape in self._escape.finditer(text):
+            if escape.start() - self.longest > last:
+                if last >= 0:
+                    yield max(first, 0), last
+                first = escape.start() - self.longest
+            last = escape.end() + self.longest
+        if last >= 0:
+            yield max(first, 0), min(last, len(text))
+
+    def _heads(self) -> re.Pattern[bytes]:
+        """What the beginning of some form looks like: unescaped and followed by its next characters, or escaped."""
+        if self._head is None:
+            sources = {
+                re.escape(raw) + b"".join(_wrappable(form, one) for one in form.elements[1:_HEAD])
+                for form in self._forms
+                for raw in form.elements[0].raw
+            }
+            sources |= {form.elements[0].escape.pattern for form in self._forms}
+            self._head = re.compile(b"|".join(sorted(sources)))
+        return self._head
+
+    def partial(self, data: bytes) -> int:
+        """Where the longest tail of `data` begins that is the beginning of a form, of `MIN_PARTIAL` characters or more;
+        `len(data)` if there is none."""
+        skipped = max(0, len(data) - 4 * (self.longest + MIN_COLUMN + _WRAP))
+        view = _View(data[skipped:])
+        text = view.text
+        firsts = re.compile(b"|".join(sorted({form.elements[0].source for form in self._forms})) or b"(?!)")
+        at = firsts.search(text, max(0, len(text) - self.longest))
+        while at is not None:
+            if any(form.end(text, at.start())[1] >= MIN_PARTIAL for form in self._first.get(text[at.start()], ())):
+                return skipped + view.index(at.start())
+            at = firsts.search(text, at.start() + 1)
+        return len(data)
+
+    def context(self, data: bytes) -> int:
+        """How many bytes at the end of `data` must stay known for matches that begin in them."""
+        count = self.longest + MIN_COLUMN + _WRAP
+        return count if b"\0" not in data[-count:] else 4 * count
+
+    def hold(self, data: bytes) -> int:
+        """Where what must be held back of `data` begins: a match may be incomplete behind it, and not before it.
+
+        A match ends at a line end unless that may be a wrap. Independent of the values but for their length.
+        """
+        skipped = max(0, len(data) - 4 * (self.longest + MIN_COLUMN + _WRAP))
+        view = _View(data[skipped:])
+        text = view.text
+        start = max(0, len(text) - self.longest - 2)
+        end = len(text)
+        while (end := max(text.rfind(b"\n", start, end), text.rfind(b"\r", start, end))) >= 0:
+            before = end - (text[end : end + 1] == b"\n" and text[end - 1 : end] == b"\r")
+            if _AFTER_RUN.match(text, before) is None:
+                start = end + 1
+                break
+        if start >= len(text):
+            return len(data)
+        return skipped + (view.index(start) if start else 0)
+
+
+def _wrappable(form: _Form, element: _Element) -> bytes:
+    return (b"(?:\r?\n[ \t]{0,8}|\\\\{1,2}(?:r\\\\{1,2})?n)?" if form.base64 else b"") + element.source
+
+
+class _View:
+    """Data without its NUL bytes, and the way back."""
+
+    __slots__ = ("_data", "_dense", "text")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._dense = b"\0" not in data
+        self.text = data if self._dense else data.replace(b"\0", b"")
+
+    def index(self, position: int) -> int:
+        """Where byte `position` of the text is in the data; its length for the text's end."""
+        if self._dense:
+            return position
+        if position >= len(self.text):
+            return len(self._data)
+        low, high = position, len(self._data) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if middle + 1 - self._data.count(b"\0", 0, middle + 1) > position:
+                high = middle
+            else:
+                low = middle + 1
+        return low
