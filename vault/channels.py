@@ -195,7 +195,7 @@ class Channels:
             raise wire.RequestError("bad_request", str(error)) from None
         about: dict[str, Any] = {**wanted.to_json(), "scheme": str(wanted.scheme), "method": method, "path": path}
         if scrub:
-            about["purpose"] = SCRUB
+            about["action"] = SCRUB
         if not channel.releases.take(self._now()):
             self._audit.note("secret.release", "deny", **_who(channel), **about, code="rate_limited")
             raise wire.RequestError("rate_limited", "too many releases")

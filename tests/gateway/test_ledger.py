@@ -53,6 +53,13 @@ def test_reflections_go_on_being_counted(ledgers: Ledgers) -> None:
     assert 7 == mapped(ledgers).reflections
 
 
+def test_matches_go_on_being_counted_and_are_forgotten_at_a_rate(ledgers: Ledgers) -> None:
+    for _ in range(10):
+        mapped(ledgers).match(100.0, 0.5)
+    assert 10 == mapped(ledgers).matches(100.0, 0.5)
+    assert (7, 0) == (mapped(ledgers).matches(106.0, 0.5), mapped(ledgers).matches(1000.0, 0.5))
+
+
 def test_distinct_names_of_a_former_worker_count_until_their_hour_is_over(ledgers: Ledgers) -> None:
     wild = RuleList("r", Precedence.DENY_WINS, rules=(_rule("*.zone.example"),))
     policy = CompiledPolicy("p", (wild,), dns=DnsSettings(unique_names=10))

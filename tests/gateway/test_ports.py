@@ -20,7 +20,7 @@ from gateway.ports import LeasedSecrets, StreamDialler
 from gateway.resolver import Resolution, Resolver
 from gateway.upstream import DialError, DialFailure, Dialler, judge, own_address
 from policy.compile import compile_named
-from policy.compiled import DENY_ALL, CompiledPolicy
+from policy.compiled import DENY_ALL, CompiledPolicy, SecretAt
 from policy.decision import AllowAddress, Deny
 from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
@@ -51,6 +51,7 @@ class Far:
 
     scope: dict[str, Any] = field(default_factory=dict)
     refusal: wire.RequestError | None = None
+    former: list[str] | None = None
     asked: list[wire.Message] = field(default_factory=list)
     channel: wire.Client | None = None
 
@@ -59,7 +60,8 @@ class Far:
         self.asked.append(parameters)
         if self.refusal is not None:
             raise self.refusal
-        return {"value": f"value {len(self.asked)}", "lease_seconds": 300, "scope": self.scope}
+        answer = {"value": f"value {len(self.asked)}", "lease_seconds": 300, "scope": self.scope}
+        return answer if self.former is None else {**answer, "former": self.former}
 
 
 @pytest.fixture
@@ -135,6 +137,58 @@ async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSe
     far.refusal = wire.RequestError(code, "a sentence")
     with pytest.raises(ReleaseRefusedError):
         await secrets.lease(PLAN, request())
+
+
+USE = SecretAt(PLAN, "good.test", Endpoint(443, Scheme.HTTPS))
+
+
+async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secrets: LeasedSecrets) -> None:
+    """A release for looking serves no request: that is asked for with its method and path; and then serves looking."""
+    far.scope = {"methods": ["PUT"], "paths": None}
+    far.former = ["yesterday's value"]
+    for _ in range(3):
+        assert (Secret("value 1"), Secret("yesterday's value")) == await secrets.sought(USE)
+    assert Secret("value 2") == await secrets.lease(PLAN, request("PUT"))
+    assert (Secret("value 2"), Secret("yesterday's value")) == await secrets.sought(USE)
+    where = {"secret": "token", "host": "good.test", "port": 443, "scheme": "https"}
+    assert {**where, "purpose": "scrub", "method": None, "path": None} == far.asked[0]
+    assert [{**where, "method": "PUT", "path": "/v1/x"}] == far.asked[1:]
+
+
+async def test_what_is_looked_for_is_asked_for_again_after_a_revocation_and_on_a_new_channel(far: Far) -> None:
+    """Of vaultd started anew, or in a new worker: nothing but the secret's own end ends it."""
+    for values in (1, 2):
+        near, other = socket.socketpair()
+        server = await wire.serve_connection(other, far.handle)
+        vault = VaultClient.from_fd(near.detach())
+        secrets = LeasedSecrets(lambda vault=vault: vault)  # type: ignore[misc]
+        assert (Secret(f"value {2 * values - 1}"),) == await secrets.sought(USE)
+        assert far.channel is not None
+        await far.channel.call("revoke", secrets=["token"])
+        assert (Secret(f"value {2 * values}"),) == await secrets.sought(USE)
+        await vault.close()
+        await server.close()
+
+
+async def test_a_secret_the_sandbox_does_not_have_is_not_asked_for_with_each_request(
+    far: Far, secrets: LeasedSecrets
+) -> None:
+    far.refusal = wire.RequestError("not_granted", "a sentence")
+    for _ in range(5):
+        with pytest.raises(SecretRefused):
+            await secrets.sought(USE)
+    assert 1 == len(far.asked)
+    far.refusal = None
+    await secrets.lease(PLAN, request())
+    assert (Secret("value 2"),) == await secrets.sought(USE)
+
+
+async def test_what_is_not_known_is_no_absence(far: Far, secrets: LeasedSecrets) -> None:
+    far.refusal = wire.RequestError("audit_unavailable", "a sentence")
+    for _ in range(2):
+        with pytest.raises(ReleaseRefusedError):
+            await secrets.sought(USE)
+    assert 2 == len(far.asked)
 
 
 class Recorded:

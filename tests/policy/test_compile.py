@@ -21,6 +21,7 @@ from policy.compile import (
     narrow,
     secrets_of,
 )
+from policy.compiled import secrets_to
 from policy.document import PolicyDocument
 from policy.load import load_text
 
@@ -175,6 +176,29 @@ def test_the_uses_of_secrets_are_listed_by_place() -> None:
         ("token", "https", "good.test", 443, "basic"),
     ] == uses
     assert ["inline:c"] == [use.secret for use in secrets_of(POLICIES["an API policy"])]
+
+
+def test_what_a_host_can_be_sent_is_found_by_its_name_and_no_other() -> None:
+    """Whichever method, path or port a rule speaks of; nothing for a host that no rule with a secret names."""
+    for policy in POLICIES.values():
+        hosts = {use.host.replace("*.", "deep.er.") for use in secrets_of(policy)} | {
+            "good.test",
+            "status.test",
+            "x.test",
+        }
+        found = {
+            (at.plan.secret, at.host, at.endpoint.port, at.endpoint.scheme)
+            for host in hosts
+            for at in secrets_to(policy, host)
+        }
+        expected = {
+            (use.secret, use.host.replace("*.", "deep.er."), use.port, use.scheme) for use in secrets_of(policy)
+        }
+        assert expected <= found
+        assert {secret for secret, *_ in found} == {use.secret for use in secrets_of(policy)}
+    named = POLICIES["a named policy"]
+    assert ["token"] == [at.plan.secret for at in secrets_to(named, "good.test")]
+    assert () == secrets_to(named, "status.test") == secrets_to(named, "sub.good.test")
 
 
 REFUSED_BINDINGS: dict[str, tuple[ApiPolicy, dict[str, Any], str]] = {

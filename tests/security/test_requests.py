@@ -19,7 +19,7 @@ from demo.leaks import forms_of, leaks_in
 from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import Stack
-from gateway.full.gate import MAX_PARTIAL
+from gateway.full.sought import MAX_PARTIAL
 
 pytestmark = pytest.mark.system
 

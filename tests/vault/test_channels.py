@@ -499,3 +499,46 @@ async def test_a_vault_of_another_key_is_refused_and_a_second_process_too(vault:
     Vault(tmp_path / "v", Keyring(bytes(range(32)))).close()
     with pytest.raises(MasterKeyError, match="another master key"):
         Vault(tmp_path / "v", Keyring(bytes(32)))
+
+
+async def test_a_release_to_look_for_a_secret_is_recorded_as_such_and_of_no_request(vault: Any) -> None:
+    """Methods and paths do not matter to what a host may send back; the grant, the binding and the log do."""
+    worker = await opened(vault, SecretBinding.make(["api.good.test"], methods=["PUT"], paths=["/in"]))
+    assert "not_bound" == await refusal(worker.release(*ASK))
+    lease = await worker.release(*ASK, purpose="scrub")
+    assert (Secret(CANARY), ()) == (lease.value, lease.former)
+    assert lease.check("GET", "/out") is not None
+    (record,) = vault.log.of("secret.release", "allow")
+    assert (True, "scrub", "token") == tuple(record[key] for key in ("durable", "action", "secret"))
+    assert "not_granted" == await refusal(worker.release("token", "other.test", 443, "https", purpose="scrub"))
+    assert "bad_request" == await refusal(worker.release(*ASK, purpose="other"))
+    await worker.close()
+
+
+async def test_values_that_were_replaced_come_with_the_new_one_also_from_a_vaultd_started_anew(vault: Any) -> None:
+    worker = await opened(vault)
+    await vault.admin.rotate("token", Secret("another-value"))
+    lease = await worker.release(*ASK)
+    assert (Secret("another-value"), (Secret(CANARY),)) == (lease.value, lease.former)
+    await worker.close()
+    await vault.stop()
+    await vault.start()
+    worker = await vault.worker(SANDBOX, 2)
+    lease = await worker.release(*ASK, purpose="scrub")
+    assert (Secret("another-value"), (Secret(CANARY),)) == (lease.value, lease.former)
+    await worker.close()
+
+
+async def test_an_inline_secret_that_was_replaced_is_looked_for_at_its_hosts(vault: Any) -> None:
+    first, second = (Grant.make(f"inline:{number}/t", "api.good.test", 443, "https") for number in (1, 2))
+    other = Grant.make("inline:2/t", "other.test", 443, "https")
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [first], {"inline:1/t": Secret(CANARY)})
+    await vault.admin.regrant(SANDBOX, [second, other], {"inline:2/t": Secret("another-value")}, keep=[])
+    await vault.stop()
+    await vault.start()
+    worker = await vault.worker(SANDBOX, 1)
+    at_first = await worker.release("inline:2/t", "api.good.test", 443, "https", purpose="scrub")
+    elsewhere = await worker.release("inline:2/t", "other.test", 443, "https", purpose="scrub")
+    assert ((Secret(CANARY),), ()) == (at_first.former, elsewhere.former)
+    assert Secret("another-value") == at_first.value
+    await worker.close()

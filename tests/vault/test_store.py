@@ -1,5 +1,6 @@
 """The contract of `vault.store.Store`, over every store."""
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,6 +12,8 @@ from vault.grants import GrantError, SecretBinding
 from vault.keyring import Keyring
 from vault.secret import Secret
 from vault.store import (
+    FORMER_FOR,
+    MAX_FORMER,
     MAX_SECRETS,
     DamagedSecretError,
     MemoryStore,
@@ -219,3 +222,41 @@ def test_a_half_written_file_is_removed(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "secrets", KEYRING)
     assert [] == list((tmp_path / "secrets").iterdir())
     store.close()
+
+
+def test_replaced_values_are_kept_for_a_while_and_never_for_long(store: Store) -> None:
+    """The last few, for a day; the secret's end is theirs."""
+    store.put("a", Secret("value-no-0"), BINDING)
+    assert () == store.former("a")
+    for number in range(1, 8):
+        store.rotate("a", Secret(f"value-no-{number}"))
+    assert tuple(Secret(f"value-no-{number}") for number in range(7 - MAX_FORMER, 7)) == store.former("a")
+    assert Secret("value-no-7") == store.value("a")
+    store._clock.now += FORMER_FOR  # type: ignore[attr-defined]
+    assert () == store.former("a")
+    store.rotate("a", Secret("value-no-8"))
+    assert (Secret("value-no-7"),) == store.former("a")
+    store.delete("a")
+    store.put("a", Secret("value-no-9"), BINDING)
+    assert () == store.former("a")
+
+
+def test_former_values_are_sealed_and_read_back(tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "secrets", KEYRING)
+    files.put("a", Secret(CANARY), BINDING)
+    files.rotate("a", Secret("value-no-2"))
+    files.close()
+    assert all(CANARY.encode() not in path.read_bytes() for path in (tmp_path / "secrets").iterdir())
+    again = FileStore(tmp_path / "secrets", KEYRING)
+    assert ((Secret(CANARY),), Secret("value-no-2")) == (again.former("a"), again.value("a"))
+    again.close()
+
+
+def test_a_record_from_before_there_were_former_values_is_read(tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "secrets", KEYRING)
+    info = files.put("a", Secret("value-no-1"), BINDING)
+    files._directory.write("a", json.dumps(info.to_json()).encode(), b"value-no-1")
+    assert (Secret("value-no-1"), ()) == (files.value("a"), files.former("a"))
+    files.rotate("a", Secret("value-no-2"))
+    assert (Secret("value-no-1"),) == files.former("a")
+    files.close()
