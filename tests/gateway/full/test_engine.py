@@ -196,6 +196,34 @@ async def test_an_answer_of_which_it_is_not_known_what_to_keep_out_is_withheld(r
     assert rig.secret.encode() not in answer
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_an_answer_is_withheld_over_http2_too_and_its_connection_goes_on(rig, method):
+    async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
+        charset = b"utf-7" if b"/v1" in head else b"utf-8"
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=%s\r\nContent-Length: 4\r\n\r\n" % charset)
+        if not head.startswith(b"HEAD"):
+            writer.write(b"text")
+
+    rig.upstream.reply = reply
+    async with httpx.AsyncClient(http1=False, http2=True, verify=rig.only_h2()) as client:
+        answers = [
+            await client.request(
+                method,
+                f"https://127.0.0.1:{rig.port}{path}",
+                headers={"host": "good.test"},
+                extensions={"sni_hostname": "good.test"},
+            )
+            for path in ("/v1", "/open", "/v1", "/open")
+        ]
+    assert [502, 200, 502, 200] == [answer.status_code for answer in answers]
+    texts = ["The answer was withheld: a response in this charset cannot be searched for secrets.\n", "text"]
+    assert (
+        ["", ""] * 2 == [answer.text for answer in answers]
+        if method == "HEAD"
+        else texts * 2 == [answer.text for answer in answers]
+    )
+
+
 async def test_a_host_without_a_binding_is_asked_nothing_about(rig):
     rig.bound = False
     rig.broken_sought = True

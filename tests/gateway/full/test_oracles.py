@@ -199,3 +199,15 @@ async def test_an_answer_that_is_under_way_ends_at_the_bound(rig):
     assert [b"", b"9\r\n*********\r\n0\r\n\r\n"] == answers
     for _, writer in ends:
         writer.close()
+
+
+async def test_a_message_of_grpc_arrives_when_it_is_whole_and_one_with_the_secret_without_it(asked):
+    """Over HTTP/2, where its peers wait for one another; the same bytes over HTTP/1.1 wait for more, or for the end."""
+    rig, echo, over = asked
+    echo.kind = "application/grpc"
+    echo.body = shaped("message", f"{SECRET}, then more of it")
+    before, after = await seen(rig, echo, over)
+    masked = echo.body.replace(SECRET.encode(), b"*" * len(SECRET))
+    assert (masked in before) is (over == "HTTP/2")
+    assert masked in before or after.count(b"*") == len(SECRET)
+    assert SECRET.encode() not in before + after
