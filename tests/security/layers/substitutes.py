@@ -101,7 +101,7 @@ def in_vaultd() -> None:
     """What the owner of a secret and the sandbox's grants allow."""
     from vault.custody import MAX_LEASE, Consent, Custody
 
-    def consent(real: Any, custody: Any, sandbox: str, wanted: Any, *_: Any) -> Any:
+    def consent(real: Any, custody: Any, sandbox: str, wanted: Any, *_: Any, **_named: Any) -> Any:
         return Consent(MAX_LEASE, custody.store.info(wanted.secret).binding.scope)  # what a lease says stays true
 
     replaced(Custody, "decide", "vaultd's grant check", consent)
