@@ -58,6 +58,10 @@ class UnknownImage(DockerError):
     """There is no such image here."""
 
 
+class UnusableImage(DockerError):
+    """The image itself keeps it from being started; `str()` says to its owner what is wrong with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """What an image says about how to run it."""
@@ -289,7 +293,8 @@ class Docker:
         """Look at the files of users in a created container of `image`, which Docker and runc read at its start.
 
         Raises:
-            DockerError: one of them is none, or too large; the container must not be started.
+            UnusableImage: one of them is none, or too large; the container must not be started.
+            DockerError: Docker refused, or did not answer.
         """
         if image in self._judged:
             return
@@ -314,7 +319,7 @@ class Docker:
             if not found["mode"] & _LINK:
                 break
             path = posixpath.join(posixpath.dirname(path), found["linkTarget"])
-        raise DockerError(f"{named} of the image is no plain file, or too large")
+        raise UnusableImage(f"{named} of the image is no plain file, or too large")
 
     async def layout(self, container: str) -> Layout:
         """Return where a created container lies."""

@@ -12,7 +12,7 @@ from typing import Any
 import wire
 from runtimes import netns, slots
 from runtimes.disk import DiskError
-from runtimes.docker import Docker, DockerError, UnknownImage
+from runtimes.docker import Docker, DockerError, UnknownImage, UnusableImage
 from runtimes.records import Phase, Record
 from runtimes.spec import Runtime
 from runtimes.workers import Worker
@@ -97,6 +97,7 @@ async def describe(sandbox: Sandbox, docker: Docker, running: Container[str] = (
 
 _CODES: tuple[tuple[type[BaseException], str, Callable[[BaseException], str]], ...] = (
     (UnknownImage, "unknown_image", lambda error: "there is no such image on this host"),
+    (UnusableImage, "image", str),
     (DockerError, "docker", str),
     (DiskError, "disk", str),
     (netns.NftError, "network", str),
