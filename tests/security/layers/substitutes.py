@@ -281,7 +281,14 @@ def _engine() -> None:
     replaced(engine.FullEngine, "_refusal", agreement, lambda real, *_: None)
     replaced(gate.Sentinel, "_check", "sentinel", lambda real, *_: None)
     replaced(connection.FlowConnection, "handle_hook", "hook wrapper", swallowed)
-    replaced(gate.Gate, "may_connect", "no connection without an allowed request", lambda real, *_: True)
+
+    async def any_request(real: Any, self: Any, flow: Any) -> None:
+        if gate.STAMP in flow.metadata:
+            await real(self, flow)
+
+    without = "no connection without an allowed request"
+    replaced(gate.Gate, "may_connect", without, lambda real, *_: True)
+    replaced(gate.Gate, "sallyport_route", without, any_request)
 
     judge = gate.Gate.requestheaders
 

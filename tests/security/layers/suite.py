@@ -105,10 +105,16 @@ class Pair:
         self.seen: dict[str, Seen] = {}
 
     def _make(self, runtime: str) -> Any:
+        known = self.stack.log.stat().st_size
         try:
             return self.stack.create(runtime, policy=POLICY)
         except SandboxException as error:
-            return str(error)
+            return self._refusals(known) or str(error)
+
+    def _refusals(self, known: int) -> str:
+        """What the server's log says of creations that failed since it had `known` bytes: clients read no details."""
+        lines = self.stack.log.read_bytes()[known:].decode("utf-8", "replace").splitlines()
+        return "; ".join(line for line in lines if "creation failed" in line)
 
     def id(self, runtime: str) -> str:
         return str(self.sandboxes[runtime].id)
