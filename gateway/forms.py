@@ -4,7 +4,8 @@
   a text may be raw or in any of its escapes, mixed freely: percent-encoding (any subset, either case, `+`, nested),
   JSON, JavaScript and C escapes (`\\u0026`, `\\x26`, `\\/`, nested in JSON strings), HTML entities (named or numeric).
 - NUL bytes between the characters do not matter: text in UTF-16 and UTF-32, of either order, is found.
-- Base64 may be wrapped at any column from `MIN_COLUMN` on. No other form contains a line end.
+- Base64 may be wrapped at any column from `MIN_COLUMN` on. No other form of an ASCII value contains a line end. In
+  UTF-16 and UTF-32 a byte of another character may look like one.
 - A form is at most `Patterns.longest` bytes long, which depends on the length of the values and nothing else of them.
 - What begins a form is recognised as well: `Patterns.partial`.
 
@@ -204,7 +205,7 @@ def _base64_forms(raw: bytes) -> Iterator[_Form]:
 class Patterns:
     """The forms of some values to look for. Its repr shows none of them."""
 
-    __slots__ = ("_escape", "_first", "_forms", "_head", "longest")
+    __slots__ = ("_ascii", "_escape", "_first", "_forms", "_head", "longest")
 
     def __init__(self, values: Iterable[str]) -> None:
         """Values shorter than `MIN_SECRET` characters are refused.
@@ -223,6 +224,7 @@ class Patterns:
             characters |= set(value)
             self.longest = max(self.longest, MAX_ESCAPE * len(raw))
         self._forms = tuple(forms)
+        self._ascii = all(character.isascii() for character in characters)
         self._first: dict[int, list[_Form]] = {}
         for form in forms:
             for octet in {raw[0] for raw in form.elements[0].raw} | set(b"%\\&"):
@@ -316,14 +318,15 @@ class Patterns:
     def hold(self, data: bytes) -> int:
         """Where what must be held back of `data` begins: a match may be incomplete behind it, and not before it.
 
-        A match ends at a line end unless that may be a wrap. Independent of the values but for their length.
+        A match ends at a line end unless that may be a wrap, or a value is not ASCII. Independent of the values but for
+        their length and that.
         """
         skipped = max(0, len(data) - 4 * (self.longest + MIN_COLUMN + _WRAP))
         view = _View(data[skipped:])
         text = view.text
         start = max(0, len(text) - self.longest - 2)
         end = len(text)
-        while (end := max(text.rfind(b"\n", start, end), text.rfind(b"\r", start, end))) >= 0:
+        while self._ascii and (end := max(text.rfind(b"\n", start, end), text.rfind(b"\r", start, end))) >= 0:
             before = end - (text[end : end + 1] == b"\n" and text[end - 1 : end] == b"\r")
             if _AFTER_RUN.match(text, before) is None:
                 start = end + 1

@@ -2,8 +2,9 @@
 
 - `forms` says what is looked for. In a body each byte of a match becomes `*` (NUL bytes stay), so that lengths,
   and with them every kind of framing, stay right. In a header a match becomes `[REDACTED]`.
-- What is held back does not depend on the values, only on their length: the last `Patterns.longest` bytes, or the last
-  line, as far as a match could begin in it. When bytes arrive tells nothing about a guess.
+- What is held back does not depend on the values, only on their length and on whether they are ASCII: the last
+  `Patterns.longest` bytes, or the last line, as far as a match could begin in it. When bytes arrive tells nothing
+  about a guess.
 - The output of a `Scrubber` does not depend on how its input was cut into chunks.
 - At an end, what looks like the beginning of a value is taken out too: a response cut inside a secret shows no part of
   it. That answers a guess, and so does every match: `Scrubber.partials` and `Scrubber.matches` count them, and an
