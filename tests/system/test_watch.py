@@ -6,6 +6,7 @@ Every sandbox here tries to reach the attacker all the time: between the change 
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -56,7 +57,7 @@ def _set(path: Path, name: str, value: str) -> None:
 def _verdict(place: Place) -> None:
     rules = netns.list_rules(place.gateway, "ruleset").replace("counter packets 0 bytes 0 drop", "counter drop")
     assert "counter drop" in rules
-    netns.load_rules(place.gateway, f"flush ruleset\n{rules.replace('counter drop', 'accept')}")
+    netns.load_rules(place.gateway, f"flush ruleset\n{re.sub(r'counter drop$', 'accept', rules, flags=re.MULTILINE)}")
 
 
 def _namespace(place: Place) -> None:
