@@ -48,6 +48,7 @@ _UNFINISHED_OCTETS = re.compile(
     + _UNFINISHED.pattern
     + rb"|\Z)"
 )
+_MAY_ESCAPE = re.compile(rb"[%&+\\\r\n\x80-\xff]")
 _AMBIGUOUS = ((b"%",), (b"&",), (b"\\",))
 _EACH_HEX = re.compile(r"[a-f]")
 _ANOTHER = r"\\\\{0,3}"
@@ -302,13 +303,17 @@ class Patterns:
         skipped = max(0, len(data) - 4 * (self.longest + MIN_COLUMN + _WRAP))
         view = _View(data[skipped:])
         text = view.text
-        firsts = re.compile(b"|".join(sorted({form.elements[0].source for form in self._forms})) or b"(?!)")
-        at = firsts.search(text, max(0, len(text) - self.longest))
-        while at is not None:
-            if any(form.end(text, at.start())[1] >= MIN_PARTIAL for form in self._first.get(text[at.start()], ())):
-                return skipped + view.index(at.start())
-            at = firsts.search(text, at.start() + 1)
-        return len(data)
+        first = max(0, len(text) - self.longest)
+        start = min((_prefix(text, plain) for form in self._forms for plain in form.plain), default=len(text))
+        if _MAY_ESCAPE.search(text, first) is not None:
+            head = self._heads()
+            at = head.search(text, first)
+            while at is not None and at.start() < start:
+                if any(form.end(text, at.start())[1] >= MIN_PARTIAL for form in self._first.get(text[at.start()], ())):
+                    start = at.start()
+                    break
+                at = head.search(text, at.start() + 1)
+        return skipped + view.index(start) if start < len(text) else len(data)
 
     def context(self, data: bytes) -> int:
         """How many bytes at the end of `data` must stay known for matches that begin in them."""
@@ -334,6 +339,14 @@ class Patterns:
         if start >= len(text):
             return len(data)
         return skipped + (view.index(start) if start else 0)
+
+
+def _prefix(text: bytes, plain: bytes) -> int:
+    """Where the longest end of `text` begins that `plain` begins with, and not all of it; the text's length if none."""
+    for count in range(min(len(plain) - 1, len(text)), MIN_PARTIAL - 1, -1):
+        if text.endswith(plain[:count]):
+            return len(text) - count
+    return len(text)
 
 
 def _wrappable(form: _Form, element: _Element) -> bytes:
