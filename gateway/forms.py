@@ -206,7 +206,7 @@ def _base64_forms(raw: bytes) -> Iterator[_Form]:
 class Patterns:
     """The forms of some values to look for. Its repr shows none of them."""
 
-    __slots__ = ("_ascii", "_escape", "_first", "_forms", "_head", "longest")
+    __slots__ = ("_ascii", "_escape", "_first", "_forms", "_head", "_introducer", "longest")
 
     def __init__(self, values: Iterable[str]) -> None:
         """Values shorter than `MIN_SECRET` characters are refused.
@@ -235,6 +235,8 @@ class Patterns:
         escapes = (_escapes(sorted(characters)) + blank).encode("utf-8", "surrogateescape")
         others = {raw[:1] for one in characters if not one.isascii() for raw in _element(one).raw}
         self._escape = re.compile(b"|".join((_SOME_WRAP.pattern, escapes, *map(re.escape, sorted(others)))))
+        introducers = b"".join(sorted({b"%", b"&", b"\\", b"\n", *([b"+"] if blank else ()), *others}))
+        self._introducer = re.compile(b"[" + re.escape(introducers) + b"]")
         self._head: re.Pattern[bytes] | None = None
 
     def __repr__(self) -> str:
@@ -275,6 +277,8 @@ class Patterns:
 
     def _escaped(self, text: bytes) -> Iterator[Span]:
         """The parts of `text` in which matches with escapes or wraps in them may lie; they do not overlap."""
+        if self._introducer.search(text) is None:
+            return
         first = last = -1
         for escape in self._escape.finditer(text):
             if escape.start() - self.longest > last:
