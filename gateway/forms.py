@@ -347,9 +347,11 @@ class Patterns:
 
 def _prefix(text: bytes, plain: bytes) -> int:
     """Where the longest end of `text` begins that `plain` begins with, and not all of it; the text's length if none."""
-    for count in range(min(len(plain) - 1, len(text)), MIN_PARTIAL - 1, -1):
-        if text.endswith(plain[:count]):
-            return len(text) - count
+    at = text.find(plain[:MIN_PARTIAL], max(0, len(text) - len(plain) + 1))
+    while at >= 0:
+        if plain.startswith(text[at:]):
+            return at
+        at = text.find(plain[:MIN_PARTIAL], at + 1)
     return len(text)
 
 
