@@ -82,11 +82,12 @@ def test_a_loop_without_an_end_is_given_up_after_its_processor_time(taken: list[
     assert all(verdict is not None for verdict in found[int(CPU_SECONDS) :][1:])
 
 
-@given(st.lists(st.floats(LONGEST, 600), min_size=int(IDLE_SECONDS) + 2, max_size=40))
+@given(st.lists(st.floats(LONGEST, 600), min_size=int(IDLE_SECONDS) + 3, max_size=40))
 def test_a_stopped_process_is_given_up_after_a_bounded_number_of_looks(pauses: list[float]) -> None:
     found = verdicts([Step(pause, 0.0, False, False) for pause in pauses])
     first = next(number for number, verdict in enumerate(found) if verdict is not None)
-    assert int(IDLE_SECONDS / LONGEST) + 1 == first
+    looks = int(IDLE_SECONDS / LONGEST) + 1
+    assert first in (looks, looks + 1)  # the difference of two moments may be rounded to less than `LONGEST`
 
 
 KINDS = {
