@@ -157,7 +157,7 @@ func (l *kernelLink) listen(ctx context.Context, run *codeRun) (next func() ([]b
 
 // runCode executes code in the kernel of a session; events of it go to the stream.
 // An error of the code is an event; what is returned is why it could not be run.
-// Without a stream nobody sees the run, and its error is returned. A run that is
+// Without a stream the run is not shown, and its error is returned. A run that is
 // interrupted before the kernel is ready for it is not sent.
 func (l *kernelLink) runCode(ctx context.Context, session, code string, stream *eventStream, run *codeRun) error {
 	select {

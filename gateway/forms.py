@@ -165,15 +165,17 @@ class _Form:
     def end(self, data: bytes, start: int) -> tuple[int, int]:
         """The end of the match that begins at `start`, or -1; and how many characters match up to the data's end."""
         ends = {start}
+        reached = 0
         for count, element in enumerate(self.elements):
             if self.base64 and count:
                 ends |= {wrap.end() for one in ends if (wrap := _WRAPPED.match(data, one)) is not None}
             following: set[int] = set()
             for one in ends:
                 following |= element.ends(data, one)
+                if len(data) - one < MAX_ESCAPE * 2 and element.unfinished(data, one):
+                    reached = count  # kept: another reading of the same bytes may go on and fail later
             if not following:
-                at_end = any(element.unfinished(data, one) for one in ends)
-                return -1, count if at_end else 0
+                return -1, reached
             ends = following
         return max(ends), 0
 

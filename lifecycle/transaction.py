@@ -222,7 +222,7 @@ class Creations:
 
         def change(current: Sandbox) -> Sandbox:
             # The operator's document may have changed since this policy was compiled: then the new one is applied. It
-            # is compared here, in the order of the database's calls: who reads all rows after a change finds this one.
+            # is compared here, in the order of the database's calls: a later reader of all rows finds this one.
             digest = compiled.digest if version == policies.version else ""
             moved = current.moved(State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.", now)
             return replace(moved, policy_digest=digest)

@@ -124,6 +124,15 @@ def test_each_character_may_be_escaped_in_its_own_way(value, data, charset, cuts
     assert set(out[len(front) : len(out) - len(back)]) <= set(b"*\0")
 
 
+@pytest.mark.parametrize("value", [".0+XY%c-0000", "%25Y.&Y9a/a%b", "a0%9/9%1X09%9"])
+def test_an_end_inside_an_escape_is_a_beginning_whatever_the_value_holds(value: str) -> None:
+    """The bytes of an unfinished escape may also be read as characters of the value."""
+    patterns = Patterns([value])
+    shown = quote(value, safe="").encode()
+    for end in range(12, len(shown)):
+        assert len(b"zz ") == patterns.partial(b"zz " + shown[:end])
+
+
 @pytest.mark.parametrize("charset", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("character", ["\u010d", "\u0d0a", "\u0a00", "\U000d0000"])
 def test_a_byte_of_a_character_is_no_line_end(character: str, charset: str) -> None:
