@@ -43,8 +43,9 @@ def test_an_unknown_command_is_an_error() -> None:
 
 def test_the_command_line_sees_what_was_built_and_files_of_the_callers_directory(tmp_path: Path) -> None:
     """`./run sallyport` works on the server that `./run serve` runs; a relative name is one of the caller's."""
-    (tmp_path / "built.toml").write_text(f'[sallyport]\nstate_dir = "{tmp_path}/built"\n')
-    (tmp_path / "own.toml").write_text(f'[sallyport]\nstate_dir = "{tmp_path}/own"\n')
+    for name in ("built", "own"):
+        places = f'[sallyport]\nstate_dir = "{tmp_path}/{name}"\nrun_dir = "{tmp_path}/run"\n'
+        (tmp_path / f"{name}.toml").write_text(places)
     seen = []
     for options in ((), ("--config", "own.toml")):
         done = subprocess.run(
@@ -81,6 +82,7 @@ def test_every_user_checks_policies_in_a_copy_that_was_never_set_up(checkout: Pa
             path.chmod(0o755 if path.is_dir() else 0o644)
         cache = own_directory(home, "cache")
         places = {"XDG_CACHE_HOME": str(cache), "SALLYPORT_HOME": str(home / "none"), "HOME": "/nonexistent"}
+        places |= {"SALLYPORT_RUN_DIR": str(home / "run")}  # no server of another test runs there
         places |= {
             name: os.environ[name] for name in ("SSL_CERT_FILE", "PIP_INDEX_URL", "UV_INDEX_URL") if name in os.environ
         }
