@@ -73,11 +73,12 @@ def _stack(directory: Path, internet: Internet, values: Secrets) -> Iterator[Sta
     policy = directory / "policies.yaml"  # a copy: tests change it while the server runs
     policy.write_text(POLICY.read_text())
     with WithCode(internet, directory / "sallyport", policy, port=PORT) as stack:
-        _put(stack, values)
+        put_secrets(stack, values)
         yield stack
 
 
-def _put(stack: Stack, values: Secrets) -> None:
+def put_secrets(stack: Stack, values: Secrets) -> None:
+    """Store the secrets that the demo's policy injects."""
     for name, host, value in (
         ("git-login", GIT, values.git),
         ("index-login", INDEX, values.index),
@@ -135,7 +136,7 @@ def _second() -> Iterator[Stack]:
 def _unwatched(values: Secrets) -> Iterator[Stack]:
     """A server that lets a sandbox without its layers be, with an internet of its own."""
     with beside(Unwatched, "unwatched") as stack:
-        _put(stack, values)
+        put_secrets(stack, values)
         yield stack
 
 

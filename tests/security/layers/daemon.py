@@ -8,14 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.security.layers import state, substitutes
-
-MAINS = {
-    "host": "runtimes.hostd",
-    "auditd": "audit.writer",
-    "vaultd": "vault.broker",
-    "zygote": "gateway.zygote",
-    "serve": "lifecycle.serve",
-}
+from tests.security.substituted import MAINS
 
 
 def main() -> int:

@@ -1,9 +1,7 @@
 """A Sallyport whose daemons have the substitutes in them, on an internet of its own."""
 
-import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,42 +10,21 @@ from demo.internet import ADDRESSES, API, ATTACKER
 from demo.stack import EMPTY_IMAGE, Stack
 from tests.security.layers import state
 from tests.security.layers.substitutes import PLANTED
+from tests.security.substituted import SubstitutedStack
 
-ROOT = Path(__file__).parents[3]
 POLICY = "hostile-names"
 
 
-class LayeredStack(Stack):
-    """As `sallyport serve` starts it, but for the modules that the daemons are started from."""
+class LayeredStack(SubstitutedStack):
+    """As `sallyport serve` starts it, but for the modules of the daemons; with the empty image only."""
 
-    slots_ahead = 0
+    module = "tests.security.layers.daemon"
 
-    def __enter__(self) -> "LayeredStack":
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
-        self.config.write_text(self.settings)
-        host = Path(self.sallyport("serve", "--write-only").splitlines()[-1])
-        document = json.loads(host.read_text())
-        for process in document["processes"]:
-            process["module"] = "tests.security.layers.daemon"
-        host.write_text(json.dumps(document))
+    def prepare(self) -> None:
         self.planted = self.directory / "planted"
         self.planted.touch(mode=0o600)
         self.planted.write_text(PLANTED)
         self.switch()
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.security.layers.daemon", str(host)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=ROOT,
-            )
-        try:
-            self._wait()
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     @property
     def settings(self) -> str:

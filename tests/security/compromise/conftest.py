@@ -1,0 +1,17 @@
+"""One compromised server for the tests of a file."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from demo.sandboxes import Secrets
+from tests.conftest import beside, put_secrets
+from tests.security.compromise.stack import CompromisedStack
+
+
+@pytest.fixture(scope="module", name="compromised")
+def _compromised(values: Secrets) -> Iterator[CompromisedStack]:
+    with beside(CompromisedStack, "compromised") as stack:
+        assert isinstance(stack, CompromisedStack)
+        put_secrets(stack, values)
+        yield stack

@@ -1,0 +1,50 @@
+"""`python -m tests.security.compromise.daemon CONFIG.json`: a daemon of the product with an agent in it.
+
+The daemon is named by its configuration file. Each worker that the zygote spawns has an agent, too: it connects while
+the worker is being confined and begins when the confinement is complete. The zygote has none: it must have no threads.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from gateway import birth, confine, worker
+from tests.security.compromise.agent import Agent
+from tests.security.substituted import MAINS
+
+
+def main() -> int:
+    config = Path(sys.argv[1])
+    run = config.parent.parent
+    if config.stem == "zygote":
+        _in_workers(run)
+    else:
+        Agent(run, config.stem).obey()
+    result: int = importlib.import_module(MAINS[config.stem]).main([str(config)])
+    return result
+
+
+def _in_workers(run: Path) -> None:
+    become, enter, compose = birth.become_worker, confine.empty_root, worker.Worker.__init__
+    born: dict[str, Any] = {}
+
+    def becomes(order: birth.Order) -> int:
+        born["name"] = order.sandbox
+        return become(order)
+
+    def enters() -> None:
+        born["agent"] = Agent(run, born["name"])
+        enter()
+
+    def composed(self: worker.Worker, *arguments: Any) -> None:
+        compose(self, *arguments)
+        born["agent"].obey(process=self)
+
+    birth.become_worker = becomes
+    confine.empty_root = enters
+    worker.Worker.__init__ = composed  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""A server with an agent in each of its daemons and workers, and what a test says to them."""
+
+import json
+import queue
+import socket
+import threading
+from typing import Any
+
+from tests.security.compromise.agent import SOCKET
+from tests.security.substituted import SubstitutedStack
+
+_SECONDS = 60.0
+
+
+class Refused(Exception):
+    """The hostile code ended with an error: its type, its errno (None if it has none) and its text."""
+
+    def __init__(self, kind: str, number: int | None, text: str) -> None:
+        super().__init__(f"{kind} {number}: {text}")
+        self.kind, self.number, self.text = kind, number, text
+
+
+class Hostile:
+    """A compromised process: runs code in it. `pid` and `uid` are the kernel's word of it."""
+
+    def __init__(self, sock: socket.socket, pid: int, uid: int) -> None:
+        self._sock, self.pid, self.uid = sock, pid, uid
+        self._file = sock.makefile("rb")
+
+    def run(self, code: str, seconds: float = _SECONDS) -> Any:
+        """Run `code` in the process and return its `value`.
+
+        Raises:
+            Refused: it ended with an exception.
+            TimeoutError: it did not end in time.
+            ConnectionError: the process has ended.
+        """
+        self.begin(code)
+        return self.finish(seconds)
+
+    def begin(self, code: str) -> None:
+        """Have the process run `code`, and do not wait for it."""
+        self._sock.sendall(json.dumps(code).encode() + b"\n")
+
+    def finish(self, seconds: float = _SECONDS) -> Any:
+        """Wait for the code that was begun, as `run` does."""
+        self._sock.settimeout(seconds)
+        line = self._file.readline()
+        if not line:
+            raise ConnectionError("the process has ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Refused(*answer["error"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """End the connection; the process goes on."""
+        self._file.close()
+        self._sock.close()
+
+
+class CompromisedStack(SubstitutedStack):
+    """Every daemon but the zygote, and every worker, obeys the test."""
+
+    module = "tests.security.compromise.daemon"
+
+    def prepare(self) -> None:
+        path = self.run / SOCKET
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        path.chmod(0o666)
+        self._listener.listen(64)
+        self._agents: dict[str, queue.Queue[Hostile]] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, name="agents", daemon=True).start()
+
+    def hostile(self, name: str, seconds: float = _SECONDS) -> Hostile:
+        """Return the next process of this name that was not returned yet: a daemon's, or the id of a worker's sandbox.
+
+        Raises:
+            queue.Empty: no such process was started in time.
+        """
+        return self._of(name).get(timeout=seconds)
+
+    def stop(self) -> None:
+        super().stop()
+        self._listener.close()
+
+    def _of(self, name: str) -> "queue.Queue[Hostile]":
+        with self._lock:
+            return self._agents.setdefault(name, queue.Queue())
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            name = b""
+            while not name.endswith(b"\n"):
+                name += sock.recv(1)
+            pid, uid, _ = _credentials(sock)
+            self._of(name.decode().strip()).put(Hostile(sock, pid, uid))
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, gid = (int.from_bytes(data[start : start + 4], "little") for start in (0, 4, 8))
+    return pid, uid, gid

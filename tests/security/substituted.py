@@ -1,0 +1,54 @@
+"""A Sallyport whose daemons are started from another module than the product's: one of the tests'."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from demo.stack import Stack
+
+ROOT = Path(__file__).parents[2]
+
+MAINS = {
+    "host": "runtimes.hostd",
+    "auditd": "audit.writer",
+    "vaultd": "vault.broker",
+    "zygote": "gateway.zygote",
+    "serve": "lifecycle.serve",
+}
+"""The module of each daemon of the product, by the name of the daemon's configuration file."""
+
+
+class SubstitutedStack(Stack):
+    """As `sallyport serve` starts it, but each daemon is `module`."""
+
+    slots_ahead = 0
+    module: ClassVar[str]
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        self.config.write_text(self.settings)
+        host = Path(self.sallyport("serve", "--write-only").splitlines()[-1])
+        document = json.loads(host.read_text())
+        for process in document["processes"]:
+            process["module"] = self.module
+        host.write_text(json.dumps(document))
+        self.prepare()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self.module, str(host)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def prepare(self) -> None:
+        """Make what the substitutes need; the run directory is there, no daemon runs."""
