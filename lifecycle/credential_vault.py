@@ -7,6 +7,8 @@ beside it, from the request to vaultd, and are in no object of this module but `
   a binding may say is `policy.bindings`' business.
 - To vaultd a credential is `inline:<revision>/<name>`: it cannot collide with a stored secret, and a replaced value is
   another secret, so that the old and the new one exist side by side until the change is in force.
+- A value goes where the bindings of its own write said. A later write uses it elsewhere only with the value again:
+  vaultd holds each value to its places, and this module says so before.
 """
 
 import re
@@ -16,7 +18,9 @@ from typing import Any
 
 from policy.api import ApiPolicyError
 from policy.bindings import INLINE, ApiBinding, binding_name, check_conflicts, parse_binding
+from policy.compile import uses_of
 from policy.strict import Path, StrictError, members
+from vault.grants import Grant, within
 
 MAX_ENTRIES = 256
 MAX_PLACES = 8192
@@ -77,6 +81,11 @@ class Vault:
             replace(binding, headers=tuple((name, self._versioned(item)) for name, item in binding.headers))
             for binding in self.bindings
         )
+
+    def places(self) -> frozenset[Grant]:
+        """Where the bindings use the values, whether or not they are in force."""
+        uses = uses_of(binding.compiled() for binding in self.compiled_bindings())
+        return frozenset(Grant(use.secret, use.host, use.port, use.scheme) for use in uses)
 
     def shown_credentials(self) -> list[dict[str, Any]]:
         """CredentialMetadata, sorted by name."""
@@ -146,6 +155,7 @@ def mutate(current: Vault, body: object) -> Change:
     bindings = {name: old for name, old in known.items() if name not in unbound} | written
     vault = Vault(revision, credentials, tuple(bindings.values()))
     _check_whole(vault)
+    _check_places(current, vault, values)
     return Change(
         vault,
         {vault.secret(name): value for name, value in values.items()},
@@ -262,6 +272,19 @@ def _auth(binding: ApiBinding) -> dict[str, Any]:
             return {"type": "customHeaders", "headers": headers}
         case other:
             return {"type": other}
+
+
+def _check_places(current: Vault, vault: Vault, values: Mapping[str, str]) -> None:
+    """Refuse a binding that uses a value where it was not given for."""
+    given = {vault.secret(name) for name in values}
+    kept = {place for place in vault.places() if place.secret not in given}
+    if beyond := sorted((place.secret, place.host) for place in kept - within(kept, current.places())):
+        secret, host = beyond[0]
+        name = next(name for name in vault.credentials if vault.secret(name) == secret)
+        raise _bad(
+            f'credential "{name}" was not given for host "{host}": '
+            f"give its value again in the same request (credentials.replace) to use it there"
+        )
 
 
 def _check_whole(vault: Vault) -> None:

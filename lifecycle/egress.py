@@ -37,7 +37,7 @@ from lifecycle.peers import TOO_LARGE, Unreachable, explained
 from lifecycle.policies import Compiled
 from lifecycle.registry import RegistryError, Sandbox, State
 from lifecycle.shortfall import Shortfall
-from lifecycle.stored import secrets, stored
+from lifecycle.stored import places, secrets, stored
 from policy.api import ApiPolicy, ApiPolicyError, NetworkRule, delete_targets, merge_patch, parse_network_policy
 from policy.bindings import ApiBinding
 from policy.compile import DENY_ALL, Dropped, Part
@@ -250,13 +250,15 @@ class Egress:
         compiled = await self._enforced(changed)
         if refused := _brought(row, changed, await self._enforced(row), compiled):
             raise VaultText(400, refused[0].reason)
-        if len(compiled.grants) > credential_vault.MAX_GRANTS:
+        if max(len(compiled.grants), len(change.vault.places())) > credential_vault.MAX_GRANTS:
             raise VaultText(400, f"at most {credential_vault.MAX_GRANTS} pairs of a credential and a host")
         try:
             await self._apply(row, changed, "vault.bind", change)
         except (Unreachable, wire.RemoteError) as error:
             if _too_large(error):
                 raise VaultText(413, "credential vault is too large") from None
+            if isinstance(error, wire.RemoteError) and error.code == "not_bound":
+                raise VaultText(400, f"give the value again in the same request: {error.message}") from None
             _log.warning("credential vault of %s not activated: %s", row.id, _brief(error))
             raise VaultText(412, "credential proxy is not ready") from None
         return change.vault
@@ -312,11 +314,14 @@ class Egress:
         # What vaultd and the log have of an unsettled row is not known: both get the whole of it.
         unsure = self.unsettled(row) or not self.shortfall.is_told(row.id, compiled.dropped)
         stale = unsure or bool(set(secrets(row) or ()) - set(secrets(changed) or ()))
+        before, after = places(row), places(changed)
+        stale = stale or not set(before or ()) <= set(after or ())
         narrowed = stale or set(map(_key, both)) != set(map(_key, compiled.grants))
         await self._mark(row)
         try:
             if values or set(map(_key, both)) != set(map(_key, former.grants)):
-                await vaultd.regrant(row.id, both, values or None, secrets(row) or ())
+                bounds = None if before is None or after is None else list({*before, *after})
+                await vaultd.regrant(row.id, both, values or None, secrets(row) or (), bounds)
             await self._configure(changed, compiled, decided=False)
             changed = await self._persist(changed, "" if narrowed else compiled.digest)
         except Exception:
@@ -386,7 +391,7 @@ class Egress:
         names = secrets(row)
         inline: dict[str, str] | None = None if all_values or names is None else {}
         try:
-            await self._orchestrator.vaultd.regrant(row.id, compiled.grants, inline, names or ())
+            await self._orchestrator.vaultd.regrant(row.id, compiled.grants, inline, names or (), places(row))
         except wire.RemoteError:
             await self._narrow(row, compiled)
             raise
@@ -394,7 +399,7 @@ class Egress:
     async def _narrow(self, row: Sandbox, compiled: Compiled) -> None:
         """Have vaultd take away what a row has no more, which it can always do."""
         known = compiled.grants if len(compiled.grants) <= 2 * credential_vault.MAX_GRANTS else ()
-        await self._orchestrator.vaultd.narrow(row.id, known, secrets(row))
+        await self._orchestrator.vaultd.narrow(row.id, known, secrets(row), places(row))
 
     async def _roll_back(self, row: Sandbox) -> None:
         """Best effort: what was in the registry before is there again and in force; else the observer sees to it."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import wire
+from vault.grants import Grant
 
 CALL_TIMEOUT = 20.0
 LAUNCH_TIMEOUT = 120.0
@@ -160,28 +161,43 @@ class Vaultd(Daemon):
         grants: Sequence[Mapping[str, Any]],
         inline: Mapping[str, str] | None = None,
         keep: Sequence[str] = (),
+        bounds: Sequence[Grant] | None = None,
     ) -> None:
         """Replace the grants of a sandbox.
 
         Args:
             inline: if not None: these inline values, and of the former ones only those named in `keep`, are the
                 sandbox's from now on. With None all former ones stay.
+            bounds: where inline values may be granted. A value in `inline` gets these places, another one keeps those
+                of them that it had; with None all of those that it had.
         """
-        parameters: dict[str, Any] = {"grants": [dict(grant) for grant in grants]}
+        parameters: dict[str, Any] = {"grants": [dict(grant) for grant in grants], **_bounds(bounds)}
         if inline is not None:
             parameters["inline"] = dict(inline)
             if keep:
                 parameters["keep"] = list(keep)
         await self.call("regrant", sandbox=sandbox, **parameters)
 
-    async def narrow(self, sandbox: str, grants: Sequence[Mapping[str, Any]], keep: Sequence[str] | None) -> None:
-        """Take away every grant that is not in `grants` and every inline value that is not in `keep` (None: none)."""
+    async def narrow(
+        self,
+        sandbox: str,
+        grants: Sequence[Mapping[str, Any]],
+        keep: Sequence[str] | None,
+        bounds: Sequence[Grant] | None,
+    ) -> None:
+        """Take away every grant that is not in `grants`, every inline value that is not in `keep` (None: none) and
+        every place of inline values that is not in `bounds` (None: none).
+        """
         names: dict[str, Any] = {} if keep is None else {"keep": list(keep)}
-        await self.call("narrow", sandbox=sandbox, grants=[dict(grant) for grant in grants], **names)
+        await self.call("narrow", sandbox=sandbox, grants=[dict(grant) for grant in grants], **names, **_bounds(bounds))
 
     async def close_sandbox(self, sandbox: str) -> None:
         """Forget everything of a sandbox; unknown ones are no error."""
         await self.call("close_sandbox", sandbox=sandbox)
+
+
+def _bounds(bounds: Sequence[Grant] | None) -> dict[str, Any]:
+    return {} if bounds is None else {"bounds": [bound.to_json() for bound in bounds]}
 
 
 class Auditd(Daemon):

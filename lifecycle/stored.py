@@ -13,6 +13,7 @@ from lifecycle.registry import Sandbox
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 from policy.bindings import ApiBinding, parse_binding
 from policy.compile import Dropped, Part
+from vault.grants import MAX_GRANTS, Grant
 
 _MALFORMED = (ApiPolicyError, AttributeError, KeyError, TypeError, ValueError)
 
@@ -49,6 +50,15 @@ def secrets(row: Sandbox) -> list[str] | None:
         return []
     vault, _ = _vault(row.vault)
     return None if vault is None else vault.secrets()
+
+
+def places(row: Sandbox) -> list[Grant] | None:
+    """Return where a row's vault may use its values, in force or not; None if not all of it can be read and told."""
+    read = stored(row)
+    if any(item.part in (Part.VAULT, Part.BINDING) for item in read.dropped):
+        return None
+    found = [] if read.vault is None else sorted(read.vault.places(), key=lambda place: (place.secret, place.host))
+    return None if len(found) > MAX_GRANTS else found
 
 
 def _network_policy(document: Mapping[str, Any] | None) -> tuple[ApiPolicy | None, list[Dropped]]:

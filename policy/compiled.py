@@ -6,6 +6,7 @@
 - A policy has at least one rule list, and what any of its lists denies is denied. `DENY_ALL` has one empty list.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from typing import Any
@@ -152,7 +153,11 @@ class SecretUse:
 
 def secrets_of(policy: CompiledPolicy) -> tuple[SecretUse, ...]:
     """Return every use of a secret that the policy could ever make, sorted, each once."""
-    sources: tuple[Rule | Binding, ...] = (*policy.rules, *policy.bindings)
+    return uses_of((*policy.rules, *policy.bindings))
+
+
+def uses_of(sources: Iterable[Rule | Binding]) -> tuple[SecretUse, ...]:
+    """Return every use of a secret that these could ever make, sorted, each once."""
     uses = {
         SecretUse(plan.secret, pattern.text, endpoint.port, endpoint.scheme, plan.kind, plan.header, plan.binding)
         for source in sources

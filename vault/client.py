@@ -221,15 +221,25 @@ class AdminClient(wire.Client):
         return bool((await self.call("has", name=name))["exists"])
 
     async def open_sandbox(
-        self, sandbox: str, lineage: str, grants: Sequence[Grant] = (), inline: Mapping[str, Secret] | None = None
+        self,
+        sandbox: str,
+        lineage: str,
+        grants: Sequence[Grant] = (),
+        inline: Mapping[str, Secret] | None = None,
+        bounds: Sequence[Grant] | None = None,
     ) -> str:
-        """Register a sandbox; returns its root certificate (PEM). Refused with `unknown_secret` or `not_bound`."""
+        """Register a sandbox; returns its root certificate (PEM). Refused with `unknown_secret` or `not_bound`.
+
+        Args:
+            bounds: where its inline secrets may ever be granted; None: where `grants` has them.
+        """
         answer = await self.call(
             "open_sandbox",
             sandbox=sandbox,
             lineage=lineage,
             grants=[grant.to_json() for grant in grants],
             inline=_inline(inline or {}),
+            bounds=_bounds(bounds),
         )
         return _text(answer, "root_pem")
 
@@ -239,11 +249,16 @@ class AdminClient(wire.Client):
         grants: Sequence[Grant],
         inline: Mapping[str, Secret] | None = None,
         keep: Sequence[str] | None = None,
+        bounds: Sequence[Grant] | None = None,
     ) -> None:
         """Replace a sandbox's grants and inline secrets; ended ones are revoked.
 
         Its inline secrets are `inline` then, and those of the former ones that `keep` names (`unknown_secret` if there
         is no such). With neither, they stay as they are.
+
+        Args:
+            bounds: where its inline secrets may be granted; `not_bound` if `grants` goes beyond. A secret in `inline`
+                gets them all, another one keeps those that it had. None: those of `grants`, and as before.
         """
         await self.call(
             "regrant",
@@ -251,6 +266,7 @@ class AdminClient(wire.Client):
             grants=[grant.to_json() for grant in grants],
             inline=None if inline is None else _inline(inline),
             keep=None if keep is None else list(keep),
+            bounds=_bounds(bounds),
         )
 
     async def close_sandbox(self, sandbox: str) -> None:
@@ -260,6 +276,10 @@ class AdminClient(wire.Client):
     async def attach(self, sandbox: str, generation: int, fd: int) -> None:
         """Hand vaultd one end of a socket pair as the channel of a sandbox's worker; `fd` stays the caller's."""
         await self.call("attach", (fd,), sandbox=sandbox, generation=generation)
+
+
+def _bounds(bounds: Sequence[Grant] | None) -> list[dict[str, Any]] | None:
+    return None if bounds is None else [bound.to_json() for bound in bounds]
 
 
 def _inline(inline: Mapping[str, Secret]) -> dict[str, str]:

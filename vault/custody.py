@@ -4,6 +4,8 @@
   a change to a sandbox cannot be written, that sandbox has no grants until one can.
 - A release needs a grant of the sandbox *and*, for a stored secret, the consent of the secret's own binding; both are
   looked at anew each time. An inline secret belongs to its one sandbox and cannot take a stored secret's name.
+- An inline secret is bound to destinations when its value is given (`bounds`). A later change can take destinations
+  away; it adds one only together with the value itself.
 - A generation only grows; a channel of an older one is refused, after a restart too.
 - Closing removes the sandbox's record and, with the last sandbox of a lineage, the root's; success means it was looked
   for and is gone.
@@ -15,13 +17,13 @@ no auditing; `broker` does, in the right order.
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from vault.authority import AuthorityError, Issued, Root
-from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, check, inline_name
+from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, check, inline_name, within
 from vault.sealed_directory import SealedDirectory, SealedRecordError
 from vault.secret import Secret, text_problem
 from vault.store import (
@@ -64,6 +66,8 @@ class SandboxState:
     inline: Mapping[str, Secret] = field(repr=False)
     former: Mapping[str, tuple[Former, ...]] = field(repr=False, default_factory=dict)
     """Inline secrets it had, by the host (or pattern) they were granted for."""
+    bounds: frozenset[Grant] = frozenset()
+    """Where its inline secrets may be granted: the destinations that their values were given for, or fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +115,18 @@ class Custody:
         """All open sandboxes."""
         return sorted(self._sandboxes)
 
-    def plan(self, sandbox: str, lineage: str, grants: Iterable[Grant], inline: Mapping[str, Secret]) -> "SandboxState":
+    def plan(
+        self,
+        sandbox: str,
+        lineage: str,
+        grants: Iterable[Grant],
+        inline: Mapping[str, Secret],
+        bounds: Iterable[Grant] | None = None,
+    ) -> SandboxState:
         """Check that a sandbox could be opened like this, and return its state; nothing changes.
+
+        Args:
+            bounds: the destinations of its inline secrets; None: those of `grants`.
 
         Raises:
             CustodyError: bad_request, exists, full, unknown_secret, not_bound, expired, name_taken.
@@ -123,13 +137,15 @@ class Custody:
             raise CustodyError("exists", "the sandbox is open already")
         if len(self._sandboxes) >= MAX_SANDBOXES:
             raise CustodyError("full", f"{MAX_SANDBOXES} sandboxes are open, the limit")
-        state = SandboxState(sandbox, lineage, 0, frozenset(grants), dict(inline))
+        granted = frozenset(grants)
+        bound = _given(inline, granted if bounds is None else bounds)
+        state = SandboxState(sandbox, lineage, 0, granted, dict(inline), bounds=bound)
         self._check(state)
         return state
 
     def open(self, planned: SandboxState) -> str:
         """Open a sandbox as planned; return its root certificate (PEM). Raises as `plan`."""
-        state = self.plan(planned.sandbox, planned.lineage, planned.grants, planned.inline)
+        state = self.plan(planned.sandbox, planned.lineage, planned.grants, planned.inline, planned.bounds)
         root = self._root(state.lineage)
         if root is None:
             root = Root.create(self._clock())
@@ -144,29 +160,42 @@ class Custody:
         grants: Iterable[Grant],
         inline: Mapping[str, Secret] | None,
         keep: Iterable[str] | None = None,
+        bounds: Iterable[Grant] | None = None,
     ) -> SandboxState:
         """Check that a sandbox's grants could be replaced, and return its state then; nothing changes.
 
         Args:
             inline: its inline secrets then; None leaves them as they are, unless `keep` is given.
             keep: names of inline secrets it has now that stay beside `inline`; one in both has the value of `inline`.
+            bounds: the destinations of its inline secrets. A secret in `inline` gets those named here, any other one
+                keeps those of them that it had. None: those of `grants` for a secret in `inline`, else as before.
 
         Raises:
             CustodyError: unknown_sandbox, unknown_secret (a kept name it does not have), or as `plan`.
         """
         state = self._get(sandbox)
-        secrets = state.inline if inline is None and keep is None else {**_kept(state, keep or ()), **(inline or {})}
-        planned = replace(state, grants=frozenset(grants), inline=secrets)
+        granted, new = frozenset(grants), inline or {}
+        secrets = state.inline if inline is None and keep is None else {**_kept(state, keep or ()), **new}
+        old = _left(state, secrets.keys() - new.keys(), bounds)
+        bound = _given(new, granted if bounds is None else bounds) | old
+        planned = replace(state, grants=granted, inline=secrets, bounds=bound)
         self._check(planned, state)
         return planned
 
-    def narrowed(self, sandbox: str, grants: Iterable[Grant], keep: Iterable[str] | None) -> SandboxState:
+    def narrowed(
+        self,
+        sandbox: str,
+        grants: Iterable[Grant],
+        keep: Iterable[str] | None,
+        bounds: Iterable[Grant] | None = None,
+    ) -> SandboxState:
         """Return what is left of a sandbox's grants and inline secrets without all that is not in `grants` and `keep`.
 
         Nothing changes, and `regrant` takes it at any time: it asks for nothing that the sandbox does not have.
 
         Args:
             keep: names of inline secrets; None keeps all.
+            bounds: destinations of inline secrets; None keeps all.
 
         Raises:
             CustodyError: unknown_sandbox.
@@ -175,15 +204,19 @@ class Custody:
         names = state.inline.keys() if keep is None else state.inline.keys() & set(keep)
         inline = {name: state.inline[name] for name in names}
         gone = state.inline.keys() - names
+        bound = _left(state, names, bounds)
         kept = frozenset(grant for grant in state.grants & frozenset(grants) if grant.secret not in gone)
-        return replace(state, grants=kept, inline=inline)
+        outside = {grant for grant in kept if grant.secret in inline} - within(kept, bound)
+        return replace(state, grants=kept - outside, inline=inline, bounds=bound)
 
     def narrows(self, planned: SandboxState) -> bool:
         """Whether `planned` only takes away: such a change is never held up."""
         state = self._get(planned.sandbox)
         kept = all(name in state.inline and state.inline[name] == value for name, value in planned.inline.items())
         same = all((grant.secret in planned.inline) == (grant.secret in state.inline) for grant in planned.grants)
-        return kept and same and planned.grants <= state.grants
+        return (
+            kept and same and planned.grants <= state.grants and planned.bounds <= within(planned.bounds, state.bounds)
+        )
 
     def regrant(self, planned: SandboxState) -> frozenset[str]:
         """Replace grants and inline secrets as planned; return the names whose leases end.
@@ -214,7 +247,7 @@ class Custody:
             raise CustodyError("bad_request", "not a sandbox's name")
         state = self._sandboxes.get(sandbox)
         if state is not None:
-            self._sandboxes[sandbox] = replace(state, grants=frozenset(), inline={}, former={})
+            self._sandboxes[sandbox] = replace(state, grants=frozenset(), inline={}, former={}, bounds=frozenset())
         self._files.remove(sandbox)
         if state is not None and not any(
             other.lineage == state.lineage for name, other in self._sandboxes.items() if name != sandbox
@@ -315,15 +348,20 @@ class Custody:
 
     def _check(self, state: SandboxState, former: SandboxState | None = None) -> None:
         """Check `state`; grants that `former` had are not asked for again, so that taking others away always works."""
-        if len(state.grants) > MAX_GRANTS or len(state.inline) > MAX_GRANTS:
-            raise CustodyError("full", f"a sandbox has at most {MAX_GRANTS} grants and inline secrets")
+        if max(len(state.grants), len(state.inline), len(state.bounds)) > MAX_GRANTS:
+            raise CustodyError(
+                "full", f"a sandbox has at most {MAX_GRANTS} grants, inline secrets and places of theirs"
+            )
         for name, value in state.inline.items():
             if problem := text_problem(inline_name(name) and value.reveal()):
                 raise CustodyError("unfit", problem)
             if self._stored(name):
                 raise CustodyError("name_taken", "an inline secret may not have a stored secret's name")
+        bound = within(state.grants, state.bounds)
         for grant in state.grants:
             if grant.secret in state.inline:
+                if grant not in bound:
+                    raise CustodyError("not_bound", f"{grant.secret}: its value was not given for {grant.host}")
                 continue
             if former is not None and grant in former.grants and grant.secret not in former.inline:
                 continue
@@ -361,6 +399,7 @@ class Custody:
             "grants": [grant.to_json() for grant in state.grants],
             "inline": {name: value.reveal() for name, value in state.inline.items()},
             "former": {host: [one.to_json() for one in former] for host, former in state.former.items()},
+            "bounds": [bound.to_json() for bound in state.bounds],
         }
         self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
         self._sandboxes[state.sandbox] = state
@@ -377,6 +416,17 @@ def _former(state: SandboxState, inline: Mapping[str, Secret], now: datetime) ->
     return {host: values for host, values in former.items() if values}
 
 
+def _given(inline: Mapping[str, Secret], bounds: Iterable[Grant]) -> frozenset[Grant]:
+    """The destinations of inline secrets whose values are given with them."""
+    return frozenset(bound for bound in bounds if bound.secret in inline)
+
+
+def _left(state: SandboxState, names: Collection[str], bounds: Iterable[Grant] | None) -> frozenset[Grant]:
+    """What a sandbox has left of the destinations of some of its inline secrets."""
+    old = frozenset(bound for bound in state.bounds if bound.secret in names)
+    return old if bounds is None else within(bounds, old)
+
+
 def _kept(state: SandboxState, keep: Iterable[str]) -> dict[str, Secret]:
     try:
         return {name: state.inline[name] for name in keep}
@@ -389,11 +439,15 @@ def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:
     content: dict[str, Any] = json.loads(body)
     if about["sandbox"] != name:
         raise SealedRecordError("a sandbox's record under another's name")
+    grants = frozenset(Grant.from_json(item) for item in content["grants"])
+    inline = {str(key): Secret(value) for key, value in content["inline"].items()}
+    bounds = content.get("bounds")  # a record from before there were any: its grants are what is known
     return SandboxState(
         name,
         str(about["lineage"]),
         int(about["generation"]),
-        frozenset(Grant.from_json(item) for item in content["grants"]),
-        {str(key): Secret(value) for key, value in content["inline"].items()},
+        grants,
+        inline,
         {host: tuple(map(Former.from_json, values)) for host, values in content.get("former", {}).items()},
+        _given(inline, grants if bounds is None else map(Grant.from_json, bounds)),
     )

@@ -226,6 +226,12 @@ class Grant:
             return False
         return parse_pattern(self.host).matches(wanted.host) if self.wildcard else self.host == wanted.host
 
+    def includes(self, other: "Grant") -> bool:
+        """Whether every release that `other` covers is within this grant."""
+        if self == other or not other.wildcard:
+            return self == other or self.covers(other)
+        return self.wildcard and self.covers(Grant(other.secret, other.host[2:], other.port, other.scheme))
+
     def to_json(self) -> dict[str, Any]:
         """The wire and file form."""
         return {"secret": self.secret, "host": self.host, "port": self.port, "scheme": self.scheme}
@@ -253,6 +259,13 @@ def check(binding: SecretBinding, grant: Grant, now: datetime) -> Refusal | None
     if grant.scheme not in binding.schemes:
         return Refusal("not_bound", "the secret is not bound to this scheme")
     return None
+
+
+def within(grants: Iterable[Grant], bounds: Iterable[Grant]) -> frozenset[Grant]:
+    """Return those of `grants` that one of `bounds` includes."""
+    exact = frozenset(bounds)
+    patterns = [bound for bound in exact if bound.wildcard]
+    return frozenset(grant for grant in grants if grant in exact or any(bound.includes(grant) for bound in patterns))
 
 
 def exact_host(text: object) -> str:

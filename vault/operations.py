@@ -111,28 +111,34 @@ class Operations:
         return {}
 
     async def _open(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "lineage", optional=("grants", "inline"))
+        parts = _take(parameters, "sandbox", "lineage", optional=("grants", "inline", "bounds"))
         planned = self._custody.plan(
-            _text(parts["sandbox"]), _text(parts["lineage"]), _grants(parts["grants"]), _inline(parts["inline"]) or {}
+            _text(parts["sandbox"]),
+            _text(parts["lineage"]),
+            _grants(parts["grants"]),
+            _inline(parts["inline"]) or {},
+            _bounds(parts["bounds"]),
         )
         await self._audit.accept("vault.open", "info", **_about(planned), lineage=planned.lineage, actor=actor)
         return {"root_pem": self._custody.open(planned)}
 
     async def _regrant(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "grants", optional=("inline", "keep"))
+        parts = _take(parameters, "sandbox", "grants", optional=("inline", "keep", "bounds"))
         sandbox, grants, inline = _text(parts["sandbox"]), _grants(parts["grants"]), _inline(parts["inline"])
-        keep = _names(parts["keep"])
-        planned = self._custody.replan(sandbox, grants, inline, keep)
+        keep, bounds = _names(parts["keep"]), _bounds(parts["bounds"])
+        planned = self._custody.replan(sandbox, grants, inline, keep, bounds)
         if self._custody.narrows(planned):
             self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
         else:
             await self._audit.accept("vault.regrant", "info", durable=True, **_about(planned), actor=actor)
-            planned = self._custody.replan(sandbox, grants, inline, keep)
+            planned = self._custody.replan(sandbox, grants, inline, keep, bounds)
         return await self._replace(planned)
 
     async def _narrow(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "grants", optional=("keep",))
-        planned = self._custody.narrowed(_text(parts["sandbox"]), _grants(parts["grants"]), _names(parts["keep"]))
+        parts = _take(parameters, "sandbox", "grants", optional=("keep", "bounds"))
+        planned = self._custody.narrowed(
+            _text(parts["sandbox"]), _grants(parts["grants"]), _names(parts["keep"]), _bounds(parts["bounds"])
+        )
         self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
         return await self._replace(planned)
 
@@ -204,6 +210,10 @@ def _grants(items: object) -> list[Grant]:
     if not isinstance(items, list) or len(items) > MAX_GRANTS:
         raise wire.RequestError("bad_request", f"grants are a list of at most {MAX_GRANTS}")
     return [Grant.from_json(item) for item in items]
+
+
+def _bounds(items: object) -> list[Grant] | None:
+    return None if items is None else _grants(items)
 
 
 def _inline(items: object) -> dict[str, Secret] | None:

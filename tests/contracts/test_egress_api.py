@@ -187,6 +187,29 @@ async def test_vault_life(api: Api) -> None:
     assert SECRET.encode() not in database
 
 
+async def test_a_value_goes_to_another_host_only_when_it_is_given_again(api: Api) -> None:
+    """A wider binding and a new one are refused without the value, and taken with it; a narrower one needs none."""
+    rules = [{"action": "allow", "target": target} for target in ("api.example.org", "b.example.org")]
+    assert 200 == (await api.call("POST", "/policy", {"egress": rules})).status_code
+    assert 201 == (await api.call("POST", "/credential-vault", VAULT)).status_code
+    (old,) = VAULT["bindings"]
+    name = VAULT["credentials"][0]["name"]
+    wide = {**old, "match": {**old["match"], "hosts": ["api.example.org", "b.example.org"]}}
+    more = {**old, "name": "more", "match": {"hosts": ["b.example.org"]}}
+    again = {"replace": [{"name": name, "source": {"value": "another-value"}}]}
+    calls = len(api.server.vaultd.named("regrant"))
+    for change in ({"replace": [wide]}, {"add": [more]}):
+        refused = await api.call("PATCH", "/credential-vault", {"bindings": change})
+        assert 400 == refused.status_code
+        assert "give its value again" in refused.text
+    assert calls == len(api.server.vaultd.named("regrant"))
+    widened = await api.call("PATCH", "/credential-vault", {"bindings": {"replace": [wide]}, "credentials": again})
+    assert 200 == widened.status_code, widened.text
+    assert 200 == (await api.call("PATCH", "/credential-vault", {"bindings": {"replace": [old]}})).status_code
+    back = await api.call("PATCH", "/credential-vault", {"bindings": {"replace": [wide]}})
+    assert 400 == back.status_code
+
+
 async def test_revocation_works_with_the_gateway_down(api: Api) -> None:
     """R8: the vault is told first; the gateway gets its policy when it is back."""
     await api.call("POST", "/credential-vault", VAULT)

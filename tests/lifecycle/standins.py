@@ -32,7 +32,7 @@ from lifecycle.serve_config import ServeConfig
 from lifecycle.transaction import Bounds
 from policy.document import PolicyDocument
 from runtimes.spec import LaunchSpec
-from vault.grants import MAX_GRANTS, Grant
+from vault.grants import MAX_GRANTS, Grant, within
 
 KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
@@ -185,22 +185,35 @@ class StandInVaultd(StandIn):
         super().__init__()
         self.grants: dict[str, list[dict[str, Any]]] = {}
         self.inline: dict[str, dict[str, str]] = {}
+        self.bounds: dict[str, set[Grant]] = {}
 
     async def op_open_sandbox(self, sandbox: str, lineage: str, grants: list[Any], inline: Any) -> wire.Message:
         self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
         self.inline[sandbox] = dict(inline)
+        self.bounds[sandbox] = set()
         return {"root_pem": "-----BEGIN CERTIFICATE-----\nsandbox root\n-----END CERTIFICATE-----\n"}
 
-    async def op_regrant(self, sandbox: str, grants: list[Any], inline: Any = None, keep: Any = ()) -> None:
-        values = self.inline[sandbox]
+    async def op_regrant(
+        self, sandbox: str, grants: list[Any], inline: Any = None, keep: Any = (), bounds: Any = None
+    ) -> None:
+        values, granted = self.inline[sandbox], {Grant.from_json(grant) for grant in grants}
+        said = granted if bounds is None else {Grant.from_json(bound) for bound in bounds}
+        kept = self.bounds[sandbox] if bounds is None else within(said, self.bounds[sandbox])
+        bound = {place for place in kept if place.secret not in (inline or {})}
+        bound |= {place for place in said if place.secret in (inline or {})}
+        if beyond := {grant for grant in granted if grant.secret.startswith("inline:")} - within(granted, bound):
+            raise wire.RequestError("not_bound", f"{len(beyond)} values were not given for a host")
         if inline is not None:
             values = {name: value for name, value in values.items() if name in keep} | inline
         if max(len(grants), len(values)) > MAX_GRANTS:
             raise wire.RequestError("full", "too many grants or inline secrets")
         self.inline[sandbox] = values
+        self.bounds[sandbox] = {place for place in bound if place.secret in values}
         self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
 
-    async def op_narrow(self, sandbox: str, grants: list[Any], keep: Any = None) -> None:
+    async def op_narrow(self, sandbox: str, grants: list[Any], keep: Any = None, bounds: Any = None) -> None:
+        if bounds is not None:
+            self.bounds[sandbox] = set(within(map(Grant.from_json, bounds), self.bounds[sandbox]))
         values = self.inline[sandbox]
         self.inline[sandbox] = {name: value for name, value in values.items() if keep is None or name in keep}
         self.grants[sandbox] = [grant for grant in self.grants[sandbox] if grant in grants]

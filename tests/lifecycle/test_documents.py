@@ -219,6 +219,17 @@ async def test_a_write_is_refused_for_what_it_brings(ruled: Place) -> None:
     assert set(BINDINGS) - {"api"} == bound(ruled, name)
 
 
+async def test_a_value_given_while_its_binding_is_out_of_force_is_used_once_that_is_in_force(ruled: Place) -> None:
+    """Its places are those of its bindings, whether or not the document in force permits them."""
+    name = await make(ruled)
+    await change(ruled, DENIED.text)
+    rotate = {"credentials": {"replace": [credential("api", "another value")]}}
+    assert 200 == (await ruled.http("PATCH", f"/{name}{WALLET}", rotate)).status_code
+    await change(ruled, LOOSE)
+    assert [] == await settled(ruled)
+    assert set(BINDINGS) == bound(ruled, name)
+
+
 @pytest.mark.parametrize("away", ["vaultd", "auditd", REGISTRY])
 async def test_a_tighter_policy_waits_for_nobody_but_the_gateway(away: str, ruled: Place) -> None:
     """What could not be told stays to be told: the sandbox is unsettled until then."""

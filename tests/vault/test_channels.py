@@ -308,6 +308,58 @@ async def test_narrowing_only_takes_away_and_always_can(vault: Any) -> None:
     await worker.close()
 
 
+@pytest.mark.parametrize("restart", [False, True])
+async def test_an_inline_secret_moves_to_no_destination_that_its_value_was_not_given_for(
+    vault: Any, restart: bool
+) -> None:
+    """Not by a regrant, not by bounds without the value, not after it was taken away, not by a restart in between."""
+    mine = Grant.make("inline:1/a", "mine.test", 443, "https")
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [mine], {"inline:1/a": Secret(CANARY)})
+    if restart:
+        await vault.stop()
+        await vault.start()
+    worker = await vault.worker(SANDBOX, 1)
+    for parts in (
+        ("evil.test", 443, "https"),
+        ("*.mine.test", 443, "https"),
+        ("mine.test", 8443, "https"),
+        ("mine.test", 80, "http"),
+    ):
+        there = Grant.make("inline:1/a", *parts)
+        for keep in (None, ["inline:1/a"]):
+            for bounds in (None, [there], [mine, there]):
+                assert "not_bound" == await refusal(vault.admin.regrant(SANDBOX, [there], None, keep, bounds))
+        for bounds in (None, [mine, there]):
+            moved = vault.admin.regrant(SANDBOX, [mine, there], {"inline:2/b": Secret("x")}, ["inline:1/a"], bounds)
+            assert "not_bound" == await refusal(moved)
+        await vault.admin.regrant(SANDBOX, [mine], None, None, [mine, there])  # says more, and gets no more
+        assert "not_bound" == await refusal(vault.admin.regrant(SANDBOX, [there]))
+    assert "not_granted" == await refusal(worker.release("inline:1/a", "evil.test", 443, "https"))
+    assert Secret(CANARY) == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
+    await worker.close()
+
+
+async def test_with_its_value_an_inline_secret_goes_to_any_destination(vault: Any) -> None:
+    """The control: the one that gives the value says where it may go, in force or not."""
+    mine, other = (Grant.make("inline:1/a", host, 443, "https") for host in ("mine.test", "*.other.test"))
+    below = Grant.make("inline:1/a", "x.other.test", 443, "https")
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [mine], {"inline:1/a": Secret("one")})
+    await vault.admin.regrant(SANDBOX, [mine], {"inline:1/a": Secret(CANARY)}, [], [mine, other])
+    await vault.admin.regrant(SANDBOX, [])  # out of force, and in force again
+    await vault.admin.regrant(SANDBOX, [below, mine])
+    worker = await vault.worker(SANDBOX, 1)
+    assert Secret(CANARY) == (await worker.release("inline:1/a", "x.other.test", 443, "https")).value
+    await vault.admin.regrant(SANDBOX, [below, mine], None, None, [below, mine])
+    assert "not_bound" == await refusal(vault.admin.regrant(SANDBOX, [other]))
+    await vault.admin.call("narrow", sandbox=SANDBOX, grants=[below.to_json()], bounds=[below.to_json()])
+    assert "not_bound" == await refusal(vault.admin.regrant(SANDBOX, [mine]))
+    await vault.admin.close_sandbox(SANDBOX)
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", [])
+    assert "unknown_secret" == await refusal(vault.admin.regrant(SANDBOX, [below], None, ["inline:1/a"], [below]))
+    assert "unknown_secret" == await refusal(vault.admin.regrant(SANDBOX, [below]))
+    await worker.close()
+
+
 async def test_an_inline_secret_cannot_stand_for_a_stored_one(vault: Any) -> None:
     """Nor can one sandbox use another's."""
     await opened(vault)
