@@ -24,11 +24,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from audit.records import Decision, Fields, record
-from wire import Client, RemoteError
+from wire import NARROW, Client, RemoteError
 
 ACCEPT_TIMEOUT: Final = 5.0
 NOTE_QUEUE: Final = 1024
 NOTE_BATCH: Final = 64
+BATCH_BYTES: Final = 64 * 1024  # of one request; each may be twelve in a frame
 NOTE_BYTES: Final = 4 * 1024 * 1024  # held at once, as their texts are long
 COUNT_SECONDS: Final = 1.0
 OVERFLOW: Final = "the queue of notes was full"
@@ -181,6 +182,16 @@ class AuditClient:
     def _lose(self, reason: str, count: int) -> None:
         self._lost[reason] = self._lost.get(reason, 0) + count
 
+    def _batch(self) -> list[Fields]:
+        """Take the next notes from the queue, as many as fit into one request."""
+        notes: list[Fields] = []
+        size = 0
+        while self._notes and len(notes) < NOTE_BATCH and (not notes or size + _size(self._notes[0]) <= BATCH_BYTES):
+            notes.append(self._notes.popleft())
+            size += _size(notes[-1])
+        self._held -= size
+        return notes
+
     async def _send_notes(self) -> None:
         while True:
             if not self._notes and not self._lost:
@@ -195,8 +206,7 @@ class AuditClient:
             # The gap record goes first: it stands where the missing notes would have stood, or earlier.
             lost, self._lost = self._lost, {}
             gaps = [record("gap", Decision.INFO, count=count, reason=reason) for reason, count in lost.items()]
-            notes = [self._notes.popleft() for _ in range(min(NOTE_BATCH, len(self._notes)))]
-            self._held -= sum(map(_size, notes))
+            notes = self._batch()
             try:
                 await client.call(
                     "records", timeout=self._timeout, records=[_message(item) for item in (*gaps, *notes)]
@@ -218,7 +228,7 @@ class AuditClient:
 
 
 def _started(fd: int) -> Client:
-    client = Client(socket.socket(fileno=fd))
+    client = Client(socket.socket(fileno=fd), takes=NARROW, gives=NARROW)
     client.start()
     return client
 

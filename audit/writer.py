@@ -32,7 +32,7 @@ from audit.commit import GroupCommit
 from audit.file_sink import Log, LogUnwritable
 from audit.keys import KeyUnusable
 from audit.records import Fields, RecordError, bounded, check_decision, check_kind, escaped
-from wire import Client, Message, RequestError, serve_unix
+from wire import NARROW, Client, Message, RequestError, serve_unix
 from wire.frames import close_all
 
 MAX_ITEMS: Final = 128  # records in one request
@@ -170,7 +170,7 @@ class Service:
             close_all(fds)
             return await self._record(client, identity, op, parameters)
 
-        client = Client(socket.socket(fileno=fd), channel)
+        client = Client(socket.socket(fileno=fd), channel, takes=NARROW, gives=NARROW)
         client.start()
         self._channels[client] = identity
         return {}
@@ -237,7 +237,14 @@ async def run(config: AuditConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     writer.start()
-    accepting = await serve_unix(config.socket, service.control, allowed_uids=frozenset(config.uids), mode=0o666)
+    accepting = await serve_unix(
+        config.socket,
+        service.control,
+        allowed_uids=frozenset(config.uids),
+        mode=0o666,
+        takes=NARROW,
+        descriptors_from=frozenset((0, os.geteuid())),
+    )
     try:
         await stop.wait()
     finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lifecycle.proxy_headers import EXECD_PORT
 from lifecycle.registry import Sandbox, State
+from wire.descriptors import refuse
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 3.0
@@ -31,6 +32,7 @@ async def dial(directory: Path, sandbox: str, port: int) -> socket.socket:
     loop = asyncio.get_running_loop()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
+    refuse(sock)
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             await loop.sock_connect(sock, str(directory / f"{sandbox}.sock"))

@@ -54,6 +54,7 @@ class Daemon:
     """A daemon behind a unix socket."""
 
     name = "daemon"
+    gives = wire.WHOLE
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
@@ -90,7 +91,7 @@ class Daemon:
         async with self._lock:
             if self._client is None or self._client.closed.is_set():
                 async with asyncio.timeout(5.0):
-                    self._client = await wire.Client.connect(self._path)
+                    self._client = await wire.Client.connect(self._path, gives=self.gives)
             return self._client
 
 
@@ -204,6 +205,7 @@ class Auditd(Daemon):
     """The writer of the audit log."""
 
     name = "auditd"
+    gives = wire.NARROW
 
     async def record(self, kind: str, decision: str, *, sandbox: str | None = None, **fields: Any) -> None:
         """Have a record of the control plane accepted.

@@ -260,7 +260,7 @@ class Daemons:
         sock, self._zygote_control = self._zygote_control, None
         if sock is None:
             raise ConnectionError("no channel for the zygote")
-        client = wire.Client(sock, self._from_zygote)
+        client = wire.Client(sock, self._from_zygote, takes=wire.NARROW)
         client.start()
         answer = await client.call("ping", timeout=None)
         previous = self._clients.get("zygote")

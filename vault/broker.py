@@ -84,7 +84,13 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = await wire.serve_unix(config.socket, operations.handle, allowed_uids=config.uids, mode=0o666)
+    server = await wire.serve_unix(
+        config.socket,
+        operations.handle,
+        allowed_uids=config.uids,
+        mode=0o666,
+        descriptors_from=frozenset((0, os.geteuid())),
+    )
     _log.info("ready: %d secrets, %d sandboxes", len(vault.store.list_infos()), len(vault.custody.names()))
     try:
         async with asyncio.TaskGroup() as group:

@@ -109,7 +109,7 @@ class Channels:
 
         former = self._channels.get(sandbox)
         self._channels[sandbox] = channel  # from here on the former one is refused, even while it is being closed
-        channel.connection = wire.Client(sock, handle)
+        channel.connection = wire.Client(sock, handle, takes=wire.NARROW)
         channel.connection.start()
         if former is not None and former.connection is not None:
             await former.connection.close()

@@ -75,7 +75,7 @@ class VaultClient:
     """The worker's end of its channel."""
 
     def __init__(self, sock: socket.socket, on_revoke: OnRevoke | None = None) -> None:
-        self._wire = wire.Client(sock, self._handle)
+        self._wire = wire.Client(sock, self._handle, gives=wire.NARROW)
         self._on_revoke = on_revoke
         self._epochs: dict[str, int] = {}
         self._epoch_of_all = 0

@@ -4,19 +4,24 @@ This package knows nothing of policies, secrets or sandboxes. It is the one plac
 between our own processes, so its limits hold everywhere.
 
 - A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON: one object, at most `MAX_FRAME` bytes.
-- File descriptors travel beside a frame's first byte (SCM_RIGHTS), at most `MAX_FDS` of them.
+- File descriptors travel beside a request's first byte (SCM_RIGHTS), at most `MAX_FDS` of them, and only to an end
+  that was made to take them.
 - A peer that breaks the framing is disconnected; nothing is ever resynchronised.
 """
 
-from wire.frames import MAX_FDS, MAX_FRAME, FrameError, Message, receive, send
+from wire.frames import MAX_FDS, FrameError, Message, receive, send
+from wire.limits import MAX_FRAME, NARROW, WHOLE, Limits
 from wire.rpc import Client, Handler, Peer, RemoteError, RequestError, serve_connection, serve_unix
 
 __all__ = [
     "MAX_FDS",
     "MAX_FRAME",
+    "NARROW",
+    "WHOLE",
     "Client",
     "FrameError",
     "Handler",
+    "Limits",
     "Message",
     "Peer",
     "RemoteError",

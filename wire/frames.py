@@ -4,7 +4,10 @@ Blocking and asyncio forms of the same two operations. The asyncio forms work on
 (not on streams), because file descriptors must be collected with the very `recvmsg` that brings the first byte.
 
 - `receive` returns None only at a clean end of stream, between two frames; a cut frame is a `FrameError`.
-- Descriptors that arrive with a broken frame are closed before the error is raised.
+- Descriptors belong to the first byte of a frame, and to connections whose reader said so. Any others end the
+  connection; they are closed beside the event loop (`descriptors`).
+- A frame beyond the limits of its connection is refused before it is parsed, by its sender and by its receiver.
+- A peer that takes nothing of a frame for `SEND_SECONDS` is gone.
 """
 
 import array
@@ -14,32 +17,48 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+from wire import descriptors
+from wire.limits import WHOLE, Limits, within
+from wire.patience import Patience
 
 type Message = dict[str, Any]
 
-MAX_FRAME = 4 * 1024 * 1024
-MAX_FDS = 16
+MAX_FDS: Final = 16
+SEND_SECONDS: Final = 30.0
 _HEADER = struct.Struct("!I")
+_PART: Final = 1 << 16
 
 
 class FrameError(Exception):
     """The peer sent something that is not a frame, or went away in the middle of one."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, limits: Limits = WHOLE) -> bytes:
     """Return the frame of `message`.
 
     Raises:
-        FrameError: it would be larger than `MAX_FRAME`, or holds a number that JSON does not have.
+        FrameError: it would be beyond the limits, or holds a number that JSON does not have.
     """
     try:
         body = json.dumps(message, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except ValueError as error:
         raise FrameError("not a number") from error
-    if len(body) > MAX_FRAME:
-        raise FrameError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    weigh(body, limits)
     return _HEADER.pack(len(body)) + body
+
+
+def weigh(body: bytes, limits: Limits) -> int:
+    """Return what a frame's body costs; see `limits`.
+
+    Raises:
+        FrameError: more than its connection allows.
+    """
+    try:
+        return within(body, limits)
+    except ValueError as error:
+        raise FrameError(str(error)) from error
 
 
 def decode(body: bytes) -> Message:
@@ -65,28 +84,29 @@ def _ancillary(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
 
 
-def _collect(ancillary: list[tuple[int, int, bytes]], flags: int) -> list[int]:
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    collected = list(fds)
-    if flags & socket.MSG_CTRUNC:
-        close_all(collected)
-        raise FrameError("more descriptors than a frame may carry")
-    return collected
-
-
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that nobody took."""
+    """Close descriptors of a peer that is trusted."""
     for fd in fds:
         os.close(fd)
 
 
-def _body_length(header: bytes) -> int:
+def _taken(ancillary: list[tuple[int, int, bytes]], *, expected: bool) -> list[int]:
+    """Return the descriptors that came with some bytes.
+
+    Raises:
+        FrameError: none were expected, or not so many; they are being closed.
+    """
+    fds = descriptors.collected(ancillary)
+    if fds and (not expected or len(fds) > MAX_FDS):
+        descriptors.discard(fds)
+        raise FrameError("descriptors that nobody expects" if not expected else "too many descriptors")
+    return fds
+
+
+def _body_length(header: bytes, limits: Limits) -> int:
     length: int = _HEADER.unpack(header)[0]
-    if length > MAX_FRAME:
-        raise FrameError(f"frame of {length} bytes is over the limit of {MAX_FRAME}")
+    if length > limits.frame:
+        raise FrameError(f"frame of {length} bytes is over the limit of {limits.frame}")
     return length
 
 
@@ -99,19 +119,18 @@ def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """Receive one frame from a blocking socket; None at a clean end of stream.
+    """Receive one frame from a blocking socket of a trusted peer; None at a clean end of stream.
 
     The caller owns the returned descriptors (close-on-exec is set).
     """
-    size = socket.CMSG_SPACE(MAX_FDS * 4)
-    header, ancillary, flags, _ = sock.recvmsg(_HEADER.size, size, socket.MSG_CMSG_CLOEXEC)
-    fds = _collect(ancillary, flags)
+    header, ancillary, _, _ = sock.recvmsg(_HEADER.size, descriptors.ROOM, socket.MSG_CMSG_CLOEXEC)
+    fds = _taken(ancillary, expected=True)
     try:
         if not header:
             close_all(fds)
             return None
         header += _read_exactly(sock, _HEADER.size - len(header))
-        return decode(_read_exactly(sock, _body_length(header))), fds
+        return decode(_read_exactly(sock, _body_length(header, WHOLE))), fds
     except BaseException:
         close_all(fds)
         raise
@@ -120,7 +139,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
 def _read_exactly(sock: socket.socket, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
-        part = sock.recv(min(count - len(data), 1 << 16))
+        part = sock.recv(min(count - len(data), _PART))
         if not part:
             raise FrameError("stream ended inside a frame")
         data += part
@@ -128,49 +147,72 @@ def _read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def send_async(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
-    """Send what `encode` made on a non-blocking socket. Concurrent senders must hold a lock."""
+    """Send what `encode` made on a non-blocking socket. Concurrent senders must hold a lock.
+
+    Raises:
+        OSError: the peer is gone (TimeoutError: it takes nothing); a part of the frame may have been sent.
+    """
     loop = asyncio.get_running_loop()
     ancillary = _ancillary(fds)
-    while True:
+    rest = memoryview(frame)
+    while rest:
         try:
-            sent = sock.sendmsg([frame], ancillary)
-            break
+            sent = sock.sendmsg([rest], ancillary)
         except BlockingIOError:
-            await _ready(loop, sock, writing=True)
-    if sent < len(frame):
-        await loop.sock_sendall(sock, frame[sent:])
+            async with Patience(SEND_SECONDS):
+                await _ready(loop, sock, writing=True)
+        else:
+            rest, ancillary = rest[sent:], []
 
 
-async def receive_async(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """As `receive`, on a non-blocking socket."""
-    loop = asyncio.get_running_loop()
-    size = socket.CMSG_SPACE(MAX_FDS * 4)
-    while True:
-        try:
-            header, ancillary, flags, _ = sock.recvmsg(_HEADER.size, size, socket.MSG_CMSG_CLOEXEC)
-            break
-        except BlockingIOError:
-            await _ready(loop, sock, writing=False)
-    fds = _collect(ancillary, flags)
-    try:
+class Receiver:
+    """Reads frames from a non-blocking socket.
+
+    Args:
+        expects: descriptors may come with a frame; the peer must be trusted.
+        shielded: the kernel refuses descriptors on this socket (`descriptors.refuse`).
+    """
+
+    def __init__(self, sock: socket.socket, limits: Limits, *, expects: bool, shielded: bool) -> None:
+        self._sock = sock
+        self._limits = limits
+        self._expects = expects
+        self._room = 0 if shielded else descriptors.ROOM
+
+    async def body(self) -> tuple[bytes, list[int]] | None:
+        """Return the body of the next frame, which is within the limits, and its descriptors; None at a clean end.
+
+        Raises:
+            FrameError, OSError: there is none, and the connection must end.
+        """
+        header, fds = await self._part(_HEADER.size, expected=self._expects)
         if not header:
-            close_all(fds)
             return None
-        header += await _read_exactly_async(loop, sock, _HEADER.size - len(header))
-        return decode(await _read_exactly_async(loop, sock, _body_length(header))), fds
-    except BaseException:
-        close_all(fds)
-        raise
+        try:
+            header += await self._exactly(_HEADER.size - len(header))
+            return await self._exactly(_body_length(header, self._limits)), fds
+        except BaseException:
+            descriptors.discard(fds)
+            raise
 
+    async def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part, _ = await self._part(min(count - len(data), _PART), expected=False)
+            if not part:
+                raise FrameError("stream ended inside a frame")
+            data += part
+        return bytes(data)
 
-async def _read_exactly_async(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = await loop.sock_recv(sock, min(count - len(data), 1 << 16))
-        if not part:
-            raise FrameError("stream ended inside a frame")
-        data += part
-    return bytes(data)
+    async def _part(self, count: int, *, expected: bool) -> tuple[bytes, list[int]]:
+        while True:
+            try:
+                if not self._room:
+                    return self._sock.recv(count), []
+                part, ancillary, _, _ = self._sock.recvmsg(count, self._room, socket.MSG_CMSG_CLOEXEC)
+                return part, _taken(ancillary, expected=expected)
+            except BlockingIOError:
+                await _ready(asyncio.get_running_loop(), self._sock, writing=False)
 
 
 async def _ready(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, writing: bool) -> None:

@@ -1,36 +1,49 @@
 """Requests and answers between our processes, on top of frames.
 
     -> {"id": 7, "op": "launch", ...parameters}            ... and descriptors
-    <- {"id": 7, "ok": {...result}}                        ... and descriptors
+    <- {"id": 7, "ok": {...result}}
     <- {"id": 7, "error": {"code": "...", "message": "..."}}
     -> {"op": "revoke", ...parameters}                     a notification: no id, no answer
 
 The connection is symmetric: each side may send requests and notifications, and answers those of the other.
 
-- Requests of one connection are handled concurrently, at most `MAX_IN_FLIGHT` at once; beyond it reading stops.
+- Requests of one connection are handled concurrently, as many as its `Limits` say; beyond it reading stops. A request
+  counts until its answer is with the kernel: a peer that does not read its answers is not read.
+- A peer that floods gets its turns of the event loop like any other: after `_TURN` bytes of frames others are served.
+- Descriptors are taken only where this end said so (`descriptors`), from a peer that it trusts. Answers carry none.
+- What is no request, no answer or the answer to nothing ends the connection. Codes and messages of errors are bounded.
 - A handler's `RequestError` is the peer's answer, with its code. Any other exception becomes the answer
   `internal` without its text (which might hold a secret) and is logged on this side by class only.
 - When a connection ends, every call that waits on it fails with `ConnectionError`: never a silent hang.
 - A call's time-out counts the time in which the peer sent nothing and the caller's own loop ran (`patience`): a peer
   that answers other calls is not silent, and an answer that waits in the socket is not late.
-- A message that is no frame, too large a one for instance, is its sender's failure alone: the connection goes on.
+- A message that is no frame, too large a one for instance, is its sender's failure alone: the connection goes on. So
+  both ends are made with the same limits for a direction: `takes` of the one is `gives` of the other.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import re
 import select
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Self
 
-from wire.frames import FrameError, Message, close_all, encode, receive_async, send_async
+from wire import descriptors as passing
+from wire.frames import FrameError, Message, Receiver, close_all, decode, encode, send_async, weigh
+from wire.limits import WHOLE, Limits
 from wire.patience import Patience
 
-MAX_IN_FLIGHT = 64
-DEFAULT_TIMEOUT = 30.0
+DEFAULT_TIMEOUT: Final = 30.0
+MOST_ABANDONED: Final = 1024
+"""Calls that were given up and whose answers may still come."""
+_MOST_OP, _MOST_MESSAGE = 64, 2000
+_TURN, _LEAST_FRAME = 64 * 1024, 4 * 1024
+_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +75,8 @@ class Peer:
     gid: int
 
 
-type Result = Message | tuple[Message, Sequence[int]] | None
-"""A handler's answer, optionally with descriptors; they are closed here once sent."""
+type Result = Message | None
+"""A handler's answer."""
 
 type Handler = Callable[["Client", str, Message, list[int]], Awaitable[Result]]
 """`handler(connection, op, parameters, fds) -> result`. The handler owns `fds`."""
@@ -75,25 +88,46 @@ async def _refuse(_client: "Client", op: str, _parameters: Message, fds: list[in
 
 
 class Client:
-    """One end of a connection. Start it with `start`, or through `connect` / `serve_unix`."""
+    """One end of a connection. Start it with `start`, or through `connect` / `serve_unix`.
 
-    def __init__(self, sock: socket.socket, handler: Handler = _refuse) -> None:
+    Args:
+        takes: what the peer may send.
+        gives: what the peer takes.
+        descriptors: the peer may pass descriptors with requests; it must be trusted.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        handler: Handler = _refuse,
+        *,
+        takes: Limits = WHOLE,
+        gives: Limits = WHOLE,
+        descriptors: bool = False,
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._handler = handler
+        self._takes, self._gives = takes, gives
+        if descriptors:
+            passing.allow(sock)
+        self._shielded = not descriptors and passing.refuse(sock)
+        self._receiver = Receiver(sock, takes, expects=descriptors, shielded=self._shielded)
         self._next_id = 1
-        self._waiting: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._abandoned: set[int] = set()
         self._write_lock = asyncio.Lock()
-        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._room = _Room(takes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
         self._frames = 0
+        self._accepted = True
         self.evidence: Callable[[], object] = lambda: None
         """What else than frames shows that the peer works: a value unlike the former one. Must not raise."""
         self.closed = asyncio.Event()
 
     @classmethod
-    async def connect(cls, path: str | os.PathLike[str], handler: Handler = _refuse) -> "Client":
+    async def connect(cls, path: str | os.PathLike[str], handler: Handler = _refuse, *, gives: Limits = WHOLE) -> Self:
         """Connect to the unix socket at `path`.
 
         Raises:
@@ -106,15 +140,15 @@ class Client:
         except BaseException:
             sock.close()
             raise
-        client = cls(sock, handler)
+        client = cls(sock, handler, gives=gives)
+        client._accepted = False
         client.start()
         return client
 
     @property
     def peer(self) -> Peer:
         """The process at the other end. For a socket pair: the one that made the pair."""
-        data = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return Peer(*struct.unpack("3i", data))
+        return _credentials(self._sock)
 
     def start(self) -> None:
         """Begin to read; call once, inside a running loop."""
@@ -136,26 +170,26 @@ class Client:
             FrameError: the request is no frame; nothing was sent.
             TimeoutError: no answer in time.
         """
-        result, received = await self.call_with_fds(op, fds, timeout, **parameters)
-        close_all(received)
-        return result
-
-    async def call_with_fds(
-        self, op: str, fds: Sequence[int] = (), timeout: float | None = DEFAULT_TIMEOUT, **parameters: Any
-    ) -> tuple[Message, list[int]]:
-        """As `call`, and the descriptors of the answer, which the caller then owns."""
         if self.closed.is_set():
             raise ConnectionError(f"connection closed before {op!r}")
+        if fds and not self._accepted:  # a listener takes descriptors of those whom it has accepted and knows
+            with contextlib.suppress(RemoteError):
+                await self.call("ping", timeout=timeout)
+        if len(self._abandoned) >= MOST_ABANDONED:
+            self._shut()
+            raise ConnectionError("the peer answers nothing")
         ident = self._next_id
+        frame = encode({"id": ident, "op": op, **parameters}, self._gives)
         self._next_id += 1
-        future: asyncio.Future[tuple[Message, list[int]]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[ident] = future
         try:
             async with Patience(timeout, self._progress):
-                await self._send({"id": ident, "op": op, **parameters}, fds)
+                await self._send(frame, fds)
                 return await future
         finally:
-            self._waiting.pop(ident, None)
+            if self._waiting.pop(ident, None) is not None:
+                self._abandoned.add(ident)
             if future.done() and not future.cancelled():
                 future.exception()  # when sending has failed nobody waits for the answer, and its failure is no news
 
@@ -163,7 +197,7 @@ class Client:
         """Send a notification; returns when it is with the kernel."""
         if self.closed.is_set():
             raise ConnectionError(f"connection closed before {op!r}")
-        await self._send({"op": op, **parameters}, fds)
+        await self._send(encode({"op": op, **parameters}, self._gives), fds)
 
     async def answered(self, seconds: float) -> None:
         """Wait until the calls that are under way have ended, but no longer than `seconds`."""
@@ -185,12 +219,11 @@ class Client:
         poll.register(self._sock, select.POLLIN)
         return object() if poll.poll(0) else (self._frames, self.evidence())
 
-    async def _send(self, message: Message, fds: Sequence[int]) -> None:
+    async def _send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send one frame whole: a caller that is cancelled in the middle must not leave half a frame behind.
 
         The descriptors are duplicated, so that they outlive a caller that closes its own meanwhile.
         """
-        frame = encode(message)
         copies = [os.dup(fd) for fd in fds]
         sending = asyncio.get_running_loop().create_task(self._send_whole(frame, copies), name="wire-send")
         self._tasks.add(sending)
@@ -217,75 +250,96 @@ class Client:
             close_all(fds)
 
     async def _read(self) -> None:
+        turn = 0
         try:
-            while True:
-                received = await receive_async(self._sock)
-                if received is None:
-                    return
+            while (received := await self._receiver.body()) is not None:
                 self._frames += 1
-                message, fds = received
-                if "op" in message:
-                    await self._slots.acquire()
-                    task = asyncio.get_running_loop().create_task(self._handle(message, fds), name="wire-request")
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-                else:
-                    self._resolve(message, fds)
+                self._accepted = True
+                await self._take(*received)
+                turn += max(_LEAST_FRAME, len(received[0]))
+                if turn >= _TURN:
+                    turn = 0
+                    await asyncio.sleep(0)
         except (FrameError, OSError) as error:
             _log.debug("connection ended: %s", type(error).__name__)
         finally:
             self._shut()
 
-    def _resolve(self, message: Message, fds: list[int]) -> None:
-        ident = message.get("id")
-        future = self._waiting.get(ident) if isinstance(ident, int) else None
-        if future is None or future.done():
-            close_all(fds)
-            return
-        error = message.get("error")
-        if isinstance(error, dict):
-            close_all(fds)
-            future.set_exception(RemoteError(str(error.get("code")), str(error.get("message"))))
-            return
-        result = message.get("ok")
-        future.set_result((result if isinstance(result, dict) else {}, fds))
+    async def _take(self, body: bytes, fds: list[int]) -> None:
+        """Begin to handle one frame.
 
-    async def _handle(self, message: Message, fds: list[int]) -> None:
-        ident = message.pop("id", None)
-        op = str(message.pop("op"))
-        out: list[int] = []
+        Raises:
+            FrameError: it is neither request nor answer.
+        """
+        taken = False
+        try:
+            cost = weigh(body, self._takes)
+            message = decode(body)
+            if "op" not in message:
+                self._resolve(message)
+                return
+            ident, op = message.pop("id", None), message.pop("op")
+            if not (ident is None or type(ident) is int) or not isinstance(op, str) or len(op) > _MOST_OP:
+                raise FrameError("frame is no request")
+            await self._room.take(cost)
+            task = asyncio.get_running_loop().create_task(
+                self._handle(ident, op, message, fds, cost), name="wire-request"
+            )
+            taken = True
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        finally:
+            if not taken:
+                passing.discard(fds)
+
+    def _resolve(self, message: Message) -> None:
+        ident, error, result = message.get("id"), message.get("error"), message.get("ok")
+        if type(ident) is not int or len(message) != 2 or not (isinstance(error, dict) or isinstance(result, dict)):
+            raise FrameError("frame is no answer")
+        future = self._waiting.pop(ident, None)
+        if future is None:
+            if ident not in self._abandoned:
+                raise FrameError("an answer to nothing")
+            self._abandoned.discard(ident)
+        elif future.done():  # its caller has just given up
+            return
+        elif isinstance(error, dict):
+            future.set_exception(RemoteError(_code(error.get("code")), _sentence(error.get("message"))))
+        else:
+            future.set_result(result or {})
+
+    async def _handle(self, ident: int | None, op: str, parameters: Message, fds: list[int], cost: int) -> None:
         try:
             try:
-                result = await self._handler(self, op, message, fds)
-                if isinstance(result, tuple):
-                    result, sent = result
-                    out = list(sent)
-                answer: Message = {"id": ident, "ok": result or {}}
+                answer: Message = {"id": ident, "ok": await self._handler(self, op, parameters, fds) or {}}
             except RequestError as error:
                 answer = {"id": ident, "error": {"code": error.code, "message": error.message}}
             except Exception as error:  # noqa: BLE001 - closes: the peer gets an error, never a result
                 _log.exception("request %s failed: %s", op, type(error).__name__, exc_info=False)
                 answer = {"id": ident, "error": {"code": "internal", "message": f"{op} failed: {type(error).__name__}"}}
             if ident is not None:
-                await self._answer(ident, op, answer, out)
+                await self._answer(ident, op, answer)
         except (ConnectionError, FrameError):
             self._shut()
         finally:
-            close_all(out)
-            self._slots.release()
+            self._room.give(cost)
 
-    async def _answer(self, ident: Any, op: str, answer: Message, fds: list[int]) -> None:
+    async def _answer(self, ident: int, op: str, answer: Message) -> None:
         try:
-            await self._send(answer, fds)
+            frame = encode(answer, self._gives)
         except FrameError:
-            message = f"the answer to {op[:80]!r} is no frame"
-            await self._send({"id": ident, "error": {"code": "no_frame", "message": message}}, [])
+            message = f"the answer to {op!r} is no frame"
+            frame = encode({"id": ident, "error": {"code": "no_frame", "message": message}}, self._gives)
+        await self._send(frame)
 
     def _shut(self) -> None:
         if self.closed.is_set():
             return
         self.closed.set()
-        self._sock.close()
+        if self._shielded:
+            self._sock.close()
+        else:
+            passing.release(self._sock)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ConnectionError("connection closed"))
@@ -293,9 +347,45 @@ class Client:
             task.cancel()
 
 
-async def serve_connection(sock: socket.socket, handler: Handler) -> Client:
+class _Room:
+    """Room for the requests of one connection; its reader alone waits for it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._requests = 0
+        self._held = 0
+        self._freed = asyncio.Event()
+
+    async def take(self, cost: int) -> None:
+        """Wait until there is room for one more request."""
+        while self._requests >= self._limits.requests or (self._requests and self._held + cost > self._limits.memory):
+            self._freed.clear()
+            await self._freed.wait()
+        self._requests += 1
+        self._held += cost
+
+    def give(self, cost: int) -> None:
+        """Give the room of one request back."""
+        self._requests -= 1
+        self._held -= cost
+        self._freed.set()
+
+
+def _code(value: object) -> str:
+    return value if isinstance(value, str) and _CODE.fullmatch(value) else "malformed"
+
+
+def _sentence(value: object) -> str:
+    """Return a peer's message as it may go into logs, records and answers."""
+    text = value[:_MOST_MESSAGE] if isinstance(value, str) else ""
+    return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
+
+
+async def serve_connection(
+    sock: socket.socket, handler: Handler, *, takes: Limits = WHOLE, descriptors: bool = False
+) -> Client:
     """Serve one connected socket (one end of a pair, say); returns the running connection."""
-    client = Client(sock, handler)
+    client = Client(sock, handler, takes=takes, descriptors=descriptors)
     client.start()
     return client
 
@@ -307,7 +397,9 @@ async def serve_unix(
     allowed_uids: frozenset[int],
     mode: int = 0o600,
     owner: tuple[int, int] | None = None,
-    max_connections: int = 64,
+    max_connections: int = 16,
+    takes: Limits = WHOLE,
+    descriptors_from: frozenset[int] = frozenset(),
 ) -> asyncio.Task[None]:
     """Listen on `path` and serve every peer whose uid is allowed; returns the accepting task.
 
@@ -316,11 +408,14 @@ async def serve_unix(
     Args:
         mode: permission bits of the socket file.
         owner: (uid, gid) of the socket file; needs root.
-        max_connections: a further one is accepted and closed at once.
+        max_connections: of one uid; a further one is accepted and closed at once.
+        takes: what a peer may send on one connection.
+        descriptors_from: uids that may pass descriptors.
     """
     name = os.fspath(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
+    shielded = passing.refuse(listener)
     try:
         if os.path.exists(name):
             os.unlink(name)
@@ -336,27 +431,43 @@ async def serve_unix(
     except BaseException:
         listener.close()
         raise
-    return asyncio.get_running_loop().create_task(
-        _accept(listener, handler, allowed_uids, max_connections), name=f"wire-accept:{name}"
-    )
+    server = _Server(listener, handler, allowed_uids, max_connections, takes, descriptors_from, shielded)
+    return asyncio.get_running_loop().create_task(server.accept(), name=f"wire-accept:{name}")
 
 
-async def _accept(
-    listener: socket.socket, handler: Handler, allowed_uids: frozenset[int], max_connections: int
-) -> None:
-    loop = asyncio.get_running_loop()
-    connections: set[Client] = set()
-    try:
-        while True:
-            sock, _ = await loop.sock_accept(listener)
-            connections = {client for client in connections if not client.closed.is_set()}
-            client = Client(sock, handler)
-            if client.peer.uid not in allowed_uids or len(connections) >= max_connections:
-                sock.close()
-                continue
-            client.start()
-            connections.add(client)
-    finally:
-        listener.close()
-        for client in connections:
-            await client.close()
+@dataclass(frozen=True, slots=True)
+class _Server:
+    listener: socket.socket
+    handler: Handler
+    allowed_uids: frozenset[int]
+    max_connections: int
+    takes: Limits
+    descriptors_from: frozenset[int]
+    shielded: bool
+
+    async def accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        connections: dict[Client, int] = {}
+        try:
+            while True:
+                sock, _ = await loop.sock_accept(self.listener)
+                uid = _credentials(sock).uid
+                connections = {client: its for client, its in connections.items() if not client.closed.is_set()}
+                if uid not in self.allowed_uids or list(connections.values()).count(uid) >= self.max_connections:
+                    if self.shielded:
+                        sock.close()
+                    else:
+                        passing.release(sock)
+                    continue
+                granted = uid in self.descriptors_from
+                client = await serve_connection(sock, self.handler, takes=self.takes, descriptors=granted)
+                connections[client] = uid
+        finally:
+            self.listener.close()
+            for client in connections:
+                await client.close()
+
+
+def _credentials(sock: socket.socket) -> Peer:
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return Peer(*struct.unpack("3i", data))

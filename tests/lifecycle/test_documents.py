@@ -22,7 +22,7 @@ from policy.decision import Deny, decide_flow
 from policy.facts import FlowFacts, Scheme
 from policy.load import PolicyError
 from policy.load import load as really_load
-from wire import frames
+from wire import frames, limits
 
 LOOSE = """
 version: 1
@@ -341,8 +341,8 @@ async def test_what_vaultd_does_not_grant_keeps_nothing_granted_that_is_over(rul
 
 async def test_a_policy_that_no_gateway_can_be_given_is_deny_all(ruled: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled document may be larger than a message between processes."""
-    name = await make(ruled)
-    monkeypatch.setattr(frames, "MAX_FRAME", 64 * 1024)
+    name, small = await make(ruled), wire.Limits(frame=64 * 1024)
+    monkeypatch.setattr(frames, "within", lambda body, _limits: limits.within(body, small))
     many = ", ".join(f"{'long-label.' * 9}host-{number}.example.org" for number in range(1000))
     await change(ruled, LOOSE + f"always_deny: [{many}]\n")
     await until(lambda: policy(ruled, name) == DENY_ALL)

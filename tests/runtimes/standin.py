@@ -34,7 +34,9 @@ async def _socket_daemon(config: dict[str, Any]) -> None:
             return {"attached": len(_CHANNELS)}
         raise wire.RequestError("unknown_op", op)
 
-    server = await wire.serve_unix(config["socket"], handle, allowed_uids=frozenset(config["uids"]), mode=0o666)
+    server = await wire.serve_unix(
+        config["socket"], handle, allowed_uids=(uids := frozenset(config["uids"])), mode=0o666, descriptors_from=uids
+    )
     if "SALLYPORT_AUDIT_FD" in os.environ:
         audit = await wire.serve_connection(_inherited("SALLYPORT_AUDIT_FD"), handle)
         await audit.call("ping")
@@ -68,7 +70,7 @@ async def _zygote() -> None:
         finally:
             close_all(fds)
 
-    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle)
+    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle, descriptors=True)
     await control.closed.wait()
     os._exit(0)  # as the real one ends: its workers live on, whom an orderly end of asyncio would kill
 
@@ -108,7 +110,7 @@ async def _worker(order: dict[str, Any]) -> None:
             if parameters["gateway"].get("refuse"):
                 raise wire.RequestError("refused", "told to refuse")
             said["gateway"] = parameters["gateway"]
-            return {"digest": "standin"}
+            return {"digest": parameters["gateway"].get("policy", {}).get("digest", "")}
         if op in ("audit", "vault"):
             if said["gateway"].get("deaf"):
                 raise wire.RequestError("refused", "told to be deaf")
@@ -125,7 +127,7 @@ async def _worker(order: dict[str, Any]) -> None:
         writer.close()
 
     server = await asyncio.start_server(accept, sock=listener)
-    control = await wire.serve_connection(socket.socket(fileno=control_fd), handle)
+    control = await wire.serve_connection(socket.socket(fileno=control_fd), handle, descriptors=True)
     async with server:
         await control.closed.wait()
 

@@ -73,8 +73,9 @@ class InProcess:
         self.vault = Vault(self.directory / "vault", KEYRING)
         self.channels = Channels(self.vault.custody, self.audit, lambda: self.monotonic())
         operations = Operations(self.vault.custody, self.channels, self.audit, self._administrators)
+        own = frozenset({os.geteuid()})
         self._server = await wire.serve_unix(
-            self.directory / "s", operations.handle, allowed_uids=frozenset({os.geteuid()})
+            self.directory / "s", operations.handle, allowed_uids=own, descriptors_from=own
         )
         self.admin = await AdminClient.open(self.directory / "s")
 
