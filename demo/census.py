@@ -18,7 +18,13 @@ from demo.stack import Stack
 from demo.traces import mounted_namespaces, namespaces_in_use, start_time
 from runtimes.cgroups import Cgroups
 
-_NOTED = {"lifecycle.serve": "serve", "vault.broker": "vaultd", "audit.writer": "auditd", "gateway.zygote": "zygote"}
+_NOTED = {
+    "lifecycle.serve": "serve",
+    "vault.broker": "vaultd",
+    "audit.writer": "auditd",
+    "policy.compiler": "compiler",
+    "gateway.zygote": "zygote",
+}
 _PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtimes")
 _SLOT = re.compile(r"/netns/[0-9]+-")
 _READY_SECONDS = 15.0

@@ -21,7 +21,7 @@ from lifecycle.edge import Edge
 from lifecycle.egress import Egress
 from lifecycle.egress_api import EgressApi
 from lifecycle.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid
-from lifecycle.orchestrator import Gateway, Orchestrator
+from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Auditd, Daemon, Hostd, Vaultd
 from lifecycle.policies import Policies
 from lifecycle.proxy import Proxy
@@ -90,14 +90,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
     hostd = Hostd(config.run_dir / "hostd.sock")
     vaultd = Vaultd(config.run_dir / "vault.sock")
     auditd = Auditd(config.run_dir / "audit.sock")
-    gateway = Gateway(
-        upstream_roots=config.upstream_roots.read_text("utf-8", "ignore"),
-        dns_upstreams=config.dns_upstreams,
-        allowed_addresses=config.allowed_addresses,
-        host_addresses=config.host_addresses,
-        limits=config.gateway_limits,
-    )
-    orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, gateway, clock=clock or Clock())
+    orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, clock=clock or Clock())
     creations = Creations(orchestrator, tokens, config.bounds)
     egress = Egress(orchestrator)
     keys = KeyRing(config.key_digests)

@@ -17,14 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policy.api import ApiPolicyError
-from policy.bindings import INLINE, ApiBinding, binding_name, check_conflicts, parse_binding
+from policy.bindings import INLINE, MAX_PLACES, ApiBinding, binding_name, check_conflicts, number_of_places, parse_binding
 from policy.compile import uses_of
 from policy.strict import Path, StrictError, members
 from vault.grants import Grant, within
 
 MAX_ENTRIES = 256
-MAX_PLACES = 8192
-"""Hosts, methods and paths of all bindings together: each is compared with those of the others."""
 MAX_NAME = 200  # vaultd's names hold 256 bytes, prefix and revision included
 MAX_GRANTS = 256
 """Pairs of a credential and a place it may go to. vaultd keeps twice as many: during a change old and new ones."""
@@ -55,7 +53,7 @@ class Vault:
 
     def to_json(self) -> dict[str, Any]:
         """The form the registry keeps."""
-        bindings = [binding.to_wire() | {"auth": _auth(binding)} for binding in self.bindings]
+        bindings = [binding.to_json() for binding in self.bindings]
         return {"revision": self.revision, "credentials": dict(self.credentials), "bindings": bindings}
 
     @classmethod
@@ -260,20 +258,6 @@ def _binding(item: object, path: Path) -> tuple[str, ApiBinding]:
     return binding.name, binding
 
 
-def _auth(binding: ApiBinding) -> dict[str, Any]:
-    """Write `auth` with its credentials, as `parse_binding` reads it."""
-    match binding.auth_type:
-        case "bearer" | "basic":
-            return {"type": binding.auth_type, "credential": binding.headers[0][1]}
-        case "apiKey":
-            return {"type": "apiKey", "name": binding.headers[0][0], "credential": binding.headers[0][1]}
-        case "customHeaders":
-            headers = [{"name": name, "credential": credential} for name, credential in binding.headers]
-            return {"type": "customHeaders", "headers": headers}
-        case other:
-            return {"type": other}
-
-
 def _check_places(current: Vault, vault: Vault, values: Mapping[str, str]) -> None:
     """Refuse a binding that uses a value where it was not given for."""
     given = {vault.secret(name) for name in values}
@@ -290,7 +274,7 @@ def _check_places(current: Vault, vault: Vault, values: Mapping[str, str]) -> No
 def _check_whole(vault: Vault) -> None:
     if len(vault.credentials) > MAX_ENTRIES or len(vault.bindings) > MAX_ENTRIES:
         raise _bad(f"at most {MAX_ENTRIES} credentials and bindings")
-    if sum(len(item.hosts) + len(item.methods) + len(item.paths) for item in vault.bindings) > MAX_PLACES:
+    if number_of_places(vault.bindings) > MAX_PLACES:
         raise _bad(f"at most {MAX_PLACES} hosts, methods and paths in all bindings")
     for binding in vault.bindings:
         for credential in binding.credentials:

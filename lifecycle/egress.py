@@ -40,8 +40,9 @@ from lifecycle.shortfall import Shortfall
 from lifecycle.stored import places, secrets, stored
 from policy.api import ApiPolicy, ApiPolicyError, NetworkRule, delete_targets, merge_patch, parse_network_policy
 from policy.bindings import ApiBinding
-from policy.compile import DENY_ALL, Dropped, Part
+from policy.compile import Dropped, Part
 from policy.rules import Action
+from policy.selection import Selection
 
 CLOSE_SECONDS = 8.0
 
@@ -322,8 +323,8 @@ class Egress:
             if values or set(map(_key, both)) != set(map(_key, former.grants)):
                 bounds = None if before is None or after is None else list({*before, *after})
                 await vaultd.regrant(row.id, both, values or None, secrets(row) or (), bounds)
-            await self._configure(changed, compiled, decided=False)
-            changed = await self._persist(changed, "" if narrowed else compiled.digest)
+            settled = compiled.digest if await self._configure(changed, compiled, decided=False) else ""
+            changed = await self._persist(changed, "" if narrowed else settled)
         except Exception:
             await self._roll_back(row)
             raise
@@ -331,11 +332,12 @@ class Egress:
             try:
                 await self._grant(changed, compiled, all_values=not stale)
                 await self.shortfall.tell(changed, compiled)
-                changed = await self._persist(changed, compiled.digest)
+                changed = await self._persist(changed, settled)
             except (ApiError, Unreachable, wire.RemoteError, RegistryError) as error:
                 _log.warning("the change of %s is not yet complete: %s", row.id, _brief(error))
                 return changed
-        self._unsettled.discard(row.id)
+        if settled:
+            self._unsettled.discard(row.id)
         return changed
 
     async def _revoke(self, row: Sandbox, changed: Sandbox) -> None:
@@ -364,24 +366,28 @@ class Egress:
         """Put in force what `row` says. Neither gateway nor vault waits for the other: each alone may only close."""
         compiled = await self._enforced(row)
         try:
-            await self._put_in_force(row, compiled)
+            agreed = await self._put_in_force(row, compiled)
         except wire.RemoteError as error:
             if not _too_large(error):
                 raise
             too_large = Dropped(Part.POLICY, row.policy_name or "", "the policy is too large for a gateway")
-            compiled = Compiled(DENY_ALL, (), (too_large,))
-            await self._put_in_force(row, compiled)
+            compiled = replace(await self._orchestrator.policies.nothing(), dropped=(too_large,))
+            agreed = await self._put_in_force(row, compiled)
         await self.shortfall.tell(row, compiled)
-        await self._persist(row, compiled.digest)
-        self._unsettled.discard(row.id)
+        if agreed:
+            await self._persist(row, compiled.digest)
+            self._unsettled.discard(row.id)
 
-    async def _put_in_force(self, row: Sandbox, compiled: Compiled) -> None:
-        outcomes = await asyncio.gather(
+    async def _put_in_force(self, row: Sandbox, compiled: Compiled) -> bool:
+        """Put a policy in force at gateway and vault; tells what `_configure` does."""
+        agreed, granted = await asyncio.gather(
             self._configure(row, compiled, decided=True), self._grant(row, compiled), return_exceptions=True
         )
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
+        if isinstance(agreed, BaseException):
+            raise agreed
+        if isinstance(granted, BaseException):
+            raise granted
+        return agreed
 
     async def _grant(self, row: Sandbox, compiled: Compiled, *, all_values: bool = False) -> None:
         """Give vaultd the grants of a row, and have it drop all values but the row's (not with `all_values`).
@@ -412,13 +418,20 @@ class Egress:
     async def _enforced(self, row: Sandbox) -> Compiled:
         """Compile a row under the document in force, without the parts that cannot be read or are refused."""
         read = await asyncio.to_thread(stored, row)
-        compiled = await self._orchestrator.policies.enforce(row.policy_name, read.network_policy, read.bindings)
+        selection = Selection(row.policy_name, read.network_policy, read.bindings)
+        compiled = await self._orchestrator.policies.enforce(selection)
         return replace(compiled, dropped=(*read.dropped, *compiled.dropped))
 
-    async def _configure(self, row: Sandbox, compiled: Compiled, *, decided: bool) -> None:
-        await self._orchestrator.hostd.configure(
-            row.id, self._orchestrator.gateway.configuration(row.id, 1, compiled), decided=decided
-        )
+    async def _configure(self, row: Sandbox, compiled: Compiled, *, decided: bool) -> bool:
+        """Have hostd put a row's policy in force; tells whether it is the one that was compiled here.
+
+        hostd reads the operator's file itself and at another moment: it may have another document than we have, and
+        then the sandbox stays unsettled until both have the same.
+        """
+        digest = await self._orchestrator.hostd.configure(row.id, compiled.selection, decided=decided)
+        if digest != compiled.digest:
+            _log.info("the gateway of %s is under another document than ours; it is settled again", row.id)
+        return digest == compiled.digest
 
     async def _persist(self, changed: Sandbox, digest: str) -> Sandbox:
         """Write policy and vault of `changed`; an empty digest is the mark that they may not be in force."""

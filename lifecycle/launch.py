@@ -9,6 +9,7 @@ import os
 import secrets
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings, SettingsError
 from lifecycle.transaction import Bounds
 
-_UIDS = {"serve": 700000001, "vaultd": 700000002, "auditd": 700000003, "worker_base": 700001000, "workers": 4096}
+_UIDS = {
+    "serve": 700000001,
+    "vaultd": 700000002,
+    "auditd": 700000003,
+    "compiler": 700000004,
+    "worker_base": 700001000,
+    "workers": 4096,
+}
 
 
 def uids(settings: Settings) -> dict[str, int]:
@@ -66,18 +74,13 @@ def _in_url(host: str) -> str:
 
 def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
     """What `serve` is told."""
-    maximum_cpu = settings.get("sallyport.max_cpu", (os.cpu_count() or 1) * 1_000_000_000)
-    maximum_memory = settings.get("sallyport.max_memory", _physical_memory())
-    maximum_pids = settings.get("docker.pids_limit", 4096)
-    limited = disk_limits(settings)
-    maximum_disk = settings.get("sallyport.max_disk", 16 << 30) if limited else None
+    most = maxima(settings)
     return ServeConfig(
         host=settings.host,
         port=settings.port,
         run_dir=settings.run_dir,
         state_dir=settings.state_dir / "lifecycle",
         policy_file=settings.policy_file,
-        upstream_roots=settings.upstream_roots,
         key_digests=tuple(
             key.removeprefix("sha256:").lower() if key.startswith("sha256:") else auth.digest(key) for key in keys
         ),
@@ -85,28 +88,24 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
             runtimes=tuple(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
             default_runtime=settings.default_runtime,
             defaults=Resources(
-                min(settings.get("sallyport.default_cpu", 1_000_000_000), maximum_cpu),
-                min(settings.get("sallyport.default_memory", 2 << 30), maximum_memory),
-                min(settings.get("sallyport.default_pids", 1024), maximum_pids),
-                min(settings.get("sallyport.default_disk", 2 << 30), maximum_disk) if maximum_disk else None,
+                min(settings.get("sallyport.default_cpu", 1_000_000_000), most.cpu_nanos),
+                min(settings.get("sallyport.default_memory", 2 << 30), most.memory_bytes),
+                min(settings.get("sallyport.default_pids", 1024), most.pids),
+                min(settings.get("sallyport.default_disk", 2 << 30), most.disk_bytes) if most.disk_bytes else None,
             ),
-            maxima=Resources(maximum_cpu, maximum_memory, maximum_pids, maximum_disk),
+            maxima=most,
             max_timeout=settings.get("server.max_sandbox_timeout_seconds"),
             env=settings.get("docker.sandbox_env", {}),
         ),
         bounds=Bounds(
             launches=settings.get("sallyport.launch_concurrency", 4),
             pending=settings.get("sallyport.max_pending", 128),
-            sandboxes=settings.get("sallyport.max_sandboxes", 1000),
+            sandboxes=max_sandboxes(settings),
             answer_seconds=float(settings.get("sallyport.create_answer_seconds", 20)),
         ),
         allowed_hosts=tuple(settings.get("server.allowed_hosts", ())),
         external_base=external_base(settings),
         ignored_fields=tuple(settings.get("sallyport.ignored_request_fields", ())),
-        dns_upstreams=settings.dns_upstreams,
-        allowed_addresses=tuple(settings.get("sallyport.allowed_addresses", ())),
-        host_addresses=settings.get("sallyport.host_addresses", {}),
-        gateway_limits=settings.get("sallyport.gateway_limits", {}),
         proxy_connections=settings.get("sallyport.proxy_connections", 128),
         renew_interval=(
             float(settings.get("renew_intent.min_interval_seconds", 60))
@@ -120,6 +119,21 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         log_level=settings.get("log.level", "INFO"),
         uid=uids(settings)["serve"],
     )
+
+
+def maxima(settings: Settings) -> Resources:
+    """The most that one sandbox may have."""
+    return Resources(
+        settings.get("sallyport.max_cpu", (os.cpu_count() or 1) * 1_000_000_000),
+        settings.get("sallyport.max_memory", _physical_memory()),
+        settings.get("docker.pids_limit", 4096),
+        settings.get("sallyport.max_disk", 16 << 30) if disk_limits(settings) else None,
+    )
+
+
+def max_sandboxes(settings: Settings) -> int:
+    """How many sandboxes there may be."""
+    return int(settings.get("sallyport.max_sandboxes", 1000))
 
 
 def disk_limits(settings: Settings) -> bool:
@@ -156,6 +170,11 @@ def vault_config(settings: Settings) -> dict[str, Any]:
     }
 
 
+def compiler_config(settings: Settings) -> dict[str, Any]:
+    """What the compiler is told."""
+    return {"policy_file": None if settings.policy_file is None else str(settings.policy_file)}
+
+
 def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
     """What hostd is told; `directory` holds the other files."""
     netns = settings.get("sallyport.upstream_netns")
@@ -172,6 +191,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
     modules = {
         "auditd": "audit.writer",
         "vaultd": "vault.broker",
+        "compiler": "policy.compiler",
         "zygote": "gateway.zygote",
         "serve": "lifecycle.serve",
     }
@@ -192,6 +212,11 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "uids": uids(settings),
         "dns_upstreams": list(settings.dns_upstreams),
         "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
+        "host_addresses": {
+            host: list(addresses) for host, addresses in settings.get("sallyport.host_addresses", {}).items()
+        },
+        "gateway_limits": dict(settings.get("sallyport.gateway_limits", {})),
+        "maxima": {**asdict(maxima(settings)), "sandboxes": max_sandboxes(settings)},
         "runtimes": list(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
         "disk_limits": disk_limits(settings),
         "processes": [
@@ -217,6 +242,7 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
     files = {
         "auditd": audit_config(settings),
         "vaultd": vault_config(settings),
+        "compiler": compiler_config(settings),
         "zygote": {"worker_defaults": {}},
     }
     for name, document in files.items():
@@ -233,7 +259,7 @@ def write_host(settings: Settings, directory: Path) -> Path:
 
 
 def check_readable(path: Path) -> None:
-    """Say early and clearly what `serve`, an unprivileged user, would trip over.
+    """Say early and clearly what unprivileged daemons would trip over.
 
     Raises:
         SettingsError: there is no such file, or not everybody can read it.

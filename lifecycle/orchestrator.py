@@ -13,7 +13,7 @@ import contextlib
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,37 +23,11 @@ from lifecycle.creation import MAX_TIMEOUT
 from lifecycle.errors import ApiError, unavailable, unknown_sandbox
 from lifecycle.labels import patched
 from lifecycle.peers import Auditd, Hostd, Unreachable, Vaultd, explained
-from lifecycle.policies import Compiled, Policies
+from lifecycle.policies import Policies
 from lifecycle.registry import Registry, RegistryError, Sandbox, State
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """The parts of a gateway's configuration that are the same for all sandboxes."""
-
-    upstream_roots: str = field(repr=False)
-    dns_upstreams: tuple[str, ...] = ()
-    allowed_addresses: tuple[str, ...] = ()
-    host_addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    inside: str = "192.0.2.2"
-
-    def configuration(self, sandbox: str, generation: int, compiled: Compiled) -> dict[str, Any]:
-        """Return the GatewayConfig of one sandbox."""
-        return {
-            "sandbox": sandbox,
-            "generation": generation,
-            "policy": compiled.policy.to_json(),
-            "upstream_roots": self.upstream_roots,
-            "dns_upstreams": list(self.dns_upstreams),
-            "allowed_addresses": list(self.allowed_addresses),
-            "host_addresses": {host: list(addresses) for host, addresses in self.host_addresses.items()},
-            "inside": self.inside,
-            "limits": dict(self.limits),
-        }
 
 
 class Orchestrator:
@@ -66,7 +40,6 @@ class Orchestrator:
         vaultd: Vaultd,
         auditd: Auditd,
         policies: Policies,
-        gateway: Gateway,
         *,
         clock: Clock,
     ) -> None:
@@ -75,7 +48,6 @@ class Orchestrator:
         self.vaultd = vaultd
         self.auditd = auditd
         self.policies = policies
-        self.gateway = gateway
         self.clock = clock
         self._moving: asyncio.Task[None] | None = None
         self.expiry_changed: Callable[[], None] = lambda: None

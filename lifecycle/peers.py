@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import wire
+from policy.selection import Selection
 from vault.grants import Grant
 
 CALL_TIMEOUT = 20.0
@@ -112,18 +113,22 @@ class Hostd(Daemon):
         """Names of the runtimes this host has."""
         return [str(name) for name in (await self.call("runtimes")).get("runtimes", [])]
 
-    async def launch(self, **specification: Any) -> wire.Message:
-        """Start a sandbox; a refusal means that nothing of it is left."""
-        return await self.call("launch", timeout=LAUNCH_TIMEOUT, **specification)
+    async def launch(self, selection: Selection, **specification: Any) -> str:
+        """Start a sandbox and return the digest of its policy; a refusal means that nothing of it is left."""
+        answer = await self.call("launch", timeout=LAUNCH_TIMEOUT, selection=selection.to_json(), **specification)
+        return str(answer.get("policy") or "")
 
-    async def configure(self, sandbox: str, gateway: Mapping[str, Any], *, decided: bool) -> None:
-        """Give a sandbox's gateway a new configuration; returns once it is in force.
+    async def configure(self, sandbox: str, selection: Selection, *, decided: bool) -> str:
+        """Give a sandbox's gateway another policy; returns the digest of the one that is in force then.
+
+        It is compiled by hostd, under the operator's document as it is at that moment.
 
         Args:
             decided: it is to be in force whatever happens: a gateway that is replaced meanwhile begins with it. Else
                 a gateway that does not confirm it keeps, or is replaced with, what it had.
         """
-        await self.call("configure", sandbox=sandbox, gateway=dict(gateway), decided=decided)
+        answer = await self.call("configure", sandbox=sandbox, selection=selection.to_json(), decided=decided)
+        return str(answer.get("policy") or "")
 
     async def policy(self, sandbox: str) -> str:
         """The digest of the policy that a sandbox's worker has confirmed."""

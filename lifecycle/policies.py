@@ -1,7 +1,9 @@
-"""From what a caller asked for to what a gateway enforces.
+"""From what a caller asked for to what a gateway shall enforce, as `serve` sees it.
 
-- The operator's file is read at start and again when it changes; a file that can no longer be read keeps the last good
-  document in force and is reported, never replaced by something weaker. At start it is fatal.
+What is in force is compiled by hostd's compiler from the same file and the same selection (`policy.compiler`): nothing
+that is compiled here reaches a gateway. It is compiled for the answers to callers, for the vault's grants, and to know
+whether a sandbox is behind the document.
+
 - A call that brings neither a network policy nor the name of an operator policy gets the operator's default.
 - Naming an operator policy *and* bringing a network policy narrows: both must allow.
 - Two questions, two answers. What a caller asks for is *admitted* (`admit`) or refused. What was admitted once is
@@ -12,28 +14,16 @@ The rules themselves are `policy`'s; this module only chooses and combines.
 """
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from policy.api import ApiPolicy
-from policy.bindings import ApiBinding
-from policy.compile import (
-    CompiledPolicy,
-    Dropped,
-    enforce,
-    secrets_of,
-)
+from policy.compile import CompiledPolicy, Dropped, secrets_of
 from policy.document import PolicyDocument
-from policy.load import PolicyError, load
-
-_log = logging.getLogger(__name__)
-
-
-type Stamp = tuple[int, int, int, int]
-"""By what a changed file is told."""
+from policy.operator_file import OperatorFile
+from policy.selection import NOTHING, Selection
 
 
 class Refused(ValueError):
@@ -42,9 +32,10 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A policy for one sandbox, what it needs from the vault, and the parts that are not in force."""
+    """A policy for one sandbox, its selection, what it needs from the vault, and the parts that are not in force."""
 
     policy: CompiledPolicy
+    selection: Selection
     grants: tuple[Mapping[str, Any], ...]
     dropped: tuple[Dropped, ...] = ()
 
@@ -57,24 +48,24 @@ class Compiled:
 class Policies:
     """The operator's document, and compilation under it."""
 
-    def __init__(self, document: PolicyDocument, path: Path | None = None, seen: "Stamp | None" = None) -> None:
-        self._document = document
-        self._path = path
-        self._seen = seen
+    def __init__(self, file: OperatorFile) -> None:
+        self._file = file
         self.version = 0
         """Grows with each document that was read."""
-        self.problem = ""
-        """Why the file as it is now is not in force; empty if it is."""
 
     @classmethod
-    def read(cls, path: Path) -> "Policies":
-        """Load the operator's file.
+    def read(cls, path: Path | None) -> "Policies":
+        """Load the operator's file; without one the shipped default is in force.
 
         Raises:
-            PolicyError, OSError: it cannot be read.
+            PolicyError: it cannot be read.
         """
-        seen = _stamp(path)  # before the file is read: a change meanwhile is seen at the next look
-        return cls(load(path), path, seen)
+        return cls(OperatorFile(PolicyDocument()) if path is None else OperatorFile.read(path))
+
+    @property
+    def problem(self) -> str:
+        """Why the file as it is now is not in force; empty if it is."""
+        return self._file.problem
 
     async def admit(self, name: str | None, network_policy: ApiPolicy | None) -> Compiled:
         """Compile what the caller of a create asks for.
@@ -82,45 +73,29 @@ class Policies:
         Raises:
             Refused: the operator has no such policy.
         """
-        compiled = await self.enforce(name, network_policy, ())
+        compiled = await self.enforce(Selection(name, network_policy))
         if compiled.dropped:
             raise Refused(f"extensions: sallyport.policy: {compiled.dropped[0].reason}")
         return compiled
 
-    async def enforce(
-        self, name: str | None, network_policy: ApiPolicy | None, bindings: tuple[ApiBinding, ...]
-    ) -> Compiled:
+    async def enforce(self, selection: Selection) -> Compiled:
         """Compile what a sandbox has, without the parts that the operator's document refuses."""
-        return await asyncio.to_thread(_enforce, self._document, name, network_policy, bindings)
+        return await asyncio.to_thread(_enforce, self._file.document, selection)
+
+    async def nothing(self) -> Compiled:
+        """Compile what a sandbox keeps that is to have nothing: what the operator always allows."""
+        return await self.enforce(NOTHING)
 
     async def reload(self) -> bool:
         """Read the file again if it changed, or could not be read; tells whether there is a new document."""
-        if self._path is None:
+        if not await asyncio.to_thread(self._file.reload):
             return False
-        stamp = await asyncio.to_thread(_stamp, self._path)
-        if stamp is not None and stamp == self._seen:
-            return False
-        try:
-            document = await asyncio.to_thread(load, self._path)
-        except Exception as error:  # noqa: BLE001 - closes: the last good document stays in force
-            # A file that cannot be opened may be readable later without a change that its stamp shows.
-            unreadable = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
-            self._seen = None if unreadable else stamp
-            problem = str(error) if isinstance(error, PolicyError | OSError) else type(error).__name__
-            if problem != self.problem:
-                _log.error("the policy file is not in force, the last good one is: %s", problem)
-            self.problem = problem
-            return False
-        self._seen, self._document, self.problem = stamp, document, ""
         self.version += 1
-        _log.info("policy file reloaded")
         return True
 
 
-def _enforce(
-    document: PolicyDocument, name: str | None, network_policy: ApiPolicy | None, bindings: tuple[ApiBinding, ...]
-) -> Compiled:
-    policy, dropped = enforce(document, name, network_policy, bindings)
+def _enforce(document: PolicyDocument, selection: Selection) -> Compiled:
+    policy, dropped = selection.compiled(document)
     grants = {
         (use.secret, use.host, use.port, str(use.scheme)): {
             "secret": use.secret,
@@ -130,12 +105,4 @@ def _enforce(
         }
         for use in secrets_of(policy)
     }
-    return Compiled(policy, tuple(grants.values()), dropped)
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+    return Compiled(policy, selection, tuple(grants.values()), dropped)

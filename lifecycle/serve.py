@@ -22,7 +22,6 @@ from lifecycle.connections import UVICORN_LOG_LEVEL, Connection
 from lifecycle.edge import Edge
 from lifecycle.policies import Policies
 from lifecycle.serve_config import ConfigError, ServeConfig
-from policy.document import PolicyDocument
 from policy.load import PolicyError
 
 EXIT_CONFIG = 78
@@ -67,7 +66,7 @@ def drop_privileges(uid: int | None) -> None:
 
 async def serve(config: ServeConfig, listener: socket.socket) -> None:
     """Serve on `listener` until SIGTERM or SIGINT."""
-    policies = Policies(PolicyDocument()) if config.policy_file is None else Policies.read(config.policy_file)
+    policies = Policies.read(config.policy_file)
     server = build(config, policies, Tokens(token_key(config.state_dir)))
     async with server.running():
         say_ready()

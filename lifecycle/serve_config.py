@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ class ServeConfig:
         allowed_hosts: further names for Host while authentication is off.
         external_base: public base of endpoints without a scheme, or empty for the Host the client used.
         ignored_fields: top-level request fields that may be sent though this server does not know them.
-        upstream_roots: PEM file, given to gateways and, with the sandbox's own root, to the programs inside.
         uid: what to become if started as root; None stays.
     """
 
@@ -41,17 +39,12 @@ class ServeConfig:
     run_dir: Path
     state_dir: Path
     policy_file: Path | None
-    upstream_roots: Path
     key_digests: tuple[str, ...]
     limits: Limits
     bounds: Bounds = field(default_factory=Bounds)
     allowed_hosts: tuple[str, ...] = ()
     external_base: str = ""
     ignored_fields: tuple[str, ...] = ()
-    dns_upstreams: tuple[str, ...] = ()
-    allowed_addresses: tuple[str, ...] = ()
-    host_addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    gateway_limits: Mapping[str, int] = field(default_factory=dict)
     proxy_connections: int = 128
     renew_interval: float | None = None
     keep_alive: int = 30
@@ -107,12 +100,11 @@ class ServeConfig:
 
 def _typed(document: dict[str, Any]) -> dict[str, Any]:
     typed = dict(document)
-    for key in ("run_dir", "state_dir", "upstream_roots"):
+    for key in ("run_dir", "state_dir"):
         typed[key] = Path(typed[key])
     typed["policy_file"] = None if typed["policy_file"] is None else Path(typed["policy_file"])
-    for key in ("key_digests", "allowed_hosts", "ignored_fields", "dns_upstreams", "allowed_addresses"):
+    for key in ("key_digests", "allowed_hosts", "ignored_fields"):
         typed[key] = tuple(typed[key])
-    typed["host_addresses"] = {host: tuple(addresses) for host, addresses in typed["host_addresses"].items()}
     limits = dict(typed["limits"])
     limits["runtimes"] = tuple(limits["runtimes"])
     limits["defaults"] = Resources(**limits["defaults"])

@@ -200,6 +200,7 @@ KEYS: dict[str, Check] = {
     "sallyport.uids.serve": _number(1, 2**31 - 1),
     "sallyport.uids.vaultd": _number(1, 2**31 - 1),
     "sallyport.uids.auditd": _number(1, 2**31 - 1),
+    "sallyport.uids.compiler": _number(1, 2**31 - 1),
     "sallyport.uids.worker_base": _number(1, 2**31 - 1),
     "sallyport.uids.workers": _number(1, 65536),
 }

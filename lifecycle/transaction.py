@@ -205,8 +205,8 @@ class Creations:
             try:
                 if version != policies.version:  # there is another document since this one began to wait
                     version, compiled = policies.version, await self._admit(plan)
-                await self._start(row, plan, compiled)
-                running = await self._running(row, compiled, version)
+                in_force = await self._start(row, plan, compiled)
+                running = await self._running(row, in_force if in_force == compiled.digest else "", version)
             except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
                 failure = _failure(error)
                 await self._undo(row, failure)
@@ -216,14 +216,15 @@ class Creations:
             await self._orchestrator.unsettled(running.id)
         return running
 
-    async def _running(self, row: Sandbox, compiled: Compiled, version: int) -> Sandbox:
+    async def _running(self, row: Sandbox, agreed: str, version: int) -> Sandbox:
+        """Write down that it runs; `agreed` is the policy in force, empty if another one was compiled here."""
         now = self._orchestrator.clock()
         policies = self._orchestrator.policies
 
         def change(current: Sandbox) -> Sandbox:
             # The operator's document may have changed since this policy was compiled: then the new one is applied. It
             # is compared here, in the order of the database's calls: a later reader of all rows finds this one.
-            digest = compiled.digest if version == policies.version else ""
+            digest = agreed if version == policies.version else ""
             moved = current.moved(State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.", now)
             return replace(moved, policy_digest=digest)
 
@@ -232,7 +233,7 @@ class Creations:
             raise unknown_sandbox(row.id)
         return running
 
-    async def _start(self, row: Sandbox, plan: Plan, compiled: Compiled) -> None:
+    async def _start(self, row: Sandbox, plan: Plan, compiled: Compiled) -> str:
         await self._orchestrator.auditd.record(
             "lifecycle.create",
             "allow",
@@ -245,9 +246,9 @@ class Creations:
             disk_bytes=plan.resources.disk_bytes,
         )
         root_pem = await self._orchestrator.vaultd.open_sandbox(row.id, row.lineage, compiled.grants)
-        await self._orchestrator.hostd.launch(
+        return await self._orchestrator.hostd.launch(
+            compiled.selection,
             sandbox=row.id,
-            generation=1,
             runtime=row.runtime,
             image=row.image,
             entrypoint=list(plan.command),
@@ -257,9 +258,8 @@ class Creations:
             pids=plan.resources.pids,
             disk_bytes=plan.resources.disk_bytes,
             isolation=plan.isolation,
-            ca_bundle=self._orchestrator.gateway.upstream_roots.rstrip("\n") + "\n" + root_pem,
+            ca_root=root_pem,
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
-            gateway=self._orchestrator.gateway.configuration(row.id, 1, compiled),
         )
 
     async def _undo(self, row: Sandbox, failure: ApiError) -> None:

@@ -23,6 +23,8 @@ from policy.rules import MAX_NAMES, Binding, is_token
 from policy.strict import Path, StrictError, members
 
 MAX_BINDINGS = 256
+MAX_PLACES = 8192
+"""Hosts, methods and paths of all bindings together: each is compared with those of the others."""
 DEFAULT_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _DEFAULTS = {"schemes": ("https",), "methods": DEFAULT_METHODS, "paths": ("/*",)}
 INLINE = "inline:"
@@ -57,6 +59,19 @@ class ApiBinding:
             "paths": list(self.paths),
         }
         return {"name": self.name, "match": match, "auth": auth}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that `parse_binding` reads: as `to_wire`, with the credentials."""
+        match self.auth_type:
+            case "bearer" | "basic":
+                auth: dict[str, Any] = {"credential": self.headers[0][1]}
+            case "apiKey":
+                auth = {"name": self.headers[0][0], "credential": self.headers[0][1]}
+            case "customHeaders":
+                auth = {"headers": [{"name": name, "credential": credential} for name, credential in self.headers]}
+            case _:
+                auth = {}
+        return self.to_wire() | {"auth": {"type": self.auth_type, **auth}}
 
     def compiled(self) -> Binding:
         """Return the form that decides."""
@@ -135,6 +150,11 @@ def binding_name(value: object, what: str) -> str:
     if len(name.encode("utf-8", "replace")) > 256 or not name.isprintable():
         raise ApiPolicyError(f"{what} name is too long or has a control character")
     return name
+
+
+def number_of_places(bindings: tuple[ApiBinding, ...]) -> int:
+    """Return the number of hosts, methods and paths of all bindings together."""
+    return sum(len(item.hosts) + len(item.methods) + len(item.paths) for item in bindings)
 
 
 def check_conflicts(bindings: tuple[ApiBinding, ...]) -> None:

@@ -70,17 +70,17 @@ def command(token_sha256: str, entrypoint: list[str]) -> list[str]:
     return [EXECD, "--init", "--launch-file", LAUNCH, "--access-token-sha256", token_sha256, "--", *entrypoint]
 
 
-def write_files(directory: Path, spec: LaunchSpec) -> Path:
-    """Write what will be mounted into a new `directory`; return it.
+def write_files(directory: Path, spec: LaunchSpec, ca_bundle: str) -> Path:
+    """Write what will be mounted into a new `directory`; return it. `ca_bundle` is what programs inside trust.
 
     Raises:
         OSError: it exists, or cannot be written.
     """
     directory.mkdir(mode=0o755)
     os.chmod(directory, 0o755)  # noqa: S103 - the container's root reads it through runsc's gofer
-    (directory / "java-cacerts").write_bytes(java_store(spec.ca_bundle))
+    (directory / "java-cacerts").write_bytes(java_store(ca_bundle))
     texts = {
-        "ca-bundle.pem": spec.ca_bundle,
+        "ca-bundle.pem": ca_bundle,
         "resolv.conf": RESOLV_CONF,
         "hosts": hosts_file(spec.sandbox),
         "hostname": f"{spec.sandbox}\n",

@@ -1,7 +1,8 @@
-"""The daemons around hostd and its channels to them: auditd, vaultd, zygote, serve.
+"""The daemons around hostd and its channels to them: auditd, vaultd, compiler, zygote, serve.
 
 - auditd, vaultd and serve are adopted from a former hostd where they run as they would be started: others reach them
-  by their sockets. vaultd only together with auditd, whose channel it holds; a zygote never, it was the old one's.
+  by their sockets. vaultd only together with auditd, whose channel it holds; zygote and compiler never: they had the
+  old one's channels.
 - vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again. The number
   of that channel never repeats, whatever was killed: it is on disk before it is used.
 - After auditd or vaultd came back, every worker gets a new channel: the former one ended with the old daemon.
@@ -61,7 +62,7 @@ class Daemons:
         self._vault_generation = Counter(Path(config.state_dir) / "hostd" / "vault-generation")
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
-        self._zygote_control: socket.socket | None = None
+        self._controls: dict[str, socket.socket] = {}
         self._serve_read = -1
         self._renewal: asyncio.Task[None] | None = None
         self._attaching: asyncio.Task[None] | None = None
@@ -70,12 +71,12 @@ class Daemons:
         self._sockets = {"auditd": self._run / "audit.sock", "vaultd": self._run / "vault.sock"}
 
     async def start(self) -> None:
-        """Start the zygote, which takes longest, and beside it auditd and vaultd; those that run already are adopted.
+        """Start zygote and compiler, and beside them auditd and vaultd; of these, those that run already are adopted.
 
         Raises:
             supervisor.NotReady: one of them does not come up; call `stop`.
         """
-        await together(self._start(self._named("zygote")), self._start_vault())
+        await together(self._start(self._named("zygote")), self._start(self._named("compiler")), self._start_vault())
 
     async def _start_vault(self) -> None:
         auditd, vaultd = self._named("auditd"), self._named("vaultd")
@@ -127,9 +128,12 @@ class Daemons:
             case "vaultd":
                 parts = (self._vault_channel, lambda: ping(self._sockets["vaultd"]), self._vaultd_up)
                 return self._make(process, uids.vaultd, (SOCKET_GROUP,), None, *parts)
+            case "compiler":
+                channel = partial(self._control_channel, "compiler")
+                return self._make(process, uids.compiler, (), None, channel, self._compiler_ready, _nothing)
             case "zygote":
-                netns = self._config.upstream_netns
-                return self._make(process, 0, (), netns, self._zygote_channel, self._zygote_ready, self._zygote_up)
+                netns, channel = self._config.upstream_netns, partial(self._control_channel, "zygote")
+                return self._make(process, 0, (), netns, channel, self._zygote_ready, self._zygote_up)
             case "serve":
                 return self._make(process, uids.serve, (), None, self._serve_pipe, self._serve_ready, _nothing)
             case _ as never:
@@ -185,9 +189,10 @@ class Daemons:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for name in ("auditd", "vaultd", "zygote"):
-                    await self._reachable(name)
+                    await self.reachable(name)
 
-    async def _reachable(self, name: str) -> None:
+    async def reachable(self, name: str) -> None:
+        """Wait until a daemon can be reached."""
         while (client := self._clients.get(name)) is None or client.closed.is_set():  # noqa: ASYNC110 - of many events
             await asyncio.sleep(0.02)
 
@@ -240,7 +245,7 @@ class Daemons:
         with ours:  # closed whatever happens: a channel that leads nowhere ends vaultd, which is then started again
             try:
                 async with asyncio.timeout(_UP_SECONDS):
-                    await self._reachable("auditd")
+                    await self.reachable("auditd")
                 generation = await asyncio.to_thread(self._vault_generation.next)
                 await self.attach("auditd", ours, sandbox=None, generation=generation, producer="vault")
             except (OSError, ValueError, wire.RemoteError) as error:
@@ -251,16 +256,24 @@ class Daemons:
         if restarted:
             self._reconnect("vaultd")
 
-    async def _zygote_channel(self) -> Inheritance:
+    async def _control_channel(self, name: str) -> Inheritance:
+        """Make the channel to a daemon that has no socket: nobody but hostd can speak to it."""
         ours, theirs = socket.socketpair()
-        self._zygote_control = ours
+        self._controls[name] = ours
         return Inheritance({"SALLYPORT_CONTROL_FD": theirs.detach()})
 
+    async def _compiler_ready(self) -> None:
+        client = wire.Client(self._controls.pop("compiler"))
+        client.start()
+        await client.call("ping", timeout=None)
+        previous = self._clients.get("compiler")
+        self._clients["compiler"] = client
+        self._look_after("compiler", self._supervised["compiler"].pid, client)  # its own word of its pid counts nothing
+        if previous is not None:
+            await previous.close()
+
     async def _zygote_ready(self) -> None:
-        sock, self._zygote_control = self._zygote_control, None
-        if sock is None:
-            raise ConnectionError("no channel for the zygote")
-        client = wire.Client(sock, self._from_zygote, takes=wire.NARROW)
+        client = wire.Client(self._controls.pop("zygote"), self._from_zygote, takes=wire.NARROW)
         client.start()
         answer = await client.call("ping", timeout=None)
         previous = self._clients.get("zygote")
@@ -341,7 +354,7 @@ class Daemons:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        for name in ("serve", "zygote", "vaultd", "auditd"):
+        for name in ("serve", "zygote", "compiler", "vaultd", "auditd"):
             if (client := self._clients.pop(name, None)) is not None:
                 await client.close()
             if (daemon := self._supervised.pop(name, None)) is not None:

@@ -45,6 +45,7 @@ from runtimes.kept_files import KeptFiles
 from runtimes.ledgers import Ledgers
 from runtimes.netns import NftError
 from runtimes.nft import GuardPlan
+from runtimes.operator import Operator
 from runtimes.records import Records
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import IMAGE_NAME, SANDBOX_ID, HostConfig, LaunchSpec
@@ -118,6 +119,7 @@ class Host:
         self._docker: Docker | None = None
         self._guard = Guard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
         self._daemons = Daemons(config, self._reconnect)
+        self._operator = Operator(config, self._daemons)
         self._sandboxes: Sandboxes | None = None
         self._alarms = Alarms(self._daemons)
         self._watch: Watch | None = None
@@ -185,7 +187,9 @@ class Host:
         leavings = Leavings(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
         fit = await adopt_or_remove(self._run, uids, docker, leavings)
         self._adopted = len(fit)
-        self._sandboxes = Sandboxes(config, docker, self._daemons, self._guard, self._cgroups, self._records)
+        self._sandboxes = Sandboxes(
+            config, self._operator, docker, self._daemons, self._guard, self._cgroups, self._records
+        )
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
         self._yielding = Yielding(Processor(self._cgroups), self._sandboxes.computing)
@@ -373,18 +377,15 @@ class Host:
             problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
             place = ".".join(map(str, problem["loc"][:1])) or "launch"
             raise wire.RequestError("invalid", f"{place}: {problem['msg']}"[:300]) from None
-        if spec.runtime not in self._config.runtimes:
-            raise wire.RequestError("invalid", f"runtime: {spec.runtime} is not allowed on this host")
         _, sandboxes = self._parts()
         await self._watching.wait()
         return await sandboxes.launch(spec)
 
     async def _configure(self, parameters: wire.Message) -> dict[str, Any]:
-        gateway, decided = parameters.pop("gateway", None), parameters.pop("decided", False)
-        if not isinstance(gateway, dict) or not isinstance(decided, bool):
-            raise wire.RequestError("invalid", "gateway is not an object, or decided is no boolean")
-        await self._parts()[1].configure(_sandbox(parameters), gateway, decided=decided)
-        return {}
+        selection, decided = parameters.pop("selection", None), parameters.pop("decided", False)
+        if not isinstance(selection, dict) or not isinstance(decided, bool):
+            raise wire.RequestError("invalid", "selection is not an object, or decided is no boolean")
+        return {"policy": await self._parts()[1].configure(_sandbox(parameters), selection, decided=decided)}
 
     async def _remove(self, parameters: wire.Message) -> dict[str, Any]:
         return {"residue": list(await self._parts()[1].remove(_sandbox(parameters)))}
@@ -421,7 +422,7 @@ async def run(config: HostConfig) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the keeper has blocked them till now
     try:
         host = Host(config)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         _log.error("cannot run: %s; run: sallyport doctor", error)
         return 1
     # A start that takes over what a killed hostd left is not given up half way: what it adopts is removed in order.

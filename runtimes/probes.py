@@ -268,7 +268,7 @@ def users(uids: Uids) -> str:
     if found := overlapping(uids, taken):
         raise ProbeError(f"{', '.join(found)} has a uid or gid that is configured for Sallyport")
     last = uids.worker_base + uids.workers - 1
-    return f"{uids.serve}, {uids.vaultd}, {uids.auditd} and {uids.worker_base}-{last} are free"
+    return f"{', '.join(map(str, uids.daemons))} and {uids.worker_base}-{last} are free"
 
 
 def subordinate(text: str) -> list[tuple[str, int, int]]:
@@ -279,7 +279,7 @@ def subordinate(text: str) -> list[tuple[str, int, int]]:
 
 def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
     """Return the names whose ids (name, first, count) meet ours, sorted."""
-    ours = [range(uid, uid + 1) for uid in (uids.serve, uids.vaultd, uids.auditd)]
+    ours = [range(uid, uid + 1) for uid in uids.daemons]
     ours.append(range(uids.worker_base, uids.worker_base + uids.workers))
     found = {name for name, first, count in taken for own in ours if first < own.stop and own.start < first + count}
     return sorted(found)

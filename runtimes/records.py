@@ -36,7 +36,7 @@ class Record(BaseModel):
     gateway_inode: int | None
     container: str | None
     policy: str
-    gateway: dict[str, Any]
+    compiled: dict[str, Any]
 
 
 class Records:

@@ -31,8 +31,10 @@ class Sandbox:
     ingress: socket.socket | None = None
     worker: Worker | None = None
     watch: asyncio.Task[None] | None = None
-    gateway: dict[str, Any] = field(default_factory=dict)
+    compiled: dict[str, Any] = field(default_factory=dict)
+    """The policy that its next worker begins with."""
     policy: str = ""
+    """The digest of the policy that its worker has confirmed."""
     phase: Phase = "launching"
     container: str | None = None
     restarts: int = 0
@@ -57,7 +59,7 @@ class Sandbox:
             gateway_inode=None if slot is None else slot.gateway_inode,
             container=self.container,
             policy=self.policy,
-            gateway=self.gateway,
+            compiled=self.compiled,
         )
 
 
@@ -102,6 +104,7 @@ _CODES: tuple[tuple[type[BaseException], str, Callable[[BaseException], str]], .
     (DiskError, "disk", str),
     (netns.NftError, "network", str),
     (wire.RemoteError, "gateway", str),
+    (wire.FrameError, "too_large", lambda error: "the configuration is too large for a gateway"),
     (TimeoutError, "timeout", lambda error: "a step took too long"),
     (ConnectionError, "unavailable", str),
     (OSError, "host", lambda error: f"{type(error).__name__}: {getattr(error, 'strerror', '')}"),

@@ -38,6 +38,7 @@ from runtimes.docker import ContainerPlan, Docker, DockerError, Layout, Mount
 from runtimes.finish import Endings, both, finished, taken
 from runtimes.guard import Guard
 from runtimes.ledgers import Ledgers
+from runtimes.operator import Operator, Policy
 from runtimes.plans import Plans
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
@@ -60,6 +61,7 @@ class Sandboxes:
     def __init__(
         self,
         config: HostConfig,
+        operator: Operator,
         docker: Docker,
         daemons: Daemons,
         guard: Guard,
@@ -67,6 +69,7 @@ class Sandboxes:
         records: Records,
     ) -> None:
         self._config = config
+        self._operator = operator
         self._run = Path(config.run_dir)
         self._docker = docker
         self._daemons = daemons
@@ -98,7 +101,8 @@ class Sandboxes:
             raise wire.RequestError("unavailable", f"nothing is launched: {why}"[:300])
         if spec.sandbox in self._known:
             raise wire.RequestError("exists", "there is a sandbox of this id")
-        sandbox = Sandbox(spec.sandbox, spec.generation, spec.runtime)
+        self._operator.judge(spec, len(self._known))
+        sandbox = Sandbox(spec.sandbox, 1, spec.runtime)
         self._known[spec.sandbox] = sandbox
         return await self._endings.whole(self._make(sandbox, spec))
 
@@ -123,7 +127,7 @@ class Sandboxes:
         """
         sandbox = Sandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
-        sandbox.gateway, sandbox.policy = record.gateway, record.policy
+        sandbox.compiled, sandbox.policy = record.compiled, record.policy
         sandbox.ingress = self._listen(record.sandbox)
         self.plans.adopt(record.container or "")
         self.slots.reserve(slot.index)
@@ -142,7 +146,7 @@ class Sandboxes:
 
     async def _launch(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
         began = time.monotonic()
-        sandbox.gateway = spec.gateway
+        sandbox.compiled = await self._operator.compile(spec.selection)
         self._write_down(sandbox)
         # The gate and the container are made side by side. The container is inert: only the plan lets it start.
         (slotted, gated), (created, room, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
@@ -162,7 +166,8 @@ class Sandboxes:
         }
         timing = {f"{name}_ms": round(value * 1000, 1) for name, value in seconds.items()}
         _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
-        return {"started_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "timing": timing}
+        started = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return {"started_at": started, "timing": timing, "policy": sandbox.policy}
 
     async def _gate(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, float]:
         """Take a slot, and then a worker for it that has confirmed its configuration; return when each was there."""
@@ -179,7 +184,7 @@ class Sandboxes:
     async def _create(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, int | None, tuple[Mount, ...]]:
         """Create the container, which cannot start yet; return when it was there, its room on disk, and its mounts."""
         image = await self._docker.image(spec.image)
-        files = write_files(self._run / "sandboxes" / spec.sandbox, spec)
+        files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
         plan = plan_container(spec, image.id, files, Path(self._config.execd))
         layout, _ = await both(self._contain(sandbox, plan), self._prepare_disk(spec))
         room = await self._attach_disk(spec, layout.layer)
@@ -224,7 +229,7 @@ class Sandboxes:
         finally:
             os.close(ledger)
         try:
-            sandbox.policy = await worker.configure(sandbox.gateway)
+            sandbox.policy = await worker.configure(self._operator.configuration(sandbox.compiled))
             while guard != self._guard.lives:  # `guard_changed` tells those that are there already
                 guard = self._guard.lives
                 await worker.control.notify("guard", fds=[self._guard.pidfd])
@@ -236,8 +241,6 @@ class Sandboxes:
     async def _prepare_disk(self, spec: LaunchSpec) -> None:
         if spec.disk_bytes is not None:
             await asyncio.to_thread(self._disks.prepare, spec.sandbox, spec.disk_bytes)
-        elif self._config.disk_limits:
-            raise wire.RequestError("invalid", "disk_bytes: this host gives no sandbox an unlimited disk")
 
     async def _attach_disk(self, spec: LaunchSpec, layer: Path | None) -> int | None:
         """Put the disk of its own under the container's root file system; return what fits on it, None if unlimited."""
@@ -322,48 +325,54 @@ class Sandboxes:
                 with contextlib.suppress(ConnectionError):
                     await sandbox.worker.control.notify("guard", fds=[pidfd])
 
-    async def configure(self, name: str, gateway: dict[str, Any], *, decided: bool = False) -> None:
-        """Give a sandbox's worker a new configuration; the old one stays when it is refused.
+    async def configure(self, name: str, selection: dict[str, Any], *, decided: bool = False) -> str:
+        """Give a sandbox's worker another policy and return its digest; the old one stays when it is refused.
 
         It is written down once the worker has confirmed it: whoever dies, afterwards one of the two is in force.
 
         Args:
             decided: it replaces what a worker would be born with at once, whether or not the present worker confirms
-                it. A sandbox without a worker gets none with the former configuration.
+                it. A sandbox without a worker gets none with the former policy.
         """
         sandbox = self._get(name)
-        if gateway.get("sandbox") != name:
-            raise wire.RequestError("invalid", "the gateway configuration is for another sandbox")
+        policy = await self._operator.compile(selection)
         if decided:
-            sandbox.gateway = gateway  # before the lock: it may be held for the birth of a worker
+            sandbox.compiled = policy  # before the lock: it may be held for the birth of a worker
         async with sandbox.lock:
+            if self._get(name) is not sandbox:  # removed meanwhile, and made again
+                raise wire.RequestError("unavailable", "the sandbox is being removed")
             if decided:
-                self._keep(sandbox, gateway)
+                self._keep(sandbox, policy)
             if sandbox.worker is None or not sandbox.running:
                 raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
             try:
-                digest = await sandbox.worker.configure(gateway)
+                digest = await sandbox.worker.configure(self._operator.configuration(policy))
+            except wire.FrameError:
+                if decided:
+                    await sandbox.worker.control.close()
+                raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
             except wire.RemoteError as error:
                 # With "internal" it does not say how far it came; and what it has must not stay if that is over.
-                if error.code == "internal" or (decided and sandbox.policy != _digest(gateway)):
+                if error.code == "internal" or (decided and sandbox.policy != _digest(policy)):
                     await sandbox.worker.control.close()
                 raise wire.RequestError(error.code, error.message) from error
             except (ConnectionError, TimeoutError) as error:
                 # It may have applied it or not. A new worker with the configuration that is known is sure.
                 await sandbox.worker.control.close()
                 raise wire.RequestError("unavailable", "the gateway worker did not confirm") from error
-            former = sandbox.gateway, sandbox.policy
-            sandbox.gateway, sandbox.policy = gateway, digest
+            former = sandbox.compiled, sandbox.policy
+            sandbox.compiled, sandbox.policy = policy, digest
             try:
                 self._write_down(sandbox)
             except OSError as error:
-                sandbox.gateway, sandbox.policy = former
+                sandbox.compiled, sandbox.policy = former
                 await sandbox.worker.control.close()
-                raise wire.RequestError("unavailable", "the configuration could not be written down") from error
+                raise wire.RequestError("unavailable", "the policy could not be written down") from error
+            return digest
 
-    def _keep(self, sandbox: Sandbox, gateway: dict[str, Any]) -> None:
-        """Have the next worker begin with a configuration; one that cannot be written down is lost with hostd."""
-        sandbox.gateway = gateway
+    def _keep(self, sandbox: Sandbox, policy: Policy) -> None:
+        """Have the next worker begin with a policy; one that cannot be written down is lost with hostd."""
+        sandbox.compiled = policy
         try:
             self._write_down(sandbox)
         except OSError as error:
@@ -529,7 +538,6 @@ class Sandboxes:
         return described
 
 
-def _digest(gateway: dict[str, Any]) -> str:
-    """Return the digest of a configuration's policy, empty if it names none."""
-    policy = gateway.get("policy")
-    return str(policy.get("digest") or "") if isinstance(policy, dict) else ""
+def _digest(policy: Policy) -> str:
+    """Return the digest of a policy, empty if it names none."""
+    return str(policy.get("digest") or "")

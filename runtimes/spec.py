@@ -39,13 +39,14 @@ class _Strict(BaseModel):
 
 
 class LaunchSpec(_Strict):
-    """One sandbox to launch. `gateway` is the worker's configuration, passed on as it is; no `disk_bytes`: no limit.
+    """One sandbox to launch; no `disk_bytes`: no limit.
 
-    `isolation` lets execd mount inside the sandbox, for isolated sessions: on runsc only, whose kernel is its own.
+    `selection` says which policy it has, and is read by the compiler alone. `ca_root` is what its programs trust beside
+    the operator's roots: no worker does. `isolation` lets execd mount inside the sandbox, for isolated sessions: on
+    runsc only, whose kernel is its own.
     """
 
     sandbox: SandboxId
-    generation: int = Field(ge=1)
     runtime: Runtime
     image: Annotated[str, AfterValidator(_image_name)]
     entrypoint: list[str] = Field(min_length=1, max_length=256)
@@ -55,9 +56,9 @@ class LaunchSpec(_Strict):
     pids: int = Field(ge=1, le=4 * 1024 * 1024)
     disk_bytes: int | None = Field(ge=SMALLEST, le=2**50)
     isolation: bool = False
-    ca_bundle: str = Field(min_length=1, max_length=2 * 1024 * 1024)
+    ca_root: str = Field(min_length=1, max_length=64 * 1024)
     execd_token_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    gateway: dict[str, Any]
+    selection: dict[str, Any]
 
     @field_validator("entrypoint")
     @classmethod
@@ -78,9 +79,7 @@ class LaunchSpec(_Strict):
         return value
 
     @model_validator(mode="after")
-    def _same_sandbox(self) -> "LaunchSpec":
-        if self.gateway.get("sandbox") != self.sandbox:
-            raise ValueError("the gateway configuration is for another sandbox")
+    def _isolated(self) -> "LaunchSpec":
         if self.isolation and self.runtime != "runsc":
             raise ValueError("isolated sessions need runsc")
         return self
@@ -92,15 +91,31 @@ class Uids(_Strict):
     serve: int = Field(default=700000001, ge=1)
     vaultd: int = Field(default=700000002, ge=1)
     auditd: int = Field(default=700000003, ge=1)
+    compiler: int = Field(default=700000004, ge=1)
     worker_base: int = Field(default=700001000, ge=1)
     workers: int = Field(default=4096, ge=1, le=65536)
 
     @model_validator(mode="after")
     def _distinct(self) -> "Uids":
-        daemons = {self.serve, self.vaultd, self.auditd}
-        if len(daemons) != 3 or any(0 <= uid - self.worker_base < self.workers for uid in daemons):
+        daemons = set(self.daemons)
+        if len(daemons) != len(self.daemons) or any(0 <= uid - self.worker_base < self.workers for uid in daemons):
             raise ValueError("each daemon and each worker needs a uid of its own")
         return self
+
+    @property
+    def daemons(self) -> tuple[int, ...]:
+        """Of the daemons, one each."""
+        return self.serve, self.vaultd, self.auditd, self.compiler
+
+
+class Maxima(_Strict):
+    """The most that one sandbox may have, and how many there may be. `disk_bytes` None is no limit."""
+
+    cpu_nanos: int = Field(ge=1)
+    memory_bytes: int = Field(ge=1)
+    pids: int = Field(ge=1)
+    disk_bytes: int | None = Field(ge=1)
+    sandboxes: int = Field(ge=1)
 
 
 class DockerdConfig(_Strict):
@@ -136,13 +151,17 @@ class ImageConfig(_Strict):
 class ProcessConfig(_Strict):
     """A daemon: `python -m <module> <config>`."""
 
-    name: Literal["auditd", "vaultd", "zygote", "serve"]
+    name: Literal["auditd", "vaultd", "compiler", "zygote", "serve"]
     module: str = Field(pattern=r"^[a-z_][a-z0-9_.]*$")
     config: str
 
 
 class HostConfig(_Strict):
-    """What `python -m runtimes.hostd` reads. With `disk_limits` a launch without a limit is refused."""
+    """What `python -m runtimes.hostd` reads. With `disk_limits` a launch without a limit is refused.
+
+    All that is the operator's in a worker's configuration is here or in the operator's policy file, which the compiler
+    reads: no call can say it.
+    """
 
     run_dir: str
     state_dir: str
@@ -158,6 +177,9 @@ class HostConfig(_Strict):
     uids: Uids = Uids()
     dns_upstreams: list[str]
     allowed_addresses: list[str]
+    host_addresses: dict[str, list[str]]
+    gateway_limits: dict[str, int]
+    maxima: Maxima
     processes: list[ProcessConfig]
     runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)
     disk_limits: bool = True
@@ -165,9 +187,10 @@ class HostConfig(_Strict):
     @model_validator(mode="after")
     def _check(self) -> "HostConfig":
         names = [process.name for process in self.processes]
-        if len(names) != len(set(names)) or not {"auditd", "vaultd", "zygote"} <= set(names):
-            raise ValueError("processes must name auditd, vaultd and zygote, each process once")
+        if len(names) != len(set(names)) or not {"auditd", "vaultd", "compiler", "zygote"} <= set(names):
+            raise ValueError("processes must name auditd, vaultd, compiler and zygote, each process once")
         paths = [self.run_dir, self.state_dir, self.python, self.docker_socket, self.runsc, self.runc, self.execd]
+        paths.append(self.upstream_roots)
         if any(not Path(path).is_absolute() for path in paths):
             raise ValueError("paths must be absolute")
         _ = self.resolvers, self.allowed

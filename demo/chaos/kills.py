@@ -28,6 +28,7 @@ class Part(StrEnum):
     GUARD = "guard"
     AUDITD = "auditd"
     VAULTD = "vaultd"
+    COMPILER = "compiler"
     SERVE = "serve"
     HOSTD = "hostd"
     DOCKERD = "dockerd"
@@ -38,6 +39,7 @@ _MODULES = {
     Part.ZYGOTE: "gateway.zygote",
     Part.AUDITD: "audit.writer",
     Part.VAULTD: "vault.broker",
+    Part.COMPILER: "policy.compiler",
     Part.SERVE: "lifecycle.serve",
     Part.HOSTD: "runtimes.hostd",
 }

@@ -34,7 +34,14 @@ _TAKEN = (
     *("sallyport.python", "sallyport.runsc", "sallyport.runc", "sallyport.execd", "sallyport.images"),
     *("sallyport.allowed_runtimes", "sallyport.docker.binary", "sallyport.upstream_roots"),
 )
-_USERS = {"serve": 701000001, "vaultd": 701000002, "auditd": 701000003, "worker_base": 701001000, "workers": 64}
+_USERS = {
+    "serve": 701000001,
+    "vaultd": 701000002,
+    "auditd": 701000003,
+    "compiler": 701000004,
+    "worker_base": 701001000,
+    "workers": 64,
+}
 _START_SECONDS, _STOP_SECONDS, _SANDBOX_SECONDS, _COMMAND_SECONDS = 180.0, 90.0, 120.0, 120.0
 _SCRIPT = "/tmp/sallyport-ways-out.py"  # noqa: S108 - inside a sandbox that is ours alone
 

@@ -43,7 +43,7 @@ class Api:
     @property
     def lists(self) -> str:
         """The gateway's policy as text."""
-        return str(self.server.hostd.specs[self.sandbox]["gateway"]["policy"])
+        return str(self.server.hostd.specs[self.sandbox]["policy"])
 
 
 @pytest.fixture
@@ -356,11 +356,11 @@ async def test_operator_policies() -> None:
         assert [] == server.vaultd.grants[default]
         wanted = {"secret": "api-token", "host": "api.corp.example.org", "port": 443, "scheme": "https"}
         assert [wanted] == server.vaultd.grants[named]
-        assert "files.example.org" in str(server.hostd.specs[default]["gateway"])
+        assert "files.example.org" in str(server.hostd.specs[default]["policy"])
         assert "allow_all" == (await Api(server, client, named).call("GET", "/policy")).json()["mode"]
         path = server.config.run_dir / "policies.yaml"
         path.write_text(OPERATOR.replace("files.example.org", "other.example.org"))
         assert server.server is not None
         if await server.policies.reload():
             await server.server.observer.recompile()
-        assert "other.example.org" in str(server.hostd.specs[default]["gateway"])
+        assert "other.example.org" in str(server.hostd.specs[default]["policy"])

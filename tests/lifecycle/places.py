@@ -20,6 +20,7 @@ from lifecycle.egress import vault_of
 from lifecycle.registry import Sandbox, State
 from lifecycle.routes.context import Context
 from policy.api import parse_network_policy
+from policy.selection import Selection
 
 POLICY, WALLET = "/networkpolicy", "/proxy/18080/credential-vault"
 OLD = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.example.org"}]}
@@ -116,10 +117,10 @@ async def wrong(place: Place) -> list[str]:
         policy = None if row.network_policy is None else parse_network_policy(row.network_policy)
         vault = vault_of(row)
         bindings = () if vault is None else vault.compiled_bindings()
-        compiled = await place.server.policies.enforce(row.policy_name, policy, bindings)
+        compiled = await place.server.policies.enforce(Selection(row.policy_name, policy, bindings))
         if row.policy_digest != compiled.digest:
             found.append(f"{name}: the registry's digest is {row.policy_digest[:8]!r}")
-        if hostd.specs[name]["gateway"]["policy"] != compiled.policy.to_json():
+        if hostd.specs[name]["policy"] != compiled.policy.to_json():
             found.append(f"{name}: the gateway has another policy")
         if set(map(_grant, vaultd.grants.get(name, []))) != set(map(_grant, compiled.grants)):
             found.append(f"{name}: the vault has other grants")

@@ -20,7 +20,6 @@ import uvicorn
 
 import wire
 from audit.records import record
-from gateway.config import GatewayConfig
 from lifecycle.app import Server, build
 from lifecycle.auth import Tokens, digest
 from lifecycle.clock import Clock
@@ -30,7 +29,10 @@ from lifecycle.quantities import Resources
 from lifecycle.serve import http_settings
 from lifecycle.serve_config import ServeConfig
 from lifecycle.transaction import Bounds
+from policy.compiled import CompiledPolicy
+from policy.compiler import Compiler
 from policy.document import PolicyDocument
+from policy.operator_file import OperatorFile
 from runtimes.spec import LaunchSpec
 from vault.grants import MAX_GRANTS, Grant, within
 
@@ -72,8 +74,11 @@ class StandIn:
 class StandInHostd(StandIn):
     """Keeps sandboxes in a dict and relays their ingress to 127.0.0.1:`backend`."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, policy_file: Path | None) -> None:
         super().__init__()
+        file = OperatorFile(PolicyDocument()) if policy_file is None else OperatorFile.read(policy_file)
+        self.compiler = Compiler(file)
+        """What it compiles with: the product's, which reads the operator's file itself."""
         self.sandboxes: dict[str, dict[str, Any]] = {}
         self.specs: dict[str, dict[str, Any]] = {}
         self.listeners: dict[str, asyncio.Server] = {}
@@ -100,23 +105,29 @@ class StandInHostd(StandIn):
 
     async def op_launch(self, **spec: Any) -> wire.Message:
         LaunchSpec.model_validate(spec)
-        GatewayConfig.from_json(spec["gateway"])
+        policy = await self._compiled(spec["selection"])
         name = spec["sandbox"]
-        self.specs[name] = spec
+        self.specs[name] = {**spec, "policy": policy}
         path = str(self._run_dir / "ingress" / f"{name}.sock")
         self.listeners[name] = await asyncio.start_unix_server(self._ingress, path)
         self.sandboxes[name] = {"sandbox": name, "state": "running", "generation": 1, "exit_code": None}
-        return {"started_at": "2026-01-01T00:00:00Z"}
+        return {"started_at": "2026-01-01T00:00:00Z", "policy": policy["digest"]}
 
-    async def op_configure(self, sandbox: str, gateway: dict[str, Any], decided: bool = False) -> None:
+    async def op_configure(self, sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
         assert isinstance(decided, bool)
+        policy = await self._compiled(selection)
         if sandbox in self.deaf:
             await self.deaf[sandbox].wait()
-        GatewayConfig.from_json(gateway)
         if decided or sandbox not in self.gone:
-            self.specs[sandbox]["gateway"] = gateway
+            self.specs[sandbox]["policy"] = policy
         if sandbox in self.gone:
             raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
+        return {"policy": policy["digest"]}
+
+    async def _compiled(self, selection: object) -> dict[str, Any]:
+        answer = await self.compiler.handle(None, "compile", {"selection": selection}, [])
+        assert answer is not None
+        return CompiledPolicy.from_json(answer["policy"]).to_json()
 
     async def op_remove(self, sandbox: str) -> wire.Message:
         if sandbox in self.slow:
@@ -299,14 +310,12 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
         directory = Path(text)
         (directory / "ingress").mkdir()
         (directory / "state").mkdir()
-        (directory / "roots.pem").write_text("-----BEGIN CERTIFICATE-----\nupstream\n-----END CERTIFICATE-----\n")
         config = ServeConfig(
             host="127.0.0.1",
             port=0,
             run_dir=directory,
             state_dir=directory / "state",
             policy_file=None,
-            upstream_roots=directory / "roots.pem",
             key_digests=(digest(KEY),),
             limits=Limits(
                 ("runc", "runsc"),
@@ -318,13 +327,11 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
             graceful_shutdown=1,
         )
         config = replace(config, **changes)
-        if policy is None:
-            policies = Policies(PolicyDocument())
-        else:
-            path = directory / "policies.yaml"
+        path = None if policy is None else directory / "policies.yaml"
+        if path is not None and policy is not None:
             path.write_text(policy)
-            policies = Policies.read(path)
-        hostd, vaultd, auditd = StandInHostd(directory), StandInVaultd(), StandInAuditd()
+        policies = Policies.read(path)
+        hostd, vaultd, auditd = StandInHostd(directory, path), StandInVaultd(), StandInAuditd()
         import os
 
         tasks = [

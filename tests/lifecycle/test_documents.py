@@ -14,14 +14,14 @@ from injection import REGISTRY
 from places import BODY, SETTLE_SECONDS, WALLET, Place, credential, running, settled
 
 import wire
-from lifecycle import policies as policies_module
 from lifecycle import reaper
+from lifecycle.policies import Policies
 from lifecycle.registry import Sandbox
+from policy import operator_file
 from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.decision import Deny, decide_flow
 from policy.facts import FlowFacts, Scheme
 from policy.load import PolicyError
-from policy.load import load as really_load
 from wire import frames, limits
 
 LOOSE = """
@@ -115,7 +115,7 @@ async def change(place: Place, text: str) -> None:
 
 def policy(place: Place, name: str) -> CompiledPolicy:
     """What the gateway was given."""
-    return CompiledPolicy.from_json(place.world.hostd.specs[name]["gateway"]["policy"])
+    return CompiledPolicy.from_json(place.world.hostd.specs[name]["policy"])
 
 
 def bound(place: Place, name: str) -> set[str]:
@@ -340,12 +340,12 @@ async def test_what_vaultd_does_not_grant_keeps_nothing_granted_that_is_over(rul
 
 
 async def test_a_policy_that_no_gateway_can_be_given_is_deny_all(ruled: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled document may be larger than a message between processes."""
-    name, small = await make(ruled), wire.Limits(frame=64 * 1024)
+    """A compiled policy may be larger than a message between processes."""
+    name, small = await make(ruled, named=True), wire.Limits(frame=64 * 1024)
     monkeypatch.setattr(frames, "within", lambda body, _limits: limits.within(body, small))
     many = ", ".join(f"{'long-label.' * 9}host-{number}.example.org" for number in range(1000))
-    await change(ruled, LOOSE + f"always_deny: [{many}]\n")
-    await until(lambda: policy(ruled, name) == DENY_ALL)
+    await change(ruled, LOOSE + f"      - {{id: many, hosts: [{many}]}}\n")
+    await until(lambda: policy(ruled, name).lists == DENY_ALL.lists)
     assert set() == granted(ruled, name)
     assert ["the policy is too large for a gateway"] == [
         item["reason"] for item in recorded(ruled, name, "gateway.dropped")
@@ -457,10 +457,9 @@ async def test_a_file_that_could_not_be_read_is_read_later_though_it_looks_the_s
         def unreadable(path: Path) -> Any:
             raise PolicyError(str(path), 1, 1, "cannot be read") from OSError(5, "injected")
 
-        during.setattr(policies_module, "load", unreadable)
+        during.setattr(operator_file, "load", unreadable)
         await change(ruled, DENIED.text)
         assert 1 == len(_alarms(ruled))
-    assert policies_module.load is really_load
     await follow(ruled)
     assert ("api.example.org",) == policy(ruled, name).always_deny
 
@@ -470,7 +469,7 @@ async def test_after_a_restart_the_document_of_now_is_in_force_under_rows_of_bef
     await ruled.stop()
     write(ruled, TIGHTENINGS["everything"].text)
     path = ruled.world.config.run_dir / "policies.yaml"
-    ruled.world.policies = policies_module.Policies.read(path)
+    ruled.world.policies = Policies.read(path)
     await ruled.start()
     assert [] == await settled(ruled)
     assert ("deny-all", set()) == (policy(ruled, name).name, granted(ruled, name))

@@ -55,3 +55,4 @@ def test_the_defaults_are_those_of_the_code() -> None:
     assert launch.host_config(empty, place) == launch.host_config(written, place)
     assert launch.audit_config(empty) == launch.audit_config(written)
     assert launch.vault_config(empty) == launch.vault_config(written)
+    assert launch.compiler_config(empty) == launch.compiler_config(written)

@@ -13,6 +13,7 @@ from audit.writer import AuditConfig
 from lifecycle import cli, launch
 from lifecycle.serve_config import ConfigError, ServeConfig
 from lifecycle.settings import API_KEY, CONFIG_PATH, INSECURE, Settings, SettingsError, detect_resolvers, parse, read
+from policy import compiler
 from runtimes.spec import HostConfig
 from vault.config import VaultConfig
 
@@ -113,6 +114,7 @@ def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixt
     HostConfig.model_validate_json((directory / "host.json").read_text())
     AuditConfig.parse((directory / "auditd.json").read_bytes())
     VaultConfig.read(directory / "vaultd.json")
+    compiler.configured((directory / "compiler.json").read_text())
     serve = ServeConfig.read(directory / "serve.json")
     assert serve == launch.serve_config(read(config, {}), (key,))
     for path in [*directory.iterdir(), short / "state/lifecycle/api-key"]:

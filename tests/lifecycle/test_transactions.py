@@ -313,16 +313,16 @@ async def test_a_gateway_with_another_policy_is_given_the_registrys() -> None:
     async with world() as described, described.serving() as server, server.client() as client:
         name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
         assert server.server is not None
-        ours = server.hostd.specs[name]["gateway"]["policy"]
+        ours = server.hostd.specs[name]["policy"]
         server.hostd.sandboxes[name]["policy"] = ours["digest"]
         await server.server.observer.observe()
         calls = len(server.hostd.named("configure"))
 
         server.hostd.sandboxes[name]["policy"] = "0" * 64
-        server.hostd.specs[name]["gateway"] = {}
+        server.hostd.specs[name]["policy"] = {}
         await server.server.observer.observe()
 
-        assert ours == server.hostd.specs[name]["gateway"]["policy"]
+        assert ours == server.hostd.specs[name]["policy"]
         assert calls + 1 == len(server.hostd.named("configure"))
 
 
@@ -331,12 +331,12 @@ async def test_after_a_restart_every_gateway_and_every_vault_is_as_the_registry_
     async with world() as described:
         async with described.serving() as server, server.client() as client:
             name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
-        ours, granted = described.hostd.specs[name]["gateway"]["policy"], described.vaultd.grants[name]
-        described.hostd.specs[name]["gateway"] = {}
+        ours, granted = described.hostd.specs[name]["policy"], described.vaultd.grants[name]
+        described.hostd.specs[name]["policy"] = {}
         described.vaultd.grants[name] = [{"secret": "s", "host": "x.example", "port": 443, "scheme": "https"}]
         described.vaultd.inline[name] = {"left": "over"}
         async with described.serving() as server, server.client() as client:
             assert server.server is not None
             await server.server.observer.observe()
-            assert ours == described.hostd.specs[name]["gateway"]["policy"]
+            assert ours == described.hostd.specs[name]["policy"]
             assert (granted, {}) == (described.vaultd.grants[name], described.vaultd.inline[name])

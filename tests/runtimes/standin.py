@@ -45,6 +45,24 @@ async def _socket_daemon(config: dict[str, Any]) -> None:
     await server
 
 
+async def _compiler() -> None:
+    """Compiles nothing: a selection is the policy; or, with `answer`, the whole answer."""
+
+    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+        close_all(fds)
+        match op:
+            case "ping":
+                return {}
+            case "compile":
+                selection: dict[str, Any] = parameters["selection"]
+                answer: dict[str, Any] = selection.get("answer", {"policy": selection})
+                return answer
+        raise wire.RequestError("unknown_op", op)
+
+    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle)
+    await control.closed.wait()
+
+
 async def _zygote() -> None:
     children: set[asyncio.Task[None]] = set()
 
@@ -107,12 +125,12 @@ async def _worker(order: dict[str, Any]) -> None:
     async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
         close_all(fds)
         if op == "configure":
-            if parameters["gateway"].get("refuse"):
+            if parameters["gateway"]["policy"].get("refuse"):
                 raise wire.RequestError("refused", "told to refuse")
             said["gateway"] = parameters["gateway"]
             return {"digest": parameters["gateway"].get("policy", {}).get("digest", "")}
         if op in ("audit", "vault"):
-            if said["gateway"].get("deaf"):
+            if said["gateway"]["policy"].get("deaf"):
                 raise wire.RequestError("refused", "told to be deaf")
             channels.append(op)
         return {"digest": "standin", "flows": 0}
@@ -120,7 +138,7 @@ async def _worker(order: dict[str, Any]) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         original = writer.get_extra_info("socket").getsockopt(socket.SOL_IP, 80, 16)
         port, address = int.from_bytes(original[2:4]), socket.inet_ntoa(original[4:8])
-        note = said.get("gateway", {}).get("note")
+        note = said["gateway"]["policy"].get("note") if said else None
         parts = (order["sandbox"], order["generation"], f"{address}:{port}", note, ", ".join(channels))
         writer.write((" ".join(map(str, parts)).strip() + "\n").encode())
         await writer.drain()
@@ -137,7 +155,13 @@ def main(arguments: list[str]) -> None:
         asyncio.run(_worker(json.loads(arguments[1])))
         return
     config = json.loads(Path(arguments[0]).read_text())
-    asyncio.run(_zygote() if config["kind"] == "zygote" else _socket_daemon(config))
+    match config["kind"]:
+        case "zygote":
+            asyncio.run(_zygote())
+        case "compiler":
+            asyncio.run(_compiler())
+        case _:
+            asyncio.run(_socket_daemon(config))
 
 
 if __name__ == "__main__":

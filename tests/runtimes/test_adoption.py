@@ -28,7 +28,7 @@ def record(**changes: Any) -> Record:
         "gateway_inode": netns.inode(None),
         "container": "c" * 64,
         "policy": "digest",
-        "gateway": {"sandbox": "sbx-1"},
+        "compiled": {"digest": "d"},
     }
     return Record(**(plain | changes))
 

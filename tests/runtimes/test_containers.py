@@ -35,7 +35,7 @@ def test_execd_starts_the_entrypoint() -> None:
 def test_mounted_files_are_readable_by_every_user_inside(tmp_path: Path) -> None:
     previous = os.umask(0o077)
     try:
-        files = write_files(tmp_path / "sbx-1", LaunchSpec.model_validate(launch_message()))
+        files = write_files(tmp_path / "sbx-1", LaunchSpec.model_validate(launch_message()), "pem")
     finally:
         os.umask(previous)
     assert [0o755] == [files.stat().st_mode & 0o777]
@@ -52,7 +52,7 @@ def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None
 
 def test_each_container_has_a_launch_and_a_machine_id_of_its_own(tmp_path: Path) -> None:
     spec = LaunchSpec.model_validate(launch_message())
-    files = [write_files(tmp_path / name, spec) for name in ("one", "two")]
+    files = [write_files(tmp_path / name, spec, "pem") for name in ("one", "two")]
     for name, form in (("launch", "[0-9a-f]{64}\n"), ("machine-id", "[0-9a-f]{32}\n")):
         texts = [(place / name).read_text() for place in files]
         assert len(set(texts)) == 2 and all(re.fullmatch(form, text) for text in texts)

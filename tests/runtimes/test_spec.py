@@ -12,7 +12,6 @@ from runtimes.spec import HostConfig, LaunchSpec, Uids
 def launch_message(**changes: Any) -> dict[str, Any]:
     return {
         "sandbox": "sbx-1",
-        "generation": 1,
         "runtime": "runc",
         "image": "sallyport/base:1",
         "entrypoint": ["sleep", "1"],
@@ -21,14 +20,14 @@ def launch_message(**changes: Any) -> dict[str, Any]:
         "memory_bytes": 2**28,
         "pids": 64,
         "disk_bytes": 1 << 30,
-        "ca_bundle": "pem",
+        "ca_root": "pem",
         "execd_token_sha256": "0" * 64,
-        "gateway": {"sandbox": "sbx-1"},
+        "selection": {"policy_name": None, "network_policy": None, "bindings": []},
     } | changes
 
 
 def host_config(**changes: Any) -> dict[str, Any]:
-    processes = [{"name": name, "module": "a.b", "config": "/c"} for name in ("auditd", "vaultd", "zygote")]
+    processes = [{"name": name, "module": "a.b", "config": "/c"} for name in ("auditd", "vaultd", "compiler", "zygote")]
     return {
         "run_dir": "/run/sallyport",
         "state_dir": "/var/lib/sallyport/state",
@@ -43,6 +42,15 @@ def host_config(**changes: Any) -> dict[str, Any]:
         "upstream_roots": "/etc/ssl/certs/ca-certificates.crt",
         "dns_upstreams": ["10.0.0.53:53"],
         "allowed_addresses": ["10.0.0.0/8"],
+        "host_addresses": {"git.corp.example": ["10.0.0.5"]},
+        "gateway_limits": {"idle": 60},
+        "maxima": {
+            "cpu_nanos": 4 * 10**9,
+            "memory_bytes": 2**32,
+            "pids": 4096,
+            "disk_bytes": 1 << 34,
+            "sandboxes": 2,
+        },
         "processes": processes,
     } | changes
 
@@ -57,9 +65,7 @@ def test_a_complete_message_is_taken() -> None:
         {"sandbox": "../x"},
         {"sandbox": "sbx-1\n"},
         {"sandbox": "A"},
-        {"generation": 0},
-        {"generation": "1"},
-        {"generation": True},
+        {"generation": 1},
         {"runtime": "kata"},
         {"image": "--privileged"},
         {"image": ""},
@@ -83,8 +89,11 @@ def test_a_complete_message_is_taken() -> None:
         {"pids": -1},
         {"execd_token_sha256": "0" * 63},
         {"execd_token_sha256": "g" * 64},
-        {"gateway": {"sandbox": "sbx-2"}},
-        {"gateway": None},
+        {"selection": None},
+        {"gateway": {"sandbox": "sbx-1"}},
+        {"upstream_roots": "pem"},
+        {"ca_root": ""},
+        {"ca_root": "a" * (64 * 1024 + 1)},
         {"privileged": True},
         {"binds": ["/:/host"]},
     ],
@@ -121,6 +130,10 @@ def test_the_host_configuration_is_read_from_json() -> None:
         {"processes": []},
         {"dns_upstreams": ["10.0.0.53"]},
         {"allowed_addresses": ["10.0.0.1/8"]},
+        {"host_addresses": {"a.example": "10.0.0.5"}},
+        {"gateway_limits": {"idle": "60"}},
+        {"maxima": {}},
+        {"upstream_roots": "relative"},
         {"unknown": 1},
         {"images": [{"name": "x"}]},
         {"images": [{"name": "x", "tar": "/x", "env": {"A B": "c"}}]},

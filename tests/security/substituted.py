@@ -14,6 +14,7 @@ MAINS = {
     "host": "runtimes.hostd",
     "auditd": "audit.writer",
     "vaultd": "vault.broker",
+    "compiler": "policy.compiler",
     "zygote": "gateway.zygote",
     "serve": "lifecycle.serve",
 }

@@ -266,12 +266,11 @@ def _box(place: Path, index: int, root: str, token: str) -> Iterator[Box]:
             entrypoint=CODE_ENTRYPOINT,
             execd_token_sha256=_digest(token),
             isolation=True,
-            gateway={"sandbox": name},
         )
     )
     bundle = place / name
     bundle.mkdir()
-    files = write_files(bundle / "files", spec)
+    files = write_files(bundle / "files", spec, "pem")
     (files / "launch").write_text(f"{_digest(secret)}\n")
     plan = plan_container(spec, root, files, Path(os.environ["SALLYPORT_EXECD"]))
     slot = slots.make(place / "slots", index, PLAN)

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.system
 _ROOT = Path(__file__).resolve().parents[2]
 _ids = itertools.count(1)
 PATIENCE = 60.0
+NO_POLICY: tuple[dict[str, Any], ...] = ({}, {"policy": []}, {"policy": None}, {"policy": {}, "upstream_roots": "pem"})
 
 
 class Hostd:
@@ -47,8 +48,8 @@ class Hostd:
         self.upstream = directory / "upstream"
         netns.create(self.upstream, {})
         processes = []
-        for name in ("auditd", "vaultd", "zygote"):
-            sock = {"auditd": "audit.sock", "vaultd": "vault.sock", "zygote": ""}[name]
+        for name in ("auditd", "vaultd", "compiler", "zygote"):
+            sock = {"auditd": "audit.sock", "vaultd": "vault.sock"}.get(name, "")
             config = directory / f"{name}.json"
             config.write_text(json.dumps({"kind": name, "socket": str(self.run / sock), "uids": [0]}))
             processes.append({"name": name, "module": "tests.runtimes.standin", "config": str(config)})
@@ -71,7 +72,16 @@ class Hostd:
             "execd": os.environ["SALLYPORT_EXECD"],
             "upstream_roots": "/etc/ssl/certs/ca-certificates.crt",
             "dns_upstreams": ["10.9.9.9:53"],
-            "allowed_addresses": [],
+            "allowed_addresses": ["10.7.0.0/16"],
+            "host_addresses": {"fixed.example": ["10.7.0.1"]},
+            "gateway_limits": {"idle": 77},
+            "maxima": {
+                "cpu_nanos": 2 * 10**9,
+                "memory_bytes": 2**30,
+                "pids": 128,
+                "disk_bytes": 128 << 20,
+                "sandboxes": 8,
+            },
             "processes": processes,
         }
         config = directory / "host.json"
@@ -114,7 +124,6 @@ class Hostd:
         sandbox = f"sbx-{runtime}-{next(_ids)}"
         message = {
             "sandbox": sandbox,
-            "generation": 1,
             "runtime": runtime,
             "image": "sallyport/test:1",
             "entrypoint": ["sleep", "1000"],
@@ -123,12 +132,11 @@ class Hostd:
             "memory_bytes": 2**28,
             "pids": 64,
             "disk_bytes": 64 << 20,
-            "ca_bundle": "-----\n",
+            "ca_root": "-----\n",
             "execd_token_sha256": "0" * 64,
-            "gateway": {"sandbox": sandbox, "note": "first"},
+            "selection": {"note": "first"},
         }
-        gateway = {"gateway": message["gateway"] | changes.pop("gateway", {})}  # type: ignore[operator]
-        self.call("launch", **(message | gateway | changes))
+        self.call("launch", **(message | changes))
         return sandbox
 
     def state(self, sandbox: str) -> dict[str, Any]:
@@ -323,7 +331,7 @@ def test_a_container_without_a_plan_does_not_start(engine: Engine, runtime: str)
 
 
 def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, engine: Engine, sandbox: str) -> None:
-    assert {} == hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "note": "second"})
+    assert {"policy": "standin"} == hostd.call("configure", sandbox=sandbox, selection={"note": "second"})
     os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
     hostd.wait_generation(sandbox, 2)
     said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
@@ -345,7 +353,7 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
     assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
 
 
-@pytest.mark.parametrize("stopped", ["auditd", "vaultd"])
+@pytest.mark.parametrize("stopped", ["auditd", "vaultd", "compiler"])
 def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
     """A stopped one never ends by itself; its sandbox's worker lives on, and gets a channel to the next one."""
     worker = hostd.state(sandbox)["worker_pid"]
@@ -363,9 +371,12 @@ def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped
 
 def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     with pytest.raises(wire.RemoteError, match="refused"):
-        hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "refuse": True})
+        hostd.call("configure", sandbox=sandbox, selection={"refuse": True})
     with pytest.raises(wire.RemoteError, match="invalid"):
-        hostd.call("configure", sandbox=sandbox, gateway={"sandbox": "sbx-other"})
+        hostd.call("configure", sandbox=sandbox, selection={}, gateway={"sandbox": sandbox})
+    for answer in NO_POLICY:
+        with pytest.raises(wire.RemoteError, match="the compiler's answer is no policy"):
+            hostd.call("configure", sandbox=sandbox, selection={"answer": answer}, decided=True)
     os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
     hostd.wait_generation(sandbox, 2)
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("first")
@@ -379,7 +390,7 @@ def test_a_decided_configuration_is_in_force_though_the_worker_does_not_confirm_
         sandbox = hostd.launch("runc")
         os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGSTOP)
         with pytest.raises(wire.RemoteError, match="did not confirm"):
-            hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "note": "second"}, decided=decided)
+            hostd.call("configure", sandbox=sandbox, selection={"note": "second"}, decided=decided)
         hostd.wait_generation(sandbox, 2)
         assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith(expected)
         assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
@@ -389,16 +400,15 @@ def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, en
     """What it has is over: the sandbox is closed until there is a configuration that a worker takes."""
     worker = hostd.state(sandbox)["worker_pid"]
     with pytest.raises(wire.RemoteError, match="told to refuse"):
-        hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "refuse": True}, decided=True)
+        hostd.call("configure", sandbox=sandbox, selection={"refuse": True}, decided=True)
     deadline = time.monotonic() + PATIENCE
     while Path(f"/proc/{worker}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     refused = "import socket; s = socket.create_connection(('1.2.3.4', 5), 10); s.settimeout(1); print(s.recv(1))"
     assert 0 != engine.execute(sandbox, "python3", "-c", refused)[0]
-    third = {"sandbox": sandbox, "note": "third"}
     with contextlib.suppress(wire.RemoteError):  # there may be no worker yet
-        hostd.call("configure", sandbox=sandbox, gateway=third, decided=True)
+        hostd.call("configure", sandbox=sandbox, selection={"note": "third"}, decided=True)
     hostd.wait_generation(sandbox, 2)
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("third")
 
@@ -420,7 +430,8 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
 
 
 def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
-    assert {} == hostd.call("configure", sandbox=sandbox, gateway={"sandbox": sandbox, "deaf": True, "note": "first"})
+    deaf = {"deaf": True, "note": "first"}
+    assert {"policy": "standin"} == hostd.call("configure", sandbox=sandbox, selection=deaf)
     os.kill(hostd.daemon("tests.runtimes.standin", "auditd.json"), signal.SIGKILL)
     assert "running" == hostd.wait_generation(sandbox, 2)["state"]
     deadline = time.monotonic() + PATIENCE
@@ -467,7 +478,12 @@ def test_removal_leaves_nothing(hostd: Hostd, engine: Engine, runtime: str) -> N
 
 
 def test_a_launch_that_fails_leaves_nothing(hostd: Hostd, engine: Engine) -> None:
-    for code, changes in (("gateway", {"gateway": {"refuse": True}}), ("unknown_image", {"image": "no/such:1"})):
+    failing: dict[str, dict[str, Any]] = {
+        "gateway": {"selection": {"refuse": True}},
+        "unavailable": {"selection": {"answer": {}}},
+        "unknown_image": {"image": "no/such:1"},
+    }
+    for code, changes in failing.items():
         with pytest.raises(wire.RemoteError, match=code):
             hostd.launch("runc", **changes)
     assert {"sandboxes": []} == hostd.call("list")

@@ -1,0 +1,114 @@
+"""Compiles policies for hostd: `python -m policy.compiler CONFIG.json`, SALLYPORT_CONTROL_FD set.
+
+hostd decides what a worker enforces and must not parse what callers or the operator wrote; `serve` reads what callers
+write and must not decide. So this process, under a user of its own, reads the operator's file and compiles selections.
+
+- The file is looked at again at each request: a policy is never compiled under an older document than `serve` has seen.
+- A file that can no longer be read keeps the last good document in force. Without one at the start nothing is allowed,
+  until there is one.
+- It speaks to hostd only and ends with its channel. It holds no secret.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import wire
+from policy.api import ApiPolicyError
+from policy.document import PolicyDocument
+from policy.load import PolicyError
+from policy.operator_file import OperatorFile
+from policy.rules import Ceiling
+from policy.selection import Selection
+from wire.frames import FrameError, close_all, encode
+
+CONTROL_ENV = "SALLYPORT_CONTROL_FD"
+CLOSED = PolicyDocument(origin="(none)", ceiling=Ceiling(hosts=(), ports=()))
+"""In force while no file could be read yet: no named policy, and callers are given nothing."""
+_LONGEST_ID = 2**63
+
+_log = logging.getLogger("compiler")
+
+
+def configured(text: str) -> OperatorFile:
+    """Return the operator's file that a configuration names; with null the shipped default is in force.
+
+    Raises:
+        ValueError: the text is not exactly a configuration.
+    """
+    document = json.loads(text)
+    if not isinstance(document, dict) or document.keys() != {"policy_file"}:
+        raise ValueError("the configuration has exactly policy_file")
+    path = document["policy_file"]
+    if path is None:
+        return OperatorFile(PolicyDocument())
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        raise ValueError("policy_file is no absolute path")
+    try:
+        return OperatorFile.read(Path(path))
+    except PolicyError as error:
+        _log.error("nothing is allowed until the policy file can be read: %s", error)
+        return OperatorFile(CLOSED, Path(path))
+
+
+class Compiler:
+    """Answers hostd."""
+
+    def __init__(self, file: OperatorFile) -> None:
+        self._file = file
+        self._turn = asyncio.Lock()
+
+    async def handle(
+        self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
+    ) -> wire.Message | None:
+        """Answer one request."""
+        close_all(fds)
+        match op:
+            case "ping":
+                return None
+            case "compile" if parameters.keys() == {"selection"}:
+                async with self._turn:
+                    return await asyncio.to_thread(self._compile, parameters["selection"])
+            case _:
+                raise wire.RequestError("unknown_op", "not an operation of the compiler")
+
+    def _compile(self, selection: object) -> dict[str, Any]:
+        self._file.reload()
+        try:
+            policy, _ = Selection.from_json(selection).compiled(self._file.document)
+        except ApiPolicyError as error:
+            raise wire.RequestError("invalid", f"selection: {error}"[:300]) from None
+        answer = {"policy": policy.to_json()}
+        try:
+            encode({"id": _LONGEST_ID, "ok": answer})
+        except FrameError:
+            raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
+        return answer
+
+
+async def run(control: socket.socket, file: OperatorFile) -> None:
+    """Answer until the channel ends."""
+    client = await wire.serve_connection(control, Compiler(file).handle)
+    await client.closed.wait()
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point: `arguments` is the one configuration path."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(levelname)s: %(message)s")
+    if len(arguments) != 1:
+        _log.error("usage: python -m policy.compiler CONFIG.json")
+        return 64
+    file = configured(Path(arguments[0]).read_text())
+    control = socket.socket(fileno=int(os.environ.pop(CONTROL_ENV)))
+    control.set_inheritable(False)
+    asyncio.run(run(control, file))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""The operator's part of what is launched: everything in a worker's configuration that a caller cannot say.
+
+- A policy is compiled by the compiler, from the operator's file and what the sandbox was given (a selection). Nothing
+  of a selection is read here, and of a compiled policy only its size: the worker validates it.
+- Trust roots, resolvers, address exceptions, fixed addresses and limits come from hostd's own configuration.
+- Maxima are judged here, whatever was judged before.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import wire
+from runtimes.daemons import Daemons
+from runtimes.netplan import PLAN
+from runtimes.spec import HostConfig, LaunchSpec
+
+type Policy = dict[str, Any]
+"""A compiled policy, in its JSON form."""
+
+MAX_ROOTS = 1024 * 1024
+COMPILE_SECONDS = 10.0
+_PATIENCE_SECONDS = 5.0
+
+
+class Operator:
+    """The operator's word; made once, at hostd's start."""
+
+    def __init__(self, config: HostConfig, daemons: Daemons) -> None:
+        """Read the trust roots.
+
+        Raises:
+            OSError: they cannot be read.
+            ValueError: they are too large.
+        """
+        self._config = config
+        self._daemons = daemons
+        with Path(config.upstream_roots).open("rb") as file:
+            roots = file.read(MAX_ROOTS + 1)
+        if len(roots) > MAX_ROOTS:
+            raise ValueError(f"{config.upstream_roots} is larger than {MAX_ROOTS} bytes")
+        self._roots = roots.decode("utf-8", "ignore")
+
+    async def compile(self, selection: dict[str, Any]) -> Policy:
+        """Return the policy of a selection under the operator's document as it is now.
+
+        Raises:
+            wire.RequestError: there is none: `invalid`, `too_large`, or `unavailable` if the compiler does not answer.
+        """
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await self._daemons.reachable("compiler")
+            client = self._daemons.client("compiler")
+            answer = await client.call("compile", timeout=COMPILE_SECONDS, selection=selection)
+        except wire.FrameError:
+            raise wire.RequestError("too_large", "the policy is too large for the compiler") from None
+        except wire.RemoteError as error:
+            code = error.code if error.code in ("invalid", "too_large") else "unavailable"
+            raise wire.RequestError(code, error.message[:300]) from None
+        except OSError as error:  # ConnectionError and TimeoutError are OSErrors
+            raise wire.RequestError("unavailable", f"no policy is compiled now: {type(error).__name__}") from None
+        policy = answer.get("policy")
+        if answer.keys() != {"policy"} or not isinstance(policy, dict):
+            raise wire.RequestError("unavailable", "the compiler's answer is no policy")
+        return policy
+
+    def configuration(self, policy: Policy) -> dict[str, Any]:
+        """Return a worker's configuration with a compiled policy; whose it is, is the worker's handle to say."""
+        config = self._config
+        return {
+            "policy": policy,
+            "upstream_roots": self._roots,
+            "dns_upstreams": config.dns_upstreams,
+            "allowed_addresses": config.allowed_addresses,
+            "host_addresses": config.host_addresses,
+            "inside": str(PLAN.inside),
+            "limits": config.gateway_limits,
+        }
+
+    def ca_bundle(self, root: str) -> str:
+        """Return what the programs in a sandbox trust: the operator's roots, and the sandbox's own."""
+        return f"{self._roots.rstrip()}\n{root}"
+
+    def judge(self, spec: LaunchSpec, others: int) -> None:
+        """Judge a launch beside `others` sandboxes.
+
+        Raises:
+            wire.RequestError: it is beyond what the operator allows.
+        """
+        config, maxima = self._config, self._config.maxima
+        if spec.runtime not in config.runtimes:
+            raise wire.RequestError("invalid", f"runtime: {spec.runtime} is not allowed on this host")
+        if spec.disk_bytes is None and (config.disk_limits or maxima.disk_bytes is not None):
+            raise wire.RequestError("invalid", "disk_bytes: this host gives no sandbox an unlimited disk")
+        for name in ("cpu_nanos", "memory_bytes", "pids", "disk_bytes"):
+            asked, most = getattr(spec, name), getattr(maxima, name)
+            if asked is not None and most is not None and asked > most:
+                raise wire.RequestError("invalid", f"{name}: {asked} is more than the {most} of this host")
+        if others >= maxima.sandboxes:
+            raise wire.RequestError("full", f"there are {maxima.sandboxes} sandboxes already")
