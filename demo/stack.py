@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.internet import DNS_ADDRESS, Internet, whole_lines
 from demo.traces import Traces, take
-from policy.compiled import CompiledPolicy
 from runtimes.slot_pool import AHEAD
 from wire import frames
 
@@ -232,24 +230,6 @@ data_root = "{self._docker_data}"
             raise StackError(f"hostd refused {op}: {json.dumps(received and received[0].get('error'))}")
         result: dict[str, Any] = received[0]["ok"]
         return result
-
-    def configure(self, sandbox: str, policy: CompiledPolicy, **limits: int) -> None:
-        """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force.
-
-        The registry is told which policy that is: else `serve` would soon put the registry's back.
-        """
-        gateway = {
-            "sandbox": sandbox,
-            "generation": 1,
-            "policy": policy.to_json(),
-            "upstream_roots": self.internet.roots.read_text(),
-            "dns_upstreams": [f"{DNS_ADDRESS}:53"],
-            "inside": "192.0.2.2",
-            "limits": limits,
-        }
-        with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
-            database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))
-        self.host("configure", sandbox=sandbox, gateway=gateway)
 
     def netns(self, sandbox: str, side: str) -> str:
         """The namespace file of a sandbox's slot; `side` is `sbx` or `gw`."""

@@ -6,6 +6,7 @@ write and must not decide. So this process, under a user of its own, reads the o
 - The file is looked at again at each request: a policy is never compiled under an older document than `serve` has seen.
 - A file that can no longer be read keeps the last good document in force. Without one at the start nothing is allowed,
   until there is one.
+- hostd is told of each new document, and has every policy compiled again: a tighter document does not wait for `serve`.
 - It speaks to hostd only and ends with its channel. It holds no secret.
 """
 
@@ -31,6 +32,7 @@ CONTROL_ENV = "SALLYPORT_CONTROL_FD"
 CLOSED = PolicyDocument(origin="(none)", ceiling=Ceiling(hosts=(), ports=()))
 """In force while no file could be read yet: no named policy, and callers are given nothing."""
 _LONGEST_ID = 2**63
+_LOOK_SECONDS = 0.5
 
 _log = logging.getLogger("compiler")
 
@@ -62,6 +64,7 @@ class Compiler:
     def __init__(self, file: OperatorFile) -> None:
         self._file = file
         self._turn = asyncio.Lock()
+        self._told: PolicyDocument = CLOSED
 
     async def handle(
         self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
@@ -76,6 +79,16 @@ class Compiler:
                     return await asyncio.to_thread(self._compile, parameters["selection"])
             case _:
                 raise wire.RequestError("unknown_op", "not an operation of the compiler")
+
+    async def follow(self, client: wire.Client) -> None:
+        """Tell hostd of each document that comes into force, the one of the start too, until cancelled."""
+        while True:
+            async with self._turn:
+                await asyncio.to_thread(self._file.reload)
+            if self._file.document is not self._told:
+                self._told = self._file.document
+                await client.notify("changed")
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _compile(self, selection: object) -> dict[str, Any]:
         self._file.reload()
@@ -93,8 +106,14 @@ class Compiler:
 
 async def run(control: socket.socket, file: OperatorFile) -> None:
     """Answer until the channel ends."""
-    client = await wire.serve_connection(control, Compiler(file).handle)
-    await client.closed.wait()
+    compiler = Compiler(file)
+    client = await wire.serve_connection(control, compiler.handle)
+    following = asyncio.create_task(compiler.follow(client), name="follow")
+    ended = asyncio.create_task(client.closed.wait(), name="ended")
+    await asyncio.wait((following, ended), return_when=asyncio.FIRST_COMPLETED)  # without either it is started again
+    for task in (following, ended):
+        task.cancel()
+    await asyncio.gather(following, ended, return_exceptions=True)
 
 
 def main(arguments: list[str]) -> int:

@@ -37,6 +37,7 @@ from runtimes.supervisor import (
     nothing_to_inherit,
     ping,
 )
+from wire.frames import close_all
 
 SOCKET_GROUP = 700000000
 """Group of auditd and vaultd only: may make sockets in the run directory."""
@@ -54,11 +55,17 @@ ADOPTABLE = ("auditd", "vaultd", "serve")
 class Daemons:
     """Started by `start`, ended in the other order by `stop`."""
 
-    def __init__(self, config: HostConfig, reconnect: Callable[[str], None]) -> None:
-        """Keep what is needed; `reconnect` is told the name of each daemon that is a new process for the workers."""
+    def __init__(self, config: HostConfig, reconnect: Callable[[str], None], changed: Callable[[], None]) -> None:
+        """Keep what is needed.
+
+        Args:
+            reconnect: called with the name of each daemon that is a new process for the workers.
+            changed: called when the compiler has another document of the operator's.
+        """
         self._config = config
         self._run = Path(config.run_dir)
         self._reconnect = reconnect
+        self._changed = changed
         self._vault_generation = Counter(Path(config.state_dir) / "hostd" / "vault-generation")
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
@@ -263,7 +270,7 @@ class Daemons:
         return Inheritance({"SALLYPORT_CONTROL_FD": theirs.detach()})
 
     async def _compiler_ready(self) -> None:
-        client = wire.Client(self._controls.pop("compiler"))
+        client = wire.Client(self._controls.pop("compiler"), self._from_compiler)
         client.start()
         await client.call("ping", timeout=None)
         previous = self._clients.get("compiler")
@@ -271,6 +278,12 @@ class Daemons:
         self._look_after("compiler", self._supervised["compiler"].pid, client)  # its own word of its pid counts nothing
         if previous is not None:
             await previous.close()
+
+    async def _from_compiler(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
+        close_all(fds)
+        if op != "changed" or parameters:
+            raise wire.RequestError("unknown_op", "unknown operation")
+        self._changed()
 
     async def _zygote_ready(self) -> None:
         client = wire.Client(self._controls.pop("zygote"), self._from_zygote, takes=wire.NARROW)

@@ -118,7 +118,7 @@ class Host:
         self._dockerd: Dockerd | None = None
         self._docker: Docker | None = None
         self._guard = Guard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
-        self._daemons = Daemons(config, self._reconnect)
+        self._daemons = Daemons(config, self._reconnect, self._document_changed)
         self._operator = Operator(config, self._daemons)
         self._sandboxes: Sandboxes | None = None
         self._alarms = Alarms(self._daemons)
@@ -142,6 +142,10 @@ class Host:
     def _reconnect(self, daemon: str) -> None:
         if self._sandboxes is not None:
             self._sandboxes.reconnect(daemon)
+
+    def _document_changed(self) -> None:
+        if self._sandboxes is not None:
+            self._sandboxes.document_changed()
 
     async def start(self) -> None:
         """Start everything; at a first start the socket comes last but serve.
@@ -192,6 +196,7 @@ class Host:
         )
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
+        self._sandboxes.document_changed()  # since they were written down, perhaps
         self._yielding = Yielding(Processor(self._cgroups), self._sandboxes.computing)
         self._yielding.start()
         if watched:

@@ -36,6 +36,7 @@ class Record(BaseModel):
     gateway_inode: int | None
     container: str | None
     policy: str
+    selection: dict[str, Any]
     compiled: dict[str, Any]
 
 

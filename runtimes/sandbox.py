@@ -31,6 +31,8 @@ class Sandbox:
     ingress: socket.socket | None = None
     worker: Worker | None = None
     watch: asyncio.Task[None] | None = None
+    selection: dict[str, Any] = field(default_factory=dict)
+    """What `compiled` was compiled from."""
     compiled: dict[str, Any] = field(default_factory=dict)
     """The policy that its next worker begins with."""
     policy: str = ""
@@ -59,6 +61,7 @@ class Sandbox:
             gateway_inode=None if slot is None else slot.gateway_inode,
             container=self.container,
             policy=self.policy,
+            selection=self.selection,
             compiled=self.compiled,
         )
 

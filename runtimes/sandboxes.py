@@ -83,6 +83,9 @@ class Sandboxes:
         self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
         self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
+        self._documents = 0
+        """How many documents of the operator's the compiler has had."""
+        self._following: asyncio.Task[None] | None = None
         self.plans = Plans(self._run / "plans")
         self.slots = SlotPool(self._run / "netns", config.uids.workers)
         self.closing = False
@@ -127,7 +130,7 @@ class Sandboxes:
         """
         sandbox = Sandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
-        sandbox.compiled, sandbox.policy = record.compiled, record.policy
+        sandbox.selection, sandbox.compiled, sandbox.policy = record.selection, record.compiled, record.policy
         sandbox.ingress = self._listen(record.sandbox)
         self.plans.adopt(record.container or "")
         self.slots.reserve(slot.index)
@@ -146,7 +149,7 @@ class Sandboxes:
 
     async def _launch(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
         began = time.monotonic()
-        sandbox.compiled = await self._operator.compile(spec.selection)
+        sandbox.selection, sandbox.compiled = spec.selection, await self._operator.compile(spec.selection)
         self._write_down(sandbox)
         # The gate and the container are made side by side. The container is inert: only the plan lets it start.
         (slotted, gated), (created, room, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
@@ -335,44 +338,84 @@ class Sandboxes:
                 it. A sandbox without a worker gets none with the former policy.
         """
         sandbox = self._get(name)
-        policy = await self._operator.compile(selection)
-        if decided:
-            sandbox.compiled = policy  # before the lock: it may be held for the birth of a worker
-        async with sandbox.lock:
-            if self._get(name) is not sandbox:  # removed meanwhile, and made again
-                raise wire.RequestError("unavailable", "the sandbox is being removed")
-            if decided:
-                self._keep(sandbox, policy)
-            if sandbox.worker is None or not sandbox.running:
-                raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
-            try:
-                digest = await sandbox.worker.configure(self._operator.configuration(policy))
-            except wire.FrameError:
-                if decided:
-                    await sandbox.worker.control.close()
-                raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
-            except wire.RemoteError as error:
-                # With "internal" it does not say how far it came; and what it has must not stay if that is over.
-                if error.code == "internal" or (decided and sandbox.policy != _digest(policy)):
-                    await sandbox.worker.control.close()
-                raise wire.RequestError(error.code, error.message) from error
-            except (ConnectionError, TimeoutError) as error:
-                # It may have applied it or not. A new worker with the configuration that is known is sure.
-                await sandbox.worker.control.close()
-                raise wire.RequestError("unavailable", "the gateway worker did not confirm") from error
-            former = sandbox.compiled, sandbox.policy
-            sandbox.compiled, sandbox.policy = policy, digest
-            try:
-                self._write_down(sandbox)
-            except OSError as error:
-                sandbox.compiled, sandbox.policy = former
-                await sandbox.worker.control.close()
-                raise wire.RequestError("unavailable", "the policy could not be written down") from error
-            return digest
+        while True:
+            document, policy = self._documents, await self._operator.compile(selection)
+            if decided:  # before the lock: it may be held for the birth of a worker
+                sandbox.selection, sandbox.compiled = selection, policy
+            async with sandbox.lock:
+                if self._get(name) is not sandbox:  # removed meanwhile, and made again
+                    raise wire.RequestError("unavailable", "the sandbox is being removed")
+                if document == self._documents:
+                    return await self._put_in_force(sandbox, selection, policy, decided=decided)
 
-    def _keep(self, sandbox: Sandbox, policy: Policy) -> None:
+    def document_changed(self) -> None:
+        """The compiler has another document of the operator's: have it in force everywhere, whatever `serve` does."""
+        self._documents += 1
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow(), name="follow-document")
+
+    async def _follow(self) -> None:
+        done = 0
+        while done != self._documents:
+            done = self._documents
+            for outcome in await asyncio.gather(
+                *(self._recompile(sandbox) for sandbox in list(self._known.values())), return_exceptions=True
+            ):
+                if isinstance(outcome, Exception):
+                    _log.error("a sandbox is not under the changed document: %s", type(outcome).__name__)
+
+    async def _recompile(self, sandbox: Sandbox) -> None:
+        """Put in force what a sandbox was given, under the document of now; what cannot be compiled closes it."""
+        async with sandbox.lock:
+            if not sandbox.running:
+                return
+            try:
+                policy = await self._operator.compile(sandbox.selection)
+            except wire.RequestError as error:
+                if error.code == "unavailable":  # a compiler that is back says that it has a document
+                    return
+                policy = {}
+            if policy == sandbox.compiled:
+                return
+            try:
+                await self._put_in_force(sandbox, sandbox.selection, policy, decided=True)
+            except wire.RequestError as error:
+                _log.warning("%s is not under the changed document yet: %s", sandbox.id, error.code)
+
+    async def _put_in_force(self, sandbox: Sandbox, selection: dict[str, Any], policy: Policy, *, decided: bool) -> str:
+        """Have the worker confirm a policy, and write it down; the caller holds the lock."""
+        if decided:
+            self._keep(sandbox, selection, policy)
+        if sandbox.worker is None or not sandbox.running:
+            raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
+        try:
+            digest = await sandbox.worker.configure(self._operator.configuration(policy))
+        except wire.FrameError:
+            if decided:
+                await sandbox.worker.control.close()
+            raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
+        except wire.RemoteError as error:
+            # With "internal" it does not say how far it came; and what it has must not stay if that is over.
+            if error.code == "internal" or (decided and sandbox.policy != _digest(policy)):
+                await sandbox.worker.control.close()
+            raise wire.RequestError(error.code, error.message) from error
+        except (ConnectionError, TimeoutError) as error:
+            # It may have applied it or not. A new worker with the configuration that is known is sure.
+            await sandbox.worker.control.close()
+            raise wire.RequestError("unavailable", "the gateway worker did not confirm") from error
+        former = sandbox.selection, sandbox.compiled, sandbox.policy
+        sandbox.selection, sandbox.compiled, sandbox.policy = selection, policy, digest
+        try:
+            self._write_down(sandbox)
+        except OSError as error:
+            sandbox.selection, sandbox.compiled, sandbox.policy = former
+            await sandbox.worker.control.close()
+            raise wire.RequestError("unavailable", "the policy could not be written down") from error
+        return digest
+
+    def _keep(self, sandbox: Sandbox, selection: dict[str, Any], policy: Policy) -> None:
         """Have the next worker begin with a policy; one that cannot be written down is lost with hostd."""
-        sandbox.compiled = policy
+        sandbox.selection, sandbox.compiled = selection, policy
         try:
             self._write_down(sandbox)
         except OSError as error:

@@ -7,11 +7,12 @@ SALLYPORT_TEST_INTERNET (prefix of namespaces) and SALLYPORT_TEST_PORT each.
 
 import os
 import secrets
+import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from demo.control import run_controls
 from demo.internet import API, GIT, INDEX, Internet
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import IMAGE, POLICY, Stack, code_image
+from policy.compiled import CompiledPolicy
 
 RUNTIMES = ("runsc", "runc")
 INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
@@ -125,6 +127,32 @@ class Unwatched(Stack):
         return [sys.executable, "-m", "tests.unwatched", str(self.config)]
 
 
+class Governed(Stack):
+    """A Sallyport whose hostd can be given a compiled policy, as the product's cannot."""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.governed", str(self.config)]
+
+    def configure(self, sandbox: str, policy: CompiledPolicy, **limits: int) -> None:
+        """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force.
+
+        The registry is told which policy that is: else `serve` would soon put the registry's back.
+        """
+        with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
+            database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))
+        self.host("configure", sandbox=sandbox, selection={"given": policy.to_json(), "limits": limits})
+
+
+@pytest.fixture(scope="module", name="governed")
+def _governed(values: Secrets) -> Iterator[Governed]:
+    """A server whose gateways are given policies, with an internet of its own."""
+    with beside(Governed, "governed", values) as stack:
+        assert isinstance(stack, Governed)
+        put_secrets(stack, values)
+        yield stack
+
+
 @pytest.fixture(name="second")
 def _second() -> Iterator[Stack]:
     """A second server beside the session's, with its own Docker and internet, for tests that kill or bend one."""
@@ -141,10 +169,11 @@ def _unwatched(values: Secrets) -> Iterator[Stack]:
 
 
 @contextmanager
-def beside(kind: type[Stack], name: str) -> Iterator[Stack]:
-    """Run a server of `kind` beside the session's."""
+def beside(kind: type[Stack], name: str, values: Secrets | None = None) -> Iterator[Stack]:
+    """Run a server of `kind` beside the session's; the far end accepts `values`."""
     run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-{name}")
-    accounts = {"git": "a:b", "index": "a:b", "api": "c"}
+    far = values or Secrets(git="a:b", index="a:b", api="c")
+    accounts = {"git": far.git, "index": far.index, "api": far.api}
     with (
         tempfile.TemporaryDirectory(prefix=f"sallyport-{name}-") as directory,
         pytest.MonkeyPatch.context() as monkeypatch,

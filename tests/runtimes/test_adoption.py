@@ -28,6 +28,7 @@ def record(**changes: Any) -> Record:
         "gateway_inode": netns.inode(None),
         "container": "c" * 64,
         "policy": "digest",
+        "selection": {"policy_name": "agents"},
         "compiled": {"digest": "d"},
     }
     return Record(**(plain | changes))

@@ -14,11 +14,12 @@ from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, METADATA_ADDRESS
 from demo.leaks import forms_of, leaks_in
 from demo.raw_attacks import Attack, Verdicts, from_sandbox
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import POLICY, Stack
+from demo.stack import POLICY
 from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
 from policy.load import load
 from policy.rules import Mode
+from tests.conftest import Governed
 
 pytestmark = pytest.mark.system
 
@@ -83,8 +84,19 @@ class Both:
     sandbox: str
 
 
+@pytest.fixture(scope="module", name="stack")
+def _stack(governed: Governed) -> Governed:
+    """Its hostd can be given any policy."""
+    return governed
+
+
+@pytest.fixture(scope="module", name="internet")
+def _internet(governed: Governed) -> Internet:
+    return governed.internet
+
+
 @pytest.fixture(scope="module", name="watchers")
-def _watchers(stack: Stack) -> Iterator[dict[str, Any]]:
+def _watchers(stack: Governed) -> Iterator[dict[str, Any]]:
     made: dict[str, Any] = {}
     try:
         for runtime in ("runsc", "runc"):
@@ -97,7 +109,7 @@ def _watchers(stack: Stack) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", name="outcomes")
-def _outcomes(internet: Internet, stack: Stack, watchers: dict[str, Any]) -> dict[str, Both]:
+def _outcomes(internet: Internet, stack: Governed, watchers: dict[str, Any]) -> dict[str, Both]:
     def run(sandbox: Any, policy: CompiledPolicy) -> Verdicts:
         stack.configure(str(sandbox.id), policy)
         before = len(_records(stack, str(sandbox.id)))
@@ -130,7 +142,7 @@ def _both(outcomes: dict[str, Both], runtime: str) -> Both:
     return outcomes[runtime]
 
 
-def _records(stack: Stack, sandbox: str) -> list[dict[str, Any]]:
+def _records(stack: Governed, sandbox: str) -> list[dict[str, Any]]:
     return [record for record in stack.audit_records() if record.get("sandbox") == sandbox]
 
 
@@ -226,7 +238,7 @@ def test_observe_lets_nothing_else_pass(both: Both) -> None:
 
 
 def test_answers_are_scrubbed_and_redirects_are_judged_anew(
-    stack: Stack, watchers: dict[str, Any], runtime: str, internet: Internet, values: Secrets
+    stack: Governed, watchers: dict[str, Any], runtime: str, internet: Internet, values: Secrets
 ) -> None:
     """A server that echoes the secret or sends the client elsewhere, on one connection with observed requests."""
     sandbox = watchers[runtime]
@@ -265,7 +277,7 @@ def _bearer(note: dict[str, Any]) -> str | None:
 
 
 def test_a_binding_of_the_api_follows_the_rules_that_only_observe(
-    stack: Stack, runtime: str, internet: Internet
+    stack: Governed, runtime: str, internet: Internet
 ) -> None:
     """Named policy observes, the caller's own allows and binds: only what the named rules allow gets the secret."""
     value = f"bound-{secrets.token_hex(20)}"
@@ -296,7 +308,7 @@ def test_a_binding_of_the_api_follows_the_rules_that_only_observe(
     assert {STATUS: f"Bearer {value}", ATTACKER: None} == carried
 
 
-def test_the_log_says_what_would_have_been_denied(both: Both, stack: Stack) -> None:
+def test_the_log_says_what_would_have_been_denied(both: Both, stack: Governed) -> None:
     lines = stack.sallyport("audit", "tail", "--denied", "--sandbox", both.sandbox).splitlines()
     told = [line for line in lines if " OBSERVE " in line and f"https://{API}:443/admin/" in line]
 
@@ -307,7 +319,7 @@ def test_the_log_says_what_would_have_been_denied(both: Both, stack: Stack) -> N
 
 @pytest.mark.parametrize("attack", INSPECTED[::12], ids=lambda attack: attack.name)
 def test_explain_says_what_a_gateway_in_mode_observe_did(
-    attack: Attack, outcomes: dict[str, Both], stack: Stack
+    attack: Attack, outcomes: dict[str, Both], stack: Governed
 ) -> None:
     """The words of the command line, against the log of the same request."""
     scheme = "http" if attack.tls is None else "https"

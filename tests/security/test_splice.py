@@ -23,11 +23,12 @@ from demo import raw_stream
 from demo.internet import ADDRESSES, API, SILENT, SILENT_ADDRESS, SPLICED, STATUS, Internet
 from demo.raw_host import stream
 from demo.sandboxes import Secrets
-from demo.stack import POLICY, Stack
+from demo.stack import POLICY
 from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
 from policy.load import load
 from policy.rules import HostPattern
+from tests.conftest import Governed
 
 pytestmark = pytest.mark.system
 
@@ -58,7 +59,7 @@ def case(do: str = "exchange", *, down: int = 0, order: Case | None = None, **mo
 class Splicer:
     """A sandbox under the policy `splicing`, and everything one may ask about its flows."""
 
-    def __init__(self, stack: Stack, runtime: str, policy: str | None = "splicing", **options: Any) -> None:
+    def __init__(self, stack: Governed, runtime: str, policy: str | None = "splicing", **options: Any) -> None:
         self.stack = stack
         self.sdk = stack.create(runtime, policy=policy, **options)
         self.id = str(self.sdk.id)
@@ -114,8 +115,19 @@ class Splicer:
         return int(self.stack.host("inspect", sandbox=self.id)["worker_pid"])
 
 
+@pytest.fixture(scope="module", name="stack")
+def _stack(governed: Governed) -> Governed:
+    """Its hostd can be given any policy."""
+    return governed
+
+
+@pytest.fixture(scope="module", name="internet")
+def _internet(governed: Governed) -> Internet:
+    return governed.internet
+
+
 @pytest.fixture(scope="module", name="splicers")
-def _splicers(stack: Stack) -> Iterator[dict[str, Splicer]]:
+def _splicers(stack: Governed) -> Iterator[dict[str, Splicer]]:
     made: dict[str, Splicer] = {}
     try:
         for runtime in ("runsc", "runc"):
@@ -439,7 +451,7 @@ def test_a_revoked_secret_cuts_the_flow_that_used_it(splicer: Splicer, values: S
 
 
 @pytest.fixture(name="caller")
-def _caller(stack: Stack, runtime: str) -> Iterator[Splicer]:
+def _caller(stack: Governed, runtime: str) -> Iterator[Splicer]:
     """A sandbox whose creator allows the raw host and the status host, and may bind credentials."""
     rules = [NetworkRule(action="allow", target=host) for host in (SPLICED, STATUS)]
     policy = NetworkPolicy(defaultAction="deny", egress=rules)

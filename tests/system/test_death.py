@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timed]
 
 GOAL_SECONDS = 5.0
 MOST_SECONDS = 15.0
-ALONE = ["worker", "zygote", "guard", "auditd", "vaultd", "serve", "hostd", "dockerd", "containerd"]
+ALONE = ["worker", "zygote", "guard", "auditd", "vaultd", "compiler", "serve", "hostd", "dockerd", "containerd"]
 PAIRS = [
     "hostd+auditd",
     "hostd+dockerd",

@@ -7,6 +7,7 @@ is out of force, the rest of the sandbox's policy stays in force under the new d
 import json
 import os
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, N
 
 from demo.internet import API, STATUS, Internet
 from demo.stack import POLICY, Stack
-from tests.system.test_changes import MARGIN, Asked, Asker, arrivals, askers
+from tests.system.test_changes import MARGIN, Asked, Asker, arrivals, askers, wait_for_questions
 from tests.system.test_transactions import until
 
 pytestmark = pytest.mark.system
@@ -155,3 +156,32 @@ def test_a_change_that_forbids_applies_whatever_a_sandbox_was_given(
             assert ({case.named} if case.named else set()) == {item["name"] for item in dropped if "name" in item}
             assert all(item["reason"] and item["decision"] == "deny" for item in dropped)
             assert "bound" in {item.get("binding") for item in records(stack, one, "gateway.restored")}
+
+
+def test_a_tighter_document_does_not_wait_for_serve(stack: Stack, internet: Internet) -> None:
+    """`serve` is stopped: hostd's compiler sees the file, and every gateway has the new policy all the same."""
+    rules = [NetworkRule(action="allow", target=target) for target in (API, STATUS)]
+    everything = NetworkPolicy(defaultAction="deny", egress=rules)
+    with askers(stack, (API, STATUS), policy=None, network_policy=everything) as made:
+        for one in made:
+            for host in (API, STATUS):
+                wait_for_questions(internet, one.mark, host)
+        serve = int((stack.run / "config" / "serve.pid").read_text().split()[0])
+        os.kill(serve, signal.SIGSTOP)
+        try:
+            changed = write(stack, f"always_deny: [{STATUS}]\n")
+            assert until(lambda: time.time() > changed + LIMIT)
+            for one in made:
+                wait_for_questions(internet, one.mark, API)
+            continued = time.time()
+        finally:
+            os.kill(serve, signal.SIGCONT)
+        for one in made:
+            ended, arrived = one.finish(), arrivals(internet, one.mark)
+            before = [item for item in ended if item.ended < changed - MARGIN]
+            under = [
+                item for item in ended if changed + LIMIT + MARGIN < item.began and item.ended < continued - MARGIN
+            ]
+            assert {API, STATUS} == {item.host for item in before if item.id in arrived}, one.id
+            assert {API, STATUS} == {item.host for item in under}, one.id
+            assert {API} == {item.host for item in under if item.id in arrived}, one.id

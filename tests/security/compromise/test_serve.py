@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from demo.internet import API, UP_ADDRESS, Internet, in_namespace, ip
+from demo.internet import API, ATTACKER, GIT, STATUS, UP_ADDRESS, Internet, in_namespace, ip
 from demo.pki import Authority, make_authority, write_host_certificate
 from demo.sandboxes import Secrets
-from demo.stack import IMAGE
+from demo.stack import IMAGE, POLICY, Stack
 from policy.compile import compile_named
 from policy.load import load
+from tests.conftest import beside, put_secrets
 from tests.security.compromise.stack import CompromisedStack, Hostile
 
 pytestmark = pytest.mark.system
@@ -36,6 +38,10 @@ def ask(path, op, parameters):
         wire.send(sock, {"id": 1, "op": op, **parameters})
         return wire.receive(sock)[0]
 """
+OPERATOR = f"always_deny: [{STATUS}]\nceiling: {{hosts: [{API}, {STATUS}, {GIT}]}}\n"
+"""What the operator's file says beside the demo's policies."""
+SANDBOXES = 3
+MEMORY = 1 << 30
 GRANT = {"secret": "api-token", "host": API, "port": 443, "scheme": "https"}
 
 
@@ -45,6 +51,32 @@ def until[T](ask: Callable[[], T], seconds: float = 60.0) -> T:
     while not (answer := ask()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return answer
+
+
+class Operated(CompromisedStack):
+    """With a policy file of its own and maxima that can be reached."""
+
+    def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 18090) -> None:
+        super().__init__(internet, directory, directory / "policies.yaml", port)
+        self._shipped = policy
+
+    @property
+    def settings(self) -> str:
+        bounds = f'max_sandboxes = {SANDBOXES}\nmax_memory = "{MEMORY}"\nmax_cpu = "1"\nmax_disk = "512Mi"\n'
+        return super().settings.replace("default_disk =", f"{bounds}default_disk =")
+
+    def start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        self.policy.write_text(self._shipped.read_text() + OPERATOR)
+        self.policy.chmod(0o644)
+        super().start()
+
+
+@pytest.fixture(scope="module", name="compromised")
+def _compromised(values: Secrets) -> Iterator[Stack]:
+    with beside(Operated, "compromised", values) as stack:
+        put_secrets(stack, values)
+        yield stack
 
 
 @dataclass
@@ -104,6 +136,14 @@ def _rogue(compromised: CompromisedStack, tmp_path_factory: pytest.TempPathFacto
     listener.close()
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What hostd said to a launch; `refused` is the code, None if there is a sandbox."""
+
+    sandbox: str
+    refused: str | None
+
+
 @dataclass
 class Taken:
     """`serve`, obeying the test."""
@@ -119,12 +159,15 @@ class Taken:
         answer: dict[str, Any] = self.process.run(ASK + code)
         return answer
 
-    def launch(self, runtime: str, command: str, **more: Any) -> tuple[str, dict[str, Any]]:
-        """Launch a sandbox that runs `command`, with everything that `more` says; returns its id and the answer."""
+    def launch(self, runtime: str, command: str, *, grants: Any = (GRANT,), inline: Any = None, **more: Any) -> Answer:
+        """Launch a sandbox that runs `command`, with everything that `more` says."""
         sandbox = f"sbx-{secrets.token_hex(8)}"
-        opened = self.ask("vault.sock", "open_sandbox", sandbox=sandbox, lineage=sandbox, grants=[GRANT], inline={})
+        opened = self.ask(
+            "vault.sock", "open_sandbox", sandbox=sandbox, lineage=sandbox, grants=list(grants), inline=inline or {}
+        )
         message = self.honest(sandbox, runtime, command, opened["ok"]["root_pem"]) | more
-        return sandbox, self.ask("hostd.sock", "launch", **message)
+        answer = self.ask("hostd.sock", "launch", **message)
+        return Answer(sandbox, answer.get("error", {}).get("code"))
 
     def honest(self, sandbox: str, runtime: str, command: str, root: str) -> dict[str, Any]:
         """What `serve` sends if it is not compromised."""
@@ -156,6 +199,15 @@ class Taken:
             return [item for item in records if item.get("sandbox") == sandbox and item.get("host") == host]
 
         return until(flows)
+
+    def works(self, runtime: str) -> None:
+        """The control: an honest launch after all, whose request arrives with the secret where it belongs."""
+        mark = secrets.token_hex(8)
+        answer = self.launch(runtime, curl(API, mark))
+        assert None is answer.refused
+        (note,) = until(lambda: self.noted(API, mark))
+        assert self.secret in str(note["headers"])
+        self.remove(answer.sandbox)
 
     def noted(self, host: str, mark: str) -> list[dict[str, Any]]:
         """The requests to `host` that arrived, by a mark in their path."""
@@ -218,3 +270,139 @@ def test_a_launch_that_brings_a_worker_s_configuration_brings_the_attacker_nothi
 
     assert [] == arrived(taken, mark)
     assert "invalid" == answer.get("error", {}).get("code")
+
+
+def test_a_new_policy_that_brings_a_worker_s_configuration_changes_nothing(taken: Taken, runtime: str) -> None:
+    policy = compile_named(load(taken.stack.policy), "agents").to_json()
+    answer = taken.launch(runtime, "true")
+    before = taken.stack.host("inspect", sandbox=answer.sandbox)["policy"]
+    whole = complete(taken, answer.sandbox, policy)
+    selection = taken.honest(answer.sandbox, runtime, "true", "")["selection"]
+    attempts: list[dict[str, Any]] = [
+        {"gateway": whole},
+        {"gateway": whole, "decided": True},
+        {"selection": selection, "gateway": whole},
+        {"selection": whole},
+        {"selection": policy},
+        *({"selection": selection | {key: value}} for key, value in whole.items()),
+        *({"selection": selection, key: value} for key, value in whole.items() if key != "sandbox"),
+    ]
+    codes = [
+        taken.ask("hostd.sock", "configure", **({"sandbox": answer.sandbox, "decided": True} | attempt))
+        for attempt in attempts
+    ]
+    assert ["invalid"] * len(attempts) == [code.get("error", {}).get("code") for code in codes]
+    assert before == taken.stack.host("inspect", sandbox=answer.sandbox)["policy"]
+    taken.remove(answer.sandbox)
+
+
+def test_what_is_the_operator_s_is_refused_wherever_a_launch_has_it(taken: Taken, runtime: str) -> None:
+    """Authorities, resolvers, addresses and limits, a compiled policy, and more of anything than the maxima."""
+    policy = compile_named(load(taken.stack.policy), "agents").to_json()
+    whole = complete(taken, "sbx-any", policy)
+    selection = taken.honest("", runtime, "", "")["selection"]
+    bound = {"name": "b", "match": {"hosts": [API]}, "auth": {"type": "bearer", "credential": "x"}}
+    attempts: dict[str, dict[str, Any]] = {
+        **{f"beside the selection: {key}": {key: value} for key, value in whole.items() if key != "sandbox"},
+        **{f"in the selection: {key}": {"selection": selection | {key: value}} for key, value in whole.items()},
+        **{
+            f"in the network policy: {key}": {
+                "selection": selection | {"network_policy": {"defaultAction": "allow", "egress": [], key: [API]}}
+            }
+            for key in ("always_allow", "always_deny", "plaintext_secrets", "ceiling")
+        },
+        "a secret in a binding": {
+            "selection": selection | {"bindings": [bound | {"inject": {"secret": "api-token", "as": "bearer"}}]}
+        },
+        "a compiled policy": {"selection": policy},
+        "a compiled policy by its name": {"selection": selection | {"policy_name": policy}},
+        "a generation": {"generation": 7},
+        "a bundle of authorities": {"ca_bundle": taken.rogue.authority.pem},
+        "more processors": {"cpu_nanos": 10**9 + 1},
+        "more memory": {"memory_bytes": MEMORY + 1},
+        "more processes": {"pids": 4097},
+        "more disk": {"disk_bytes": (512 << 20) + 1},
+        "no limit of the disk": {"disk_bytes": None},
+    }
+    codes = {}
+    for name, attempt in attempts.items():
+        mark = secrets.token_hex(8)
+        answer = taken.launch(runtime, curl(API, mark), **attempt)
+        codes[name] = answer.refused
+        if answer.refused is None:
+            taken.judged(answer.sandbox, API)
+            taken.remove(answer.sandbox)
+    assert dict.fromkeys(attempts, "invalid") == codes
+    assert [] == taken.rogue.received
+    taken.works(runtime)
+
+
+def test_there_are_no_more_sandboxes_than_the_operator_allows(taken: Taken, runtime: str) -> None:
+    answers = [taken.launch(runtime, "true") for _ in range(SANDBOXES + 1)]
+    assert [None] * SANDBOXES + ["full"] == [answer.refused for answer in answers]
+    for answer in answers[:SANDBOXES]:
+        taken.remove(answer.sandbox)
+
+
+def test_a_selection_never_reaches_beyond_the_operator_s_file(taken: Taken, runtime: str) -> None:
+    """What is always denied, what is beyond the ceiling, and a named policy that is not there; then what is allowed."""
+    mark = secrets.token_hex(8)
+    hosts = [STATUS, ATTACKER, API]
+    rules = [{"action": "allow", "target": target} for target in hosts]
+    everything = {"policy_name": None, "network_policy": {"defaultAction": "allow", "egress": rules}, "bindings": []}
+    command = "; ".join(curl(host, mark) for host in hosts)  # the last one is the control
+    wide = taken.launch(runtime, command, selection=everything)
+    unknown = taken.launch(runtime, curl(API, f"{mark}u"), selection=everything | {"policy_name": "mine"})
+    assert [None, None] == [wide.refused, unknown.refused]
+    (note,) = until(lambda: taken.noted(API, mark))
+    assert taken.secret not in str(note["headers"])
+    assert [[], []] == [taken.noted(host, mark) for host in (STATUS, ATTACKER)]
+    assert {"deny"} == {item["decision"] for item in taken.judged(unknown.sandbox, API)}
+    assert [] == taken.noted(API, f"{mark}u")
+    for answer in (wide, unknown):
+        taken.remove(answer.sandbox)
+
+
+def test_a_binding_sends_a_value_only_as_the_operator_allows(taken: Taken, runtime: str) -> None:
+    """Not in plain text, not to a host of another policy's secret by that secret's name; over TLS it is sent."""
+    value, mark = f"inline-{secrets.token_hex(16)}", secrets.token_hex(8)
+    match = {"hosts": [API, GIT], "schemes": ["http", "https"]}
+    rules = [{"action": "allow", "target": target} for target in (API, GIT)]
+
+    def selection(schemes: list[str], credential: str) -> dict[str, Any]:
+        binding = {"name": "b", "match": match | {"schemes": schemes}}
+        binding["auth"] = {"type": "apiKey", "name": "x-bound", "credential": credential}
+        return {"policy_name": None, "network_policy": {"egress": rules}, "bindings": [binding]}
+
+    def grants(secret: str) -> list[dict[str, Any]]:
+        return [
+            {"secret": secret, "host": host, "port": port, "scheme": scheme}
+            for host in (API, GIT)
+            for port, scheme in ((80, "http"), (443, "https"))
+        ]
+
+    inline = {"inline:1/token": value}
+    asked = "; ".join((curl(API, f"{mark}p", "http"), curl(API, f"{mark}t")))
+    plain = taken.launch(
+        runtime, asked, grants=grants("inline:1/token"), inline=inline, selection=selection(["http"], "1/token")
+    )
+    tls = taken.launch(
+        runtime,
+        curl(API, f"{mark}s"),
+        grants=grants("inline:1/token"),
+        inline=inline,
+        selection=selection(["https"], "1/token"),
+    )
+    stored = taken.launch(
+        runtime, "; ".join((curl(GIT, f"{mark}g"), curl(API, f"{mark}a"))), selection=selection(["https"], "api-token")
+    )
+    assert [None] * 3 == [plain.refused, tls.refused, stored.refused]
+    (note,) = until(lambda: taken.noted(API, f"{mark}s"))
+    assert value in str(note["headers"])
+    assert until(lambda: taken.noted(API, f"{mark}t"))
+    assert until(lambda: taken.judged(stored.sandbox, API))
+    heads = [*taken.noted(API, f"{mark}p"), *taken.noted(API, f"{mark}t"), *taken.noted(GIT, mark)]
+    assert [] == [note for note in heads if value in str(note) or taken.secret in str(note)]
+    assert [] == [note for note in taken.noted(API, f"{mark}a") if taken.secret in str(note)]
+    for answer in (plain, tls, stored):
+        taken.remove(answer.sandbox)

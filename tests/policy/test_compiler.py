@@ -1,0 +1,224 @@
+"""The compiler: a selection selects and narrows, and the document is the one that the file has now."""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wire
+from policy.api import parse_network_policy
+from policy.bindings import MAX_BINDINGS, MAX_PLACES, parse_binding
+from policy.compile import DENY_ALL, compile_named
+from policy.compiled import CompiledPolicy
+from policy.compiler import CLOSED, configured, run
+from policy.document import PolicyDocument
+from policy.load import load_text
+from policy.operator_file import OperatorFile
+from policy.rules import Action
+from policy.selection import NOTHING, Selection
+from wire import frames
+
+LOOSE = """
+version: 1
+policies:
+  team:
+    rules: [{id: api, host: api.example.org, inject: {secret: stored, as: bearer}}]
+"""
+TIGHT = LOOSE + "always_deny: [api.example.org]\n"
+TEAM = {"policy_name": "team", "network_policy": None, "bindings": []}
+ALL = {"policy_name": None, "network_policy": {"defaultAction": "allow"}, "bindings": []}
+BINDING: dict[str, Any] = {
+    "name": "b",
+    "match": {"hosts": ["api.example.org"]},
+    "auth": {"type": "bearer", "credential": "1/token"},
+}
+AUTHS: tuple[dict[str, Any], ...] = (
+    {"type": "bearer", "credential": "1/a b"},
+    {"type": "basic", "credential": "2/x"},
+    {"type": "apiKey", "name": "x-key", "credential": "3/y"},
+    {"type": "customHeaders", "headers": [{"name": "x-1", "credential": "1/a"}, {"name": "x-2", "credential": "1/b"}]},
+    {"type": "passthrough"},
+)
+
+
+def write(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+@pytest.fixture(name="file")
+def _file(tmp_path: Path) -> Path:
+    path = tmp_path / "policies.yaml"
+    path.write_text(LOOSE)
+    return path
+
+
+class Hostd:
+    """The other end of the compiler's channel."""
+
+    def __init__(self, file: OperatorFile) -> None:
+        ours, theirs = socket.socketpair()
+        self.told: asyncio.Queue[str] = asyncio.Queue()
+        self.client = wire.Client(ours, self._handle)
+        self.client.start()
+        self.compiler = asyncio.create_task(run(theirs, file))
+
+    async def _handle(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
+        assert ({}, []) == (parameters, fds)
+        await self.told.put(op)
+
+    async def compile(self, selection: object) -> CompiledPolicy:
+        answer = await self.client.call("compile", selection=selection)
+        assert {"policy"} == answer.keys()
+        return CompiledPolicy.from_json(answer["policy"])
+
+
+@pytest.fixture(name="hostd")
+async def _hostd(file: Path) -> AsyncIterator[Hostd]:
+    hostd = Hostd(configured(json.dumps({"policy_file": str(file)})))
+    yield hostd
+    await hostd.client.close()
+    await hostd.compiler  # it ends with its channel
+
+
+async def test_the_document_is_the_one_that_the_file_has_at_each_question(hostd: Hostd, file: Path) -> None:
+    assert compile_named(load_text(LOOSE), "team") == await hostd.compile(TEAM)
+    write(file, TIGHT)
+    assert compile_named(load_text(TIGHT), "team") == await hostd.compile(TEAM)
+
+
+@pytest.mark.parametrize("broken", ["version: 2\n", "::", None])
+async def test_a_file_that_cannot_be_read_keeps_the_last_good_document(
+    hostd: Hostd, file: Path, broken: str | None
+) -> None:
+    write(file, TIGHT)
+    tight = await hostd.compile(TEAM)
+    if broken is None:
+        file.unlink()
+    else:
+        write(file, broken)
+    assert tight == await hostd.compile(TEAM)
+    write(file, LOOSE)
+    assert compile_named(load_text(LOOSE), "team") == await hostd.compile(TEAM)
+
+
+async def test_without_a_readable_file_at_the_start_nothing_is_allowed_until_there_is_one(file: Path) -> None:
+    write(file, "version: 2\n")
+    hostd = Hostd(configured(json.dumps({"policy_file": str(file)})))
+    for selection in (TEAM, ALL):
+        policy = await hostd.compile(selection)
+        assert all(rules.rules == () or rules.ceiling == CLOSED.ceiling for rules in policy.lists)
+        assert not policy.always_allow
+    assert hostd.told.empty()  # a compiler that was restarted beside a broken file closes no sandbox
+    write(file, TIGHT)
+    assert "changed" == await hostd.told.get()
+    assert compile_named(load_text(TIGHT), "team") == await hostd.compile(TEAM)
+    await hostd.client.close()
+    await hostd.compiler
+
+
+async def test_hostd_is_told_of_each_document_without_a_question(hostd: Hostd, file: Path) -> None:
+    assert "changed" == await hostd.told.get()
+    for text in (TIGHT, LOOSE):
+        write(file, text)
+        assert "changed" == await hostd.told.get()
+
+
+MANY = [f"h{number}.example.org" for number in range(100)]
+REFUSED: dict[str, object] = {
+    "nothing": None,
+    "a list": [],
+    "no key": {},
+    "a missing key": {"policy_name": None, "network_policy": None},
+    "roots": TEAM | {"upstream_roots": "pem"},
+    "a compiled policy": DENY_ALL.to_json(),
+    "a name that is none": TEAM | {"policy_name": 1},
+    "an empty name": TEAM | {"policy_name": ""},
+    "a long name": TEAM | {"policy_name": "n" * 1025},
+    "an operator's list": TEAM | {"network_policy": {"always_allow": ["a.example"]}},
+    "bindings that are none": TEAM | {"bindings": {}},
+    "too many bindings": TEAM | {"bindings": [BINDING] * (MAX_BINDINGS + 1)},
+    "too many places": TEAM | {"bindings": [BINDING | {"match": {"hosts": MANY}}] * (MAX_PLACES // len(MANY) + 1)},
+    "an unknown key in a binding": TEAM | {"bindings": [BINDING | {"inject": {"secret": "stored"}}]},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_anything_else_is_refused_by_its_place(hostd: Hostd, name: str) -> None:
+    with pytest.raises(wire.RemoteError, match="invalid: selection: "):
+        await hostd.compile(REFUSED[name])
+    assert "team" == (await hostd.compile(TEAM)).name
+
+
+@pytest.mark.parametrize("op", ["", "load", "document"])
+async def test_there_is_no_other_operation(hostd: Hostd, op: str) -> None:
+    with pytest.raises(wire.RemoteError, match="unknown_op"):
+        await hostd.client.call(op)
+    with pytest.raises(wire.RemoteError, match="unknown_op"):
+        await hostd.client.call("compile", selection=TEAM, document=LOOSE)
+
+
+async def test_a_policy_that_is_no_frame_is_refused(hostd: Hostd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME", 8192)
+    rules = [{"action": "allow", "target": f"host-{number}.example.org"} for number in range(50)]
+    with pytest.raises(wire.RemoteError, match="too_large"):
+        await hostd.compile(TEAM | {"network_policy": {"egress": rules}})
+
+
+async def test_a_binding_never_names_a_stored_secret(hostd: Hostd) -> None:
+    rules = [{"action": "allow", "target": "api.example.org"}]
+    for credential in ("stored", "../stored", "inline:stored"):
+        bound = BINDING | {"auth": {"type": "bearer", "credential": credential}}
+        policy = await hostd.compile({"policy_name": None, "network_policy": {"egress": rules}, "bindings": [bound]})
+        plans = [plan for binding in policy.bindings for plan in binding.injections]
+        assert [f"inline:{credential}"] == [plan.secret for plan in plans]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"policy_file": "relative"}', '{"policy_file": null, "x": 1}'])
+def test_a_configuration_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"policy_file|Expecting value"):
+        configured(text)
+
+
+def test_without_a_file_the_shipped_default_is_in_force() -> None:
+    assert PolicyDocument() == configured('{"policy_file": null}').document
+
+
+_names = st.sampled_from(["a.example", "*.b.example", "10.0.0.0/8", "*", "C.example"])
+
+
+@given(
+    st.none() | st.text(min_size=1, max_size=40),
+    st.none() | st.lists(st.tuples(st.sampled_from(["allow", "deny"]), _names), max_size=8),
+    st.lists(st.sampled_from(AUTHS), max_size=4),
+)
+def test_what_is_sent_is_what_was_selected(
+    name: str | None, rules: list[tuple[str, str]] | None, auths: list[dict[str, Any]]
+) -> None:
+    """Two processes that read one selection compile one policy."""
+    bindings = tuple(
+        parse_binding({"name": f"b{number}", "match": {"hosts": [f"h{number}.example"]}, "auth": auth})
+        for number, auth in enumerate(auths)
+    )
+    policy = None
+    if rules is not None:
+        policy = parse_network_policy(
+            {"egress": [{"action": action, "target": target} for action, target in rules], "defaultAction": "allow"}
+        )
+    selection = Selection(name, policy, bindings)
+    assert selection == Selection.from_json(json.loads(json.dumps(selection.to_json())))
+
+
+def test_the_selection_of_nothing_allows_what_the_operator_always_allows_only() -> None:
+    document = load_text(LOOSE + "always_allow: [time.example.org]\n")
+    policy, dropped = NOTHING.compiled(document)
+    assert ((), ("time.example.org",), ()) == (policy.rules, policy.always_allow, dropped)
+    assert Action.DENY is policy.default_action

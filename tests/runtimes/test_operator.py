@@ -1,0 +1,143 @@
+"""The operator's part of a launch: from hostd's configuration and the compiler, whatever was asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wire
+from gateway.config import GatewayConfig
+from policy.compiled import DENY_ALL
+from runtimes import operator
+from runtimes.operator import MAX_ROOTS, Operator
+from runtimes.spec import HostConfig, LaunchSpec
+from tests.runtimes.test_spec import host_config, launch_message
+
+
+class Daemons:
+    """Stands where `runtimes.daemons.Daemons` stands; `answer` is the compiler's."""
+
+    def __init__(self, answer: Callable[[], dict[str, Any]]) -> None:
+        self.answer = answer
+        self.up = True
+
+    async def reachable(self, name: str) -> None:
+        assert "compiler" == name
+        if not self.up:
+            raise TimeoutError
+
+    def client(self, name: str) -> "Daemons":
+        assert "compiler" == name
+        return self
+
+    async def call(self, op: str, timeout: float, **parameters: Any) -> dict[str, Any]:
+        assert ("compile", {"selection"}) == (op, parameters.keys())
+        return self.answer()
+
+
+def _raises(error: Exception) -> Callable[[], dict[str, Any]]:
+    def answer() -> dict[str, Any]:
+        raise error
+
+    return answer
+
+
+def made(tmp_path: Path, answer: Callable[[], dict[str, Any]] = dict, **changes: Any) -> Operator:
+    roots = tmp_path / "roots.pem"
+    if not roots.exists():
+        roots.write_text("operator's roots\n")
+    config = HostConfig.model_validate(host_config(upstream_roots=str(roots), **changes))
+    return Operator(config, Daemons(answer))  # type: ignore[arg-type]
+
+
+def test_a_worker_s_configuration_is_the_operator_s_but_for_the_policy(tmp_path: Path) -> None:
+    whole = made(tmp_path).configuration(DENY_ALL.to_json())
+    assert {
+        "policy": DENY_ALL.to_json(),
+        "upstream_roots": "operator's roots\n",
+        "dns_upstreams": ["10.0.0.53:53"],
+        "allowed_addresses": ["10.0.0.0/8"],
+        "host_addresses": {"git.corp.example": ["10.0.0.5"]},
+        "inside": "192.0.2.2",
+        "limits": {"idle": 60},
+    } == whole
+    GatewayConfig.from_json(whole | {"sandbox": "sbx-1", "generation": 1})
+
+
+def test_programs_trust_the_operator_s_roots_and_the_sandbox_s_own(tmp_path: Path) -> None:
+    assert "operator's roots\nown\n" == made(tmp_path).ca_bundle("own\n")
+
+
+def test_roots_that_cannot_be_had_are_no_start(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        Operator(
+            HostConfig.model_validate(host_config(upstream_roots=str(tmp_path / "none"))),
+            Daemons(dict),  # type: ignore[arg-type]
+        )
+    (tmp_path / "roots.pem").write_text("x" * (MAX_ROOTS + 1))
+    with pytest.raises(ValueError, match="larger than"):
+        made(tmp_path)
+
+
+ANSWERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a refusal": (_raises(wire.RemoteError("invalid", "x")), "invalid"),
+    "too large": (_raises(wire.RemoteError("too_large", "x")), "too_large"),
+    "too large to be asked": (_raises(wire.FrameError()), "too_large"),
+    "another refusal": (_raises(wire.RemoteError("exists", "x")), "unavailable"),
+    "no connection": (_raises(ConnectionError()), "unavailable"),
+    "no answer": (_raises(TimeoutError()), "unavailable"),
+    "nothing": (dict, "unavailable"),
+    "no object": (lambda: {"policy": []}, "unavailable"),
+    "more than a policy": (lambda: {"policy": {}, "upstream_roots": "pem"}, "unavailable"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_without_a_policy_of_the_compiler_there_is_none(tmp_path: Path, name: str) -> None:
+    answer, code = ANSWERS[name]
+    with pytest.raises(wire.RequestError) as refused:
+        await made(tmp_path, answer).compile({})
+    assert code == refused.value.code
+
+
+async def test_a_compiler_that_is_away_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "_PATIENCE_SECONDS", 0.0)
+    made_here = made(tmp_path)
+    made_here._daemons.up = False  # type: ignore[attr-defined]
+    with pytest.raises(wire.RequestError, match="no policy is compiled now"):
+        await made_here.compile({})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cpu_nanos": 4 * 10**9 + 1},
+        {"memory_bytes": 2**32 + 1},
+        {"pids": 4097},
+        {"disk_bytes": (1 << 34) + 1},
+        {"disk_bytes": None},
+        {"runtime": "runsc"},
+    ],
+)
+def test_more_than_the_operator_allows_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    judge = made(tmp_path, runtimes=["runc"])
+    judge.judge(LaunchSpec.model_validate(launch_message(cpu_nanos=4 * 10**9, pids=4096)), 1)
+    with pytest.raises(wire.RequestError) as refused:
+        judge.judge(LaunchSpec.model_validate(launch_message(**changes)), 1)
+    assert "invalid" == refused.value.code
+
+
+def test_the_number_of_sandboxes_is_the_operator_s(tmp_path: Path) -> None:
+    with pytest.raises(wire.RequestError) as refused:
+        made(tmp_path).judge(LaunchSpec.model_validate(launch_message()), 2)
+    assert "full" == refused.value.code
+
+
+def test_without_limits_of_disks_a_launch_may_have_none(tmp_path: Path) -> None:
+    maxima = host_config()["maxima"] | {"disk_bytes": None}
+    made(tmp_path, disk_limits=False, maxima=maxima).judge(
+        LaunchSpec.model_validate(launch_message(disk_bytes=None)), 0
+    )
