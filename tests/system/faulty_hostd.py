@@ -22,7 +22,10 @@ from runtimes.docker import Docker, DockerError
 
 # What drives the steps, or only reads: a fault there is one of a step inside it, or of none.
 _DRIVERS = frozenset(
-    ["_launch", "_make", "_whole", "_ended", "_unmake", "_leave", "_watch", "_respawn", "_get", "_describe"]
+    [
+        *("_launch", "_make", "_whole", "_ended", "_unmake", "_leave", "_watch", "_respawn", "_get", "_describe"),
+        *("_put_in_force", "_recompile", "_follow"),
+    ]
 )
 _PLUMBING = frozenset(["in_thread", "inside", "inode", "list_rules", "unmount", "unmount_below", "processes"])
 
