@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from injection import REGISTRY
-from places import BODY, SETTLE_SECONDS, WALLET, Place, credential, running, settled
+from places import BODY, SETTLE_SECONDS, WALLET, Place, credential, running, settled, wrong
 
 import wire
 from lifecycle import reaper
@@ -19,9 +19,11 @@ from lifecycle.policies import Policies
 from lifecycle.registry import Sandbox
 from policy import operator_file
 from policy.compiled import DENY_ALL, CompiledPolicy
+from policy.compiler import Compiler
 from policy.decision import Deny, decide_flow
 from policy.facts import FlowFacts, Scheme
-from policy.load import PolicyError
+from policy.load import PolicyError, load_text
+from policy.operator_file import OperatorFile
 from wire import frames, limits
 
 LOOSE = """
@@ -474,3 +476,33 @@ async def test_after_a_restart_the_document_of_now_is_in_force_under_rows_of_bef
     assert [] == await settled(ruled)
     assert ("deny-all", set()) == (policy(ruled, name).name, granted(ruled, name))
     assert "team" in {item.get("name") for item in recorded(ruled, name, "gateway.dropped")}
+
+
+async def test_a_gateway_under_another_document_than_ours_is_settled_once_both_are_the_same(ruled: Place) -> None:
+    """hostd's compiler has seen the file first: what callers do meanwhile is under the new document at once."""
+    changed = await make(ruled)
+    write(ruled, DENIED.text)
+    body = {"defaultAction": "deny", "egress": [{"action": "allow", "target": target} for target in ALLOWED]}
+    answer = await ruled.http("PUT", f"/{changed}/networkpolicy", body)
+    assert 200 == answer.status_code, answer.text
+    created = (await ruled.http("POST", "", BODY)).json()["id"]
+    for name in (changed, created):
+        assert ("api.example.org",) == policy(ruled, name).always_deny
+        assert "" == (await row(ruled, name)).policy_digest
+    assert [] != await wrong(ruled)
+    await follow(ruled)
+    assert [] == await settled(ruled)
+
+
+async def test_a_gateway_that_is_behind_stays_unsettled_until_it_is_not(ruled: Place) -> None:
+    """The compiler has missed a document that could be read for a moment only."""
+    name = await make(ruled)
+    compiler = ruled.world.hostd.compiler
+    ruled.world.hostd.compiler = Compiler(OperatorFile(load_text(LOOSE)))
+    await change(ruled, DENIED.text)
+    assert () == policy(ruled, name).always_deny
+    assert "" == (await row(ruled, name)).policy_digest
+    assert "api" not in granted(ruled, name)
+    ruled.world.hostd.compiler = compiler
+    assert [] == await settled(ruled)
+    assert ("api.example.org",) == policy(ruled, name).always_deny
