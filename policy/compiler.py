@@ -7,6 +7,7 @@ write and must not decide. So this process, under a user of its own, reads the o
 - A file that can no longer be read keeps the last good document in force. Without one at the start nothing is allowed,
   until there is one.
 - hostd is told of each new document, and has every policy compiled again: a tighter document does not wait for `serve`.
+- Work is done in the event loop, one piece at a time: one that does not end is noticed, and the process replaced.
 - It speaks to hostd only and ends with its channel. It holds no secret.
 """
 
@@ -63,7 +64,6 @@ class Compiler:
 
     def __init__(self, file: OperatorFile) -> None:
         self._file = file
-        self._turn = asyncio.Lock()
         self._told: PolicyDocument = CLOSED
 
     async def handle(
@@ -75,16 +75,14 @@ class Compiler:
             case "ping":
                 return None
             case "compile" if parameters.keys() == {"selection"}:
-                async with self._turn:
-                    return await asyncio.to_thread(self._compile, parameters["selection"])
+                return self._compile(parameters["selection"])
             case _:
                 raise wire.RequestError("unknown_op", "not an operation of the compiler")
 
     async def follow(self, client: wire.Client) -> None:
         """Tell hostd of each document that comes into force, the one of the start too, until cancelled."""
         while True:
-            async with self._turn:
-                await asyncio.to_thread(self._file.reload)
+            self._file.reload()
             if self._file.document is not self._told:
                 self._told = self._file.document
                 await client.notify("changed")

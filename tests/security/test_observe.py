@@ -341,8 +341,15 @@ def test_explain_says_what_a_gateway_in_mode_observe_did(
     )
 
 
-def test_a_sandbox_that_only_observes_is_no_way_into_others(sandboxes: dict[str, DemoSandbox], runtime: str) -> None:
+def test_a_sandbox_that_only_observes_is_no_way_into_others(
+    stack: Governed, watchers: dict[str, Any], values: Secrets, runtime: str
+) -> None:
     """The control: beside it, an enforced sandbox is denied what it would be let."""
-    _, printed = sandboxes[runtime].run(f"curl -sS --max-time 10 https://{API}/admin/x; curl -sS http://{ATTACKER}/")
+    assert runtime in watchers
+    enforced = DemoSandbox(stack, runtime, values)
+    try:
+        _, printed = enforced.run(f"curl -sS --max-time 10 https://{API}/admin/x; curl -sS http://{ATTACKER}/")
+    finally:
+        enforced.close()
     assert "default" in printed
     assert "this is" not in printed
