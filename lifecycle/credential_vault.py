@@ -17,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policy.api import ApiPolicyError
-from policy.bindings import INLINE, MAX_PLACES, ApiBinding, binding_name, check_conflicts, number_of_places, parse_binding
+from policy.bindings import (
+    INLINE,
+    MAX_PLACES,
+    ApiBinding,
+    binding_name,
+    check_conflicts,
+    number_of_places,
+    parse_binding,
+)
 from policy.compile import uses_of
 from policy.strict import Path, StrictError, members
 from vault.grants import Grant, within

@@ -96,7 +96,7 @@ class Compiler:
             raise wire.RequestError("invalid", f"selection: {error}"[:300]) from None
         answer = {"policy": policy.to_json()}
         try:
-            encode({"id": _LONGEST_ID, "ok": answer})
+            encode({"id": _LONGEST_ID, "ok": answer}, wire.WHOLE)
         except FrameError:
             raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
         return answer

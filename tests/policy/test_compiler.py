@@ -23,7 +23,6 @@ from policy.load import load_text
 from policy.operator_file import OperatorFile
 from policy.rules import Action
 from policy.selection import NOTHING, Selection
-from wire import frames
 
 LOOSE = """
 version: 1
@@ -167,7 +166,7 @@ async def test_there_is_no_other_operation(hostd: Hostd, op: str) -> None:
 
 
 async def test_a_policy_that_is_no_frame_is_refused(hostd: Hostd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_FRAME", 8192)
+    monkeypatch.setattr(wire, "WHOLE", wire.Limits(frame=8192))
     rules = [{"action": "allow", "target": f"host-{number}.example.org"} for number in range(50)]
     with pytest.raises(wire.RemoteError, match="too_large"):
         await hostd.compile(TEAM | {"network_policy": {"egress": rules}})
