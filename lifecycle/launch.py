@@ -27,7 +27,7 @@ _UIDS = {
     "auditd": 700000003,
     "compiler": 700000004,
     "worker_base": 700001000,
-    "workers": 4096,
+    "workers": 4094,
 }
 
 

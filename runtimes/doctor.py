@@ -29,13 +29,20 @@ _GUARD = "use Linux 5.12 or newer with nft_socket and nft_fib_inet, and nftables
 _CGROUPS = "mount cgroup v2 (or v1) with the controllers memory, cpu and pids, writable for root"
 _SECCOMP = "use a kernel with CONFIG_SECCOMP_FILTER"
 _RUNC = "install the Debian package runc (1.1 or newer), or leave runc out of sallyport.allowed_runtimes"
+_OWN_USERS = (
+    "use Linux 5.19 or newer and have Docker's data root on ext4, XFS or Btrfs; see also sysctl "
+    "user.max_user_namespaces; or leave runc out of sallyport.allowed_runtimes"
+)
 _RUNSC = "build a current one as `./run` does and set sallyport.runsc, or leave runsc out of sallyport.allowed_runtimes"
 _EXECD = "build it with CGO_ENABLED=0 as `./run` does, and set sallyport.execd"
 _DISK = (
     "load the kernel modules loop and ext4, install the Debian package e2fsprogs, have room in sallyport.state_dir; "
     "or set sallyport.disk_limits = false, and any sandbox can fill the host's disk"
 )
-_STORAGE = "give Docker the storage driver overlay2, or set sallyport.disk_limits = false"
+_STORAGE = (
+    "give Docker the storage driver overlay2; or set sallyport.disk_limits = false and leave runc out of "
+    "sallyport.allowed_runtimes"
+)
 _IMAGES = "build the tars as `./run` does, and name them in sallyport.images"
 _ROOTS = "install the Debian package ca-certificates, or set sallyport.upstream_roots to a PEM file that all may read"
 _DNS = (
@@ -93,6 +100,7 @@ def questions(config: HostConfig) -> tuple[Question, ...]:
     ]
     if "runc" in config.runtimes:
         asked.append(Question("runc", _RUNC, lambda: probes.program(config.runc), vital=True))
+        asked.append(Question("namespace", _OWN_USERS, lambda: probes.sandbox_namespace(config), vital=True))
     if "runsc" in config.runtimes:
         asked.append(Question("runsc", _RUNSC, lambda: probes.runsc(config.runsc), vital=True))
         asked.append(Question("gvisor", _RUNSC, lambda: probes.gvisor(config.runsc)))
@@ -143,7 +151,7 @@ async def runtimes_known(config: HostConfig, docker: Docker) -> Check:
     except DockerError as error:
         return Check("runtimes", False, str(error), _DOCKER)
     missing = {name: entry for name, entry in wanted.items() if name not in known}
-    if config.disk_limits and storage != "overlay2":
+    if (config.disk_limits or "runc" in config.runtimes) and storage != "overlay2":
         return Check("runtimes", False, f"Docker {version} has the storage driver {storage[:40]}", _STORAGE)
     if not missing:
         return Check("runtimes", True, f"Docker {version} knows {', '.join(sorted(wanted))}")

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 import wire
-from runtimes import oci_shim, predecessor, shim_install
+from runtimes import oci_shim, own_users, predecessor, shim_install
 from runtimes.adoption import Leavings, adopt_or_remove
 from runtimes.alarms import Alarms
 from runtimes.cgroups import Cgroups, Processor
@@ -216,7 +216,9 @@ class Host:
         Only one thing at a time: the reference slot and the checks would take the processors from those gates.
         """
         self._alarms.start()
-        files = KeptFiles((*self._wrappers, Path(oci_shim.__file__), self._guard.rules_file))
+        files = KeptFiles(
+            (*self._wrappers, *map(Path, (oci_shim.__file__, own_users.__file__)), self._guard.rules_file)
+        )
         drops = Drops(self._daemons)
         self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, drops, files)
         await self._watch.start(self._config.uids.workers)

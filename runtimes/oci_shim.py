@@ -1,8 +1,10 @@
 """The OCI runtime that Docker calls: puts a container into its prepared namespace, or refuses it.
 
 Started as `python3 -IS oci_shim.py <runc|runsc> <real runtime> <plan directory> <flag>... -- <Docker's arguments>`,
-standard library only: it runs as root on each container start. The wrapper calls it for the subcommands in `CHECKED`.
+with the standard library and `own_users` only: it runs as root on each container start. The wrapper calls it for the
+subcommands in `CHECKED`.
 
+- A runc container gets a user namespace of its own (`own_users`), so per-user quotas of the kernel are not shared.
 - `create` needs a launch plan, named by Docker's container id, and claims it by an atomic rename: a plan works once. No
   plan, no container: `docker start` by hand, a restart policy or a reboot cannot start a sandbox without its gate.
 - The bundle must have exactly one network namespace entry, without a path; the plan's path goes there, and the inode
@@ -25,6 +27,9 @@ import os
 import re
 import sys
 import time
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # last: it replaces no standard module
+from runtimes import own_users
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing is slow to import, and this starts for each container
@@ -66,6 +71,8 @@ _FORBIDDEN_CALLS = frozenset(
         "keyctl",
         "add_key",
         "request_key",
+        "io_setup",
+        "fanotify_init",
         "userfaultfd",
         "perf_event_open",
         "init_module",
@@ -144,6 +151,14 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused("a file is not a JSON object")
     return value
+
+
+def replace_json(path: str, value: dict[str, Any]) -> None:
+    """Put a JSON object in the place of a file, for root alone."""
+    temporary = f"{path}.sallyport"
+    with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        json.dump(value, file)
+    os.rename(temporary, path)
 
 
 def claim(plans: str, container: str) -> dict[str, Any]:
@@ -301,10 +316,14 @@ def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
     path = os.path.join(bundle, "config.json")
     config = read_json(path)
     harden(config, plan, kind)
-    temporary = f"{path}.sallyport"
-    with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump(config, file)
-    os.rename(temporary, path)
+    if kind == "runc":
+        try:
+            own_users.prepare(config, plan["users"], (plan["netns"], plan["netns_inode"]))
+        except OSError as error:
+            raise Refused(f"no user namespace: {error.strerror or error} ({error.filename})") from None
+        except ValueError as error:
+            raise Refused(f"no user namespace: {error}") from None
+    replace_json(path, config)
     room: int | None = plan["room"]
     return room
 
@@ -316,12 +335,17 @@ def sized(flags: list[str], room: int | None) -> list[str]:
     return [f"{flag},size={room // 64 * 63}" if flag == _OVERLAY else flag for flag in flags]
 
 
-def check_exec(rest: list[str]) -> None:
+def check_exec(kind: str, rest: list[str]) -> None:
     """Refuse an exec with more privileges than the container."""
     for index, word in enumerate(rest):
         name, separator, value = word.partition("=")
         if name in ("--process", "-p"):
-            check_process(read_json(value if separator else rest[index + 1]))
+            path = value if separator else rest[index + 1]
+            process = read_json(path)
+            check_process(process)
+            if kind == "runc":
+                own_users.prepare_exec(process)
+                replace_json(path, process)
             return
         if name in ("--cap", "-c", "--preserve-fds"):
             raise Refused("exec with options of its own")
@@ -347,7 +371,7 @@ def main(words: list[str]) -> int:
         if command == "create":
             flags = sized(flags, prepare(kind, plans, rest))
         elif command == "exec":
-            check_exec(rest)
+            check_exec(kind, rest)
         elif command in _REFUSED:
             raise Refused(f"{command} is not available")
     except Refused as refusal:

@@ -25,10 +25,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from runtimes import disk as disks
-from runtimes import netns, nft, slots
+from runtimes import netns, nft, own_users, slots
 from runtimes.cgroups import find
 from runtimes.netplan import PLAN
-from runtimes.spec import HostConfig, Uids
+from runtimes.spec import HostConfig, Uids, sandbox_users
 
 _SECONDS = 15.0
 _SCRATCH = "sallyport-doctor-"
@@ -135,6 +135,15 @@ def disk(config: HostConfig) -> str:
             return disks.probe(Path(directory))
         except disks.DiskError as error:
             raise ProbeError(str(error)) from None
+
+
+def sandbox_namespace(config: HostConfig) -> str:
+    """A user namespace and an overlay of idmapped layers, in the file system of the containers."""
+    place = Path(config.dockerd.data_root if config.dockerd else config.state_dir)
+    there = next(path for path in (place, *place.parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=there) as directory:
+        run(config.python, "-IS", own_users.__file__, directory, str(sandbox_users(0)))
+    return "containers on runc can have user namespaces"
 
 
 def guard(config: HostConfig) -> str:
@@ -268,7 +277,8 @@ def users(uids: Uids) -> str:
     if found := overlapping(uids, taken):
         raise ProbeError(f"{', '.join(found)} has a uid or gid that is configured for Sallyport")
     last = uids.worker_base + uids.workers - 1
-    return f"{', '.join(map(str, uids.daemons))} and {uids.worker_base}-{last} are free"
+    first, end = sandbox_users(0), sandbox_users(uids.workers) - 1
+    return f"{', '.join(map(str, uids.daemons))}, {uids.worker_base}-{last} and {first}-{end} are free"
 
 
 def subordinate(text: str) -> list[tuple[str, int, int]]:
@@ -281,6 +291,7 @@ def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
     """Return the names whose ids (name, first, count) meet ours, sorted."""
     ours = [range(uid, uid + 1) for uid in uids.daemons]
     ours.append(range(uids.worker_base, uids.worker_base + uids.workers))
+    ours.append(range(sandbox_users(0), sandbox_users(uids.workers)))
     found = {name for name, first, count in taken for own in ours if first < own.stop and own.start < first + count}
     return sorted(found)
 

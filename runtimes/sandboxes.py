@@ -43,7 +43,7 @@ from runtimes.plans import Plans
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
 from runtimes.slot_pool import SlotPool
-from runtimes.spec import HostConfig, LaunchSpec
+from runtimes.spec import HostConfig, LaunchSpec, sandbox_users
 from runtimes.workers import Identity, Worker, birth
 from runtimes.yielding import Computing
 
@@ -266,6 +266,7 @@ class Sandboxes:
             "binds": {mount.destination: [mount.source, mount.read_only] for mount in mounts},
             "room": room,
             "isolation": spec.isolation,
+            "users": sandbox_users(sandbox.slot.index),
         }
         self.plans.write(sandbox.container, plan)
 

@@ -1,6 +1,7 @@
 """The seccomp profile of runc containers, in Docker's format. Pure.
 
-- An allowlist: everything else fails with EPERM, clone3 with ENOSYS so that libc falls back to clone.
+- An allowlist: everything else fails with EPERM, clone3 with ENOSYS so that libc falls back to clone, io_setup so
+  that databases do without: its quota is one for the host.
 - `socket()` opens AF_UNIX, AF_INET, AF_INET6 and NETLINK_ROUTE only: no vsock, packet, alg, xdp or netfilter door.
 - No io_uring (it opens sockets past this filter), no namespaces, mounts, bpf, keyrings, ptrace, userfaultfd, perf.
 - One architecture: 32-bit calls, whose `socketcall` hides its arguments from a filter, are not there at all.
@@ -43,9 +44,9 @@ sysinfo tgkill time times tkill uname vfork wait4 waitid
 
 _EVENTS_AND_TIME = """
 clock_getres clock_gettime clock_nanosleep epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait
-epoll_pwait2 epoll_wait epoll_wait_old eventfd eventfd2 gettimeofday io_cancel io_destroy io_getevents io_pgetevents
-io_setup io_submit nanosleep pipe pipe2 poll ppoll pselect6 select signalfd signalfd4 timer_create timer_delete
-timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime
+epoll_pwait2 epoll_wait epoll_wait_old eventfd eventfd2 gettimeofday nanosleep pipe pipe2 poll ppoll pselect6 select
+signalfd signalfd4 timer_create timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create
+timerfd_gettime timerfd_settime
 """
 
 _IPC_AND_SOCKETS = """
@@ -81,6 +82,8 @@ def profile() -> dict[str, Any]:
             _allow(["socket"], _argument(0, socket.AF_NETLINK), _argument(2, _NETLINK_ROUTE)),
             _allow(["socketpair"], _argument(0, socket.AF_UNIX)),
             _allow(["clone"], _argument(0, _CLONE_NAMESPACES, "SCMP_CMP_MASKED_EQ", 0)),
+            # fs.aio-max-nr is one count for the host. Programs of libaio fall back to threads.
+            {"names": ["io_setup"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS, "args": []},
             {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS, "args": []},
             *(_allow(["personality"], _argument(0, value)) for value in _PERSONALITIES),
         ],

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from runtimes.disk import SMALLEST
+from runtimes.own_users import RANGE
 from wire.endpoints import parse_endpoint
 
 IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z0-9_:@-])*")
@@ -85,21 +86,35 @@ class LaunchSpec(_Strict):
         return self
 
 
+_FIRST_USER = 0x70000000  # systemd assigns nothing from here to 0x7ffdffff
+
+
+def sandbox_users(index: int) -> int:
+    """Return the first of the `RANGE` host uids of a sandbox on runc in slot `index`."""
+    return _FIRST_USER + index * RANGE
+
+
 class Uids(_Strict):
-    """Numeric users of the daemons; gateway workers have `workers` uids from `worker_base` on."""
+    """Numeric users of the daemons; gateway workers have `workers` uids from `worker_base` on.
+
+    Each sandbox on runc has a range of uids, see `sandbox_users`; `workers` bounds their number, too.
+    """
 
     serve: int = Field(default=700000001, ge=1)
     vaultd: int = Field(default=700000002, ge=1)
     auditd: int = Field(default=700000003, ge=1)
     compiler: int = Field(default=700000004, ge=1)
     worker_base: int = Field(default=700001000, ge=1)
-    workers: int = Field(default=4096, ge=1, le=65536)
+    workers: int = Field(default=4094, ge=1, le=4094)
 
     @model_validator(mode="after")
     def _distinct(self) -> "Uids":
         daemons = set(self.daemons)
         if len(daemons) != len(self.daemons) or any(0 <= uid - self.worker_base < self.workers for uid in daemons):
             raise ValueError("each daemon and each worker needs a uid of its own")
+        sandboxes = range(sandbox_users(0), sandbox_users(self.workers))
+        if any(uid in sandboxes for uid in (*daemons, self.worker_base, self.worker_base + self.workers - 1)):
+            raise ValueError("a uid is in the range of the sandboxes")
         return self
 
     @property

@@ -27,6 +27,7 @@ def plan(**changes: Any) -> dict[str, Any]:
         "binds": {"/etc/hosts": ["/run/hosts", True]},
         "room": None,
         "isolation": False,
+        "users": 1879048192,
     } | changes
 
 
@@ -181,21 +182,21 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def _create(tmp_path: Path, config: dict[str, Any]) -> list[str]:
+def _create(tmp_path: Path, config: dict[str, Any], kind: str = "runc") -> list[str]:
     (tmp_path / "bundle").mkdir(exist_ok=True)
     (tmp_path / "bundle" / "config.json").write_text(json.dumps(config))
     log = str(tmp_path / "log")
-    return ["runc", "/real", str(tmp_path), "--", "--log", log, "create", "--bundle", str(tmp_path / "bundle"), ID]
+    return [kind, "/real", str(tmp_path), "--", "--log", log, "create", "--bundle", str(tmp_path / "bundle"), ID]
 
 
 def test_a_plan_works_once(tmp_path: Path, executed: list[list[str]]) -> None:
-    (tmp_path / f"{ID}.json").write_text(json.dumps(plan()))
-    words = _create(tmp_path, bundle())
+    (tmp_path / f"{ID}.json").write_text(json.dumps(plan(runtime="runsc")))
+    words = _create(tmp_path, bundle(), "runsc")
     main(words)
     assert [["/real", *words[4:]]] == executed
     written = json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert written["hooks"] == {}
-    assert main(_create(tmp_path, bundle())) == 1
+    assert main(_create(tmp_path, bundle(), "runsc")) == 1
     assert len(executed) == 1
     assert "no launch plan" in (tmp_path / "log").read_text()
 
@@ -231,7 +232,7 @@ def test_everything_else_passes_through_with_our_flags(tmp_path: Path, executed:
 
 def test_an_exec_with_more_capabilities_is_refused(tmp_path: Path, executed: list[list[str]]) -> None:
     process = tmp_path / "process.json"
-    words = ["runc", "/real", str(tmp_path), "--", "exec", "--process", str(process), "--detach", ID]
+    words = ["runsc", "/real", str(tmp_path), "--", "exec", "--process", str(process), "--detach", ID]
     process.write_text(json.dumps({"noNewPrivileges": True, "capabilities": {"effective": ["CAP_SYS_ADMIN"]}}))
     assert main(words) == 1
     assert executed == []

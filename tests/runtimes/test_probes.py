@@ -42,8 +42,11 @@ def test_a_static_program_asks_for_no_loader(head: bytes, static: bool) -> None:
         ("serve", 700000001, 1, ["serve"]),
         ("range", 600000000, 100000001, []),
         ("range", 600000000, 100000002, ["range"]),
-        ("last", 700005095, 1, ["last"]),
-        ("behind", 700005096, 10, []),
+        ("last", 700005093, 1, ["last"]),
+        ("behind", 700005094, 10, []),
+        ("before sandboxes", 1879048191, 1, []),
+        ("first sandbox", 1879048191, 2, ["first sandbox"]),
+        ("behind sandboxes", 1879048192 + 4094 * 65536, 1, []),
     ],
 )
 def test_ids_of_others_are_told_to_the_last_number(name: str, first: int, count: int, expected: list[str]) -> None:

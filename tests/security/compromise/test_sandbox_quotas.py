@@ -1,0 +1,120 @@
+"""A hostile sandbox takes all it can of what the kernel counts by user; another one and the host still have theirs.
+
+The control is the same program twice on the host, under one user that nothing else has: there the second finds nothing.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opensandbox.sync.sandbox import SandboxSync
+
+from demo.stack import Stack
+from runtimes.own_users import TERMINALS
+from tests.security.compromise import quotas
+
+pytestmark = pytest.mark.system
+
+PROGRAM = Path(quotas.__file__)
+REFUSED = {"asynchronous_io": "ENOSYS", "keys": "EPERM", "fanotify_groups": "EPERM"}
+"""On runc. Those of the whole host, which no user namespace divides, and doors that no honest program needs."""
+OF_THE_HOST = {"asynchronous_io", "terminals"}
+"""One quota for everybody: a control must not take it away from this machine."""
+STRANGER = 700009999
+_TAKE = """
+rm -f /tmp/taken; setsid python3 /tmp/quotas.py take {quota} /tmp/taken </dev/null >/dev/null 2>&1 &
+echo $! >/tmp/group; until [ -e /tmp/taken ]; do sleep 0.05; done; cat /tmp/taken
+"""
+_LEAVE = "kill -KILL -- -$(cat /tmp/group)"
+
+
+@pytest.fixture(scope="module", params=("runc", "runsc"), name="pair")
+def _pair(request: pytest.FixtureRequest, stack: Stack) -> Iterator[tuple[SandboxSync, SandboxSync, str]]:
+    made: list[SandboxSync] = []
+    try:
+        for memory in ("2Gi", "256Mi"):
+            made.append(stack.create(request.param, resource={"memory": memory, "cpu": "1"}))
+            made[-1].files.write_file("/tmp/quotas.py", PROGRAM.read_text())
+        yield made[0], made[1], request.param
+    finally:
+        for sandbox in made:
+            sandbox.kill()
+            sandbox.close()
+
+
+def said(sandbox: SandboxSync, command: str) -> str:
+    execution = sandbox.commands.run(command)
+    return "".join(message.text for message in (*execution.logs.stdout, *execution.logs.stderr)).strip()
+
+
+def tried(sandbox: SandboxSync, quota: str) -> str:
+    return said(sandbox, f"python3 /tmp/quotas.py try {quota}")
+
+
+def tried_here(quota: str) -> str:
+    """Try it on the host, as root without the rights that go beyond quotas."""
+    bounded = ["setpriv", "--inh-caps=-all", "--bounding-set=-sys_admin,-sys_resource"]
+    return subprocess.run(
+        [*bounded, sys.executable, str(PROGRAM), "try", quota], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def as_stranger(*words: str) -> list[str]:
+    user = [f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
+    return ["setpriv", *user, "/usr/bin/python3", "-c", PROGRAM.read_text(), *words]
+
+
+def tried_as_stranger(quota: str) -> str:
+    return subprocess.run(as_stranger("try", quota), capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("quota", quotas.QUOTAS)
+def test_what_a_sandbox_takes_of_a_quota_is_still_there_for_another_and_for_the_host(
+    quota: str, pair: tuple[SandboxSync, SandboxSync, str]
+) -> None:
+    hostile, neighbour, runtime = pair
+    refused = REFUSED.get(quota) if runtime == "runc" else None
+    before = tried(neighbour, quota)
+    try:
+        taken = int(said(hostile, _TAKE.format(quota=quota)))
+        own, after, here = tried(hostile, quota), tried(neighbour, quota), tried_here(quota)
+    finally:
+        said(hostile, _LEAVE)
+
+    assert "ok" == here
+    assert before == after
+    if runtime == "runc":
+        assert (refused or "ok") == after
+        assert (refused is None) == (taken > 0)
+        assert "ok" != own  # it had taken all that there is for it
+
+
+def test_terminals_are_bounded_for_each_sandbox(pair: tuple[SandboxSync, SandboxSync, str]) -> None:
+    """`kernel.pty.max` is one for the host."""
+    hostile, _, runtime = pair
+    if runtime == "runsc":  # its terminals are its own kernel's
+        assert "ok" == tried(hostile, "terminals")
+        return
+    taken = int(said(hostile, _TAKE.format(quota="terminals")))
+    said(hostile, _LEAVE)
+    assert 0 < taken <= TERMINALS
+
+
+@pytest.mark.parametrize("quota", sorted(set(quotas.QUOTAS) - OF_THE_HOST))
+def test_under_one_user_the_second_program_finds_nothing(quota: str, directory: Path) -> None:
+    first = tried_as_stranger(quota)
+    place = directory / f"taken-{quota}"
+    place.mkdir()
+    os.chown(place, STRANGER, STRANGER)
+    with subprocess.Popen(as_stranger("take", quota, f"{place}/file"), start_new_session=True) as taking:
+        try:
+            subprocess.run(["sh", "-c", f"until [ -e {place}/file ]; do sleep 0.05; done"], check=True, timeout=120)
+            second = tried_as_stranger(quota)
+        finally:
+            os.killpg(taking.pid, signal.SIGKILL)
+    assert "ok" == first
+    assert "ok" != second
