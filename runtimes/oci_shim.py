@@ -153,6 +153,13 @@ def read_json(path: str) -> dict[str, Any]:
     return value
 
 
+def exec_target(rest: list[str]) -> str:
+    """Return the container id of `exec`'s arguments: the last one, as Docker writes them."""
+    if not _CONTAINER_ID.fullmatch(rest[-1]):
+        raise Refused("exec needs a container id")
+    return rest[-1]
+
+
 def replace_json(path: str, value: dict[str, Any]) -> None:
     """Put a JSON object in the place of a file, for root alone."""
     temporary = f"{path}.sallyport"
@@ -335,8 +342,8 @@ def sized(flags: list[str], room: int | None) -> list[str]:
     return [f"{flag},size={room // 64 * 63}" if flag == _OVERLAY else flag for flag in flags]
 
 
-def check_exec(kind: str, rest: list[str]) -> None:
-    """Refuse an exec with more privileges than the container."""
+def check_exec(kind: str, plans: str, rest: list[str]) -> None:
+    """Refuse an exec with more privileges than the container; put one of runc into the container's network."""
     for index, word in enumerate(rest):
         name, separator, value = word.partition("=")
         if name in ("--process", "-p"):
@@ -344,7 +351,8 @@ def check_exec(kind: str, rest: list[str]) -> None:
             process = read_json(path)
             check_process(process)
             if kind == "runc":
-                own_users.prepare_exec(process)
+                plan = read_json(os.path.join(plans, f"{exec_target(rest)}.claimed"))
+                own_users.prepare_exec(process, (plan["netns"], plan["netns_inode"]))
                 replace_json(path, process)
             return
         if name in ("--cap", "-c", "--preserve-fds"):
@@ -371,7 +379,7 @@ def main(words: list[str]) -> int:
         if command == "create":
             flags = sized(flags, prepare(kind, plans, rest))
         elif command == "exec":
-            check_exec(kind, rest)
+            check_exec(kind, plans, rest)
         elif command in _REFUSED:
             raise Refused(f"{command} is not available")
     except Refused as refusal:

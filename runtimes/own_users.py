@@ -114,8 +114,13 @@ def _rewrite(config: dict[str, Any], base: int, sysfs: str, volumes: dict[str, s
             mount["source"] = volumes[mount["destination"]]
 
 
-def prepare_exec(process: dict[str, Any]) -> None:
-    """Prepare this process to become `runc exec`, which changes to the path of the root file system first."""
+def prepare_exec(process: dict[str, Any], network: tuple[str, int]) -> None:
+    """Prepare this process to become `runc exec`.
+
+    That changes to the path of the root file system first, and does not join the network namespace, which is no part of
+    the container's configuration: without this the command would run in the network of Docker.
+    """
+    _enter_network(*network)
     _unshare_mounts()
     _cover_dev(0)
     take_limits(process)

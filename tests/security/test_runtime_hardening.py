@@ -217,6 +217,14 @@ def test_an_exec_of_docker_gains_nothing(runtime: str, stack: Stack, sandboxes: 
     assert "capabilities" in privileged.stderr + privileged.stdout
 
 
+def test_an_exec_of_docker_is_in_the_sandboxs_network(
+    runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]
+) -> None:
+    container = stack.host("inspect", sandbox=sandboxes[runtime].id)["container"]
+    names = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
+    assert "['eth0', 'lo']\n" == stack.docker("exec", container, "python3", "-c", names).stdout
+
+
 def test_a_set_user_id_program_gives_nothing(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
     command = (
         "cp $(readlink -f $(command -v python3)) /tmp/raised && chmod 4755 /tmp/raised && stat -c %a /tmp/raised && "
