@@ -3,7 +3,7 @@
 In this order, each step before what depends on it; any failure ends the child:
 close what is not its own -> own cgroup -> own IPC namespace -> empty mount namespace -> no new privileges -> listeners
 in the gateway namespace (as root: port 53) -> drop groups, gid, uid -> not dumpable, limits -> reseed generators ->
-system call filter -> run.
+event loop -> system call filter -> run.
 
 - No upstream socket exists before the change of user: a socket keeps the user it was made by, and the guard's rules
   go by user.
@@ -115,7 +115,6 @@ def become_worker(order: Order) -> int:
     os.close(order.descriptors.namespace)
     _drop_privileges(order.uid, order.gid)
     _reseed()
-    confine.install()
     return _run(order, inside, listeners)
 
 

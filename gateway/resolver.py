@@ -278,16 +278,9 @@ def _matches(data: bytes, ident: int, host: str) -> UpstreamAnswer | None:
 
 
 def _udp_socket(upstream: Upstream) -> socket.socket:
-    """A connected socket at a random port of our choice, or of the kernel's after a few collisions."""
+    """A connected socket at a random port of the kernel's choice: a worker cannot bind one, and so take another's."""
     sock = socket.socket(upstream.family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    anywhere = "0.0.0.0" if upstream.family is socket.AF_INET else "::"  # noqa: S104 - an outgoing query's source
     try:
-        for _ in range(4):
-            try:
-                sock.bind((anywhere, 1024 + secrets.randbelow(64512)))
-                break
-            except OSError:
-                continue
         sock.connect((str(upstream.address), upstream.port))
     except BaseException:
         sock.close()

@@ -25,6 +25,7 @@ import uvloop
 
 import wire
 from audit.client import AuditClient, AuditUnavailable
+from gateway import confine
 from gateway.accept import Acceptor
 from gateway.birth import Order
 from gateway.budget import RULE, Budget
@@ -239,11 +240,16 @@ class Worker:
 
 
 def run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:
-    """Run the worker in this process; returns its exit code."""
+    """Run the worker in this process, confined from here on; returns its exit code.
+
+    The loop makes its own descriptors, a socket pair among them, when it begins to run: it is confined from within. It
+    is not closed: its process ends, and it would begin to run again for that.
+    """
 
     async def main() -> None:
+        confine.install(listeners.dns_udp.fileno())
         await Worker(order, inside, listeners).run()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+    confine.refuse_rings()
+    uvloop.new_event_loop().run_until_complete(main())
     return 0

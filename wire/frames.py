@@ -113,7 +113,7 @@ def _body_length(header: bytes, limits: Limits) -> int:
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
     """Send one frame on a blocking socket, descriptors beside its first byte."""
     data = encode(message)
-    sent = sock.sendmsg([data], _ancillary(fds))
+    sent = _begin(sock, data, fds)
     if sent < len(data):
         sock.sendall(data[sent:])
 
@@ -156,8 +156,8 @@ async def send_async(sock: socket.socket, frame: bytes, fds: Sequence[int] = ())
     ancillary = _ancillary(fds)
     rest = memoryview(frame)
     while rest:
-        try:
-            sent = sock.sendmsg([rest], ancillary)
+        try:  # without descriptors by `send`: a worker may not call sendmsg
+            sent = sock.sendmsg([rest], ancillary) if ancillary else sock.send(rest)
         except BlockingIOError:
             async with Patience(SEND_SECONDS):
                 await _ready(loop, sock, writing=True)

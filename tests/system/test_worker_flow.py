@@ -382,10 +382,11 @@ def rig(
     config = tmp_path_factory.mktemp("zygote") / "zygote.json"
     config.write_text('{"worker_defaults": {}}')
     ours, theirs = socket.socketpair()
-    log = config.with_name("stderr")
+    log, refused = config.with_name("stderr"), config.with_name("refused")
     stderr = log.open("wb")
+    zygote = [sys.executable, "-m", "tests.system.calls", str(config), str(refused), "refused"]
     process = subprocess.Popen(
-        ["nsenter", f"--net=/run/netns/{PREFIX}-up", sys.executable, "-m", "gateway.zygote", str(config)],
+        ["nsenter", f"--net=/run/netns/{PREFIX}-up", *zygote],
         cwd=ROOT,
         pass_fds=[theirs.fileno()],
         env={"PATH": os.environ["PATH"], "SALLYPORT_CONTROL_FD": str(theirs.fileno())},
@@ -404,6 +405,8 @@ def rig(
         assert status == 0
     # Whatever these tests made workers do, none of them wanted a module that it had not been born with.
     assert [] == [line for line in log.read_text().splitlines() if "is not in the worker" in line]
+    # Nor did any of them make a system call that it does not have.
+    assert "" == refused.read_text()
 
 
 @contextlib.contextmanager

