@@ -162,15 +162,24 @@ class Cgroups:
             time.sleep(0.01)
         return tuple(f"cgroup {directory}" for directory in left)
 
-    def wait_empty(self, seconds: float) -> None:
-        """Wait at most so long for a dead hostd's workers: they end by themselves, once they have had their say."""
+    def end_all(self, seconds: float) -> None:
+        """Give the processes in all groups of this instance so long to end by themselves, then kill the others."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(
-            procs.read_text().strip()
-            for root in self.hierarchies.roots
-            for procs in (root / self.parent).glob("*/cgroup.procs")
-        ):
+        while pids := self._pids():
+            if time.monotonic() >= deadline:
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
             time.sleep(0.02)
+
+    def _pids(self) -> set[int]:
+        found: set[int] = set()
+        for root in self.hierarchies.roots:
+            for procs in (root / self.parent).glob("*/cgroup.procs"):
+                with contextlib.suppress(OSError):
+                    found.update(map(int, procs.read_text().split()))
+        return found
 
     def sweep(self) -> tuple[str, ...]:
         """Remove all groups of this instance, and the instance's own directories; return what is left."""

@@ -1,11 +1,16 @@
-"""The guard: a process that owns the upstream namespace's rules for worker uids.
+"""The guard: a process that owns the upstream namespace's rules for worker uids; and the floor under it.
 
-- The table has `flags owner`: nobody else's `nft flush ruleset` removes it, and it goes when its owner goes.
-- So workers hold a pidfd of the owner and refuse to dial once it has ended; a new guard is announced to them.
+- The guard's table has `flags owner`: another's `nft flush ruleset` does not remove it, and it goes with its owner.
+- Without it nothing of a worker leaves: the floor, a table without owner, drops each packet that the guard has not
+  accepted. It is laid before the first worker, stands when guard and hostd die, is replaced in one transaction by
+  the next hostd's, and removed when no worker is left (`remove_floor`). A flush removes it: then the guard binds alone
+  until the watch has seen it, and it is laid again before the guard is renewed.
+- Workers hold a pidfd of the owner, too, and refuse to dial once it has ended; a new guard is announced to them.
 - The guard's standard input is ours: when hostd dies, nft sees the end of input and ends too.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -18,6 +23,8 @@ _READY_SECONDS = 10.0
 _BACKOFF = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)
 _CALM_SECONDS = 10.0
 
+_log = logging.getLogger(__name__)
+
 
 class GuardError(Exception):
     """The guard's table is not in force."""
@@ -26,7 +33,8 @@ class GuardError(Exception):
 class Guard:
     """Keeps one guard process alive. `pidfd` is that of the current one, `lives` how many there were with it.
 
-    `table` is its table as it was listed when it first came into force; every later guard's must be the same.
+    `tables` is the guard's and the floor as they were listed when they first came into force; every later guard's must
+    be the same.
     `in_force` is true from then until the process is seen to have ended.
     """
 
@@ -40,7 +48,8 @@ class Guard:
         self.pidfd = -1
         self.lives = 0
         self.restarts = 0
-        self.table = ""
+        self.tables = ""
+        self._floor = ""
         self.in_force = False
 
     async def start(self, plan: nft.GuardPlan) -> None:
@@ -52,6 +61,7 @@ class Guard:
         # A former hostd's guard ends with it, but the table is its own until it has.
         await asyncio.to_thread(predecessor.end, self.rules_file.parent, "guard")
         self.rules_file.write_text(nft.render_guard(plan))
+        self._floor = nft.render_floor(plan)
         await self._spawn()
         self._monitor = asyncio.create_task(self._keep(), name="guard")
 
@@ -74,7 +84,10 @@ class Guard:
                     if process.returncode is not None:
                         raise GuardError("nft ended")
                     await asyncio.sleep(0.02)
-        except (TimeoutError, OSError) as error:
+                # Behind the guard: its table is ours alone, so no other server's floor is replaced here.
+                await self._lay_floor()
+                await self._compare()
+        except (TimeoutError, OSError, netns.NftError) as error:
             await self._end(process)
             raise GuardError(
                 "the guard's table is not in force; has another server the same upstream namespace?"
@@ -88,29 +101,52 @@ class Guard:
 
     async def _has_table(self) -> bool:
         try:
-            listed = await self.listed()
+            listed = await self._list(nft.GUARD_TABLE)
         except netns.NftError:
             return False
-        if "flags owner" not in listed or "chain output" not in listed:
-            return False
-        self.table = self.table or listed
-        return listed == self.table
+        return "flags owner" in listed and "chain output" in listed
 
-    async def listed(self) -> str:
-        """Return the table as it is now, without what its sets hold.
+    async def _compare(self) -> None:
+        listed = await self.listed()
+        self.tables = self.tables or listed
+        if listed != self.tables:
+            raise OSError("the tables are not what they were")
+
+    async def _lay_floor(self) -> None:
+        await asyncio.to_thread(netns.load_rules, self._upstream, self._floor)
+
+    async def remove_floor(self) -> None:
+        """Remove the floor, if we have laid it. No worker may be left.
 
         Raises:
-            netns.NftError: there is none.
+            netns.NftError: it is still there.
         """
-        return await asyncio.to_thread(netns.list_rules, self._upstream, "-t", "table", "inet", nft.GUARD_TABLE)
+        if self.lives:
+            rules = f"table inet {nft.FLOOR_TABLE} {{\n}}\ndelete table inet {nft.FLOOR_TABLE}\n"
+            await asyncio.to_thread(netns.load_rules, self._upstream, rules)
+
+    async def _list(self, table: str) -> str:
+        return await asyncio.to_thread(netns.list_rules, self._upstream, "-t", "table", "inet", table)
+
+    async def listed(self) -> str:
+        """Return both tables as they are now, without what their sets hold.
+
+        Raises:
+            netns.NftError: one is gone.
+        """
+        return await self._list(nft.GUARD_TABLE) + await self._list(nft.FLOOR_TABLE)
 
     async def generation(self) -> int:
         """Return the number that nft counts its changes with in the upstream namespace."""
         return await asyncio.to_thread(netstate.generation, self._upstream)
 
     async def renew(self) -> None:
-        """End the guard: workers stop dialling at once, and go on with the next one."""
+        """Lay the floor again and end the guard: workers stop dialling at once, and go on with the next one."""
         self.in_force = False
+        try:
+            await self._lay_floor()
+        except netns.NftError as error:
+            _log.error("the floor could not be laid: %s", error)
         if self._process is not None:
             await self._end(self._process)
 
@@ -142,7 +178,7 @@ class Guard:
         await process.wait()
 
     async def stop(self) -> None:
-        """End the guard; its table goes with it."""
+        """End the guard; its table goes with it, the floor stays."""
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)

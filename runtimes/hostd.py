@@ -5,9 +5,9 @@ This is the composition: directories, dockerd, guard, daemons, sandboxes, and th
 - Only root and serve may connect; parameters are validated strictly; an unknown operation is refused.
 - It speaks no HTTP to anybody but Docker, and holds no secret.
 - SIGINT and SIGTERM remove all sandboxes and end everything it started.
-- After a SIGKILL workers, zygote and guard end by themselves (their channels end) and sandboxes are closed. The next
-  start adopts the daemons and sandboxes that are as they were written down, and removes everything else. `keeper`
-  sees to it that there is a next start.
+- After a SIGKILL workers, zygote and guard end by themselves (their channels end) and sandboxes are closed. The kernel
+  denies the workers everything from then on (`guard`), and `keeper` kills those that stay. The next start, which the
+  keeper sees to, adopts the daemons and sandboxes that are as they were written down, and removes everything else.
 - It starts side by side whatever does not need the other: what is back late is closed for as long.
 
 It is long because nothing else may know all parts: each operation here is a check and one call.
@@ -55,8 +55,6 @@ from runtimes.yielding import Yielding
 from wire.frames import close_all
 
 _LISTED_IMAGES = 100
-_GRACE_SECONDS = 1.0
-"""For workers of a hostd that is gone to write what they still have to say."""
 _GATED_SECONDS = 5.0
 """For adopted sandboxes to have their gates again before anything else takes time; they may come later, too."""
 
@@ -183,7 +181,6 @@ class Host:
         await together(
             self._daemons.start(),
             self._guard.start(GuardPlan(*workers, config.resolvers, config.allowed)),
-            asyncio.to_thread(self._cgroups.wait_empty, _GRACE_SECONDS),
             self._start_docker(),
         )
         docker = self._connected()
@@ -298,8 +295,14 @@ class Host:
         if self._dockerd is not None:
             await self._dockerd.stop()
         if self._lock >= 0:
-            await asyncio.to_thread(self._cgroups.sweep)
+            left = await asyncio.to_thread(self._cgroups.sweep)
             await asyncio.to_thread(predecessor.end_all, self._run / "config")
+            try:
+                if left:
+                    raise NftError("; ".join(left))
+                await self._guard.remove_floor()
+            except NftError as error:
+                _log.error("the floor under the guard stays: %s", error)
             os.close(self._lock)
 
     async def handle(

@@ -5,22 +5,30 @@
 - SIGINT and SIGTERM are passed on, and hostd's orderly removal is waited for. hostd finds them pending when they come
   before it can take them: none is lost, at no moment.
 - A killed keeper is a killed hostd (PR_SET_PDEATHSIG): never a hostd that nobody keeps. The next keeper's hostd adopts.
+- Before each hostd, and after the last, the workers of the former one are ended: they have a second to write what they
+  still have to say, which ends every honest one, and are killed then. (Nothing of them leaves meanwhile: `guard`.)
 - Orphans of everything below come to us and are reaped: a dead process never stays in a group or namespace.
 
-It touches nothing of the host itself, and is small so that nothing can make it fail.
+It is small so that nothing can make it fail: what it cannot end the next hostd ends.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+from runtimes.cgroups import Cgroups
 
 READY_FD = "SALLYPORT_HOSTD_READY_FD"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BACKOFF = (0.0, 0.2, 0.5, 1.0)
 _CALM_SECONDS = 10.0
+_GRACE_SECONDS = 1.0
 _TICK_SECONDS = 1.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _AWAITED = (*_ENDING, signal.SIGCHLD)
@@ -31,10 +39,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Keeper:
-    """One hostd after another."""
+    """One hostd after another. `end_workers` is called while there is none."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], end_workers: Callable[[], None]) -> None:
         self._command = command
+        self._end_workers = end_workers
         self._stopping = False
         self._was_ready = False
 
@@ -44,9 +53,11 @@ class Keeper:
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         attempt = 0
+        self._end_workers()
         while True:
             began = time.monotonic()
             status = self._one_life()
+            self._end_workers()
             if self._stopping or status == 0 or (status > 0 and not self._was_ready):
                 return status if status >= 0 else 128 - status
             attempt = 0 if time.monotonic() - began > _CALM_SECONDS else attempt
@@ -123,6 +134,18 @@ def outrank(pid: int) -> None:
         file.write(_RANK)
 
 
+def ending(host: Path) -> Callable[[], None]:
+    """Return what ends the workers of the hostd whose configuration file is `host`."""
+
+    def end() -> None:
+        try:
+            Cgroups(str(json.loads(host.read_bytes())["run_dir"])).end_all(_GRACE_SECONDS)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            print(f"sallyport: workers could not be ended: {type(error).__name__}", file=sys.stderr, flush=True)
+
+    return end
+
+
 def _read(fd: int) -> bytes:
     try:
         return os.read(fd, 1)
@@ -135,7 +158,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m runtimes.keeper HOST.json", file=sys.stderr)
         return _USAGE
-    return Keeper([sys.executable, "-m", "runtimes.hostd", arguments[0]]).run()
+    return Keeper([sys.executable, "-m", "runtimes.hostd", arguments[0]], ending(Path(arguments[0]))).run()
 
 
 if __name__ == "__main__":

@@ -256,13 +256,16 @@ def _nft(*arguments: str, text: str | None = None) -> str:
     return done.stdout
 
 
-def load_rules(path: Path, ruleset: str) -> None:
-    """Load `ruleset` in the namespace at `path`, in one transaction.
+def load_rules(path: Path | None, ruleset: str) -> None:
+    """Load `ruleset` in the namespace at `path` (None: our own), in one transaction.
 
     Raises:
         NftError: nft refused; nothing of it is in force.
     """
-    inside(path, lambda: _nft("-f", "-", text=ruleset))
+    if path is None:
+        _nft("-f", "-", text=ruleset)
+    else:
+        inside(path, lambda: _nft("-f", "-", text=ruleset))
 
 
 def list_rules(path: Path | None, *what: str) -> str:

@@ -1,4 +1,4 @@
-"""Renders the nftables rules: a slot's gateway namespace, and the guard of the upstream namespace. Pure.
+"""Renders the nftables rules: a slot's gateway namespace, and guard and floor of the upstream namespace. Pure.
 
 - Each ruleset is one file for one `nft -f`: it is there as a whole or not at all.
 - In a slot every base chain has policy drop, and the namespace has no uplink: the rules steer, they do not contain.
@@ -19,6 +19,13 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from runtimes.netplan import NetworkPlan
 
 GUARD_TABLE = "sallyport_guard"
+FLOOR_TABLE = "sallyport_floor"
+_ACCEPTED = 0x08000000
+"""The bit of a packet's mark that stands for the guard's word, between the two priorities around the guard's only.
+
+It is cleared before the guard's chain and after it: a mark of the host's is worth nothing here, and keeps its other
+bits. Routing was decided before.
+"""
 MALFORMED = "malformed"
 DROPS = {
     "over_connections": ("connection-rate", "connections beyond the rate"),
@@ -36,6 +43,8 @@ DROPS = {
 }
 """The counters of a slot's gateway namespace: the rule that the audit log calls each by, and what it counts."""
 _KINDS = tuple(name for name in DROPS if name.startswith("drop_"))
+_REFUSE = "counter reject with icmpx admin-prohibited"
+"""A dial that is refused fails at once."""
 
 _CLOSED_V4 = (
     "0.0.0.0/8",
@@ -193,11 +202,11 @@ table inet sallyport {{
 def render_guard(plan: GuardPlan) -> str:
     """Return the guard's ruleset: matches worker uids only, everybody else's traffic is untouched.
 
-    Refusals are rejections, so that a worker's dial fails at once.
+    - Only what a worker dialled itself leaves: a packet that answers another's, or of no tracked flow, is dropped.
+    - Each packet is judged by its destination, not by the flow's past: a flow may be another process's.
     """
-    refuse = "counter reject with icmpx admin-prohibited"
+    refuse = _REFUSE
     lines = [
-        "ct state established accept",
         *(_resolver(address, port) for address, port in plan.resolvers),
         *(f"{_family(network)} daddr {network} meta l4proto tcp goto paced" for network in plan.allowed),
         f"fib daddr type {{ local, broadcast, anycast, multicast, blackhole, unreachable, prohibit }} {refuse}",
@@ -223,19 +232,54 @@ table inet {GUARD_TABLE} {{
 		size 8192
 		flags dynamic
 	}}
+	chain passed {{
+		meta mark set meta mark or {_ACCEPTED:#010x}
+		accept
+	}}
 	chain paced {{
 		ct state new add @rates {{ meta skuid limit rate over {plan.rate}/second burst {plan.burst} packets }} {refuse}
 		ct state new add @counts {{ meta skuid ct count over {plan.connections} }} {refuse}
 		meta nfproto ipv4 ct timeout set "brief-ip"
 		meta nfproto ipv6 ct timeout set "brief-ip6"
-		accept
+		goto passed
+	}}
+	chain dialled {{
+{body}
 	}}
 	chain worker {{
-{body}
+		ct direction original goto dialled
+		counter drop
 	}}
 	chain output {{
 		type filter hook output priority filter; policy accept;
 		meta skuid {plan.first_uid}-{plan.last_uid} goto worker
+	}}
+}}
+"""
+
+
+def render_floor(plan: GuardPlan) -> str:
+    """Return what lies under the guard: nothing of a worker leaves without the guard's word for that very packet.
+
+    The table has no owner, so it stands while guard or hostd is dead. It takes the place of one that is there.
+    """
+    workers, cleared = f"meta skuid {plan.first_uid}-{plan.last_uid}", 0xFFFFFFFF & ~_ACCEPTED
+    return f"""\
+table inet {FLOOR_TABLE} {{
+}}
+delete table inet {FLOOR_TABLE}
+table inet {FLOOR_TABLE} {{
+	chain before {{
+		type filter hook output priority filter - 1; policy accept;
+		{workers} meta mark set meta mark and {cleared:#010x}
+	}}
+	chain after {{
+		type filter hook output priority filter + 1; policy accept;
+		{workers} goto worker
+	}}
+	chain worker {{
+		meta mark and {_ACCEPTED:#010x} != {_ACCEPTED:#010x} {_REFUSE}
+		meta mark set meta mark and {cleared:#010x}
 	}}
 }}
 """
@@ -246,4 +290,4 @@ def _family(item: IPv4Address | IPv6Address | IPv4Network | IPv6Network) -> str:
 
 
 def _resolver(address: IPv4Address | IPv6Address, port: int) -> str:
-    return f"{_family(address)} daddr {address} meta l4proto {{ tcp, udp }} th dport {port} accept"
+    return f"{_family(address)} daddr {address} meta l4proto {{ tcp, udp }} th dport {port} goto passed"

@@ -147,15 +147,16 @@ def sandbox_namespace(config: HostConfig) -> str:
 
 
 def guard(config: HostConfig) -> str:
-    """The guard's table, in a namespace of its own."""
+    """The guard's table and the floor under it, in a namespace of their own."""
     uids = config.uids
     last = uids.worker_base + uids.workers - 1
-    rules = nft.render_guard(nft.GuardPlan(uids.worker_base, last, config.resolvers, config.allowed))
+    plan = nft.GuardPlan(uids.worker_base, last, config.resolvers, config.allowed)
     with _scratch() as directory:
         path = Path(directory, "guard")
         netns.create_gateway(path)
         try:
-            netns.load_rules(path, rules)
+            netns.load_rules(path, nft.render_guard(plan))
+            netns.load_rules(path, nft.render_floor(plan))
         finally:
             netns.delete(path)
     return "nft has owner tables, socket uid, fib and connection counts"

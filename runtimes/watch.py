@@ -3,7 +3,8 @@
 - What is right is not recorded from the sandbox that is judged: every slot is the same, so a slot that is made for this
   only, and unmade again, says how all of them have to look.
 - A slot that is not as it should be, or cannot be looked at, is cut off: links first, then worker and container. A
-  guard whose table is not its own is renewed. While plan directory or wrappers are not ours nothing is launched.
+  guard whose table, or whose floor, is not its own is renewed. While plan directory or wrappers are not ours nothing
+  is launched.
 - Every deviation is an alarm record. The reaction never waits for it: what auditd cannot take now it gets later.
 - What the kernel has dropped of a sandbox at its rates is read on the same occasion, for the log (`drops`).
 - Rules are listed only when nft has counted a change there, and once in a while.
@@ -217,7 +218,7 @@ class Watch:
         if generation == self._guard_generation and self._rounds % _LIST_EVERY:
             return
         try:
-            wrong = "" if await guard.listed() == guard.table else "was changed"
+            wrong = "" if await guard.listed() == guard.tables else "was changed"
         except netns.NftError:
             wrong = "is gone"
         if guard.restarts != restarts or not guard.in_force:
@@ -225,7 +226,7 @@ class Watch:
         if not wrong:
             self._guard_generation = generation
             return
-        self._alarms.tell(Finding("isolation.guard", f"the guard's table {wrong}; the guard is renewed"))
+        self._alarms.tell(Finding("isolation.guard", f"the guard's table or the floor {wrong}; both are renewed"))
         self._guard_restarts = guard.restarts + 1
         self._guard_generation = _NEVER
         await guard.renew()

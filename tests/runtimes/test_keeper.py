@@ -1,5 +1,6 @@
 """The keeper restarts what was killed, gives up what cannot run, passes signals on, and never leaves a hostd behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from runtimes.cgroups import Cgroups, Limits
+
 _ROOT = Path(__file__).resolve().parents[2]
-_KEEP = "import sys; from runtimes.keeper import Keeper; sys.exit(Keeper([sys.executable, '-c', *sys.argv[1:]]).run())"
+_KEEP = (
+    "import sys; from pathlib import Path; from runtimes.keeper import Keeper, ending; "
+    "sys.exit(Keeper([sys.executable, '-c', *sys.argv[2:]], ending(Path(sys.argv[1]))).run())"
+)
 _NOTED = "import os, sys, signal, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); "
 _READY = "os.write(int(os.environ['SALLYPORT_HOSTD_READY_FD']), b'1'); "
 _STAY = "time.sleep(60)"
@@ -27,9 +33,10 @@ class Kept:
 
     def __init__(self, notes: Path, program: str) -> None:
         self.notes = notes
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _KEEP, _NOTED + program, str(notes)], cwd=_ROOT, stderr=subprocess.DEVNULL
-        )
+        host = notes.with_name("host.json")
+        host.write_text(json.dumps({"run_dir": str(notes.parent)}))
+        command = [sys.executable, "-c", _KEEP, str(host), _NOTED + program, str(notes)]
+        self.process = subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.DEVNULL)
 
     def lines(self, count: int) -> list[str]:
         until(lambda: self.notes.exists() and len(self.notes.read_text().splitlines()) >= count)
@@ -128,6 +135,35 @@ def test_orphans_are_reaped(keep: Callable[[str], Kept]) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("dies", ["hostd", "keeper"])
+def test_a_worker_that_stays_is_killed_before_the_next_hostd(
+    keep: Callable[[str], Kept], tmp_path: Path, dies: str
+) -> None:
+    """It ignores every signal that can be ignored, and that its parent has died."""
+    groups = Cgroups(str(tmp_path))
+    stays = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
+    worker = subprocess.Popen([sys.executable, "-c", stays], start_new_session=True)
+    try:
+        kept = keep(_READY + _STAY)
+        hostd = int(kept.lines(1)[0])
+        for directory in groups.create("hostile.1", Limits()):
+            (directory / "cgroup.procs").write_text(str(worker.pid))
+        if dies == "hostd":
+            os.kill(hostd, signal.SIGKILL)
+            kept.lines(2)
+        else:
+            kept.process.kill()
+            until(lambda: not alive(hostd))
+            assert alive(worker.pid)
+            keep(_READY + _STAY).lines(2)
+        assert not alive(worker.pid)
+    finally:
+        worker.kill()
+        worker.wait()
+        groups.sweep()
 
 
 def test_hostd_comes_before_what_others_compute(keep: Callable[[str], Kept]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from audit.records import record
 from runtimes.drops import _record
 from runtimes.netplan import PLAN
-from runtimes.nft import DROPS, MALFORMED, GuardPlan, render_gateway, render_guard
+from runtimes.nft import DROPS, MALFORMED, GuardPlan, render_floor, render_gateway, render_guard
 
 _GOLDEN = Path(__file__).parent / "golden"
 _GUARD = GuardPlan(
@@ -60,12 +60,20 @@ def test_a_slot_has_no_rule_that_accepts_what_is_forwarded() -> None:
     assert "accept" not in forward.group(1)
 
 
-def test_pinholes_come_before_and_ranges_after_established_flows() -> None:
+def test_the_floor_ruleset_is_the_reviewed_one() -> None:
+    _compare("floor.nft", render_floor(_GUARD))
+
+
+def test_pinholes_and_allowed_ranges_come_before_the_closed_ones() -> None:
     text = render_guard(_GUARD)
-    order = [
-        text.index(part) for part in ("ct state established", "10.0.0.53", "10.20.0.0/16", "fib daddr", "127.0.0.0/8")
-    ]
+    order = [text.index(part) for part in ("10.0.0.53", "10.20.0.0/16", "fib daddr", "127.0.0.0/8")]
     assert order == sorted(order)
+
+
+def test_the_guard_accepts_nothing_for_what_a_flow_was_before() -> None:
+    text = render_guard(_GUARD)
+    assert "established" not in text
+    assert 1 == text.count("accept\n")
 
 
 def test_a_guard_without_pinholes_closes_every_private_range() -> None:

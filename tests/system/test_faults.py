@@ -38,10 +38,11 @@ KILLS = 4
 RESTARTS = 4
 PATIENCE = 120.0
 _KEEPER = """
-import sys
+import pathlib, sys
 from runtimes import keeper
 keeper._BACKOFF = (0.0,)  # as in faulty_hostd
-sys.exit(keeper.Keeper([sys.executable, "-m", "tests.system.faulty_hostd", sys.argv[1]]).run())
+command = [sys.executable, "-m", "tests.system.faulty_hostd", sys.argv[1]]
+sys.exit(keeper.Keeper(command, keeper.ending(pathlib.Path(sys.argv[1]))).run())
 """
 
 

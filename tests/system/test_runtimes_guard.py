@@ -1,7 +1,10 @@
 """The guard's rules on a real kernel, by who dials what."""
 
+import contextlib
+import re
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from ipaddress import ip_network
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtimes import netns
-from runtimes.nft import GuardPlan, render_guard
+from runtimes.nft import GuardPlan, render_floor, render_guard
 
 pytestmark = pytest.mark.system
 
@@ -68,3 +71,140 @@ def test_a_workers_connections_are_counted(upstream: Path) -> None:
             upstream, lambda: subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         )
         assert ["3", "4"] == done.stdout.split()
+
+
+_LOOPBACK = (ip_network("127.0.0.0/8"),)
+_SERVES = """
+listener = socket.create_server(("127.0.0.1", 0))
+listener.settimeout(3)
+print(listener.getsockname()[1], flush=True)
+try:
+    listener.accept()
+    print("reached")
+except TimeoutError:
+    print("alone")
+"""
+_INHERITS = """
+sock = socket.socket(type=socket.SOCK_DGRAM)
+sock.bind(("127.0.0.1", int(sys.argv[1])))
+try:
+    sock.sendto(b"inherited", ("127.0.0.1", int(sys.argv[2])))
+except OSError as error:
+    print(error.errno)
+"""
+
+
+def _load(path: Path, plan: GuardPlan, *layers: str) -> None:
+    for layer in layers:
+        text = render_guard(plan).replace("flags owner;", "") if layer == "guard" else render_floor(plan)
+        netns.load_rules(path, text)
+
+
+def _as(uid: int, code: str, *arguments: object) -> list[str]:
+    become = f"import os, socket, sys\nos.setgroups([])\nos.setresuid({uid}, {uid}, {uid})\n"
+    return [sys.executable, "-c", become + code, *map(str, arguments)]
+
+
+def _serves(path: Path, uid: int) -> str:
+    """What a server under `uid` sees of a client that has a second."""
+    with netns.inside(path, lambda: subprocess.Popen(_as(uid, _SERVES), stdout=subprocess.PIPE, text=True)) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        with contextlib.suppress(TimeoutError):
+            netns.inside(path, lambda: socket.create_connection(("127.0.0.1", port), timeout=1)).close()
+        return server.stdout.readline().strip()
+
+
+@pytest.mark.parametrize(
+    ("layers", "seen"),
+    [((), "reached"), (("guard",), "alone"), (("floor",), "alone"), (("guard", "floor"), "alone")],
+    ids=["neither", "guard", "floor", "both"],
+)
+def test_a_worker_that_listens_is_reached_by_no_client(upstream: Path, layers: tuple[str, ...], seen: str) -> None:
+    """Even where the operator opened the address: each table alone drops its answers."""
+    _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK), *layers)
+    assert seen == _serves(upstream, _FIRST)
+    assert "reached" == _serves(upstream, _LAST + 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "dials"),
+    [((), True), (("guard",), True), (("guard", "floor"), True), (("floor",), False)],
+    ids=["neither", "guard", "both", "floor"],
+)
+def test_a_worker_dials_with_the_guards_word_only(upstream: Path, layers: tuple[str, ...], dials: bool) -> None:
+    """Without the guard the floor lets nothing of it leave; others are not touched."""
+    _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK), *layers)
+    with _listener(upstream) as listener:
+        port = listener.getsockname()[1]
+        assert dials == _dials(upstream, _FIRST, "127.0.0.1", port)
+        assert _dials(upstream, _LAST + 1, "127.0.0.1", port)
+
+
+def test_no_mark_of_the_hosts_stands_for_the_guards_word(upstream: Path) -> None:
+    """A rule of the host sets all bits before the floor looks."""
+    rule = "table inet host { chain output { type filter hook output priority mangle; meta mark set 0xffffffff; }; }"
+    netns.load_rules(upstream, rule)
+    _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK), "floor")
+    with _listener(upstream) as listener:
+        assert not _dials(upstream, _FIRST, "127.0.0.1", listener.getsockname()[1])
+
+
+def test_the_guards_word_leaves_the_hosts_mark_as_it_was(upstream: Path) -> None:
+    host = """
+table inet host {
+    chain early { type filter hook output priority mangle; meta mark set 0x42; }
+    chain late { type filter hook output priority 100; meta mark 0x42 counter; meta mark != 0x42 counter; }
+}
+"""
+    netns.load_rules(upstream, host)
+    _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK), "guard", "floor")
+    with _listener(upstream) as listener:
+        assert _dials(upstream, _FIRST, "127.0.0.1", listener.getsockname()[1])
+    listed = netns.inside(
+        upstream,
+        lambda: subprocess.run(["nft", "list", "chain", "inet", "host", "late"], capture_output=True, text=True),
+    ).stdout
+    kept, changed = map(int, re.findall(r"counter packets (\d+)", listed))
+    assert kept > 0
+    assert 0 == changed
+
+
+@pytest.mark.parametrize(
+    ("layers", "arrives"), [((), True), (("guard",), False), (("floor",), False)], ids=["neither", "guard", "floor"]
+)
+def test_a_worker_inherits_no_flow_of_another_process(upstream: Path, layers: tuple[str, ...], arrives: bool) -> None:
+    """A process of the host has asked a server at a private address; the worker takes over its port."""
+    _load(upstream, GuardPlan(_FIRST, _LAST), *layers)
+
+    def flow() -> tuple[socket.socket, socket.socket]:
+        server, client = (socket.socket(type=socket.SOCK_DGRAM) for _ in range(2))
+        for sock in (server, client):
+            sock.settimeout(2)
+            sock.bind(("127.0.0.1", 0))
+        return server, client
+
+    # The flow is tracked before the worker sends: the question has been answered.
+    netns.load_rules(
+        upstream, "table inet tracked { chain output { type filter hook output priority 0; ct state new; }; }"
+    )
+    server, client = netns.inside(upstream, flow)
+    with server:
+        client.sendto(b"question", server.getsockname())
+        server.sendto(b"answer", server.recvfrom(100)[1])
+        assert b"answer" == client.recv(100)
+        mine = client.getsockname()[1]
+        client.close()
+        command = _as(_FIRST, _INHERITS, mine, server.getsockname()[1])
+        netns.inside(upstream, lambda: subprocess.run(command, capture_output=True, check=True, timeout=60))
+        try:
+            assert (b"inherited", arrives) == (server.recv(100), arrives)
+        except TimeoutError:
+            assert not arrives
+
+
+def test_a_floor_takes_the_place_of_one_that_is_there(upstream: Path) -> None:
+    _load(upstream, GuardPlan(_FIRST, _FIRST), "floor")
+    _load(upstream, GuardPlan(_FIRST, _LAST), "floor")
+    listed = netns.list_rules(upstream, "ruleset")
+    assert (1, 2) == (listed.count("table inet"), listed.count(f"{_FIRST}-{_LAST}"))

@@ -74,11 +74,11 @@ def in_hostd() -> None:
     async def guarded(self: Any) -> None:
         text = self.rules_file.read_text()
         if STATE.off("upstream-namespace table"):
-            text = text.replace("goto worker", "accept")
+            text = text.replace("goto worker", "goto passed")
         elif "goto worker" not in text:
-            text = text.replace("accept\n\t}\n}", "goto worker\n\t}\n}")
+            text = text.replace("goto passed\n\t}\n}", "goto worker\n\t}\n}")
         self.rules_file.write_text(text)
-        self.table = ""  # as a first guard's: another table than the one before is meant here
+        self.tables = ""  # as a first guard's: another table than the one before is meant here
         await spawn(self)
 
     def wrapped(directory: Path, *arguments: Any) -> Any:
