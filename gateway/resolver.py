@@ -1,7 +1,7 @@
 """The gateway's own resolver: A records of one name, from the configured upstreams (IPv4 or IPv6) and nobody else.
 
-- Each query leaves from a fresh connected UDP socket with a random port and a random id; an answer counts only from
-  that peer, with that id and that very question. Anything else is ignored until the deadline.
+- Each query leaves from a fresh connected UDP socket with a random port (the kernel's choice) and a random id; an
+  answer counts only from that peer, with that id and that very question. Anything else is ignored until the deadline.
 - Only the answer section is read, and of it only the CNAME chain that starts at the question (`_MAX_CHAIN`) and the
   addresses at its end: an answer can say nothing about another name.
 - A truncated answer is asked again over TCP, once. Everything has a deadline; concurrent questions are bounded and

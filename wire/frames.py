@@ -113,7 +113,7 @@ def _body_length(header: bytes, limits: Limits) -> int:
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
     """Send one frame on a blocking socket, descriptors beside its first byte."""
     data = encode(message)
-    sent = _begin(sock, data, fds)
+    sent = sock.sendmsg([data], _ancillary(fds))
     if sent < len(data):
         sock.sendall(data[sent:])
 

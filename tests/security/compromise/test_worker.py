@@ -1,0 +1,223 @@
+"""A gateway worker that is taken over dials outward, under the guard's rules, and does nothing else.
+
+The doors of its filter one by one, with controls, are in `tests/gateway/test_confine.py`; each of the kernel's tables
+alone is in `tests/system/test_runtimes_guard.py`.
+"""
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from demo.capture import Capture
+from demo.internet import ADDRESSES, API
+from demo.stack import EMPTY_IMAGE
+from runtimes import keeper, netns
+from runtimes.nft import FLOOR_TABLE, GUARD_TABLE
+from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
+from tests.system.test_death import until
+
+pytestmark = pytest.mark.system
+
+_IDLE = ["tail", "-f", "/dev/null"]
+_STAYS = """
+import os, threading
+os._exit = lambda status: threading.Event().wait()  # what its birth calls once hostd's channel has ended
+value = None
+"""
+_DIALS = f"""
+import socket
+try:
+    socket.create_connection(("{ADDRESSES[API]}", 443), timeout=3).close()
+    value = "connected"
+except OSError as error:
+    value = type(error).__name__
+"""
+_ATTEMPTS = {
+    "bind": "socket.socket().bind(('0.0.0.0', 0))",
+    "bind to the API's port": "socket.socket().bind(('127.0.0.1', PORT))",
+    "bind a datagram socket": "socket.socket(type=socket.SOCK_DGRAM).bind(('0.0.0.0', 0))",
+    "listen": "socket.socket().listen()",
+    "unconnected": f"socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('{ADDRESSES[API]}', 9))",
+    "unix": "socket.socket(socket.AF_UNIX)",
+    "pair": "socket.socketpair()",
+    "packet": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "raw": "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+    "netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "vsock": "socket.socket(socket.AF_VSOCK)",
+    "descriptor": "socket.send_fds(process._control._sock, [b'x'], [0])",
+    "namespace": "os.unshare(os.CLONE_NEWUSER)",
+    "entering one": "os.setns(0, 0)",
+    "fork": "os._exit(0) if os.fork() == 0 else None",
+    "signal": "os.kill(os.getppid(), 0)",
+    **{
+        f"clone {flag:#x}": f"called(CLONE, {flag} | 17)"
+        for flag in (0x02000000, 0x08000000, 0x00020000, 0x40000000, 0x20000000, 0x10000000, 0x04000000)
+    },
+}
+_CALLED = """
+import ctypes, os, socket
+CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+libc = ctypes.CDLL(None, use_errno=True)
+def called(number, *arguments):
+    pid = libc.syscall(number, *map(ctypes.c_long, arguments), 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "")
+value = None
+"""
+
+
+@contextmanager
+def taken_over(stack: CompromisedStack) -> Iterator[Hostile]:
+    """A worker of a sandbox that does nothing."""
+    sandbox = stack.create("runc", EMPTY_IMAGE, entrypoint=_IDLE)
+    worker = stack.hostile(sandbox.id)
+    try:
+        yield worker
+    finally:
+        worker.close()
+        if stack._process is not None:
+            sandbox.kill()
+
+
+def arrives(stack: CompromisedStack, worker: Hostile) -> tuple[str, bool]:
+    """What the worker says of a dial to the API, and whether the API's network has seen any packet of it.
+
+    A dial of root's comes behind it: the capture has heard all that was sent before.
+    """
+    up = Path(stack.internet.path(stack.internet.up))
+    with Capture(stack.internet.path(stack.internet.net), "net0") as wire:
+        said = worker.run(_DIALS)
+        with netns.inside(up, lambda: socket.create_connection((ADDRESSES[API], 443), timeout=10)) as root:
+            own = root.getsockname()[1]
+
+            def ports() -> set[int]:
+                frames = [frame for frame in wire.since(0) if frame.destination == ADDRESSES[API]]
+                return {int.from_bytes(frame.data[34:36], "big") for frame in frames}
+
+            assert until(lambda: own in ports())
+            return said, bool(ports() - {own})
+
+
+def test_it_has_no_door_but_a_dial(compromised: CompromisedStack) -> None:
+    with taken_over(compromised) as worker:
+        worker.run(_CALLED.replace("PORT", str(compromised.port)))
+        found = {}
+        for name, code in _ATTEMPTS.items():
+            try:
+                worker.run(f"{code.replace('PORT', str(compromised.port))}\nvalue = None")
+                found[name] = "open"
+            except Refused as refused:
+                found[name] = str(refused.number)
+        assert dict.fromkeys(_ATTEMPTS, "1") == found
+        said, arrived = arrives(compromised, worker)
+        assert ("connected", True) == (said, arrived)
+
+
+def test_what_it_tried_to_serve_is_reached_by_no_client(compromised: CompromisedStack) -> None:
+    """Judged in the upstream namespace; the control serves there under root."""
+    upstream = Path(compromised.internet.path(compromised.internet.up))
+    serve = "import socket; held = socket.create_server(('127.0.0.1', 0)); value = held.getsockname()[1]"
+    with netns.inside(upstream, lambda: socket.create_server(("127.0.0.1", 0))) as control:
+        netns.inside(upstream, lambda: socket.create_connection(control.getsockname(), timeout=5)).close()
+    with taken_over(compromised) as worker:
+        before = _listening(upstream)
+        with pytest.raises(Refused):
+            worker.run(serve)
+        assert before == _listening(upstream)
+
+
+def _listening(upstream: Path) -> list[str]:
+    """The sockets that wait for a client or a datagram in the upstream namespace, as the kernel lists them."""
+
+    def read() -> list[str]:
+        rows = [
+            line.split()
+            for table in ("tcp", "tcp6", "udp", "udp6")
+            for line in Path(f"/proc/thread-self/net/{table}").read_text().splitlines()[1:]
+        ]
+        return sorted(row[1] for row in rows if row[3] in ("0A", "07"))
+
+    return netns.inside(upstream, read)
+
+
+def without_guard(stack: CompromisedStack) -> None:
+    """Kill the guard's process, and wait until its table is gone."""
+    pid = int((stack.run / "config" / "guard.pid").read_text().split()[0])
+    os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not _has(stack, GUARD_TABLE))
+
+
+def _has(stack: CompromisedStack, table: str) -> bool:
+    listed = netns.list_rules(Path(stack.internet.path(stack.internet.up)), "-t", "tables")
+    return f"table inet {table}\n" in listed
+
+
+def hostd(stack: CompromisedStack) -> int:
+    assert stack._process is not None
+    return stack._process.pid
+
+
+def stops(pid: int) -> Callable[[], None]:
+    os.kill(pid, signal.SIGSTOP)
+    return lambda: os.kill(pid, signal.SIGCONT)
+
+
+def test_it_dials_nothing_while_the_guard_is_dead(compromised: CompromisedStack) -> None:
+    """hostd is stopped, so that the guard stays away; the worker does not care for its pidfd."""
+    with taken_over(compromised) as worker:
+        said, arrived = arrives(compromised, worker)
+        assert ("connected", True) == (said, arrived)
+        go_on = stops(hostd(compromised))
+        try:
+            without_guard(compromised)
+            said, arrived = arrives(compromised, worker)
+            assert ("connected" != said, False) == (True, arrived)
+        finally:
+            go_on()
+        assert until(lambda: _has(compromised, GUARD_TABLE))
+        assert until(lambda: arrives(compromised, worker)[0] == "connected")
+
+
+def test_without_the_floor_it_dials_while_the_guard_is_dead(compromised: CompromisedStack) -> None:
+    """The control: it is the floor that holds."""
+    upstream = Path(compromised.internet.path(compromised.internet.up))
+    with taken_over(compromised) as worker:
+        go_on = stops(hostd(compromised))
+        try:
+            netns.load_rules(upstream, f"delete table inet {FLOOR_TABLE}")
+            without_guard(compromised)
+            said, arrived = arrives(compromised, worker)
+            assert ("connected", True) == (said, arrived)
+        finally:
+            go_on()
+
+
+def test_it_dials_nothing_after_the_death_of_hostd_and_the_keeper_ends_it(compromised: CompromisedStack) -> None:
+    """It stays although its channel has ended, and no hostd comes back; what a keeper does before the next one."""
+    host = compromised.run / "launch" / "host.json"
+    with taken_over(compromised) as worker:
+        worker.run(_STAYS)
+        compromised.kill()
+        try:
+            assert until(lambda: not _has(compromised, GUARD_TABLE))
+            said, arrived = arrives(compromised, worker)
+            assert ("connected" != said, False) == (True, arrived)
+            assert _has(compromised, FLOOR_TABLE)
+
+            pidfd = os.pidfd_open(worker.pid)
+            keeper.ending(host)()
+            assert until(lambda: bool(select.select([pidfd], [], [], 0)[0]))
+            os.close(pidfd)
+        finally:
+            compromised.start()
+    assert _has(compromised, GUARD_TABLE)
+    compromised.stop()
+    assert not _has(compromised, FLOOR_TABLE)
