@@ -5,6 +5,7 @@ tests need to see, they see at the far end (a listener in the gateway namespace,
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import socket
@@ -45,8 +46,13 @@ async def _socket_daemon(config: dict[str, Any]) -> None:
     await server
 
 
+def digest(selection: dict[str, Any]) -> str:
+    """Of the policy that a selection is here."""
+    return hashlib.sha256(json.dumps(selection, sort_keys=True).encode()).hexdigest()
+
+
 async def _compiler() -> None:
-    """Compiles nothing: a selection is the policy; or, with `answer`, the whole answer."""
+    """Compiles nothing: a selection and its digest are the policy; or, with `answer`, the whole answer."""
 
     async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
         close_all(fds)
@@ -55,7 +61,7 @@ async def _compiler() -> None:
                 return {}
             case "compile":
                 selection: dict[str, Any] = parameters["selection"]
-                answer: dict[str, Any] = selection.get("answer", {"policy": selection})
+                answer: dict[str, Any] = selection.get("answer", {"policy": selection | {"digest": digest(selection)}})
                 return answer
         raise wire.RequestError("unknown_op", op)
 

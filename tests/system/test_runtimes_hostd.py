@@ -30,6 +30,7 @@ from runtimes import netns
 from runtimes.cgroups import Cgroups
 from runtimes.docker import LABEL
 from runtimes.slot_pool import AHEAD
+from tests.runtimes.standin import digest
 from tests.system.test_watch import guards
 
 pytestmark = pytest.mark.system
@@ -331,7 +332,8 @@ def test_a_container_without_a_plan_does_not_start(engine: Engine, runtime: str)
 
 
 def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, engine: Engine, sandbox: str) -> None:
-    assert {"policy": "standin"} == hostd.call("configure", sandbox=sandbox, selection={"note": "second"})
+    second = {"note": "second"}
+    assert {"policy": digest(second)} == hostd.call("configure", sandbox=sandbox, selection=second)
     os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
     hostd.wait_generation(sandbox, 2)
     said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
@@ -431,7 +433,7 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
 
 def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     deaf = {"deaf": True, "note": "first"}
-    assert {"policy": "standin"} == hostd.call("configure", sandbox=sandbox, selection=deaf)
+    assert {"policy": digest(deaf)} == hostd.call("configure", sandbox=sandbox, selection=deaf)
     os.kill(hostd.daemon("tests.runtimes.standin", "auditd.json"), signal.SIGKILL)
     assert "running" == hostd.wait_generation(sandbox, 2)["state"]
     deadline = time.monotonic() + PATIENCE
