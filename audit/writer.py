@@ -32,7 +32,7 @@ from audit.commit import GroupCommit
 from audit.file_sink import Log, LogUnwritable
 from audit.keys import KeyUnusable
 from audit.records import Fields, RecordError, bounded, check_decision, check_kind, escaped
-from wire import NARROW, Client, Message, RequestError, serve_unix
+from wire import NARROW, Client, Message, RequestError, inherited_listener, serve_unix
 from wire.frames import close_all
 
 MAX_ITEMS: Final = 128  # records in one request
@@ -49,7 +49,6 @@ class AuditConfig:
     Read by hand: importing pydantic would take as long as everything else here, and nothing is recorded meanwhile.
     """
 
-    socket: str
     directory: str
     uids: tuple[int, ...]
     sync: str = "group"
@@ -69,7 +68,7 @@ class AuditConfig:
             raise ValueError("the configuration has unknown keys")
         least = {"max_file_bytes": 65536, "max_files": 0, "sandbox_bytes_per_second": 0}
         uids = data.get("uids")
-        wrong = [name for name in ("socket", "directory") if not isinstance(data.get(name), str)]
+        wrong = [] if isinstance(data.get("directory"), str) else ["directory"]
         wrong += [name for name, bound in least.items() if name in data and not _number(data[name], bound)]
         if not isinstance(uids, list) or not all(_number(uid, 0) for uid in uids):
             wrong.append("uids")
@@ -221,8 +220,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-async def run(config: AuditConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def run(config: AuditConfig, listener: socket.socket) -> None:
+    """Serve on `listener` until SIGTERM or SIGINT."""
     log = Log.open(
         Path(config.directory),
         boot=Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip(),
@@ -238,10 +237,9 @@ async def run(config: AuditConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     writer.start()
     accepting = await serve_unix(
-        config.socket,
+        listener,
         service.control,
         allowed_uids=frozenset(config.uids),
-        mode=0o666,
         takes=NARROW,
         descriptors_from=frozenset((0, os.geteuid())),
     )
@@ -265,7 +263,7 @@ def main(arguments: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each channel
     try:
         config = AuditConfig.parse(Path(arguments[0]).read_bytes())
-        uvloop.run(run(config))
+        uvloop.run(run(config, inherited_listener()))
     except (OSError, ValueError, KeyUnusable, LogUnwritable) as error:
         _log.error("cannot run: %s: %s", type(error).__name__, error)
         return 1

@@ -61,6 +61,8 @@ class Descriptors:
     guard: int
     ingress: int
     ledger: int
+    errors: int
+    """Becomes standard error: never the zygote's, which is not the worker's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def become_worker(order: Order) -> int:
     os.environ.clear()
     os.environ["PATH"] = "/nonexistent"
     os.setsid()
-    _standard_input()
+    _standard_streams(order.descriptors.errors)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_DFL)
     _join(order.cgroup)
@@ -143,11 +145,13 @@ def _close_others(keep: Iterable[int]) -> None:
         low = fd + 1
 
 
-def _standard_input() -> None:
+def _standard_streams(errors: int) -> None:
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(null, 1)
+    os.dup2(errors, 2)
     os.close(null)
+    os.close(errors)
 
 
 def _join(directories: tuple[str, ...]) -> None:

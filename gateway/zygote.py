@@ -31,7 +31,7 @@ from gateway import birth
 from wire.frames import FrameError, Message, close_all
 
 CONTROL_ENV = "SALLYPORT_CONTROL_FD"
-_FDS = 7
+_FDS = 8
 _SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MIN_UID = 1000
 

@@ -21,6 +21,7 @@ from lifecycle.edge import Edge
 from lifecycle.egress import Egress
 from lifecycle.egress_api import EgressApi
 from lifecycle.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid
+from lifecycle.ingress import WayIn
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Auditd, Daemon, Hostd, Vaultd
 from lifecycle.policies import Policies
@@ -87,9 +88,10 @@ class Server:
 def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clock | None = None) -> Server:
     """Compose a server; needs a running event loop."""
     registry = Registry(config.state_dir / "sallyport.db")
-    hostd = Hostd(config.run_dir / "hostd.sock")
-    vaultd = Vaultd(config.run_dir / "vault.sock")
-    auditd = Auditd(config.run_dir / "audit.sock")
+    uids = config.daemon_uids
+    hostd = Hostd(config.run_dir / "hostd.sock", uids["hostd"])
+    vaultd = Vaultd(config.run_dir / "vault.sock", uids["vaultd"])
+    auditd = Auditd(config.run_dir / "audit.sock", uids["auditd"])
     orchestrator = Orchestrator(registry, hostd, vaultd, auditd, policies, clock=clock or Clock())
     creations = Creations(orchestrator, tokens, config.bounds)
     egress = Egress(orchestrator)
@@ -100,7 +102,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
         egress_api,
         tokens,
         keys,
-        config.run_dir / "ingress",
+        WayIn(config.run_dir / "ingress", uids["hostd"]),
         connections=config.proxy_connections,
         renew_interval=config.renew_interval,
     )

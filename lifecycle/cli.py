@@ -24,7 +24,7 @@ from gateway.names import over_bounds
 from gateway.translate import refusal_of_form
 from lifecycle import about, console, doctor, launch, running, settings
 from lifecycle.settings import Settings, SettingsError
-from runtimes import predecessor
+from runtimes import api_listener
 
 OK, FAILED, WRONG = 0, 1, 2
 
@@ -139,8 +139,9 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     elif policy.cli.check(configured.policy_file) != 0:
         return WRONG
     try:
-        if not write_only and not predecessor.runs(configured.run_dir / "config", "serve"):
-            launch.serve_config(configured, ()).listen().close()
+        if not write_only:  # inherited by what this process becomes
+            notes = configured.run_dir / "config"
+            api_listener.hand_over(api_listener.obtain(configured.host, configured.port, notes))
         keys = launch.api_keys(configured)
         _master_key(configured)
         host = launch.write_all(configured, keys)

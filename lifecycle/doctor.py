@@ -21,6 +21,8 @@ import wire
 from lifecycle import console, launch
 from lifecycle.settings import Settings, SettingsError
 from policy.load import PolicyError, load
+from runtimes import api_listener
+from wire.sockets import ROOT
 
 PROJECT = Path(__file__).resolve().parent.parent
 _ASK_SECONDS = 60.0
@@ -49,6 +51,8 @@ def diagnose(settings: Settings) -> list[Finding]:
         running = asyncio.run(_ask_hostd(settings.run_dir / "hostd.sock"))
     except PermissionError:
         running = [Finding("host", False, "the running server answers root only", "run this command as root")]
+    except wire.WrongServer as error:
+        running = [Finding("host", False, str(error), "find out which program has made that socket")]
     own = [_attempt("policy", "mend the policy file; `sallyport policy check` says where", lambda: _policy(settings))]
     if running is not None:
         return [Finding("server", True, "running"), *running, *own]
@@ -61,10 +65,11 @@ async def _ask_hostd(path: Path) -> list[Finding] | None:
 
     Raises:
         PermissionError: there is one, and it answers other users only.
+        wire.WrongServer: a process of another user has its place.
     """
     try:
-        client = await wire.Client.connect(path)
-    except PermissionError:
+        client = await wire.Client.connect(path, ROOT)
+    except (PermissionError, wire.WrongServer):
         raise
     except OSError:
         return None
@@ -111,7 +116,7 @@ def _policy(settings: Settings) -> str:
 
 
 def _listen(settings: Settings) -> str:
-    launch.serve_config(settings, ()).listen().close()
+    api_listener.bind(settings.host, settings.port).close()
     return f"{settings.host}:{settings.port} is free"
 
 

@@ -1,5 +1,8 @@
 """The way into a sandbox: its gateway's unix socket, two bytes naming the port, one byte of answer.
 
+hostd binds that socket and listens on it, and the worker accepts. A socket on which another user listens is sent
+nothing.
+
 Connections are made for one request each, but for those to execd (see `kept`): a sandbox's server may close an idle one
 at any moment, and a request that was lost that way could not be told from one that was carried out.
 
@@ -9,11 +12,12 @@ container has started, and SDKs wait half a second after a 502.
 
 import asyncio
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
+import wire
 from lifecycle.proxy_headers import EXECD_PORT
 from lifecycle.registry import Sandbox, State
-from wire.descriptors import refuse
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 3.0
@@ -22,7 +26,15 @@ _LONGEST_PAUSE = 0.2
 _REFUSED = "the sandbox does not listen on this port"
 
 
-async def dial(directory: Path, sandbox: str, port: int) -> socket.socket:
+@dataclass(frozen=True, slots=True)
+class WayIn:
+    """Where the sandboxes' sockets are, and the uid of the process that listens on them."""
+
+    directory: Path
+    uid: int
+
+
+async def dial(way: WayIn, sandbox: str, port: int) -> socket.socket:
     """Connect to a port of a sandbox; the socket is non-blocking.
 
     Raises:
@@ -30,19 +42,16 @@ async def dial(directory: Path, sandbox: str, port: int) -> socket.socket:
         TimeoutError: no answer in time.
     """
     loop = asyncio.get_running_loop()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    refuse(sock)
-    try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            await loop.sock_connect(sock, str(directory / f"{sandbox}.sock"))
+    async with asyncio.timeout(CONNECT_SECONDS):
+        sock = await wire.connect_unix(way.directory / f"{sandbox}.sock", way.uid)
+        try:
             await loop.sock_sendall(sock, port.to_bytes(2, "big"))
             answer = await loop.sock_recv(sock, 1)
-        if answer != b"\x00":
-            raise ConnectionRefusedError(_REFUSED)
-    except BaseException:
-        sock.close()
-        raise
+            if answer != b"\x00":
+                raise ConnectionRefusedError(_REFUSED)
+        except BaseException:
+            sock.close()
+            raise
     return sock
 
 
@@ -53,14 +62,14 @@ def patience(sandbox: Sandbox, port: int, now: float) -> float:
     return min(START_SECONDS, max(0.0, sandbox.changed_at + START_SECONDS - now))
 
 
-async def dial_patiently(directory: Path, sandbox: str, port: int, seconds: float) -> socket.socket:
+async def dial_patiently(way: WayIn, sandbox: str, port: int, seconds: float) -> socket.socket:
     """`dial`, and for so many seconds again while nothing listens on the port."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     pause = _FIRST_PAUSE
     while True:
         try:
-            return await dial(directory, sandbox, port)
+            return await dial(way, sandbox, port)
         except ConnectionRefusedError:
             if loop.time() + pause > deadline:
                 raise

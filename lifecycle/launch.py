@@ -77,7 +77,6 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
     most = maxima(settings)
     return ServeConfig(
         host=settings.host,
-        port=settings.port,
         run_dir=settings.run_dir,
         state_dir=settings.state_dir / "lifecycle",
         policy_file=settings.policy_file,
@@ -97,6 +96,7 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
             max_timeout=settings.get("server.max_sandbox_timeout_seconds"),
             env=settings.get("docker.sandbox_env", {}),
         ),
+        daemon_uids={"hostd": 0, **{name: uids(settings)[name] for name in ("vaultd", "auditd")}},
         bounds=Bounds(
             launches=settings.get("sallyport.launch_concurrency", 4),
             pending=settings.get("sallyport.max_pending", 128),
@@ -117,7 +117,6 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         backlog=settings.get("server.backlog", 2048),
         graceful_shutdown=settings.get("server.timeout_graceful_shutdown", 5),
         log_level=settings.get("log.level", "INFO"),
-        uid=uids(settings)["serve"],
     )
 
 
@@ -150,7 +149,6 @@ def external_base(settings: Settings) -> str:
 def audit_config(settings: Settings) -> dict[str, Any]:
     """What auditd is told."""
     return {
-        "socket": str(settings.run_dir / "audit.sock"),
         "directory": str(settings.state_dir / "audit"),
         "uids": [0, uids(settings)["serve"]],
         "sync": settings.get("sallyport.audit.sync", "group"),
@@ -163,7 +161,6 @@ def audit_config(settings: Settings) -> dict[str, Any]:
 def vault_config(settings: Settings) -> dict[str, Any]:
     """What vaultd is told."""
     return {
-        "socket": str(settings.run_dir / "vault.sock"),
         "directory": str(settings.state_dir / "vault"),
         "uids": [0, uids(settings)["serve"]],
         "master_key_file": str(settings.master_key_file),
@@ -210,6 +207,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "execd": settings.execd(),
         "upstream_roots": str(settings.upstream_roots),
         "uids": uids(settings),
+        "listen": {"host": settings.host, "port": settings.port},
         "dns_upstreams": list(settings.dns_upstreams),
         "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
         "host_addresses": {

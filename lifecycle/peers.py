@@ -2,6 +2,7 @@
 
 - A connection is made when needed and again after it ended; a call that found the connection dead before anything was
   sent is tried once on a new one, no other call is ever repeated here.
+- A server of another user than the daemon's is sent nothing.
 - Each call has a time-out. A daemon that cannot be reached is `Unreachable`; what it refuses is `wire.RemoteError`.
 - Values of secrets pass through `Vaultd.open_sandbox` and `Vaultd.regrant` only; nothing here keeps or logs them.
 """
@@ -57,8 +58,10 @@ class Daemon:
     name = "daemon"
     gives = wire.WHOLE
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], uid: int) -> None:
+        """Keep where it is; `uid` is the user it must run as."""
         self._path = os.fspath(path)
+        self._uid = uid
         self._client: wire.Client | None = None
         self._lock = asyncio.Lock()
 
@@ -85,6 +88,9 @@ class Daemon:
             return await client.call(op, timeout=timeout, **parameters)
         except wire.FrameError:
             raise wire.RemoteError(TOO_LARGE, f"{op} is larger than {self.name} can be told") from None
+        except wire.WrongServer as error:
+            _log.error("%s", error)
+            raise Unreachable(self.name, error) from None
         except OSError as error:  # ConnectionError and TimeoutError are OSErrors
             raise Unreachable(self.name, error) from None
 
@@ -92,7 +98,7 @@ class Daemon:
         async with self._lock:
             if self._client is None or self._client.closed.is_set():
                 async with asyncio.timeout(5.0):
-                    self._client = await wire.Client.connect(self._path, gives=self.gives)
+                    self._client = await wire.Client.connect(self._path, self._uid, gives=self.gives)
             return self._client
 
 

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -30,7 +29,7 @@ from lifecycle.connections import WEBSOCKETS_LOG
 from lifecycle.egress_api import EgressApi, Request
 from lifecycle.errors import ApiError
 from lifecycle.exchange import BrokenExchangeError, Connection
-from lifecycle.ingress import dial, dial_patiently, patience
+from lifecycle.ingress import WayIn, dial, dial_patiently, patience
 from lifecycle.kept import Kept
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.proxy_headers import EGRESS_PORT, EXECD_PORT, RENEW_HEADER, to_client, to_sandbox
@@ -123,7 +122,7 @@ class Proxy:
     egress_api: EgressApi
     tokens: Tokens
     keys: KeyRing
-    directory: Path
+    way: WayIn
     connections: int = 128
     renew_interval: float | None = None
     _open: Counter[str] = field(default_factory=Counter)
@@ -272,7 +271,7 @@ class Proxy:
             return kept
         wait = patience(row, port, self.orchestrator.clock())
         try:
-            return Connection(await dial_patiently(self.directory, row.id, port, wait), self._turns)
+            return Connection(await dial_patiently(self.way, row.id, port, wait), self._turns)
         except TimeoutError:
             raise ApiError(504, "BACKEND_TIMEOUT", "The sandbox did not answer in time.") from None
         except OSError:
@@ -315,7 +314,7 @@ class Proxy:
             await refuse_websocket(send, 1008)
             return
         try:
-            sock = await dial(self.directory, target.sandbox.id, target.port)
+            sock = await dial(self.way, target.sandbox.id, target.port)
         except OSError:
             await refuse_websocket(send, 1011)
             return

@@ -3,7 +3,7 @@
 - `serve` becomes the keeper, which keeps its process id. A note whose process is gone, or is another one by its start
   time, is of a former server and counts for nothing.
 - A note is believed only if root or the reader owns it and its directory, and no other user can write to it or take its
-  place: daemons make sockets in that directory, which is sticky, so that they cannot remove what root made.
+  place.
 - It holds places, numbers of users and addresses: no key, and nothing that a key could be part of. Every user of the
   host may read it.
 """
@@ -90,8 +90,7 @@ def _read(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def _trusted_directory(status: os.stat_result) -> bool:
-    closed = not status.st_mode & 0o022 or bool(status.st_mode & stat.S_ISVTX)
-    return closed and status.st_uid in (0, os.geteuid())
+    return not status.st_mode & 0o022 and status.st_uid in (0, os.geteuid())
 
 
 def _trusted_file(status: os.stat_result) -> bool:

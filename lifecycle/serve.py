@@ -1,11 +1,10 @@
 """`python -m lifecycle.serve serve.json`: the HTTP server, as an unprivileged user.
 
-Started by hostd. If it is still root it becomes the configured uid before it accepts a connection, after everything it
-needs was imported and read. It exits 78 on a configuration that cannot work: starting it again would not help.
+Started by hostd, under its own user and with the socket that it listens on: that outlives it (`runtimes.api_listener`),
+so connections wait in it while this process is started again. It exits 78 on a configuration that cannot work: starting
+it again would not help.
 """
 
-import codecs
-import importlib
 import logging
 import os
 import secrets
@@ -16,9 +15,10 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+import wire
 from lifecycle.app import build
 from lifecycle.auth import Tokens
-from lifecycle.connections import UVICORN_LOG_LEVEL, Connection
+from lifecycle.connections import UVICORN_LOG_LEVEL, Connection, expect_silence
 from lifecycle.edge import Edge
 from lifecycle.policies import Policies
 from lifecycle.serve_config import ConfigError, ServeConfig
@@ -46,31 +46,21 @@ def token_key(directory: Path) -> bytes:
         return path.read_bytes()
 
 
-def drop_privileges(uid: int | None) -> None:
-    """Become `uid` for good, if we are root."""
-    if uid is None or os.geteuid() != 0:
-        return
-    for encoding in ("ascii", "latin-1", "idna", "utf-8"):
-        codecs.lookup(encoding)  # what is imported late may lie where the new user cannot read
-    for module in ("uvicorn.protocols.http.h11_impl", "uvicorn.protocols.websockets.websockets_sansio_impl"):
-        importlib.import_module(module)
-    for module in (
-        "uvicorn.lifespan.off",
-        "anyio._backends._asyncio",
-    ):
-        importlib.import_module(module)
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-
-
 async def serve(config: ServeConfig, listener: socket.socket) -> None:
     """Serve on `listener` until SIGTERM or SIGINT."""
+    prepare(listener)
     policies = Policies.read(config.policy_file)
     server = build(config, policies, Tokens(token_key(config.state_dir)))
     async with server.running():
         say_ready()
         await uvicorn.Server(http_settings(server.edge, config)).serve(sockets=[listener])
+
+
+def prepare(listener: socket.socket) -> None:
+    """Set what accepted connections inherit."""
+    # asyncio sets this only on sockets that name their protocol; those that are accepted here do not.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    expect_silence(listener)
 
 
 def say_ready() -> None:
@@ -111,11 +101,9 @@ def main(arguments: list[str]) -> int:
     try:
         config = ServeConfig.read(Path(arguments[0]))
         logging.getLogger().setLevel(config.log_level)
-        listener = config.listen()
-        drop_privileges(config.uid)
         os.umask(0o077)
-        uvloop.run(serve(config, listener))
-    except (ConfigError, PolicyError) as error:
+        uvloop.run(serve(config, wire.inherited_listener()))
+    except (ConfigError, PolicyError, ValueError) as error:
         _log.error("%s", error)
         return EXIT_CONFIG
     except OSError as error:

@@ -3,15 +3,12 @@
 It holds digests of API keys, never a key. Unknown or missing keys are refused.
 """
 
-import errno
 import json
-import os
-import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lifecycle.connections import expect_silence
 from lifecycle.creation import Limits
 from lifecycle.quantities import Resources
 from lifecycle.transaction import Bounds
@@ -31,16 +28,17 @@ class ServeConfig:
         allowed_hosts: further names for Host while authentication is off.
         external_base: public base of endpoints without a scheme, or empty for the Host the client used.
         ignored_fields: top-level request fields that may be sent though this server does not know them.
-        uid: what to become if started as root; None stays.
+        host: the name that clients may use for it, whatever else is allowed; the socket itself is inherited.
+        daemon_uids: the users of hostd, vaultd and auditd: a socket of another user's process is sent nothing.
     """
 
     host: str
-    port: int
     run_dir: Path
     state_dir: Path
     policy_file: Path | None
     key_digests: tuple[str, ...]
     limits: Limits
+    daemon_uids: Mapping[str, int]
     bounds: Bounds = field(default_factory=Bounds)
     allowed_hosts: tuple[str, ...] = ()
     external_base: str = ""
@@ -52,24 +50,6 @@ class ServeConfig:
     backlog: int = 2048
     graceful_shutdown: int = 5
     log_level: str = "INFO"
-    uid: int | None = None
-
-    def listen(self) -> socket.socket:
-        """Bind the address and listen.
-
-        Raises:
-            OSError: it is taken, or not ours; the text names it.
-        """
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        try:
-            listener = socket.create_server((self.host, self.port), family=family, backlog=self.backlog)
-            # Inherited by what is accepted: asyncio sets it only on sockets that name their protocol, these do not.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            expect_silence(listener)
-            return listener
-        except OSError as error:
-            reason = "it is in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
-            raise OSError(f"cannot listen on {self.host}:{self.port}: {reason}") from error
 
     def text(self) -> str:
         """Return the text of the file."""
@@ -110,5 +90,6 @@ def _typed(document: dict[str, Any]) -> dict[str, Any]:
     limits["defaults"] = Resources(**limits["defaults"])
     limits["maxima"] = Resources(**limits["maxima"])
     typed["limits"] = Limits(**limits)
+    typed["daemon_uids"] = {name: int(typed["daemon_uids"][name]) for name in ("hostd", "vaultd", "auditd")}
     typed["bounds"] = Bounds(**typed["bounds"])
     return typed

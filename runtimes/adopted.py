@@ -51,6 +51,11 @@ class Adopted:
         os.close(self._pidfd)
 
     @property
+    def pidfd(self) -> int:
+        """Its pidfd, which stays this object's."""
+        return self._pidfd
+
+    @property
     def returncode(self) -> int | None:
         """None while it runs, else `UNKNOWN_STATUS`."""
         return UNKNOWN_STATUS if select.select([self._pidfd], [], [], 0)[0] else None

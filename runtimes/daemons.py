@@ -1,5 +1,10 @@
 """The daemons around hostd and its channels to them: auditd, vaultd, compiler, zygote, serve.
 
+- The sockets of auditd and vaultd are bound here, in a directory that only root can write, and handed to each process
+  of theirs: connections wait while a daemon is started again, and its name is never free. Only root and serve may
+  connect. The daemon itself calls `listen`, so clients see its uid. An adopted daemon has a socket that hostd has not:
+  hostd puts a new one in its place when that daemon is started again.
+- serve gets the API's socket (`api_listener`).
 - auditd, vaultd and serve are adopted from a former hostd where they run as they would be started: others reach them
   by their sockets. vaultd only together with auditd, whose channel it holds; zygote and compiler never: they had the
   old one's channels.
@@ -24,7 +29,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 import wire
-from runtimes import predecessor
+from runtimes import api_listener, predecessor
 from runtimes.finish import together
 from runtimes.liveness import ended
 from runtimes.spec import HostConfig, ProcessConfig
@@ -34,13 +39,10 @@ from runtimes.supervisor import (
     Supervised,
     interpreter_paths,
     module_argv,
-    nothing_to_inherit,
     ping,
 )
 from wire.frames import close_all
-
-SOCKET_GROUP = 700000000
-"""Group of auditd and vaultd only: may make sockets in the run directory."""
+from wire.sockets import LISTEN_FD
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +73,13 @@ class Daemons:
         self._supervised: dict[str, Supervised] = {}
         self._controls: dict[str, socket.socket] = {}
         self._serve_read = -1
+        self._listener: socket.socket | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._attaching: asyncio.Task[None] | None = None
         self._killed: set[int] = set()
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._sockets = {"auditd": self._run / "audit.sock", "vaultd": self._run / "vault.sock"}
+        self._bound: dict[str, socket.socket] = {}
 
     async def start(self) -> None:
         """Start zygote and compiler, and beside them auditd and vaultd; of these, those that run already are adopted.
@@ -95,6 +99,16 @@ class Daemons:
 
     def _named(self, name: str) -> ProcessConfig:
         return next(item for item in self._config.processes if item.name == name)
+
+    def listen(self) -> None:
+        """Have the API's socket, from the keeper, or else made here. Before anything is started.
+
+        Raises:
+            OSError: its address is taken, or not ours.
+        """
+        if (address := self._config.listen) is not None:
+            notes = self._run / "config"
+            self._listener = api_listener.inherited() or api_listener.obtain(address.host, address.port, notes)
 
     async def start_serve(self) -> None:
         """Start or adopt serve, if there is one, and wait until it listens.
@@ -124,25 +138,37 @@ class Daemons:
 
     async def _answers(self, name: str) -> None:
         if (path := self._sockets.get(name)) is not None:
-            await ping(path)
+            await ping(path, self._uid(name))
+
+    def _uid(self, name: str) -> int:
+        return {"auditd": self._config.uids.auditd, "vaultd": self._config.uids.vaultd}[name]
+
+    def _bind(self, name: str) -> Inheritance:
+        """Return the daemon's socket: the one that its former process had, where there is one here."""
+        if name not in self._bound:
+            self._bound[name] = wire.bind_unix(self._sockets[name], 0o660, (0, self._config.uids.serve))
+        return Inheritance({LISTEN_FD: os.dup(self._bound[name].fileno())})
+
+    async def _audit_socket(self) -> Inheritance:
+        return self._bind("auditd")
 
     def _daemon(self, process: ProcessConfig) -> Supervised:
         uids = self._config.uids
         match process.name:
             case "auditd":
-                parts = (nothing_to_inherit, lambda: ping(self._sockets["auditd"]), self._auditd_up)
-                return self._make(process, uids.auditd, (SOCKET_GROUP,), None, *parts)
+                parts = (self._audit_socket, lambda: self._answers("auditd"), self._auditd_up)
+                return self._make(process, uids.auditd, None, *parts)
             case "vaultd":
-                parts = (self._vault_channel, lambda: ping(self._sockets["vaultd"]), self._vaultd_up)
-                return self._make(process, uids.vaultd, (SOCKET_GROUP,), None, *parts)
+                parts = (self._vault_channel, lambda: self._answers("vaultd"), self._vaultd_up)
+                return self._make(process, uids.vaultd, None, *parts)
             case "compiler":
                 channel = partial(self._control_channel, "compiler")
-                return self._make(process, uids.compiler, (), None, channel, self._compiler_ready, _nothing)
+                return self._make(process, uids.compiler, None, channel, self._compiler_ready, _nothing)
             case "zygote":
                 netns, channel = self._config.upstream_netns, partial(self._control_channel, "zygote")
-                return self._make(process, 0, (), netns, channel, self._zygote_ready, self._zygote_up)
+                return self._make(process, 0, netns, channel, self._zygote_ready, self._zygote_up)
             case "serve":
-                return self._make(process, uids.serve, (), None, self._serve_pipe, self._serve_ready, _nothing)
+                return self._make(process, uids.serve, None, self._serve_pipe, self._serve_ready, _nothing)
             case _ as never:
                 assert_never(never)
 
@@ -150,7 +176,6 @@ class Daemons:
         self,
         process: ProcessConfig,
         uid: int,
-        groups: Sequence[int],
         netns: str | None,
         prepare: Callable[[], Awaitable[Inheritance]],
         ready: Callable[[], Awaitable[None]],
@@ -161,21 +186,26 @@ class Daemons:
             name=process.name,
             argv=module_argv(self._config.python, process.module, [str(copy)]),
             uid=uid,
-            groups=tuple(groups),
             netns=netns,
             expose=interpreter_paths(self._config.run_dir, self._config.state_dir),
-            configuration=Path(process.config).read_bytes(),
+            configuration=Path(process.config).read_bytes() + self._address(process.name),
         )
         noted = partial(predecessor.note, self._run / "config", identity=program.identity)
         return Supervised(self._config.python, program, prepare, ready, up, noted)
 
+    def _address(self, name: str) -> bytes:
+        """The address of the socket that a daemon was started with, where that is configured."""
+        listens = name == "serve" and self._config.listen is not None
+        return self._config.listen.model_dump_json().encode() if listens and self._config.listen else b""
+
     def _hand_over(self, process: ProcessConfig, uid: int) -> Path:
-        """Copy a daemon's configuration to where only it can read it."""
+        """Copy a daemon's configuration to where only it can read it, and cannot change what its next process reads."""
         directory = self._run / "config"
         copy = directory / f"{process.name}.json"
         copy.unlink(missing_ok=True)
         with open(copy, "xb", opener=lambda name, flags: os.open(name, flags, 0o400)) as target:
-            os.fchown(target.fileno(), uid, uid)
+            os.fchown(target.fileno(), 0, uid)
+            os.fchmod(target.fileno(), 0o440)
             with open(process.config, "rb") as source:
                 shutil.copyfileobj(source, target)
         return copy
@@ -211,7 +241,7 @@ class Daemons:
         previous = self._clients.pop(name, None)
         if previous is not None:
             await previous.close()
-        client = self._clients[name] = await wire.Client.connect(path)
+        client = self._clients[name] = await wire.Client.connect(path, self._uid(name))
         self._look_after(name, client.peer.pid, client)
 
     def _look_after(self, name: str, pid: int, client: wire.Client) -> None:
@@ -246,7 +276,7 @@ class Daemons:
         if self._attaching is not None:
             self._attaching.cancel()
         self._attaching = asyncio.create_task(self._attach_vault(ours), name="vault-channel")
-        return Inheritance({"SALLYPORT_AUDIT_FD": theirs.detach()})
+        return Inheritance({"SALLYPORT_AUDIT_FD": theirs.detach(), **self._bind("vaultd").fds})
 
     async def _attach_vault(self, ours: socket.socket) -> None:
         with ours:  # closed whatever happens: a channel that leads nowhere ends vaultd, which is then started again
@@ -301,8 +331,10 @@ class Daemons:
         _log.info("zygote is up%s", " again" if restarted else "")
 
     async def _serve_pipe(self) -> Inheritance:
+        if self._listener is None:
+            raise ConnectionError("the API has no socket")
         self._serve_read, theirs = os.pipe2(os.O_CLOEXEC)
-        return Inheritance({"SALLYPORT_READY_FD": theirs})
+        return Inheritance({"SALLYPORT_READY_FD": theirs, LISTEN_FD: os.dup(self._listener.fileno())})
 
     async def _serve_ready(self) -> None:
         """Wait for the byte that serve writes once it listens. If it ends before, its status is what counts."""
@@ -361,6 +393,12 @@ class Daemons:
         if (serve := self._supervised.pop("serve", None)) is not None:
             await serve.stop()
 
+    def end_listening(self) -> None:
+        """Refuse the API's clients from now on."""
+        if self._listener is not None:
+            api_listener.end(self._listener)
+            self._listener = None
+
     async def stop(self) -> None:
         """End all daemons, the last started first."""
         for task in (self._renewal, self._attaching, *self._looking.values()):
@@ -372,6 +410,10 @@ class Daemons:
                 await client.close()
             if (daemon := self._supervised.pop(name, None)) is not None:
                 await daemon.stop()
+        for name, sock in self._bound.items():
+            self._sockets[name].unlink(missing_ok=True)
+            sock.close()
+        self._bound.clear()
 
     async def attach(self, name: str, sock: socket.socket, **parameters: Any) -> None:
         """Hand one end of a worker's channel to a daemon, bound to the identity in `parameters`."""

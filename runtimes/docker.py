@@ -14,6 +14,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.cgroups import processor_time
+from wire.sockets import WrongServer, probe_server
 
 LABEL = "sallyport.sandbox"
 INSTANCE_LABEL = "sallyport.instance"
@@ -145,7 +147,7 @@ class Docker:
             instance: what tells our containers from another server's on the same Docker.
 
         Raises:
-            DockerError: there is no Docker at `socket`.
+            DockerError: there is no Docker at `socket`, or another user than ours, which is root, serves it.
         """
         # Imported late, and so beside other work: it takes half a second.
         import docker
@@ -154,6 +156,12 @@ class Docker:
 
         self._errors: Any = docker.errors
         self._broken = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
+        try:
+            probe_server(socket, os.geteuid())
+        except WrongServer as error:
+            raise DockerError(str(error)) from None
+        except OSError as error:
+            raise DockerError(f"no Docker answers at {socket}") from error
         try:
             self._api: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_TIMEOUT)
             self._slow: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_IMPORT_TIMEOUT)

@@ -1,7 +1,7 @@
 """Becomes a daemon: enters its network namespace, makes its interpreter readable, drops its user, executes.
 
 Started as root, `python3 -IS enter.py <json>`, standard library only; the JSON is an object with `netns` (path or
-null), `uid`, `gid`, `groups`, `expose` (paths the daemon must be able to read) and `argv`.
+null), `uid`, `gid`, `expose` (paths the daemon must be able to read) and `argv`.
 
 - An interpreter below a closed home directory could not be executed by another user. Only then the daemon gets a mount
   namespace of its own in which an empty directory covers the closed one and only the exposed paths are put back.
@@ -75,9 +75,9 @@ def _forget_namespaces() -> None:
         raise OSError(errno.EBUSY, "namespaces stay mounted", left[0])
 
 
-def become(uid: int, gid: int, groups: list[int]) -> None:
+def become(uid: int, gid: int) -> None:
     """Drop to `uid`, for good."""
-    os.setgroups(groups)
+    os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     if uid != 0:
@@ -94,7 +94,7 @@ def main(text: str) -> None:
         os.close(fd)
     expose(order["expose"])
     os.umask(0o077)
-    become(order["uid"], order["gid"], order["groups"])
+    become(order["uid"], order["gid"])
     os.execv(order["argv"][0], order["argv"])  # noqa: S606 - becomes the daemon; no shell
 
 

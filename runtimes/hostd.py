@@ -4,6 +4,7 @@ This is the composition: directories, dockerd, guard, daemons, sandboxes, and th
 
 - Only root and serve may connect; parameters are validated strictly; an unknown operation is refused.
 - It speaks no HTTP to anybody but Docker, and holds no secret.
+- The socket of the API comes from the keeper and goes to each `serve`; a port that is taken ends the start at once.
 - SIGINT and SIGTERM remove all sandboxes and end everything it started.
 - After a SIGKILL workers, zygote and guard end by themselves (their channels end) and sandboxes are closed. The kernel
   denies the workers everything from then on (`guard`), and `keeper` kills those that stay. The next start, which the
@@ -32,7 +33,7 @@ from runtimes import oci_shim, own_users, predecessor, shim_install
 from runtimes.adoption import Leavings, adopt_or_remove
 from runtimes.alarms import Alarms
 from runtimes.cgroups import Cgroups, Processor
-from runtimes.daemons import ADOPTABLE, SOCKET_GROUP, Daemons
+from runtimes.daemons import ADOPTABLE, Daemons
 from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, UnknownImage
 from runtimes.dockerd import Dockerd, DockerdError
@@ -69,7 +70,7 @@ def make_directories(config: HostConfig) -> None:
     """Make run and state directories with their owners and modes."""
     run, state, uids = Path(config.run_dir), Path(config.state_dir), config.uids
     wanted = (
-        (run, 0, SOCKET_GROUP, 0o1771),
+        (run, 0, 0, 0o711),
         (run / "ingress", 0, 0, 0o711),
         (run / "plans", 0, 0, 0o700),
         (run / "netns", 0, 0, 0o700),
@@ -159,6 +160,7 @@ class Host:
             self._lock = predecessor.lock(self._run)
         except BlockingIOError:
             raise Refused(f"another server runs in {self._run}") from None
+        self._daemons.listen()
         notes = self._run / "config"
         spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended where it is started anew
         if ended := await asyncio.to_thread(predecessor.end_all, notes, spared, 0.0):
@@ -199,13 +201,8 @@ class Host:
         if watched:
             await self._import_images()
             await self._start_watch(self._sandboxes, docker)
-        self._server = await wire.serve_unix(
-            self._run / "hostd.sock",
-            self.handle,
-            allowed_uids=frozenset((0, uids.serve)),
-            mode=0o660,
-            owner=(0, uids.serve),
-        )
+        listener = wire.bind_unix(self._run / "hostd.sock", 0o660, (0, uids.serve))
+        self._server = await wire.serve_unix(listener, self.handle, allowed_uids=frozenset((0, uids.serve)))
 
     async def _start_watch(self, sandboxes: Sandboxes, docker: Docker) -> None:
         """Begin to watch, and to launch: nothing is launched before, and adopted sandboxes have their gates back first.
@@ -269,6 +266,8 @@ class Host:
             remove: remove all sandboxes first; else they stay cut off, for the next start to adopt.
         """
         await self._daemons.stop_serve()
+        if remove:
+            self._daemons.end_listening()
         if self._server is not None:
             self._server.cancel()
             await asyncio.gather(self._server, return_exceptions=True)

@@ -95,12 +95,10 @@ def take(directory: Path, name: str, identity: str) -> Adopted | None:
     return Adopted(pid, fd)
 
 
-def runs(directory: Path, name: str) -> bool:
-    """Tell whether the noted process `name` still runs, whatever it was started as."""
+def find(directory: Path, name: str) -> Adopted | None:
+    """Return the noted process `name` if it still runs, whatever it was started as."""
     found = _open(directory / f"{name}.pid")
-    if found is not None:
-        os.close(found[1])
-    return found is not None
+    return None if found is None else Adopted(found[0], found[1])
 
 
 def end(directory: Path, name: str, patience: float = _TERM_SECONDS) -> bool:

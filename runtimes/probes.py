@@ -29,6 +29,7 @@ from runtimes import netns, nft, own_users, slots
 from runtimes.cgroups import find
 from runtimes.netplan import PLAN
 from runtimes.spec import HostConfig, Uids, sandbox_users
+from wire.sockets import WrongServer, check_server
 
 _SECONDS = 15.0
 _SCRATCH = "sallyport-doctor-"
@@ -346,8 +347,11 @@ def docker_answers(path: str) -> str:
         sock.settimeout(5.0)
         try:
             sock.connect(path)
+            check_server(sock, path, os.geteuid())
             sock.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
             said = sock.recv(64)
+        except WrongServer as error:
+            raise ProbeError(str(error)) from None
         except OSError as error:
             raise ProbeError(f"no Docker answers at {path}: {error.strerror or 'too slow'}") from None
     if b" 200 " not in said:

@@ -201,17 +201,8 @@ class Sandboxes:
 
     def _listen(self, sandbox: str) -> socket.socket:
         """Make the ingress listener; connections wait in it while there is no worker."""
-        path = self._run / "ingress" / f"{sandbox}.sock"
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(str(path))
-            os.chmod(path, 0o600)
-            os.chown(path, self._config.uids.serve, self._config.uids.serve)
-            listener.listen(128)
-        except BaseException:
-            listener.close()
-            raise
+        listener = wire.bind_unix(self._run / "ingress" / f"{sandbox}.sock", 0o660, (0, self._config.uids.serve))
+        listener.listen(128)
         return listener
 
     async def _birth(self, sandbox: Sandbox) -> Worker:

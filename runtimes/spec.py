@@ -171,11 +171,18 @@ class ProcessConfig(_Strict):
     config: str
 
 
+class ListenConfig(_Strict):
+    """The address of the API; an address or a name of this host."""
+
+    host: str = Field(min_length=1)
+    port: int = Field(ge=1, le=65535)
+
+
 class HostConfig(_Strict):
     """What `python -m runtimes.hostd` reads. With `disk_limits` a launch without a limit is refused.
 
     All that is the operator's in a worker's configuration is here or in the operator's policy file, which the compiler
-    reads: no call can say it.
+    reads: no call can say it. `listen` is None where no process is `serve`.
     """
 
     run_dir: str
@@ -196,6 +203,7 @@ class HostConfig(_Strict):
     gateway_limits: dict[str, int]
     maxima: Maxima
     processes: list[ProcessConfig]
+    listen: ListenConfig | None = None
     runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)
     disk_limits: bool = True
 
@@ -204,6 +212,8 @@ class HostConfig(_Strict):
         names = [process.name for process in self.processes]
         if len(names) != len(set(names)) or not {"auditd", "vaultd", "compiler", "zygote"} <= set(names):
             raise ValueError("processes must name auditd, vaultd, compiler and zygote, each process once")
+        if ("serve" in names) is (self.listen is None):
+            raise ValueError("listen is the address of serve, and missing without it")
         paths = [self.run_dir, self.state_dir, self.python, self.docker_socket, self.runsc, self.runc, self.execd]
         paths.append(self.upstream_roots)
         if any(not Path(path).is_absolute() for path in paths):

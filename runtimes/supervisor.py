@@ -3,6 +3,7 @@
 - The user is dropped before the daemon's first instruction (`enter`), never by the daemon itself.
 - A restart backs off, by two seconds at most: what keeps dying must not keep the rest from being back soon.
 - One that a former hostd left running is adopted if it would be started just the same and answers.
+- What a daemon writes to its standard error is read here and logged within bounds (`output`).
 - Callbacks run after each start, and again after each restart, before the next death is looked at.
 """
 
@@ -21,6 +22,7 @@ import wire
 from runtimes import predecessor
 from runtimes.adopted import Adopted, Process
 from runtimes.keeper import outrank
+from runtimes.output import DAEMON, Output, pipe
 
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 10.0
@@ -46,7 +48,6 @@ class Program:
     name: str
     argv: tuple[str, ...]
     uid: int
-    groups: tuple[int, ...] = ()
     netns: str | None = None
     expose: tuple[str, ...] = ()
     configuration: bytes = field(default=b"", repr=False)
@@ -54,7 +55,7 @@ class Program:
     @property
     def identity(self) -> str:
         """Equal for two processes that were started from the same code, the same way."""
-        parts = (self.argv, self.uid, self.groups, self.netns, self.expose, self.configuration)
+        parts = (self.argv, self.uid, self.netns, self.expose, self.configuration)
         return predecessor.digest(predecessor.code(), *parts)
 
 
@@ -79,18 +80,20 @@ def interpreter_paths(run_dir: str, state_dir: str) -> tuple[str, ...]:
     return (sys.base_prefix, sys.prefix, str(_ROOT), run_dir, state_dir)
 
 
-async def start_process(python: str, program: Program, inheritance: Inheritance) -> asyncio.subprocess.Process:
-    """Start `program`, through `enter`."""
+async def start_process(
+    python: str, program: Program, inheritance: Inheritance
+) -> tuple[asyncio.subprocess.Process, Output]:
+    """Start `program`, through `enter`; return it and what it writes."""
     order = {
         "netns": program.netns,
         "uid": program.uid,
         "gid": program.uid,
-        "groups": list(program.groups),
         "expose": list(program.expose),
         "argv": list(program.argv),
     }
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
     environment |= {name: str(fd) for name, fd in inheritance.fds.items()}
+    reading, writing = pipe()
     try:
         process = await asyncio.create_subprocess_exec(
             python,
@@ -98,23 +101,28 @@ async def start_process(python: str, program: Program, inheritance: Inheritance)
             str(_ROOT / "runtimes" / "enter.py"),
             json.dumps(order),
             stdin=asyncio.subprocess.DEVNULL,
+            stdout=writing,
+            stderr=writing,
             pass_fds=tuple(inheritance.fds.values()),
             env=environment,
             cwd=_ROOT,
             start_new_session=True,
         )
+    except BaseException:
+        os.close(reading)
+        raise
     finally:
-        for fd in inheritance.fds.values():
+        for fd in (writing, *inheritance.fds.values()):
             os.close(fd)
     outrank(process.pid)
-    return process
+    return process, Output(program.name, reading, DAEMON)
 
 
-async def ping(path: Path) -> None:
-    """Wait until the daemon at `path` answers `ping`. The caller bounds the time."""
+async def ping(path: Path, uid: int) -> None:
+    """Wait until the daemon at `path`, of user `uid`, answers `ping`. The caller bounds the time."""
     while True:
         try:
-            client = await wire.Client.connect(path)
+            client = await wire.Client.connect(path, uid)
         except OSError:
             await asyncio.sleep(0.02)
             continue
@@ -125,11 +133,6 @@ async def ping(path: Path) -> None:
             await asyncio.sleep(0.05)
         finally:
             await client.close()
-
-
-async def nothing_to_inherit() -> Inheritance:
-    """The usual case."""
-    return Inheritance()
 
 
 class Supervised:
@@ -143,6 +146,7 @@ class Supervised:
         self._up = up
         self._noted = noted
         self._process: Process | None = None
+        self._output: Output | None = None
         self._monitor: asyncio.Task[None] | None = None
         self.restarts = 0
 
@@ -167,6 +171,7 @@ class Supervised:
     async def adopt(self, process: Adopted, ready: Ready) -> bool:
         """Take over a process that runs already; False if it does not answer, and it has been ended."""
         self._process = process
+        self._hear(Output.of(process, self.program.name, DAEMON))
         try:
             async with asyncio.timeout(_ADOPT_SECONDS):
                 await ready()
@@ -181,12 +186,18 @@ class Supervised:
         self._keep_from_now()
         return True
 
+    def _hear(self, output: Output | None) -> None:
+        if self._output is not None:
+            self._output.close()
+        self._output = output
+
     def _keep_from_now(self) -> None:
         self._monitor = asyncio.create_task(self._keep(), name=f"supervise-{self.program.name}")
 
     async def _launch(self, *, restarted: bool) -> None:
-        process = await start_process(self._python, self.program, await self._prepare())
+        process, output = await start_process(self._python, self.program, await self._prepare())
         self._process = process
+        self._hear(output)
         self._noted(self.program.name, process.pid)
         ready = asyncio.ensure_future(self._ready())
         ended = asyncio.ensure_future(process.wait())
@@ -242,6 +253,7 @@ class Supervised:
             await asyncio.gather(self._monitor, return_exceptions=True)
             self._monitor = None
         await self._end(signal.SIGTERM)
+        self._hear(None)
 
 
 def module_argv(python: str, module: str, arguments: Sequence[str]) -> tuple[str, ...]:

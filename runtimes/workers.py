@@ -3,6 +3,7 @@
 - The order is fixed: audit and vault channels and cgroup, fork, configuration. A step that fails ends the child.
 - When auditd or vaultd is a new process, it gets a new channel and lives on; what it had to tell is told then.
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
+- Its standard error is a pipe of its own, logged within bounds under the sandbox's id.
 - A worker is ended through its pidfd: a number that was used again is never hit.
 - A worker that hangs counts as ended. What tells so is its progress (answers to `ping`, changes of its ledger) and what
   it does with the processor (`liveness`), never how long an answer takes.
@@ -26,6 +27,7 @@ from runtimes.daemons import Daemons
 from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
 from runtimes.liveness import ended, observe
+from runtimes.output import WORKER, Output, pipe
 
 _BIRTH_SECONDS = 20.0
 _CONFIGURE_SECONDS = 20.0
@@ -57,9 +59,16 @@ class Worker:
     """A running worker. Make one with `birth`."""
 
     def __init__(
-        self, identity: Identity, pid: int, control: wire.Client, daemons: Daemons, cgroups: Cgroups, ledger: int
+        self,
+        identity: Identity,
+        pid: int,
+        control: wire.Client,
+        daemons: Daemons,
+        cgroups: Cgroups,
+        ledger: int,
+        output: Output,
     ) -> None:
-        """Watch process `pid`; `ledger` is read for signs of life and stays the caller's."""
+        """Watch process `pid`, which writes `output`; `ledger` is read for signs of life and stays the caller's."""
         self.identity = identity
         self.pid = pid
         self.control = control
@@ -67,6 +76,7 @@ class Worker:
         self._cgroups = cgroups
         self._pidfd = os.pidfd_open(pid)
         self._ledger = os.dup(ledger)
+        self._output = output
         self._gone = False
         control.evidence = self._works
 
@@ -125,6 +135,7 @@ class Worker:
             self._gone = True
             os.close(self._pidfd)
             os.close(self._ledger)
+            self._output.close()
         return await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup)
 
 
@@ -162,6 +173,9 @@ async def birth(
         vault_there, vault_here = map(stack.enter_context, socket.socketpair())
         netns_fd = os.open(identity.gateway_netns, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, netns_fd)
+        reading, errors = pipe()
+        stack.callback(os.close, errors)
+        output = Output(identity.sandbox, reading, WORKER)
         try:
             group, _ = await both(
                 asyncio.to_thread(cgroups.create, identity.cgroup, limits),
@@ -179,6 +193,7 @@ async def birth(
                     guard.pidfd,
                     ingress.fileno(),
                     ledger,
+                    errors,
                 ],
                 timeout=_BIRTH_SECONDS,
                 **who,
@@ -189,10 +204,11 @@ async def birth(
             control = wire.Client(socket.socket(fileno=os.dup(control_here.fileno())))
             control.start()
             try:
-                return Worker(identity, int(answer["pid"]), control, daemons, cgroups, ledger)
+                return Worker(identity, int(answer["pid"]), control, daemons, cgroups, ledger, output)
             except BaseException:
                 await control.close()
                 raise
         except BaseException:
+            output.close()
             await finished(asyncio.to_thread(cgroups.remove, identity.cgroup))
             raise

@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -73,8 +74,8 @@ class Vault:
             raise MasterKeyError(f"{directory}: sealed with another master key") from None
 
 
-async def run(config: VaultConfig, keyring: Keyring, audit_fd: int) -> int:
-    """Serve until SIGTERM, SIGINT or the end of the audit channel; return the exit status."""
+async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, listener: socket.socket) -> int:
+    """Serve on `listener` until SIGTERM, SIGINT or the end of the audit channel; return the exit status."""
     vault = Vault(config.directory, keyring)
     if vault.store.damaged:
         _log.error("damaged secrets, refused until deleted: %s", ", ".join(vault.store.damaged))
@@ -85,10 +86,9 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     server = await wire.serve_unix(
-        config.socket,
+        listener,
         operations.handle,
         allowed_uids=config.uids,
-        mode=0o666,
         descriptors_from=frozenset((0, os.geteuid())),
     )
     _log.info("ready: %d secrets, %d sandboxes", len(vault.store.list_infos()), len(vault.custody.names()))
@@ -103,7 +103,6 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int) -> int:
         await asyncio.gather(server, return_exceptions=True)
         await channels.close()
         await audit.close()
-        config.socket.unlink(missing_ok=True)
         vault.close()
     if status == EXIT_AUDIT_ENDED:
         _log.error("the audit channel has ended: nothing can be released; ending")
@@ -127,15 +126,23 @@ def main(arguments: list[str]) -> int:
         os.umask(0o077)
         config = VaultConfig.read(Path(arguments[0]))
         audit_fd = _audit_fd(os.environ.get(AUDIT_FD))
+        listener = _listener()
         keyring = load(config.master_key_file, os.environ)
         os.environ.pop(ENVIRONMENT, None)
-        return asyncio.run(run(config, keyring, audit_fd))
+        return asyncio.run(run(config, keyring, audit_fd, listener))
     except (ConfigError, MasterKeyError) as error:
         _log.error("%s", error)
         return EXIT_CONFIG
     except OSError as error:
         _log.error("cannot run: %s: %s", type(error).__name__, error.strerror or error)
         return 1
+
+
+def _listener() -> socket.socket:
+    try:
+        return wire.inherited_listener()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _audit_fd(text: str | None) -> int:

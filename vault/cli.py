@@ -43,6 +43,11 @@ class Places:
     master_key_file: Path
     owner: tuple[int, int] | None = None
 
+    @property
+    def server(self) -> int:
+        """The uid of vaultd, which alone is sent a secret."""
+        return os.geteuid() if self.owner is None else self.owner[0]
+
 
 def main(
     arguments: Sequence[str],
@@ -121,6 +126,8 @@ def _ask(options: argparse.Namespace, value: Secret | None, places: Places) -> s
         raise UnreachableError(f"the server is not running: ./run serve (nothing at {places.socket})") from None
     except PermissionError:
         raise UnreachableError(_FOR_ROOT) from None
+    except wire.WrongServer as error:
+        raise UnreachableError(f"{error}: nothing was sent to it") from None
     except TimeoutError:
         raise UnreachableError("the server does not answer in time; its log says more") from None
     except OSError:
@@ -133,7 +140,7 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Place
     if options.action != "list":
         secret_name(options.name)
     binding = _binding(options) if options.action == "put" else None
-    client = await AdminClient.open(places.socket)
+    client = await AdminClient.connect(places.socket, places.server)
     try:
         match options.action:
             case "put":

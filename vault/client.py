@@ -186,18 +186,12 @@ class VaultClient:
 
 
 class AdminClient(wire.Client):
-    """The client of vaultd's own socket; `await AdminClient.connect(path)`. Which calls are answered depends on the
-    uid of the caller: uid 0 all of them, serve those about sandboxes and `has`.
+    """The client of vaultd's own socket; `await AdminClient.connect(path, uid)`.
+
+    Which calls are answered depends on the uid of the caller: uid 0 all of them, serve those about sandboxes and `has`.
 
     All raise `wire.RemoteError` with vaultd's code, `ConnectionError` or `TimeoutError`.
     """
-
-    @classmethod
-    async def open(cls, path: str | os.PathLike[str]) -> "AdminClient":
-        """Connect, typed."""
-        client = await cls.connect(path)
-        assert isinstance(client, AdminClient)  # noqa: S101 - narrows the type: connect builds `cls`
-        return client
 
     async def put(self, name: str, value: Secret, binding: SecretBinding) -> None:
         """Store a new secret; an existing name is refused (`exists`)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_KEYS = frozenset({"socket", "directory", "uids", "master_key_file"})
+_KEYS = frozenset({"directory", "uids", "master_key_file"})
 
 
 class ConfigError(Exception):
@@ -22,7 +22,6 @@ class VaultConfig:
     Read by hand: importing pydantic would take as long as everything else in vaultd, and nothing is released meanwhile.
     """
 
-    socket: Path
     directory: Path
     uids: frozenset[int]
     master_key_file: Path | None = None
@@ -44,11 +43,11 @@ class VaultConfig:
             raise ConfigError(f"{path}: unknown keys")
         uids: Any = data.get("uids")
         key = data.get("master_key_file")
-        wrong = [name for name in ("socket", "directory") if not isinstance(data.get(name), str)]
+        wrong = [] if isinstance(data.get("directory"), str) else ["directory"]
         if not isinstance(uids, list) or not uids or not all(type(uid) is int and uid >= 0 for uid in uids):
             wrong.append("uids")
         if key is not None and not isinstance(key, str):
             wrong.append("master_key_file")
         if wrong:
             raise ConfigError(f"{path}: no good {', '.join(wrong)}")
-        return cls(Path(data["socket"]), Path(data["directory"]), frozenset(uids), None if key is None else Path(key))
+        return cls(Path(data["directory"]), frozenset(uids), None if key is None else Path(key))

@@ -11,7 +11,8 @@ between our own processes, so its limits hold everywhere.
 
 from wire.frames import MAX_FDS, FrameError, Message, receive, send
 from wire.limits import MAX_FRAME, NARROW, WHOLE, Limits
-from wire.rpc import Client, Handler, Peer, RemoteError, RequestError, serve_connection, serve_unix
+from wire.rpc import Client, Handler, RemoteError, RequestError, serve_connection, serve_unix
+from wire.sockets import Peer, WrongServer, bind_unix, connect_unix, inherited_listener
 
 __all__ = [
     "MAX_FDS",
@@ -26,6 +27,10 @@ __all__ = [
     "Peer",
     "RemoteError",
     "RequestError",
+    "WrongServer",
+    "bind_unix",
+    "connect_unix",
+    "inherited_listener",
     "receive",
     "send",
     "serve_connection",

@@ -28,7 +28,6 @@ import os
 import re
 import select
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -37,6 +36,7 @@ from wire import descriptors as passing
 from wire.frames import FrameError, Message, Receiver, close_all, decode, encode, send_async, weigh
 from wire.limits import WHOLE, Limits
 from wire.patience import Patience
+from wire.sockets import BACKLOG, Peer, connect_unix, peer_of
 
 DEFAULT_TIMEOUT: Final = 30.0
 MOST_ABANDONED: Final = 1024
@@ -64,15 +64,6 @@ class RemoteError(Exception):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who is at the other end, as the kernel says (SO_PEERCRED)."""
-
-    pid: int
-    uid: int
-    gid: int
 
 
 type Result = Message | None
@@ -127,28 +118,24 @@ class Client:
         self.closed = asyncio.Event()
 
     @classmethod
-    async def connect(cls, path: str | os.PathLike[str], handler: Handler = _refuse, *, gives: Limits = WHOLE) -> Self:
-        """Connect to the unix socket at `path`.
+    async def connect(
+        cls, path: str | os.PathLike[str], uid: int, handler: Handler = _refuse, *, gives: Limits = WHOLE
+    ) -> Self:
+        """Connect to the unix socket at `path`, which a process of user `uid` must serve.
 
         Raises:
-            OSError: nobody listens there, or this process may not connect.
+            WrongServer: another user's process serves it; nothing was sent.
+            OSError: nothing listens there, or this process may not connect.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            await asyncio.get_running_loop().sock_connect(sock, os.fspath(path))
-        except BaseException:
-            sock.close()
-            raise
-        client = cls(sock, handler, gives=gives)
+        client = cls(await connect_unix(path, uid), handler, gives=gives)
         client._accepted = False
         client.start()
         return client
 
     @property
     def peer(self) -> Peer:
-        """The process at the other end. For a socket pair: the one that made the pair."""
-        return _credentials(self._sock)
+        """The process at the other end."""
+        return peer_of(self._sock)
 
     def start(self) -> None:
         """Begin to read; call once, inside a running loop."""
@@ -391,48 +378,29 @@ async def serve_connection(
 
 
 async def serve_unix(
-    path: str | os.PathLike[str],
+    listener: socket.socket,
     handler: Handler,
     *,
     allowed_uids: frozenset[int],
-    mode: int = 0o600,
-    owner: tuple[int, int] | None = None,
     max_connections: int = 16,
     takes: Limits = WHOLE,
     descriptors_from: frozenset[int] = frozenset(),
 ) -> asyncio.Task[None]:
-    """Listen on `path` and serve every peer whose uid is allowed; returns the accepting task.
+    """Listen on a bound socket and serve every peer whose uid is allowed; returns the accepting task.
 
-    Cancelling the task closes the listener and all its connections.
+    Cancelling the task closes the listener here and all its connections.
 
     Args:
-        mode: permission bits of the socket file.
-        owner: (uid, gid) of the socket file; needs root.
+        listener: of `sockets.bind_unix`, or inherited.
         max_connections: of one uid; a further one is accepted and closed at once.
         takes: what a peer may send on one connection.
         descriptors_from: uids that may pass descriptors.
     """
-    name = os.fspath(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     shielded = passing.refuse(listener)
-    try:
-        if os.path.exists(name):
-            os.unlink(name)
-        previous = os.umask(0o177)
-        try:
-            listener.bind(name)
-        finally:
-            os.umask(previous)
-        if owner is not None:
-            os.chown(name, *owner)
-        os.chmod(name, mode)
-        listener.listen(64)
-    except BaseException:
-        listener.close()
-        raise
+    listener.listen(BACKLOG)  # by this process, also where another has before: clients see the last caller's uid
     server = _Server(listener, handler, allowed_uids, max_connections, takes, descriptors_from, shielded)
-    return asyncio.get_running_loop().create_task(server.accept(), name=f"wire-accept:{name}")
+    return asyncio.get_running_loop().create_task(server.accept(), name="wire-accept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +419,7 @@ class _Server:
         try:
             while True:
                 sock, _ = await loop.sock_accept(self.listener)
-                uid = _credentials(sock).uid
+                uid = peer_of(sock).uid
                 connections = {client: its for client, its in connections.items() if not client.closed.is_set()}
                 if uid not in self.allowed_uids or list(connections.values()).count(uid) >= self.max_connections:
                     if self.shielded:
@@ -466,8 +434,3 @@ class _Server:
             self.listener.close()
             for client in connections:
                 await client.close()
-
-
-def _credentials(sock: socket.socket) -> Peer:
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return Peer(*struct.unpack("3i", data))

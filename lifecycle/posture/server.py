@@ -28,6 +28,7 @@ from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
 from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings
 from wire import frames
+from wire.sockets import ROOT, check_server
 
 HOSTD = "runtimes.hostd"
 _TAKEN = (
@@ -125,7 +126,9 @@ class Server:
         """The namespace file of a sandbox's slot; `side` is `sandbox` or `gateway`."""
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
             sock.settimeout(30)
-            sock.connect(str(self.run_dir / "hostd.sock"))
+            path = self.run_dir / "hostd.sock"
+            sock.connect(str(path))
+            check_server(sock, path, ROOT)
             frames.send(sock, {"id": 1, "op": "inspect", "sandbox": sandbox})
             received = frames.receive(sock)
         found = (received[0].get("ok") or {}).get("netns") if received else None

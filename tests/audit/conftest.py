@@ -17,7 +17,8 @@ from audit.chain import Verifier
 from audit.client import AuditClient
 from audit.keys import load_public
 from audit.layout import verify_directory
-from wire import Client
+from wire import Client, bind_unix
+from wire.sockets import LISTEN_FD
 
 ROOT = Path(__file__).resolve().parents[2]
 A, B = f"sbx-{'a' * 24}", f"sbx-{'b' * 24}"
@@ -33,7 +34,7 @@ class Auditd:
         self.stderr = base / "stderr"
         self.config = base / "audit.json"
         settings = {"sync": "group", "max_file_bytes": 1 << 26, "max_files": 0, "uids": [os.getuid()]} | config
-        self.config.write_text(json.dumps({"socket": str(self.socket), "directory": str(self.log)} | settings))
+        self.config.write_text(json.dumps({"directory": str(self.log)} | settings))
         self.process: asyncio.subprocess.Process | None = None
         self.control: Client | None = None
         self.clients: list[AuditClient] = []
@@ -49,16 +50,22 @@ class Auditd:
         return open(self.stderr, "ab")
 
     async def start(self) -> "Auditd":
-        with self._open_stderr() as stderr:
+        with self._open_stderr() as stderr, bind_unix(self.socket) as listener:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, *self._program(), str(self.config), cwd=ROOT, stderr=stderr
+                sys.executable,
+                *self._program(),
+                str(self.config),
+                cwd=ROOT,
+                stderr=stderr,
+                pass_fds=[listener.fileno()],
+                env=os.environ | {LISTEN_FD: str(listener.fileno())},
             )
         async with asyncio.timeout(20):
             while self.control is None:
                 if self.process.returncode is not None:
                     raise AssertionError(self.stderr.read_text())
                 try:
-                    self.control = await Client.connect(self.socket)
+                    self.control = await Client.connect(self.socket, os.getuid() if self.uid is None else self.uid)
                 except OSError:
                     await asyncio.sleep(0.01)  # polling for a socket to appear, not synchronisation
             await self.control.call("ping")

@@ -466,10 +466,10 @@ def test_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"nonsense": 1}, {"sync": "never"}, {"max_file_bytes": 1}, {"uids": "0"}, {"uids": [True]}, {"socket": 1}],
+    [{"nonsense": 1}, {"sync": "never"}, {"max_file_bytes": 1}, {"uids": "0"}, {"uids": [True]}],
 )
 def test_a_wrong_configuration_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    config = {"socket": str(tmp_path / "s"), "directory": str(tmp_path / "log"), "uids": [0]} | change
+    config = {"directory": str(tmp_path / "log"), "uids": [0]} | change
     (tmp_path / "c.json").write_text(json.dumps(config))
     done = subprocess.run(
         [sys.executable, "-m", "audit.writer", str(tmp_path / "c.json")], cwd=ROOT, capture_output=True, timeout=20

@@ -16,7 +16,7 @@ REQUEST: dict[str, Any] = {
     "gid": 700001000,
     "cgroup": ["/sys/fs/cgroup/x"],
 }
-FDS = [10, 11, 12, 13, 14, 15, 16]
+FDS = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def test_a_whole_request_is_an_order() -> None:
@@ -47,7 +47,7 @@ def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
         parse_fork(REQUEST | changes, FDS)
 
 
-@pytest.mark.parametrize("fds", [[], FDS[:6], [*FDS, 17]])
+@pytest.mark.parametrize("fds", [[], FDS[:7], [*FDS, 18]])
 def test_another_number_of_descriptors_is_refused(fds: list[int]) -> None:
     with pytest.raises(RefusedError):
         parse_fork(REQUEST, fds)

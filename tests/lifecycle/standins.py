@@ -7,6 +7,7 @@ here is the control plane: real uvicorn, real registry, real sockets.
 
 import asyncio
 import contextlib
+import os
 import socket
 import tempfile
 import time
@@ -312,7 +313,6 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
         (directory / "state").mkdir()
         config = ServeConfig(
             host="127.0.0.1",
-            port=0,
             run_dir=directory,
             state_dir=directory / "state",
             policy_file=None,
@@ -323,6 +323,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
                 defaults=Resources(1_000_000_000, 512 << 20, 256, 1 << 30),
                 maxima=Resources(4_000_000_000, 4 << 30, 4096, 8 << 30),
             ),
+            daemon_uids=dict.fromkeys(("hostd", "vaultd", "auditd"), os.getuid()),
             bounds=Bounds(answer_seconds=10.0),
             graceful_shutdown=1,
         )
@@ -332,10 +333,10 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
             path.write_text(policy)
         policies = Policies.read(path)
         hostd, vaultd, auditd = StandInHostd(directory, path), StandInVaultd(), StandInAuditd()
-        import os
-
         tasks = [
-            await wire.serve_unix(directory / name, daemon.handle, allowed_uids=frozenset({os.getuid()}))
+            await wire.serve_unix(
+                wire.bind_unix(directory / name), daemon.handle, allowed_uids=frozenset({os.getuid()})
+            )
             for name, daemon in (("hostd.sock", hostd), ("vault.sock", vaultd), ("audit.sock", auditd))
         ]
         backend = await _backend(hostd) if ingress else None

@@ -16,6 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from lifecycle import connections, models
+from lifecycle.serve import prepare
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": 600}
 
@@ -339,10 +340,12 @@ async def test_a_request_that_has_begun_may_take_its_time(hasty: World) -> None:
         writer.close()
 
 
-async def test_a_client_that_vanished_is_asked_after(server: World) -> None:
+def test_a_client_that_vanished_is_asked_after() -> None:
     """What is accepted is watched by the kernel: nobody else would notice on a WebSocket without traffic."""
-    with server.config.listen() as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        prepare(listener)
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
         with accepted:
             assert 1 == accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             most = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + accepted.getsockopt(

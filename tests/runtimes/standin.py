@@ -35,9 +35,8 @@ async def _socket_daemon(config: dict[str, Any]) -> None:
             return {"attached": len(_CHANNELS)}
         raise wire.RequestError("unknown_op", op)
 
-    server = await wire.serve_unix(
-        config["socket"], handle, allowed_uids=(uids := frozenset(config["uids"])), mode=0o666, descriptors_from=uids
-    )
+    uids = frozenset(config["uids"])
+    server = await wire.serve_unix(wire.inherited_listener(), handle, allowed_uids=uids, descriptors_from=uids)
     if "SALLYPORT_AUDIT_FD" in os.environ:
         audit = await wire.serve_connection(_inherited("SALLYPORT_AUDIT_FD"), handle)
         await audit.call("ping")
@@ -81,7 +80,7 @@ async def _zygote() -> None:
         try:
             if op == "ping":
                 return {}
-            if op != "fork" or len(fds) != 7:
+            if op != "fork" or len(fds) != 8:
                 raise wire.RequestError("unknown_op", op)
             order = parameters | {"fds": fds}
             process = await asyncio.create_subprocess_exec(
@@ -119,7 +118,7 @@ def _gateway_listener(netns_fd: int) -> socket.socket:
 async def _worker(order: dict[str, Any]) -> None:
     for directory in order["cgroup"]:
         Path(directory, "cgroup.procs").write_text(str(os.getpid()))
-    control_fd, _audit, _vault, netns_fd, _guard, _ingress, _ledger = order["fds"]
+    control_fd, _audit, _vault, netns_fd, _guard, _ingress, _ledger, _errors = order["fds"]
     listener = _gateway_listener(netns_fd)
     os.close(netns_fd)
     os.setgroups([])

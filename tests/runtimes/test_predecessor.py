@@ -48,7 +48,7 @@ async def test_only_what_was_started_just_the_same_is_adopted(tmp_path: Path) ->
     process = await asyncio.create_subprocess_exec("sleep", "1000")
     predecessor.note(tmp_path, "auditd", process.pid, "one")
     assert predecessor.take(tmp_path, "auditd", "two") is None
-    assert predecessor.runs(tmp_path, "auditd")
+    assert predecessor.find(tmp_path, "auditd") is not None
     adopted = predecessor.take(tmp_path, "auditd", "one")
     assert adopted is not None
     assert (process.pid, None) == (adopted.pid, adopted.returncode)
@@ -60,7 +60,7 @@ async def test_only_what_was_started_just_the_same_is_adopted(tmp_path: Path) ->
     await process.wait()
     adopted.kill()
     assert predecessor.take(tmp_path, "auditd", "one") is None
-    assert not predecessor.runs(tmp_path, "auditd")
+    assert predecessor.find(tmp_path, "auditd") is None
 
 
 def test_what_is_spared_goes_on(tmp_path: Path) -> None:

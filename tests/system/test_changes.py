@@ -199,7 +199,7 @@ async def test_each_request_holds_one_version_of_a_secret(stack: Stack, internet
     """After a rotation is answered nothing leaves with the former value; none leaves with two, or with none."""
     values = [f"version-{number}-{secrets.token_hex(16)}" for number in range(CHANGES + 1)]
     pauses = random.Random(13)
-    vault = await AdminClient.open(stack.run / "vault.sock")
+    vault = await AdminClient.connect(stack.run / "vault.sock", 700000002)
     try:
         await vault.put("rotating-token", Secret(values[0]), SecretBinding.make([STATUS]))
         states = [State(values[0], 0.0, 0.0)]

@@ -50,9 +50,8 @@ class Hostd:
         netns.create(self.upstream, {})
         processes = []
         for name in ("auditd", "vaultd", "compiler", "zygote"):
-            sock = {"auditd": "audit.sock", "vaultd": "vault.sock"}.get(name, "")
             config = directory / f"{name}.json"
-            config.write_text(json.dumps({"kind": name, "socket": str(self.run / sock), "uids": [0]}))
+            config.write_text(json.dumps({"kind": name, "uids": [0]}))
             processes.append({"name": name, "module": "tests.runtimes.standin", "config": str(config)})
         host = {
             "run_dir": str(self.run),

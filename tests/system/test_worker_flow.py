@@ -38,7 +38,8 @@ from policy.rules import Action, DnsSettings, Endpoint, Limits, Precedence, Rule
 from runtimes.netplan import PLAN
 from runtimes.nft import render_gateway
 from vault import keyring
-from wire import frames
+from wire import bind_unix, frames
+from wire.sockets import LISTEN_FD
 
 pytestmark = pytest.mark.system
 
@@ -188,6 +189,7 @@ class Rig:
     internet: Internet
     vaultd: Channel
     roots: str
+    errors: int
     generation: int = 0
 
     @property
@@ -317,7 +319,7 @@ def auditd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Channel, 
     base = tmp_path_factory.mktemp("audit")
     config = base / "audit.json"
     config.write_text(
-        json.dumps({"socket": str(base / "audit.sock"), "directory": str(base / "log"), "uids": [0], "sync": "group",
+        json.dumps({"directory": str(base / "log"), "uids": [0], "sync": "group",
                     "max_file_bytes": 1 << 24, "max_files": 0})
     )  # fmt: skip
     with daemon("audit.writer", config, base / "audit.sock") as made:
@@ -325,9 +327,16 @@ def auditd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Channel, 
 
 
 @contextlib.contextmanager
-def daemon(module: str, config: Path, path: Path, **options: Any) -> Iterator[Channel]:
+def daemon(module: str, config: Path, path: Path, **inherited: int) -> Iterator[Channel]:
     """A daemon of ours, once it listens on `path`."""
-    process = subprocess.Popen([sys.executable, "-m", module, str(config)], cwd=ROOT, **options)
+    with bind_unix(path) as listener:
+        fds = {LISTEN_FD: listener.fileno()} | inherited
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(config)],
+            cwd=ROOT,
+            pass_fds=tuple(fds.values()),
+            env=os.environ | {name: str(fd) for name, fd in fds.items()},
+        )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         deadline = time.monotonic() + TIMEOUT
@@ -354,7 +363,6 @@ def vaultd(auditd: tuple[Channel, Path], tmp_path_factory: pytest.TempPathFactor
     config.write_text(
         json.dumps(
             {
-                "socket": str(base / "vault.sock"),
                 "directory": str(base / "store"),
                 "uids": [0],
                 "master_key_file": str(base / "master.key"),
@@ -364,9 +372,7 @@ def vaultd(auditd: tuple[Channel, Path], tmp_path_factory: pytest.TempPathFactor
     ours, theirs = socket.socketpair()
     with ours, theirs:
         auditd[0].call("attach", (ours.fileno(),), sandbox=None, generation=1, producer="vault")
-        environment = {**os.environ, "SALLYPORT_AUDIT_FD": str(theirs.fileno())}
-        options: dict[str, Any] = {"pass_fds": [theirs.fileno()], "env": environment}
-        with daemon("vault.broker", config, base / "vault.sock", **options) as made:
+        with daemon("vault.broker", config, base / "vault.sock", SALLYPORT_AUDIT_FD=theirs.fileno()) as made:
             made.call("put", name="api-token", value=SECRET, hosts=["good.example.com"], ports=[443], schemes=["https"])
             made.call("put", name="scoped", value=SCOPED, hosts=["good.example.com"], methods=["GET"], paths=["/v1/*"])
             yield made
@@ -393,13 +399,13 @@ def rig(
         stderr=stderr,
     )
     theirs.close()
-    stderr.close()
-    made = Rig(channel(ours), *auditd, internet, vaultd, internet.certificate)
+    made = Rig(channel(ours), *auditd, internet, vaultd, internet.certificate, stderr.fileno())
     try:
         made.zygote.call("ping")
         yield made
     finally:
         ours.close()
+        stderr.close()
         status = process.wait(TIMEOUT)
         sys.stderr.write(log.read_text())
         assert status == 0
@@ -428,7 +434,7 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
         listener.listen(16)
         ledger = os.memfd_create("ledger")
         os.ftruncate(ledger, 4096)
-        fds = (control_child, audit_child, vault_child, namespace, guard_read, listener, ledger)
+        fds = (control_child, audit_child, vault_child, namespace, guard_read, listener, ledger, rig.errors)
         answer = rig.zygote.call(
             "fork",
             tuple(item if isinstance(item, int) else item.fileno() for item in fds),

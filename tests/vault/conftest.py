@@ -22,6 +22,7 @@ from vault.channels import Channels
 from vault.client import AdminClient, OnRevoke, VaultClient
 from vault.keyring import Keyring, create
 from vault.operations import Operations
+from wire.sockets import LISTEN_FD
 
 KEYRING = Keyring(bytes(range(32)))
 SERVE, VAULTD = 700000001, 700000002
@@ -73,11 +74,9 @@ class InProcess:
         self.vault = Vault(self.directory / "vault", KEYRING)
         self.channels = Channels(self.vault.custody, self.audit, lambda: self.monotonic())
         operations = Operations(self.vault.custody, self.channels, self.audit, self._administrators)
-        own = frozenset({os.geteuid()})
-        self._server = await wire.serve_unix(
-            self.directory / "s", operations.handle, allowed_uids=own, descriptors_from=own
-        )
-        self.admin = await AdminClient.open(self.directory / "s")
+        listener, own = wire.bind_unix(self.directory / "s"), frozenset({os.geteuid()})
+        self._server = await wire.serve_unix(listener, operations.handle, allowed_uids=own, descriptors_from=own)
+        self.admin = await AdminClient.connect(self.directory / "s", os.geteuid())
 
     async def stop(self) -> None:
         """End it, as a killed vaultd would: nothing is saved."""
@@ -158,14 +157,10 @@ class Daemons:
         create(path / "key", (self.uid, self.uid) if os.geteuid() == 0 else None)
         if os.geteuid() == 0:
             os.chown(path / "vault", self.uid, self.uid)
-            os.chown(path / "run", self.uid, self.uid)
-        self._write(
-            "audit.json", {"socket": f"{path}/audit.sock", "directory": f"{path}/audit", "uids": [os.geteuid()]}
-        )
+        self._write("audit.json", {"directory": f"{path}/audit", "uids": [os.geteuid()]})
         self._write(
             "vault.json",
             {
-                "socket": f"{path}/run/vault.sock",
                 "directory": f"{path}/vault",
                 "uids": [os.geteuid(), SERVE],
                 "master_key_file": f"{path}/key",
@@ -174,8 +169,9 @@ class Daemons:
 
     async def start(self) -> None:
         """Start both, as hostd does."""
-        self.auditd = self._spawn("auditd", ["-m", "audit.writer", f"{self.path}/audit.json"])
-        self.audit = await eventually(lambda: wire.Client.connect(self.path / "audit.sock"))
+        path = self.path / "audit.sock"
+        self.auditd = self._spawn("auditd", ["-m", "audit.writer", f"{self.path}/audit.json"], path)
+        self.audit = await eventually(lambda: wire.Client.connect(path, os.geteuid()))
         await self.start_vaultd()
 
     async def start_vaultd(self) -> None:
@@ -184,12 +180,13 @@ class Daemons:
         with near, far:
             await self.audit.call("attach", (far.fileno(),), sandbox=None, generation=None, producer="vault")
             self.vaultd = self.spawn_vaultd(near.fileno())
-        self.admin = await eventually(lambda: AdminClient.open(self.path / "run" / "vault.sock"))
+        self.admin = await eventually(lambda: AdminClient.connect(self.path / "run" / "vault.sock", self.uid))
         await self.admin.call("ping")
 
     def spawn_vaultd(self, audit_fd: int) -> subprocess.Popen[bytes]:
         """Start a vaultd process on the configuration, whether it comes up or not."""
-        return self._spawn("vaultd", ["-c", LAUNCH, f"{self.path}/vault.json", str(self.uid)], audit_fd)
+        arguments = ["-c", LAUNCH, f"{self.path}/vault.json", str(self.uid)]
+        return self._spawn("vaultd", arguments, self.path / "run" / "vault.sock", audit_fd)
 
     async def stop(self) -> None:
         """End both."""
@@ -211,13 +208,16 @@ class Daemons:
             os.chown(path, self.uid, self.uid)
         path.chmod(0o600)
 
-    def _spawn(self, name: str, arguments: list[str], audit_fd: int | None = None) -> subprocess.Popen[bytes]:
-        with (self.path / f"{name}-{len(self.processes)}.log").open("wb") as log:
+    def _spawn(
+        self, name: str, arguments: list[str], path: Path, audit_fd: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        with (self.path / f"{name}-{len(self.processes)}.log").open("wb") as log, wire.bind_unix(path) as listener:
+            fds = {LISTEN_FD: listener.fileno()} | ({} if audit_fd is None else {"SALLYPORT_AUDIT_FD": audit_fd})
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 stderr=log,
-                pass_fds=() if audit_fd is None else (audit_fd,),
-                env=os.environ | ({} if audit_fd is None else {"SALLYPORT_AUDIT_FD": str(audit_fd)}),
+                pass_fds=tuple(fds.values()),
+                env=os.environ | {key: str(fd) for key, fd in fds.items()},
             )
         self.processes.append(process)
         return process

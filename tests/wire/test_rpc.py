@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from wire import MAX_FRAME, Client, FrameError, RemoteError, RequestError, serve_connection, serve_unix
+from wire import MAX_FRAME, Client, FrameError, RemoteError, RequestError, bind_unix, serve_connection, serve_unix
 from wire.frames import Message
 
 
@@ -108,7 +108,7 @@ async def test_a_connection_can_be_ended_once_its_calls_have_their_answers() -> 
 
 
 async def test_garbage_ends_the_connection(tmp_path: Path) -> None:
-    accepting = await serve_unix(tmp_path / "s", _handler, allowed_uids=frozenset({os.getuid()}))
+    accepting = await serve_unix(bind_unix(tmp_path / "s"), _handler, allowed_uids=frozenset({os.getuid()}))
     reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     await writer.drain()
@@ -123,8 +123,8 @@ async def test_garbage_ends_the_connection(tmp_path: Path) -> None:
 
 
 async def test_a_peer_of_another_user_is_turned_away(tmp_path: Path) -> None:
-    accepting = await serve_unix(tmp_path / "s", _handler, allowed_uids=frozenset({os.getuid() + 1}))
-    client = await Client.connect(tmp_path / "s")
+    accepting = await serve_unix(bind_unix(tmp_path / "s"), _handler, allowed_uids=frozenset({os.getuid() + 1}))
+    client = await Client.connect(tmp_path / "s", os.getuid())
     with pytest.raises(ConnectionError):
         await client.call("echo", value=1)
     await client.close()
@@ -134,10 +134,10 @@ async def test_a_peer_of_another_user_is_turned_away(tmp_path: Path) -> None:
 
 async def test_a_connection_over_the_limit_is_closed(tmp_path: Path) -> None:
     uids = frozenset({os.getuid()})
-    accepting = await serve_unix(tmp_path / "s", _handler, allowed_uids=uids, max_connections=1)
-    first = await Client.connect(tmp_path / "s")
+    accepting = await serve_unix(bind_unix(tmp_path / "s"), _handler, allowed_uids=uids, max_connections=1)
+    first = await Client.connect(tmp_path / "s", os.getuid())
     await first.call("echo", value=1)
-    second = await Client.connect(tmp_path / "s")
+    second = await Client.connect(tmp_path / "s", os.getuid())
     with pytest.raises(ConnectionError):
         await second.call("echo", value=1)
 
