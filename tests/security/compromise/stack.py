@@ -86,6 +86,10 @@ class CompromisedStack(SubstitutedStack):
     def stop(self) -> None:
         super().stop()
         self._listener.close()
+        with self._lock:
+            for waiting in self._agents.values():
+                while not waiting.empty():
+                    waiting.get().close()
 
     def _of(self, name: str) -> "queue.Queue[Hostile]":
         with self._lock:
