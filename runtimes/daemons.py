@@ -11,7 +11,8 @@
 - vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again. The number
   of that channel never repeats, whatever was killed: it is on disk before it is used.
 - After auditd or vaultd came back, every worker gets a new channel: the former one ended with the old daemon.
-- One that hangs is ended like one that died, and started again. (serve has no channel to hostd: it is not watched.)
+- One that hangs is ended like one that died, and started again. serve is asked over its own connection to us, from its
+  first request on.
 - A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and nobody gets a
   second guess at the same one.
 """
@@ -72,6 +73,7 @@ class Daemons:
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
         self._controls: dict[str, socket.socket] = {}
+        self._zygote_pid = 0
         self._serve_read = -1
         self._listener: socket.socket | None = None
         self._renewal: asyncio.Task[None] | None = None
@@ -221,6 +223,14 @@ class Daemons:
             raise ConnectionError(f"{name} is down")
         return client
 
+    def zygote(self) -> tuple[wire.Client, int]:
+        """Return the connection to the zygote, and its process id.
+
+        Raises:
+            ConnectionError: it is down.
+        """
+        return self.client("zygote"), self._zygote_pid
+
     async def available(self, seconds: float = _UP_SECONDS) -> None:
         """Wait, but no longer than `seconds`, until every daemon that a worker is born with can be reached."""
         with contextlib.suppress(TimeoutError):
@@ -248,6 +258,12 @@ class Daemons:
         if (former := self._looking.pop(name, None)) is not None:
             former.cancel()
         self._looking[name] = asyncio.create_task(self._end_hung(name, pid, client), name=f"look-after-{name}")
+
+    def heard(self, client: wire.Client) -> None:
+        """Look after serve by a connection of its own, if `client` is one and there is none yet."""
+        looking, serve = self._looking.get("serve"), self._supervised.get("serve")
+        if serve is not None and serve.pid == client.peer.pid and (looking is None or looking.done()):
+            self._look_after("serve", serve.pid, client)
 
     async def _end_hung(self, name: str, pid: int, client: wire.Client) -> None:
         try:
@@ -318,11 +334,12 @@ class Daemons:
     async def _zygote_ready(self) -> None:
         client = wire.Client(self._controls.pop("zygote"), self._from_zygote, takes=wire.NARROW)
         client.start()
-        answer = await client.call("ping", timeout=None)
+        pid = (await client.call("ping", timeout=None)).get("pid")
+        if type(pid) is not int or pid <= 1:
+            raise ConnectionError("the zygote does not say which process it is")
         previous = self._clients.get("zygote")
-        self._clients["zygote"] = client
-        if isinstance(pid := answer.get("pid"), int):
-            self._look_after("zygote", pid, client)
+        self._clients["zygote"], self._zygote_pid = client, pid
+        self._look_after("zygote", pid, client)
         if previous is not None:
             await previous.answered(_FORK_SECONDS)  # a birth that the former one has begun is its own to end
             await previous.close()

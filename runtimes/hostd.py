@@ -41,7 +41,7 @@ from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
 from runtimes.drops import Drops
 from runtimes.finish import together
 from runtimes.guard import Guard, GuardError
-from runtimes.keeper import READY_FD
+from runtimes.keeper import BEAT_SECONDS, READY_FD
 from runtimes.kept_files import KeptFiles
 from runtimes.ledgers import Ledgers
 from runtimes.netns import NftError
@@ -305,10 +305,11 @@ class Host:
             os.close(self._lock)
 
     async def handle(
-        self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
+        self, client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
     ) -> wire.Message | None:
         """Answer one request."""
         close_all(fds)
+        self._daemons.heard(client)
         operations: dict[str, Callable[[wire.Message], Awaitable[dict[str, Any]]]] = {
             "ping": self._ping,
             "doctor": self._doctor,
@@ -445,9 +446,9 @@ async def run(config: HostConfig) -> int:
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         await starting
-        if keeper is not None:
-            keeper.write(b"1")
+        beating = None if keeper is None else asyncio.create_task(_beat(keeper), name="beat")
         await stopping
+        del beating
     except (
         Refused,
         DockerdError,
@@ -465,6 +466,13 @@ async def run(config: HostConfig) -> int:
         stopping.cancel()
         await host.stop(remove=stop.is_set())
     return 0
+
+
+async def _beat(keeper: BinaryIO) -> None:
+    """Tell the keeper that we are ready, and from then on that we live."""
+    while True:
+        keeper.write(b"1")  # into a pipe that never blocks
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 def _keeper() -> BinaryIO | None:

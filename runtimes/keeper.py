@@ -2,6 +2,8 @@
 
 - hostd that was killed, or ended by itself after it had been ready, is started again, later each time it does not stay;
   one that cannot run (it ended before it was ever ready) is not: its status is ours.
+- hostd that hangs is killed: once it is ready its event loop writes to us every second. A silence is judged by what it
+  does with the processor meanwhile, as for every other process (`liveness`), and not while it ends in order.
 - SIGINT and SIGTERM are passed on, and hostd's orderly removal is waited for. hostd finds them pending when they come
   before it can take them: none is lost, at no moment.
 - A killed keeper is a killed hostd (PR_SET_PDEATHSIG): never a hostd that nobody keeps. The next keeper's hostd adopts.
@@ -24,12 +26,15 @@ from pathlib import Path
 
 from runtimes.cgroups import Cgroups
 
+from runtimes.liveness import Liveness, observe
+
 READY_FD = "SALLYPORT_HOSTD_READY_FD"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BACKOFF = (0.0, 0.2, 0.5, 1.0)
 _CALM_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
 _TICK_SECONDS = 1.0
+BEAT_SECONDS = 1.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _AWAITED = (*_ENDING, signal.SIGCHLD)
 _USAGE, _CANNOT_START = 64, 71
@@ -70,6 +75,7 @@ class Keeper:
         ready, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         pid = self._start(told)
         os.close(told)
+        liveness, beats = Liveness(_TICK_SECONDS), 0
         if self._stopping:  # it came while there was no hostd: this one takes over what is left, to remove it
             os.kill(pid, signal.SIGTERM)
         try:
@@ -77,12 +83,18 @@ class Keeper:
                 status = self._reap(pid)
                 if status is not None:
                     return status
+                if (beat := _read(ready)) and not beats:
+                    self._was_ready = True
+                beats += len(beat)
+                if beats and not self._stopping and (why := _hangs(liveness, pid, beats)):
+                    print(f"sallyport: hostd hangs: {why}", file=sys.stderr, flush=True)
+                    os.kill(pid, signal.SIGKILL)
                 received = signal.sigtimedwait(_AWAITED, _TICK_SECONDS)
                 if received is not None and received.si_signo in _ENDING:
                     self._stopping = True
                     os.kill(pid, signal.SIGTERM)
         finally:
-            self._was_ready = self._was_ready or _read(ready) == b"1"
+            self._was_ready = self._was_ready or _read(ready) != b""
             os.close(ready)
 
     def _start(self, told: int) -> int:
@@ -148,9 +160,17 @@ def ending(host: Path) -> Callable[[], None]:
 
 def _read(fd: int) -> bytes:
     try:
-        return os.read(fd, 1)
+        return os.read(fd, 4096)
     except BlockingIOError:
         return b""
+
+
+def _hangs(liveness: Liveness, pid: int, beats: int) -> str | None:
+    """Say why hostd hangs, None if it does not; it cannot have been reaped yet."""
+    try:
+        return liveness.look(observe(pid, time.monotonic(), beats))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Tells a process that hangs from one that waits for its turn. `Liveness` is pure; `ended` asks and looks.
+"""Tells a process that hangs from one that waits for its turn. `Liveness` is pure; `ended` and `within` ask and look.
 
 - Evidence of life is progress: something that only the process itself changes (`Sample.progress`). How late it is says
   nothing: a busy machine makes any process late.
@@ -9,17 +9,20 @@
 - A process that does not even want the processor (stopped, or asleep although it has a request to answer) is charged
   for the time that passed, at most `longest` for one look: an observer that was late itself must not count that.
 - Progress clears all charges. A process that has ended is no matter of this module.
+- What a process was asked for is waited for by the same charges (`within`), and nothing that it does meanwhile clears
+  them: a process that is taken over can do anything but that.
 """
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-import wire
+if TYPE_CHECKING:  # the keeper has the standard library only
+    import wire
 
 CPU_SECONDS: Final = 10.0
 """Processor time without progress. The longest honest turn of a worker's loop was seen at some two seconds of it."""
@@ -28,6 +31,9 @@ IDLE_SECONDS: Final = 10.0
 _CALM_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0
 _WAITS: Final = ("R", "D")
+_STEP_SECONDS: Final = 0.1
+MOST: Final = 4
+"""How many times the seconds `within` waits for a process that is given no processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +87,54 @@ class Liveness:
         return None
 
 
-def observe(pid: int, at: float, progress: Hashable) -> Sample:
-    """Look at a process: its first thread, which has the event loop.
+def observe(pid: int, at: float, progress: Hashable, *, whole: bool = False) -> Sample:
+    """Look at a process: its first thread, which has the event loop; `whole`: at the time that all its threads used.
 
     Raises:
         OSError, ValueError, IndexError: it cannot be looked at; it has ended.
     """
-    stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-    cpu = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    stat = _stat(f"/proc/{pid}/task/{pid}/stat")
+    used = _stat(f"/proc/{pid}/stat") if whole else stat
+    cpu = (int(used[11]) + int(used[12])) / os.sysconf("SC_CLK_TCK")
     return Sample(at, progress, cpu, stat[0] in _WAITS)
 
 
-async def ended(pid: int, connection: wire.Client, evidence: Callable[[], Hashable] = lambda: None) -> str | None:
+def _stat(path: str) -> list[str]:
+    return Path(path).read_text().rpartition(")")[2].split()
+
+
+async def within[T](pid: int, seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, for which process `pid` was asked and gets so many seconds.
+
+    A second is one of its processor time, or one in which it did not want the processor.
+
+    Raises:
+        TimeoutError: it had them; `work` is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    charged, last = 0.0, None
+    try:
+        for _ in range(round(MOST * seconds / _STEP_SECONDS)):
+            sample = None
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended: `work` will say so
+                sample = observe(pid, 0.0, None, whole=True)
+            if last is not None:
+                waited = sample is not None and (sample.waits or last.waits)
+                charged += max(0.0 if sample is None else sample.cpu - last.cpu, 0.0 if waited else _STEP_SECONDS)
+            last = sample or last
+            if charged >= seconds:
+                break
+            if (await asyncio.wait({task}, timeout=_STEP_SECONDS))[0]:
+                break
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def ended(pid: int, connection: "wire.Client", evidence: Callable[[], Hashable] = lambda: None) -> str | None:
     """Wait until a process of ours has ended, or its `connection` has: None; or until it hangs: why.
 
     It is asked to `ping`, and an answer is progress. So is whatever else `evidence` (may raise OSError) reads of it

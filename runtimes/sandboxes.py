@@ -9,7 +9,9 @@
 - A generation is written down before a worker is born with it: no number is ever used twice.
 - One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time. A launch or a removal
   that has begun comes to its end, whether or not anybody still waits for it.
-- Removal stops traffic first, and is judged by process, inode, mount, group and file.
+- Removal kills the worker first, so traffic ends, whoever holds the lock and whatever else fails; it is judged by
+  process, inode, mount, group and file.
+- A worker that does not confirm what was decided is killed, two seconds of its own time after it was told.
 
 It is longer than a module should be: launch, replacement, adoption, cutting off and removal are one transaction over
 one state under one lock, and are read together.
@@ -23,7 +25,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,19 +40,24 @@ from runtimes.docker import ContainerPlan, Docker, DockerError, Layout, Mount
 from runtimes.finish import Endings, both, finished, taken
 from runtimes.guard import Guard
 from runtimes.ledgers import Ledgers
+from runtimes.liveness import within
 from runtimes.operator import Operator, Policy
 from runtimes.plans import Plans
 from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
 from runtimes.slot_pool import SlotPool
 from runtimes.spec import HostConfig, LaunchSpec, sandbox_users
-from runtimes.workers import Identity, Worker, birth
+from runtimes.workers import Identity, Worker, birth, policy_digest
 from runtimes.yielding import Computing
 
-_RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0)
+_RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
 _CALM_SECONDS = 10.0
 _PARALLEL_LAUNCHES = 4
 _PATIENCE_SECONDS = 5.0
+_CONFIRM_SECONDS = 20.0
+_DECIDED_SECONDS = 2.0
+_REFUSALS = frozenset({"bad_config", "bad_request", "not_mine", "audit_unavailable", "internal"})
+"""What a worker may refuse a configuration with; `gateway` is said for anything else."""
 
 _log = logging.getLogger(__name__)
 
@@ -311,7 +318,7 @@ class Sandboxes:
                 await worker.reconnect(daemon)
             except (OSError, wire.RemoteError) as error:  # ConnectionError and TimeoutError are OSErrors
                 _log.warning("worker of %s has no channel to %s: %s", sandbox.id, daemon, type(error).__name__)
-                await worker.control.close()  # it ends, and is born again
+                worker.kill()  # it is born again
 
     async def guard_changed(self, pidfd: int) -> None:
         """Tell all workers of the new guard."""
@@ -334,7 +341,7 @@ class Sandboxes:
             document, policy = self._documents, await self._operator.compile(selection)
             if decided:  # before the lock: it may be held for the birth of a worker
                 sandbox.selection, sandbox.compiled = selection, policy
-            async with sandbox.lock:
+            async with self._turn(sandbox, decided=decided):
                 if self._get(name) is not sandbox:  # removed meanwhile, and made again
                     raise wire.RequestError("unavailable", "the sandbox is being removed")
                 if document == self._documents:
@@ -358,7 +365,7 @@ class Sandboxes:
 
     async def _recompile(self, sandbox: Sandbox) -> None:
         """Put in force what a sandbox was given, under the document of now; what cannot be compiled closes it."""
-        async with sandbox.lock:
+        async with self._turn(sandbox, decided=True):
             if not sandbox.running:
                 return
             try:
@@ -381,19 +388,22 @@ class Sandboxes:
         if sandbox.worker is None or not sandbox.running:
             raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
         try:
-            digest = await sandbox.worker.configure(self._operator.configuration(policy))
+            digest = await sandbox.worker.configure(
+                self._operator.configuration(policy), _DECIDED_SECONDS if decided else _CONFIRM_SECONDS
+            )
         except wire.FrameError:
             if decided:
-                await sandbox.worker.control.close()
+                sandbox.worker.kill()
             raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
         except wire.RemoteError as error:
             # With "internal" it does not say how far it came; and what it has must not stay if that is over.
-            if error.code == "internal" or (decided and sandbox.policy != _digest(policy)):
-                await sandbox.worker.control.close()
-            raise wire.RequestError(error.code, error.message) from error
+            if error.code == "internal" or (decided and sandbox.policy != policy_digest({"policy": policy})):
+                sandbox.worker.kill()
+            code = error.code if error.code in _REFUSALS else "gateway"
+            raise wire.RequestError(code, error.message[:500]) from error
         except (ConnectionError, TimeoutError) as error:
             # It may have applied it or not. A new worker with the configuration that is known is sure.
-            await sandbox.worker.control.close()
+            sandbox.worker.kill()
             raise wire.RequestError("unavailable", "the gateway worker did not confirm") from error
         former = sandbox.selection, sandbox.compiled, sandbox.policy
         sandbox.selection, sandbox.compiled, sandbox.policy = selection, policy, digest
@@ -401,9 +411,25 @@ class Sandboxes:
             self._write_down(sandbox)
         except OSError as error:
             sandbox.selection, sandbox.compiled, sandbox.policy = former
-            await sandbox.worker.control.close()
+            sandbox.worker.kill()
             raise wire.RequestError("unavailable", "the policy could not be written down") from error
         return digest
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, sandbox: Sandbox, *, decided: bool) -> AsyncIterator[None]:
+        """Hold the lock. What was decided does not wait behind a worker that holds others up: that one is killed."""
+        if decided and (worker := sandbox.worker) is not None:
+            try:
+                await within(worker.pid, _DECIDED_SECONDS, sandbox.lock.acquire())
+            except TimeoutError:
+                worker.kill()
+                await sandbox.lock.acquire()
+        else:
+            await sandbox.lock.acquire()
+        try:
+            yield
+        finally:
+            sandbox.lock.release()
 
     def _keep(self, sandbox: Sandbox, selection: dict[str, Any], policy: Policy) -> None:
         """Have the next worker begin with a policy; one that cannot be written down is lost with hostd."""
@@ -426,6 +452,7 @@ class Sandboxes:
         sandbox.running, sandbox.leaving = False, True
         if sandbox.watch is not None:
             sandbox.watch.cancel()  # a birth that is under way is given up, not waited for
+        _kill(sandbox)
         return await self._endings.whole(self._leave(sandbox))
 
     async def _leave(self, sandbox: Sandbox) -> tuple[str, ...]:
@@ -459,6 +486,7 @@ class Sandboxes:
         sandbox.running, sandbox.alarm = False, why
         if sandbox.watch is not None:
             sandbox.watch.cancel()
+        _kill(sandbox)
         await asyncio.to_thread(slots.sever, slot)
         async with sandbox.lock:
             if self._known.get(name) is sandbox:
@@ -490,10 +518,11 @@ class Sandboxes:
 
     async def _unmake(self, sandbox: Sandbox, *, forget: bool = True) -> tuple[str, ...]:
         """Take everything back, in whatever state it is; the caller holds the lock."""
+        _kill(sandbox)
         sandbox.running = False
         sandbox.phase = "removing"
         if sandbox.id in self._known:
-            with contextlib.suppress(OSError):  # a removal is not held up: at worst it is adopted, and removed again
+            with contextlib.suppress(Exception):  # a removal is not held up: at worst it is adopted, and removed again
                 self._write_down(sandbox)
         if sandbox.watch is not None:
             sandbox.watch.cancel()
@@ -573,6 +602,7 @@ class Sandboxes:
         return described
 
 
-def _digest(policy: Policy) -> str:
-    """Return the digest of a policy, empty if it names none."""
-    return str(policy.get("digest") or "")
+def _kill(sandbox: Sandbox) -> None:
+    """Kill the workers of a sandbox, which ends its traffic; this waits for nothing and nobody."""
+    for worker in (*sandbox.unended, *([] if sandbox.worker is None else [sandbox.worker])):
+        worker.kill()

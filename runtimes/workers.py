@@ -5,6 +5,7 @@
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
 - Its standard error is a pipe of its own, logged within bounds under the sandbox's id.
 - A worker is ended through its pidfd: a number that was used again is never hit.
+- What it answers is believed nowhere: it confirms exactly what it was given, or counts as one that does not.
 - A worker that hangs counts as ended. What tells so is its progress (answers to `ping`, changes of its ledger) and what
   it does with the processor (`liveness`), never how long an answer takes.
 """
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -26,7 +28,7 @@ from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
 from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
-from runtimes.liveness import ended, observe
+from runtimes.liveness import ended, within
 from runtimes.output import WORKER, Output, pipe
 
 _BIRTH_SECONDS = 20.0
@@ -36,6 +38,8 @@ _PAGE = 4096
 _RECONNECT_SECONDS = 5.0
 _CHANNELS = {"auditd": "audit", "vaultd": "vault"}
 """What a worker calls its channel to a daemon."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 _log = logging.getLogger(__name__)
 
@@ -78,29 +82,26 @@ class Worker:
         self._ledger = os.dup(ledger)
         self._output = output
         self._gone = False
-        control.evidence = self._works
 
     def _page(self) -> bytes:
         return os.pread(self._ledger, _PAGE, 0)
 
-    def _works(self) -> object:
-        """Evidence for those that wait for its answer: it does something, or waits for a processor to do it with."""
-        try:
-            return object() if observe(self.pid, 0.0, None).waits else self._page()
-        except (OSError, ValueError, IndexError):  # it has ended
-            return None
-
-    async def configure(self, gateway: dict[str, Any]) -> str:
+    async def configure(self, gateway: dict[str, Any], seconds: float = _CONFIGURE_SECONDS) -> str:
         """Give it a configuration and wait for its word; return the digest of the policy that is in force now.
+
+        Args:
+            seconds: what it gets for it, of its own time (`liveness.within`).
 
         Raises:
             wire.RemoteError: it refused; what it had stays in force.
-            ConnectionError, TimeoutError: it is gone or stuck.
+            ConnectionError, TimeoutError: it is gone or stuck, or confirms something else.
         """
-        identity = self.identity
+        identity, digest = self.identity, policy_digest(gateway)
         complete = gateway | {"sandbox": identity.sandbox, "generation": identity.generation}
-        answer = await self.control.call("configure", timeout=_CONFIGURE_SECONDS, gateway=complete)
-        return str(answer.get("digest") or "")
+        answer = await within(self.pid, seconds, self.control.call("configure", timeout=None, gateway=complete))
+        if answer != {"digest": digest}:
+            raise ConnectionError("the worker confirmed something else")
+        return digest
 
     async def reconnect(self, daemon: str) -> None:
         """Give it a new channel to auditd or vaultd, which is a new process, and wait for its word.
@@ -111,7 +112,8 @@ class Worker:
         with contextlib.ExitStack() as stack:
             there, here = map(stack.enter_context, socket.socketpair())
             await attach(self._daemons, daemon, there, self.identity)
-            await self.control.call(_CHANNELS[daemon], fds=[here.fileno()], timeout=_RECONNECT_SECONDS)
+            given = self.control.call(_CHANNELS[daemon], fds=[here.fileno()], timeout=None)
+            await within(self.pid, _RECONNECT_SECONDS, given)
 
     async def ended(self) -> None:
         """Wait until it has ended, or hangs."""
@@ -119,13 +121,19 @@ class Worker:
         if hangs is not None:
             _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
 
+    def kill(self) -> None:
+        """Kill it; every call that waits for it ends. `end` clears away what is left."""
+        if self._gone:
+            return
+        if not select.select([self._pidfd], [], [], 0)[0]:
+            self._daemons.killed(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     async def end(self) -> tuple[str, ...]:
         """Kill it and remove its group; return what is left. May be called again when something was."""
         if not self._gone:
-            if not select.select([self._pidfd], [], [], 0)[0]:
-                self._daemons.killed(self.pid)
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            self.kill()
             await self.control.close()
             try:
                 async with asyncio.timeout(_END_SECONDS):
@@ -166,6 +174,7 @@ async def birth(
         ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
     """
     who = {"sandbox": identity.sandbox, "generation": identity.generation}
+    zygote, parent = daemons.zygote()
     with contextlib.ExitStack() as stack:
         # closed when done: each end is then with its new owner, and the death of that owner is seen at once
         control_here, control_there = map(stack.enter_context, socket.socketpair())
@@ -176,6 +185,8 @@ async def birth(
         reading, errors = pipe()
         stack.callback(os.close, errors)
         output = Output(identity.sandbox, reading, WORKER)
+        # Made before there is a worker: it can pass no descriptors to us.
+        control = wire.Client(control_here.dup(), takes=wire.NARROW)
         try:
             group, _ = await both(
                 asyncio.to_thread(cgroups.create, identity.cgroup, limits),
@@ -183,7 +194,7 @@ async def birth(
                     attach(daemons, "auditd", audit_there, identity), attach(daemons, "vaultd", vault_there, identity)
                 ),
             )
-            answer = await daemons.client("zygote").call(
+            answer = await zygote.call(
                 "fork",
                 fds=[
                     control_there.fileno(),
@@ -201,14 +212,30 @@ async def birth(
                 gid=identity.uid,
                 cgroup=[str(directory) for directory in group],
             )
-            control = wire.Client(socket.socket(fileno=os.dup(control_here.fileno())))
             control.start()
-            try:
-                return Worker(identity, int(answer["pid"]), control, daemons, cgroups, ledger, output)
-            except BaseException:
-                await control.close()
-                raise
+            pid = _child(answer.get("pid"), parent)
+            return Worker(identity, pid, control, daemons, cgroups, ledger, output)
         except BaseException:
             output.close()
+            await control.close()
             await finished(asyncio.to_thread(cgroups.remove, identity.cgroup))
             raise
+
+
+def policy_digest(gateway: dict[str, Any]) -> str:
+    """Return the digest of a configuration's policy, empty if it names none."""
+    policy = gateway.get("policy")
+    digest = policy.get("digest") if isinstance(policy, dict) else None
+    return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else ""
+
+
+def _child(pid: object, parent: int) -> int:
+    """Return `pid` if it is a process that the zygote has made.
+
+    Raises:
+        ConnectionError: it is not.
+        OSError: there is no such process.
+    """
+    if type(pid) is int and pid > 1 and f"\nPPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text():
+        return pid
+    raise ConnectionError("the zygote names a process that is not its own")

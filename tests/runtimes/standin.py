@@ -79,7 +79,7 @@ async def _zygote() -> None:
     async def handle(client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
         try:
             if op == "ping":
-                return {}
+                return {"pid": os.getpid()}
             if op != "fork" or len(fds) != 8:
                 raise wire.RequestError("unknown_op", op)
             order = parameters | {"fds": fds}

@@ -169,3 +169,30 @@ def test_a_worker_that_stays_is_killed_before_the_next_hostd(
 def test_hostd_comes_before_what_others_compute(keep: Callable[[str], Kept]) -> None:
     weight = Path(f"/proc/{keep(_READY + _STAY).lines(1)[0]}/autogroup")
     assert not weight.exists() or weight.read_text().split()[-2:] == ["nice", "-5" if os.geteuid() == 0 else "0"]
+
+
+_BEATING = "exec('while True:\\n os.write(int(os.environ[\\'SALLYPORT_HOSTD_READY_FD\\']), b\\'1\\'); time.sleep(0.2)')"
+
+
+@pytest.mark.parametrize("hang", ["stopped", "asleep", "looping"])
+def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[[str], Kept], hang: str) -> None:
+    """Once it was ready. It is not dead, so nothing but its silence tells."""
+    kept = keep(_READY + {"stopped": _BEATING, "asleep": _STAY, "looping": "exec('while True: pass')"}[hang])
+    first = int(kept.lines(1)[0])
+    if hang == "stopped":
+        os.kill(first, signal.SIGSTOP)
+    assert str(first) != kept.lines(2)[1]
+    assert not alive(first)
+
+
+def test_a_hostd_that_beats_or_is_not_ready_yet_is_left_alone(keep: Callable[[str], Kept], tmp_path: Path) -> None:
+    """Another one hangs beside it, and is killed: so long it had time."""
+    slow, beating = keep(_STAY), Kept(tmp_path / "others", _BEATING)
+    hanging = Kept(tmp_path / "hanging", _READY + _STAY)
+    try:
+        hanging.lines(2)
+        assert [1, 1] == [len(slow.lines(1)), len(beating.lines(1))]
+    finally:
+        for one in (beating, hanging):
+            one.process.kill()
+            one.process.wait()

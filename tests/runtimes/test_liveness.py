@@ -1,5 +1,6 @@
 """A process that hangs is found by what it does, and one that is only slow is left alone."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtimes.liveness import CPU_SECONDS, IDLE_SECONDS, Liveness, Sample, observe
+from runtimes import liveness
+from runtimes.liveness import CPU_SECONDS, IDLE_SECONDS, MOST, Liveness, Sample, observe, within
 
 LONGEST = 1.0
 
@@ -115,3 +117,46 @@ def test_what_a_process_does_is_read_from_the_kernel(kind: str) -> None:
             process.kill()
     with pytest.raises(OSError):
         observe(process.pid, 3.0, 0)
+
+
+_SIBLING = "import threading\ndef spin():\n  while True: pass\nthreading.Thread(target=spin).start()\nspin()"
+
+
+@pytest.mark.parametrize("program", ["import time; time.sleep(60)", "while True: pass", _SIBLING])
+async def test_what_a_process_does_instead_of_answering_gains_it_no_time(program: str) -> None:
+    """Asleep or busy, with one thread or more: its own seconds go by."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    try:
+        with pytest.raises(TimeoutError):
+            await within(process.pid, 1.0, asyncio.Event().wait())
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_process_that_is_given_no_processor_gets_more_time_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+
+    def starved(pid: int, at: float, progress: object, *, whole: bool) -> Sample:
+        looks.append(pid)
+        return Sample(at, progress, 0.0, True)
+
+    monkeypatch.setattr(liveness, "observe", starved)
+    with pytest.raises(TimeoutError):
+        await within(1, 0.5, asyncio.Event().wait())
+    assert MOST * 5 == len(looks)
+
+
+async def test_an_answer_in_time_is_returned_and_a_failure_is_raised() -> None:
+    async def answered() -> int:
+        await asyncio.sleep(0.01)
+        return 7
+
+    async def failed() -> None:
+        raise ConnectionError("it is gone")
+
+    assert 7 == await within(os.getpid(), 1.0, answered())
+    with pytest.raises(ConnectionError, match="gone"):
+        await within(os.getpid(), 1.0, failed())

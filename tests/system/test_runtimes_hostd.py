@@ -371,7 +371,7 @@ def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped
 
 
 def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, sandbox: str) -> None:
-    with pytest.raises(wire.RemoteError, match="refused"):
+    with pytest.raises(wire.RemoteError, match="gateway: told to refuse"):
         hostd.call("configure", sandbox=sandbox, selection={"refuse": True})
     with pytest.raises(wire.RemoteError, match="invalid"):
         hostd.call("configure", sandbox=sandbox, selection={}, gateway={"sandbox": sandbox})

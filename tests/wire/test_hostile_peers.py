@@ -119,6 +119,11 @@ class Served:
             await self.hold.wait()
         return self.answer if op == "count" else {}
 
+    async def ended(self) -> None:
+        """Wait until the peer has lost its connection."""
+        async with asyncio.timeout(PATIENCE):
+            await self.server.closed.wait()
+
     async def until(self, count: int) -> None:
         """Wait until so many requests of the peer were begun."""
         async with asyncio.timeout(PATIENCE):
@@ -152,7 +157,7 @@ async def test_a_descriptor_whose_closing_blocks_holds_up_nobody(kernel: str, pl
     served = Served()
     PLACES[place](lingering, served.peer)
     if kernel == "passes" or place in ("inside a frame", "behind what ends the connection"):
-        await served.server.closed.wait()
+        await served.ended()
     assert {} == await served.honest.call("ping")
     await served.close()
     assert not lingering.blocked
@@ -192,7 +197,7 @@ async def test_a_frame_of_small_parts_is_refused_before_it_is_parsed(
     served = Served(takes)
     body = b'{"op":"count","x":[' + b",".join([unit] * ((takes.frame - 100) // (len(unit) + 1))) + b"]}"
     sending = asyncio.get_running_loop().run_in_executor(None, _send_all, served.peer, raw(body))
-    await served.server.closed.wait()
+    await served.ended()
     await sending
     assert ([], []) == (parsed, served.handled)
     assert {} == await served.honest.call("ping")
@@ -288,8 +293,7 @@ async def test_what_is_neither_a_request_nor_an_answer_that_is_due_ends_the_conn
     served: Served, body: bytes
 ) -> None:
     served.peer.sendall(raw(body))
-    async with asyncio.timeout(PATIENCE):
-        await served.server.closed.wait()
+    await served.ended()
     assert {} == await served.honest.call("ping")
 
 
@@ -303,7 +307,7 @@ async def test_the_answer_to_a_call_that_was_given_up_may_come_late_and_once(ser
     assert b'{"id":7,"ok":{}}' in await loop.sock_recv(served.peer, 65536)
     assert not served.server.closed.is_set()
     served.peer.sendall(raw(b'{"id":1,"ok":{}}'))
-    await served.server.closed.wait()
+    await served.ended()
 
 
 async def test_a_peer_that_answers_nothing_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

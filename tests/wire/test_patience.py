@@ -109,20 +109,3 @@ async def test_what_ends_in_time_leaves_no_timer_behind() -> None:
         pass
     async with Patience(None):
         await asyncio.sleep(0.05)
-
-
-async def test_other_evidence_of_the_peers_work_keeps_a_call_waiting() -> None:
-    """A peer that waits for a processor sends nothing, and is not silent."""
-    answer: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
-
-    async def slow(_client: wire.Client, _op: str, _parameters: wire.Message, _fds: list[int]) -> wire.Message:
-        return await answer
-
-    client, server = await pair(slow)
-    client.evidence = object
-    call = asyncio.create_task(client.call("slow", timeout=0.1))
-    await asyncio.sleep(0.25)
-    answer.set_result({"value": 1})
-    assert {"value": 1} == await call
-    await client.close()
-    await server.close()

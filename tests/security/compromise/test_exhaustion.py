@@ -1,0 +1,239 @@
+"""A compromised worker can neither stop nor exhaust a daemon, and cannot keep its sandbox from being removed."""
+
+import errno
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opensandbox import SandboxSync
+
+from demo.internet import API
+from demo.stack import StackError
+from policy.compiled import CompiledPolicy
+from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
+
+pytestmark = pytest.mark.system
+
+GROWTH = 48 << 20
+"""Bytes that a daemon may grow by; one channel was good for 6 GB."""
+CHANNELS = {
+    "hostd": "process._control._sock",
+    "auditd": "process._audit._client._sock",
+    "vaultd": "process._vault._wire._sock",
+}
+FIND = """
+import json, os, socket, struct, threading, time
+sock = socket.socket(fileno=os.dup({channel}.fileno()))
+"""
+# The worker's own loop stands still: it reads no answers. The frames are those that a receiver takes, until it takes no
+# more, and at last one of small parts.
+FLOOD = """
+process._control._reader.get_loop().call_soon_threadsafe(time.sleep, 3600)
+time.sleep(0.5)
+sock.setblocking(False)
+def frame(body):
+    return struct.pack("!I", len(body)) + body
+def push(data, seconds):
+    end = time.monotonic() + seconds
+    while data and time.monotonic() < end:
+        try:
+            data = data[sock.send(data[:1 << 20]):]
+        except BlockingIOError:
+            time.sleep(0.01)
+    return not data
+part = b"[]," * 20000
+body = b'{"id":1,"op":"record","kind":"request","secret":"x","decision":"allow","fields":[' + part + b'0]}'
+taken = ended = 0
+try:
+    while taken < 2000 and push(frame(body), 2):
+        taken += 1
+except OSError as error:
+    ended = error.errno
+value = [taken, ended]
+"""
+SMALL = """
+small = b'{"id":1,"op":"record","fields":[' + b"[]," * 1398000 + b'0]}'
+value = None
+try:
+    push(frame(small), 5)
+    push(frame(small), 5)
+except OSError as error:
+    value = error.errno
+"""
+
+
+@pytest.fixture(scope="module", name="daemons")
+def _daemons(compromised: CompromisedStack) -> dict[str, int]:
+    """The process ids of the daemons that a worker speaks to."""
+    found = {}
+    for name, called in (("hostd", "host"), ("auditd", "auditd"), ("vaultd", "vaultd")):
+        agent = compromised.hostile(called)
+        found[name] = agent.pid
+        agent.close()
+    return found
+
+
+class Taken:
+    """A sandbox whose worker is hostile."""
+
+    def __init__(self, compromised: CompromisedStack, runtime: str) -> None:
+        self.stack = compromised
+        self.sandbox = compromised.create(runtime)
+        self.id = self.sandbox.id
+        self.worker: Hostile = compromised.hostile(self.id)
+
+    def policy(self) -> CompiledPolicy:
+        record = json.loads((self.stack.run / "records" / f"{self.id}.json").read_text())
+        return CompiledPolicy.from_json(record["gateway"]["policy"])
+
+    def removed(self) -> None:
+        """Remove it, past `serve`; nothing is left."""
+        assert {"residue": []} == self.stack.host("remove", sandbox=self.id)
+        assert self.id not in [item["sandbox"] for item in self.stack.host("list")["sandboxes"]]
+        assert not Path(f"/proc/{self.worker.pid}").exists()
+
+
+@pytest.fixture(name="taken")
+def _taken(compromised: CompromisedStack) -> Iterator[Taken]:
+    taken = Taken(compromised, "runc")
+    yield taken
+    taken.worker.close()
+    taken.sandbox.kill()
+
+
+@pytest.fixture(scope="module", name="other")
+def _other(compromised: CompromisedStack) -> Iterator[SandboxSync]:
+    sandbox = compromised.create("runc")
+    yield sandbox
+    sandbox.kill()
+
+
+def works(sandbox: SandboxSync) -> None:
+    """A request of another sandbox is decided, recorded, given its secret and answered."""
+    done = sandbox.commands.run(f"curl -sS -o /dev/null -w '%{{http_code}}' https://{API}/v1/balance")
+    assert "200" == "".join(line.text for line in done.logs.stdout).strip()
+
+
+def peak(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_worker_passes_no_descriptor_to_a_daemon(taken: Taken, other: SandboxSync, channel: str) -> None:
+    """With one whose closing blocks it would stop the daemon; the kernel refuses it at the sender."""
+    taken.worker.run(FIND.format(channel=CHANNELS[channel]))
+    with pytest.raises(Refused) as refused:
+        taken.worker.run("socket.send_fds(sock, [b'x'], [0])")
+    assert ("PermissionError", 1) == (refused.value.kind, refused.value.number)
+    works(other)
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_frames_of_small_parts_with_unread_answers_do_not_grow_a_daemon(
+    taken: Taken, other: SandboxSync, daemons: dict[str, int], channel: str
+) -> None:
+    pid = daemons[channel]
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    before = peak(pid)
+    taken.worker.run(FIND.format(channel=CHANNELS[channel]))
+    taken.worker.begin(FLOOD)
+    works(other)
+    assert taken.id in [item["sandbox"] for item in taken.stack.host("list")["sandboxes"]]
+    count, _ = taken.worker.finish()
+    assert count < 2000
+    if channel != "hostd":  # with that channel the worker ends
+        assert taken.worker.run(SMALL) in (errno.EPIPE, errno.ECONNRESET)
+    assert peak(pid) - before < GROWTH
+    assert Path(f"/proc/{pid}").exists()
+    works(other)
+    taken.removed()
+
+
+@pytest.mark.parametrize("digest", ["''", "None", "[]", "'0' * 64", "'x' * 1000000", "{'a': [[]] * 1000}", "7"])
+def test_a_worker_that_confirms_something_else_is_replaced(taken: Taken, other: SandboxSync, digest: str) -> None:
+    taken.worker.run(f"""
+async def confirm(parameters):
+    return {digest}
+process._configure = confirm
+""")
+    with pytest.raises(StackError, match="did not confirm"):
+        taken.stack.configure(taken.id, taken.policy())
+    states = {item["sandbox"]: item for item in taken.stack.host("list")["sandboxes"]}
+    assert taken.policy().digest == states[taken.id]["policy"]
+    taken.worker.close()
+    former, taken.worker = taken.worker.pid, taken.stack.hostile(taken.id)
+    assert former != taken.worker.pid
+    works(taken.sandbox)
+    taken.removed()
+
+
+SILENT = """
+import threading, time
+loop = process._control._reader.get_loop()
+loop.call_soon_threadsafe(time.sleep, 3600)
+def beat():
+    while True:
+        process._ledger.beat()
+        time.sleep(0.01)
+threading.Thread(target=beat, daemon=True).start()
+"""
+SPINNING = """
+import time
+loop = process._control._reader.get_loop()
+def spin():
+    while True:
+        process._ledger.beat()
+loop.call_soon_threadsafe(spin)
+"""
+
+
+@pytest.mark.parametrize("code", [SILENT, SPINNING])
+def test_a_worker_that_pretends_to_work_does_not_outlive_a_decision(taken: Taken, code: str) -> None:
+    """Its page changes all the time. hostd answers within the time that its caller waits, and the worker is dead."""
+    record = json.loads((taken.stack.run / "records" / f"{taken.id}.json").read_text())
+    taken.worker.run(code)
+    with pytest.raises(StackError, match="did not confirm"):
+        taken.stack.host("configure", sandbox=taken.id, gateway=record["gateway"], decided=True)
+    taken.worker.close()
+    former, taken.worker = taken.worker.pid, taken.stack.hostile(taken.id)
+    assert former != taken.worker.pid
+    taken.removed()
+
+
+def test_a_removal_does_not_wait_for_a_worker_that_holds_up_a_configuration(taken: Taken) -> None:
+    """The removal ends what waits for the worker, and not the other way round."""
+    ends: list[str] = []
+    taken.worker.run(SILENT)
+
+    def configure() -> None:
+        try:
+            taken.stack.configure(taken.id, policy)
+        except StackError as error:
+            ends.append(str(error))
+
+    policy = taken.policy()
+    waiting = threading.Thread(target=configure)
+    waiting.start()
+    taken.removed()
+    waiting.join()
+    assert ends and ("did not confirm" in ends[0] or "unknown_sandbox" in ends[0])
+
+
+def test_an_answer_of_a_worker_to_nothing_costs_it_its_life(taken: Taken, other: SandboxSync) -> None:
+    value: Any = taken.worker.run(
+        FIND.format(channel=CHANNELS["hostd"])
+        + """
+body = b'{"id":123456,"ok":{}}'
+sock.sendall(struct.pack("!I", len(body)) + body)
+"""
+    )
+    assert value is None
+    former = taken.worker.pid
+    taken.worker.close()
+    taken.worker = taken.stack.hostile(taken.id)
+    assert former != taken.worker.pid
+    works(other)
