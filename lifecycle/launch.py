@@ -17,7 +17,7 @@ from lifecycle import auth
 from lifecycle.creation import Limits
 from lifecycle.quantities import Resources
 from lifecycle.serve_config import ServeConfig
-from lifecycle.setting_keys import RUNTIMES
+from lifecycle.setting_keys import DAEMONS, RUNTIMES
 from lifecycle.settings import Settings, SettingsError
 from lifecycle.transaction import Bounds
 
@@ -217,6 +217,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "maxima": {**asdict(maxima(settings)), "sandboxes": max_sandboxes(settings)},
         "runtimes": list(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
         "disk_limits": disk_limits(settings),
+        "memory": {name: value for name in DAEMONS if (value := settings.get(f"sallyport.memory.{name}")) is not None},
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}
             for name, module in modules.items()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle import quantities
-from runtimes.spec import image_environment
+from runtimes.spec import LEAST_MEMORY, image_environment
 
 RUNTIMES = ("runc", "runsc")
+DAEMONS = ("auditd", "vaultd", "zygote", "serve")
 
 type Check = Callable[[Any], Any]
 
@@ -127,6 +128,13 @@ def _disk(value: Any) -> int:
     return size
 
 
+def _daemon_memory(value: Any) -> int:
+    memory = _memory(value)
+    if memory < LEAST_MEMORY:
+        raise ValueError(f"must be at least {LEAST_MEMORY >> 20}Mi")
+    return memory
+
+
 def _docker_runtime(value: Any) -> str:
     if value == "":
         return "runc"
@@ -178,6 +186,7 @@ KEYS: dict[str, Check] = {
     "sallyport.max_cpu": _cpu,
     "sallyport.max_memory": _memory,
     "sallyport.disk_limits": _flag,
+    **dict.fromkeys((f"sallyport.memory.{name}" for name in DAEMONS), _daemon_memory),
     "sallyport.default_disk": _disk,
     "sallyport.max_disk": _disk,
     "sallyport.max_sandboxes": _number(1, 4096),

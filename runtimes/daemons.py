@@ -31,6 +31,7 @@ from typing import Any, assert_never
 
 import wire
 from runtimes import api_listener, predecessor
+from runtimes.daemon_groups import DaemonGroups
 from runtimes.finish import together
 from runtimes.liveness import ended
 from runtimes.spec import HostConfig, ProcessConfig
@@ -70,6 +71,7 @@ class Daemons:
         self._reconnect = reconnect
         self._changed = changed
         self._vault_generation = Counter(Path(config.state_dir) / "hostd" / "vault-generation")
+        self._groups = DaemonGroups(config.run_dir)
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
         self._controls: dict[str, socket.socket] = {}
@@ -190,10 +192,11 @@ class Daemons:
             uid=uid,
             netns=netns,
             expose=interpreter_paths(self._config.run_dir, self._config.state_dir),
+            memory=getattr(self._config.memory, process.name),
             configuration=Path(process.config).read_bytes() + self._address(process.name),
         )
         noted = partial(predecessor.note, self._run / "config", identity=program.identity)
-        return Supervised(self._config.python, program, prepare, ready, up, noted)
+        return Supervised(self._config.python, program, self._groups, prepare, ready, up, noted)
 
     def _address(self, name: str) -> bytes:
         """The address of the socket that a daemon was started with, where that is configured."""
@@ -431,6 +434,7 @@ class Daemons:
             self._sockets[name].unlink(missing_ok=True)
             sock.close()
         self._bound.clear()
+        await asyncio.to_thread(self._groups.sweep)
 
     async def attach(self, name: str, sock: socket.socket, **parameters: Any) -> None:
         """Hand one end of a worker's channel to a daemon, bound to the identity in `parameters`."""

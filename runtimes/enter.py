@@ -1,7 +1,7 @@
-"""Becomes a daemon: enters its network namespace, makes its interpreter readable, drops its user, executes.
+"""Becomes a daemon: joins its group, enters its namespace, makes its interpreter readable, drops its user, executes.
 
-Started as root, `python3 -IS enter.py <json>`, standard library only; the JSON is an object with `netns` (path or
-null), `uid`, `gid`, `expose` (paths the daemon must be able to read) and `argv`.
+Started as root, `python3 -IS enter.py <json>`, standard library only; the JSON is an object with `cgroup` (a
+directory), `netns` (path or null), `uid`, `gid`, `expose` (paths the daemon must be able to read) and `argv`.
 
 - An interpreter below a closed home directory could not be executed by another user. Only then the daemon gets a mount
   namespace of its own in which an empty directory covers the closed one and only the exposed paths are put back.
@@ -88,6 +88,8 @@ def main(text: str) -> None:
     """Do it; returns never."""
     order = json.loads(text)
     os.umask(0o022)
+    with open(os.path.join(order["cgroup"], "cgroup.procs"), "wb", buffering=0) as group:
+        group.write(b"0")
     if order["netns"] is not None:
         fd = os.open(order["netns"], os.O_RDONLY | os.O_CLOEXEC)
         os.setns(fd, os.CLONE_NEWNET)

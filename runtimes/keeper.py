@@ -25,7 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtimes.cgroups import Cgroups
-
 from runtimes.liveness import Liveness, observe
 
 READY_FD = "SALLYPORT_HOSTD_READY_FD"

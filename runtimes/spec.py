@@ -7,7 +7,7 @@
 import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -178,6 +178,18 @@ class ListenConfig(_Strict):
     port: int = Field(ge=1, le=65535)
 
 
+LEAST_MEMORY: Final = 256 << 20
+
+
+class DaemonMemory(_Strict):
+    """Bytes that each daemon may have; one that wants more is ended by the kernel and started again."""
+
+    auditd: int = Field(default=1 << 30, ge=LEAST_MEMORY)
+    vaultd: int = Field(default=1 << 30, ge=LEAST_MEMORY)
+    zygote: int = Field(default=1 << 30, ge=LEAST_MEMORY)
+    serve: int = Field(default=2 << 30, ge=LEAST_MEMORY)
+
+
 class HostConfig(_Strict):
     """What `python -m runtimes.hostd` reads. With `disk_limits` a launch without a limit is refused.
 
@@ -206,6 +218,7 @@ class HostConfig(_Strict):
     listen: ListenConfig | None = None
     runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)
     disk_limits: bool = True
+    memory: DaemonMemory = DaemonMemory()
 
     @model_validator(mode="after")
     def _check(self) -> "HostConfig":

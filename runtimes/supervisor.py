@@ -21,6 +21,7 @@ from pathlib import Path
 import wire
 from runtimes import predecessor
 from runtimes.adopted import Adopted, Process
+from runtimes.daemon_groups import DaemonGroups
 from runtimes.keeper import outrank
 from runtimes.output import DAEMON, Output, pipe
 
@@ -40,7 +41,7 @@ class NotReady(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to start. `netns` None means hostd's own; `expose` are paths it must be able to read.
+    """What to start. `netns` None means hostd's own; `expose` are paths it must be able to read; `memory` is its bound.
 
     `configuration` is the text of its file, for telling whether one that runs is the same.
     """
@@ -50,12 +51,13 @@ class Program:
     uid: int
     netns: str | None = None
     expose: tuple[str, ...] = ()
+    memory: int = 0
     configuration: bytes = field(default=b"", repr=False)
 
     @property
     def identity(self) -> str:
         """Equal for two processes that were started from the same code, the same way."""
-        parts = (self.argv, self.uid, self.netns, self.expose, self.configuration)
+        parts = (self.argv, self.uid, self.netns, self.expose, self.memory, self.configuration)
         return predecessor.digest(predecessor.code(), *parts)
 
 
@@ -81,10 +83,11 @@ def interpreter_paths(run_dir: str, state_dir: str) -> tuple[str, ...]:
 
 
 async def start_process(
-    python: str, program: Program, inheritance: Inheritance
+    python: str, program: Program, cgroup: Path, inheritance: Inheritance
 ) -> tuple[asyncio.subprocess.Process, Output]:
-    """Start `program`, through `enter`; return it and what it writes."""
+    """Start `program` in control group `cgroup`, through `enter`; return it and what it writes."""
     order = {
+        "cgroup": str(cgroup),
         "netns": program.netns,
         "uid": program.uid,
         "gid": program.uid,
@@ -138,8 +141,18 @@ async def ping(path: Path, uid: int) -> None:
 class Supervised:
     """One daemon, kept running from `start` to `stop`."""
 
-    def __init__(self, python: str, program: Program, prepare: Prepare, ready: Ready, up: Up, noted: Noted) -> None:
+    def __init__(
+        self,
+        python: str,
+        program: Program,
+        groups: DaemonGroups,
+        prepare: Prepare,
+        ready: Ready,
+        up: Up,
+        noted: Noted,
+    ) -> None:
         self._python = python
+        self._groups = groups
         self.program = program
         self._prepare = prepare
         self._ready = ready
@@ -195,7 +208,8 @@ class Supervised:
         self._monitor = asyncio.create_task(self._keep(), name=f"supervise-{self.program.name}")
 
     async def _launch(self, *, restarted: bool) -> None:
-        process, output = await start_process(self._python, self.program, await self._prepare())
+        cgroup = await asyncio.to_thread(self._groups.create, self.program.name, self.program.memory)
+        process, output = await start_process(self._python, self.program, cgroup, await self._prepare())
         self._process = process
         self._hear(output)
         self._noted(self.program.name, process.pid)

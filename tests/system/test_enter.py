@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from runtimes import netns
+from runtimes.daemon_groups import DaemonGroups
+from runtimes.supervisor import Inheritance, Program, start_process
 
 pytestmark = pytest.mark.system
 
@@ -58,3 +60,16 @@ def test_a_namespace_that_goes_meanwhile_does_not_stop_a_daemon(tmp_path: Path) 
     assert [] == [errors for _, errors in ends if errors]
     assert {"0"} == {printed.split()[1] for printed, _ in ends}
     assert any(int(printed.split()[0]) for printed, _ in ends)
+
+
+async def test_a_daemon_that_takes_more_memory_than_it_may_is_ended_and_another_is_not(tmp_path: Path) -> None:
+    """By the kernel, from its first instruction on; and a group is taken again with another bound."""
+    groups = DaemonGroups(str(tmp_path))
+    ends = []
+    for memory in (512 << 20, 64 << 20, 512 << 20):
+        grows = (sys.executable, "-c", "held = b'x' * (200 << 20)")
+        program = Program("grows", grows, 0, memory=memory)
+        group = groups.create(program.name, program.memory)
+        ends.append(await (await start_process(sys.executable, program, group, Inheritance())).wait())
+    groups.sweep()
+    assert ([0, -9, 0], False) == (ends, group.exists())
