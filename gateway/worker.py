@@ -9,16 +9,17 @@
 - hostd's channel ended: the worker exits, and its listeners with it.
 
 Operations on the control channel: `configure`, `ping`, `guard` (1 fd), `audit` (1 fd: a new channel to auditd),
-`vault` (1 fd: a new channel to vaultd).
+`vault` (1 fd: a new channel to vaultd). The worker asks for one of the last two with `channel` when its own has ended.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import uvloop
@@ -47,6 +48,7 @@ from vault.client import VaultClient
 from wire.frames import close_all
 
 _DRAIN_SECONDS = 0.5
+_ASK_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +119,8 @@ class Worker:
             self._spawn(self._ingress.serve(), "ingress-accept"),
             self._spawn(self._inspection.keep(), "identity"),
         ]
+        self._spawn(self._keep("audit", lambda: self._audit.wait_closed()), "keep-audit")
+        self._spawn(self._keep("vault", lambda: self._vault.closed.wait()), "keep-vault")
         self._control.start()
         ended = self._spawn(self._control.closed.wait(), "control")
         await asyncio.wait([ended, *services], return_when=asyncio.FIRST_COMPLETED)
@@ -125,6 +129,14 @@ class Worker:
                 _log.error("%s ended: %s", service.get_name(), type(service.exception()).__name__)
         self._registry.cut_all()
         await self._audit.close(_DRAIN_SECONDS)
+
+    async def _keep(self, channel: str, ended: Callable[[], Awaitable[object]]) -> None:
+        """Ask hostd for a new channel to auditd or vaultd whenever the present one has ended."""
+        while True:
+            await ended()
+            with contextlib.suppress(ConnectionError, wire.RemoteError, TimeoutError):
+                await self._control.call("channel", name=channel)
+            await asyncio.sleep(_ASK_SECONDS)
 
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)

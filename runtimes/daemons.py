@@ -226,6 +226,10 @@ class Daemons:
             raise ConnectionError(f"{name} is down")
         return client
 
+    def connected(self, name: str) -> bool:
+        """Whether there is a connection to a daemon."""
+        return (client := self._clients.get(name)) is not None and not client.closed.is_set()
+
     def zygote(self) -> tuple[wire.Client, int]:
         """Return the connection to the zygote, and its process id.
 
@@ -243,7 +247,7 @@ class Daemons:
 
     async def reachable(self, name: str) -> None:
         """Wait until a daemon can be reached."""
-        while (client := self._clients.get(name)) is None or client.closed.is_set():  # noqa: ASYNC110 - of many events
+        while not self.connected(name):  # noqa: ASYNC110 - of many events
             await asyncio.sleep(0.02)
 
     def pids(self) -> dict[str, int]:

@@ -25,8 +25,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
 _CALM_SECONDS = 10.0
 _PARALLEL_LAUNCHES = 4
 _PATIENCE_SECONDS = 5.0
+_CHANNEL_SECONDS = 1.0
 _CONFIRM_SECONDS = 20.0
 _DECIDED_SECONDS = 2.0
 _REFUSALS = frozenset({"bad_config", "bad_request", "not_mine", "audit_unavailable", "internal"})
@@ -93,6 +95,7 @@ class Sandboxes:
         self._documents = 0
         """How many documents of the operator's the compiler has had."""
         self._following: asyncio.Task[None] | None = None
+        self._asked: set[tuple[str, str]] = set()
         self.plans = Plans(self._run / "plans")
         self.slots = SlotPool(self._run / "netns", config.uids.workers)
         self.closing = False
@@ -225,7 +228,14 @@ class Sandboxes:
         ledger, guard = self._ledgers.open(sandbox.id), self._guard.lives
         try:
             worker = await birth(
-                identity, sandbox.ingress, ledger, self._daemons, self._guard, self._cgroups, self._limits
+                identity,
+                sandbox.ingress,
+                ledger,
+                self._daemons,
+                self._guard,
+                self._cgroups,
+                self._limits,
+                partial(self._channel_ended, sandbox),
             )
         finally:
             os.close(ledger)
@@ -305,15 +315,32 @@ class Sandboxes:
     def reconnect(self, daemon: str) -> None:
         """auditd or vaultd is a new process: give every worker a channel to it, beside whatever else goes on."""
         for sandbox in list(self._known.values()):
-            task = asyncio.create_task(self._reconnect(sandbox, daemon), name=f"reconnect-{sandbox.id}")
-            self._reconnecting.add(task)
-            task.add_done_callback(self._reconnecting.discard)
+            self._begin(self._reconnect(sandbox, daemon), f"reconnect-{sandbox.id}")
 
-    async def _reconnect(self, sandbox: Sandbox, daemon: str) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._reconnecting.add(task)
+        task.add_done_callback(self._reconnecting.discard)
+
+    def _channel_ended(self, sandbox: Sandbox, daemon: str) -> None:
+        """Give a worker that asks for it a new channel, one at a time; while the daemon is away all workers wait."""
+        if sandbox.worker is not None and (sandbox.id, daemon) not in self._asked and self._daemons.connected(daemon):
+            self._asked.add((sandbox.id, daemon))
+            self._begin(self._renew_channel(sandbox, daemon, sandbox.worker.reconnects), f"channel-{sandbox.id}")
+
+    async def _renew_channel(self, sandbox: Sandbox, daemon: str, reconnects: int) -> None:
+        try:
+            _log.warning("worker of %s has lost its channel to %s", sandbox.id, daemon)
+            await self._reconnect(sandbox, daemon, reconnects)
+            await asyncio.sleep(_CHANNEL_SECONDS)
+        finally:
+            self._asked.discard((sandbox.id, daemon))
+
+    async def _reconnect(self, sandbox: Sandbox, daemon: str, reconnects: int | None = None) -> None:
         # Under the lock: a worker that is being born may still have been attached to the former process.
         async with sandbox.lock:
-            if (worker := sandbox.worker) is None:
-                return
+            if (worker := sandbox.worker) is None or reconnects not in (None, worker.reconnects):
+                return  # it was given one meanwhile
             try:
                 await worker.reconnect(daemon)
             except (OSError, wire.RemoteError) as error:  # ConnectionError and TimeoutError are OSErrors

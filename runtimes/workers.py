@@ -5,6 +5,7 @@
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
 - Its standard error is a pipe of its own, logged within bounds under the sandbox's id.
 - A worker is ended through its pidfd: a number that was used again is never hit.
+- It may ask for a new channel when one has ended, and for nothing else.
 - What it answers is believed nowhere: it confirms exactly what it was given, or counts as one that does not.
 - A worker that hangs counts as ended. What tells so is its progress (answers to `ping`, changes of its ledger) and what
   it does with the processor (`liveness`), never how long an answer takes.
@@ -18,17 +19,20 @@ import re
 import select
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import wire
+from runtimes import liveness
 from runtimes.adopted import readable
 from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
 from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
-from runtimes.liveness import ended, within
+from runtimes.liveness import within
 from runtimes.output import WORKER, Output, pipe
 
 _BIRTH_SECONDS = 20.0
@@ -82,6 +86,8 @@ class Worker:
         self._ledger = os.dup(ledger)
         self._output = output
         self._gone = False
+        self.reconnects = 0
+        """How many new channels it was given."""
 
     def _page(self) -> bytes:
         return os.pread(self._ledger, _PAGE, 0)
@@ -114,10 +120,11 @@ class Worker:
             await attach(self._daemons, daemon, there, self.identity)
             given = self.control.call(_CHANNELS[daemon], fds=[here.fileno()], timeout=None)
             await within(self.pid, _RECONNECT_SECONDS, given)
+            self.reconnects += 1
 
     async def ended(self) -> None:
         """Wait until it has ended, or hangs."""
-        hangs = await ended(self.pid, self.control, self._page)
+        hangs = await liveness.ended(self.pid, self.control, self._page)
         if hangs is not None:
             _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
 
@@ -167,8 +174,11 @@ async def birth(
     guard: Guard,
     cgroups: Cgroups,
     limits: Limits,
+    ended: Callable[[str], None],
 ) -> Worker:
     """Make a worker that refuses everything until it is configured; `ledger` stays the caller's.
+
+    `ended` is told the name of the daemon to which the worker says it has no channel any more.
 
     Raises:
         ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
@@ -186,7 +196,7 @@ async def birth(
         stack.callback(os.close, errors)
         output = Output(identity.sandbox, reading, WORKER)
         # Made before there is a worker: it can pass no descriptors to us.
-        control = wire.Client(control_here.dup(), takes=wire.NARROW)
+        control = wire.Client(control_here.dup(), partial(_asked, ended), takes=wire.NARROW)
         try:
             group, _ = await both(
                 asyncio.to_thread(cgroups.create, identity.cgroup, limits),
@@ -220,6 +230,17 @@ async def birth(
             await control.close()
             await finished(asyncio.to_thread(cgroups.remove, identity.cgroup))
             raise
+
+
+async def _asked(
+    ended: Callable[[str], None], _control: wire.Client, op: str, parameters: wire.Message, _fds: list[int]
+) -> None:
+    """Answer a worker."""
+    daemons = {channel: daemon for daemon, channel in _CHANNELS.items()}
+    name = parameters.get("name")
+    if op != "channel" or not isinstance(name, str) or name not in daemons:
+        raise wire.RequestError("unknown_op", "a worker may ask for a channel")
+    ended(daemons[name])
 
 
 def policy_digest(gateway: dict[str, Any]) -> str:

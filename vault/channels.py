@@ -101,13 +101,16 @@ class Channels:
             sock.close()
             raise
         now = self._now()
-        channel = Channel(sandbox, generation, Bucket(*RELEASES, now), Bucket(*INTERMEDIATES, now))
+        former = self._channels.get(sandbox)
+        if former is not None and former.generation == generation:  # a new channel is no new allowance
+            channel = Channel(sandbox, generation, former.releases, former.intermediates)
+        else:
+            channel = Channel(sandbox, generation, Bucket(*RELEASES, now), Bucket(*INTERMEDIATES, now))
 
         async def handle(_connection: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message:
             wire.frames.close_all(fds)
             return await self._handle(channel, op, parameters)
 
-        former = self._channels.get(sandbox)
         self._channels[sandbox] = channel  # from here on the former one is refused, even while it is being closed
         channel.connection = wire.Client(sock, handle, takes=wire.NARROW)
         channel.connection.start()

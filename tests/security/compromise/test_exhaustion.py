@@ -3,6 +3,7 @@
 import errno
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,15 @@ sock.sendall(struct.pack("!I", len(body)) + body)
     taken.worker = taken.stack.hostile(taken.id)
     assert former != taken.worker.pid
     works(other)
+
+
+@pytest.mark.parametrize(("channel", "ended"), [("audit", "_audit._client"), ("vault", "_vault._wire")])
+def test_a_worker_whose_channel_was_ended_gets_a_new_one(taken: Taken, channel: str, ended: str) -> None:
+    """By the daemon, for a revocation that was confirmed too late, say: the sandbox is not closed for good."""
+    works(taken.sandbox)
+    taken.worker.run(f"former = process.{ended}; former._reader.get_loop().call_soon_threadsafe(former._shut)")
+    deadline = time.monotonic() + 30
+    while not taken.worker.run(f"value = process.{ended} is not former and not process.{ended}.closed.is_set()"):
+        assert time.monotonic() < deadline
+    works(taken.sandbox)
+    assert taken.worker.pid == taken.stack.host("inspect", sandbox=taken.id)["worker_pid"]
