@@ -243,7 +243,7 @@ class Sandboxes:
             sandbox.policy = await worker.configure(self._operator.configuration(sandbox.compiled))
             while guard != self._guard.lives:  # `guard_changed` tells those that are there already
                 guard = self._guard.lives
-                await worker.control.notify("guard", fds=[self._guard.pidfd])
+                await worker.guarded(self._guard.pidfd)
         except BaseException:
             await finished(worker.end())
             raise
@@ -348,11 +348,9 @@ class Sandboxes:
                 worker.kill()  # it is born again
 
     async def guard_changed(self, pidfd: int) -> None:
-        """Tell all workers of the new guard."""
-        for sandbox in list(self._known.values()):
-            if sandbox.worker is not None:
-                with contextlib.suppress(ConnectionError):
-                    await sandbox.worker.control.notify("guard", fds=[pidfd])
+        """Tell all workers of the new guard, side by side: one that does not read holds up no other."""
+        workers = [sandbox.worker for sandbox in self._known.values() if sandbox.worker is not None]
+        await asyncio.gather(*(worker.guarded(pidfd) for worker in workers))
 
     async def configure(self, name: str, selection: dict[str, Any], *, decided: bool = False) -> str:
         """Give a sandbox's worker another policy and return its digest; the old one stays when it is refused.

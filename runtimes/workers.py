@@ -122,6 +122,13 @@ class Worker:
             await within(self.pid, _RECONNECT_SECONDS, given)
             self.reconnects += 1
 
+    async def guarded(self, pidfd: int) -> None:
+        """Tell it of a new guard; one that does not take it is killed."""
+        try:
+            await within(self.pid, _RECONNECT_SECONDS, self.control.notify("guard", fds=[pidfd]))
+        except (ConnectionError, TimeoutError):
+            self.kill()
+
     async def ended(self) -> None:
         """Wait until it has ended, or hangs."""
         hangs = await liveness.ended(self.pid, self.control, self._page)

@@ -27,6 +27,7 @@ from audit.client import AuditUnavailable
 from vault.custody import Consent, Custody, CustodyError
 from vault.grants import Grant, GrantError, Refusal
 from vault.store import StoreError
+from wire.patience import Patience
 
 REVOKE_TIMEOUT = 5.0
 RELEASES = (20.0, 200.0)  # a second, and at once: leases make more than a few a minute unusual
@@ -154,7 +155,8 @@ class Channels:
         if channel.connection is None or channel.connection.closed.is_set():
             return
         try:
-            await channel.connection.call("revoke", (), REVOKE_TIMEOUT, secrets=names)
+            async with Patience(REVOKE_TIMEOUT):  # whatever else it sends meanwhile
+                await channel.connection.call("revoke", (), None, secrets=names)
         except (ConnectionError, TimeoutError, wire.RemoteError):
             _log.warning("the worker of %s did not confirm a revocation: its channel is closed", channel.sandbox)
             await channel.connection.close()

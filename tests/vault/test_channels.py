@@ -1,6 +1,7 @@
 """Properties of workers' channels and of vaultd's socket, in one process, with a log that can be held up."""
 
 import asyncio
+import contextlib
 import os
 import socket
 from datetime import UTC, datetime, timedelta
@@ -594,3 +595,37 @@ async def test_an_inline_secret_that_was_replaced_is_looked_for_at_its_hosts(vau
     assert ((Secret(CANARY),), ()) == (at_first.former, elsewhere.former)
     assert Secret("another-value") == at_first.value
     await worker.close()
+
+
+async def test_a_worker_that_sends_other_things_gains_no_time_for_a_rotation(
+    vault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vault.channels.REVOKE_TIMEOUT", 0.2)
+    monkeypatch.setattr("wire.patience.MOST", 10**6)  # for as long as there is progress
+
+    async def on_revoke(_: frozenset[str] | None) -> None:
+        await asyncio.Event().wait()
+
+    await opened(vault)
+    worker = await vault.worker(SANDBOX, 1, on_revoke)
+    await worker.release(*ASK)
+
+    async def chatter() -> None:
+        while True:
+            await worker._wire.call("ping")
+
+    chattering = asyncio.create_task(chatter())
+    async with asyncio.timeout(20):
+        assert 2 == await vault.admin.rotate("token", Secret("new-value"))
+    with pytest.raises(ConnectionError):
+        await chattering
+
+
+async def test_a_new_channel_of_the_same_worker_is_no_new_allowance(vault: Any) -> None:
+    await opened(vault)
+    for _ in range(2):
+        worker = await vault.worker(SANDBOX, 1)
+        with contextlib.suppress(ReleaseRefusedError):
+            for _ in range(20):
+                await worker.intermediate()
+    assert 8 <= len(vault.log.of("vault.intermediate", "allow")) <= 9

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -252,3 +254,18 @@ def test_a_worker_whose_channel_was_ended_gets_a_new_one(taken: Taken, channel: 
         assert time.monotonic() < deadline
     works(taken.sandbox)
     assert taken.worker.pid == taken.stack.host("inspect", sandbox=taken.id)["worker_pid"]
+
+
+def test_a_serve_that_hangs_is_replaced(compromised: CompromisedStack) -> None:
+    """Its process is not dead and its connections are open; calls are answered again."""
+    serve = compromised.hostile("serve")
+    assert compromised.healthy()
+    compromised.host("ping")
+    os.kill(serve.pid, signal.SIGSTOP)
+    serve.close()
+    after = compromised.hostile("serve")
+    assert serve.pid != after.pid
+    after.close()
+    deadline = time.monotonic() + 60
+    while not compromised.healthy():
+        assert time.monotonic() < deadline
