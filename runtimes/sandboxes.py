@@ -422,7 +422,8 @@ class Sandboxes:
             raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
         except wire.RemoteError as error:
             # With "internal" it does not say how far it came; and what it has must not stay if that is over.
-            if error.code == "internal" or (decided and sandbox.policy != policy_digest({"policy": policy})):
+            unchanged = sandbox.policy == policy_digest({"policy": policy}) != ""
+            if error.code == "internal" or (decided and not unchanged):
                 sandbox.worker.kill()
             code = error.code if error.code in _REFUSALS else "gateway"
             raise wire.RequestError(code, error.message[:500]) from error
