@@ -12,7 +12,7 @@ from lifecycle import quantities
 from runtimes.spec import LEAST_MEMORY, image_environment
 
 RUNTIMES = ("runc", "runsc")
-DAEMONS = ("auditd", "vaultd", "zygote", "serve")
+DAEMONS = ("auditd", "vaultd", "zygote", "compiler", "serve")
 
 type Check = Callable[[Any], Any]
 

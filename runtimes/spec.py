@@ -187,6 +187,7 @@ class DaemonMemory(_Strict):
     auditd: int = Field(default=1 << 30, ge=LEAST_MEMORY)
     vaultd: int = Field(default=1 << 30, ge=LEAST_MEMORY)
     zygote: int = Field(default=1 << 30, ge=LEAST_MEMORY)
+    compiler: int = Field(default=1 << 30, ge=LEAST_MEMORY)
     serve: int = Field(default=2 << 30, ge=LEAST_MEMORY)
 
 
