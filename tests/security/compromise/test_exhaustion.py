@@ -15,7 +15,6 @@ from opensandbox import SandboxSync
 
 from demo.internet import API
 from demo.stack import StackError
-from policy.compiled import CompiledPolicy
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
 
 pytestmark = pytest.mark.system
@@ -90,9 +89,14 @@ class Taken:
         self.id = self.sandbox.id
         self.worker: Hostile = compromised.hostile(self.id)
 
-    def policy(self) -> CompiledPolicy:
-        record = json.loads((self.stack.run / "records" / f"{self.id}.json").read_text())
-        return CompiledPolicy.from_json(record["gateway"]["policy"])
+    def record(self) -> dict[str, Any]:
+        """What hostd has written down of it."""
+        record: dict[str, Any] = json.loads((self.stack.run / "records" / f"{self.id}.json").read_text())
+        return record
+
+    def configure(self, **options: bool) -> None:
+        """Have hostd give it again what it has."""
+        self.stack.host("configure", sandbox=self.id, selection=self.record()["selection"], **options)
 
     def removed(self) -> None:
         """Remove it, past `serve`; nothing is left."""
@@ -179,9 +183,9 @@ async def confirm(parameters):
 process._configure = confirm
 """)
     with pytest.raises(StackError, match="did not confirm"):
-        taken.stack.configure(taken.id, taken.policy())
+        taken.configure()
     states = {item["sandbox"]: item for item in taken.stack.host("list")["sandboxes"]}
-    assert taken.policy().digest == states[taken.id]["policy"]
+    assert taken.record()["compiled"]["digest"] == states[taken.id]["policy"]
     taken.worker.close()
     former, taken.worker = taken.worker.pid, taken.stack.hostile(taken.id)
     assert former != taken.worker.pid
@@ -212,10 +216,9 @@ loop.call_soon_threadsafe(spin)
 @pytest.mark.parametrize("code", [SILENT, SPINNING])
 def test_a_worker_that_pretends_to_work_does_not_outlive_a_decision(taken: Taken, code: str) -> None:
     """Its page changes all the time. hostd answers within the time that its caller waits, and the worker is dead."""
-    record = json.loads((taken.stack.run / "records" / f"{taken.id}.json").read_text())
     taken.worker.run(code)
     with pytest.raises(StackError, match="did not confirm"):
-        taken.stack.host("configure", sandbox=taken.id, gateway=record["gateway"], decided=True)
+        taken.configure(decided=True)
     taken.worker.close()
     former, taken.worker = taken.worker.pid, taken.stack.hostile(taken.id)
     assert former != taken.worker.pid
@@ -229,11 +232,10 @@ def test_a_removal_does_not_wait_for_a_worker_that_holds_up_a_configuration(take
 
     def configure() -> None:
         try:
-            taken.stack.configure(taken.id, policy)
-        except StackError as error:
+            taken.configure()
+        except (StackError, FileNotFoundError) as error:
             ends.append(str(error))
 
-    policy = taken.policy()
     waiting = threading.Thread(target=configure)
     waiting.start()
     taken.removed()
