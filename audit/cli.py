@@ -1,52 +1,130 @@
-"""`sallyport audit tail` and `sallyport audit verify`: reading the log, never changing it.
+"""`sallyport audit tail`, `verify` and `anchor`: reading the log, never changing it.
 
 - Exit codes: 0 fine, 1 the log is not what was written, 2 it cannot be read (or was asked for wrongly).
 - `tail` shows lines whose own hash holds; others are shown as damaged, never silently left out.
 """
 
+import heapq
 import json
+import os
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from audit import render
-from audit.chain import CHECKPOINT, LineError, Verifier, fingerprint, parse_line
+from audit.anchors import AnchorError, Outside, read_anchors
+from audit.chain import CHECKPOINT, CONTROL, LineError, fingerprint, parse_line
 from audit.keys import PUBLIC_NAME, KeyUnusable, load_public
-from audit.layout import HEADS_NAME, file_name, file_numbers, verify_directory
+from audit.layout import HEADS_NAME, file_name, file_numbers, read_verifier, share_chains, signature
+from audit.shares import DIRECTORY, share_lines
+from audit.verifier import Verifier
 
 type Output = Literal["text", "json", "ecs"]
 
 OK, TAMPERED, UNUSABLE = 0, 1, 2
 _POLL_SECONDS = 0.2
+_TS = b'"ts":"'
 
 
-def verify(directory: str | Path, *, key: str | Path | None = None, out: TextIO | None = None) -> int:
+def verify(
+    directory: str | Path,
+    *,
+    key: str | Path | None = None,
+    anchors: Sequence[Path] = (),
+    kept: Sequence[Path] = (),
+    out: TextIO | None = None,
+) -> int:
     """Check the whole log and print a report; return the exit code.
 
     Args:
-        key: a copy of the public key kept elsewhere; by default the one beside the log, whose fingerprint is printed
-            so that it can be compared.
+        key: a copy of the log's first public key kept elsewhere; by default the one beside the log, whose fingerprint
+            is printed so that it can be compared.
+        anchors: files of anchors that the log is compared with; each must be readable.
+        kept: where hostd keeps anchors; those that exist are used.
     """
     out = out or sys.stdout
-    directory = Path(directory)
+    try:
+        outside = [*_anchors(anchors), *_anchors(path for path in kept if os.path.exists(path))]
+    except (OSError, AnchorError) as error:
+        print(f"anchors: {error}", file=sys.stderr)
+        return UNUSABLE
+    verifier = _verified(Path(directory), key, outside)
+    if verifier is None:
+        return UNUSABLE
+    _report(verifier, out)
+    return OK if verifier.ok else TAMPERED
+
+
+def anchor(
+    directory: str | Path,
+    *,
+    key: str | Path | None = None,
+    kept: Sequence[Path] = (),
+    output: Path | None = None,
+    out: TextIO | None = None,
+) -> int:
+    """Verify the log and print an anchor of it, to be kept on another machine; return the exit code.
+
+    Args:
+        key: as for `verify`.
+        kept: as for `verify`.
+        output: append the anchor to this file instead.
+    """
+    try:
+        outside = list(_anchors(path for path in kept if os.path.exists(path)))
+    except (OSError, AnchorError) as error:
+        print(f"anchors: {error}", file=sys.stderr)
+        return UNUSABLE
+    verifier = _verified(Path(directory), key, outside)
+    if verifier is None:
+        return UNUSABLE
+    if not verifier.ok:
+        _report(verifier, sys.stderr)
+        return TAMPERED
+    line = json.dumps(verifier.state(), sort_keys=True, separators=(",", ":")) + "\n"
+    if output is None:
+        (out or sys.stdout).write(line)
+        return OK
+    try:
+        with open(output, "a", encoding="ascii") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        print(f"{output}: {error.strerror}", file=sys.stderr)
+        return UNUSABLE
+    return OK
+
+
+def _anchors(paths: Iterable[Path]) -> Iterator[Outside]:
+    for path in paths:
+        yield from read_anchors(path.read_bytes())
+
+
+def _verified(directory: Path, key: str | Path | None, anchors: Sequence[Outside]) -> Verifier | None:
+    """Read the whole log; None if it cannot be read, for a reason that was printed."""
     for attempt in (1, 2, 3):
         try:
             if not file_numbers(directory) and not (directory / HEADS_NAME).exists():
                 print(f"{directory}: there is no audit log here", file=sys.stderr)
-                return UNUSABLE
-            public_key = load_public(Path(key) if key is not None else directory / PUBLIC_NAME)
-            verifier = Verifier(public_key)
-            verify_directory(directory, verifier)
-            break
+                return None
+            identity = load_public(Path(key) if key is not None else directory / PUBLIC_NAME)
+            before = signature(directory)
+            verifier = read_verifier(directory, identity, anchors)
+            if verifier.ok or attempt == 3 or before == signature(directory):
+                return verifier
         except FileNotFoundError as error:  # a live writer has just retired its oldest file
             if attempt == 3:
-                return _unusable(directory, error)
+                _unusable(directory, error)
+                return None
         except (OSError, KeyUnusable) as error:
-            return _unusable(directory, error)
-    _report(verifier, out)
-    return OK if verifier.ok else TAMPERED
+            _unusable(directory, error)
+            return None
+    return None
 
 
 def _unusable(directory: Path, error: Exception) -> int:
@@ -72,7 +150,8 @@ def _report(verifier: Verifier, out: TextIO) -> None:
     verdict = "ok" if verifier.ok else "NOT what was written"
     print(
         f"{verdict}: {verifier.records} records, {verifier.checkpoints} signed checkpoints, "
-        f"{len(verifier.heads)} open chains, key {fingerprint(verifier.public_key)}",
+        f"{len(verifier.heads)} open chains, {verifier.pins.count} anchors, "
+        f"epoch {verifier.epoch + 1}, key {fingerprint(verifier.ring.keys[0])}",
         file=out,
     )
 
@@ -101,11 +180,11 @@ def tail(
         if not file_numbers(directory):
             print(f"{directory}: there is no audit log here", file=sys.stderr)
             return UNUSABLE
-        for number, line in _lines(directory, follow=follow, until=until):
+        for name, line in chain(_retired(directory, sandbox), _lines(directory, follow=follow, until=until)):
             try:
                 record = parse_line(line)
             except LineError as error:
-                print(f"!! {file_name(number)}: damaged line: {error}", file=out)
+                print(f"!! {name}: damaged line: {error}", file=out)
                 continue
             if _wanted(record, denied=denied, sandbox=sandbox):
                 print(_shown(record, output), file=out, flush=follow)
@@ -113,7 +192,7 @@ def tail(
         return OK
     except BrokenPipeError:  # of the output, not of the log
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return _unusable(directory, error)
     return OK
 
@@ -136,9 +215,29 @@ def _shown(record: dict[str, Any], output: Output) -> str:
             return render.line(record)
 
 
-def _lines(directory: Path, *, follow: bool, until: Callable[[], bool]) -> Iterator[tuple[int, bytes]]:
+def _retired(directory: Path, sandbox: str | None) -> Iterator[tuple[str, bytes]]:
+    """Yield what is kept of retired files, in the order of its times."""
+    kept = share_chains(directory)
+    wanted = [name for name in kept.chains if sandbox in (None, name) or name == CONTROL]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, len(wanted) + 256)), hard))  # all are open at once
+    shares = [_named(name, share_lines(directory, name, kept.chains[name])) for name in wanted]
+    yield from heapq.merge(*shares, key=lambda item: _time(item[1]))
+
+
+def _named(chain: str, lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
+    return ((f"{DIRECTORY}/{chain}", line) for line in lines)
+
+
+def _time(line: bytes) -> bytes:
+    begin = line.find(_TS) + len(_TS)
+    return line[begin : line.find(b'"', begin)]
+
+
+def _lines(directory: Path, *, follow: bool, until: Callable[[], bool]) -> Iterator[tuple[str, bytes]]:
     """Yield whole lines of all files; with `follow`, wait for more."""
-    number = file_numbers(directory)[0]
+    first = share_chains(directory).file
+    number = min(number for number in file_numbers(directory) if number >= first)
     while True:
         pending = b""
         with open(directory / file_name(number), "rb") as file:
@@ -147,7 +246,7 @@ def _lines(directory: Path, *, follow: bool, until: Callable[[], bool]) -> Itera
                 for chunk in file:
                     pending += chunk
                     if pending.endswith(b"\n"):
-                        yield number, pending
+                        yield file_name(number), pending
                         pending = b""
                 later = [n for n in file_numbers(directory) if n > number]
                 if last_round or (later and not follow):

@@ -9,7 +9,7 @@
 - Each sandbox's chain has a budget of bytes, refilled evenly; beyond it its requests wait, nobody else's. Nothing is
   dropped: what is waited for is bounded by `wire`, and a decision that is not recorded in time is a denial.
 
-It runs on one event loop; syncing and anchoring have a thread each.
+It runs on one event loop. Syncing has a thread; anchoring, retiring files and changing keys share another.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from audit.batch import Entry, gap_entry
 from audit.file_sink import Log, LogUnwritable, Mark, sync
@@ -31,6 +31,7 @@ SYNC_SECONDS: Final = 0.02  # from a write to the start of its sync; with the sy
 STALL_SECONDS: Final = 2.0
 ANCHOR_SECONDS: Final = 0.25
 CHECKPOINT_SECONDS: Final = 60.0
+EPOCH_SECONDS: Final = 600.0
 TURN: Final = 64  # records taken from one producer before it is another's turn
 REFUSED: Final = "refused: the log could not be written"
 
@@ -71,6 +72,7 @@ class GroupCommit:
     def start(self) -> None:
         """Begin to sync, anchor and checkpoint."""
         loop = asyncio.get_running_loop()
+        self._to_anchor.set()  # there may be files to retire
         for name, work in (("sync", self._sync), ("anchor", self._anchor), ("checkpoint", self._checkpoint)):
             self._tasks.append(loop.create_task(work(), name=f"audit-{name}"))
 
@@ -101,6 +103,19 @@ class GroupCommit:
             raise _unavailable(str(error)) from error
         self._touched()
         return seq
+
+    async def state(self) -> dict[str, Any]:
+        """Return where the log stands, once that much of it is on disk.
+
+        Raises:
+            RequestError: `unavailable`.
+        """
+        state = self._log.state()
+        request = _Request([], True, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._touched()
+        await request.done
+        return state
 
     async def close(self) -> None:
         """Write what waits, and sign off."""
@@ -223,6 +238,7 @@ class GroupCommit:
 
     async def _anchor(self) -> None:
         loop = asyncio.get_running_loop()
+        retry = 0.0
         while True:
             await self._to_anchor.wait()
             self._to_anchor.clear()
@@ -233,17 +249,40 @@ class GroupCommit:
                 except OSError as error:
                     _log.warning("heads.json was not written: %s", type(error).__name__)
                     self._to_anchor.set()
+            while self._log.retirable and time.monotonic() >= retry:
+                try:
+                    await loop.run_in_executor(self._anchor_thread, self._log.retire)
+                except (OSError, ValueError) as error:
+                    _log.error("the oldest file was not retired: %s", error or type(error).__name__)
+                    retry = time.monotonic() + CHECKPOINT_SECONDS
             await asyncio.sleep(ANCHOR_SECONDS)
 
     async def _checkpoint(self) -> None:
-        signed = self._log.position
+        signed = ended = self._log.position
+        began = time.monotonic()
         while True:
             await asyncio.sleep(CHECKPOINT_SECONDS)
-            if self._log.position != signed:
+            if self._log.position != ended and time.monotonic() - began >= EPOCH_SECONDS:
+                await self._change_epoch()
+                signed = ended = self._log.position
+                began = time.monotonic()
+            elif self._log.position != signed:
                 with contextlib.suppress(LogUnwritable):
                     self._log.checkpoint()
                     self._touched()
                 signed = self._log.position
+
+    async def _change_epoch(self) -> None:
+        """Sign with a new key from here on, and destroy the former one."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._anchor_thread, self._log.prepare_epoch)
+            self._log.begin_epoch()
+            self._touched()
+            await loop.run_in_executor(self._sync_thread, sync, self._log.mark())
+            await loop.run_in_executor(self._anchor_thread, self._log.destroy_former)
+        except (OSError, LogUnwritable) as error:
+            _log.error("the signing key was not changed, or not destroyed: %s", type(error).__name__)
 
 
 def _resolve(requests: Iterable[_Request]) -> None:

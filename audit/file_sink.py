@@ -1,9 +1,9 @@
 """The log as files: one sequence `audit-NNNNNN.jsonl`, all chains interleaved, and `heads.json` as its anchor.
 
-    directory/  audit-000001.jsonl ...  heads.json  keys/signing.pem  keys/public.pem  lock
+    directory/  audit-000001.jsonl ...  heads.json  keys/ (`audit.keys`)  chains/, chains.json (`audit.shares`)  lock
 
-- A `Log` is the only writer of its directory (flock) and is not thread-safe; `sync` and `write_anchor` may run in
-  another thread, on a `Mark` taken before.
+- A `Log` is the only writer of its directory (flock) and is not thread-safe. `sync` may run in another thread, on a
+  `Mark` taken before. `write_anchor`, `retire`, `prepare_epoch` and `destroy_former` may run in another one, in turn.
 - A batch is in the files completely, by one write(2), or not at all: after a failed or short write the file is cut
   back, no chain has moved, and `LogUnwritable` is raised. The next append tries again; nothing needs a restart.
 - The anchor never says more than what is certainly on disk.
@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
+from audit.anchors import state
 from audit.batch import Batch, Entry, gap_entry, torn_record
 from audit.chain import (
     CONTROL,
@@ -32,14 +31,17 @@ from audit.chain import (
     Anchor,
     Head,
     LineError,
-    Verifier,
+    fingerprint,
     parse_line,
     read_anchor,
     sign_anchor,
 )
-from audit.keys import load_or_create, sync_directory, write_atomically
+from audit.keys import Keys, sync_directory, write_atomically
 from audit.layout import HEADS_NAME, file_name, file_numbers
 from audit.records import Fields
+from audit.ring import hexadecimal
+from audit.shares import SHARES_NAME, Kept, Retention, read_kept, split, sweep, write_kept
+from audit.verifier import Verifier
 
 CHECKPOINT_RECORDS: Final = 1000
 
@@ -53,7 +55,6 @@ class Mark:
     """How far the log had grown at one moment; owns a descriptor of its newest file."""
 
     fd: int
-    first: int
     file: int
     offset: int
     log: str
@@ -78,23 +79,24 @@ class Log:
     def __init__(
         self,
         directory: Path,
-        key: Ed25519PrivateKey,
+        keys: Keys,
         *,
         lock: int,
         boot: str,
         clock: Callable[[], str],
         max_file_bytes: int,
-        max_files: int,
+        retention: Retention,
     ) -> None:
         self._directory = directory
-        self._key = key
+        self._keys = keys
         self._lock = lock
         self._boot = boot
         self._clock = clock
         self._max_file_bytes = max_file_bytes
-        self._max_files = max_files
+        self._retention = retention
+        self._kept: Kept | None = None
         self._anchor_lock = threading.Lock()
-        self._anchored = (0, 0)
+        self._anchored = Mark(-1, 1, 0, ZERO, "")
         self._fd = -1
         self._first = 1
         self._number = 0
@@ -110,7 +112,7 @@ class Log:
 
     @classmethod
     def open(
-        cls, directory: Path, *, boot: str, clock: Callable[[], str], max_file_bytes: int, max_files: int
+        cls, directory: Path, *, boot: str, clock: Callable[[], str], max_file_bytes: int, retention: Retention
     ) -> "Log":
         """Open or create the log in `directory` and continue it.
 
@@ -118,7 +120,7 @@ class Log:
             boot: what tells this run of the host from the one before.
             clock: now, in RFC 3339 with milliseconds, UTC.
             max_file_bytes: a file that has grown to this is followed by a new one.
-            max_files: older files are deleted; 0 keeps all.
+            retention: which files are split, and what is kept of them.
 
         Raises:
             OSError: it cannot be read or written, or another writer has it.
@@ -132,23 +134,24 @@ class Log:
             numbers = file_numbers(directory)
             heads = directory / HEADS_NAME
             data = heads.read_bytes() if heads.exists() else None
-            key = load_or_create(directory, create=not numbers and data is None)
+            keys = Keys.load(directory, create=not numbers and data is None)
             log = cls(
                 directory,
-                key,
+                keys,
                 lock=lock,
                 boot=boot,
                 clock=clock,
                 max_file_bytes=max_file_bytes,
-                max_files=max_files,
+                retention=retention,
             )
-            anchor = read_anchor(key.public_key(), data) if data is not None else None
+            anchor = read_anchor(keys.ring.key, data) if data is not None else None
             fresh = anchor is not None and (anchor.first, anchor.file, anchor.offset, anchor.log) == (1, 1, 0, ZERO)
             if not numbers and (data is None or fresh):
-                log._write_anchor(Mark(-1, 1, 1, 0, ZERO, clock()), clean=False)
+                log._write_anchor(Mark(-1, 1, 0, ZERO, clock()), clean=False)
                 log._begin_file(1, {"state": "new"})
             else:
                 log._recover(numbers, anchor)
+                log._change_epoch()
         except BaseException:
             os.close(lock)
             raise
@@ -191,9 +194,77 @@ class Log:
         self._since.pop(chain, None)
         return seq
 
+    def state(self) -> dict[str, Any]:
+        """Return where the log stands, as an anchor."""
+        return state(
+            ts=self._clock(),
+            identity=fingerprint(self._keys.ring.keys[0]),
+            key=fingerprint(self._keys.key.public_key()),
+            file=self._number,
+            offset=self._size,
+            log=self.log,
+            heads={chain: (head.seq, head.hash) for chain, head in self.heads.items()},
+        )
+
+    @property
+    def retirable(self) -> bool:
+        """Whether there are more files than are kept as they were written."""
+        return 0 < self._retention.max_files < self._number - self._first + 1
+
+    def prepare_epoch(self) -> None:
+        """Make the key that `begin_epoch` begins to use. Raises OSError."""
+        self._keys.prepare()
+
+    def begin_epoch(self) -> None:
+        """Have the present key certify the next one in the log, and sign with that from then on.
+
+        Raises:
+            LogUnwritable: it could not be written; the present key stays.
+        """
+        if (following := self._keys.following) is None:
+            raise ValueError("no key was prepared")
+        self._make_ready()
+        self._write_checkpoint(CONTROL, {"next": hexadecimal(following.public_key())})
+        self._keys.switch()
+
+    def destroy_former(self) -> None:
+        """Destroy the key before the present one, once `begin_epoch`'s line is on disk. Raises OSError."""
+        self._keys.destroy_former()
+
+    def retire(self) -> None:
+        """Split the oldest file if there are more than are kept as they were written.
+
+        Raises:
+            OSError, LineError: it stays; try again.
+        """
+        numbers = [number for number in file_numbers(self._directory) if number >= self._first]
+        if not self._retention.max_files or len(numbers) <= self._retention.max_files:
+            return
+        oldest = numbers[0]
+        kept = self._kept or self._read_kept(oldest)
+        path = self._directory / file_name(oldest)
+        if kept.file <= oldest:
+            kept = split(self._directory, oldest, path, kept, self._retention, self._keys.key)
+        self._kept = kept
+        self._first = oldest + 1
+        self._write_anchor(self._anchored, clean=False)
+        for number in file_numbers(self._directory):
+            if number < self._first:
+                (self._directory / file_name(number)).unlink()
+        sweep(self._directory, kept)
+
+    def _read_kept(self, oldest: int) -> Kept:
+        path = self._directory / SHARES_NAME
+        if not path.exists():
+            return Kept(oldest, oldest)
+        kept = read_kept(self._keys.ring, path.read_bytes())
+        if kept is None:
+            raise LineError(f"{SHARES_NAME} is not signed by this log's key")
+        return kept
+
     def mark(self) -> Mark:
         """Return a mark of the present end, to be given to `sync`."""
-        return Mark(os.dup(self._fd), self._first, self._number, self._size, self.log, self.last_ts)
+        return Mark(os.dup(self._fd), self._number, self._size, self.log, self.last_ts)
 
     def write_anchor(self, mark: Mark) -> None:
         """Sign that the log up to `mark`, which must have been synced, exists. Raises OSError."""
@@ -216,7 +287,7 @@ class Log:
             os.close(self._lock)
 
     def _batch(self) -> Batch:
-        return Batch(self._key, heads=self.heads, log=self.log, ts=self._clock(), last_ts=self.last_ts)
+        return Batch(self._keys.key, heads=self.heads, log=self.log, ts=self._clock(), last_ts=self.last_ts)
 
     def _write_checkpoint(self, chain: str, extra: Fields) -> int:
         batch = self._batch()
@@ -301,25 +372,23 @@ class Log:
             os.close(self._fd)
         self._fd, self._number, self._size, self._header_size = fd, number, len(data), len(data)
         self._commit(batch)
-        if self._max_files:
-            self._first = max(self._first, number - self._max_files + 1)
-        with suppress(OSError):  # the anchor then stays behind, and the old files stay
-            self._write_anchor(Mark(-1, self._first, number, self._size, self.log, self.last_ts), clean=False)
-            for old in file_numbers(self._directory):
-                if old < self._first:
-                    (self._directory / file_name(old)).unlink()
+        with suppress(OSError):  # the anchor then stays behind
+            self._write_anchor(Mark(-1, number, self._size, self.log, self.last_ts), clean=False)
 
     def _write_anchor(self, mark: Mark, *, clean: bool) -> None:
-        anchor = Anchor(mark.first, mark.file, mark.offset, mark.log, mark.ts, self._boot, clean)
+        """Sign how far the log has grown; what was signed as certain already stays so."""
         with self._anchor_lock:
-            if (mark.file, mark.offset) < self._anchored:
-                return
-            write_atomically(self._directory / HEADS_NAME, sign_anchor(self._key, anchor), 0o600)
-            self._anchored = (mark.file, mark.offset)
+            if (mark.file, mark.offset) >= (self._anchored.file, self._anchored.offset):
+                self._anchored = mark
+            mark = self._anchored
+            anchor = Anchor(self._first, mark.file, mark.offset, mark.log, mark.ts, self._boot, clean)
+            write_atomically(self._directory / HEADS_NAME, sign_anchor(self._keys.key, anchor), 0o600)
 
     def _recover(self, numbers: list[int], anchor: Anchor | None) -> None:
         newest = max([*numbers, anchor.file if anchor else 0])
         self._first = anchor.first if anchor else min(numbers)
+        if self._first > 1 and not (self._directory / SHARES_NAME).exists():  # a former version deleted the others
+            write_kept(self._directory, self._keys.key, Kept(self._first, self._first))
         try:
             if anchor is None:
                 raise _Changed("heads.json is missing or not signed by this log's key")
@@ -352,11 +421,11 @@ class Log:
         self._begin_file(number, {"state": "restarted"})
 
     def _mark_here(self) -> Mark:
-        return Mark(-1, self._first, self._number, self._size, self.log, self.last_ts or self._clock())
+        return Mark(-1, self._number, self._size, self.log, self.last_ts or self._clock())
 
     def _read_end(self, anchor: Anchor, newest: int) -> Verifier:
         """Verify from the anchor's file on; the verifier's state is where to continue."""
-        found = Verifier(self._key.public_key(), replace(anchor, first=anchor.file))
+        found = Verifier(self._keys.ring, replace(anchor, first=anchor.file))
         crashed = anchor.boot != self._boot and not anchor.clean
         for number in range(anchor.file, newest + 1):
             found.begin_file(number)
@@ -373,7 +442,17 @@ class Log:
         found.finish()
         if not found.ok:
             raise _Changed(found.findings[0])
+        if found.epoch >= 0 and not self._keys.stand_at(found.epoch):
+            raise _Changed("the last lines are of an epoch whose key is not here")
         return found
+
+    def _change_epoch(self) -> None:
+        """Begin a new epoch, which may be one that a crash has interrupted the beginning of."""
+        if not self._keys.switched:
+            self.prepare_epoch()
+            self.begin_epoch()
+        sync(self.mark())
+        self.destroy_former()
 
 
 class _Changed(Exception):

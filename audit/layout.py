@@ -4,10 +4,18 @@ Reads only; safe beside a live writer.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from audit.chain import Verifier, read_anchor
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from audit.anchors import Outside
+from audit.chain import CONTROL, read_anchor
+from audit.keys import EPOCHS_NAME
+from audit.ring import read_ring
+from audit.shares import SHARES_NAME, Kept, parse_kept, read_kept, share_lines
+from audit.verifier import Verifier
 
 HEADS_NAME: Final = "heads.json"
 _FILE = re.compile(r"audit-(\d{6,})\.jsonl")
@@ -23,17 +31,64 @@ def file_numbers(directory: Path) -> list[int]:
     return sorted(int(match[1]) for entry in directory.iterdir() if (match := _FILE.fullmatch(entry.name)))
 
 
-def verify_directory(directory: Path, verifier: Verifier) -> None:
-    """Feed the log in `directory` to `verifier`, whose anchor is read here first.
+def read_verifier(directory: Path, identity: Ed25519PublicKey, anchors: Iterable[Outside] = ()) -> Verifier:
+    """Return a verifier of the log in `directory` that has read it all.
+
+    Args:
+        identity: the log's first public key.
+        anchors: what was kept of it outside.
 
     Raises:
         OSError: it cannot be read.
     """
-    heads = directory / HEADS_NAME
-    if heads.exists():  # before the files: a live writer then only ever has written more than it says
-        verifier.anchor = read_anchor(verifier.public_key, heads.read_bytes())
-    for number in file_numbers(directory):
+    # Before the files: a live writer then only ever has written more than these say.
+    heads, shares = _content(directory / HEADS_NAME), _content(directory / SHARES_NAME)
+    ring, problem = read_ring(identity, _content(directory / EPOCHS_NAME) or b"")
+    verifier = Verifier(ring)
+    for anchor in anchors:
+        verifier.pins.add(anchor)
+    if problem is not None:
+        verifier.finding(problem)
+    if heads is not None:
+        verifier.anchor = read_anchor(ring.key, heads)
+    first = 0
+    if shares is not None:
+        kept = read_kept(ring, shares)
+        if kept is None:
+            verifier.finding(f"{SHARES_NAME} is not signed by this log's key")
+        else:
+            first = kept.file
+            _read_shares(directory, verifier, kept)
+    numbers = [number for number in file_numbers(directory) if number >= first]  # one before it is split already
+    if shares is None and numbers and numbers[0] > 1 and verifier.anchor is not None and verifier.anchor.version > 1:
+        verifier.finding(f"{SHARES_NAME}, which says what is kept of the files before {numbers[0]}, is missing")
+    for number in numbers:
         verifier.begin_file(number)
         with open(directory / file_name(number), "rb") as file:
             verifier.lines(file)
     verifier.finish()
+    return verifier
+
+
+def _read_shares(directory: Path, verifier: Verifier, kept: Kept) -> None:
+    verifier.begin_shares(kept)
+    for chain in sorted(kept.chains, key=lambda chain: (chain != CONTROL, chain)):
+        verifier.share(chain, kept.chains[chain], share_lines(directory, chain, kept.chains[chain]))
+
+
+def signature(directory: Path) -> tuple[bytes | None, list[int]]:
+    """Return what changes when a live writer retires a file."""
+    return _content(directory / SHARES_NAME), file_numbers(directory)[:1]
+
+
+def share_chains(directory: Path) -> Kept:
+    """Return what is kept of retired files, its signature unchecked: for readers that only show it."""
+    data = _content(directory / SHARES_NAME)
+    return Kept() if data is None else parse_kept(data)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+from audit.producers import WRITABLE
+
 type Value = str | int | bool | list[str] | dict[str, Any]
 type Fields = dict[str, Value]
 
@@ -42,16 +44,6 @@ class Decision(StrEnum):
     OBSERVE = "observe"
     INFO = "info"
 
-
-KINDS = frozenset(
-    {"dns", "flow", "connect", "drop", "request", "ingress", "secret.release", "secret.use", "gap", "alarm"}
-)
-"""Exact kinds a producer may write. `checkpoint` is auditd's alone."""
-
-KIND_FAMILIES = ("lifecycle", "vault", "gateway")
-"""Families open to their owners: `lifecycle.create`, `vault.rotate`, `gateway.configure`, ..."""
-
-_FAMILY = re.compile(rf"(?:{'|'.join(KIND_FAMILIES)})\.[a-z][a-z0-9_]{{0,31}}(?:\.[a-z][a-z0-9_]{{0,31}})?")
 
 TEXTS: Mapping[str, int] = {
     # what was decided, and by what
@@ -130,12 +122,12 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def check_kind(kind: str) -> str:
-    """Return `kind` if a producer may write it.
+    """Return `kind` if some producer may write it; `audit.producers` says which.
 
     Raises:
         RecordError: it may not.
     """
-    if kind in KINDS or _FAMILY.fullmatch(kind):
+    if kind in WRITABLE:
         return kind
     raise RecordError(f"unknown record kind {kind[:64]!r}")
 

@@ -1,8 +1,8 @@
 """auditd: the one process that writes the log. `python -m audit.writer CONFIG.json`
 
-- Who speaks over a channel was said by whoever attached it, on a socket that only root and `serve` may use. What a
-  channel says about that itself is refused or overwritten.
-- A channel can record and nothing else.
+- hostd alone attaches channels, ends chains and reads their heads. It names the producer of each channel; `serve`, the
+  other user of the socket, is recognised by its uid. What a record says about that itself is refused.
+- A producer writes the kinds of its own (`producers`) and nothing else.
 - What one producer can have waiting is bounded: one `records` request, and as many `record`s as `wire` reads ahead.
 - Killing any process, this one included, loses no accepted record.
 
@@ -31,7 +31,9 @@ from audit.chain import CONTROL
 from audit.commit import GroupCommit
 from audit.file_sink import Log, LogUnwritable
 from audit.keys import KeyUnusable
-from audit.records import Fields, RecordError, bounded, check_decision, check_kind, escaped
+from audit.producers import GATEWAY, HOSTD, KINDS, SERVE, VAULT
+from audit.records import Fields, RecordError, bounded, check_decision, escaped
+from audit.shares import CLOSED_SANDBOXES, CONTROL_SHARE, SANDBOX_SHARE, Retention
 from wire import NARROW, Client, Message, RequestError, inherited_listener, serve_unix
 from wire.frames import close_all
 
@@ -51,9 +53,13 @@ class AuditConfig:
 
     directory: str
     uids: tuple[int, ...]
+    host_uid: int = 0
     sync: str = "group"
     max_file_bytes: int = 64 * 1024 * 1024
     max_files: int = 0
+    sandbox_share: int = SANDBOX_SHARE
+    control_share: int = CONTROL_SHARE
+    closed_sandboxes: int = CLOSED_SANDBOXES
     sandbox_bytes_per_second: int = 8 * 1024 * 1024
 
     @classmethod
@@ -66,7 +72,15 @@ class AuditConfig:
         data = json.loads(text)
         if not isinstance(data, dict) or set(data) - {field.name for field in fields(cls)}:
             raise ValueError("the configuration has unknown keys")
-        least = {"max_file_bytes": 65536, "max_files": 0, "sandbox_bytes_per_second": 0}
+        least = {
+            "host_uid": 0,
+            "max_file_bytes": 65536,
+            "max_files": 0,
+            "sandbox_share": 65536,
+            "control_share": 65536,
+            "closed_sandboxes": 0,
+            "sandbox_bytes_per_second": 0,
+        }
         uids = data.get("uids")
         wrong = [] if isinstance(data.get("directory"), str) else ["directory"]
         wrong += [name for name, bound in least.items() if name in data and not _number(data[name], bound)]
@@ -104,9 +118,13 @@ class Identity:
         """
         if not (isinstance(kind, str) and isinstance(decision, str) and isinstance(fields, dict)):
             raise RecordError("a record needs kind, decision and fields")
-        record: Fields = {"kind": check_kind(kind), "decision": check_decision(decision), **escaped(bounded(fields))}
+        if kind not in KINDS[self.producer]:
+            raise RecordError(f"{self.producer} does not write records of kind {kind[:64]!r}")
+        record: Fields = {"kind": kind, "decision": check_decision(decision), **escaped(bounded(fields))}
         record["producer"] = self.producer
         if self.sandbox is not None:
+            if record.get("sandbox", self.sandbox) != self.sandbox:
+                raise RecordError("this channel does not write about another sandbox")
             record["sandbox"] = self.sandbox
         if self.generation is not None:
             record["generation"] = self.generation
@@ -116,30 +134,36 @@ class Identity:
 class Service:
     """The operations of the socket and of the channels."""
 
-    def __init__(self, writer: GroupCommit) -> None:
+    def __init__(self, writer: GroupCommit, host_uid: int) -> None:
+        """Serve records to `writer`; the user `host_uid` is hostd, any other is `serve`."""
         self._writer = writer
+        self._host_uid = host_uid
         self._channels: dict[Client, Identity] = {}
         self._batching: set[Client] = set()
 
     async def control(self, client: Client, op: str, parameters: Message, fds: list[int]) -> Message:
-        """Answer one request of the socket, from root or `serve`."""
-        if op == "attach" and len(fds) == 1:
+        """Answer one request of the socket, from hostd or `serve`."""
+        host = client.peer.uid == self._host_uid
+        if op == "attach" and len(fds) == 1 and host:
             return self._attach(parameters, fds[0])
         close_all(fds)
         match op:
+            case "attach" | "close_sandbox" | "heads" if not host:
+                raise RequestError("forbidden", f"{op} is an operation of hostd")
             case "attach":
                 raise RequestError("invalid", "attach brings exactly one descriptor")
             case "ping":
                 return {}
             case "record" | "records":
-                identity = Identity("root" if client.peer.uid == 0 else "serve")
-                return await self._record(client, identity, op, parameters)
+                return await self._record(client, Identity(HOSTD if host else SERVE), op, parameters)
             case "close_sandbox":
                 sandbox = _identifier(parameters, "sandbox")
                 for channel in [c for c, identity in self._channels.items() if identity.sandbox == sandbox]:
                     del self._channels[channel]
                     await channel.close()
                 return {"seq": await self._writer.close_chain(sandbox)}
+            case "heads":
+                return await self._writer.state()
             case _:
                 raise RequestError("unknown_op", f"unknown operation {op[:64]!r}")
 
@@ -152,6 +176,8 @@ class Service:
         try:
             sandbox = None if parameters.get("sandbox") is None else _identifier(parameters, "sandbox")
             producer = _identifier(parameters, "producer")
+            if producer != (VAULT if sandbox is None else GATEWAY):
+                raise RequestError("invalid", "a channel is vaultd's, or that of a sandbox's gateway")
             generation = parameters.get("generation")
             if generation is not None and (type(generation) is not int or not 1 <= generation < 2**53):
                 raise RequestError("invalid", "generation is a positive integer")
@@ -227,10 +253,10 @@ async def run(config: AuditConfig, listener: socket.socket) -> None:
         boot=Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip(),
         clock=now,
         max_file_bytes=config.max_file_bytes,
-        max_files=config.max_files,
+        retention=Retention(config.max_files, config.sandbox_share, config.control_share, config.closed_sandboxes),
     )
     writer = GroupCommit(log, always=config.sync == "always", pace=config.sandbox_bytes_per_second)
-    service = Service(writer)
+    service = Service(writer, config.host_uid)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -3,7 +3,7 @@
 sallyport serve | doctor [--probe]
 sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [--path P] [--policy NAME]
 sallyport vault init | put | list | rotate | delete
-sallyport audit tail | verify [DIRECTORY]
+sallyport audit tail | verify [--anchor FILE] | anchor [--output FILE] [DIRECTORY]
 
 `--config FILE` may stand before a command or after it. Without it, `serve` looks for settings as `settings.read` says;
 the other commands take those of the running server, if there is one (`lifecycle.running`).
@@ -25,6 +25,7 @@ from gateway.translate import refusal_of_form
 from lifecycle import about, console, doctor, launch, running, settings
 from lifecycle.settings import Settings, SettingsError
 from runtimes import api_listener
+from runtimes.kept_lines import ANCHORS_NAME
 
 OK, FAILED, WRONG = 0, 1, 2
 
@@ -84,7 +85,15 @@ def parser() -> argparse.ArgumentParser:
     tail.add_argument("--output", choices=["text", "json", "ecs"], default="text")
     verify = log.add_parser("verify", parents=[after], help="check that the log is what was written")
     verify.add_argument("--key", type=Path, help="public key to trust, else the log's own")
-    for command in (tail, verify):
+    verify.add_argument(
+        "--anchor", type=Path, action="append", default=[], help="compare with the anchors in this file"
+    )
+    anchor = log.add_parser(
+        "anchor", parents=[after], help="print what to keep elsewhere, so that a rewritten log is found"
+    )
+    anchor.add_argument("--key", type=Path, help="public key to trust, else the log's own")
+    anchor.add_argument("--output", type=Path, help="append it to this file instead")
+    for command in (tail, verify, anchor):
         command.add_argument("directory", type=Path, nargs="?", help="of the log or a copy; else the configured one")
     return top
 
@@ -113,8 +122,14 @@ def _run(options: argparse.Namespace) -> int:
                 follow=options.follow,
                 output=options.output,
             )
+        case "audit", "anchor":
+            return audit.cli.anchor(
+                _log_directory(options), key=options.key, kept=_kept_anchors(options), output=options.output
+            )
         case _:
-            return audit.cli.verify(_log_directory(options), key=options.key)
+            return audit.cli.verify(
+                _log_directory(options), key=options.key, anchors=options.anchor, kept=_kept_anchors(options)
+            )
 
 
 def _given(options: argparse.Namespace) -> Settings:
@@ -215,6 +230,14 @@ def _log_directory(options: argparse.Namespace) -> Path:
         return Path(options.directory)
     configured = _configured(options)
     return Path(options.directory or configured.state_dir / "audit")
+
+
+def _kept_anchors(options: argparse.Namespace) -> list[Path]:
+    """Where hostd keeps anchors of the configured log; of another one it has none."""
+    if options.directory is not None:
+        return []
+    path = _configured(options).state_dir / "hostd" / ANCHORS_NAME
+    return [path.with_name(f"{path.name}.old"), path]
 
 
 def _explain(options: argparse.Namespace) -> int:

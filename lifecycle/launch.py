@@ -154,6 +154,9 @@ def audit_config(settings: Settings) -> dict[str, Any]:
         "sync": settings.get("sallyport.audit.sync", "group"),
         "max_file_bytes": settings.get("sallyport.audit.max_file_bytes", 64 * 1024 * 1024),
         "max_files": settings.get("sallyport.audit.max_files", 0),
+        "sandbox_share": settings.get("sallyport.audit.sandbox_share", 8 << 20),
+        "control_share": settings.get("sallyport.audit.control_share", 256 << 20),
+        "closed_sandboxes": settings.get("sallyport.audit.closed_sandboxes", 1000),
         "sandbox_bytes_per_second": settings.get("sallyport.audit.sandbox_bytes_per_second", 8 << 20),
     }
 

@@ -58,7 +58,6 @@ class Orchestrator:
         self.making: set[str] = set()
         """The sandboxes that are being created now: a row `Pending` of any other was left behind."""
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
-        self._open_chains: set[str] = set()
 
     # -- reading
 
@@ -117,7 +116,6 @@ class Orchestrator:
                 raise ApiError(
                     500, "DOCKER::SANDBOX_DELETE_FAILED", f"Removal is being retried: {len(residue)} things are left."
                 )
-            await self.close_chain(sandbox)
             try:
                 await self.registry.delete(sandbox)
             except RegistryError:
@@ -255,23 +253,6 @@ class Orchestrator:
                 del self._locks[sandbox]
             else:
                 self._locks[sandbox] = (lock, users - 1)
-
-    async def close_chain(self, sandbox: str) -> None:
-        """Have the audit chain of a sandbox that is gone ended; tried again later if it cannot be now."""
-        try:
-            await self.auditd.close_sandbox(sandbox)
-        except (Unreachable, wire.RemoteError) as error:
-            self._open_chains.add(sandbox)
-            _log.warning("the audit chain of %s is to be ended later: %s", sandbox, error)
-        else:
-            self._open_chains.discard(sandbox)
-
-    async def close_chains(self) -> None:
-        """End the chains that could not be ended before, as long as that works."""
-        for sandbox in sorted(self._open_chains):
-            await self.close_chain(sandbox)
-            if sandbox in self._open_chains:
-                return
 
     async def record(self, kind: str, decision: str, **fields: Any) -> None:
         """Have a change recorded before it is made.

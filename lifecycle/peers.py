@@ -226,7 +226,3 @@ class Auditd(Daemon):
         """
         named = fields if sandbox is None else {"sandbox": sandbox, **fields}
         await self.call("record", kind=kind, decision=decision, fields=named)
-
-    async def close_sandbox(self, sandbox: str) -> None:
-        """Have the sandbox's chain ended and signed."""
-        await self.call("close_sandbox", sandbox=sandbox)

@@ -256,7 +256,6 @@ class Observer:
             if row.state is State.RUNNING and other and not self._egress.unsettled(row):
                 differing.append(row.id)
         await self._apply(dict.fromkeys(differing, self._egress.reconcile))
-        await self._orchestrator.close_chains()
 
     async def _seen(self, sandbox: str, item: dict[str, Any], now: float) -> None:
         seen = condition(item)

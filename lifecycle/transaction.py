@@ -273,8 +273,6 @@ class Creations:
         except (Unreachable, wire.RemoteError) as error:
             _log.warning("undoing the creation of %s is left to the reaper: %s", row.id, error)
             residue = ["unknown"]
-        if not residue:
-            await self._orchestrator.close_chain(row.id)
         try:
             if residue:
                 await self._orchestrator.registry.put(

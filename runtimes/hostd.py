@@ -33,6 +33,7 @@ from runtimes import oci_shim, own_users, predecessor, shim_install
 from runtimes.adoption import Leavings, adopt_or_remove
 from runtimes.alarms import Alarms
 from runtimes.cgroups import Cgroups, Processor
+from runtimes.chains import Chains
 from runtimes.daemons import ADOPTABLE, Daemons
 from runtimes.disk import Disks
 from runtimes.docker import Docker, DockerError, UnknownImage
@@ -43,6 +44,7 @@ from runtimes.finish import together
 from runtimes.guard import Guard, GuardError
 from runtimes.keeper import BEAT_SECONDS, READY_FD
 from runtimes.kept_files import KeptFiles
+from runtimes.kept_lines import ANCHORS_NAME
 from runtimes.ledgers import Ledgers
 from runtimes.netns import NftError
 from runtimes.nft import GuardPlan
@@ -121,6 +123,7 @@ class Host:
         self._operator = Operator(config, self._daemons)
         self._sandboxes: Sandboxes | None = None
         self._alarms = Alarms(self._daemons)
+        self._chains: Chains | None = None
         self._watch: Watch | None = None
         self._watching = asyncio.Event()
         self._adopted = 0
@@ -196,6 +199,9 @@ class Host:
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
         self._sandboxes.document_changed()  # since they were written down, perhaps
+        self._chains = Chains(self._daemons, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.tell)
+        self._sandboxes.gone = self._chains.wake
+        self._chains.start()
         self._yielding = Yielding(Processor(self._cgroups), self._sandboxes.computing)
         self._yielding.start()
         if watched:
@@ -286,6 +292,8 @@ class Host:
             else:
                 await self._sandboxes.release()
             await self._sandboxes.slots.close()
+        if self._chains is not None:
+            await self._chains.stop()
         await self._alarms.stop()
         await self._daemons.stop()
         await self._guard.stop()

@@ -101,6 +101,8 @@ class Sandboxes:
         self.closing = False
         self.refusal: Callable[[], str] = lambda: ""
         """Says why nothing may be launched now; asked at each launch."""
+        self.gone: Callable[[], None] = lambda: None
+        """Called when nothing of a sandbox is left and it is no longer known."""
 
     async def launch(self, spec: LaunchSpec) -> dict[str, Any]:
         """Launch one sandbox; returns when its container has started.
@@ -577,6 +579,7 @@ class Sandboxes:
             self._records.remove(sandbox.id)
             if forget:
                 self._known.pop(sandbox.id, None)
+                self.gone()
         return tuple(residue)
 
     async def _remove_container(self, sandbox: Sandbox) -> list[str]:

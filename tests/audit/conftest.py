@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from audit.chain import Verifier
 from audit.client import AuditClient
 from audit.keys import load_public
-from audit.layout import verify_directory
+from audit.layout import read_verifier
+from audit.verifier import Verifier
 from wire import Client, bind_unix
 from wire.sockets import LISTEN_FD
 
@@ -33,7 +33,8 @@ class Auditd:
         self.socket = base / "audit.sock"
         self.stderr = base / "stderr"
         self.config = base / "audit.json"
-        settings = {"sync": "group", "max_file_bytes": 1 << 26, "max_files": 0, "uids": [os.getuid()]} | config
+        settings = {"sync": "group", "max_file_bytes": 1 << 26, "max_files": 0, "uids": [os.getuid()]}
+        settings |= {"host_uid": os.getuid()} | config
         self.config.write_text(json.dumps({"directory": str(self.log)} | settings))
         self.process: asyncio.subprocess.Process | None = None
         self.control: Client | None = None
@@ -71,8 +72,9 @@ class Auditd:
             await self.control.call("ping")
         return self
 
-    async def attach_fd(self, sandbox: str | None, generation: int = 1, producer: str = "gateway") -> int:
+    async def attach_fd(self, sandbox: str | None, generation: int = 1) -> int:
         assert self.control is not None
+        producer = "vault" if sandbox is None else "gateway"
         ours, theirs = socket.socketpair()
         try:
             await self.control.call(
@@ -118,9 +120,14 @@ class Auditd:
 
 
 def verify(directory: Path) -> Verifier:
-    verifier = Verifier(load_public(directory / "keys/public.pem"))
-    verify_directory(directory, verifier)
-    return verifier
+    return read_verifier(directory, load_public(directory / "keys/public.pem"))
+
+
+async def retired(daemon: Auditd, files: int) -> None:
+    """Wait until no more files are there as they were written."""
+    async with asyncio.timeout(20):
+        while len(daemon.files()) > files:  # noqa: ASYNC110 - it is another process's state
+            await asyncio.sleep(0.01)
 
 
 type NewAuditd = Callable[..., Auditd]
@@ -158,7 +165,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             await a.accept("request", "allow", host="a.example", path=f"/{n}" + "x" * 400)
             await b.accept("request", "deny", host="b.example", path=f"/{n}", reason="no rule allows it")
             if n % 20 == 0:
-                await control.accept("lifecycle.create", "info", sandbox=A, state="running")
+                await control.accept("vault.open", "info", sandbox=A, lineage="one")
         assert await daemon.stop() == 0
         return daemon.log
 

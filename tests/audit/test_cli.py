@@ -86,7 +86,7 @@ def test_denied_shows_only_denials(written: Path) -> None:
 def test_one_sandbox_is_shown_alone_with_what_the_control_plane_did_to_it(written: Path) -> None:
     records = [json.loads(line) for line in _tail(written, sandbox=A, output="json")]
     assert {record["sandbox"] for record in records} == {A}
-    assert {record["kind"] for record in records} == {"request", "lifecycle.create"}
+    assert {record["kind"] for record in records} == {"request", "vault.open"}
     assert _tail(written, sandbox="sbx-none") == []
     assert len(_tail(written, sandbox=B)) == 200
 

@@ -9,6 +9,7 @@ from audit.chain import CONTROL
 from audit.commit import GroupCommit
 from audit.file_sink import Log
 from audit.pace import BURST_SECONDS, Pace
+from audit.shares import Retention
 
 RATE = 64 * 1024
 
@@ -20,7 +21,8 @@ def entry(chain: str, size: int = 8192) -> Entry:
 
 
 def writer(directory: Path, pace: int) -> GroupCommit:
-    log = Log.open(directory, boot="b", clock=lambda: "2026-01-01T00:00:00.000Z", max_file_bytes=1 << 30, max_files=0)
+    now = "2026-01-01T00:00:00.000Z"
+    log = Log.open(directory, boot="b", clock=lambda: now, max_file_bytes=1 << 30, retention=Retention())
     commit = GroupCommit(log, always=False, pace=pace)
     commit.start()
     return commit

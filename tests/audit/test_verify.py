@@ -183,7 +183,8 @@ def _rehash_tail(log: Path) -> None:
 def _append_copy(log: Path) -> None:
     record = json.loads(_load(log, _newest(log))[-1])
     head = Head(record["seq"], record["hash"])
-    line, _ = seal({"chain": "control", "kind": "dns", "decision": "deny", "producer": "x", "ts": record["ts"]}, head)
+    said = {"chain": "control", "kind": "alarm", "decision": "deny", "producer": "root", "ts": record["ts"]}
+    line, _ = seal(said, head)
     _store(log, _newest(log), [*_load(log, _newest(log)), line])
 
 

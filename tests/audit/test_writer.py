@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from audit.batch import Entry
-from audit.chain import Anchor, Verifier, read_anchor
+from audit.chain import Anchor, read_anchor
 from audit.client import AuditClient, AuditUnavailable
 from audit.file_sink import Log, sync
 from audit.keys import load_public
-from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, verify
+from audit.ring import Ring, read_ring
+from audit.shares import Retention
+from audit.verifier import Verifier
+from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, retired, verify
 from wire import Client, RemoteError
 
 
@@ -31,7 +34,9 @@ def _append(path: Path, data: bytes) -> None:
 
 async def test_a_channel_cannot_speak_for_another_sandbox(auditd: Auditd) -> None:
     client = await auditd.attach(A, generation=3)
-    await client.accept("dns", "allow", sandbox=B, host="a.example")
+    with pytest.raises(AuditUnavailable, match="invalid"):
+        await client.accept("dns", "allow", sandbox=B, host="b.example")
+    await client.accept("dns", "allow", sandbox=A, host="a.example")
     (found,) = auditd.said(kind="dns")
     assert (found["sandbox"], found["chain"], found["generation"]) == (A, A, 3)
 
@@ -118,10 +123,9 @@ async def test_an_identity_that_is_not_one_is_refused(auditd: Auditd, identity: 
 
 async def test_control_plane_records_go_to_the_control_chain(auditd: Auditd) -> None:
     assert auditd.control is not None
-    await AuditClient(auditd.control).accept("lifecycle.create", "info", sandbox=A, state="running")
-    (found,) = auditd.said(kind="lifecycle.create")
-    assert (found["chain"], found["sandbox"]) == ("control", A)
-    assert found["producer"] == ("root" if os.getuid() == 0 else "serve")
+    await AuditClient(auditd.control).accept("alarm", "deny", sandbox=A, rule="isolation.link")
+    (found,) = auditd.said(kind="alarm")
+    assert ("control", A, "root") == (found["chain"], found["sandbox"], found["producer"])
 
 
 async def test_a_peer_with_another_uid_is_not_served(tmp_path: Path, new_auditd: NewAuditd) -> None:
@@ -194,6 +198,7 @@ async def test_retired_files_are_not_missed_but_later_ones_are(tmp_path: Path, n
     for _ in range(10):
         await asyncio.gather(*(client.accept("dns", "deny", reason="x" * 500) for _ in range(100)))
     await auditd.restart()
+    await retired(auditd, 2)
     await auditd.stop()
     assert len(auditd.files()) == 2
     assert auditd.files()[0].name != "audit-000001.jsonl"
@@ -309,7 +314,7 @@ async def test_a_log_changed_under_a_running_auditd_is_noticed(auditd: Auditd, a
 
 
 def _open(directory: Path, *, boot: str = "one", clock: Any = lambda: "2026-01-01T00:00:00.000Z") -> Log:
-    return Log.open(directory, boot=boot, clock=clock, max_file_bytes=1 << 20, max_files=0)
+    return Log.open(directory, boot=boot, clock=clock, max_file_bytes=1 << 20, retention=Retention())
 
 
 def _entry(host: str) -> Entry:
@@ -361,14 +366,21 @@ def _signed(tmp_path: Path) -> tuple[Path, Anchor]:
     log.append([_entry("later.example")])
     left = Path(shutil.copytree(tmp_path / "log", tmp_path / "left"))
     log.close()
-    anchor = read_anchor(load_public(left / "keys/public.pem"), (left / "heads.json").read_bytes())
+    anchor = read_anchor(_ring(left).key, (left / "heads.json").read_bytes())
     assert anchor is not None
     return left, anchor
 
 
+def _ring(log: Path) -> Ring:
+    epochs = log / "keys/epochs.jsonl"
+    ring, problem = read_ring(load_public(log / "keys/public.pem"), epochs.read_bytes() if epochs.exists() else b"")
+    assert problem is None
+    return ring
+
+
 def _began(left: Path, anchor: Anchor, lines: list[bytes]) -> Verifier:
     """A verifier that has read the header."""
-    verifier = Verifier(load_public(left / "keys/public.pem"), anchor)
+    verifier = Verifier(_ring(left), anchor)
     verifier.begin_file(1)
     verifier.line(lines[0])
     return verifier
@@ -460,7 +472,7 @@ def test_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
         "heads.json": "0o600",
         "lock": "0o600",
         "public.pem": "0o644",
-        "signing.pem": "0o600",
+        "signing.key": "0o600",
     }
 
 

@@ -245,9 +245,6 @@ class StandInAuditd(StandIn):
     async def op_record(self, kind: str, decision: str, fields: dict[str, Any]) -> None:
         self.records.append(record(kind, decision, **fields))
 
-    async def op_close_sandbox(self, sandbox: str) -> None:
-        return None
-
 
 @dataclass
 class World:
