@@ -72,6 +72,7 @@ class Daemons:
         self._changed = changed
         self._vault_generation = Counter(Path(config.state_dir) / "hostd" / "vault-generation")
         self._groups = DaemonGroups(config.run_dir)
+        self._vault_head = Path(config.state_dir) / "hostd" / "vault-head"
         self._clients: dict[str, wire.Client] = {}
         self._supervised: dict[str, Supervised] = {}
         self._controls: dict[str, socket.socket] = {}
@@ -294,12 +295,17 @@ class Daemons:
             await self._supervised["vaultd"].kick()
 
     async def _vault_channel(self) -> Inheritance:
-        """Make vaultd's audit channel. It gets its other end once auditd is there: both may start side by side."""
+        """Make vaultd's audit channel, and open the vault's head, which only root can.
+
+        The channel gets its other end once auditd is there: both may start side by side.
+        """
         ours, theirs = socket.socketpair()
         if self._attaching is not None:
             self._attaching.cancel()
         self._attaching = asyncio.create_task(self._attach_vault(ours), name="vault-channel")
-        return Inheritance({"SALLYPORT_AUDIT_FD": theirs.detach(), **self._bind("vaultd").fds})
+        head = os.open(self._vault_head, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        inherited = {"SALLYPORT_AUDIT_FD": theirs.detach(), "SALLYPORT_VAULT_HEAD_FD": head}
+        return Inheritance({**inherited, **self._bind("vaultd").fds})
 
     async def _attach_vault(self, ours: socket.socket) -> None:
         with ours:  # closed whatever happens: a channel that leads nowhere ends vaultd, which is then started again

@@ -4,12 +4,15 @@ This is the composition: configuration, key, files, socket, audit channel. Its a
 and `channels` (the workers).
 
 - It hardens itself before it reads the key, and runs as an unprivileged uid that owns its directory.
-- There is one of it: a lock on the directory is held. A directory sealed with another key is refused, untouched.
+- There is one of it: a lock on the directory is held. A directory sealed with another key is refused, untouched; so is
+  one that is older than its head.
+- Where the master key has a successor, everything is sealed with that one before anything is answered.
 - When auditd's channel ends this process ends, with status 75: its supervisor starts it anew with a new channel.
 - Lines on stderr hold names, never a value.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
@@ -26,14 +29,18 @@ from vault.config import ConfigError, VaultConfig
 from vault.custody import Custody
 from vault.file_store import FileStore
 from vault.hardening import harden
-from vault.keyring import ENVIRONMENT, Keyring, MasterKeyError, load
+from vault.head import Head, HeadError
+from vault.keyring import ENVIRONMENT, NEXT_ENVIRONMENT, Keyring, MasterKeyError, load
 from vault.operations import Operations
 from vault.sealed_directory import SealedDirectory, SealedRecordError
 
 AUDIT_FD = "SALLYPORT_AUDIT_FD"
+HEAD_FD = "SALLYPORT_VAULT_HEAD_FD"
 EXIT_AUDIT_ENDED = 75  # EX_TEMPFAIL: start me again
 EXIT_CONFIG = 78  # EX_CONFIG: starting me again will not help
 _KEY_CHECK = "keycheck"
+_INDEXED = b"indexed"
+"""The metadata of the key check of a vault whose directories have an index; older ones had none there."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,47 +48,84 @@ _log = logging.getLogger(__name__)
 class Vault:
     """vaultd's files, opened: the composition of store, lineages and sandboxes under one lock."""
 
-    def __init__(self, directory: Path, keyring: Keyring) -> None:
+    def __init__(self, directory: Path, keyring: Keyring, head: Head | None = None) -> None:
         """Open (or make) the vault in `directory`.
 
         Raises:
             MasterKeyError: the vault was sealed with another key.
+            SealedRecordError: an index is missing or does not open.
+            HeadError: the vault is older than `head`.
             OSError: it cannot be opened, or another process has it.
         """
-        self._root = SealedDirectory(directory, keyring, "vault")
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._check_key(directory)
-        self.store = FileStore(directory / "secrets", keyring)
-        self._sandboxes = SealedDirectory(directory / "sandboxes", keyring, "sandboxes")
-        self._lineages = SealedDirectory(directory / "lineages", keyring, "lineages")
-        self.custody = Custody(self.store, self._sandboxes, self._lineages)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.ExitStack() as opened:
+            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+            def part(path: Path, purpose: str, *, adopt: bool) -> SealedDirectory:
+                found = SealedDirectory(path, keyring, purpose, head, adopt=adopt)
+                opened.callback(found.close)
+                return found
+
+            try:
+                self._root = part(directory, "vault", adopt=True)
+            except SealedRecordError:
+                raise MasterKeyError(f"{directory}: sealed with another master key") from None
+            older = self._check_key(directory)
+            self.store = FileStore(directory / "secrets", keyring, head=head, adopt=older)
+            opened.callback(self.store.close)
+            sandboxes = part(directory / "sandboxes", "sandboxes", adopt=older)
+            lineages = part(directory / "lineages", "lineages", adopt=older)
+            self._parts = (lineages, sandboxes, self.store.directory, self._root)
+            if older:
+                for each in (lineages, sandboxes, self.store.directory):
+                    each.adopt()
+                self._root.write(_KEY_CHECK, _INDEXED, b"")
+            self.rekey(keyring)
+            self.custody = Custody(self.store, sandboxes, lineages)
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Give lock and descriptors back."""
-        for part in (self._lineages, self._sandboxes, self.store, self._root):
-            part.close()
-        os.close(self._lock)
+        self._opened.close()
 
-    def _check_key(self, directory: Path) -> None:
+    def rekey(self, keyring: Keyring) -> None:
+        """Seal everything with the successor of `keyring`, where it has one; what is broken off goes on when repeated.
+
+        Raises:
+            OSError: not all of it could be written.
+        """
+        if keyring.successor is not None:
+            for part in self._parts:
+                part.reseal(keyring.successor)
+
+    def _check_key(self, directory: Path) -> bool:
+        """Check that the vault is of this key; return whether it is from before there was an index."""
         try:
-            self._root.read(_KEY_CHECK)
+            metadata, _ = self._root.read(_KEY_CHECK)
         except FileNotFoundError:
             if any((directory / part).exists() for part in ("secrets", "sandboxes", "lineages")):
                 raise MasterKeyError(f"{directory}: the record that tells its key is missing") from None
-            self._root.write(_KEY_CHECK, b"", b"")
+            self._root.write(_KEY_CHECK, _INDEXED, b"")
+            return False
         except SealedRecordError:
             raise MasterKeyError(f"{directory}: sealed with another master key") from None
+        if self._root.indexed == (metadata != _INDEXED):
+            raise SealedRecordError(f"{directory}: the index is missing, or not of this vault")
+        return metadata != _INDEXED
 
 
-async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, listener: socket.socket) -> int:
+async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, head: Head, listener: socket.socket) -> int:
     """Serve on `listener` until SIGTERM, SIGINT or the end of the audit channel; return the exit status."""
-    vault = Vault(config.directory, keyring)
+    vault = Vault(config.directory, keyring, head)
     if vault.store.damaged:
         _log.error("damaged secrets, refused until deleted: %s", ", ".join(vault.store.damaged))
     audit = AuditClient.from_fd(audit_fd)
     channels = Channels(vault.custody, audit)
-    operations = Operations(vault.custody, channels, audit)
+    operations = Operations(
+        vault.custody, channels, audit, lambda: vault.rekey(load(config.master_key_file, os.environ))
+    )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -127,10 +171,12 @@ def main(arguments: list[str]) -> int:
         config = VaultConfig.read(Path(arguments[0]))
         audit_fd = _audit_fd(os.environ.get(AUDIT_FD))
         listener = _listener()
+        head = _head(os.environ.get(HEAD_FD))
         keyring = load(config.master_key_file, os.environ)
-        os.environ.pop(ENVIRONMENT, None)
-        return asyncio.run(run(config, keyring, audit_fd, listener))
-    except (ConfigError, MasterKeyError) as error:
+        for name in (ENVIRONMENT, NEXT_ENVIRONMENT):
+            os.environ.pop(name, None)
+        return asyncio.run(run(config, keyring, audit_fd, head, listener))
+    except (ConfigError, HeadError, MasterKeyError, SealedRecordError) as error:
         _log.error("%s", error)
         return EXIT_CONFIG
     except OSError as error:
@@ -154,6 +200,20 @@ def _audit_fd(text: str | None) -> int:
         raise ConfigError(f"{AUDIT_FD} names no inherited socket") from None
     os.set_inheritable(fd, False)
     return fd
+
+
+def _head(text: str | None) -> Head:
+    if text is None:
+        _log.warning("an older copy of the whole vault would not be noticed: %s is not set", HEAD_FD)
+        return Head()
+    try:
+        fd = int(text)
+        if fd < 3 or not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError
+    except (ValueError, OSError):
+        raise ConfigError(f"{HEAD_FD} names no inherited file") from None
+    os.set_inheritable(fd, False)
+    return Head(fd)
 
 
 if __name__ == "__main__":

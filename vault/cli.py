@@ -1,10 +1,11 @@
-"""`sallyport vault init | put | list | rotate | delete`.
+"""`sallyport vault init | put | list | rotate | delete | rekey`.
 
 - A value comes from standard input or a file, never from the command line, where every user of the host could read it.
 - What cannot be a header value is refused before it is sent; a line break at the end is removed only when asked for.
 - Output holds names and metadata, never a value.
 
-`init` works on the key file; the rest talks to the running vaultd, which answers uid 0 only.
+`init` works on the key file; all others talk to the running vaultd, which answers uid 0 only. `rekey` makes a new key
+file, has the vault sealed with it, and puts it in the place of the old one. Repeated, it goes on where it stopped.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, TextIO
 import wire
 from vault.client import AdminClient
 from vault.grants import GrantError, SecretBinding, secret_name
-from vault.keyring import MasterKeyError, create
+from vault.keyring import MasterKeyError, create, next_file, replace
 from vault.secret import MAX_SECRET_BYTES, Secret, value_problem
 
 _FOR_ROOT = "the vault answers root only: run this command as root"
@@ -102,6 +103,7 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
         return commands.add_parser(name, help=about, allow_abbrev=False, parents=list(parents))
 
     command("init", "make the master key")
+    command("rekey", "replace the master key: seal everything with a new one; repeat it if it was broken off")
     command("list", "show names and bindings").add_argument("--json", action="store_true")
     put = command("put", "store a new secret; its value comes from standard input")
     rotate = command("rotate", "replace a secret's value")
@@ -137,7 +139,7 @@ def _ask(options: argparse.Namespace, value: Secret | None, places: Places) -> s
 
 
 async def _talk(options: argparse.Namespace, value: Secret | None, places: Places) -> str:
-    if options.action != "list":
+    if options.action not in ("list", "rekey"):
         secret_name(options.name)
     binding = _binding(options) if options.action == "put" else None
     client = await AdminClient.connect(places.socket, places.server)
@@ -153,6 +155,13 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Place
             case "delete":
                 await client.delete(options.name)
                 return f"deleted {options.name}"
+            case "rekey":
+                following = next_file(places.master_key_file)
+                if not os.path.lexists(following):
+                    create(following, places.owner)
+                await client.rekey()
+                replace(places.master_key_file)
+                return f"a new master key is in {places.master_key_file}; back it up, and destroy copies of the old one"
             case _:
                 return _listed(await client.list_secrets(), options.json)
     finally:

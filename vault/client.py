@@ -210,6 +210,10 @@ class AdminClient(wire.Client):
         """Delete a secret and revoke its leases."""
         await self.call("delete", name=name)
 
+    async def rekey(self) -> None:
+        """Have everything sealed with the successor of the master key; refused with `master_key`."""
+        await self.call("rekey")
+
     async def has(self, name: str) -> bool:
         """Tell whether a secret of this name is stored."""
         return bool((await self.call("has", name=name))["exists"])

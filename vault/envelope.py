@@ -7,7 +7,7 @@
 - The version byte, the salt and the caller's context are authenticated: an envelope opens only as what it is.
 - Every failure to open is the same `EnvelopeError`, whatever the cause.
 
-Not protected: an attacker who can write the store may put an *older* envelope of the same context back.
+It does not know whether an envelope is the latest of its context: that is the index of `sealed_directory`.
 """
 
 from cryptography.exceptions import InvalidTag

@@ -7,10 +7,12 @@ One process at a time: vaultd holds a lock on the directory above.
 """
 
 import json
+import logging
 from datetime import UTC, datetime
 from pathlib import Path
 
 from vault.grants import SecretBinding
+from vault.head import Head
 from vault.keyring import Keyring
 from vault.sealed_directory import SealedDirectory, SealedRecordError
 from vault.secret import Secret
@@ -26,21 +28,32 @@ from vault.store import (
     with_former,
 )
 
+_log = logging.getLogger(__name__)
+
 _FORMAT = 2  # the body is JSON; in records without this key it is the value alone
 
 
 class FileStore:
     """Secrets in a directory of sealed files."""
 
-    def __init__(self, path: Path, keyring: Keyring, clock: Clock = lambda: datetime.now(UTC)) -> None:
-        """Open the store, making its directory if absent. Raises OSError as `SealedDirectory`."""
-        self._directory = SealedDirectory(path, keyring, "secrets")
+    def __init__(
+        self,
+        path: Path,
+        keyring: Keyring,
+        clock: Clock = lambda: datetime.now(UTC),
+        head: Head | None = None,
+        *,
+        adopt: bool = False,
+    ) -> None:
+        """Open the store, making its directory if absent. Raises and takes `head` and `adopt` as `SealedDirectory`."""
+        self.directory = SealedDirectory(path, keyring, "secrets", head, adopt=adopt)
         self._clock = clock
         self._infos: dict[str, SecretInfo | None] = {}
-        for name in self._directory.names():
+        for name in self.directory.names():
             try:
-                self._infos[name] = _info(name, self._directory.read_metadata(name))
-            except (SealedRecordError, DamagedSecretError):
+                self._infos[name] = _info(name, self.directory.read_metadata(name))
+            except (SealedRecordError, DamagedSecretError) as error:
+                _log.error("the record of secret %s: %s", name, error)
                 self._infos[name] = None
 
     @property
@@ -50,7 +63,7 @@ class FileStore:
 
     def close(self) -> None:
         """Give the directory's descriptor back."""
-        self._directory.close()
+        self.directory.close()
 
     def put(self, name: str, value: Secret, binding: SecretBinding) -> SecretInfo:
         """See `Store`."""
@@ -74,7 +87,7 @@ class FileStore:
         """See `Store`."""
         if name not in self._infos:
             raise UnknownSecretError("no secret has this name")
-        self._directory.remove(name)
+        self.directory.remove(name)
         del self._infos[name]
 
     def info(self, name: str) -> SecretInfo:
@@ -101,9 +114,9 @@ class FileStore:
     def _read(self, name: str) -> tuple[Secret, tuple[Former, ...]]:
         info = self.info(name)
         try:
-            metadata, body = self._directory.read(name)
-        except (SealedRecordError, FileNotFoundError):
-            raise DamagedSecretError("the secret's record is damaged") from None
+            metadata, body = self.directory.read(name)
+        except (SealedRecordError, FileNotFoundError) as error:
+            raise DamagedSecretError(f"the secret's record is damaged: {error}") from None
         if _info(name, metadata) != info:
             raise DamagedSecretError("the secret's record is not the one that was written last")
         if "format" not in json.loads(metadata):
@@ -117,7 +130,7 @@ class FileStore:
     def _write(self, info: SecretInfo, value: Secret, former: tuple[Former, ...] = ()) -> None:
         metadata = json.dumps({**info.to_json(), "format": _FORMAT}, sort_keys=True).encode()
         body = json.dumps({"value": value.reveal(), "former": [one.to_json() for one in former]})
-        self._directory.write(info.name, metadata, body.encode("utf-8"))
+        self.directory.write(info.name, metadata, body.encode("utf-8"))
         self._infos[info.name] = info
 
 

@@ -6,7 +6,9 @@
 - `create` never overwrites: a second key would make every sealed record unreadable.
 - No message holds a byte of the key.
 
-It does not rotate the master key.
+A change of the master key has a second key for a while, its successor: beside a file, the file with `.next` after its
+name; beside a credential or a variable, the one with `-next` or `_NEXT`. Records open with either, and all of them are
+sealed with the successor (`vault.broker`); then it takes the first one's place.
 """
 
 import base64
@@ -21,6 +23,7 @@ from vault.envelope import KEY_BYTES, subkey
 
 CREDENTIAL = "sallyport-master-key"
 ENVIRONMENT = "SALLYPORT_MASTER_KEY"
+NEXT_ENVIRONMENT = f"{ENVIRONMENT}_NEXT"
 
 
 class MasterKeyError(Exception):
@@ -28,14 +31,15 @@ class MasterKeyError(Exception):
 
 
 class Keyring:
-    """The master key, as keys for single purposes."""
+    """The master key, as keys for single purposes; `successor` is the key that is to take its place, if any."""
 
-    __slots__ = ("_key",)
+    __slots__ = ("_key", "successor")
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, successor: "Keyring | None" = None) -> None:
         if len(key) != KEY_BYTES:
             raise MasterKeyError("the master key is not 32 bytes")
         self._key = key
+        self.successor = successor
 
     def purpose(self, name: str) -> bytes:
         """The 32-byte key for one purpose."""
@@ -55,14 +59,34 @@ def load(path: Path | None, environment: Mapping[str, str]) -> Keyring:
         MasterKeyError: there is none, or it is unsafe or malformed.
     """
     if path is not None:
-        return Keyring(_decode(_read_private(path), str(path)))
+        return _from_files(path, next_file(path))
     if directory := environment.get("CREDENTIALS_DIRECTORY"):
         credential = Path(directory) / CREDENTIAL
         if credential.exists():
-            return Keyring(_decode(_read_private(credential), str(credential)))
+            return _from_files(credential, Path(directory) / f"{CREDENTIAL}-next")
     if text := environment.get(ENVIRONMENT):
-        return Keyring(_decode(text.encode("utf-8", "replace"), f"the variable {ENVIRONMENT}"))
+        following = environment.get(NEXT_ENVIRONMENT)
+        successor = None if following is None else Keyring(_from_text(following, NEXT_ENVIRONMENT))
+        return Keyring(_from_text(text, ENVIRONMENT), successor)
     raise MasterKeyError("no master key: neither a key file, a systemd credential nor a variable is configured")
+
+
+def next_file(path: Path) -> Path:
+    """Where the successor of the key in `path` is."""
+    return path.with_name(f"{path.name}.next")
+
+
+def replace(path: Path) -> None:
+    """Put the successor of the key in `path` in its place, durably: the former key is gone.
+
+    Raises:
+        MasterKeyError: it cannot be.
+    """
+    try:
+        os.rename(next_file(path), path)
+        _sync(path.parent)
+    except OSError as error:
+        raise MasterKeyError(f"{next_file(path)}: {error.strerror}") from None
 
 
 def create(path: Path, owner: tuple[int, int] | None = None) -> None:
@@ -87,11 +111,24 @@ def create(path: Path, owner: tuple[int, int] | None = None) -> None:
         file.write(text)
         file.flush()
         os.fsync(fd)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _from_files(path: Path, following: Path) -> Keyring:
+    successor = Keyring(_decode(_read_private(following), str(following))) if os.path.lexists(following) else None
+    return Keyring(_decode(_read_private(path), str(path)), successor)
+
+
+def _from_text(text: str, variable: str) -> bytes:
+    return _decode(text.encode("utf-8", "replace"), f"the variable {variable}")
 
 
 def _read_private(path: Path) -> bytes:

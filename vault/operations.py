@@ -10,7 +10,7 @@
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import wire
@@ -18,6 +18,7 @@ from audit.client import AuditUnavailable
 from vault.channels import Audit, Channels
 from vault.custody import Custody, CustodyError, SandboxState
 from vault.grants import MAX_GRANTS, Grant, GrantError, SecretBinding, inline_name, secret_name
+from vault.keyring import MasterKeyError
 from vault.secret import Secret
 from vault.store import StoreError, check_value
 
@@ -28,12 +29,18 @@ class Operations:
     """Answers on vaultd's socket."""
 
     def __init__(
-        self, custody: Custody, channels: Channels, audit: Audit, administrators: frozenset[int] = frozenset({0})
+        self,
+        custody: Custody,
+        channels: Channels,
+        audit: Audit,
+        rekey: Callable[[], None],
+        administrators: frozenset[int] = frozenset({0}),
     ) -> None:
         self._custody = custody
         self._store = custody.store
         self._channels = channels
         self._audit = audit
+        self._rekey = rekey
         self._administrators = administrators
 
     async def handle(self, connection: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message:
@@ -48,6 +55,8 @@ class Operations:
             raise wire.RequestError("bad_request", str(error)) from None
         except (StoreError, CustodyError) as error:
             raise wire.RequestError(error.code, str(error)) from None
+        except MasterKeyError as error:
+            raise wire.RequestError("master_key", str(error)) from None
         except AuditUnavailable:
             raise wire.RequestError("audit_unavailable", "the audit log did not accept the record") from None
         except OSError as error:
@@ -70,6 +79,11 @@ class Operations:
                 return await self._rotate(parameters, actor)
             case "delete":
                 return await self._delete(parameters, actor)
+            case "rekey":
+                _take(parameters)
+                await self._audit.accept("vault.rekey", "info", durable=True, actor=actor)
+                self._rekey()
+                return {}
             case "open_sandbox":
                 return await self._open(parameters, actor)
             case "regrant":

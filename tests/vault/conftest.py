@@ -1,6 +1,7 @@
 """A vault in this process behind a log that the test can hold up, and real vaultd and auditd processes."""
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -20,11 +21,10 @@ from audit.client import AuditClient
 from vault.broker import Vault
 from vault.channels import Channels
 from vault.client import AdminClient, OnRevoke, VaultClient
-from vault.keyring import Keyring, create
+from vault.keyring import create, load
 from vault.operations import Operations
 from wire.sockets import LISTEN_FD
 
-KEYRING = Keyring(bytes(range(32)))
 SERVE, VAULTD = 700000001, 700000002
 LAUNCH = (  # imports first: the interpreter of a developer's machine may lie where the unprivileged uid cannot read
     "import os, sys, vault.broker\n"
@@ -65,15 +65,24 @@ class InProcess:
         self.log = Log()
         self.monotonic: Callable[[], float] = time.monotonic
         self._administrators = administrators
+        self.key = directory / "master"
+        self.key.touch(0o600)
+        self.key.write_bytes(base64.b64encode(bytes(range(32))))
 
     async def start(self) -> None:
         """Open the vault and listen."""
         near, far = socket.socketpair()
         self._far = await wire.serve_connection(far, self.log.handle)
         self.audit = AuditClient.from_fd(near.detach(), timeout=20)
-        self.vault = Vault(self.directory / "vault", KEYRING)
+        self.vault = Vault(self.directory / "vault", load(self.key, {}))
         self.channels = Channels(self.vault.custody, self.audit, lambda: self.monotonic())
-        operations = Operations(self.vault.custody, self.channels, self.audit, self._administrators)
+        operations = Operations(
+            self.vault.custody,
+            self.channels,
+            self.audit,
+            lambda: self.vault.rekey(load(self.key, {})),
+            self._administrators,
+        )
         listener, own = wire.bind_unix(self.directory / "s"), frozenset({os.geteuid()})
         self._server = await wire.serve_unix(listener, operations.handle, allowed_uids=own, descriptors_from=own)
         self.admin = await AdminClient.connect(self.directory / "s", os.geteuid())

@@ -433,11 +433,11 @@ async def test_closing_leaves_nothing(vault: Any) -> None:
     root = await vault.admin.open_sandbox("sbx-2", "lin-1")
     await vault.admin.close_sandbox(SANDBOX)
     await worker.closed.wait()
-    assert ["=lin-1.sealed"] == os.listdir(vault.directory / "vault" / "lineages")
+    assert [".index", "=lin-1.sealed"] == sorted(os.listdir(vault.directory / "vault" / "lineages"))
     await vault.admin.close_sandbox("sbx-2")
     await vault.admin.close_sandbox("sbx-2")
-    assert [] == os.listdir(vault.directory / "vault" / "lineages")
-    assert [] == os.listdir(vault.directory / "vault" / "sandboxes")
+    assert [".index"] == os.listdir(vault.directory / "vault" / "lineages")
+    assert [".index"] == os.listdir(vault.directory / "vault" / "sandboxes")
     assert "unknown_sandbox" == await refusal(vault.worker(SANDBOX, 2))
     assert root != await vault.admin.open_sandbox("sbx-2", "lin-1")
 
@@ -489,7 +489,9 @@ async def test_releases_of_one_channel_are_limited(vault: Any) -> None:
     await worker.close()
 
 
-@pytest.mark.parametrize("op", ["put", "list", "rotate", "delete", "attach", "init", "release", "intermediate", "x"])
+@pytest.mark.parametrize(
+    "op", ["put", "list", "rotate", "delete", "rekey", "attach", "init", "release", "intermediate", "x"]
+)
 async def test_serve_may_not_administrate(serve_vault: Any, op: str) -> None:
     """Without uid 0 only the sandbox operations are answered."""
     assert "forbidden" == await refusal(serve_vault.admin.call(op))

@@ -1,6 +1,7 @@
 """Properties of `sallyport vault`."""
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from vault.broker import Vault
 from vault.cli import Places, main
+from vault.grants import Grant, SecretBinding
+from vault.keyring import Keyring, MasterKeyError, create, next_file
 from vault.secret import Secret
 
 CANARY = "canary-0c1e99"
@@ -103,3 +107,52 @@ def test_init_makes_a_key_once(tmp_path: Path) -> None:
     assert 1 == main(["list"], places, stdout=out, stderr=out)
     assert "the server is not running: ./run serve" in out.getvalue()
     assert before.decode().strip() not in out.getvalue()
+
+
+async def test_the_master_key_is_replaced_while_the_vault_is_in_use(vault: Any) -> None:
+    """Secrets, sandboxes and channels go on; the former key is gone and opens nothing, after a restart too."""
+    console = Console(Places(vault.directory / "s", vault.key))
+    former = vault.key.read_bytes()
+    grant = Grant.make("token", "good.test", 443, "https")
+    await vault.admin.put("token", Secret(CANARY), SecretBinding.make(["good.test"]))
+    root = await vault.admin.open_sandbox("sbx-1", "lin-1", [grant])
+    worker = await vault.worker("sbx-1", 1)
+    assert 0 == await console.run("rekey")
+    assert (False, True) == (next_file(vault.key).exists(), former != vault.key.read_bytes())
+    assert Secret(CANARY) == (await worker.release("token", "good.test", 443, "https")).value
+    await worker.close()
+    await vault.stop()
+    with pytest.raises(MasterKeyError, match="another master key"):
+        Vault(vault.directory / "vault", Keyring(base64.b64decode(former)))
+    await vault.start()
+    worker = await vault.worker("sbx-1", 2)
+    assert Secret(CANARY) == (await worker.release("token", "good.test", 443, "https")).value
+    assert (await worker.intermediate()).chain_pem.endswith(root)
+    assert 1 == len(vault.log.of("vault.rekey", "info"))
+    await worker.close()
+
+
+async def test_a_change_of_the_master_key_that_was_broken_off_goes_on(vault: Any) -> None:
+    """Before the vault was asked, after it had sealed everything, and across a restart: the same command ends it."""
+    console = Console(Places(vault.directory / "s", vault.key))
+    await vault.admin.put("token", Secret(CANARY), SecretBinding.make(["good.test"]))
+    for sealed in (False, True):
+        create(next_file(vault.key))
+        wanted = next_file(vault.key).read_bytes()
+        if sealed:
+            await vault.admin.rekey()
+        await vault.stop()
+        await vault.start()
+        assert Secret(CANARY) == vault.vault.store.value("token")
+        assert 0 == await console.run("rekey")
+        assert wanted == vault.key.read_bytes()
+        await vault.stop()
+        await vault.start()
+        assert Secret(CANARY) == vault.vault.store.value("token")
+
+
+async def test_no_new_master_key_is_made_for_a_vault_that_does_not_answer(tmp_path: Path) -> None:
+    create(tmp_path / "key")
+    console = Console(Places(tmp_path / "nothing.sock", tmp_path / "key"))
+    assert 1 == await console.run("rekey")
+    assert not next_file(tmp_path / "key").exists()

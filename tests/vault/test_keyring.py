@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from vault.keyring import CREDENTIAL, ENVIRONMENT, Keyring, MasterKeyError, create, load
+from vault.keyring import (
+    CREDENTIAL,
+    ENVIRONMENT,
+    NEXT_ENVIRONMENT,
+    Keyring,
+    MasterKeyError,
+    create,
+    load,
+    next_file,
+)
 
 KEY = bytes(range(32))
 TEXT = base64.b64encode(KEY).decode()
@@ -99,3 +108,27 @@ def test_a_bad_file_is_not_skipped(tmp_path: Path) -> None:
     """A configured file that is missing is an error although the variable is set."""
     with pytest.raises(MasterKeyError):
         load(tmp_path / "missing", {ENVIRONMENT: TEXT})
+
+
+def test_a_successor_comes_from_beside_the_key(tmp_path: Path) -> None:
+    """Beside the file, the credential, the variable; a bad one is not passed over."""
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    create(tmp_path / "file")
+    create(credentials / CREDENTIAL)
+    places = {
+        next_file(tmp_path / "file"): (tmp_path / "file", {}),
+        credentials / f"{CREDENTIAL}-next": (None, {"CREDENTIALS_DIRECTORY": str(credentials)}),
+    }
+    for following, (path, environment) in places.items():
+        assert load(path, environment).successor is None
+        create(following)
+        found = load(path, environment).successor
+        assert found is not None
+        assert load(following, {}).purpose("x") == found.purpose("x")
+        following.write_text("x")
+        with pytest.raises(MasterKeyError):
+            load(path, environment)
+    found = load(None, {ENVIRONMENT: base64.b64encode(bytes(32)).decode(), NEXT_ENVIRONMENT: TEXT}).successor
+    assert found is not None
+    assert Keyring(KEY).purpose("x") == found.purpose("x")

@@ -10,6 +10,7 @@ import pytest
 from vault.file_store import FileStore
 from vault.grants import GrantError, SecretBinding
 from vault.keyring import Keyring
+from vault.sealed_directory import SealedRecordError
 from vault.secret import Secret
 from vault.store import (
     FORMER_FOR,
@@ -135,11 +136,24 @@ def test_a_file_store_comes_back(tmp_path: Path) -> None:
 
 
 def test_another_key_opens_nothing(tmp_path: Path) -> None:
-    """With a wrong key every record is damaged, none is readable, and deleting one still works."""
+    """A store is not opened with a wrong key, and stays as it is."""
     first = FileStore(tmp_path / "secrets", KEYRING)
     first.put("a", Secret("value-no-1"), BINDING)
     first.close()
-    other = FileStore(tmp_path / "secrets", Keyring(bytes(32)))
+    with pytest.raises(SealedRecordError, match="another master key"):
+        FileStore(tmp_path / "secrets", Keyring(bytes(32)))
+    again = FileStore(tmp_path / "secrets", KEYRING)
+    assert Secret("value-no-1") == again.value("a")
+    again.close()
+
+
+def test_a_damaged_record_can_only_be_deleted(tmp_path: Path) -> None:
+    first = FileStore(tmp_path / "secrets", KEYRING)
+    first.put("a", Secret("value-no-1"), BINDING)
+    first.close()
+    (path,) = (tmp_path / "secrets").glob("=*")
+    path.write_bytes(b"SPV1")
+    other = FileStore(tmp_path / "secrets", KEYRING)
     assert (["a"], []) == (other.damaged, other.list_infos())
     with pytest.raises(DamagedSecretError):
         other.value("a")
@@ -154,7 +168,7 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
     """No change of a stored file gives any value; neither while open nor after opening again."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     store.put("a", Secret(CANARY), BINDING)
-    (path,) = (tmp_path / "secrets").iterdir()
+    (path,) = (tmp_path / "secrets").glob("=*")
     content = path.read_bytes()
     for index in range(len(content)):
         changed = bytearray(content)
@@ -172,7 +186,7 @@ def test_records_cannot_be_exchanged_or_put_back(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "secrets", KEYRING)
     for name in ("a", "b"):
         store.put(name, Secret("value-no-1"), BINDING)
-    first, second = sorted((tmp_path / "secrets").iterdir())
+    first, second = sorted((tmp_path / "secrets").glob("=*"))
     old = first.read_bytes()
     store.rotate("a", Secret("value-no-2"))
     new = first.read_bytes()
@@ -188,7 +202,7 @@ def test_files_are_private_and_hold_no_plaintext(tmp_path: Path) -> None:
     """Mode 0600 below 0700; neither value nor binding is readable."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     store.put("a", Secret(CANARY), BINDING)
-    (path,) = (tmp_path / "secrets").iterdir()
+    (path,) = (tmp_path / "secrets").glob("=*")
     assert (0o700, 0o600) == ((tmp_path / "secrets").stat().st_mode & 0o777, path.stat().st_mode & 0o777)
     assert not any(part in path.read_bytes() for part in (CANARY.encode(), b"good.test"))
     store.close()
@@ -198,7 +212,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     """Neither a record nor the directory may be a symlink; others may not enter the directory."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     store.put("a", Secret("value-no-1"), BINDING)
-    (path,) = (tmp_path / "secrets").iterdir()
+    (path,) = (tmp_path / "secrets").glob("=*")
     path.rename(tmp_path / "moved")
     path.symlink_to(tmp_path / "moved")
     with pytest.raises(DamagedSecretError):
@@ -255,7 +269,7 @@ def test_former_values_are_sealed_and_read_back(tmp_path: Path) -> None:
 def test_a_record_from_before_there_were_former_values_is_read(tmp_path: Path) -> None:
     files = FileStore(tmp_path / "secrets", KEYRING)
     info = files.put("a", Secret("value-no-1"), BINDING)
-    files._directory.write("a", json.dumps(info.to_json()).encode(), b"value-no-1")
+    files.directory.write("a", json.dumps(info.to_json()).encode(), b"value-no-1")
     assert (Secret("value-no-1"), ()) == (files.value("a"), files.former("a"))
     files.rotate("a", Secret("value-no-2"))
     assert (Secret("value-no-1"),) == files.former("a")
