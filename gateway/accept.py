@@ -67,7 +67,7 @@ class Acceptor:
 
     Args:
         config: the active configuration, None before the first one: every connection is reset then.
-        engine: what inspects flows; None while there is none: flows that need it are denied.
+        engine: what inspects flows to a host (None: without TLS); None while there is none: they are denied.
         budget: what the sandbox may use in all.
         bounded: counts a name that is about to be resolved; returns the bound on names that it is over.
     """
@@ -78,7 +78,7 @@ class Acceptor:
         dialler: Dialler,
         registry: FlowRegistry,
         config: Callable[[], GatewayConfig | None],
-        engine: Callable[[], Awaitable[Engine | None]],
+        engine: Callable[[str | None], Awaitable[Engine | None]],
         budget: Budget,
         bounded: Callable[[str], Deny | None],
     ) -> None:
@@ -216,7 +216,7 @@ class Acceptor:
     async def _inspect(
         self, client: _Client, live: LiveFlow, data: bytes, facts: FlowFacts, decision: AllowFlow, hello: Hello | None
     ) -> None:
-        engine = await self._engine()
+        engine = await self._engine(None if hello is None else facts.host)
         if engine is None:
             denial = Deny("engine", "no inspecting engine is ready")
             answer = http_answer(503, denial) if hello is None else alert(ACCESS_DENIED)

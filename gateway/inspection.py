@@ -2,40 +2,17 @@
 
 - There is an engine only while a configuration is active and an intermediate is at hand; without one, flows that need
   inspection are denied.
-- The intermediate is asked for at birth and again at half of its life; a failure is tried again with growing pauses.
 - New upstream roots or limits hold for flows that begin after them.
 """
 
-import asyncio
-import datetime
-import logging
 from collections.abc import Callable
 
+from gateway.certificates import Certificates
 from gateway.config import GatewayConfig
-from gateway.engine import Allowance, Decider, Dialler, Engine, EngineLimits, Leaf, Recorder, Secrets
+from gateway.engine import Allowance, Decider, Dialler, Engine, EngineLimits, Recorder, Secrets
 from gateway.full.engine import FullEngine
-from gateway.full.identity import LeafMint
 from gateway.ledger import Ledger
-from vault.client import VaultClient, VaultError
-from wire.patience import Patience
-
-_READY_SECONDS = 5.0
-_FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 1.0
-
-_log = logging.getLogger(__name__)
-
-
-class _CurrentIdentity:
-    """`gateway.engine.Identity` over the latest intermediate."""
-
-    def __init__(self) -> None:
-        self.mint: LeafMint | None = None
-
-    def leaf(self, host: str) -> Leaf:
-        if self.mint is None:
-            raise ValueError("there is no intermediate yet")
-        return self.mint.leaf(host)
+from vault.client import VaultClient
 
 
 class Inspection:
@@ -57,9 +34,7 @@ class Inspection:
         self._secrets = secrets
         self._recorder = recorder
         self._dialler = dialler
-        self._vault = vault
-        self._identity = _CurrentIdentity()
-        self._identified = asyncio.Event()
+        self._certificates = Certificates(vault)
         self._built_for: tuple[str, EngineLimits] | None = None
         self._engine: FullEngine | None = None
 
@@ -68,12 +43,9 @@ class Inspection:
         """The engine, None before the first configuration."""
         return self._engine
 
-    async def ready(self) -> Engine | None:
-        """The engine, waiting a little for the intermediate; None when there is none."""
-        try:
-            async with Patience(_READY_SECONDS):
-                await self._identified.wait()
-        except TimeoutError:
+    async def ready(self, host: str | None) -> Engine | None:
+        """The engine, None when there is none; for a TLS flow also none without a certificate for its `host`."""
+        if host is not None and not await self._certificates.ready(host):
             return None
         return self._engine
 
@@ -100,7 +72,7 @@ class Inspection:
             secrets=self._secrets,
             recorder=self._recorder,
             dialler=self._dialler,
-            identity=self._identity,
+            identity=self._certificates,
             ledger=self._ledger,
             upstream_roots=roots,
             limits=limits,
@@ -117,18 +89,4 @@ class Inspection:
 
     async def keep(self) -> None:
         """Have a valid intermediate, for ever."""
-        pause = _FIRST_PAUSE
-        while True:
-            try:
-                issued = await self._vault().intermediate()
-                mint = LeafMint(issued.certificate_pem, issued.chain_pem, issued.key_pem.reveal())
-            except (VaultError, ValueError) as error:
-                _log.warning("no intermediate: %s", type(error).__name__)
-                await asyncio.sleep(pause)
-                pause = min(_LONGEST_PAUSE, pause * 2)
-                continue
-            pause = _FIRST_PAUSE
-            self._identity.mint = mint
-            self._identified.set()
-            left = (mint.expires - datetime.datetime.now(datetime.UTC)).total_seconds()
-            await asyncio.sleep(max(1.0, left / 2))
+        await self._certificates.keep()

@@ -317,12 +317,13 @@ class Egress:
         stale = unsure or bool(set(secrets(row) or ()) - set(secrets(changed) or ()))
         before, after = places(row), places(changed)
         stale = stale or not set(before or ()) <= set(after or ())
-        narrowed = stale or set(map(_key, both)) != set(map(_key, compiled.grants))
+        names = sorted({*former.names, *compiled.names})
+        narrowed = stale or set(map(_key, both)) != set(map(_key, compiled.grants)) or names != [*compiled.names]
         await self._mark(row)
         try:
-            if values or set(map(_key, both)) != set(map(_key, former.grants)):
+            if values or names != [*former.names] or set(map(_key, both)) != set(map(_key, former.grants)):
                 bounds = None if before is None or after is None else list({*before, *after})
-                await vaultd.regrant(row.id, both, values or None, secrets(row) or (), bounds)
+                await vaultd.regrant(row.id, both, names, values or None, secrets(row) or (), bounds)
             settled = compiled.digest if await self._configure(changed, compiled, decided=False) else ""
             changed = await self._persist(changed, "" if narrowed else settled)
         except Exception:
@@ -397,7 +398,9 @@ class Egress:
         names = secrets(row)
         inline: dict[str, str] | None = None if all_values or names is None else {}
         try:
-            await self._orchestrator.vaultd.regrant(row.id, compiled.grants, inline, names or (), places(row))
+            await self._orchestrator.vaultd.regrant(
+                row.id, compiled.grants, compiled.names, inline, names or (), places(row)
+            )
         except wire.RemoteError:
             await self._narrow(row, compiled)
             raise

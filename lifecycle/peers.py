@@ -160,10 +160,17 @@ class Vaultd(Daemon):
 
     name = "vaultd"
 
-    async def open_sandbox(self, sandbox: str, lineage: str, grants: Sequence[Mapping[str, Any]]) -> str:
-        """Register a sandbox; returns the root certificate its programs are to trust (PEM)."""
+    async def open_sandbox(
+        self, sandbox: str, lineage: str, grants: Sequence[Mapping[str, Any]], names: Sequence[str]
+    ) -> str:
+        """Register a sandbox, whose gateway may sign for `names`; returns the root its programs are to trust (PEM)."""
         answer = await self.call(
-            "open_sandbox", sandbox=sandbox, lineage=lineage, grants=[dict(grant) for grant in grants], inline={}
+            "open_sandbox",
+            sandbox=sandbox,
+            lineage=lineage,
+            grants=[dict(grant) for grant in grants],
+            inline={},
+            names=list(names),
         )
         return str(answer["root_pem"])
 
@@ -171,6 +178,7 @@ class Vaultd(Daemon):
         self,
         sandbox: str,
         grants: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
         inline: Mapping[str, str] | None = None,
         keep: Sequence[str] = (),
         bounds: Sequence[Grant] | None = None,
@@ -178,12 +186,14 @@ class Vaultd(Daemon):
         """Replace the grants of a sandbox.
 
         Args:
+            names: what its gateway's next authority may sign for.
             inline: if not None: these inline values, and of the former ones only those named in `keep`, are the
                 sandbox's from now on. With None all former ones stay.
             bounds: where inline values may be granted. A value in `inline` gets these places, another one keeps those
                 of them that it had; with None all of those that it had.
         """
-        parameters: dict[str, Any] = {"grants": [dict(grant) for grant in grants], **_bounds(bounds)}
+        parameters: dict[str, Any] = {"grants": [dict(grant) for grant in grants], "names": list(names)}
+        parameters |= _bounds(bounds)
         if inline is not None:
             parameters["inline"] = dict(inline)
             if keep:

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from policy.api import ApiPolicy
-from policy.compile import CompiledPolicy, Dropped, secrets_of
+from policy.compile import CompiledPolicy, Dropped, inspected, secrets_of
 from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
 from policy.selection import NOTHING, Selection
+
+MAX_NAMES = 512
+"""vaultd keeps twice as many: during a change old and new ones."""
 
 
 class Refused(ValueError):
@@ -38,6 +41,12 @@ class Compiled:
     selection: Selection
     grants: tuple[Mapping[str, Any], ...]
     dropped: tuple[Dropped, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the sandbox's gateway needs certificates for, or `*` if that is more than the vault can be told."""
+        names = inspected(self.policy)
+        return names if len(names) <= MAX_NAMES else ("*",)
 
     @property
     def digest(self) -> str:

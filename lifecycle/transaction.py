@@ -245,7 +245,7 @@ class Creations:
             memory_bytes=plan.resources.memory_bytes,
             disk_bytes=plan.resources.disk_bytes,
         )
-        root_pem = await self._orchestrator.vaultd.open_sandbox(row.id, row.lineage, compiled.grants)
+        root_pem = await self._orchestrator.vaultd.open_sandbox(row.id, row.lineage, compiled.grants, compiled.names)
         return await self._orchestrator.hostd.launch(
             compiled.selection,
             sandbox=row.id,

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from policy.api import ApiPolicy, ApiPolicyError
 from policy.bindings import ApiBinding, conflicts
-from policy.compiled import DENY_ALL, CompiledPolicy, SecretUse, secrets_of, uses_of
+from policy.compiled import DENY_ALL, CompiledPolicy, SecretUse, inspected, secrets_of, uses_of
 from policy.decision import Deny, decide_flow
 from policy.document import DENY_ALL_NAME, PolicyDocument
 from policy.facts import FlowFacts
@@ -33,6 +33,7 @@ __all__ = [
     "compile_default",
     "compile_named",
     "enforce",
+    "inspected",
     "narrow",
     "secrets_of",
     "uses_of",

@@ -168,6 +168,12 @@ def uses_of(sources: Iterable[Rule | Binding]) -> tuple[SecretUse, ...]:
     return tuple(sorted(uses))
 
 
+def inspected(policy: CompiledPolicy) -> tuple[str, ...]:
+    """Return every host, or `*.` and suffix, whose TLS flows the policy could have opened, sorted, each once."""
+    sources: tuple[Rule | Binding, ...] = (*(rule for rule in policy.rules if rule.inspects), *policy.bindings)
+    return tuple(sorted({pattern.text for source in sources for pattern in source.hosts}))
+
+
 @dataclass(frozen=True, slots=True)
 class SecretAt:
     """One plan that some request to one host carries out; the host is exact."""

@@ -3,15 +3,20 @@
 - Every root and every intermediate has its own P-256 key, 159-bit random serial and random name; nothing in a
   certificate says which host, sandbox or tenant it is of.
 - A root signs intermediates only (pathlen 1, critical), an intermediate signs leaves only (pathlen 0, critical).
-- An intermediate lives at most 7 days and never longer than its root; both begin 5 minutes early, for slow clocks.
+- An intermediate lives at most 12 hours and never longer than its root; both begin 5 minutes early, for slow clocks.
+- An intermediate signs for the names it was issued for, each with all names below it, and for no address: a critical
+  name constraint, as far as `permitted` can tell them.
 - A root's key leaves this module only as PEM meant for sealing (`Root.key_pem`).
 
-Time is an argument. There is no name constraint: which names are minted is the gateway's decision, per its policy.
+Time is an argument. Which names a worker needs is said by its caller.
 """
 
+import re
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from ipaddress import IPv4Network, IPv6Network
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -27,8 +32,40 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from vault.secret import Secret
 
 ROOT_LIFETIME = timedelta(days=3650)  # a restored process keeps the root it had loaded, so it must outlive sandboxes
-INTERMEDIATE_LIFETIME = timedelta(days=7)
+INTERMEDIATE_LIFETIME = timedelta(hours=12)
 BACKDATING = timedelta(minutes=5)
+ANY = "*"
+"""Stands for every name."""
+MAX_PERMITTED = 64
+"""Names in a certificate, which is sent in each handshake. An intermediate that would need more has no constraint."""
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
+_ADDRESSES = [x509.IPAddress(IPv4Network("0.0.0.0/0")), x509.IPAddress(IPv6Network("::/0"))]
+
+
+def permitted(names: Collection[str]) -> tuple[str, ...] | None:
+    """Return the suffixes that hold all of `names` (exact, or `*.suffix`), None where they cannot be told.
+
+    A constraint holds for a name and all below it: `*.suffix` permits the suffix, too. Labels that some clients refuse
+    in a constraint (an underscore) are left out, with what is before them. None at all permit only what does not exist.
+    """
+    if ANY in names:
+        return None
+    suffixes = {_plain(name.removeprefix("*.")) for name in names}
+    if "" in suffixes:
+        return None
+    found = tuple(sorted(suffix for suffix in suffixes if not any(parent in suffixes for parent in _parents(suffix))))
+    return (found or ("invalid",)) if len(found) <= MAX_PERMITTED else None
+
+
+def _plain(name: str) -> str:
+    labels = name.split(".")
+    bad = [position for position, label in enumerate(labels) if not _LABEL.fullmatch(label)]
+    return ".".join(labels[bad[-1] + 1 :] if bad else labels)
+
+
+def _parents(name: str) -> list[str]:
+    labels = name.split(".")
+    return [".".join(labels[start:]) for start in range(1, len(labels))]
 
 
 class AuthorityError(Exception):
@@ -91,8 +128,8 @@ class Root:
         """The private key, to be sealed and nothing else."""
         return _key_pem(self._key)
 
-    def issue_intermediate(self, now: datetime) -> Issued:
-        """Issue an intermediate with a new key.
+    def issue_intermediate(self, now: datetime, names: Collection[str] = (ANY,)) -> Issued:
+        """Issue an intermediate with a new key, for `names` as in `permitted`.
 
         Raises:
             AuthorityError: the root has expired or its clock was not reached.
@@ -102,7 +139,7 @@ class Root:
             raise AuthorityError("the lineage's root is not valid now")
         key = ec.generate_private_key(ec.SECP256R1())
         begin = max(begin, self._certificate.not_valid_before_utc)
-        certificate = (
+        builder = (
             _builder(
                 _name("Sallyport sandbox gateway"),
                 self._certificate.subject,
@@ -113,8 +150,13 @@ class Root:
             )
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .sign(self._key, SHA256())
         )
+        if (suffixes := permitted(names)) is not None:
+            builder = builder.add_extension(
+                x509.NameConstraints([x509.DNSName(suffix) for suffix in suffixes], _ADDRESSES),
+                critical=True,
+            )
+        certificate = builder.sign(self._key, SHA256())
         pem = _pem(certificate)
         return Issued(pem, pem + self.certificate_pem, _key_pem(key))
 

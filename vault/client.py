@@ -225,11 +225,13 @@ class AdminClient(wire.Client):
         grants: Sequence[Grant] = (),
         inline: Mapping[str, Secret] | None = None,
         bounds: Sequence[Grant] | None = None,
+        names: Sequence[str] | None = None,
     ) -> str:
         """Register a sandbox; returns its root certificate (PEM). Refused with `unknown_secret` or `not_bound`.
 
         Args:
             bounds: where its inline secrets may ever be granted; None: where `grants` has them.
+            names: hosts (or `*.suffix`) that its worker may sign for; None: any.
         """
         answer = await self.call(
             "open_sandbox",
@@ -238,6 +240,7 @@ class AdminClient(wire.Client):
             grants=[grant.to_json() for grant in grants],
             inline=_inline(inline or {}),
             bounds=_bounds(bounds),
+            names=None if names is None else list(names),
         )
         return _text(answer, "root_pem")
 
@@ -248,6 +251,7 @@ class AdminClient(wire.Client):
         inline: Mapping[str, Secret] | None = None,
         keep: Sequence[str] | None = None,
         bounds: Sequence[Grant] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Replace a sandbox's grants and inline secrets; ended ones are revoked.
 
@@ -257,6 +261,7 @@ class AdminClient(wire.Client):
         Args:
             bounds: where its inline secrets may be granted; `not_bound` if `grants` goes beyond. A secret in `inline`
                 gets them all, another one keeps those that it had. None: those of `grants`, and as before.
+            names: hosts (or `*.suffix`) that its worker's next authority may sign for; None: as before.
         """
         await self.call(
             "regrant",
@@ -265,6 +270,7 @@ class AdminClient(wire.Client):
             inline=None if inline is None else _inline(inline),
             keep=None if keep is None else list(keep),
             bounds=_bounds(bounds),
+            names=None if names is None else list(names),
         )
 
     async def close_sandbox(self, sandbox: str) -> None:

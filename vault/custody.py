@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from vault.authority import AuthorityError, Issued, Root
+from vault.authority import ANY, AuthorityError, Issued, Root
 from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, check, inline_name, within
 from vault.sealed_directory import SealedDirectory, SealedRecordError
 from vault.secret import Secret, text_problem
@@ -68,6 +68,8 @@ class SandboxState:
     """Inline secrets it had, by the host (or pattern) they were granted for."""
     bounds: frozenset[Grant] = frozenset()
     """Where its inline secrets may be granted: the destinations that their values were given for, or fewer."""
+    names: frozenset[str] = frozenset({ANY})
+    """What its worker's authority may sign, as `authority.permitted` takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,13 @@ class Custody:
         grants: Iterable[Grant],
         inline: Mapping[str, Secret],
         bounds: Iterable[Grant] | None = None,
+        names: Iterable[str] | None = None,
     ) -> SandboxState:
         """Check that a sandbox could be opened like this, and return its state; nothing changes.
 
         Args:
             bounds: the destinations of its inline secrets; None: those of `grants`.
+            names: what its worker's authority may sign, as `authority.permitted` takes it; None: any.
 
         Raises:
             CustodyError: bad_request, exists, full, unknown_secret, not_bound, expired, name_taken.
@@ -139,13 +143,16 @@ class Custody:
             raise CustodyError("full", f"{MAX_SANDBOXES} sandboxes are open, the limit")
         granted = frozenset(grants)
         bound = _given(inline, granted if bounds is None else bounds)
-        state = SandboxState(sandbox, lineage, 0, granted, dict(inline), bounds=bound)
+        signed = frozenset({ANY}) if names is None else frozenset(names)
+        state = SandboxState(sandbox, lineage, 0, granted, dict(inline), bounds=bound, names=signed)
         self._check(state)
         return state
 
     def open(self, planned: SandboxState) -> str:
         """Open a sandbox as planned; return its root certificate (PEM). Raises as `plan`."""
-        state = self.plan(planned.sandbox, planned.lineage, planned.grants, planned.inline, planned.bounds)
+        state = self.plan(
+            planned.sandbox, planned.lineage, planned.grants, planned.inline, planned.bounds, planned.names
+        )
         root = self._root(state.lineage)
         if root is None:
             root = Root.create(self._clock())
@@ -161,6 +168,7 @@ class Custody:
         inline: Mapping[str, Secret] | None,
         keep: Iterable[str] | None = None,
         bounds: Iterable[Grant] | None = None,
+        names: Iterable[str] | None = None,
     ) -> SandboxState:
         """Check that a sandbox's grants could be replaced, and return its state then; nothing changes.
 
@@ -169,6 +177,7 @@ class Custody:
             keep: names of inline secrets it has now that stay beside `inline`; one in both has the value of `inline`.
             bounds: the destinations of its inline secrets. A secret in `inline` gets those named here, any other one
                 keeps those of them that it had. None: those of `grants` for a secret in `inline`, else as before.
+            names: what the next authority of its worker may sign; None: as before.
 
         Raises:
             CustodyError: unknown_sandbox, unknown_secret (a kept name it does not have), or as `plan`.
@@ -178,7 +187,8 @@ class Custody:
         secrets = state.inline if inline is None and keep is None else {**_kept(state, keep or ()), **new}
         old = _left(state, secrets.keys() - new.keys(), bounds)
         bound = _given(new, granted if bounds is None else bounds) | old
-        planned = replace(state, grants=granted, inline=secrets, bounds=bound)
+        signed = state.names if names is None else frozenset(names)
+        planned = replace(state, grants=granted, inline=secrets, bounds=bound, names=signed)
         self._check(planned, state)
         return planned
 
@@ -214,9 +224,9 @@ class Custody:
         state = self._get(planned.sandbox)
         kept = all(name in state.inline and state.inline[name] == value for name, value in planned.inline.items())
         same = all((grant.secret in planned.inline) == (grant.secret in state.inline) for grant in planned.grants)
-        return (
-            kept and same and planned.grants <= state.grants and planned.bounds <= within(planned.bounds, state.bounds)
-        )
+        bound = planned.bounds <= within(planned.bounds, state.bounds)
+        signed = ANY in state.names or planned.names <= state.names
+        return kept and same and bound and signed and planned.grants <= state.grants
 
     def regrant(self, planned: SandboxState) -> frozenset[str]:
         """Replace grants and inline secrets as planned; return the names whose leases end.
@@ -319,16 +329,17 @@ class Custody:
         return tuple(found)
 
     def issue(self, sandbox: str) -> Issued:
-        """Issue an intermediate below the root of the sandbox's lineage.
+        """Issue an intermediate below the root of the sandbox's lineage, for the names of the sandbox.
 
         Raises:
             CustodyError: unknown_sandbox, or damaged: the root cannot be read.
         """
-        root = self._root(self._get(sandbox).lineage)
+        state = self._get(sandbox)
+        root = self._root(state.lineage)
         if root is None:
             raise CustodyError("damaged", "the lineage's root is missing")
         try:
-            return root.issue_intermediate(self._clock())
+            return root.issue_intermediate(self._clock(), state.names)
         except AuthorityError as error:
             raise CustodyError("expired", str(error)) from None
 
@@ -400,6 +411,7 @@ class Custody:
             "inline": {name: value.reveal() for name, value in state.inline.items()},
             "former": {host: [one.to_json() for one in former] for host, former in state.former.items()},
             "bounds": [bound.to_json() for bound in state.bounds],
+            "names": sorted(state.names),
         }
         self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
         self._sandboxes[state.sandbox] = state
@@ -450,4 +462,5 @@ def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:
         inline,
         {host: tuple(map(Former.from_json, values)) for host, values in content.get("former", {}).items()},
         _given(inline, grants if bounds is None else map(Grant.from_json, bounds)),
+        frozenset(content.get("names", [ANY])),
     )

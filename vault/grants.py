@@ -209,16 +209,7 @@ class Grant:
         Raises:
             GrantError: some part of it cannot be.
         """
-        if not isinstance(host, str):
-            raise GrantError("a host is a text")
-        if host.startswith("*."):
-            try:
-                canonical = parse_pattern(host).text
-            except InvalidName:
-                raise GrantError("a host pattern that cannot be") from None
-        else:
-            canonical = exact_host(host)
-        return cls(inline_name(secret), canonical, _port(port), _scheme(scheme))
+        return cls(inline_name(secret), host_pattern(host), _port(port), _scheme(scheme))
 
     def covers(self, wanted: "Grant") -> bool:
         """Whether a release for `wanted`, which names an exact host, is within this grant."""
@@ -282,6 +273,20 @@ def exact_host(text: object) -> str:
         return canonical_host(text)
     except InvalidName:
         raise GrantError("a host that is no name") from None
+
+
+def host_pattern(text: object) -> str:
+    """Return `text` as a canonical host name, or `*.` and the canonical suffix.
+
+    Raises:
+        GrantError: it is neither.
+    """
+    if not isinstance(text, str) or not text.startswith("*."):
+        return exact_host(text)
+    try:
+        return parse_pattern(text).text
+    except InvalidName:
+        raise GrantError("a host pattern that cannot be") from None
 
 
 def _each[T](items: object, what: str, parse: Callable[[object], T]) -> tuple[T, ...]:

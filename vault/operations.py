@@ -15,13 +15,15 @@ from typing import Any
 
 import wire
 from audit.client import AuditUnavailable
+from vault.authority import ANY
 from vault.channels import Audit, Channels
 from vault.custody import Custody, CustodyError, SandboxState
-from vault.grants import MAX_GRANTS, Grant, GrantError, SecretBinding, inline_name, secret_name
+from vault.grants import MAX_GRANTS, Grant, GrantError, SecretBinding, host_pattern, inline_name, secret_name
 from vault.keyring import MasterKeyError
 from vault.secret import Secret
 from vault.store import StoreError, check_value
 
+MAX_PATTERNS = 1024
 _SANDBOX_OPS = frozenset({"ping", "has", "open_sandbox", "regrant", "narrow", "close_sandbox"})
 
 
@@ -125,27 +127,28 @@ class Operations:
         return {}
 
     async def _open(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "lineage", optional=("grants", "inline", "bounds"))
+        parts = _take(parameters, "sandbox", "lineage", optional=("grants", "inline", "bounds", "names"))
         planned = self._custody.plan(
             _text(parts["sandbox"]),
             _text(parts["lineage"]),
             _grants(parts["grants"]),
             _inline(parts["inline"]) or {},
             _bounds(parts["bounds"]),
+            _patterns(parts["names"]),
         )
         await self._audit.accept("vault.open", "info", **_about(planned), lineage=planned.lineage, actor=actor)
         return {"root_pem": self._custody.open(planned)}
 
     async def _regrant(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "grants", optional=("inline", "keep", "bounds"))
+        parts = _take(parameters, "sandbox", "grants", optional=("inline", "keep", "bounds", "names"))
         sandbox, grants, inline = _text(parts["sandbox"]), _grants(parts["grants"]), _inline(parts["inline"])
-        keep, bounds = _names(parts["keep"]), _bounds(parts["bounds"])
-        planned = self._custody.replan(sandbox, grants, inline, keep, bounds)
+        keep, bounds, names = _names(parts["keep"]), _bounds(parts["bounds"]), _patterns(parts["names"])
+        planned = self._custody.replan(sandbox, grants, inline, keep, bounds, names)
         if self._custody.narrows(planned):
             self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
         else:
             await self._audit.accept("vault.regrant", "info", durable=True, **_about(planned), actor=actor)
-            planned = self._custody.replan(sandbox, grants, inline, keep, bounds)
+            planned = self._custody.replan(sandbox, grants, inline, keep, bounds, names)
         return await self._replace(planned)
 
     async def _narrow(self, parameters: wire.Message, actor: str) -> wire.Message:
@@ -228,6 +231,14 @@ def _grants(items: object) -> list[Grant]:
 
 def _bounds(items: object) -> list[Grant] | None:
     return None if items is None else _grants(items)
+
+
+def _patterns(items: object) -> list[str] | None:
+    if items is None:
+        return None
+    if not isinstance(items, list) or len(items) > MAX_PATTERNS:
+        raise wire.RequestError("bad_request", f"names to sign for are a list of at most {MAX_PATTERNS}")
+    return [ANY if item == ANY else host_pattern(item) for item in items]
 
 
 def _inline(items: object) -> dict[str, Secret] | None:

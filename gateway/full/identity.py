@@ -1,6 +1,7 @@
 """Certificates for intercepted hosts, signed by the worker's short-lived intermediate.
 
 - A leaf names exactly one host, which the caller was allowed to serve; never a wildcard, never two names.
+- A leaf that the intermediate's name constraints do not permit is not made: no client would accept it.
 - All leaves share one key of this process, made after the fork; it is never written anywhere.
 - The cache is bounded; a leaf is renewed well before it ends and never outlives the intermediate.
 """
@@ -59,6 +60,7 @@ class LeafMint:
         self._key_pem = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
+        self._permitted = _permitted(self._issuer)
         self._cache: OrderedDict[str, tuple[datetime.datetime, Leaf]] = OrderedDict()
 
     @property
@@ -66,11 +68,25 @@ class LeafMint:
         """When the intermediate ends; get another before that."""
         return self._issuer.not_valid_after_utc
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time for another intermediate: half of this one's life is over, or it does not hold now."""
+        begin, now = self._issuer.not_valid_before_utc, self._now()
+        return not begin <= now < begin + (self.expires - begin) / 2
+
+    def signs(self, host: str) -> bool:
+        """Whether a client accepts a leaf for `host` now."""
+        if not self._issuer.not_valid_before_utc <= self._now() < self.expires:
+            return False
+        return self._permitted is None or any(
+            host == suffix or host.endswith(f".{suffix}") for suffix in self._permitted
+        )
+
     def leaf(self, host: str) -> Leaf:
         """See `gateway.engine.Identity`.
 
         Raises:
-            ValueError: the intermediate has expired.
+            ValueError: the intermediate does not hold now, or not for this host.
         """
         now = self._now()
         cached = self._cache.get(host)
@@ -78,8 +94,8 @@ class LeafMint:
             self._cache.move_to_end(host)
             return cached[1]
         until = min(now + LIFETIME, self.expires)
-        if until <= now:
-            raise ValueError("the intermediate certificate has expired")
+        if not self.signs(host):
+            raise ValueError("the intermediate does not hold now, or not for this host")
         leaf = Leaf(self._mint(host, now, until) + self._chain, self._key_pem)
         self._cache[host] = (until - RENEW_BEFORE, leaf)
         self._cache.move_to_end(host)
@@ -119,6 +135,15 @@ _DIGITAL_SIGNATURE = x509.KeyUsage(
     encipher_only=False,
     decipher_only=False,
 )
+
+
+def _permitted(issuer: x509.Certificate) -> tuple[str, ...] | None:
+    """The names, and those below them, that an intermediate may sign; None: any."""
+    try:
+        constraints = issuer.extensions.get_extension_for_class(x509.NameConstraints).value
+    except x509.ExtensionNotFound:
+        return None
+    return tuple(each.value for each in constraints.permitted_subtrees or () if isinstance(each, x509.DNSName))
 
 
 def _authority_key(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:

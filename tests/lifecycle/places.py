@@ -124,6 +124,8 @@ async def wrong(place: Place) -> list[str]:
             found.append(f"{name}: the gateway has another policy")
         if set(map(_grant, vaultd.grants.get(name, []))) != set(map(_grant, compiled.grants)):
             found.append(f"{name}: the vault has other grants")
+        if vaultd.names.get(name) != [*compiled.names]:
+            found.append(f"{name}: the gateway may sign for other names")
         if vaultd.inline.get(name, {}).keys() != set([] if vault is None else vault.secrets()):
             found.append(f"{name}: the vault has other values")
     return found

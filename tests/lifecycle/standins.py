@@ -198,15 +198,25 @@ class StandInVaultd(StandIn):
         self.grants: dict[str, list[dict[str, Any]]] = {}
         self.inline: dict[str, dict[str, str]] = {}
         self.bounds: dict[str, set[Grant]] = {}
+        self.names: dict[str, list[str]] = {}
 
-    async def op_open_sandbox(self, sandbox: str, lineage: str, grants: list[Any], inline: Any) -> wire.Message:
+    async def op_open_sandbox(
+        self, sandbox: str, lineage: str, grants: list[Any], inline: Any, names: list[str]
+    ) -> wire.Message:
+        self.names[sandbox] = names
         self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
         self.inline[sandbox] = dict(inline)
         self.bounds[sandbox] = set()
         return {"root_pem": "-----BEGIN CERTIFICATE-----\nsandbox root\n-----END CERTIFICATE-----\n"}
 
     async def op_regrant(
-        self, sandbox: str, grants: list[Any], inline: Any = None, keep: Any = (), bounds: Any = None
+        self,
+        sandbox: str,
+        grants: list[Any],
+        names: list[str],
+        inline: Any = None,
+        keep: Any = (),
+        bounds: Any = None,
     ) -> None:
         values, granted = self.inline[sandbox], {Grant.from_json(grant) for grant in grants}
         said = granted if bounds is None else {Grant.from_json(bound) for bound in bounds}
@@ -220,6 +230,7 @@ class StandInVaultd(StandIn):
         if max(len(grants), len(values)) > MAX_GRANTS:
             raise wire.RequestError("full", "too many grants or inline secrets")
         self.inline[sandbox] = values
+        self.names[sandbox] = names
         self.bounds[sandbox] = {place for place in bound if place.secret in values}
         self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
 

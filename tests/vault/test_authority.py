@@ -2,6 +2,7 @@
 
 import subprocess
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from cryptography.x509.oid import NameOID
 from cryptography.x509.verification import PolicyBuilder, VerificationError
 from cryptography.x509.verification import Store as TrustStore
 
-from vault.authority import BACKDATING, INTERMEDIATE_LIFETIME, AuthorityError, Issued, Root
+from vault.authority import BACKDATING, INTERMEDIATE_LIFETIME, AuthorityError, Issued, Root, permitted
 from vault.secret import Secret
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -41,7 +42,11 @@ def issue(issuer: Issued, subject: str, *, authority: bool, now: datetime = NOW)
         usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
         builder = builder.add_extension(usage, critical=True)
     else:
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(subject)]), critical=False)
+        try:
+            name: x509.GeneralName = x509.IPAddress(ip_address(subject))
+        except ValueError:
+            name = x509.DNSName(subject)
+        builder = builder.add_extension(x509.SubjectAlternativeName([name]), critical=False)
         builder = builder.add_extension(
             x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False
         )
@@ -125,7 +130,7 @@ def test_an_intermediate_never_outlives_its_root() -> None:
     """Near the root's end the intermediate ends with it; after it none is issued."""
     root = Root.create(NOW)
     end = x509.load_pem_x509_certificate(root.certificate_pem.encode()).not_valid_after_utc
-    pem = root.issue_intermediate(end - timedelta(days=1)).certificate_pem
+    pem = root.issue_intermediate(end - timedelta(hours=1)).certificate_pem
     assert end == x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc
     for moment in (end, NOW - timedelta(days=1)):
         with pytest.raises(AuthorityError):
@@ -142,3 +147,68 @@ def test_a_root_comes_back_from_its_pem_and_only_whole() -> None:
         Root.load(root.certificate_pem, other.key_pem)
     with pytest.raises(AuthorityError):
         Root.load(root.certificate_pem, Secret("x"))
+
+
+@pytest.mark.parametrize(
+    ("names", "suffixes"),
+    [
+        (["*"], None),
+        (["a.test", "*"], None),
+        ([], ("invalid",)),
+        (["a.test"], ("a.test",)),
+        (["*.a.test"], ("a.test",)),
+        (["*.a.test", "x.a.test", "a.test", "b.test"], ("a.test", "b.test")),
+        (["x.a.test", "ax.test", "xa.test"], ("ax.test", "x.a.test", "xa.test")),
+        (["my_api.a.test", "x.my_api.b.test"], ("a.test", "b.test")),
+        (["_"], None),
+        ([f"n{number}.test" for number in range(64)], tuple(sorted(f"n{number}.test" for number in range(64)))),
+        ([f"n{number}.test" for number in range(65)], None),
+        ([*(f"n{number}.a.test" for number in range(65)), "a.test"], ("a.test",)),
+    ],
+)
+def test_what_an_intermediate_may_sign_holds_all_its_names(names: list[str], suffixes: tuple[str, ...] | None) -> None:
+    assert suffixes == permitted(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "accepted"),
+    [
+        (["good.test"], "good.test", True),
+        (["*.good.test"], "a.good.test", True),
+        (["other.test", "*.good.test"], "a.good.test", True),
+        (["*"], "evil.test", True),
+        (["good.test"], "evil.test", False),
+        (["good.test"], "evilgood.test", False),
+        (["a.good.test"], "good.test", False),
+        ([], "good.test", False),
+        (["good.test"], "192.0.2.7", False),
+        ([], "2001:db8::7", False),
+        (["*"], "192.0.2.7", True),
+    ],
+)
+def test_a_stolen_intermediate_signs_for_no_name_that_it_was_not_issued_for(
+    tmp_path: Path, names: list[str], host: str, accepted: bool
+) -> None:
+    """As two verifiers see it. The leaf is what a worker that is taken over would make."""
+    root = Root.create(NOW)
+    leaf = issue(root.issue_intermediate(NOW, names), host, authority=False)
+    (tmp_path / "root.pem").write_text(root.certificate_pem)
+    (tmp_path / "chain.pem").write_text(leaf.chain_pem)
+    address = host[0].isdigit()
+    command = ["openssl", "verify", "-x509_strict", "-no-CAfile", "-no-CApath", "-no-CAstore"]
+    command += ["-attime", str(int(NOW.timestamp())), "-purpose", "sslserver"]
+    command += ["-verify_ip" if address else "-verify_hostname", host]
+    command += ["-trusted", "root.pem", "-untrusted", "chain.pem", "chain.pem"]
+    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert accepted == (outcome.returncode == 0), outcome.stderr
+    assert accepted or "subtree violation" in outcome.stderr
+    first, *rest = x509.load_pem_x509_certificates(leaf.chain_pem.encode())
+    store = TrustStore([x509.load_pem_x509_certificate(root.certificate_pem.encode())])
+    subject = x509.IPAddress(ip_address(host)) if address else x509.DNSName(host)
+    verifier = PolicyBuilder().store(store).time(NOW).build_server_verifier(subject)
+    try:
+        verifier.verify(first, rest)
+    except VerificationError:
+        assert not accepted
+    else:
+        assert accepted
