@@ -21,6 +21,7 @@ from typing import Any
 
 from policy.api import ApiPolicy
 from policy.compile import CompiledPolicy, Dropped, inspected, secrets_of
+from policy.decision import Deny, decide_name
 from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
 from policy.selection import NOTHING, Selection
@@ -113,5 +114,11 @@ def _enforce(document: PolicyDocument, selection: Selection) -> Compiled:
             "scheme": str(use.scheme),
         }
         for use in secrets_of(policy)
+        if _reachable(policy, use.host)
     }
     return Compiled(policy, selection, tuple(grants.values()), dropped)
+
+
+def _reachable(policy: CompiledPolicy, host: str) -> bool:
+    """Whether any flow to a host, or to some host of a pattern, could be allowed: else nothing is granted there."""
+    return host.startswith("*.") or not isinstance(decide_name(policy, host), Deny)
