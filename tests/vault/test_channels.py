@@ -631,3 +631,33 @@ async def test_a_new_channel_of_the_same_worker_is_no_new_allowance(vault: Any) 
             for _ in range(20):
                 await worker.intermediate()
     assert 8 <= len(vault.log.of("vault.intermediate", "allow")) <= 9
+
+
+async def test_an_intermediate_is_for_the_names_of_its_sandbox(vault: Any) -> None:
+    """Those that were said last, after a restart too; a regrant that says none changes none."""
+
+    async def permitted() -> list[str] | None:
+        issued = x509.load_pem_x509_certificate((await worker.intermediate()).certificate_pem.encode())
+        try:
+            constraints = issued.extensions.get_extension_for_class(x509.NameConstraints)
+        except x509.ExtensionNotFound:
+            return None
+        assert constraints.critical
+        return [str(name.value) for name in constraints.value.permitted_subtrees or ()]
+
+    await vault.admin.open_sandbox(SANDBOX, "lin-1", names=["a.test", "*.B.test"])
+    worker = await vault.worker(SANDBOX, 1)
+    assert ["a.test", "b.test"] == await permitted()
+    await vault.admin.regrant(SANDBOX, [])
+    assert ["a.test", "b.test"] == await permitted()
+    await vault.admin.regrant(SANDBOX, [], names=[])
+    await worker.close()
+    await vault.stop()
+    await vault.start()
+    worker = await vault.worker(SANDBOX, 1)
+    assert ["invalid"] == await permitted()
+    await vault.admin.regrant(SANDBOX, [], names=["*"])
+    assert await permitted() is None
+    for names in (["*.com"], ["192.0.2.1"], ["a.test"] * 1025, "a.test", [5]):
+        assert "bad_request" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], names=names))
+    await worker.close()
