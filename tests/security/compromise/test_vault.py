@@ -1,0 +1,260 @@
+"""The vault, asked by a `serve` and by workers that are taken over, and with files that were put back under it."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
+
+from demo.internet import API, ATTACKER, GIT, STATUS, Internet
+from tests.security.compromise.stack import CompromisedStack, Hostile
+from tests.system.test_transactions import until
+
+pytestmark = pytest.mark.system
+
+ROTATING = "rotating-token"
+CALL = """
+import asyncio, wire
+async def call(path, op, parameters):
+    client = await wire.Client.connect(path)
+    try:
+        await client.call(op, timeout=20, **parameters)
+        return "ok"
+    except wire.RemoteError as error:
+        return error.code
+    finally:
+        await client.close()
+value = asyncio.run(call({path!r}, {op!r}, {parameters!r}))
+"""
+RELEASE = """
+import asyncio, gc
+from vault.client import VaultError
+loop = next(one for one in gc.get_objects() if isinstance(one, asyncio.AbstractEventLoop) and one.is_running())
+async def release():
+    try:
+        return (await process._vault.release({secret!r}, {host!r}, 443, "https", purpose={purpose!r})).value.reveal()
+    except VaultError as error:
+        return str(error).partition(":")[0]
+value = asyncio.run_coroutine_threadsafe(release(), loop).result(20)
+"""
+AUTHORITY = """
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+mint = process._inspection._certificates._mint
+key = mint._issuer_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+value = [mint._chain.decode(), key.decode()]
+"""
+SERVER = """
+import http.server, ssl
+server = http.server.HTTPServer(("127.0.0.1", 8443), http.server.SimpleHTTPRequestHandler)
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain("/tmp/leaf.pem")
+server.socket = context.wrap_socket(server.socket, server_side=True)
+print("up", flush=True)
+server.handle_request()
+"""
+
+
+@pytest.fixture(scope="module", name="serve", autouse=True)
+def _serve(compromised: CompromisedStack) -> Iterator[Hostile]:
+    compromised.sallyport("vault", "put", ROTATING, "--host", STATUS, stdin=f"rotating-{secrets.token_hex(16)}")
+    serve = compromised.hostile("serve")
+    yield serve
+    serve.close()
+
+
+@pytest.fixture(name="caller")
+def _caller(compromised: CompromisedStack) -> Iterator[Any]:
+    """A sandbox whose creator allows two hosts and may bind credentials."""
+    rules = [NetworkRule(action="allow", target=host) for host in (STATUS, ATTACKER)]
+    sandbox = compromised.create(
+        "runc",
+        policy=None,
+        network_policy=NetworkPolicy(defaultAction="deny", egress=rules),
+        credential_proxy=CredentialProxyConfig(enabled=True),
+    )
+    yield sandbox
+    sandbox.kill()
+    sandbox.close()
+
+
+def asked(hostile: Hostile, stack: CompromisedStack, op: str, **parameters: Any) -> str:
+    """What vaultd answers a compromised process: `ok` or the code of its refusal."""
+    return str(hostile.run(CALL.format(path=str(stack.run / "vault.sock"), op=op, parameters=parameters)))
+
+
+def released(worker: Hostile, secret: str, host: str, purpose: str | None = None) -> str:
+    """What a compromised worker is given: the value or the code of the refusal."""
+    return str(worker.run(RELEASE.format(secret=secret, host=host, purpose=purpose)))
+
+
+def sent(internet: Internet, sandbox: Any, host: str) -> str | None:
+    """The Authorization that arrives with a request of the sandbox; None if none does, `nothing` if no request does."""
+    mark = f"m{secrets.token_hex(8)}"
+    print(sandbox.commands.run(f"curl -sS --max-time 20 'https://{host}/{mark}'"))
+    for note in internet.notes():
+        if mark in str(note.get("target")):
+            return next((value for name, value in note["headers"] if name.lower() == "authorization"), None)
+    return "nothing"
+
+
+def test_serve_moves_no_inline_secret_to_another_host(
+    compromised: CompromisedStack, serve: Hostile, caller: Any
+) -> None:
+    """It relayed the value before it was taken over. With a value of its own it may do so: the control."""
+    value, own, name = f"bound-{secrets.token_hex(20)}", f"own-{secrets.token_hex(20)}", "inline:1/own"
+    caller.credential_vault.create(
+        credentials=[{"name": "own", "source": {"type": "inline", "value": value}}],
+        bindings=[{"name": "b", "match": {"hosts": [STATUS]}, "auth": {"type": "bearer", "credential": "own"}}],
+    )
+    worker, internet = compromised.hostile(caller.id), compromised.internet
+    try:
+        here, there = ({"secret": name, "host": host, "port": 443, "scheme": "https"} for host in (STATUS, ATTACKER))
+        wanted = {"sandbox": caller.id, "grants": [here, there], "names": ["*"]}
+        for more in ({}, {"keep": [name]}, {"bounds": [here, there]}, {"keep": [name], "bounds": [there]}):
+            assert "not_bound" == asked(serve, compromised, "regrant", **wanted, **more)
+        other = {"sandbox": "sbx-hostile", "lineage": "hostile", "grants": [there], "names": ["*"]}
+        assert "unknown_secret" == asked(serve, compromised, "open_sandbox", **other)
+        assert "forbidden" == asked(serve, compromised, "rekey")
+        assert "not_granted" == released(worker, name, ATTACKER)
+        assert "not_granted" == released(worker, name, ATTACKER, "scrub")
+        assert (f"Bearer {value}", None) == (sent(internet, caller, STATUS), sent(internet, caller, ATTACKER))
+        assert not [note for note in internet.notes() if note["host"] != STATUS and value in json.dumps(note)]
+        assert "ok" == asked(serve, compromised, "regrant", **wanted, inline={name: own}, bounds=[here, there])
+        assert own == released(worker, name, ATTACKER)
+    finally:
+        worker.close()
+
+
+def test_a_worker_is_given_what_its_own_sandbox_was_granted_and_no_more(compromised: CompromisedStack) -> None:
+    """Not another sandbox's secrets, not its own at another host; what it was granted falls with it: the control."""
+    with compromised.create("runc") as mine, compromised.create("runc", policy="rotating") as other:
+        workers = [compromised.hostile(sandbox.id) for sandbox in (mine, other)]
+        try:
+            assert not released(workers[0], "api-token", API).startswith("not_")
+            for secret, host in (("api-token", GIT), ("api-token", ATTACKER), (ROTATING, STATUS)):
+                assert "not_granted" == released(workers[0], secret, host)
+            assert not released(workers[1], ROTATING, STATUS).startswith("not_")
+            assert "not_granted" == released(workers[1], "api-token", API)
+        finally:
+            for worker in workers:
+                worker.close()
+            mine.kill()
+            other.kill()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["its file", "the whole directory"])
+def test_a_rotated_secret_does_not_come_back_with_the_files_it_was_in(
+    compromised: CompromisedStack, tmp_path: Path, whole: bool
+) -> None:
+    """Nothing is sent then, and the log says why; with the newest files it is as before."""
+    name, value = ROTATING, f"rotated-{secrets.token_hex(16)}"
+    vault = compromised.state / "vault"
+    place = vault if whole else vault / "secrets" / f"={name}.sealed"
+    internet = compromised.internet
+    with compromised.create("runc", policy="rotating") as sandbox:
+        try:
+            former = sent(internet, sandbox, STATUS)
+            assert former is not None
+            assert former.startswith("Bearer ")
+            _copy(place, tmp_path / "former")
+            compromised.sallyport("vault", "rotate", name, stdin=value)
+            assert f"Bearer {value}" == sent(internet, sandbox, STATUS)
+            _copy(place, tmp_path / "latest")
+            said = compromised.log.stat().st_size
+            _put_back(tmp_path / "former", place)
+            _kill_vaultd(compromised)
+            reason = b"are an older copy" if whole else b"put back, or changed"
+            assert until(lambda: reason in compromised.log.read_bytes()[said:])
+            assert "nothing" == sent(internet, sandbox, STATUS)
+            _put_back(tmp_path / "latest", place)
+            if not whole:  # else there is none: hostd tries again and again
+                _kill_vaultd(compromised)
+            assert until(lambda: f"Bearer {value}" == sent(internet, sandbox, STATUS), 30)
+        finally:
+            sandbox.kill()
+
+
+def test_a_workers_authority_signs_for_the_inspected_names_only(compromised: CompromisedStack) -> None:
+    """As curl in its sandbox sees it, which trusts the sandbox's root. A name that policy inspects is the control."""
+    with compromised.create("runc") as sandbox:
+        worker = compromised.hostile(sandbox.id)
+        try:
+            assert sandbox.commands.run(f"curl -sS --max-time 20 https://{API}/v1/x").exit_code == 0
+            chain, key = worker.run(AUTHORITY)
+            sandbox.files.write_file("/tmp/serve.py", SERVER)
+            outcomes = {}
+            for host in (API, f"below.{API}", STATUS, ATTACKER, "192.0.2.77"):
+                sandbox.files.write_file("/tmp/leaf.pem", _leaf(chain, key, host))
+                sandbox.commands.run("python3 /tmp/serve.py > /tmp/up 2>&1 & while ! grep -q up /tmp/up; do :; done")
+                fetch = f"curl -sS -o /dev/null --max-time 20 --connect-to '::127.0.0.1:8443' https://{host}/"
+                outcomes[host] = sandbox.commands.run(f"{fetch}; echo $?; rm /tmp/up; pkill -f serve.py").text.strip()
+        finally:
+            worker.close()
+            sandbox.kill()
+    accepted = {host: said.splitlines()[-1] == "0" for host, said in outcomes.items()}
+    assert {API: True, f"below.{API}": True, STATUS: False, ATTACKER: False, "192.0.2.77": False} == accepted, outcomes
+
+
+def _leaf(chain: str, key_pem: str, host: str) -> str:
+    """A certificate for `host` with its chain and key, as a thief of a worker's authority makes it."""
+    issuer = x509.load_pem_x509_certificates(chain.encode())[0]
+    issuer_key = load_pem_private_key(key_pem.encode(), None)
+    assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    try:
+        name: x509.GeneralName = x509.IPAddress(ip_address(host))
+    except ValueError:
+        name = x509.DNSName(host)
+    leaf = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([]))
+        .issuer_name(issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(issuer.not_valid_before_utc)
+        .not_valid_after(issuer.not_valid_after_utc)
+        .add_extension(x509.SubjectAlternativeName([name]), critical=True)
+        .sign(issuer_key, SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return (leaf.public_bytes(Encoding.PEM) + chain.encode() + private).decode()
+
+
+def _kill_vaultd(stack: CompromisedStack) -> None:
+    """End the vaultd that runs."""
+    pid = int((stack.run / "config" / "vaultd.pid").read_text().split()[0])
+    os.kill(pid, signal.SIGKILL)
+
+
+def _copy(source: Path, target: Path) -> None:
+    copy: Callable[..., Any] = shutil.copytree if source.is_dir() else shutil.copy2
+    copy(source, target)
+
+
+def _put_back(source: Path, target: Path) -> None:
+    """As root: in place, so that owner and mode stay those of what was there."""
+    if not source.is_dir():
+        target.write_bytes(source.read_bytes())
+        return
+    for path in [one for one in target.rglob("*") if one.is_file() and one.name != "lock"]:
+        if not (source / path.relative_to(target)).exists():
+            path.unlink()
+    for path in [one for one in source.rglob("*") if one.is_file() and one.name not in ("lock", "master-key")]:
+        place = target / path.relative_to(source)
+        new = not place.exists()
+        place.write_bytes(path.read_bytes())
+        if new:
+            owner = target.stat()
+            os.chown(place, owner.st_uid, owner.st_gid)
+            place.chmod(0o600)
