@@ -45,7 +45,7 @@ class Compiled:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the sandbox's gateway needs certificates for, or `*` if that is more than the vault can be told."""
+        """What the sandbox's gateway needs certificates for, or `*` if that is more than the vault takes."""
         names = inspected(self.policy)
         return names if len(names) <= MAX_NAMES else ("*",)
 

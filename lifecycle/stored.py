@@ -53,7 +53,7 @@ def secrets(row: Sandbox) -> list[str] | None:
 
 
 def places(row: Sandbox) -> list[Grant] | None:
-    """Return where a row's vault may use its values, in force or not; None if not all of it can be read and told."""
+    """Return where a row's vault may use its values, in force or not; None if not all of it can be read."""
     read = stored(row)
     if any(item.part in (Part.VAULT, Part.BINDING) for item in read.dropped):
         return None

@@ -5,7 +5,7 @@
 - A root signs intermediates only (pathlen 1, critical), an intermediate signs leaves only (pathlen 0, critical).
 - An intermediate lives at most 12 hours and never longer than its root; both begin 5 minutes early, for slow clocks.
 - An intermediate signs for the names it was issued for, each with all names below it, and for no address: a critical
-  name constraint, as far as `permitted` can tell them.
+  name constraint, where `permitted` has a list.
 - A root's key leaves this module only as PEM meant for sealing (`Root.key_pem`).
 
 Time is an argument. Which names a worker needs is said by its caller.
@@ -43,7 +43,7 @@ _ADDRESSES = [x509.IPAddress(IPv4Network("0.0.0.0/0")), x509.IPAddress(IPv6Netwo
 
 
 def permitted(names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the suffixes that hold all of `names` (exact, or `*.suffix`), None where they cannot be told.
+    """Return the suffixes that hold all of `names` (exact, or `*.suffix`), None where there is no such list.
 
     A constraint holds for a name and all below it: `*.suffix` permits the suffix, too. Labels that some clients refuse
     in a constraint (an underscore) are left out, with what is before them. None at all permit only what does not exist.

@@ -1,4 +1,4 @@
-"""What the vault is told to grant: what the compiled policy can use, and nothing wider."""
+"""What the vault is asked to grant: what the compiled policy can use, and nothing wider."""
 
 import pytest
 
