@@ -16,7 +16,7 @@ import pytest
 
 from demo.capture import Capture
 from demo.internet import ADDRESSES, API
-from demo.stack import EMPTY_IMAGE
+from demo.stack import EMPTY_IMAGE, StackError
 from runtimes import keeper, netns
 from runtimes.nft import FLOOR_TABLE, GUARD_TABLE
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
@@ -77,13 +77,12 @@ value = None
 @contextmanager
 def taken_over(stack: CompromisedStack) -> Iterator[Hostile]:
     """A worker of a sandbox that does nothing."""
-    sandbox = stack.create("runc", EMPTY_IMAGE, entrypoint=_IDLE)
-    worker = stack.hostile(sandbox.id)
-    try:
-        yield worker
-    finally:
-        worker.close()
-        if stack._process is not None:
+    with stack.create("runc", EMPTY_IMAGE, entrypoint=_IDLE) as sandbox:
+        worker = stack.hostile(sandbox.id)
+        try:
+            yield worker
+        finally:
+            worker.close()
             sandbox.kill()
 
 
@@ -160,6 +159,13 @@ def _has(stack: CompromisedStack, table: str) -> bool:
     return f"table inet {table}\n" in listed
 
 
+def _answers(stack: CompromisedStack) -> bool:
+    try:
+        return "sandboxes" in stack.host("list")
+    except (OSError, StackError):
+        return False
+
+
 def hostd(stack: CompromisedStack) -> int:
     assert stack._process is not None
     return stack._process.pid
@@ -218,6 +224,7 @@ def test_it_dials_nothing_after_the_death_of_hostd_and_the_keeper_ends_it(compro
             os.close(pidfd)
         finally:
             compromised.start()
+            assert until(lambda: _answers(compromised))
     assert _has(compromised, GUARD_TABLE)
     compromised.stop()
     assert not _has(compromised, FLOOR_TABLE)
