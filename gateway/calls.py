@@ -43,6 +43,7 @@ _PLAIN: dict[str, tuple[int, int | None]] = {
     "epoll_pwait2": (441, 441),
     "poll": (7, None),
     "ppoll": (271, 73),
+    "dup": (32, 23),
     "fstat": (5, 80),
     # sockets that are there
     "accept": (43, 202),
@@ -128,6 +129,7 @@ _TYPE = 0xFFFFFFFF & ~(socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 _FIONREAD, _FIONBIO, _FIOCLEX = 0x541B, 0x5421, 0x5451
 _F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_SETFL, _F_DUPFD_CLOEXEC = 0, 1, 2, 3, 4, 1030
 _AT_EMPTY_PATH = 0x1000
+_SO_PASSRIGHTS = 83
 _THREAD = 0x10F00  # CLONE_VM, FS, FILES, SIGHAND, THREAD
 _OF_A_THREAD = 0x017C0000  # CLONE_SYSVSEM, SETTLS, PARENT_SETTID, CHILD_CLEARTID, DETACHED, CHILD_SETTID
 _PR_SET_NAME, _PR_GET_NAME, _PR_SET_VMA = 15, 16, 0x53564D41
@@ -171,7 +173,7 @@ def checks(pid: int, pinned: int) -> Mapping[str, tuple[Rule, ...]]:
         ),
         "setsockopt": (
             (Argument(1, (_IPPROTO_TCP,)), Argument(2, relay)),
-            (Argument(1, (_SOL_SOCKET,)), Argument(2, (socket.SO_KEEPALIVE, socket.SO_BINDTODEVICE))),
+            (Argument(1, (_SOL_SOCKET,)), Argument(2, (socket.SO_KEEPALIVE, socket.SO_BINDTODEVICE, _SO_PASSRIGHTS))),
         ),
         "fcntl": ((Argument(1, (_F_GETFL, _F_SETFL, _F_GETFD, _F_SETFD, _F_DUPFD, _F_DUPFD_CLOEXEC)),),),
         "newfstatat": ((Argument(3, (_AT_EMPTY_PATH,)),),),

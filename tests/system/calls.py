@@ -2,7 +2,8 @@
 
 MODE `all` lets every call of a confined worker through and notes it: `gateway/calls.py` was derived from such notes.
 MODE `refused` keeps the filter and notes what it refuses: the notes of an honest worker have to be empty. Files that
-libraries look for are not noted then: in the empty root they are not there either.
+libraries look for are not noted then: in the empty root they are not there either. Nor is SO_LINGER, which
+`wire.descriptors` tries on what a peer has passed, and does without.
 The notes are lines of JSON: number and arguments. A process beside the zygote writes them; the kernel stops a worker at
 a call until it has been noted (seccomp_unotify(2)).
 """
@@ -106,7 +107,8 @@ def _note(fd: int, write: Callable[[str], object], *, lets_through: bool) -> Non
     buffer = bytearray(_NOTIFICATION.size)
     fcntl.ioctl(fd, _RECEIVE, buffer)
     ident, _pid, _flags, number, _arch, _ip, *values = _NOTIFICATION.unpack(buffer)
-    if lets_through or number not in _FILES:
+    lingers = number == calls.number("setsockopt", platform.machine()) and values[1:3] == [1, socket.SO_LINGER]
+    if lets_through or not (number in _FILES or lingers):
         write(json.dumps([number, *values]) + "\n")
     answer = _ANSWER.pack(ident, 0, 0, _CONTINUE) if lets_through else _ANSWER.pack(ident, 0, -errno.EPERM, 0)
     fcntl.ioctl(fd, _SEND, bytearray(answer))
