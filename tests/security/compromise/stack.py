@@ -63,17 +63,19 @@ class CompromisedStack(SubstitutedStack):
     """Every daemon but the zygote, and every worker, obeys the test."""
 
     module = "tests.security.compromise.daemon"
+    _listener: socket.socket | None = None
 
     def prepare(self) -> None:
+        self._forget()  # of a life before this one
         path = self.run / SOCKET
         path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(path))
+        self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
         path.chmod(0o666)
-        self._listener.listen(64)
+        listener.listen(64)
         self._agents: dict[str, queue.Queue[Hostile]] = {}
         self._lock = threading.Lock()
-        threading.Thread(target=self._accept, name="agents", daemon=True).start()
+        threading.Thread(target=self._accept, args=(listener,), name="agents", daemon=True).start()
 
     def hostile(self, name: str, seconds: float = _SECONDS) -> Hostile:
         """Return the next process of this name that was not returned yet: a daemon's, or the id of a worker's sandbox.
@@ -85,7 +87,14 @@ class CompromisedStack(SubstitutedStack):
 
     def stop(self) -> None:
         super().stop()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Close the listener and the agents that no test has asked for."""
+        if self._listener is None:
+            return
         self._listener.close()
+        self._listener = None
         with self._lock:
             for waiting in self._agents.values():
                 while not waiting.empty():
@@ -95,10 +104,10 @@ class CompromisedStack(SubstitutedStack):
         with self._lock:
             return self._agents.setdefault(name, queue.Queue())
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 return
             name = b""
