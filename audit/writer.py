@@ -267,7 +267,7 @@ async def run(config: AuditConfig, listener: socket.socket) -> None:
         service.control,
         allowed_uids=frozenset(config.uids),
         takes=NARROW,
-        descriptors_from=frozenset((0, os.geteuid())),
+        descriptors_from=frozenset((config.host_uid,)),
     )
     try:
         await stop.wait()

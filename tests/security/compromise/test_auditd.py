@@ -24,11 +24,12 @@ _SECONDS = 30.0
 _ATTEMPTS = """
 import asyncio, socket, wire
 
-async def attempt(client, op, **parameters):
+async def attempt(client, op, with_descriptor=True, **parameters):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:
-            await client.call(op, timeout=10, fds=[theirs.fileno()] if op == "attach" else (), **parameters)
+            fds = [theirs.fileno()] if op == "attach" and with_descriptor else ()
+            await client.call(op, timeout=10, fds=fds, **parameters)
         except wire.RemoteError as error:
             return error.code
         except OSError as error:
@@ -40,13 +41,16 @@ def said(kind, **fields):
 
 async def attempts():
     try:
-        client = await wire.Client.connect({socket!r})
+        client = await wire.Client.connect({socket!r}, 700000003)
     except OSError as error:
         return type(error).__name__
     answers = {{}}
     for producer, sandbox in (("gateway", {sandbox!r}), ("vault", None), ("auditd", {sandbox!r}), ("root", None)):
-        answers["attach " + producer] = await attempt(
-            client, "attach", sandbox=sandbox, generation=1, producer=producer)
+        identity = {{"sandbox": sandbox, "generation": 1, "producer": producer}}
+        passing = await wire.Client.connect({socket!r}, 700000003)  # a descriptor ends the connection
+        answers["pass " + producer] = await attempt(passing, "attach", **identity)
+        await passing.close()
+        answers["attach " + producer] = await attempt(client, "attach", with_descriptor=False, **identity)
     answers["close"] = await attempt(client, "close_sandbox", sandbox={sandbox!r})
     answers["heads"] = await attempt(client, "heads")
     for kind in ("request", "secret.release", "secret.use", "gap", "checkpoint", "drop", "vault.put"):
@@ -84,6 +88,8 @@ def test_a_compromised_serve_writes_its_own_kinds_only_and_ends_no_chain(
         finally:
             sandbox.kill()
     assert "done" == answers.pop("own")  # the control
+    passed = {answers.pop(name) for name in list(answers) if name.startswith("pass ")}
+    assert passed <= {"forbidden", "ConnectionError", "ConnectionResetError", "BrokenPipeError"}
     assert {"forbidden", "invalid"} == set(answers.values())
     assert {"forbidden"} == {answers[name] for name in answers if name.split()[0] in ("attach", "close", "heads")}
     assert 1 == len(_records(compromised, producer="serve", reason="own", sandbox=sandbox.id))
@@ -212,7 +218,7 @@ def _say(stack: CompromisedStack, serve: Hostile, reason: str) -> None:
     code = f"""
 import asyncio, wire
 async def say():
-    client = await wire.Client.connect({str(stack.run / "audit.sock")!r})
+    client = await wire.Client.connect({str(stack.run / "audit.sock")!r}, 700000003)
     fields = {{"reason": {reason!r}}}
     await client.call("record", timeout=10, kind="lifecycle.remove", decision="info", fields=fields, durable=True)
     await client.close()

@@ -27,7 +27,7 @@ ROTATING = "rotating-token"
 CALL = """
 import asyncio, wire
 async def call(path, op, parameters):
-    client = await wire.Client.connect(path)
+    client = await wire.Client.connect(path, 700000002)
     try:
         await client.call(op, timeout=20, **parameters)
         return "ok"
