@@ -29,7 +29,7 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
     VAULT: frozenset(
         {
             *("vault.put", "vault.rotate", "vault.delete", "vault.open", "vault.regrant", "vault.close"),
-            *("vault.intermediate", "secret.release", "gap"),
+            *("vault.intermediate", "vault.rekey", "secret.release", "gap"),
         }
     ),
     GATEWAY: frozenset(

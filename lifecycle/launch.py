@@ -17,9 +17,10 @@ from lifecycle import auth
 from lifecycle.creation import Limits
 from lifecycle.quantities import Resources
 from lifecycle.serve_config import ServeConfig
-from lifecycle.setting_keys import DAEMONS, RUNTIMES
+from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings, SettingsError
 from lifecycle.transaction import Bounds
+from runtimes.spec import DaemonMemory
 
 _UIDS = {
     "serve": 700000001,
@@ -220,7 +221,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "maxima": {**asdict(maxima(settings)), "sandboxes": max_sandboxes(settings)},
         "runtimes": list(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
         "disk_limits": disk_limits(settings),
-        "memory": {name: value for name in DAEMONS if (value := settings.get(f"sallyport.memory.{name}")) is not None},
+        "memory": {name: settings.get(f"sallyport.memory.{name}", default) for name, default in DaemonMemory()},
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}
             for name, module in modules.items()

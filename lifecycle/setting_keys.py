@@ -214,7 +214,7 @@ KEYS: dict[str, Check] = {
     "sallyport.uids.auditd": _number(1, 2**31 - 1),
     "sallyport.uids.compiler": _number(1, 2**31 - 1),
     "sallyport.uids.worker_base": _number(1, 2**31 - 1),
-    "sallyport.uids.workers": _number(1, 65536),
+    "sallyport.uids.workers": _number(1, 4094),
 }
 """Every key that has an effect, and how its value is read."""
 

@@ -39,7 +39,7 @@ def reply(query: bytes, *records: bytes, flags: int = 0x8180, ident: int = 0, qu
 
 
 @asynccontextmanager
-async def server(answer: Reply) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
+async def server(answer: Reply, port: int = 0) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
     queries: list[bytes] = []
 
     class Protocol(asyncio.DatagramProtocol):
@@ -51,7 +51,7 @@ async def server(answer: Reply) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
             for item in answer(data):
                 self.transport.sendto(item, addr)  # type: ignore[attr-defined]
 
-    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(Protocol, ("127.0.0.1", 0))
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(Protocol, ("127.0.0.1", port))
     host, port = transport.get_extra_info("sockname")
     try:
         yield Resolver((Upstream(IPv4Address(host), port),), lambda: 0.0), queries
@@ -280,11 +280,12 @@ async def truncating(serve: Serve | None) -> AsyncIterator[tuple[Resolver, list[
             await serve(reader, writer)
         writer.close()
 
-    async with server(lambda query: [reply(query, flags=0x8380)]) as (resolver, queries):
-        (upstream,) = resolver._upstreams
-        tcp = (
-            await asyncio.start_server(connection, str(upstream.address), upstream.port) if serve is not None else None
-        )
+    tcp = None
+    port = 0
+    if serve is not None:  # first: few ports of UDP are in use, so the same number is free there
+        tcp = await asyncio.start_server(connection, "127.0.0.1", 0)
+        port = tcp.sockets[0].getsockname()[1]
+    async with server(lambda query: [reply(query, flags=0x8380)], port) as (resolver, queries):
         try:
             yield resolver, asked
         finally:

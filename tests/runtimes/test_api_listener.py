@@ -21,14 +21,20 @@ def left(notes: Path, sock: socket.socket) -> Iterator[None]:
     """A `serve` of a killed server, which was given `sock`; this process has it no longer."""
     with sock:
         process = subprocess.Popen(
-            ["sleep", "1000"], pass_fds=[sock.fileno()], env=os.environ | {LISTEN_FD: str(sock.fileno())}
+            ["sh", "-c", "echo; read line"],
+            pass_fds=[sock.fileno()],
+            env=os.environ | {LISTEN_FD: str(sock.fileno())},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
+        assert process.stdout is not None
+        process.stdout.readline()  # its environment cannot be read before its program has begun
     predecessor.note(notes, "serve", process.pid)
     try:
         yield
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from wire import (
     Limits,
     RemoteError,
     RequestError,
+    bind_unix,
     descriptors,
     frames,
     limits,
@@ -177,8 +178,8 @@ async def test_a_listener_is_passed_no_descriptors_but_by_those_that_may(
     own = frozenset({os.geteuid()})
     for trusted, expected in ((frozenset(), []), (own, [0, 1])):
         taken.clear()
-        server = await serve_unix("s", handle, allowed_uids=own, descriptors_from=frozenset(trusted))
-        client = await Client.connect("s")
+        server = await serve_unix(bind_unix("s"), handle, allowed_uids=own, descriptors_from=frozenset(trusted))
+        client = await Client.connect("s", os.geteuid())
         with contextlib.suppress(ConnectionError):
             await client.call("take", [0])
         assert expected == taken[: len(expected)] and sum(expected) == sum(taken)
