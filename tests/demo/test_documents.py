@@ -27,3 +27,11 @@ def test_every_claim_of_the_threat_model_names_a_test() -> None:
 
     assert len(rows) > 10
     assert [] == [row for row in rows if not ("Ways out" in row or _TEST.search(row) or "`tests/" in row)]
+
+
+def test_every_compromised_component_has_a_test_of_what_holds() -> None:
+    section = (ROOT / "docs/threat-model.md").read_text().split("## If a component")[1].split("## One layer off")[0]
+    rows = [line.split("|")[-2] for line in section.splitlines() if line.startswith("| ")][1:]
+
+    assert len(rows) > 8
+    assert [] == [row for row in rows if not (_TEST.search(row) or "`tests/" in row)]
