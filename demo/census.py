@@ -83,7 +83,14 @@ def take(stack: Stack) -> Census:
                 for path in (root / groups.parent).glob("*/")
             )
         ),
-        files=tuple(sorted(_unnumbered(str(path)) for place in _places(run, state) for path in place.rglob("*"))),
+        files=tuple(
+            sorted(
+                _unnumbered(str(path))
+                for place in _places(run, state)
+                for path in place.rglob("*")
+                if path.name != ".index"  # of a sealed directory: one, from its first record on
+            )
+        ),
         containers=tuple(sorted(listed.split())),
         rows=_rows(state / "lifecycle" / "sallyport.db"),
     )

@@ -123,7 +123,7 @@ def watched(gate: Gate) -> Iterator[threading.Event]:
         control = wire.Client(socket.socket(fileno=os.dup(gate.control.sock.fileno())))
         control.start()
         identity = Identity(gate.rig.sandbox, gate.rig.generation, UID, Path("/none"))
-        eye = Worker(identity, gate.pid, control, cast(Any, None), cast(Any, None), gate.ledger)
+        eye = Worker(identity, gate.pid, control, cast(Any, None), cast(Any, None), gate.ledger, cast(Any, None))
         ended = asyncio.create_task(eye.ended())
         ended.add_done_callback(lambda task: None if task.cancelled() else replaced.set())
         await asyncio.to_thread(stop.wait)

@@ -347,7 +347,9 @@ def daemon(module: str, config: Path, path: Path, **inherited: int) -> Iterator[
             except OSError:
                 assert process.poll() is None and time.monotonic() < deadline, f"{module} did not start"
                 select.select([], [], [], 0.02)
-        yield channel(sock)
+        made = channel(sock)
+        made.call("ping")  # a daemon lets descriptors pass once it has accepted the connection
+        yield made
     finally:
         sock.close()
         process.terminate()
