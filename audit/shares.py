@@ -111,7 +111,7 @@ def read_kept(ring: Ring, data: bytes) -> Kept | None:
 
 
 def parse_kept(data: bytes) -> Kept:
-    """Return what `data` says, whoever signed it.
+    """Return what `data` says; its signature is not checked.
 
     Raises:
         ValueError: it says nothing of the kind.

@@ -172,7 +172,7 @@ def vault_config(settings: Settings) -> dict[str, Any]:
 
 
 def compiler_config(settings: Settings) -> dict[str, Any]:
-    """What the compiler is told."""
+    """Return the configuration of the compiler."""
     return {"policy_file": None if settings.policy_file is None else str(settings.policy_file)}
 
 

@@ -14,7 +14,7 @@ from policy.load import PolicyError, load
 _log = logging.getLogger(__name__)
 
 type Stamp = tuple[int, int, int, int]
-"""By what a changed file is told."""
+"""What distinguishes a changed file."""
 
 
 class OperatorFile:

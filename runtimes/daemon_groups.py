@@ -19,7 +19,7 @@ _SWAP: Final = frozenset(("memory.memsw.limit_in_bytes", "memory.swap.max"))
 
 
 class DaemonGroups:
-    """The groups of one hostd's daemons, told apart from another's by its run directory."""
+    """The groups of one hostd's daemons, distinguished from another's by its run directory."""
 
     def __init__(self, run_dir: str, hierarchies: Hierarchies | None = None) -> None:
         self._hierarchies = hierarchies or find(Path("/proc/self/mountinfo").read_text())

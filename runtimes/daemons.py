@@ -323,7 +323,7 @@ class Daemons:
             self._reconnect("vaultd")
 
     async def _control_channel(self, name: str) -> Inheritance:
-        """Make the channel to a daemon that has no socket: nobody but hostd can speak to it."""
+        """Make the channel to a daemon that has no socket: only hostd can speak to it."""
         ours, theirs = socket.socketpair()
         self._controls[name] = ours
         return Inheritance({"SALLYPORT_CONTROL_FD": theirs.detach()})

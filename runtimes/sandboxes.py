@@ -632,6 +632,6 @@ class Sandboxes:
 
 
 def _kill(sandbox: Sandbox) -> None:
-    """Kill the workers of a sandbox, which ends its traffic; this waits for nothing and nobody."""
+    """Kill the workers of a sandbox, which ends its traffic; this waits for nothing."""
     for worker in (*sandbox.unended, *([] if sandbox.worker is None else [sandbox.worker])):
         worker.kill()

@@ -137,7 +137,7 @@ class Governed(Stack):
     def configure(self, sandbox: str, policy: CompiledPolicy, **limits: int) -> None:
         """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force.
 
-        The registry is told which policy that is: else `serve` would soon put the registry's back.
+        The registry gets its digest, too: else `serve` would soon put the registry's back.
         """
         with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
             database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))

@@ -154,7 +154,7 @@ PLACES: dict[str, Callable[[Lingering, socket.socket], object]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 async def test_a_descriptor_whose_closing_blocks_holds_up_nobody(kernel: str, place: str, lingering: Lingering) -> None:
-    """It is refused or closed elsewhere, and whoever passes one that is taken loses the connection."""
+    """It is refused or closed elsewhere, and a peer that passes one that is taken loses the connection."""
     served = Served()
     PLACES[place](lingering, served.peer)
     if kernel == "passes" or place in ("inside a frame", "behind what ends the connection"):

@@ -1,4 +1,4 @@
-"""Sockets with names: who serves one, and that the name is never free."""
+"""Sockets with names: the uid that serves one, and that the name is never free."""
 
 import asyncio
 import os

@@ -110,7 +110,7 @@ def locked_memory() -> None:
 
 
 def processes() -> None:
-    """Of a user who has a limit of its own."""
+    """Of a user that has a limit of its own."""
     if os.getuid() == 0:
         os.setresgid(_USER, _USER, _USER)
         os.setresuid(_USER, _USER, _USER)

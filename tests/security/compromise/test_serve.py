@@ -109,7 +109,7 @@ class Rogue:
             sock.close()
 
     def ask(self, internet: Internet, mark: str) -> None:
-        """The control: whoever does trust the attacker's authority and goes to its address is heard."""
+        """The control: a client that trusts the attacker's authority and dials its address is served."""
         context = ssl.create_default_context(cadata=self.authority.pem)
         sock = internet.open_socket(internet.up, socket.AF_INET, socket.SOCK_STREAM)
         sock.settimeout(20)
