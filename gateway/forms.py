@@ -124,8 +124,10 @@ class _Element:
         escaped = self.escape.match(data, start)
         if escaped is not None:
             found.add(escaped.end())
-        if self.raw in _AMBIGUOUS and escaped is not None:  # an escape may be the beginning of another
-            ends = range(start + 2, start + MAX_ESCAPE)
+        plain = self.raw[0]
+        # An escape may be the beginning of another: also that of U+00C3, whose UTF-8 begins with its own number.
+        if escaped is not None and (self.raw in _AMBIGUOUS or not plain.isascii()):
+            ends = range(start + 2, start + MAX_ESCAPE * len(plain))
             found |= {end for end in ends if self.escape.fullmatch(data, start, end) is not None}
         return found
 

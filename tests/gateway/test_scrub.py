@@ -106,6 +106,15 @@ def _units(character: str) -> list[int]:
     return [int.from_bytes(data[index : index + 2], "big") for index in range(0, len(data), 2)]
 
 
+@pytest.mark.parametrize("rest", ["", "-end", "\x83-end"])
+@pytest.mark.parametrize("escape", ["\\xc3\\x83", "\\xc3", "%c3%83", "%C3", "\\303\\203"])
+def test_an_escape_that_is_the_beginning_of_another_hides_no_end(rest: str, escape: str) -> None:
+    """U+00C3 is C3 83 in UTF-8: its number is its own first octet."""
+    shown = "0000000" + escape + rest.replace("\x83", "\\x83")
+    out = in_chunks(Patterns([f"0000000Ã{rest}"]), f"{shown}\n".encode(), [])
+    assert set(out[:-1]) <= set(b"*\0")
+
+
 @given(
     st.one_of(secrets, tokens),
     st.data(),
