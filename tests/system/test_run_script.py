@@ -120,7 +120,7 @@ def _written_log(directory: Path) -> Path:
     async def write() -> Path:
         daemon = await Auditd(directory).start()
         control = await daemon.attach(None)
-        await control.accept("lifecycle.create", "info", state="running")
+        await control.accept("vault.put", "allow", secret="a-secret")
         assert 0 == await daemon.stop()
         return daemon.log
 
