@@ -26,6 +26,7 @@ from pathlib import Path
 
 from runtimes.cgroups import Cgroups
 from runtimes.liveness import Liveness, observe
+from runtimes.predecessor import lock
 
 READY_FD = "SALLYPORT_HOSTD_READY_FD"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -150,7 +151,13 @@ def ending(host: Path) -> Callable[[], None]:
 
     def end() -> None:
         try:
-            Cgroups(str(json.loads(host.read_bytes())["run_dir"])).end_all(_GRACE_SECONDS)
+            run = str(json.loads(host.read_bytes())["run_dir"])
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(FileNotFoundError):  # no directory: no hostd can work there
+                    stack.callback(os.close, lock(Path(run)))
+                Cgroups(run).end_all(_GRACE_SECONDS)
+        except BlockingIOError:  # another server runs there, and the workers are its own
+            return
         except (OSError, ValueError, LookupError, TypeError) as error:
             print(f"sallyport: workers could not be ended: {type(error).__name__}", file=sys.stderr, flush=True)
 

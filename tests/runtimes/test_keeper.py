@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runtimes import predecessor
 from runtimes.cgroups import Cgroups, Limits
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,25 @@ def test_a_worker_that_stays_is_killed_before_the_next_hostd(
             keep(_READY + _STAY).lines(2)
         assert not alive(worker.pid)
     finally:
+        worker.kill()
+        worker.wait()
+        groups.sweep()
+
+
+@pytest.mark.system
+def test_a_keeper_that_starts_beside_another_server_leaves_its_workers_alone(
+    keep: Callable[[str], Kept], tmp_path: Path
+) -> None:
+    groups = Cgroups(str(tmp_path))
+    worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    lock = predecessor.lock(tmp_path)  # of the other server's hostd
+    try:
+        for directory in groups.create("other.1", Limits()):
+            (directory / "cgroup.procs").write_text(str(worker.pid))
+        keep(_READY + _STAY).lines(1)
+        assert worker.poll() is None
+    finally:
+        os.close(lock)
         worker.kill()
         worker.wait()
         groups.sweep()
