@@ -9,7 +9,7 @@
 - A generation is written down before a worker is born with it: no number is ever used twice.
 - One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time. A launch or a removal
   that has begun comes to its end, whether or not anybody still waits for it.
-- Removal kills the worker first, so traffic ends, whoever holds the lock and whatever else fails; it is judged by
+- Removal kills the worker first, so traffic ends, whichever task holds the lock and whatever else fails; it is judged by
   process, inode, mount, group and file.
 - A worker that does not confirm what was decided is killed, two seconds of its own time after it was told.
 

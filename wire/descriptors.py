@@ -1,6 +1,6 @@
 """Descriptors that a peer passes: refused by the kernel, or taken and closed where their closing blocks nothing.
 
-The last close of a file can block for as long as whoever opened it likes (SO_LINGER on a socket with unsent bytes, also
+The last close of a file can block for as long as its sender likes (SO_LINGER on a socket with unsent bytes, also
 one that waits inside another unix socket), and it runs in the process that holds the file: in `close`, in a `recv`
 without room for descriptors, and in the `close` of a socket in whose queue the file waits. An event loop must do none
 of them with a file of a peer that may be hostile.
