@@ -9,9 +9,9 @@
 - A generation is written down before a worker is born with it: no number is ever used twice.
 - One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time. A launch or a removal
   that has begun comes to its end, whether or not anybody still waits for it.
-- Removal kills the worker first, so traffic ends, whichever task holds the lock and whatever else fails; it is judged by
-  process, inode, mount, group and file.
-- A worker that does not confirm what was decided is killed, two seconds of its own time after it was told.
+- Removal kills the worker first, so traffic ends, whichever task holds the lock and whatever else fails. It is judged
+  by process, inode, mount, group and file.
+- A worker that does not confirm a decided configuration is killed after two seconds of its own time.
 
 It is longer than a module should be: launch, replacement, adoption, cutting off and removal are one transaction over
 one state under one lock, and are read together.
