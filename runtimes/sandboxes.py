@@ -48,7 +48,7 @@ from runtimes.records import Record, Records
 from runtimes.sandbox import Sandbox, describe, told
 from runtimes.slot_pool import SlotPool
 from runtimes.spec import HostConfig, LaunchSpec, sandbox_users
-from runtimes.workers import Identity, Worker, birth, policy_digest
+from runtimes.workers import Identity, NotAttached, Worker, birth, policy_digest
 from runtimes.yielding import Computing
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
@@ -345,6 +345,8 @@ class Sandboxes:
                 return  # it was given one meanwhile
             try:
                 await worker.reconnect(daemon)
+            except NotAttached as error:  # the daemon's next process brings a channel, and the worker asks for one
+                _log.warning("%s took no channel of %s: %s", daemon, sandbox.id, error)
             except (OSError, wire.RemoteError) as error:  # ConnectionError and TimeoutError are OSErrors
                 _log.warning("worker of %s has no channel to %s: %s", sandbox.id, daemon, type(error).__name__)
                 worker.kill()  # it is born again

@@ -1,7 +1,8 @@
 """One gateway worker: born with its channels, configured before anybody is let in, watched by a pidfd.
 
 - The order is fixed: audit and vault channels and cgroup, fork, configuration. A step that fails ends the child.
-- When auditd or vaultd is a new process, it gets a new channel and lives on; what it had to tell is told then.
+- When auditd or vaultd is a new process, it gets a new channel and lives on; what it had to tell is told then. A daemon
+  that ends before it has the channel costs no worker: the worker refuses what needs the daemon, and asks again.
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
 - Its standard error is a pipe of its own, logged within bounds under the sandbox's id.
 - A worker is ended through its pidfd: a number that was used again is never hit.
@@ -63,6 +64,10 @@ class Identity:
         return f"{self.sandbox}.{self.generation}"
 
 
+class NotAttached(Exception):
+    """A daemon ended or did not answer while a worker's channel was handed to it; the worker is as it was."""
+
+
 class Worker:
     """A running worker. Make one with `birth`."""
 
@@ -113,11 +118,15 @@ class Worker:
         """Give it a new channel to auditd or vaultd, which is a new process, and wait for its word.
 
         Raises:
+            NotAttached: the daemon's fault; try again.
             wire.RemoteError, ConnectionError, TimeoutError, OSError: it has none now; end it.
         """
         with contextlib.ExitStack() as stack:
             there, here = map(stack.enter_context, socket.socketpair())
-            await attach(self._daemons, daemon, there, self.identity)
+            try:
+                await attach(self._daemons, daemon, there, self.identity)
+            except OSError as error:  # ConnectionError and TimeoutError are OSErrors
+                raise NotAttached(type(error).__name__) from error
             given = self.control.call(_CHANNELS[daemon], fds=[here.fileno()], timeout=None)
             await within(self.pid, _RECONNECT_SECONDS, given)
             self.reconnects += 1

@@ -47,11 +47,13 @@ class Hostd:
     def __init__(self, directory: Path, data_root: Path, tar: Path) -> None:
         self.run = directory / "run"
         self.upstream = directory / "upstream"
+        self.directory = directory
+        """A daemon ends when a worker is attached to it while `NAME.brittle` is here."""
         netns.create(self.upstream, {})
         processes = []
         for name in ("auditd", "vaultd", "compiler", "zygote"):
             config = directory / f"{name}.json"
-            config.write_text(json.dumps({"kind": name, "uids": [0]}))
+            config.write_text(json.dumps({"kind": name, "uids": [0], "brittle": str(directory / f"{name}.brittle")}))
             processes.append({"name": name, "module": "tests.runtimes.standin", "config": str(config)})
         host = {
             "run_dir": str(self.run),
@@ -428,6 +430,39 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
         said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
     after = hostd.state(sandbox)
     assert [before[key] for key in ("worker_pid", "generation")] == [after[key] for key in ("worker_pid", "generation")]
+
+
+@pytest.mark.parametrize("name", ["auditd", "vaultd"])
+def test_a_worker_outlives_a_daemon_that_dies_again_and_again(
+    hostd: Hostd, engine: Engine, sandbox: str, name: str
+) -> None:
+    """Each new process answers, and ends when a worker is attached to it. The worker refuses meanwhile."""
+    before = hostd.state(sandbox)
+    brittle = hostd.directory / f"{name}.brittle"
+    brittle.touch()
+    try:
+        former = killed = hostd.daemon("tests.runtimes.standin", f"{name}.json")
+        os.kill(killed, signal.SIGKILL)
+        deadline, deaths = time.monotonic() + PATIENCE, 0
+        while deaths < 3:
+            assert time.monotonic() < deadline, hostd.log.read_text()
+            with contextlib.suppress(AssertionError):
+                found = hostd.daemon("tests.runtimes.standin", f"{name}.json")
+                deaths, former = deaths + (found != former), found
+            time.sleep(0.02)
+    finally:
+        brittle.unlink()
+    _wait_for_channel(engine, sandbox, {"auditd": "audit", "vaultd": "vault"}[name])
+    after = hostd.state(sandbox)
+    assert [before[key] for key in ("worker_pid", "generation")] == [after[key] for key in ("worker_pid", "generation")]
+
+
+def _wait_for_channel(engine: Engine, sandbox: str, channel: str) -> None:
+    """Until the worker says that it was given one."""
+    deadline, said = time.monotonic() + PATIENCE, ""
+    while channel not in said.partition(" first ")[2].split(", "):
+        assert time.monotonic() < deadline, said
+        said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
 
 
 def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:

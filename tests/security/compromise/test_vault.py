@@ -182,6 +182,8 @@ def test_a_rotated_secret_does_not_come_back_with_the_files_it_was_in(
                 _kill_vaultd(compromised)
             assert until(lambda: f"Bearer {value}" == sent(internet, sandbox, STATUS), 30)
         finally:
+            if (tmp_path / "latest").exists():
+                _put_back(tmp_path / "latest", place)
             sandbox.kill()
 
 
