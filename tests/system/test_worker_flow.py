@@ -286,6 +286,12 @@ def namespaces() -> Iterator[None]:
         run("ip", "-n", gw, "link", "set", "gw0", "up")
         run("ip", "-n", sbx, "addr", "add", f"{PLAN.inside}/30", "dev", "eth0")
         run("ip", "-n", sbx, "link", "set", "eth0", "up")
+        # As in a slot: the gateway drops answers to its own ARP requests, so that an entry that ages would cut it off.
+        for name, link, peer, mac in (
+            (gw, "gw0", PLAN.inside, PLAN.inside_mac),
+            (sbx, "eth0", PLAN.gateway, PLAN.gateway_mac),
+        ):
+            run("ip", "-n", name, "neigh", "replace", str(peer), "lladdr", mac, "dev", link, "nud", "permanent")
         run("ip", "-n", sbx, "route", "add", "default", "via", str(PLAN.gateway))
         for address in (DNS, WEB):
             run("ip", "-n", up, "addr", "add", f"{address}/32", "dev", "lo")
