@@ -208,20 +208,14 @@ func FuzzTerminalFrames(f *testing.F) {
 				t.Fatal(frame.Signal)
 			}
 		}
-		screen := newTerminal(&Commands{directory: "/"})
+		kept, model := scrollback{limit: 64}, plainScrollback{limit: 64}
 		for n := 1; len(output) > 0; n++ {
 			part := output[:min(n, len(output))]
-			screen.add(byte(1+n%2), part)
+			kept.add(byte(1+n%2), part)
+			model.add(byte(1+n%2), part)
 			output = output[len(part):]
 		}
-		buffer := make([]byte, 16)
-		for offset := max(screen.first(), min(from, screen.total)); offset < screen.total; {
-			_, n := screen.at(offset, buffer)
-			if n < 1 {
-				t.Fatalf("nothing at %d of %d", offset, screen.total)
-			}
-			offset += int64(n)
-		}
+		checkOffset(t, "fuzzed", &kept, &model, max(0, min(from, kept.total)), make([]byte, 16))
 	})
 }
 

@@ -50,11 +50,7 @@ func (t *Terminals) create(w http.ResponseWriter, r *http.Request) {
 		made.command = *request.Command
 	}
 	if request.Cwd != nil && *request.Cwd != "" {
-		env := t.commands.env.ForCommand(nil)
-		if made.directory, err = t.commands.expandDirectory(*request.Cwd, env, t.commands.directory); err == nil {
-			err = makeDirectory(made.directory)
-		}
-		if err != nil {
+		if made.directory, err = t.makeDirectory(*request.Cwd); err != nil {
 			writeError(w, err)
 			return
 		}
@@ -65,6 +61,15 @@ func (t *Terminals) create(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	writeJSON(w, http.StatusCreated, map[string]string{"session_id": made.id})
+}
+
+// makeDirectory makes the directory of a terminal, and returns its path.
+func (t *Terminals) makeDirectory(given string) (string, error) {
+	path, err := t.commands.expandDirectory(given, t.commands.env.ForCommand(nil), t.commands.directory)
+	if err != nil {
+		return "", err
+	}
+	return path, makeDirectory(path)
 }
 
 func (t *Terminals) add(made *terminal) bool {

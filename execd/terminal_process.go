@@ -3,8 +3,8 @@ package main
 // The process of a terminal, and the output it can show again.
 //
 // Invariants
-//   - Clients read from a ring of the last MiB at their own speed: a slow one misses
-//     output and is told so, and never holds the shell up.
+//   - Clients read from a ring of the last MiB (terminal_scrollback.go) at their own speed:
+//     a slow one misses output and is told so, and never holds the shell up.
 //   - The exit is known to clients only after all output that came before it.
 //   - A signal reaches the foreground group only while the shell has not been reaped.
 
@@ -18,24 +18,11 @@ import (
 )
 
 const (
-	scrollback      = 1 << 20
+	scrollbackLimit = 1 << 20
 	firstColumns    = 80
 	firstRows       = 24
 	inputWriteLimit = 10 * time.Second
 )
-
-// Kinds of output, which are also the tags of their frames.
-const (
-	kindOutput byte = 0x01
-	kindError  byte = 0x02
-	kindReplay byte = 0x03
-)
-
-// segment is a stretch of output of one kind.
-type segment struct {
-	kind byte
-	end  int64 // offset behind it
-}
 
 type terminal struct {
 	id        string
@@ -49,9 +36,7 @@ type terminal struct {
 	started  bool
 	process  *Process
 	input    *os.File // of the terminal, or the pipe to stdin
-	output   []byte   // the last bytes, at most scrollback
-	segments []segment
-	total    int64 // bytes there ever were
+	output   scrollback
 	exited   bool
 	exitCode int
 	removed  bool
@@ -61,7 +46,10 @@ type terminal struct {
 }
 
 func newTerminal(commands *Commands) *terminal {
-	t := &terminal{id: newUUID(), commands: commands, directory: commands.directory, used: time.Now()}
+	t := &terminal{
+		id: newUUID(), commands: commands, directory: commands.directory, used: time.Now(),
+		output: scrollback{limit: scrollbackLimit},
+	}
 	t.changed = sync.NewCond(&t.mutex)
 	return t
 }
@@ -69,7 +57,7 @@ func newTerminal(commands *Commands) *terminal {
 func (t *terminal) state() (running bool, offset int64) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
-	return t.started && !t.exited, t.total
+	return t.started && !t.exited, t.output.total
 }
 
 func (t *terminal) abandoned(now time.Time) bool {
@@ -89,34 +77,8 @@ func (t *terminal) abandoned(now time.Time) bool {
 func (t *terminal) add(kind byte, data []byte) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
-	t.total += int64(len(data))
-	if last := len(t.segments) - 1; last >= 0 && t.segments[last].kind == kind {
-		t.segments[last].end = t.total
-	} else {
-		t.segments = append(t.segments, segment{kind, t.total})
-	}
-	t.output = append(t.output, data...)
-	if len(t.output) > 2*scrollback { // moved now and then, not with each byte
-		t.output = append(t.output[:0], t.output[len(t.output)-scrollback:]...)
-		for first := t.total - scrollback; len(t.segments) > 1 && t.segments[0].end <= first; {
-			t.segments = t.segments[1:]
-		}
-	}
+	t.output.add(kind, data)
 	t.changed.Broadcast()
-}
-
-// first is the offset of the oldest byte that is still there; mutex held.
-func (t *terminal) first() int64 { return t.total - int64(min(len(t.output), scrollback)) }
-
-// at copies output from an offset on, of one kind, at most len(buffer); mutex held.
-func (t *terminal) at(offset int64, buffer []byte) (kind byte, n int) {
-	for _, s := range t.segments {
-		if offset < s.end {
-			from := len(t.output) - int(t.total-offset)
-			return s.kind, copy(buffer[:min(int64(len(buffer)), s.end-offset)], t.output[from:])
-		}
-	}
-	return 0, 0
 }
 
 // begin starts the shell if it does not run; a shell without a command of its own
@@ -142,26 +104,34 @@ func (t *terminal) begin(pipes bool) error {
 
 // start forks the shell; mutex held.
 func (t *terminal) start() error {
-	c := t.commands
-	env := c.env.ForCommand(nil)
+	env := t.commands.env.ForCommand(nil)
 	env["TERM"] = "xterm-256color"
-	spec := Spec{Dir: t.directory, Env: environList(env)}
-	search, _ := c.env.Lookup("PATH")
-	var err error
-	if spec.Path, err = lookProgram("bash", search); err == nil {
-		spec.Argv = []string{"bash", "--norc", "--noprofile"}
-	} else if spec.Path, err = lookProgram("sh", search); err == nil {
-		spec.Argv = []string{"sh"}
-	} else {
-		return errNoShell
+	path, argv, err := t.shell()
+	if err != nil {
+		return err
 	}
-	if t.command != "" {
-		spec.Argv = append(spec.Argv, "-c", t.command)
-	}
+	spec := Spec{Path: path, Argv: argv, Dir: t.directory, Env: environList(env)}
 	if t.pipes {
 		return t.startPipes(spec)
 	}
 	return t.startTerminal(spec)
+}
+
+// shell is the program of a terminal and its arguments: bash, or sh in an image without it.
+func (t *terminal) shell() (path string, argv []string, err error) {
+	search, _ := t.commands.env.Lookup("PATH")
+	argv = []string{"bash", "--norc", "--noprofile"}
+	if path, err = lookProgram("bash", search); err != nil {
+		argv = []string{"sh"}
+		path, err = lookProgram("sh", search)
+	}
+	if err != nil {
+		return "", nil, errNoShell
+	}
+	if t.command != "" {
+		argv = append(argv, "-c", t.command)
+	}
+	return path, argv, nil
 }
 
 func (t *terminal) startTerminal(spec Spec) error {

@@ -150,12 +150,12 @@ func (a *attachment) serve(parent context.Context, pipes bool) {
 func (a *attachment) greet(ctx context.Context) error {
 	t := a.terminal
 	t.mutex.Lock()
-	a.offset = max(a.offset, t.first())
+	a.offset = max(a.offset, t.output.first())
 	var replay []byte
-	if a.offset < t.total {
-		replay = replayFrame(a.offset, t.output[len(t.output)-int(t.total-a.offset):])
+	if a.offset < t.output.total {
+		replay = t.output.appendSince(replayHead(a.offset, int(t.output.total-a.offset)), a.offset)
 	}
-	a.offset = t.total
+	a.offset = t.output.total
 	mode := "pty"
 	if t.pipes {
 		mode = "pipe"
@@ -173,9 +173,10 @@ func (a *attachment) greet(ctx context.Context) error {
 	return a.send(ctx, map[string]any{"type": "connected", "session_id": t.id, "mode": mode, "role": role})
 }
 
-func replayFrame(offset int64, data []byte) []byte {
-	frame := binary.BigEndian.AppendUint64([]byte{kindReplay}, uint64(offset))
-	return append(frame, data...)
+// replayHead is the beginning of a replay frame, with room for n bytes.
+func replayHead(offset int64, n int) []byte {
+	const size = 1 + 8
+	return binary.BigEndian.AppendUint64(append(make([]byte, 0, size+n), kindReplay), uint64(offset))
 }
 
 // write sends output as it comes, and how it ended.
@@ -184,12 +185,12 @@ func (a *attachment) write(ctx context.Context) {
 	buffer := make([]byte, socketChunk)
 	for ctx.Err() == nil {
 		t.mutex.Lock()
-		for !a.taken && !t.removed && !t.exited && a.offset == t.total && ctx.Err() == nil {
+		for !a.taken && !t.removed && !t.exited && a.offset == t.output.total && ctx.Err() == nil {
 			t.changed.Wait()
 		}
-		missed := a.offset < t.first()
-		a.offset = max(a.offset, t.first())
-		kind, n := t.at(a.offset, buffer)
+		missed := a.offset < t.output.first()
+		a.offset = max(a.offset, t.output.first())
+		kind, n := t.output.read(a.offset, buffer)
 		from := a.offset
 		a.offset += int64(n)
 		taken, exited, code := a.taken, t.exited, t.exitCode
@@ -202,7 +203,7 @@ func (a *attachment) write(ctx context.Context) {
 		case n > 0:
 			frame := append([]byte{kind}, buffer[:n]...)
 			if missed || a.viewer {
-				frame = replayFrame(from, buffer[:n])
+				frame = append(replayHead(from, n), buffer[:n]...)
 			}
 			if a.sendBinary(ctx, frame) != nil {
 				return
