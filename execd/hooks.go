@@ -56,6 +56,12 @@ type hookText struct {
 	TimeoutSeconds *int64   `json:"timeoutSeconds"`
 }
 
+type periodicText struct {
+	hookText
+	Name     string `json:"name"`
+	Schedule string `json:"schedule"`
+}
+
 // parseLifecycle reads the JSON of OPENSANDBOX_LIFECYCLE or of an init; "" and null are no hooks.
 func parseLifecycle(text []byte) (Lifecycle, error) {
 	var result Lifecycle
@@ -66,12 +72,8 @@ func parseLifecycle(text []byte) (Lifecycle, error) {
 		return result, errors.New("lifecycle: too long")
 	}
 	var given struct {
-		PreStart *hookText `json:"preStart"`
-		Periodic []struct {
-			hookText
-			Name     string `json:"name"`
-			Schedule string `json:"schedule"`
-		} `json:"periodic"`
+		PreStart *hookText      `json:"preStart"`
+		Periodic []periodicText `json:"periodic"`
 	}
 	if err := json.Unmarshal(text, &given); err != nil {
 		return result, errors.New("lifecycle: " + jsonFault(err))
@@ -88,19 +90,15 @@ func parseLifecycle(text []byte) (Lifecycle, error) {
 	}
 	names := map[string]bool{}
 	for _, entry := range given.Periodic {
-		checked, err := entry.check(periodicDefault, periodicLimit)
-		var next schedule
-		if err == nil {
-			next, err = parseSchedule(entry.Schedule)
-		}
-		if err == nil && (entry.Name == "" || names[entry.Name]) {
-			err = errors.New("a name is missing or not unique")
-		}
+		checked, err := entry.check()
 		if err != nil {
 			return Lifecycle{}, fmt.Errorf("lifecycle: periodic: %w", err)
 		}
-		names[entry.Name] = true
-		result.periodic = append(result.periodic, periodicHook{checked, entry.Name, next})
+		if names[checked.name] {
+			return Lifecycle{}, errors.New("lifecycle: periodic: a name is not unique")
+		}
+		names[checked.name] = true
+		result.periodic = append(result.periodic, checked)
 	}
 	return result, nil
 }
@@ -122,6 +120,21 @@ func (t *hookText) check(usual, most time.Duration) (hook, error) {
 		checked.limit = time.Duration(*t.TimeoutSeconds) * time.Second
 	}
 	return checked, nil
+}
+
+func (t *periodicText) check() (periodicHook, error) {
+	checked, err := t.hookText.check(periodicDefault, periodicLimit)
+	if err != nil {
+		return periodicHook{}, err
+	}
+	next, err := parseSchedule(t.Schedule)
+	if err != nil {
+		return periodicHook{}, err
+	}
+	if t.Name == "" {
+		return periodicHook{}, errors.New("a name is missing")
+	}
+	return periodicHook{checked, t.Name, next}, nil
 }
 
 // Hooks runs them.

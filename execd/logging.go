@@ -19,14 +19,15 @@ const logFileLimit = 10 << 20
 // newLogger falls back to stderr, and says why.
 func newLogger(path string) *log.Logger {
 	logger := log.New(os.Stderr, "execd: ", log.LstdFlags|log.LUTC|log.Lmsgprefix)
-	if path != "" {
-		file, err := openLog(path)
-		if err != nil {
-			logger.Printf("EXECD_LOG_FILE cannot be written: %v", err)
-			return logger
-		}
-		logger.SetOutput(file)
+	if path == "" {
+		return logger
 	}
+	file, err := openLog(path)
+	if err != nil {
+		logger.Printf("EXECD_LOG_FILE cannot be written: %v", err)
+		return logger
+	}
+	logger.SetOutput(file)
 	return logger
 }
 
