@@ -199,21 +199,21 @@ func (c *CodeContexts) find(id string) *codeContext {
 	return c.byID[id]
 }
 
-func (c *CodeContexts) get(escaped string) http.HandlerFunc {
+func (c *CodeContexts) get(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
-		if found := c.find(decodedID(escaped)); found != nil {
+		if found := c.find(id); found != nil {
 			writeJSON(w, http.StatusOK, found)
 			return
 		}
-		writeError(w, noContext(decodedID(escaped)))
+		writeError(w, noContext(id))
 	}
 }
 
-func (c *CodeContexts) delete(escaped string) http.HandlerFunc {
+func (c *CodeContexts) delete(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
-		found := c.find(decodedID(escaped))
+		found := c.find(id)
 		if found == nil {
-			writeError(w, noContext(decodedID(escaped)))
+			writeError(w, noContext(id))
 			return
 		}
 		c.drop(found)

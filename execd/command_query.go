@@ -10,7 +10,6 @@ import (
 	"errors"
 	"io"
 	"net/http"
-	"net/url"
 	"strconv"
 	"syscall"
 	"time"
@@ -37,21 +36,16 @@ func (r *record) status() commandStatus {
 	return status
 }
 
-// find decodes the id of a path once.
-func (c *Commands) find(escaped string) (*record, error) {
-	id, err := url.PathUnescape(escaped)
-	if err != nil {
-		return nil, badRequest("invalid id")
-	}
+func (c *Commands) find(id string) (*record, error) {
 	if rec := c.records.get(id); rec != nil {
 		return rec, nil
 	}
 	return nil, &problem{http.StatusNotFound, codeInvalidBody, "command not found: " + id}
 }
 
-func (c *Commands) statusOf(escaped string) http.HandlerFunc {
+func (c *Commands) statusOf(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
-		rec, err := c.find(escaped)
+		rec, err := c.find(id)
 		if err != nil {
 			writeError(w, err)
 			return
@@ -60,9 +54,9 @@ func (c *Commands) statusOf(escaped string) http.HandlerFunc {
 	}
 }
 
-func (c *Commands) logsOf(escaped string) http.HandlerFunc {
+func (c *Commands) logsOf(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		rec, err := c.find(escaped)
+		rec, err := c.find(id)
 		if err == nil && !rec.background {
 			err = badRequest("not a background command")
 		}

@@ -30,7 +30,6 @@ import (
 )
 
 const (
-	isolatedPrefix  = "/v1/isolated"
 	isolatedLimit   = 64
 	isolatedStart   = 15 * time.Second
 	isolatedVersion = "1"

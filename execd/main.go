@@ -102,9 +102,10 @@ func run() int {
 			env: env, accounts: accounts, directory: directory, umask: currentUmask(),
 			walks: make(chan struct{}, concurrentWalks),
 		},
-		metrics: NewMetrics(),
-		proxy:   newProxy(func(line string) { logger.Print(line) }),
-		log:     logger,
+		metrics:     NewMetrics(),
+		proxy:       newProxy(func(line string) { logger.Print(line) }),
+		connections: NewConnections(),
+		log:         logger,
 	}
 	self, err := os.Executable()
 	if err != nil {

@@ -80,7 +80,7 @@ func newFixture(t *testing.T) *fixture {
 		files:      &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
 		identities: NewIdentities(testReaper, accounts, logger, testBinary),
 		isolation:  NewIsolation(commands, testBinary, isolationRoot(t), false),
-		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger,
+		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger, connections: NewConnections(),
 	}
 	f.http = httptest.NewServer(f.server)
 	t.Cleanup(f.http.Close)

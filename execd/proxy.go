@@ -23,7 +23,7 @@ const proxyLimit = 256
 func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request, rest string) {
 	text, path, _ := strings.Cut(strings.TrimPrefix(rest, "/"), "/")
 	port, err := strconv.ParseUint(text, 10, 16)
-	if err != nil || port == 0 || text[0] == '+' {
+	if err != nil || strconv.FormatUint(port, 10) != text || port == 0 { // the own port has one spelling
 		writeError(w, badRequest("invalid or missing port"))
 		return
 	}

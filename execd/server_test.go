@@ -121,7 +121,6 @@ func TestProxyPassesRequestsThroughWithoutTheToken(t *testing.T) {
 }
 
 func TestWhatIsPassedOnMayBeAnsweredBeforeItsEndWasSeen(t *testing.T) {
-	shorten(t, &headerTimeLimit)
 	f := newFixture(t)
 	answering := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		http.NewResponseController(w).EnableFullDuplex()
@@ -147,9 +146,10 @@ func TestWhatIsPassedOnMayBeAnsweredBeforeItsEndWasSeen(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_ = idle.SetReadDeadline(time.Now().Add(3 * headerTimeLimit))
+	_ = idle.SetReadDeadline(time.Now().Add(900 * time.Millisecond))
 	_, err = idle.Read(make([]byte, 1))
 	equal(t, true, errors.Is(err, os.ErrDeadlineExceeded))
+	equal(t, time.Duration(0), helperServer(nil).ReadHeaderTimeout+helperServer(nil).IdleTimeout)
 	passing := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { helper.forward(w, r, "/") }))
 	t.Cleanup(passing.Close)
 	for _, url := range []string{f.http.URL + "/proxy/" + port + "/", passing.URL} {
@@ -238,17 +238,15 @@ func (f *fixture) serve() (dial func() net.Conn) {
 }
 
 // insideIs takes connections from one address of this machine for those from inside.
-func insideIs(t *testing.T, address string) {
-	usual := fromInside
-	t.Cleanup(func() { fromInside = usual })
-	fromInside = func(connection net.Conn) bool {
+func (f *fixture) insideIs(address string) {
+	f.server.connections.inside = func(connection net.Conn) bool {
 		return connection.RemoteAddr().(*net.TCPAddr).IP.String() == address
 	}
 }
 
 func TestConnectionsFromInsideLeaveRoomForOthers(t *testing.T) {
-	insideIs(t, "127.0.0.2")
 	f := newFixture(t)
+	f.insideIs("127.0.0.2")
 	outside := f.serve()
 	to := outside().RemoteAddr().String()
 	from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}
@@ -304,8 +302,8 @@ func (a addressed) RemoteAddr() net.Addr { return &net.TCPAddr{IP: a.from, Port:
 func (a addressed) LocalAddr() net.Addr  { return &net.TCPAddr{IP: a.to, Port: 2} }
 
 func TestConnectionsBeyondTheLimitWaitUntilOneEnds(t *testing.T) {
-	insideIs(t, "127.0.0.2")
 	f := newFixture(t)
+	f.insideIs("127.0.0.2")
 	dial := f.serve()
 	connections := make([]net.Conn, connectionLimit)
 	for i := range connections {
@@ -323,10 +321,10 @@ func TestConnectionsBeyondTheLimitWaitUntilOneEnds(t *testing.T) {
 }
 
 func TestSlowClientsAreLeft(t *testing.T) {
-	shorten(t, &headerTimeLimit)
 	shorten(t, &bodyIdleLimit)
-	shorten(t, &idleTimeLimit)
 	f := newFixture(t)
+	shorten(t, &f.server.connections.headerLimit)
+	shorten(t, &f.server.connections.idleLimit)
 	dial := f.serve()
 	token := tokenHeader + ": " + testToken + "\r\n"
 	var waiting sync.WaitGroup
@@ -353,8 +351,8 @@ func TestSlowClientsAreLeft(t *testing.T) {
 }
 
 func TestWhoDoesNotReadHoldsNobodyUp(t *testing.T) {
-	shorten(t, &answerIdleLimit)
 	f := newFixture(t)
+	shorten(t, &f.server.connections.answerLimit)
 	dial := f.serve()
 	file := filepath.Join(t.TempDir(), "large")
 	equal(t, nil, os.WriteFile(file, nil, 0o600))
@@ -409,8 +407,8 @@ func holds(t *testing.T, path string) bool {
 }
 
 func TestWhoReadsSlowlyGetsAll(t *testing.T) {
-	shorten(t, &answerIdleLimit)
 	f := newFixture(t)
+	shorten(t, &f.server.connections.answerLimit)
 	connection := f.serve()()
 	file := filepath.Join(t.TempDir(), "large")
 	equal(t, nil, os.WriteFile(file, bytes.Repeat([]byte("sallyport"), 1<<20), 0o600))
@@ -432,5 +430,5 @@ func TestWhoReadsSlowlyGetsAll(t *testing.T) {
 	}
 	equal(t, 9<<20, read)
 	equal(t, sha256.Sum256(bytes.Repeat([]byte("sallyport"), 1<<20)), [32]byte(digest.Sum(nil)))
-	equal(t, true, time.Since(began) > 2*answerIdleLimit)
+	equal(t, true, time.Since(began) > 2*f.server.connections.answerLimit)
 }

@@ -16,7 +16,6 @@ import (
 	"io"
 	"maps"
 	"net/http"
-	"net/url"
 	"os"
 	"slices"
 	"sync"
@@ -137,18 +136,8 @@ func (s *Sessions) find(id string) *session {
 	return s.byID[id]
 }
 
-// decodedID decodes the id of a path once; a broken one finds nothing.
-func decodedID(segment string) string {
-	id, err := url.PathUnescape(segment)
-	if err != nil {
-		return segment
-	}
-	return id
-}
-
-func (s *Sessions) delete(escaped string) http.HandlerFunc {
+func (s *Sessions) delete(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
-		id := decodedID(escaped)
 		if !s.end(id) {
 			writeError(w, &problem{http.StatusNotFound, codeContextNotFound, "session " + id + " not found"})
 			return

@@ -33,7 +33,7 @@ type sessionRunRequest struct {
 
 const commandFailure = "CommandExecError"
 
-func (s *Sessions) run(escaped string) http.HandlerFunc {
+func (s *Sessions) run(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		var request sessionRunRequest
 		err := decodeJSON(w, r, commandBodyLimit, &request)
@@ -41,9 +41,9 @@ func (s *Sessions) run(escaped string) http.HandlerFunc {
 		if err == nil {
 			timeout, err = request.check()
 		}
-		found := s.find(decodedID(escaped))
+		found := s.find(id)
 		if err == nil && found == nil {
-			err = contextNotFound(decodedID(escaped))
+			err = contextNotFound(id)
 		}
 		if err == nil {
 			err = s.enter(r, found)

@@ -6,7 +6,7 @@ package main
 // Invariants
 //   - Nothing is written after the terminal event, and at most one is written.
 //   - Events of a stream are whole: a failed write ends the stream for good.
-//   - A client that stops reading holds a writer for answerIdleLimit at most.
+//   - A client that stops reading holds a writer for the answer limit of its connection at most.
 
 import (
 	"maps"

@@ -90,8 +90,7 @@ func (t *Terminals) add(made *terminal) bool {
 	return true
 }
 
-func (t *Terminals) find(escaped string) (*terminal, error) {
-	id := decodedID(escaped)
+func (t *Terminals) find(id string) (*terminal, error) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	if found := t.byID[id]; found != nil {
@@ -100,9 +99,9 @@ func (t *Terminals) find(escaped string) (*terminal, error) {
 	return nil, &problem{http.StatusNotFound, codeContextNotFound, "pty session " + id + " not found"}
 }
 
-func (t *Terminals) status(escaped string) http.HandlerFunc {
+func (t *Terminals) status(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
-		found, err := t.find(escaped)
+		found, err := t.find(id)
 		if err != nil {
 			writeError(w, err)
 			return
@@ -112,9 +111,9 @@ func (t *Terminals) status(escaped string) http.HandlerFunc {
 	}
 }
 
-func (t *Terminals) delete(escaped string) http.HandlerFunc {
+func (t *Terminals) delete(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
-		found, err := t.find(escaped)
+		found, err := t.find(id)
 		if err != nil {
 			writeError(w, err)
 			return

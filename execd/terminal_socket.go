@@ -44,9 +44,9 @@ type attachment struct {
 	left     bool
 }
 
-func (t *Terminals) attach(escaped string) http.HandlerFunc {
+func (t *Terminals) attach(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		found, err := t.find(escaped)
+		found, err := t.find(id)
 		if err != nil {
 			writeError(w, err)
 			return
