@@ -144,6 +144,25 @@ func TestAnInitStartsTheEntrypointAgain(t *testing.T) {
 	equal(t, 143, exitOf(t, process))
 }
 
+func TestAnInitDoesNotUndoTheEnd(t *testing.T) {
+	directory := t.TempDir()
+	process, url, stderr := daemon(t, nil, "--runtime-init", "--init", "--", "sh", "-c",
+		`trap 'echo term; while [ ! -e `+directory+`/go ]; do sleep 0.02; done; exit 5' TERM; echo up; while :; do sleep 0.02; done`)
+	eventually(t, "up", func() bool { return strings.Contains(stderr(), "up\n") && answers(url)() })
+	syscall.Kill(process.Pid, syscall.SIGTERM)
+	eventually(t, "term", func() bool { return strings.Contains(stderr(), "term\n") })
+	response, err := http.Post(url+"/internal/init", "", strings.NewReader(
+		`{"sandboxId":"me","generation":1,"accessTokenHash":"sha256:`+hashToken("x")+`","entrypointPolicy":"restart","preserveRuntimeState":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	equal(t, 200, response.StatusCode)
+	equal(t, nil, os.WriteFile(directory+"/go", nil, 0o600))
+	equal(t, 5, exitOf(t, process))
+	equal(t, 1, strings.Count(stderr(), "up\n"))
+}
+
 // Nobody waits for another's preStart: neither who may not ask, nor who may.
 func TestInitsDoNotQueue(t *testing.T) {
 	process, url, _ := daemon(t, nil, "--runtime-init")

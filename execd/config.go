@@ -45,9 +45,9 @@ const (
 // errUsage was already reported.
 var errUsage = errors.New("usage")
 
-// parseConfig reads arguments (without the program) and the environment. clear
+// parseConfig reads arguments (without the program) and the environment. inClear
 // is true if the token came in clear and hides in arguments or environment.
-func parseConfig(arguments []string, getenv func(string) string, stderr io.Writer) (config Config, clear bool, err error) {
+func parseConfig(arguments []string, getenv func(string) string, stderr io.Writer) (config Config, inClear bool, err error) {
 	flags := flag.NewFlagSet("execd", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	port := flags.Int("port", defaultPort, "TCP port")
@@ -86,8 +86,8 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 		return config, false, errors.New("--stop-grace must not be negative")
 	}
 	inherited := getenv("EXECD_ACCESS_TOKEN")
-	clear = *token != "" || inherited != ""
-	if config.TokenHash == "" && clear {
+	inClear = *token != "" || inherited != ""
+	if config.TokenHash == "" && inClear {
 		if *token == "" {
 			*token = inherited
 		}
@@ -104,7 +104,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 			fmt.Fprintln(stderr, "execd: ignoring an invalid graceful shutdown timeout")
 		}
 	}
-	return config, clear, nil
+	return config, inClear, nil
 }
 
 func truthy(text string) bool {

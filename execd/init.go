@@ -8,7 +8,9 @@ package main
 //   - TERM, INT, HUP, QUIT, USR1, USR2 and WINCH go to its group; TERM, INT and QUIT
 //     also begin the end: what has not stopped after the grace period is killed.
 //   - It starts after the start script was read and preStart has succeeded, and again
-//     when an init says so.
+//     when an init says so and the end has not begun.
+//   - Where the API is gone for good, it is ended as by TERM, and the daemon ends with a
+//     status of its own.
 //   - Only as PID 1 "all processes" is a thing to signal; elsewhere only the groups
 //     started here are.
 
@@ -47,7 +49,8 @@ type Supervisor struct {
 	log     *log.Logger
 	grace   time.Duration
 	signals <-chan os.Signal
-	again   chan struct{} // start the entrypoint again
+	again   chan struct{}   // start the entrypoint again
+	lost    <-chan struct{} // closed when the API is gone for good
 }
 
 // restart ends the entrypoint and starts it again; it does not wait for that.
@@ -71,8 +74,10 @@ func (s *Supervisor) await(prepared <-chan error) (status int, err error) {
 		select {
 		case err := <-prepared:
 			return 1, err
+		case <-s.lost:
+			return exitUnserved, errors.New("the API is gone")
 		case sig := <-s.signals:
-			if sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT {
+			if ends(sig) {
 				return 128 + int(sig.(syscall.Signal)), fmt.Errorf("signal: %s", sig)
 			}
 		}
@@ -134,6 +139,9 @@ func (s *Supervisor) idle() int {
 	for {
 		select {
 		case <-s.again: // there is nothing to start again
+		case <-s.lost:
+			s.endEverything()
+			return exitUnserved
 		case sig := <-s.signals:
 			if sig != syscall.SIGWINCH {
 				s.endEverything()
@@ -143,24 +151,43 @@ func (s *Supervisor) idle() int {
 	}
 }
 
+// ends tells whether a signal is the end of this process.
+func ends(sig os.Signal) bool {
+	return sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT
+}
+
 // supervise returns when the entrypoint has ended; again tells that it was asked to.
 func (s *Supervisor) supervise(process *Process) (status int, again bool) {
-	var kill <-chan time.Time
+	var kill <-chan time.Time // from the first thing on that is to stop the entrypoint
+	stopping := func() {
+		if kill == nil {
+			kill = time.After(s.grace)
+		}
+	}
+	lost, unserved, ending := s.lost, false, false
 	for {
 		select {
 		case <-process.Done:
+			if unserved {
+				return exitUnserved, false
+			}
 			return exitNumber(process.Status), again
 		case <-s.again:
+			if ending {
+				continue
+			}
 			again = true
 			process.SignalGroup(syscall.SIGTERM)
-			kill = time.After(s.grace)
+			stopping()
+		case <-lost:
+			lost, unserved, ending, again = nil, true, true, false
+			process.SignalGroup(syscall.SIGTERM)
+			stopping()
 		case sig := <-s.signals:
 			process.SignalGroup(sig.(syscall.Signal))
-			if sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT {
-				again = false
-				if kill == nil {
-					kill = time.After(s.grace)
-				}
+			if ends(sig) {
+				ending, again = true, false
+				stopping()
 			}
 		case <-kill:
 			s.log.Print("the entrypoint did not stop in time; killing it")

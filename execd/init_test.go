@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -16,7 +17,13 @@ import (
 // daemon starts the real binary under the test's reaper.
 func daemon(t *testing.T, env []string, arguments ...string) (process *Process, url string, stderr func() string) {
 	t.Helper()
-	listener, err := net.Listen("tcp4", "127.0.0.1:0")
+	return daemonUnder(t, env, []string{testBinary}, arguments...)
+}
+
+// daemonUnder starts the real binary, which ends a command line, with arguments behind it.
+func daemonUnder(t *testing.T, env, program []string, arguments ...string) (process *Process, url string, stderr func() string) {
+	t.Helper()
+	listener, err := net.Listen("tcp4", ":0") // free on all addresses, as the daemon needs it
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -31,7 +38,7 @@ func daemon(t *testing.T, env []string, arguments ...string) (process *Process, 
 	null, _ := openNull()
 	defer null.Close()
 	process, err = testReaper.Start(Spec{
-		Path: testBinary, Argv: append([]string{"execd", "--port", port}, arguments...),
+		Path: program[0], Argv: slices.Concat(program, []string{"--port", port}, arguments),
 		Env:   append([]string{"PATH=" + os.Getenv("PATH"), "EXECD_ENVS=" + filepath.Join(t.TempDir(), "env")}, env...),
 		Files: [3]uintptr{null.Fd(), log.Fd(), log.Fd()}, Dir: "/",
 	})

@@ -7,169 +7,241 @@ package main
 import (
 	"errors"
 	"fmt"
-	"net"
+	"log"
 	"os"
 	"os/signal"
 	"path/filepath"
-	"strconv"
 	"syscall"
-	"time"
+)
+
+// Statuses of a daemon that does not come to serve.
+const (
+	exitUnlistened = 1
+	exitUsage      = 2
 )
 
 func main() {
+	if other := otherProgram(os.Args); other != nil {
+		os.Exit(other())
+	}
 	os.Exit(run())
 }
 
+// otherProgram is what this file is when the daemon starts it itself; nil for the daemon.
+func otherProgram(arguments []string) func() int {
+	if len(arguments) != 2 {
+		return nil
+	}
+	switch arguments[1] {
+	case helperFlag:
+		return runHelper
+	case isolateFlag:
+		return runIsolated
+	case isolatedFlag:
+		return serveIsolated
+	}
+	return nil
+}
+
+// run is the daemon.
 func run() int {
-	if len(os.Args) == 2 && os.Args[1] == helperFlag {
-		return runHelper()
-	}
-	if len(os.Args) == 2 && os.Args[1] == isolateFlag {
-		return runIsolated()
-	}
-	if len(os.Args) == 2 && os.Args[1] == isolatedFlag {
-		return serveIsolated()
-	}
-	config, clear, err := parseConfig(os.Args[1:], os.Getenv, os.Stderr)
+	config, binding, err := configure()
 	if errors.Is(err, errUsage) {
-		return 2
-	}
-	var auth Auth
-	if err == nil && (config.TokenHash != "" || !config.RuntimeInit) { // else an init brings the hash
-		auth, err = NewAuth(config.TokenHash, config.Insecure)
-	}
-	var binding *Binding
-	if err == nil {
-		binding, err = NewBinding(auth, config.RuntimeInit, config.LaunchFile)
+		return exitUsage
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "execd:", err)
-		return 2
-	}
-	if clear {
-		if err := forgetClearToken(config); err != nil {
-			fmt.Fprintln(os.Stderr, "execd: the clear token stays readable in /proc:", err)
-		}
+		return exitUsage
 	}
 	_ = prctl(prSetDumpable, 0)
 	closeInheritedOnExec()
-	signals := make(chan os.Signal, 16)
-	// Also undoes an inherited "ignore", which children would inherit in turn.
-	signal.Notify(signals, forwardedSignals...)
-	signal.Notify(make(chan os.Signal, 1), syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU)
-	// Not ignored (children would inherit that): a write to a closed log fails only.
-	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
-
+	signals := takeSignals()
 	logger := newLogger(os.Getenv("EXECD_LOG_FILE"))
 	lifecycle, err := parseLifecycle([]byte(os.Getenv("OPENSANDBOX_LIFECYCLE")))
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "execd:", err)
-		return 2
+		return exitUsage
 	}
+	d := assemble(config, binding, takeEnvironment(logger), logger, signals)
+	if err := d.api.Open(); err != nil {
+		logger.Printf("cannot listen: %v", err)
+		return exitUnlistened
+	}
+	go reserveThreads() // while the listener already answers
+	go d.serve()
+	prepareEnvFile(d.server.commands.env.envFile)
+	if config.Init {
+		return d.runEntrypoint(lifecycle, config.Entrypoint)
+	}
+	return d.runAlone(lifecycle)
+}
+
+// configure reads the command line and the environment. It forgets a token in clear, which
+// executes this program again.
+func configure() (Config, *Binding, error) {
+	config, inClear, err := parseConfig(os.Args[1:], os.Getenv, os.Stderr)
+	if err != nil {
+		return config, nil, err
+	}
+	var auth Auth
+	if config.TokenHash != "" || !config.RuntimeInit { // else an init brings the hash
+		if auth, err = NewAuth(config.TokenHash, config.Insecure); err != nil {
+			return config, nil, err
+		}
+	}
+	binding, err := NewBinding(auth, config.RuntimeInit, config.LaunchFile)
+	if err != nil {
+		return config, nil, err
+	}
+	if inClear {
+		if err := forgetClearToken(config); err != nil {
+			fmt.Fprintln(os.Stderr, "execd: the clear token stays readable in /proc:", err)
+		}
+	}
+	return config, binding, nil
+}
+
+// takeSignals returns the signals that are for the entrypoint. It also undoes an inherited
+// "ignore", which children would inherit in turn.
+func takeSignals() <-chan os.Signal {
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, forwardedSignals...)
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU)
+	// Not ignored (children would inherit that): a write to a closed log fails only.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+	return signals
+}
+
+// takeEnvironment keeps the environment for children, and removes credentials from this process.
+func takeEnvironment(logger *log.Logger) *Environment {
 	env := NewEnvironment(os.Environ())
 	for _, name := range credentials {
 		os.Unsetenv(name)
 	}
 	env.warnSkip = func(skipped int) { logger.Printf("EXECD_ENVS: %d malformed entries skipped", skipped) }
-	directory, err := os.Getwd()
-	if err != nil {
-		directory = "/"
-	}
+	return env
+}
+
+// service is what a running daemon consists of.
+type service struct {
+	server     *Server
+	api        *API
+	supervisor *Supervisor
+	signals    <-chan os.Signal
+	lost       chan struct{} // closed when the API is gone for good
+	log        *log.Logger
+}
+
+// assemble makes the parts, and starts nothing but the reaper.
+func assemble(config Config, binding *Binding, env *Environment, logger *log.Logger, signals <-chan os.Signal) *service {
 	if config.Init && os.Getpid() != 1 {
 		if err := prctl(prSetChildSubreaper, 1); err != nil {
 			logger.Printf("orphans cannot be adopted: %v", err)
 		}
 	}
-	reaper := NewReaper()
-	accounts := func() Accounts { return LoadAccounts("") }
 	commands := &Commands{
-		reaper: reaper, records: NewRecords(config.MaxRunning), env: env, accounts: accounts,
-		directory: directory, tail: config.Tail, log: logger,
+		reaper: NewReaper(), records: NewRecords(config.MaxRunning), env: env,
+		accounts:  func() Accounts { return LoadAccounts("") },
+		directory: workingDirectory(), tail: config.Tail, log: logger,
 	}
+	lost := make(chan struct{})
+	supervisor := &Supervisor{
+		reaper: commands.reaper, env: env, log: logger, grace: config.Grace, signals: signals,
+		again: make(chan struct{}, 1), lost: lost,
+	}
+	server := newServer(config, binding, commands)
+	if config.Init {
+		server.restart = supervisor.restart
+	}
+	return &service{
+		server: server, api: NewAPI(server, config.Port, logger), supervisor: supervisor, signals: signals, lost: lost, log: logger,
+	}
+}
+
+func newServer(config Config, binding *Binding, commands *Commands) *Server {
+	logger, self := commands.log, ownProgram()
 	jupyter, err := NewJupyter(config.JupyterHost, config.JupyterToken)
 	if err != nil {
 		logger.Print(err)
 	}
-	server := &Server{
+	return &Server{
 		binding:   binding,
-		hooks:     &Hooks{reaper: reaper, env: env, log: logger},
+		hooks:     &Hooks{reaper: commands.reaper, env: commands.env, log: logger},
 		port:      config.Port,
 		commands:  commands,
 		sessions:  NewSessions(commands),
 		terminals: NewTerminals(commands),
 		code:      NewCodeContexts(jupyter, commands),
 		files: &Files{
-			env: env, accounts: accounts, directory: directory, umask: currentUmask(),
+			env: commands.env, accounts: commands.accounts, directory: commands.directory, umask: currentUmask(),
 			walks: make(chan struct{}, concurrentWalks),
 		},
+		identities:  NewIdentities(commands.reaper, commands.accounts, logger, self),
+		isolation:   NewIsolation(commands, self, defaultUpperRoot, config.Init),
 		metrics:     NewMetrics(),
 		proxy:       newProxy(func(line string) { logger.Print(line) }),
-		connections: NewConnections(),
 		log:         logger,
-	}
-	self, err := os.Executable()
-	if err != nil {
-		self = os.Args[0]
-	}
-	server.identities = NewIdentities(reaper, accounts, logger, self)
-	server.isolation = NewIsolation(commands, self, defaultUpperRoot, config.Init)
-	supervisor := &Supervisor{
-		reaper: reaper, env: env, log: logger, grace: config.Grace, signals: signals, again: make(chan struct{}, 1),
-	}
-	if config.Init {
-		server.restart = supervisor.restart
-	}
-	listener, err := listen(":" + strconv.Itoa(config.Port))
-	if err != nil {
-		logger.Printf("cannot listen: %v", err)
-		return 1
-	}
-	go reserveThreads() // while the listener already answers
-	failed := make(chan struct{})
-	go func() {
-		logger.Printf("serving ended: %v", server.Serve(listener))
-		close(failed)
-	}()
-	prepareEnvFile(env.envFile)
-	if config.Init {
-		prepared := make(chan error, 1)
-		go func() { prepared <- supervisor.prepare(server.hooks, lifecycle) }()
-		if status, err := supervisor.await(prepared); err != nil {
-			logger.Printf("the entrypoint does not start: %v", err)
-			supervisor.endEverything()
-			return status
-		}
-		server.binding.setReady(true)
-		return supervisor.Run(config.Entrypoint)
-	}
-	go func() {
-		if err := supervisor.prepare(server.hooks, lifecycle); err != nil {
-			logger.Print(err)
-			return
-		}
-		server.binding.setReady(true)
-	}()
-	for {
-		select {
-		case <-failed:
-			return 1
-		case sig := <-signals:
-			if sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT {
-				listener.Close()
-				supervisor.endEverything()
-				return 0
-			}
-		}
+		connections: NewConnections(),
 	}
 }
 
-// listen waits a little for a port that an outgoing connection of the image
-// happens to use: ours lies in the kernel's ephemeral range.
-func listen(address string) (net.Listener, error) {
-	for deadline := time.Now().Add(3 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		listener, err := net.Listen("tcp4", address)
-		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(deadline) {
-			return listener, err
+func workingDirectory() string {
+	directory, err := os.Getwd()
+	if err != nil {
+		return "/"
+	}
+	return directory
+}
+
+func ownProgram() string {
+	self, err := os.Executable()
+	if err != nil {
+		return os.Args[0]
+	}
+	return self
+}
+
+// serve serves the API until that is over.
+func (d *service) serve() {
+	if err := d.api.Serve(); err != nil {
+		d.log.Printf("the API is gone for good: %v", err)
+		close(d.lost)
+	}
+}
+
+// runEntrypoint is the daemon with --init; it returns the exit status.
+func (d *service) runEntrypoint(lifecycle Lifecycle, entrypoint []string) int {
+	prepared := make(chan error, 1)
+	go func() { prepared <- d.supervisor.prepare(d.server.hooks, lifecycle) }()
+	if status, err := d.supervisor.await(prepared); err != nil {
+		d.log.Printf("the entrypoint does not start: %v", err)
+		d.supervisor.endEverything()
+		return status
+	}
+	d.server.binding.setReady(true)
+	return d.supervisor.Run(entrypoint)
+}
+
+// runAlone is the daemon without --init; it returns the exit status.
+func (d *service) runAlone(lifecycle Lifecycle) int {
+	go func() {
+		if err := d.supervisor.prepare(d.server.hooks, lifecycle); err != nil {
+			d.log.Print(err)
+			return
+		}
+		d.server.binding.setReady(true)
+	}()
+	for {
+		select {
+		case <-d.lost:
+			d.supervisor.endEverything()
+			return exitUnserved
+		case sig := <-d.signals:
+			if ends(sig) {
+				d.api.Close()
+				d.supervisor.endEverything()
+				return 0
+			}
 		}
 	}
 }
