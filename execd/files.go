@@ -29,6 +29,25 @@ type Files struct {
 	directory string
 	umask     os.FileMode
 	walks     chan struct{} // slots for recursive walks
+	limits    fileLimits
+}
+
+// fileLimits are the bounds of the file routes.
+type fileLimits struct {
+	spoolMemory int      // bytes of content in memory before a file is written in place
+	spoolPlaces []string // directories for what is more
+}
+
+// NewFiles serves files as the identity of this process.
+func NewFiles(env *Environment, accounts func() Accounts, directory string, umask os.FileMode) *Files {
+	return &Files{
+		env: env, accounts: accounts, directory: directory, umask: umask,
+		walks: make(chan struct{}, concurrentWalks),
+		limits: fileLimits{
+			spoolMemory: 256 << 10,
+			spoolPlaces: []string{"/tmp", "/var/tmp", "/dev/shm", "/"},
+		},
+	}
 }
 
 // route finds the handler of a file or directory route.
@@ -280,55 +299,69 @@ func (f *Files) removeDirectories(w http.ResponseWriter, r *http.Request) {
 
 // eachPath expands all repeated paths before it acts on the first.
 func (f *Files) eachPath(w http.ResponseWriter, r *http.Request, act func(path string) error) {
-	query, err := parseQuery(r)
-	paths := make([]string, len(query["path"]))
-	for i, requested := range query["path"] {
-		if err == nil {
-			paths[i], err = f.expand(requested)
-		}
-	}
-	for _, path := range paths {
-		if err == nil {
-			err = act(path)
-		}
-	}
-	if err != nil {
+	if err := f.actOnPaths(r, act); err != nil {
 		writeError(w, err)
 		return
 	}
 	writeEmpty(w)
 }
 
-// ownershipRequest decodes map{path → ownership} and checks all of it first.
+func (f *Files) actOnPaths(r *http.Request, act func(path string) error) error {
+	query, err := parseQuery(r)
+	if err != nil {
+		return err
+	}
+	paths := make([]string, len(query["path"]))
+	for i, requested := range query["path"] {
+		if paths[i], err = f.expand(requested); err != nil {
+			return err
+		}
+	}
+	for _, path := range paths {
+		if err := act(path); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ownershipRequest decodes map{path → ownership} and checks all of it before it acts.
 func (f *Files) ownershipRequest(w http.ResponseWriter, r *http.Request, act func(path string, c checked) error) {
+	if err := f.actOnOwnership(w, r, act); err != nil {
+		writeError(w, err)
+		return
+	}
+	writeEmpty(w)
+}
+
+func (f *Files) actOnOwnership(w http.ResponseWriter, r *http.Request, act func(path string, c checked) error) error {
 	var request map[string]ownership
-	err := decodeJSON(w, r, fileBodyLimit, &request)
+	if err := decodeJSON(w, r, fileBodyLimit, &request); err != nil {
+		return err
+	}
 	type job struct {
 		path  string
 		apply checked
 	}
 	jobs := make([]job, 0, len(request))
 	for requested, wanted := range request {
+		path, err := f.expand(requested)
 		if err != nil {
-			break
+			return err
 		}
-		var next job
-		if next.path, err = f.expand(requested); err == nil {
-			next.apply, err = f.check(wanted)
+		apply, err := f.check(wanted)
+		if err != nil {
+			return err
 		}
-		jobs = append(jobs, next)
+		jobs = append(jobs, job{path, apply})
 	}
 	slices.SortFunc(jobs, func(a, b job) int { return strings.Compare(a.path, b.path) })
 	for _, next := range jobs {
-		if err == nil {
-			err = act(next.path, next.apply)
+		if err := act(next.path, next.apply); err != nil {
+			return err
 		}
 	}
-	if err != nil {
-		writeError(w, err)
-		return
-	}
-	writeEmpty(w)
+	return nil
 }
 
 func (f *Files) permissions(w http.ResponseWriter, r *http.Request) {

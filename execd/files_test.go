@@ -14,6 +14,11 @@ import (
 )
 
 func (f *fixture) uploadFile(path, content, extra string) (int, string) {
+	f.t.Helper()
+	return f.uploadAs("", path, content, extra)
+}
+
+func (f *fixture) uploadAs(prefix, path, content, extra string) (int, string) {
 	var body bytes.Buffer
 	form := multipart.NewWriter(&body)
 	metadata, _ := form.CreateFormFile("metadata", "metadata")
@@ -21,7 +26,7 @@ func (f *fixture) uploadFile(path, content, extra string) (int, string) {
 	file, _ := form.CreateFormFile("file", path)
 	file.Write([]byte(content))
 	form.Close()
-	return f.call("POST", "/files/upload", body.String(), "Content-Type", form.FormDataContentType())
+	return f.call("POST", prefix+"/files/upload", body.String(), "Content-Type", form.FormDataContentType())
 }
 
 func mustRead(t *testing.T, path string) string {

@@ -126,12 +126,11 @@ func (f *Files) store(part io.Reader, metadata uploadMetadata, buffer *bufio.Wri
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
 	}
-	return f.write(path, wanted, func(file io.Writer) (bool, error) {
+	return f.write(path, wanted, func(file io.Writer) error {
 		buffer.Reset(struct{ io.Writer }{file}) // a bare file would take what comes as it comes
-		_, err := buffer.ReadFrom(part)
-		if err == nil {
-			err = buffer.Flush()
+		if _, err := buffer.ReadFrom(part); err != nil {
+			return err
 		}
-		return true, err
+		return buffer.Flush()
 	})
 }

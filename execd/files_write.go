@@ -4,10 +4,13 @@ package main
 //
 // Invariants
 //   - Readers see the old content or the new, never a part: write beside, rename.
-//   - Where the directory or a mount forbids that, an existing file is written in place.
-//   - An existing file keeps owner and mode unless told otherwise; a link is
-//     followed to its target; only regular files are replaced.
-//   - Content is streamed to the target's own directory, never kept in memory.
+//   - Where the directory or a mount forbids that, an existing file is written in place
+//     (files_overwrite.go). In both cases the new content is complete before the old is touched.
+//   - An existing file keeps owner, mode, ACL and the user's attributes unless told otherwise; a
+//     link is followed to its target if the kernel follows it; only regular files are replaced.
+//   - Other names of the same file (hard links) keep the old content, unless it is written in place.
+//   - Content is streamed to the target's own directory. Only what is to be written in place
+//     is kept elsewhere meanwhile (files_spool.go).
 
 import (
 	"crypto/rand"
@@ -17,6 +20,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 )
 
@@ -35,6 +39,10 @@ func targetOf(path string) (string, fs.FileInfo, error) {
 		if info.Mode()&fs.ModeSymlink == 0 {
 			return path, info, nil
 		}
+		// The kernel decides whether the link may be followed (fs.protected_symlinks).
+		if _, err := os.Stat(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return "", nil, err
+		}
 		link, err := os.Readlink(path)
 		if err != nil {
 			return "", nil, err
@@ -48,9 +56,9 @@ func targetOf(path string) (string, fs.FileInfo, error) {
 	return "", nil, syscallError("open", path, syscall.ELOOP)
 }
 
-// write replaces path with what produce writes. keep tells produce's verdict:
-// false leaves the file as it is.
-func (f *Files) write(path string, wanted checked, produce func(io.Writer) (keep bool, err error)) error {
+// write replaces the content of path with what produce writes. When produce fails the file
+// is as it was.
+func (f *Files) write(path string, wanted checked, produce func(io.Writer) error) error {
 	target, existing, err := targetOf(path)
 	if err != nil {
 		return err
@@ -59,63 +67,91 @@ func (f *Files) write(path string, wanted checked, produce func(io.Writer) (keep
 		return errors.New("not a regular file: " + path)
 	}
 	temporary, err := createBeside(target)
+	if err != nil && existing != nil && forbidden(err) {
+		return f.writeInPlace(target, wanted, produce)
+	}
 	if err != nil {
-		if existing != nil && (errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)) {
-			return f.writeInPlace(target, wanted, produce)
-		}
-		return err
+		return named(target, err)
 	}
 	defer os.Remove(temporary.Name()) // gone already after the rename
 	defer temporary.Close()
-	keep, err := produce(temporary)
-	if err != nil || !keep {
-		return err
+	if err := produce(temporary); err != nil {
+		return named(target, err)
 	}
-	if err := f.settle(temporary, existing, wanted); err != nil {
-		return err
+	if err := f.settle(temporary, target, existing, wanted); err != nil {
+		return named(target, err)
 	}
 	err = os.Rename(temporary.Name(), target)
-	if existing != nil && (errors.Is(err, syscall.EBUSY) || errors.Is(err, syscall.EXDEV)) { // a mount point
-		if _, err := temporary.Seek(0, io.SeekStart); err != nil {
-			return err
-		}
-		return f.writeInPlace(target, wanted, func(w io.Writer) (bool, error) {
-			_, err := io.Copy(w, temporary)
-			return true, err
-		})
+	if err == nil || existing == nil || !forbidden(err) {
+		return named(target, err)
 	}
-	return err
+	info, err := temporary.Stat()
+	if err != nil {
+		return named(target, err)
+	}
+	return f.overwrite(target, wanted, fileContent{temporary, info.Size()})
+}
+
+// writeInPlace is write where nothing can be created beside the target.
+func (f *Files) writeInPlace(target string, wanted checked, produce func(io.Writer) error) error {
+	next := f.newSpool()
+	defer next.Close()
+	if err := produce(next); err != nil {
+		return err
+	}
+	return f.overwrite(target, wanted, next)
+}
+
+// forbidden reports that a name cannot be created or replaced though the file behind it may
+// be writable: permissions of the directory, its sticky or immutable bit, a mount point.
+func forbidden(err error) bool {
+	for _, cause := range []error{fs.ErrPermission, syscall.EROFS, syscall.EBUSY, syscall.EXDEV} {
+		if errors.Is(err, cause) {
+			return true
+		}
+	}
+	return false
 }
 
 // createBeside makes a private file in the target's directory.
 func createBeside(target string) (*os.File, error) {
+	return os.OpenFile(nameBeside(target), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+}
+
+// nameBeside is a name in the target's directory that nothing has.
+func nameBeside(target string) string {
 	var random [12]byte
 	rand.Read(random[:])
-	name := filepath.Dir(target) + "/.execd-" + hex.EncodeToString(random[:])
-	return os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	return filepath.Dir(target) + "/.execd-" + hex.EncodeToString(random[:])
+}
+
+// named says of an error about a temporary name which file it is about.
+func named(path string, err error) error {
+	var on *fs.PathError
+	var renaming *os.LinkError
+	switch {
+	case errors.As(err, &on):
+		return &fs.PathError{Op: on.Op, Path: path, Err: on.Err}
+	case errors.As(err, &renaming):
+		return &fs.PathError{Op: renaming.Op, Path: path, Err: renaming.Err}
+	}
+	return err
 }
 
 // settle gives a new file its owner and mode before anybody can see it.
-func (f *Files) settle(file *os.File, existing fs.FileInfo, wanted checked) error {
+func (f *Files) settle(file *os.File, target string, existing fs.FileInfo, wanted checked) error {
 	mode := uint32(0o777 &^ f.umask)
-	uid, gid := -1, -1
 	if existing != nil {
 		if stat, ok := existing.Sys().(*syscall.Stat_t); ok {
-			mode = stat.Mode & 0o7777
-			if int(stat.Uid) != os.Geteuid() || int(stat.Gid) != os.Getegid() {
-				// Without the privilege the file becomes the daemon's, as with any editor.
-				_ = file.Chown(int(stat.Uid), int(stat.Gid))
-			}
+			mode = keepOwner(file, stat)
 		}
+		attributes := slices.DeleteFunc(attributesOf(target), func(a attribute) bool {
+			return a.name == attributeCapability // was given for the old content
+		})
+		mode = keepAttributes(file, attributes, mode)
 	}
-	if wanted.uid >= 0 {
-		uid = wanted.uid
-	}
-	if wanted.gid >= 0 {
-		gid = wanted.gid
-	}
-	if uid >= 0 || gid >= 0 {
-		if err := file.Chown(uid, gid); err != nil {
+	if wanted.uid >= 0 || wanted.gid >= 0 {
+		if err := file.Chown(wanted.uid, wanted.gid); err != nil {
 			return err
 		}
 	}
@@ -123,16 +159,4 @@ func (f *Files) settle(file *os.File, existing fs.FileInfo, wanted checked) erro
 		mode = wanted.mode
 	}
 	return syscallError("chmod", file.Name(), syscall.Fchmod(int(file.Fd()), mode))
-}
-
-func (f *Files) writeInPlace(target string, wanted checked, produce func(io.Writer) (bool, error)) error {
-	file, err := os.OpenFile(target, os.O_WRONLY|os.O_TRUNC|syscall.O_NONBLOCK, 0)
-	if err != nil {
-		return err
-	}
-	_, err = produce(file)
-	if err = errors.Join(err, file.Close()); err != nil {
-		return err
-	}
-	return wanted.apply(target)
 }

@@ -57,9 +57,7 @@ func FuzzUpload(f *testing.F) {
 		request.Header.Set("Content-Type", kind)
 		answer := httptest.NewRecorder()
 		// A root that does not exist and cannot be made: what is parsed is not written anywhere.
-		files := &Files{
-			env: &Environment{}, accounts: func() Accounts { return Accounts{} }, directory: "/proc/nothing", walks: make(chan struct{}, 1),
-		}
+		files := NewFiles(&Environment{}, func() Accounts { return Accounts{} }, "/proc/nothing", 0o022)
 		files.env.publish()
 		files.upload(confined{answer}, request)
 		if answer.Code != 200 && !json.Valid(answer.Body.Bytes()) {

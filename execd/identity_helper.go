@@ -29,10 +29,7 @@ func runHelper() int {
 	}
 	closeInheritedOnExec()
 	accounts := func() Accounts { return LoadAccounts("") }
-	files := &Files{
-		env: NewEnvironment(nil), accounts: accounts, directory: "/", umask: currentUmask(),
-		walks: make(chan struct{}, concurrentWalks),
-	}
+	files := NewFiles(NewEnvironment(nil), accounts, "/", currentUmask())
 	_ = helperServer(helperHandler(files)).Serve(handedOver{control})
 	return 0
 }

@@ -73,11 +73,8 @@ func newIsolatedServer(plan *viewPlan, reaper *Reaper) *isolatedServer {
 	}
 	served := &isolatedServer{
 		sessions: NewSessions(commands),
-		files: &Files{
-			env: env, accounts: accounts, directory: plan.Directory, umask: currentUmask(),
-			walks: make(chan struct{}, concurrentWalks),
-		},
-		runs: map[string]*record{},
+		files:    NewFiles(env, accounts, plan.Directory, currentUmask()),
+		runs:     map[string]*record{},
 	}
 	if plan.Logs {
 		served.logs = plan.Directory

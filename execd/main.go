@@ -165,17 +165,14 @@ func newServer(config Config, binding *Binding, commands *Commands) *Server {
 		logger.Print(err)
 	}
 	return &Server{
-		binding:   binding,
-		hooks:     &Hooks{reaper: commands.reaper, env: commands.env, log: logger},
-		port:      config.Port,
-		commands:  commands,
-		sessions:  NewSessions(commands),
-		terminals: NewTerminals(commands),
-		code:      NewCodeContexts(jupyter, commands),
-		files: &Files{
-			env: commands.env, accounts: commands.accounts, directory: commands.directory, umask: currentUmask(),
-			walks: make(chan struct{}, concurrentWalks),
-		},
+		binding:     binding,
+		hooks:       &Hooks{reaper: commands.reaper, env: commands.env, log: logger},
+		port:        config.Port,
+		commands:    commands,
+		sessions:    NewSessions(commands),
+		terminals:   NewTerminals(commands),
+		code:        NewCodeContexts(jupyter, commands),
+		files:       NewFiles(commands.env, commands.accounts, commands.directory, currentUmask()),
 		identities:  NewIdentities(commands.reaper, commands.accounts, logger, self),
 		isolation:   NewIsolation(commands, self, defaultUpperRoot, config.Init),
 		metrics:     NewMetrics(),

@@ -77,7 +77,7 @@ func newFixture(t *testing.T) *fixture {
 	f.server = &Server{
 		binding: &Binding{auth: auth}, hooks: &Hooks{reaper: testReaper, env: env, log: logger}, port: defaultPort,
 		commands: commands, sessions: NewSessions(commands), terminals: NewTerminals(commands), code: NewCodeContexts(&Jupyter{}, commands),
-		files:      &Files{env: env, accounts: accounts, directory: "/", umask: 0o022, walks: make(chan struct{}, concurrentWalks)},
+		files:      NewFiles(env, accounts, "/", 0o022),
 		identities: NewIdentities(testReaper, accounts, logger, testBinary),
 		isolation:  NewIsolation(commands, testBinary, isolationRoot(t), false),
 		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger, connections: NewConnections(),

@@ -1,127 +1,21 @@
 package main
 
-// POST /files/replace and POST /files/mv (contract 9.2).
+// POST /files/mv (contract 9.2).
 //
 // Invariants
-//   - Replacing is byte-wise and streamed; a file without a match is not touched.
 //   - Moving never overwrites; across devices the copy is complete before the
 //     source is removed.
 
 import (
-	"bytes"
 	"errors"
 	"io"
 	"io/fs"
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"syscall"
 )
-
-type replacement struct {
-	Old string `json:"old"`
-	New string `json:"new"`
-}
-
-func (f *Files) replace(w http.ResponseWriter, r *http.Request) {
-	query, err := parseQuery(r)
-	var request map[string]replacement
-	if err == nil {
-		err = decodeJSON(w, r, fileBodyLimit, &request)
-	}
-	names := make([]string, 0, len(request))
-	for name, change := range request {
-		if change.Old == "" && err == nil {
-			err = badRequest("old must not be empty")
-		}
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	type count struct {
-		Replaced int64 `json:"replacedCount"`
-	}
-	counts := map[string]count{}
-	for _, name := range names {
-		if err != nil {
-			break
-		}
-		var path string
-		if path, err = f.expand(name); err == nil {
-			var replaced int64
-			replaced, err = f.replaceIn(path, []byte(request[name].Old), []byte(request[name].New))
-			counts[name] = count{replaced}
-		}
-	}
-	switch {
-	case err != nil:
-		writeError(w, err)
-	case query.Get("verbose") == "true":
-		writeJSON(w, http.StatusOK, counts)
-	default:
-		writeEmpty(w)
-	}
-}
-
-func (f *Files) replaceIn(path string, from, to []byte) (count int64, err error) {
-	file, _, err := openRegular(path)
-	if err != nil {
-		return 0, err
-	}
-	defer file.Close()
-	// Count first: most files of a search-and-replace have no match.
-	if count, err = substitute(io.Discard, file, from, to); err != nil || count == 0 {
-		return 0, err
-	}
-	if _, err = file.Seek(0, io.SeekStart); err != nil {
-		return 0, err
-	}
-	err = f.write(path, checked{uid: -1, gid: -1}, func(w io.Writer) (bool, error) {
-		var err error
-		count, err = substitute(w, file, from, to)
-		return true, err
-	})
-	return count, err
-}
-
-// substitute copies with every occurrence replaced, in a window of bounded size.
-func substitute(w io.Writer, r io.Reader, from, to []byte) (count int64, err error) {
-	buffer := make([]byte, 0, max(256<<10, 2*len(from)))
-	for {
-		n, err := r.Read(buffer[len(buffer):cap(buffer)])
-		buffer = buffer[:len(buffer)+n]
-		if err != nil && !errors.Is(err, io.EOF) {
-			return count, err
-		}
-		ended, rest := err != nil, buffer
-		for {
-			at := bytes.Index(rest, from)
-			if at < 0 {
-				break
-			}
-			if _, err := w.Write(rest[:at]); err != nil {
-				return count, err
-			}
-			if _, err := w.Write(to); err != nil {
-				return count, err
-			}
-			rest = rest[at+len(from):]
-			count++
-		}
-		sure := len(rest) // what cannot be the beginning of a match
-		if !ended {
-			sure = max(0, len(rest)-len(from)+1)
-		}
-		if _, err := w.Write(rest[:sure]); err != nil {
-			return count, err
-		}
-		if ended {
-			return count, nil
-		}
-		buffer = buffer[:copy(buffer[:cap(buffer)], rest[sure:])]
-	}
-}
 
 type moveRequest struct {
 	Source      string `json:"src"`
