@@ -36,6 +36,8 @@ type Files struct {
 type fileLimits struct {
 	spoolMemory int      // bytes of content in memory before a file is written in place
 	spoolPlaces []string // directories for what is more
+	walkNames   int      // bytes of the names that a walk holds, all its levels together
+	walkEntries int      // entries of one answer
 }
 
 // NewFiles serves files as the identity of this process.
@@ -46,6 +48,8 @@ func NewFiles(env *Environment, accounts func() Accounts, directory string, umas
 		limits: fileLimits{
 			spoolMemory: 256 << 10,
 			spoolPlaces: []string{"/tmp", "/var/tmp", "/dev/shm", "/"},
+			walkNames:   32 << 20,
+			walkEntries: 1_000_000,
 		},
 	}
 }

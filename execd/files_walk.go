@@ -5,55 +5,101 @@ package main
 // Invariants
 //   - Walks are preorder and lexical, never follow a link, skip what cannot be
 //     read and the kernel's own trees (/proc, /sys) unless asked for directly.
+//   - Memory is bounded whatever the size of a directory (files_names.go).
 //   - Results are streamed; a walk ends when its client leaves; few run at a time.
+//   - An answer has a bound. A larger one is an error, which says so before anything is sent;
+//     a tree that grows beyond it meanwhile ends in a broken transfer. It is never cut silently.
 
 import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"io/fs"
 	"net/http"
 	"os"
 	"strconv"
 )
 
-// walker visits a tree; visit is called for every entry below the root.
-type walker struct {
-	ctx   context.Context
-	root  string
-	visit func(path string, info fs.FileInfo) error
+// walk is one listing or search.
+type walk struct {
+	names   nameReader
+	root    string
+	depth   int // levels below the root, < 0: all
+	entries int // in the answer, at most
+	want    func(name string, directory bool) bool
 }
 
-func (k *walker) walk(directory string, depth int) error {
+func (f *Files) newWalk(ctx context.Context, root string, depth int, want func(name string, directory bool) bool) *walk {
+	return &walk{names: nameReader{ctx, f.limits.walkNames}, root: root, depth: depth, entries: f.limits.walkEntries, want: want}
+}
+
+func (k *walk) tooMany() error {
+	return badRequest(fmt.Sprintf(
+		"more than %d entries below %s: ask for a smaller directory, a narrower pattern or a smaller depth", k.entries, k.root))
+}
+
+// count fails if the answer would exceed its bound. It holds the names of directories alone.
+func (k *walk) count() error {
+	found := 0
+	hold := func(entry nameEntry, first bool) (bool, error) {
+		if first && k.want(entry.name, entry.directory) {
+			found++
+		}
+		if found > k.entries {
+			return false, k.tooMany()
+		}
+		return entry.directory && k.depth != 1, nil
+	}
+	return k.below(k.root, k.depth, hold, func(string) error { return nil })
+}
+
+// each visits what the answer holds.
+func (k *walk) each(visit func(path string, info fs.FileInfo) error) error {
+	found := 0
+	hold := func(entry nameEntry, _ bool) (bool, error) {
+		return entry.directory || k.want(entry.name, false), nil
+	}
+	return k.below(k.root, k.depth, hold, func(path string) error {
+		info, err := os.Lstat(path)
+		if err != nil || !k.want(info.Name(), info.IsDir()) {
+			return nil // vanished, or exchanged since it was read
+		}
+		if found++; found > k.entries {
+			return k.tooMany()
+		}
+		return visit(path, info)
+	})
+}
+
+// below uses the entries that hold accepts, and enters the directories among them.
+func (k *walk) below(directory string, depth int, hold holder, use func(path string) error) error {
 	if depth == 0 {
 		return nil
 	}
-	entries, err := os.ReadDir(directory) // sorted by name
-	if err != nil && len(entries) == 0 {
-		return nil
+	open := directory
+	if directory == k.root {
+		open += "/." // the root of a search may be a link
 	}
 	if directory == "/" {
 		directory = ""
 	}
-	for _, entry := range entries {
-		if err := k.ctx.Err(); err != nil {
+	err := k.names.read(open, hold, func(entry nameEntry) error {
+		path := directory + "/" + entry.name
+		if err := use(path); err != nil {
 			return err
 		}
-		path := directory + "/" + entry.Name()
-		info, err := entry.Info()
-		if err != nil {
-			continue
+		if !entry.directory || path == "/proc" || path == "/sys" {
+			return nil
 		}
-		if err := k.visit(path, info); err != nil {
-			return err
-		}
-		if info.IsDir() && path != "/proc" && path != "/sys" {
-			if err := k.walk(path, depth-1); err != nil {
-				return err
-			}
-		}
+		return k.below(path, depth-1, hold, use)
+	})
+	var skipped unreadable
+	if errors.As(err, &skipped) {
+		return nil
 	}
-	return nil
+	return err
 }
 
 // enter takes a slot for a walk or gives up with the client.
@@ -66,46 +112,38 @@ func (f *Files) enter(ctx context.Context) error {
 	}
 }
 
-// stream writes the entries that want accepts as a JSON array.
-func (f *Files) stream(w http.ResponseWriter, r *http.Request, root string, depth int, want func(fs.FileInfo) bool) {
-	if err := f.enter(r.Context()); err != nil {
+// stream writes what a walk finds as a JSON array.
+func (f *Files) stream(w http.ResponseWriter, k *walk) {
+	if err := f.enter(k.names.ctx); err != nil {
 		return
 	}
 	defer func() { <-f.walks }()
+	if err := k.count(); err != nil {
+		writeError(w, err)
+		return
+	}
 	accounts := f.accounts()
 	w.Header().Set("Content-Type", "application/json")
 	out := bufio.NewWriterSize(w, 64<<10)
-	_ = out.WriteByte('[')
-	first := true
-	walk := walker{ctx: r.Context(), root: root, visit: func(path string, info fs.FileInfo) error {
-		if !want(info) {
-			return nil
-		}
-		if !first {
-			_ = out.WriteByte(',')
-		}
-		first = false
+	separator := "["
+	err := k.each(func(path string, info fs.FileInfo) error {
 		item, err := json.Marshal(describe(path, info, accounts))
 		if err != nil {
-			return nil // a name JSON cannot hold does not exist: Marshal replaces it
+			return err
 		}
+		_, _ = out.WriteString(separator)
+		separator = ","
 		_, err = out.Write(item)
 		return err
-	}}
-	if err := walk.walk(root, depth); err != nil {
-		panic(http.ErrAbortHandler) // the client is gone; never end a partial list well
+	})
+	if err != nil {
+		panic(http.ErrAbortHandler) // never end a partial list well
+	}
+	if separator == "[" {
+		_ = out.WriteByte('[')
 	}
 	_ = out.WriteByte(']')
 	_ = out.Flush()
-}
-
-// rootOf checks that a walk can begin.
-func (f *Files) rootOf(r *http.Request) (string, error) {
-	query, err := parseQuery(r)
-	if err != nil {
-		return "", err
-	}
-	return f.onePath(query)
 }
 
 // listable refuses a root that cannot be read: no entries would look like an empty directory.
@@ -118,62 +156,79 @@ func listable(root string) error {
 }
 
 func (f *Files) search(w http.ResponseWriter, r *http.Request) {
-	root, err := f.rootOf(r)
+	found, err := f.searchOf(r)
 	if err != nil {
 		writeError(w, err)
 		return
 	}
-	pattern := r.URL.Query().Get("pattern")
+	f.stream(w, found)
+}
+
+func (f *Files) searchOf(r *http.Request) (*walk, error) {
+	query, err := parseQuery(r)
+	if err != nil {
+		return nil, err
+	}
+	root, err := f.onePath(query)
+	if err != nil {
+		return nil, err
+	}
+	pattern := query.Get("pattern")
 	if pattern == "" {
 		pattern = "**"
 	}
 	glob, err := CompileGlob(pattern)
 	if err != nil {
-		writeError(w, badRequest(err.Error()))
-		return
+		return nil, badRequest(err.Error())
 	}
 	info, err := os.Stat(root)
 	if err != nil {
-		writeError(w, fileProblem(err))
-		return
+		return nil, fileProblem(err)
 	}
 	if !info.IsDir() {
-		writeError(w, badRequest("not a directory: "+root))
-		return
+		return nil, badRequest("not a directory: " + root)
 	}
 	if err := listable(root); err != nil {
-		writeError(w, err)
-		return
+		return nil, err
 	}
-	f.stream(w, r, root, -1, func(info fs.FileInfo) bool { return !info.IsDir() && glob.Match(info.Name()) })
+	return f.newWalk(r.Context(), root, -1, func(name string, directory bool) bool { return !directory && glob.Match(name) }), nil
 }
 
 func (f *Files) list(w http.ResponseWriter, r *http.Request) {
-	root, err := f.rootOf(r)
+	listed, err := f.listOf(r)
 	if err != nil {
 		writeError(w, err)
 		return
 	}
+	f.stream(w, listed)
+}
+
+func (f *Files) listOf(r *http.Request) (*walk, error) {
+	query, err := parseQuery(r)
+	if err != nil {
+		return nil, err
+	}
+	root, err := f.onePath(query)
+	if err != nil {
+		return nil, err
+	}
 	depth := 1
-	if text := r.URL.Query().Get("depth"); text != "" {
+	if text := query.Get("depth"); text != "" {
 		if depth, err = strconv.Atoi(text); err != nil || depth < 0 {
-			writeError(w, badRequest("depth must be a number, 0 or more"))
-			return
+			return nil, badRequest("depth must be a number, 0 or more")
 		}
 	}
 	info, err := os.Lstat(root)
 	switch {
 	case err != nil:
-		writeError(w, fileProblem(err))
+		return nil, fileProblem(err)
 	case info.Mode()&fs.ModeSymlink != 0:
-		writeError(w, badRequest("a link cannot be listed: "+root))
+		return nil, badRequest("a link cannot be listed: " + root)
 	case !info.IsDir():
-		writeError(w, badRequest("not a directory: "+root))
-	default:
-		if err := listable(root); err != nil {
-			writeError(w, err)
-			return
-		}
-		f.stream(w, r, root, depth, func(fs.FileInfo) bool { return true })
+		return nil, badRequest("not a directory: " + root)
 	}
+	if err := listable(root); err != nil {
+		return nil, err
+	}
+	return f.newWalk(r.Context(), root, depth, func(string, bool) bool { return true }), nil
 }

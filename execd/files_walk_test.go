@@ -1,0 +1,141 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// filled makes directories with many names each, in no order.
+func filled(t *testing.T, directories, files int) string {
+	t.Helper()
+	root := t.TempDir()
+	for d := range directories {
+		directory := fmt.Sprintf("%s/%x", root, (d*7919)%directories)
+		mustDo(t, os.Mkdir(directory, 0o755))
+		for i := range files {
+			given(t, fmt.Sprintf("%s/%d-%s", directory, (i*7919)%files, strings.Repeat("n", i%100)), nil, 0o644)
+		}
+	}
+	return root
+}
+
+func (f *fixture) paths(route string) []string {
+	f.t.Helper()
+	status, answer := f.call("GET", route, "")
+	var infos []fileInfo
+	if err := json.Unmarshal([]byte(answer), &infos); err != nil || status != 200 {
+		f.t.Fatalf("%d %.200s", status, answer)
+	}
+	list := []string{}
+	for _, info := range infos {
+		list = append(list, info.Path)
+	}
+	return list
+}
+
+// Whatever a walk may hold, it finds the same in the same order.
+func TestAWalkThatHoldsFewNamesFindsAllInOrder(t *testing.T) {
+	f := newFixture(t)
+	root := filled(t, 3, 300)
+	var all, files []string
+	mustDo(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+		if path != root {
+			all = append(all, path)
+		}
+		if !entry.IsDir() {
+			files = append(files, path)
+		}
+		return err
+	}))
+	for _, room := range []int{0, 20 << 10, 32 << 20} {
+		f.server.files.limits.walkNames = room
+		equal(t, all, f.paths("/directories/list?depth=9&path="+root))
+		equal(t, files, f.paths("/files/search?path="+root))
+	}
+}
+
+func TestAReaderHoldsNoMoreThanItsShare(t *testing.T) {
+	root := filled(t, 1, 2000) + "/0"
+	for _, left := range []int{0, 10_000, 100_000} {
+		reader := nameReader{t.Context(), left}
+		everything := func(nameEntry, bool) (bool, error) { return true, nil }
+		held, more, err := reader.smallest(root, "", everything)
+		mustDo(t, err)
+		equal(t, true, more && (sizeOf(held) <= left/2 || len(held) == heldMinimum))
+		found := 0
+		mustDo(t, reader.read(root, everything, func(nameEntry) error {
+			found++
+			equal(t, true, reader.left >= left-max(left/2, heldMinimum*(255+nameOverhead)))
+			return nil
+		}))
+		equal(t, 2000, found)
+		equal(t, left, reader.left)
+	}
+}
+
+func TestAnAnswerBeyondItsBoundIsAnErrorAndNotCut(t *testing.T) {
+	f := newFixture(t)
+	root := filled(t, 2, 10)
+	f.server.files.limits.walkEntries = 20
+	equal(t, 20, len(f.paths("/files/search?path="+root)))
+	equal(t, 2, len(f.paths("/directories/list?path="+root)))
+	status, answer := f.call("GET", "/directories/list?depth=2&path="+root, "")
+	equal(t, 400, status)
+	equal(t, true, strings.Contains(answer, "more than 20 entries below "+root))
+	given(t, root+"/one-more", nil, 0o644)
+	status, _ = f.call("GET", "/files/search?path="+root, "")
+	equal(t, 400, status)
+	equal(t, 1, len(f.paths("/files/search?pattern=one*&path="+root)))
+	equal(t, 3, len(f.paths("/directories/list?path="+root)))
+}
+
+// The entries were counted before: a tree that has grown since must not look complete.
+func TestATreeThatGrowsBeyondTheBoundBreaksTheAnswerOff(t *testing.T) {
+	f := newFixture(t)
+	root := filled(t, 1, 10)
+	f.server.files.limits.walkEntries = 5
+	found := f.server.files.newWalk(t.Context(), root, -1, func(_ string, directory bool) bool { return !directory })
+	err := found.each(func(string, fs.FileInfo) error { return nil })
+	equal(t, true, err != nil && strings.Contains(err.Error(), "more than 5"))
+}
+
+func TestReadingADirectoryEndsWithItsContext(t *testing.T) {
+	root := filled(t, 1, 1500) + "/0"
+	asked := 0
+	ctx, cancel := context.WithCancel(t.Context())
+	reader := nameReader{ctx, 1 << 20}
+	err := reader.read(root, func(nameEntry, bool) (bool, error) {
+		asked++
+		cancel()
+		return true, nil
+	}, func(nameEntry) error { return errors.New("used") })
+	equal(t, true, errors.Is(err, context.Canceled))
+	equal(t, true, asked <= nameBatch)
+	ctx, cancel = context.WithCancel(t.Context())
+	used := 0
+	reader = nameReader{ctx, 1 << 20}
+	err = reader.read(root, func(nameEntry, bool) (bool, error) { return true, nil }, func(nameEntry) error {
+		used++
+		cancel()
+		return nil
+	})
+	equal(t, true, errors.Is(err, context.Canceled) && used == 1)
+}
+
+func TestASearchMayBeginAtALinkButNeverEntersOne(t *testing.T) {
+	f := newFixture(t)
+	root := t.TempDir()
+	mustDo(t, os.Mkdir(root+"/real", 0o755), os.Symlink("real", root+"/link"))
+	given(t, root+"/real/x", nil, 0o644)
+	equal(t, []string{root + "/link/x"}, f.paths("/files/search?path="+root+"/link"))
+	equal(t, []string{root + "/link", root + "/real/x"}, f.paths("/files/search?path="+root))
+	_, err := openDirectory(root + "/link") // exchanged since it was read
+	equal(t, true, err != nil)
+}
