@@ -12,6 +12,9 @@ import (
 )
 
 const (
+	accessWrite    = 2
+	accessSearch   = 1
+	atLinkItself   = 0x100    // AT_SYMLINK_NOFOLLOW
 	attributeBytes = 64 << 10 // of a value or of all names: the kernel's own limit
 
 	attributeACL        = "system.posix_acl_access"
@@ -101,5 +104,24 @@ func setAttribute(file *os.File, a attribute) error {
 		value = unsafe.Pointer(&a.value[0])
 	}
 	_, _, errno := syscall.Syscall6(syscall.SYS_FSETXATTR, file.Fd(), uintptr(unsafe.Pointer(name)), uintptr(value), uintptr(len(a.value)), 0, 0)
+	return errnoOrNil(errno)
+}
+
+// setTimes sets the times of an open file.
+func setTimes(file *os.File, accessed, modified syscall.Timespec) error {
+	times := [2]syscall.Timespec{accessed, modified}
+	_, _, errno := syscall.Syscall6(syscall.SYS_UTIMENSAT, file.Fd(), 0, uintptr(unsafe.Pointer(&times)), 0, 0, 0)
+	return errnoOrNil(errno)
+}
+
+// setLinkTimes sets those of a link itself.
+func setLinkTimes(path string, accessed, modified syscall.Timespec) error {
+	name, err := syscall.BytePtrFromString(path)
+	if err != nil {
+		return err
+	}
+	times, here := [2]syscall.Timespec{accessed, modified}, atFdcwd
+	_, _, errno := syscall.Syscall6(syscall.SYS_UTIMENSAT, uintptr(here), uintptr(unsafe.Pointer(name)),
+		uintptr(unsafe.Pointer(&times)), atLinkItself, 0, 0)
 	return errnoOrNil(errno)
 }

@@ -281,7 +281,7 @@ func TestMoveAcrossDevicesCopiesTheTree(t *testing.T) {
 	os.MkdirAll(from+"/sub", 0o750)
 	os.WriteFile(from+"/sub/file", []byte("x"), 0o640)
 	os.Symlink("sub/file", from+"/link")
-	if err := moveOne(from, other+"/tree"); err != nil {
+	if err := newFixture(t).server.files.moveOne(t.Context(), from, other+"/tree"); err != nil {
 		t.Fatal(err)
 	}
 	equal(t, "x", mustRead(t, other+"/tree/link"))

@@ -97,8 +97,8 @@ func closeInheritedOnExec() {
 	}
 }
 
-// renameExclusive renames without replacing an existing destination. Where the
-// kernel cannot do this atomically the caller's own check has to do.
+// renameExclusive renames without replacing an existing destination. ENOSYS or EINVAL:
+// the kernel or the file system cannot do this.
 func renameExclusive(from, to string) error {
 	source, err := syscall.BytePtrFromString(from)
 	if err != nil {
@@ -111,10 +111,6 @@ func renameExclusive(from, to string) error {
 	here := atFdcwd
 	_, _, errno := syscall.Syscall6(sysRenameat2, uintptr(here), uintptr(unsafe.Pointer(source)),
 		uintptr(here), uintptr(unsafe.Pointer(target)), renameNoReplace, 0)
-	switch errno {
-	case syscall.ENOSYS, syscall.EINVAL:
-		return syscall.Rename(from, to)
-	}
 	return errnoOrNil(errno)
 }
 
