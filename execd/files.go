@@ -34,10 +34,12 @@ type Files struct {
 
 // fileLimits are the bounds of the file routes.
 type fileLimits struct {
-	spoolMemory int      // bytes of content in memory before a file is written in place
-	spoolPlaces []string // directories for what is more
-	walkNames   int      // bytes of the names that a walk holds, all its levels together
-	walkEntries int      // entries of one answer
+	spoolMemory int           // bytes of content in memory before a file is written in place
+	spoolPlaces []string      // directories for what is more
+	walkNames   int           // bytes of the names that a walk holds, all its levels together
+	walkEntries int           // entries of one answer
+	linger      time.Duration // for which the rest of a refused upload is read
+	lingerIdle  time.Duration // of it, without a byte
 }
 
 // NewFiles serves files as the identity of this process.
@@ -50,6 +52,8 @@ func NewFiles(env *Environment, accounts func() Accounts, directory string, umas
 			spoolPlaces: []string{"/tmp", "/var/tmp", "/dev/shm", "/"},
 			walkNames:   32 << 20,
 			walkEntries: 1_000_000,
+			linger:      30 * time.Second,
+			lingerIdle:  5 * time.Second,
 		},
 	}
 }

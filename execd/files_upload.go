@@ -6,6 +6,9 @@ package main
 //   - The n-th metadata part belongs to the n-th file part and comes before it
 //     (every SDK sends it so), which is what allows streaming.
 //   - Files are written in order; earlier ones stay if a later one fails.
+//   - A file that comes before its metadata is not written, nor is any after it, and nothing of
+//     it is kept. The rest of the form is read for the answer, which depends on the counts.
+//   - A refused upload is read to its end, within a limit of time, so that its client gets the answer.
 
 import (
 	"bufio"
@@ -19,11 +22,12 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"time"
 )
 
 const (
 	metadataLimit     = 64 << 10
-	uploadFilesLimit  = 10000
+	uploadPartsLimit  = 20000     // of a form: 10,000 files
 	uploadCopyBuffer  = 128 << 10 // of each side: the form's reader takes and gives 4 KiB at a time
 	uploadPendingSpan = 1000      // metadata parts that may precede their files
 )
@@ -39,10 +43,54 @@ func fileError(code, message string) *problem {
 
 func (f *Files) upload(w http.ResponseWriter, r *http.Request) {
 	if err := f.receive(w, r); err != nil {
+		f.readRest(w, r)
 		writeError(w, err)
 		return
 	}
 	writeEmpty(w)
+}
+
+// readRest reads what a client still sends of a refused upload, for a limited time: closing the
+// connection with bytes unread resets it, and the answer would be lost with it.
+func (f *Files) readRest(w http.ResponseWriter, r *http.Request) {
+	controller, end := http.NewResponseController(w), time.Now().Add(f.limits.linger)
+	buffer := make([]byte, 32<<10)
+	for now := time.Now(); now.Before(end); now = time.Now() {
+		idle := now.Add(f.limits.lingerIdle)
+		if end.Before(idle) {
+			idle = end
+		}
+		_ = controller.SetReadDeadline(idle)
+		if _, err := r.Body.Read(buffer); err != nil {
+			if errors.Is(err, io.EOF) {
+				_ = controller.SetReadDeadline(time.Time{})
+			}
+			return
+		}
+	}
+}
+
+// uploadCount is what a form has had so far.
+type uploadCount struct {
+	parts, metadata, files int
+	early                  int // the first file that came before its metadata; 0: none
+}
+
+// err judges the whole form.
+func (c uploadCount) err() error {
+	switch {
+	case c.metadata == 0 && c.files == 0:
+		return fileError(codeInvalidFile, "multipart form is empty")
+	case c.metadata == 0:
+		return fileError(codeInvalidMetadata, "metadata is missing")
+	case c.files == 0:
+		return fileError(codeInvalidContent, "file is missing")
+	case c.metadata != c.files:
+		return fileError(codeInvalidFile, "numbers of metadata and file parts differ")
+	case c.early > 0:
+		return fileError(codeInvalidMetadata, "metadata of file "+strconv.Itoa(c.early)+" comes after it")
+	}
+	return nil
 }
 
 func (f *Files) receive(w http.ResponseWriter, r *http.Request) error {
@@ -53,23 +101,25 @@ func (f *Files) receive(w http.ResponseWriter, r *http.Request) error {
 	form := multipart.NewReader(bufio.NewReaderSize(requestBody(w, r), uploadCopyBuffer), parameters["boundary"])
 	var waiting []uploadMetadata
 	buffer := bufio.NewWriterSize(nil, uploadCopyBuffer)
-	metadata, files := 0, 0
+	var count uploadCount
 	for {
 		part, err := form.NextRawPart()
 		if errors.Is(err, io.EOF) {
-			break
-		}
-		var malformed textproto.ProtocolError
-		if errors.As(err, &malformed) {
-			return fileError(codeInvalidFile, "a part of the multipart form has a header that is none: is there a control character in the file name?")
+			return count.err()
 		}
 		if err != nil {
-			return fileError(codeInvalidFile, "the multipart form is broken or incomplete")
+			return formProblem(err)
+		}
+		if count.parts++; count.parts > uploadPartsLimit {
+			return fileError(codeInvalidFile, "too many parts in one request")
 		}
 		switch part.FormName() {
 		case "metadata":
-			metadata++
-			if metadata > uploadFilesLimit || len(waiting) >= uploadPendingSpan {
+			count.metadata++
+			if count.early > 0 {
+				continue
+			}
+			if len(waiting) >= uploadPendingSpan {
 				return fileError(codeInvalidFile, "too many files in one request")
 			}
 			next, err := readMetadata(part)
@@ -78,9 +128,12 @@ func (f *Files) receive(w http.ResponseWriter, r *http.Request) error {
 			}
 			waiting = append(waiting, next)
 		case "file":
-			files++
-			if len(waiting) == 0 {
-				return fileError(codeInvalidMetadata, "metadata of file "+strconv.Itoa(files)+" is missing or comes after it")
+			count.files++
+			if count.early == 0 && len(waiting) == 0 {
+				count.early = count.files
+			}
+			if count.early > 0 {
+				continue // only counted: the numbers decide the answer
 			}
 			if err := f.store(part, waiting[0], buffer); err != nil {
 				return err
@@ -88,15 +141,14 @@ func (f *Files) receive(w http.ResponseWriter, r *http.Request) error {
 			waiting = waiting[1:]
 		}
 	}
-	switch {
-	case metadata == 0:
-		return fileError(codeInvalidFile, "multipart form is empty")
-	case files == 0:
-		return fileError(codeInvalidContent, "file is missing")
-	case len(waiting) > 0:
-		return fileError(codeInvalidFile, "numbers of metadata and file parts differ")
+}
+
+func formProblem(err error) error {
+	var malformed textproto.ProtocolError
+	if errors.As(err, &malformed) {
+		return fileError(codeInvalidFile, "a part of the multipart form has a header that is none: is there a control character in the file name?")
 	}
-	return nil
+	return fileError(codeInvalidFile, "the multipart form is broken or incomplete")
 }
 
 func readMetadata(part *multipart.Part) (uploadMetadata, error) {
