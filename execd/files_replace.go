@@ -6,12 +6,15 @@ package main
 //   - Replacing is byte-wise and streamed; a file without a match is not touched.
 
 import (
+	"bufio"
 	"bytes"
 	"errors"
 	"io"
 	"net/http"
 	"slices"
 )
+
+const replaceBuffer = 128 << 10
 
 type replacement struct {
 	Old string `json:"old"`
@@ -81,8 +84,11 @@ func (f *Files) replaceIn(path string, from, to []byte) (count int64, err error)
 		return 0, err
 	}
 	err = f.write(path, checked{uid: -1, gid: -1}, func(w io.Writer) (err error) {
-		count, err = substitute(w, file, from, to)
-		return err
+		out := bufio.NewWriterSize(w, replaceBuffer) // an occurrence is no system call of its own
+		if count, err = substitute(out, file, from, to); err != nil {
+			return err
+		}
+		return out.Flush()
 	})
 	return count, err
 }
