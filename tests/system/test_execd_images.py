@@ -22,7 +22,7 @@ import httpx
 import pytest
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
-from opensandbox.models.filesystem import WriteEntry
+from opensandbox.models.filesystem import ContentReplaceEntry, MoveEntry, WriteEntry
 from opensandbox.sync.sandbox import SandboxSync
 
 from demo.stack import EMPTY_IMAGE, IMAGE, Stack
@@ -163,6 +163,34 @@ def test_an_empty_image_is_a_sandbox(runtime: str, stack: Stack) -> None:
         sandbox.files.write_file("/deep/file", "content")
         assert "content" == sandbox.files.read_file("/deep/file")
         assert sandbox.get_metrics().memory_total_in_mib <= 64
+
+
+def test_files_keep_content_and_times_whatever_the_directory_allows(runtime: str, stack: Stack) -> None:
+    """As another identity: a file in a directory of root, and a read-only directory across file systems."""
+    with made(stack, runtime, IMAGE, memory="256Mi") as sandbox:
+        prepared = sandbox.commands.run(
+            "mkdir /shared && cd /shared && yes text | head -c 3000000 >big && echo 'old text' >file && chmod 666 * && "
+            "mkdir -m 1777 /sticky && cp file /sticky && chmod 666 /sticky/file && umask 0 && mkdir /dev/shm/to"
+        )
+        assert prepared.error is None, prepared
+        other = sandbox.files_with_identity(65534, 65534)
+        for path in ("/shared/file", "/sticky/file", "/shared/big"):
+            before = other.read_file(path)
+            other.replace_contents([ContentReplaceEntry(path=path, old_content="text", new_content="texts")])
+            assert before.replace("text", "texts") == other.read_file(path)
+        assert "big\nfile\nfile\n" == output(sandbox.commands.run("ls -A /shared /sticky | grep -v -e : -e '^$'"))
+        times = "cd {} && stat -c '%n %a %u %Y %y' . sub sub/file link"
+        as_other = RunCommandOpts(uid=65534, gid=65534)
+        made_tree = sandbox.commands.run(
+            "umask 022; mkdir -p /tmp/from/sub && cd /tmp/from && echo content >sub/file && ln -s sub link && "
+            "touch -h -d '2020-02-02 02:02:02.123456789' sub/file sub link . && chmod 555 sub .",
+            opts=as_other,
+        )
+        assert made_tree.error is None, made_tree
+        before = output(sandbox.commands.run(times.format("/tmp/from")))
+        other.move_files([MoveEntry(src="/tmp/from", dest="/dev/shm/to/here")])
+        assert before == output(sandbox.commands.run(times.format("/dev/shm/to/here")))
+        assert "here\n" == output(sandbox.commands.run("ls -A /dev/shm/to; ls -d /tmp/from 2>/dev/null"))
 
 
 def test_a_hostile_workload_ends_in_limits(runtime: str, stack: Stack, images: None) -> None:
