@@ -30,10 +30,12 @@ import (
 )
 
 const (
-	isolatedLimit   = 64
-	isolatedStart   = 15 * time.Second
-	isolatedVersion = "1"
-	isolatedAnswer  = 64 << 10
+	isolatedLimit    = 64
+	isolatedStart    = 15 * time.Second
+	isolatedVersion  = "1"
+	isolatedAnswer   = 64 << 10
+	isolatedPatience = 5 * time.Second  // for an answer of a session's server about itself
+	isolatedRetry    = 30 * time.Second // between two attempts to find out whether there is isolation
 )
 
 // Isolation is the table of isolated sessions.
@@ -43,8 +45,13 @@ type Isolation struct {
 	root     string // below it is what sessions write
 	pid1     bool   // init duties
 
-	probe   sync.Once
-	missing string // why there is no isolation; "": there is
+	patience time.Duration // for an answer of a session's server about itself
+	retry    time.Duration // between two attempts to find out whether there is isolation
+
+	probe   sync.Mutex
+	known   bool      // missing holds for good
+	missing string    // why there is no isolation; "": there is
+	tried   time.Time // when that was found out; zero: not yet
 
 	mutex    sync.Mutex
 	byID     map[string]*isolated
@@ -67,35 +74,55 @@ type isolated struct {
 
 // NewIsolation looks at nothing yet.
 func NewIsolation(commands *Commands, program, root string, pid1 bool) *Isolation {
-	return &Isolation{commands: commands, program: program, root: root, pid1: pid1, byID: map[string]*isolated{}}
+	return &Isolation{
+		commands: commands, program: program, root: root, pid1: pid1, patience: isolatedPatience, retry: isolatedRetry,
+		byID: map[string]*isolated{},
+	}
 }
 
-// unavailable says why there is no isolation, by having tried it; "" if there is.
+const noIsolation = `isolated sessions are off in this sandbox: create it with the extensions "bootstrap.execd.isolation": "enable" and "sallyport.runtime": "runsc"`
+
+// unavailable says why there is no isolation, by having tried it; "" if there is. Success and
+// the want of the capability are final. Any other failure may be of the moment (memory,
+// processes, time) and is tried again, at most once in a while.
 func (i *Isolation) unavailable() string {
-	i.probe.Do(func() {
-		if !i.commands.reaper.admin {
-			i.missing = `isolated sessions are off in this sandbox: create it with the extensions "bootstrap.execd.isolation": "enable" and "sallyport.runtime": "runsc"`
-			return
-		}
-		if err := i.prepare(); err != nil {
-			i.missing = "isolated sessions do not work here: " + explained(err)
-			return
-		}
-		scratch, err := os.MkdirTemp(i.root, "probe-")
-		if err == nil {
-			defer os.RemoveAll(scratch)
-			plan := &viewPlan{Root: i.root, Scratch: scratch, PrivateTmp: true, Directory: "/", UID: uint32(os.Geteuid()), GID: uint32(os.Getegid())}
-			var probe *helper
-			request := isolatedRequest{}
-			if probe, err = i.start(plan, request.namespaces()); err == nil {
-				probe.end()
-			}
-		}
-		if err != nil {
-			i.missing = "isolated sessions do not work here: " + explained(err)
-		}
-	})
-	return i.missing
+	i.probe.Lock()
+	defer i.probe.Unlock()
+	if i.known || !i.tried.IsZero() && time.Since(i.tried) < i.retry {
+		return i.missing
+	}
+	if !i.commands.reaper.admin {
+		i.known, i.missing = true, noIsolation
+		return i.missing
+	}
+	err := i.try()
+	i.tried = time.Now()
+	if err != nil {
+		i.missing = "isolated sessions do not work here: " + explained(err)
+		return i.missing
+	}
+	i.known, i.missing = true, ""
+	return ""
+}
+
+// try makes a session and ends it.
+func (i *Isolation) try() error {
+	if err := i.prepare(); err != nil {
+		return err
+	}
+	scratch, err := os.MkdirTemp(i.root, "probe-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(scratch)
+	plan := &viewPlan{Root: i.root, Scratch: scratch, PrivateTmp: true, Directory: "/", UID: uint32(os.Geteuid()), GID: uint32(os.Getegid())}
+	request := isolatedRequest{}
+	probe, err := i.start(plan, request.namespaces())
+	if err != nil {
+		return err
+	}
+	probe.end()
+	return nil
 }
 
 // prepare makes the directory of sessions and removes what an earlier daemon left there.
@@ -240,16 +267,22 @@ func (i *Isolation) find(id string) (*isolated, error) {
 
 // remove ends a session and takes away what it wrote.
 func (i *Isolation) remove(id string) bool {
+	return i.removeIf(id, func() bool { return true })
+}
+
+// removeIf removes a session if a condition holds, which is looked at with the mutex held.
+func (i *Isolation) removeIf(id string, condition func() bool) bool {
 	i.mutex.Lock()
 	removed := i.byID[id]
+	if removed == nil || !condition() {
+		i.mutex.Unlock()
+		return false
+	}
 	delete(i.byID, id)
-	if removed != nil && removed.timer != nil {
+	if removed.timer != nil {
 		removed.timer.Stop()
 	}
 	i.mutex.Unlock()
-	if removed == nil {
-		return false
-	}
 	removed.helper.end()
 	if err := os.RemoveAll(removed.scratch); err != nil {
 		i.commands.log.Printf("an isolated session left files: %v", reason(err))
@@ -289,31 +322,44 @@ func (i *Isolation) watch(watched *isolated) {
 		watched.timer = time.AfterFunc(left, func() { i.watch(watched) })
 		return
 	}
-	go func() {
-		if watched.busy() {
-			i.touch(watched, 0)
-			i.watch(watched)
-			return
+	go i.expire(watched, watched.used)
+}
+
+// expire removes a session in which nothing has run since it was used. A server that does not
+// answer may be slow, and then what runs in it goes on: only its end is the session's.
+func (i *Isolation) expire(watched *isolated, used time.Time) {
+	busy, err := watched.busy(i.patience)
+	switch {
+	case err != nil && !watched.dead():
+		i.mutex.Lock()
+		defer i.mutex.Unlock()
+		if i.byID[watched.id] == watched {
+			watched.timer = time.AfterFunc(i.patience, func() { i.watch(watched) })
 		}
-		i.remove(watched.id)
-	}()
+	case err == nil && busy:
+		i.touch(watched, 0)
+		i.watch(watched)
+	case !i.removeIf(watched.id, func() bool { return watched.active == 0 && watched.used.Equal(used) }):
+		i.watch(watched)
+	}
 }
 
 // busy asks the server inside whether a background run goes on.
-func (s *isolated) busy() bool {
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+func (s *isolated) busy(patience time.Duration) (bool, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://helper/busy", nil)
 	if err != nil {
-		return false
+		return false, err
 	}
 	response, err := s.helper.idle.RoundTrip(request)
 	if err != nil {
-		return false
+		return false, err
 	}
 	defer response.Body.Close()
 	var answer struct{ Busy bool }
-	return json.NewDecoder(io.LimitReader(response.Body, isolatedAnswer)).Decode(&answer) == nil && answer.Busy
+	err = json.NewDecoder(io.LimitReader(response.Body, isolatedAnswer)).Decode(&answer)
+	return answer.Busy, err
 }
 
 // touch notes use, and a change of the number of requests under way.

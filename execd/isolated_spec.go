@@ -5,7 +5,8 @@ package main
 // Invariants
 //   - Every path is absolute, clean and free of links where it names a place to mount
 //     at; places of the system and of this daemon cannot be mounted over.
-//   - A bind's source is inside an allowed directory after its links were resolved.
+//   - The source of a bind, and what is writable besides, is inside an allowed directory after
+//     its links were resolved.
 //   - Nothing is made here; isolated_view.go makes the view.
 
 import (
@@ -28,7 +29,7 @@ const (
 	isolatedUpperScan = 1 << 20 // entries looked at to measure
 )
 
-// bindSources are where a bind's source may lie.
+// bindSources are where the source of a bind, and what is writable besides, may lie.
 var bindSources = []string{"/workspace", "/mnt", "/media", "/data"}
 
 // systemPlaces cannot be mounted over.
@@ -133,7 +134,10 @@ func (r *isolatedRequest) plan(root string) (*viewPlan, error) {
 	}
 	made.Directory, made.Logs = made.Mounts[0].Target, made.Mounts[0].Kind == viewWritable || made.Mounts[0].Kind == viewOverlay
 	for _, path := range r.Writable {
-		if err := mountPlace(path, false); err != nil {
+		if err := mountPlace(path, false); err != nil { // it leads through no link
+			return nil, err
+		}
+		if err := allowedSource(path); err != nil {
 			return nil, err
 		}
 		made.Mounts = append(made.Mounts, viewMount{viewWritable, path, path})
@@ -198,8 +202,8 @@ func (b *isolatedBind) mount() (viewMount, error) {
 	if err != nil {
 		return viewMount{}, badRequest("a bind's source is not accessible: " + reason(err))
 	}
-	if !slices.ContainsFunc(bindSources, func(allowed string) bool { return within(source, allowed) }) {
-		return viewMount{}, badRequest("a bind's source must lie in " + strings.Join(bindSources, ", "))
+	if err := allowedSource(source); err != nil {
+		return viewMount{}, err
 	}
 	kind := viewWritable
 	if b.ReadOnly != nil && *b.ReadOnly {
@@ -207,6 +211,14 @@ func (b *isolatedBind) mount() (viewMount, error) {
 	}
 	target := text(b.Dest, source)
 	return viewMount{kind, source, target}, mountPlace(target, false)
+}
+
+// allowedSource checks a path without links that a session is to have besides its overlays.
+func allowedSource(path string) error {
+	if slices.ContainsFunc(bindSources, func(allowed string) bool { return within(path, allowed) }) {
+		return nil
+	}
+	return badRequest("binds and extra_writable must lie in " + strings.Join(bindSources, ", "))
 }
 
 // within tells whether a clean path is a place or below it.

@@ -1,8 +1,11 @@
 package main
 
 import (
+	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -164,6 +167,109 @@ func TestAnIdleIsolatedSessionEnds(t *testing.T) {
 	status, _ = f.call("GET", path, "")
 	equal(t, 200, status)
 	eventually(t, "in time", func() bool { status, _ := f.call("GET", path, ""); return status == 404 })
+}
+
+func TestAServerThatDoesNotAnswerKeepsItsIsolatedSession(t *testing.T) {
+	f := newFixture(t)
+	f.server.isolation.patience = 50 * time.Millisecond
+	ws := workspace(t)
+	path, id := f.isolate(object{"workspace": object{"path": ws, "mode": "rw"}, "idle_timeout_seconds": 1})
+	status, _ := f.call("POST", path+"/run", `{"code":"while [ ! -e go ]; do sleep 0.05; done; touch done","background":true}`)
+	equal(t, 202, status)
+	server := f.server.isolation.byID[id].helper.process.Pid
+	equal(t, nil, syscall.Kill(server, syscall.SIGSTOP))
+	for began := time.Now(); time.Since(began) < 2*time.Second; time.Sleep(50 * time.Millisecond) {
+		status, _ = f.call("GET", path, "")
+		equal(t, 200, status)
+	}
+	equal(t, nil, syscall.Kill(server, syscall.SIGCONT))
+	equal(t, nil, os.WriteFile(ws+"/go", nil, 0o644))
+	eventually(t, "done", func() bool { _, err := os.Stat(ws + "/done"); return err == nil })
+	eventually(t, "in time", func() bool { status, _ := f.call("GET", path, ""); return status == 404 })
+}
+
+func TestADeadIsolatedSessionIsRemovedWhenItsTimeIsOver(t *testing.T) {
+	f := newFixture(t)
+	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}, "idle_timeout_seconds": 1})
+	f.server.isolation.byID[id].helper.process.SignalGroup(syscall.SIGKILL)
+	eventually(t, "in time", func() bool { status, _ := f.call("GET", path, ""); return status == 404 })
+}
+
+func TestARunThatBeginsAtTheEndOfTheIdleTimeIsKept(t *testing.T) {
+	f := newFixture(t)
+	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}, "idle_timeout_seconds": 600})
+	watched := f.server.isolation.byID[id]
+	before := watched.used
+	f.server.isolation.touch(watched, 1) // it begins while the server is asked
+	f.server.isolation.expire(watched, before)
+	status, _ := f.call("GET", path, "")
+	equal(t, 200, status)
+	f.server.isolation.touch(watched, -1)
+	f.server.isolation.expire(watched, watched.used)
+	status, _ = f.call("GET", path, "")
+	equal(t, 404, status)
+}
+
+func TestAFailureToIsolateIsNotRemembered(t *testing.T) {
+	f := newFixture(t)
+	root := isolationRoot(t) + "/sessions"
+	equal(t, nil, os.WriteFile(root, nil, 0o644))
+	f.server.isolation = NewIsolation(f.server.commands, testBinary, root, false)
+	available := func() bool {
+		_, body := f.call("GET", "/v1/isolated/capabilities", "")
+		return strings.Contains(body, `"available":true`)
+	}
+	equal(t, false, available())
+	equal(t, nil, os.Remove(root))
+	equal(t, false, available()) // it is not tried again at once
+	f.server.isolation.retry = 0
+	equal(t, true, available())
+	equal(t, nil, os.RemoveAll(root))
+	equal(t, nil, os.WriteFile(root, nil, 0o644))
+	equal(t, true, available()) // that it works is remembered
+	equal(t, nil, os.Remove(root))
+}
+
+func TestWhatIsWritableBesidesLiesWhereBindsMay(t *testing.T) {
+	for _, place := range []string{"/etc", "/root", "/usr/bin", "/var/lib", "/tmp", "/home", "/mntx", "/workspace/../etc", "/"} {
+		request := isolatedRequest{Workspace: &isolatedOverlay{Path: "/var/tmp"}, Writable: []string{place}}
+		_, err := request.plan("/nowhere")
+		if err == nil || err.(*problem).status != 400 {
+			t.Errorf("%s: %v", place, err)
+		}
+	}
+	allowed, err := os.MkdirTemp("/mnt", "execd-writable-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(allowed)
+	link := allowed + "/link"
+	equal(t, nil, os.Symlink("/etc", link))
+	for path, accepted := range map[string]bool{allowed: true, link: false, link + "/ssl": false} {
+		request := isolatedRequest{Workspace: &isolatedOverlay{Path: "/var/tmp"}, Writable: []string{path}}
+		_, err := request.plan("/nowhere")
+		equal(t, fmt.Sprint(path, accepted), fmt.Sprint(path, err == nil))
+	}
+}
+
+func TestAClientThatLeavesInterruptsItsIsolatedRun(t *testing.T) {
+	f := newFixture(t)
+	ws := workspace(t)
+	path, _ := f.isolate(object{"workspace": object{"path": ws, "mode": "rw"}})
+	code := `trap 'echo INT >>asked; exit' INT; trap 'echo TERM >>asked; exit' TERM; touch begun; while :; do sleep 0.02; done`
+	body, _ := json.Marshal(object{"code": code})
+	ctx, leave := context.WithCancel(context.Background())
+	request, err := http.NewRequestWithContext(ctx, "POST", f.http.URL+path+"/run", bytes.NewReader(body))
+	equal(t, nil, err)
+	request.Header.Set(tokenHeader, testToken)
+	response, err := http.DefaultClient.Do(request)
+	equal(t, nil, err)
+	defer response.Body.Close()
+	eventually(t, "begun", func() bool { _, err := os.Stat(ws + "/begun"); return err == nil })
+	leave()
+	eventually(t, "asked", func() bool { text, _ := os.ReadFile(ws + "/asked"); return len(text) > 0 })
+	equal(t, "INT\n", mustRead(t, ws+"/asked"))
+	equal(t, []string{"alive"}, f.runAt(path+"/run", object{"code": "echo alive"}).stdout)
 }
 
 func TestWithoutTheCapabilityNothingIsPretended(t *testing.T) {

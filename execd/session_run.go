@@ -27,7 +27,7 @@ type sessionRunRequest struct {
 	// What a run of an isolated session has besides.
 	envs    map[string]*string
 	id      string         // of the run; else the session's
-	asking  syscall.Signal // sent first at the time limit; else SIGKILL at once
+	asking  syscall.Signal // sent first at the time limit (else SIGKILL) and when the client left (else SIGTERM)
 	failure string         // name of the error at the time limit; else that of any failure
 }
 
@@ -253,7 +253,7 @@ func (s *Sessions) supervise(
 			}
 		case <-left:
 			left = nil
-			go process.Terminate(interruptGrace)
+			go process.endWith(cmp.Or(asking, syscall.SIGTERM), interruptGrace)
 		case <-ticker.C:
 			stream.ping()
 		}
