@@ -10,7 +10,10 @@ package main
 //   - Expansion touches $NAME and ${NAME} only; everything else is literal.
 
 import (
+	"cmp"
+	"fmt"
 	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -30,25 +33,24 @@ const defaultEnvFile = "/opt/opensandbox/.env"
 
 // Environment is the daemon's environment as children may see it.
 type Environment struct {
-	visible  atomic.Pointer[map[string]string] // own and bound together; never changed, only replaced
-	jupyter  string                            // JUPYTER_TOKEN of the entrypoint, may be empty
-	envFile  string                            // "": there is none
-	warnSkip func(skipped int)
+	visible atomic.Pointer[map[string]string] // own and bound together; never changed, only replaced
+	warn    func(problem string)              // about the EXECD_ENVS file; nil: nothing is said
 
-	mutex sync.Mutex
-	own   map[string]string
-	bound map[string]string
+	mutex   sync.Mutex
+	own     map[string]string
+	bound   map[string]string
+	jupyter string // JUPYTER_TOKEN of the entrypoint, may be empty
+	warned  string // what is wrong with the EXECD_ENVS file since it was last read
 }
 
 // NewEnvironment takes the process environment ("KEY=value" entries).
 func NewEnvironment(environ []string) *Environment {
-	env := &Environment{own: environMap(environ), warnSkip: func(int) {}}
+	env := &Environment{own: environMap(environ)}
 	env.jupyter = env.own["JUPYTER_TOKEN"]
 	for _, name := range credentials {
 		delete(env.own, name)
 	}
-	if env.envFile = env.own["EXECD_ENVS"]; env.envFile == "" {
-		env.envFile = defaultEnvFile
+	if env.own["EXECD_ENVS"] == "" {
 		env.own["EXECD_ENVS"] = defaultEnvFile
 	}
 	env.publish()
@@ -73,13 +75,16 @@ func (e *Environment) publish() {
 
 func (e *Environment) base() map[string]string { return *e.visible.Load() }
 
-// Replace exchanges the daemon's own variables; credentials stay out.
+// Replace exchanges the daemon's own variables; credentials stay out, but for what the
+// entrypoint is given.
 func (e *Environment) Replace(variables map[string]string) {
 	e.mutex.Lock()
 	defer e.mutex.Unlock()
+	envFile := cmp.Or(variables["EXECD_ENVS"], e.own["EXECD_ENVS"])
 	e.own = maps.Clone(variables)
+	e.jupyter = e.own["JUPYTER_TOKEN"]
 	maps.DeleteFunc(e.own, func(name, _ string) bool { return slices.Contains(credentials, name) })
-	e.own["EXECD_ENVS"] = e.envFile
+	e.own["EXECD_ENVS"] = envFile
 	e.publish()
 }
 
@@ -109,11 +114,7 @@ func (e *Environment) Home(accounts func() Accounts) string {
 // ForCommand merges, low to high: daemon, EXECD_ENVS file, request.
 func (e *Environment) ForCommand(request map[string]*string) map[string]string {
 	merged := maps.Clone(e.base())
-	entries, skipped := parseEnvFile(readRegular(e.envFile, envFileLimit), e.Lookup)
-	if skipped > 0 {
-		e.warnSkip(skipped)
-	}
-	for _, entry := range entries {
+	for _, entry := range e.stored(merged["EXECD_ENVS"]) {
 		merged[entry.key] = entry.value
 	}
 	for key, value := range request {
@@ -124,11 +125,33 @@ func (e *Environment) ForCommand(request map[string]*string) map[string]string {
 	return merged
 }
 
+// stored reads the EXECD_ENVS file, the one that children are told of; without a name there is none.
+func (e *Environment) stored(path string) []envEntry {
+	if path == "" {
+		return nil
+	}
+	data, more, problem := readEnvFile(path)
+	entries, skipped := parseEnvFile(data, more, e.Lookup)
+	if skipped > 0 {
+		problem = strings.TrimPrefix(problem+fmt.Sprintf("; %d malformed entries are skipped", skipped), "; ")
+	}
+	e.mutex.Lock()
+	defer e.mutex.Unlock()
+	if problem != e.warned && problem != "" && e.warn != nil { // once, not for each command
+		e.warn(problem)
+	}
+	e.warned = problem
+	return entries
+}
+
 // ForEntrypoint is the daemon's environment for the user's entrypoint.
 func (e *Environment) ForEntrypoint() []string {
 	merged := maps.Clone(e.base())
-	if e.jupyter != "" {
-		merged["JUPYTER_TOKEN"] = e.jupyter
+	e.mutex.Lock()
+	token := e.jupyter
+	e.mutex.Unlock()
+	if token != "" {
+		merged["JUPYTER_TOKEN"] = token
 	}
 	return environList(merged)
 }
@@ -172,22 +195,47 @@ func expandVariables(text string, lookup lookupFunc, undefined undefinedRule) st
 	if strings.IndexByte(text, '$') < 0 {
 		return text
 	}
-	var out strings.Builder
-	for i := 0; i < len(text); {
-		name, length := variableAt(text[i:])
+	out := boundedText{limit: math.MaxInt}
+	out.expand(text, lookup, undefined)
+	return out.text.String()
+}
+
+// boundedText takes no piece that makes it longer than its limit, and none after that.
+type boundedText struct {
+	text  strings.Builder
+	limit int
+	over  bool // something was not taken
+}
+
+func (t *boundedText) add(piece string) {
+	if t.over = t.over || len(piece) > t.limit-t.text.Len(); !t.over {
+		t.text.WriteString(piece)
+	}
+}
+
+// expand is expandVariables for a text that is added.
+func (t *boundedText) expand(text string, lookup lookupFunc, undefined undefinedRule) {
+	for begin := 0; !t.over; {
+		dollar := strings.IndexByte(text[begin:], '$')
+		if dollar < 0 {
+			t.add(text[begin:])
+			return
+		}
+		t.add(text[begin : begin+dollar])
+		begin += dollar
+		name, length := variableAt(text[begin:])
 		if length == 0 {
-			out.WriteByte(text[i])
-			i++
+			t.add("$")
+			begin++
 			continue
 		}
-		if value, ok := lookup(name); ok {
-			out.WriteString(value)
-		} else {
-			out.WriteString(undefined(text[i : i+length]))
+		value, ok := lookup(name)
+		if !ok {
+			value = undefined(text[begin : begin+length])
 		}
-		i += length
+		t.add(value)
+		begin += length
 	}
-	return out.String()
 }
 
 // variableAt recognises a reference at the start of text; length 0 means none.
@@ -195,19 +243,22 @@ func variableAt(text string) (name string, length int) {
 	if len(text) < 2 || text[0] != '$' {
 		return "", 0
 	}
+	begin := 1
 	if text[1] == '{' {
-		end := strings.IndexByte(text, '}')
-		if end < 0 || !isVariableName(text[2:end]) {
-			return "", 0
-		}
-		return text[2:end], end + 1
+		begin = 2
 	}
-	end := 1
+	end := begin
 	for end < len(text) && isNameByte(text[end]) {
 		end++
 	}
-	if !isVariableName(text[1:end]) {
+	if !isVariableName(text[begin:end]) {
 		return "", 0
 	}
-	return text[1:end], end
+	if begin == 1 {
+		return text[begin:end], end
+	}
+	if end == len(text) || text[end] != '}' {
+		return "", 0
+	}
+	return text[begin:end], end + 1
 }

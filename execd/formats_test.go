@@ -10,7 +10,7 @@ func TestEnvFileForms(t *testing.T) {
 	lookup := mapLookup(map[string]string{"HOME": "/root"})
 	text := "# comment\n\nPLAIN =  a b $HOME ${HOME}x $NONE. \nexport X=1\n1BAD=x\nS='a$HOME\nb\"'\n" +
 		"D=\"t\\tq\\\"$HOME\\\\n\\$HOME\nline\\x\" # note\nOPEN='never closed\nLAST=1\nLAST=2\nJUNK='a'b\n"
-	entries, skipped := parseEnvFile([]byte(text), lookup)
+	entries, skipped := parseEnvFile([]byte(text), false, lookup)
 	equal(t, 4, skipped)
 	values := map[string]string{}
 	for _, entry := range entries {
@@ -21,11 +21,28 @@ func TestEnvFileForms(t *testing.T) {
 	}, values)
 }
 
+func TestValuesOfAnEnvFileAreBoundedWhateverTheyReferTo(t *testing.T) {
+	lookup := mapLookup(map[string]string{"BIG": strings.Repeat("x", 64<<10), "S": "y"})
+	for _, text := range []string{strings.Repeat("A=$BIG\n", 2000), strings.Repeat("A=\"$BIG$BIG$BIG\"\n", 2000)} {
+		entries, skipped := parseEnvFile([]byte(text+"LAST=$S\n"), false, lookup)
+		equal(t, 2001, len(entries)+skipped)
+		total := 0
+		for _, entry := range entries {
+			total += len(entry.value)
+			equal(t, true, len(entry.key+"="+entry.value) < envEntryLimit)
+		}
+		equal(t, true, total <= envFileLimit)
+	}
+	entries, skipped := parseEnvFile([]byte("A="+strings.Repeat("${", 60<<10)+"\nB=1\n"), false, lookup)
+	equal(t, 0, skipped)
+	equal(t, 2, len(entries))
+}
+
 func FuzzEnvFileNeverFailsAndRoundTrips(f *testing.F) {
 	f.Add([]byte("A='b'\nC=\"d\\n\"\n"), "value")
 	f.Fuzz(func(t *testing.T, data []byte, value string) {
 		lookup := mapLookup(map[string]string{"A": "$A"})
-		entries, _ := parseEnvFile(data, lookup)
+		entries, _ := parseEnvFile(data, false, lookup)
 		for _, entry := range entries {
 			if !isVariableName(entry.key) || strings.IndexByte(entry.value, 0) >= 0 {
 				t.Fatalf("%q", entry)
@@ -34,7 +51,7 @@ func FuzzEnvFileNeverFailsAndRoundTrips(f *testing.F) {
 		if strings.ContainsAny(value, "'\x00") {
 			return
 		}
-		written, skipped := parseEnvFile([]byte("K='"+value+"'\n"), lookup)
+		written, skipped := parseEnvFile([]byte("K='"+value+"'\n"), false, lookup)
 		equal(t, 0, skipped)
 		equal(t, 1, len(written))
 		if written[0].value != value {

@@ -39,7 +39,8 @@ func daemonUnder(t *testing.T, env, program []string, arguments ...string) (proc
 	defer null.Close()
 	process, err = testReaper.Start(Spec{
 		Path: program[0], Argv: slices.Concat(program, []string{"--port", port}, arguments),
-		Env:   append([]string{"PATH=" + os.Getenv("PATH"), "EXECD_ENVS=" + filepath.Join(t.TempDir(), "env")}, env...),
+		// The first of two entries of one name counts.
+		Env:   append(slices.Clone(env), "PATH="+os.Getenv("PATH"), "EXECD_ENVS="+filepath.Join(t.TempDir(), "env")),
 		Files: [3]uintptr{null.Fd(), log.Fd(), log.Fd()}, Dir: "/",
 	})
 	if err != nil {

@@ -64,7 +64,7 @@ func serveIsolated() int {
 }
 
 func newIsolatedServer(plan *viewPlan, reaper *Reaper) *isolatedServer {
-	env := &Environment{own: environMap(plan.Env), warnSkip: func(int) {}}
+	env := &Environment{own: environMap(plan.Env)}
 	env.publish()
 	accounts := func() Accounts { return LoadAccounts("") }
 	commands := &Commands{

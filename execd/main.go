@@ -10,7 +10,6 @@ import (
 	"log"
 	"os"
 	"os/signal"
-	"path/filepath"
 	"syscall"
 )
 
@@ -69,7 +68,7 @@ func run() int {
 	}
 	go reserveThreads() // while the listener already answers
 	go d.serve()
-	prepareEnvFile(d.server.commands.env.envFile)
+	d.server.commands.env.prepareFile()
 	if config.Init {
 		return d.runEntrypoint(lifecycle, config.Entrypoint)
 	}
@@ -118,7 +117,7 @@ func takeEnvironment(logger *log.Logger) *Environment {
 	for _, name := range credentials {
 		os.Unsetenv(name)
 	}
-	env.warnSkip = func(skipped int) { logger.Printf("EXECD_ENVS: %d malformed entries skipped", skipped) }
+	env.warn = func(problem string) { logger.Print("EXECD_ENVS: " + problem) }
 	return env
 }
 
@@ -240,15 +239,5 @@ func (d *service) runAlone(lifecycle Lifecycle) int {
 				return 0
 			}
 		}
-	}
-}
-
-// prepareEnvFile creates the EXECD_ENVS file if that is possible.
-func prepareEnvFile(path string) {
-	if os.MkdirAll(filepath.Dir(path), 0o755) != nil {
-		return
-	}
-	if file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND|syscall.O_NONBLOCK, 0o644); err == nil {
-		file.Close()
 	}
 }

@@ -159,7 +159,7 @@ func TestSessionMergesStderrAndSendsBareLines(t *testing.T) {
 func TestSessionTakesTheEnvironmentOfNowUnlessItChangedIt(t *testing.T) {
 	f := newFixture(t)
 	file := t.TempDir() + "/env"
-	f.server.commands.env.envFile = file
+	f.server.commands.env.Bind(map[string]string{"EXECD_ENVS": file})
 	session := f.newSession("{}")
 	write := func(text string) {
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
