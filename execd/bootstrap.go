@@ -5,37 +5,81 @@ package main
 //
 // Invariants
 //   - EXECD_BOOTSTRAP_PRE_SCRIPT is sourced by the image's shell, in a process of its
-//     own; what it exports reaches the entrypoint and every command.
-//   - BOOTSTRAP_CMD, or arguments that begin with -c, are text for a shell; anything
-//     else is started as it is.
+//     own; what it exports reaches the entrypoint and every command. What it had
+//     exported counts also where its last command fails, or it exits. It has a time limit.
+//   - The shell's variables are read by this program, started from the shell: nothing of
+//     the image is needed, and nothing the script redefines or redirects is in the way.
+//   - BOOTSTRAP_CMD, or arguments that begin with -c, are text for a shell; without
+//     either and without arguments the shell itself is started; anything else is started
+//     as it is.
 
 import (
+	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
 )
 
-const preScriptLimit = 5 * time.Minute
+const (
+	preScriptLimit = 5 * time.Minute
+	environFlag    = "--environment" // the whole command line of what writes its environment to environResult
+	// environResult is a number that no shell chooses by itself; some scripts use 9.
+	environResult = 250
+)
 
-// preScript prints its environment to descriptor 9 when the script has been read.
-const preScript = `. "$1" && env -0 >&9`
+// preScript sources %s and starts this program, its name, when that is over. The trap is for
+// a script that ends the shell, and one may have a trap of its own in its place.
+const preScript = `trap '[ "${__execd-}" ] || "$0" ` + environFlag + `' EXIT
+. %s
+"$0" ` + environFlag + `; __execd=1`
 
-// sourcePreScript adds what the script exports. What goes wrong is a line in the log.
-func (s *Supervisor) sourcePreScript() {
+// writeEnvironment is what environFlag means. What was written before is replaced.
+func writeEnvironment() int {
+	result := os.NewFile(environResult, "environment")
+	if result.Truncate(0) != nil {
+		return 1
+	}
+	if _, err := result.WriteAt([]byte(strings.Join(os.Environ(), "\x00")), 0); err != nil {
+		return 1
+	}
+	return 0
+}
+
+// sourcePreScript adds what the script exports; it sees the entrypoint as its arguments.
+// What goes wrong is a line in the log.
+func (s *Supervisor) sourcePreScript(entrypoint []string) {
 	script, _ := s.env.Lookup("EXECD_BOOTSTRAP_PRE_SCRIPT")
 	if script == "" {
 		return
 	}
-	variables, problem := s.exportsOf(script)
+	before := environMap(s.env.ForEntrypoint())
+	variables, problem := s.exportsOf(script, entrypoint)
 	if problem != "" {
 		s.log.Print("EXECD_BOOTSTRAP_PRE_SCRIPT: " + problem)
+	}
+	if variables == nil {
 		return
 	}
+	for _, name := range []string{"_", "OLDPWD", "PWD", "SHLVL"} { // of the shell that has ended
+		delete(variables, name)
+	}
+	for name, value := range before { // a shell may lose what has no name it knows
+		if _, kept := variables[name]; !kept && (!isVariableName(name) || name == "PWD" || name == "OLDPWD" || name == "SHLVL") {
+			variables[name] = value
+		}
+	}
 	s.env.Replace(variables)
+	s.env.prepareFile()
 }
 
-func (s *Supervisor) exportsOf(script string) (variables map[string]string, problem string) {
+// exportsOf returns nil where the exports are not known.
+func (s *Supervisor) exportsOf(script string, entrypoint []string) (variables map[string]string, problem string) {
+	script, err := filepath.Abs(script) // else it is searched for on PATH
+	if err != nil {
+		return nil, explained(err)
+	}
 	if info, err := os.Stat(script); err != nil || !info.Mode().IsRegular() {
 		return nil, "is not a readable file"
 	}
@@ -43,7 +87,7 @@ func (s *Supervisor) exportsOf(script string) (variables map[string]string, prob
 	if err != nil {
 		return nil, explained(err)
 	}
-	result, err := stateFile(nil)
+	result, err := memoryFile()
 	if err != nil {
 		return nil, explained(err)
 	}
@@ -52,34 +96,39 @@ func (s *Supervisor) exportsOf(script string) (variables map[string]string, prob
 	if err != nil {
 		return nil, explained(err)
 	}
+	text := fmt.Sprintf(preScript, shellQuote(script))
 	process, err := s.reaper.Start(Spec{
-		Path: shell, Argv: []string{shell, "-c", preScript, "sh", script}, Env: s.env.ForEntrypoint(),
-		Files: [3]uintptr{null.Fd(), 1, 2}, Extra: map[int]uintptr{shResult: result.Fd()},
+		Path: shell, Argv: append([]string{shell, "-c", text, s.program}, entrypoint...), Env: s.env.ForEntrypoint(),
+		Files: [3]uintptr{null.Fd(), 1, 2}, Extra: map[int]uintptr{environResult: result.Fd()},
 	})
 	null.Close()
 	if err != nil {
 		return nil, reason(err)
 	}
+	limit := time.NewTimer(s.scriptLimit)
+	defer limit.Stop()
 	select {
 	case <-process.Done:
-	case <-time.After(preScriptLimit):
+		problem = outcomeOf(process.Status).failure
+	case <-limit.C:
+		problem = fmt.Sprintf("did not end within %s", s.scriptLimit)
 		process.SignalGroup(syscall.SIGKILL)
 		<-process.Done
 	}
-	text, err := readState(result)
-	if err != nil || len(text) == 0 {
-		return nil, "failed; its exports are not known"
+	content, err := readState(result)
+	if err != nil || len(content) == 0 {
+		return nil, strings.TrimPrefix(problem+"; its exports are not known", "; ")
 	}
-	variables = environMap(strings.Split(string(text), "\x00"))
-	delete(variables, "_")
-	delete(variables, "JUPYTER_TOKEN")
-	return variables, ""
+	if problem != "" {
+		problem += "; what it had exported is used"
+	}
+	return environMap(strings.Split(string(content), "\x00")), problem
 }
 
 // shell is the image's.
 func (s *Supervisor) shell() (string, error) {
 	for _, name := range []string{"bash", "sh"} {
-		if path, err := s.program(name); err == nil {
+		if path, err := s.lookup(name); err == nil {
 			return path, nil
 		}
 	}
@@ -87,20 +136,23 @@ func (s *Supervisor) shell() (string, error) {
 }
 
 // commandLine is what to start for an entrypoint.
-func (s *Supervisor) commandLine(entrypoint []string) []string {
+func (s *Supervisor) commandLine(entrypoint []string) ([]string, error) {
 	text, _ := s.env.Lookup("BOOTSTRAP_CMD")
-	if text == "" && len(entrypoint) > 1 && entrypoint[0] == "-c" {
+	if text == "" && len(entrypoint) > 0 {
+		if entrypoint[0] != "-c" {
+			return entrypoint, nil
+		}
 		text = strings.Join(entrypoint[1:], " ")
-	}
-	if text == "" {
-		return entrypoint
 	}
 	shell, _ := s.env.Lookup("BOOTSTRAP_SHELL")
 	if shell == "" {
 		var err error
 		if shell, err = s.shell(); err != nil {
-			shell = "sh" // which is then reported as missing
+			return nil, err
 		}
 	}
-	return []string{shell, "-c", text}
+	if text == "" {
+		return []string{shell}, nil
+	}
+	return []string{shell, "-c", text}, nil
 }

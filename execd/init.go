@@ -19,6 +19,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log"
+	"maps"
 	"os"
 	"slices"
 	"syscall"
@@ -51,6 +52,9 @@ type Supervisor struct {
 	signals <-chan os.Signal
 	again   chan struct{}   // start the entrypoint again
 	lost    <-chan struct{} // closed when the API is gone for good
+
+	program     string        // ourselves
+	scriptLimit time.Duration // of the start script
 }
 
 // restart ends the entrypoint and starts it again; it does not wait for that.
@@ -62,8 +66,8 @@ func (s *Supervisor) restart() {
 }
 
 // prepare does what comes before the entrypoint.
-func (s *Supervisor) prepare(hooks *Hooks, lifecycle Lifecycle) error {
-	s.sourcePreScript()
+func (s *Supervisor) prepare(hooks *Hooks, lifecycle Lifecycle, entrypoint []string) error {
+	s.sourcePreScript(entrypoint)
 	return hooks.begin(lifecycle)
 }
 
@@ -87,7 +91,7 @@ func (s *Supervisor) await(prepared <-chan error) (status int, err error) {
 // Run starts the entrypoint and returns the exit status for this process.
 func (s *Supervisor) Run(entrypoint []string) int {
 	for {
-		status, again := s.runOnce(s.commandLine(entrypoint))
+		status, again := s.runOnce(entrypoint)
 		if !again {
 			return status
 		}
@@ -95,13 +99,13 @@ func (s *Supervisor) Run(entrypoint []string) int {
 }
 
 func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
-	if len(entrypoint) == 0 {
-		s.log.Print("no entrypoint given; waiting for a signal")
-		return s.idle(), false
+	command, err := s.commandLine(entrypoint)
+	path := ""
+	if err == nil {
+		path, err = s.lookup(command[0])
 	}
-	path, err := s.program(entrypoint[0])
 	if err != nil {
-		if slices.Equal(entrypoint, idleEntrypoint) {
+		if slices.Equal(command, idleEntrypoint) {
 			return s.idle(), false
 		}
 		s.log.Printf("entrypoint: %v", err)
@@ -113,7 +117,7 @@ func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
 		return exitNotAllowed, false
 	}
 	process, err := s.reaper.Start(Spec{
-		Path: path, Argv: entrypoint, Env: s.env.ForEntrypoint(), Files: [3]uintptr{null.Fd(), 1, 2},
+		Path: path, Argv: command, Env: s.env.ForEntrypoint(), Files: [3]uintptr{null.Fd(), 1, 2},
 	})
 	null.Close()
 	if err != nil {
@@ -129,7 +133,7 @@ func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
 	return status, again
 }
 
-func (s *Supervisor) program(name string) (string, error) {
+func (s *Supervisor) lookup(name string) (string, error) {
 	search, _ := s.env.Lookup("PATH")
 	return lookProgram(name, search)
 }
@@ -196,28 +200,34 @@ func (s *Supervisor) supervise(process *Process) (status int, again bool) {
 	}
 }
 
-// endEverything stops what the entrypoint left: TERM, a short grace, KILL.
+// endEverything stops what the entrypoint left: TERM, a short grace, KILL. As PID 1 these are
+// all processes; elsewhere they are the groups started here, also those whose leader has
+// ended since, and those that are started meanwhile.
 func (s *Supervisor) endEverything() {
-	if !s.signalAll(syscall.SIGTERM) {
+	asked := map[*Process]bool{}
+	remains := func(sig syscall.Signal) bool {
+		if os.Getpid() == 1 {
+			return syscall.Kill(-1, sig) == nil
+		}
+		for _, process := range s.reaper.Live() {
+			if !asked[process] {
+				asked[process] = process.SignalGroup(syscall.SIGTERM)
+			}
+		}
+		if sig == syscall.SIGTERM {
+			return len(asked) > 0
+		}
+		maps.DeleteFunc(asked, func(process *Process, _ bool) bool { return !process.signalRemains(sig) })
+		return len(asked) > 0
+	}
+	if !remains(syscall.SIGTERM) {
 		return
 	}
 	for deadline := time.Now().Add(min(leftoverGrace, s.grace)); time.Now().Before(deadline); time.Sleep(leftoverLook) {
 		s.reaper.collect()
-		if !s.signalAll(0) {
+		if !remains(0) {
 			return
 		}
 	}
-	s.signalAll(syscall.SIGKILL)
-}
-
-// signalAll reports whether there was anybody to signal.
-func (s *Supervisor) signalAll(sig syscall.Signal) bool {
-	if os.Getpid() == 1 {
-		return syscall.Kill(-1, sig) == nil
-	}
-	reached := false
-	for _, process := range s.reaper.Live() {
-		reached = process.SignalGroup(sig) || reached
-	}
-	return reached
+	remains(syscall.SIGKILL)
 }

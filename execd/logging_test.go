@@ -43,11 +43,11 @@ func TestWhereNoLogCanBeTheDaemonSaysSoAndWorks(t *testing.T) {
 		syscall.Kill(process.Pid, syscall.SIGTERM)
 		equal(t, 0, exitOf(t, process))
 	}
-	_, url, stderr := daemon(t, []string{"EXECD_LOG_FILE=" + directory + "/log"}, append(hashArguments, "--init")...)
+	_, url, stderr := daemon(t, []string{"EXECD_LOG_FILE=" + directory + "/log", "EXECD_BOOTSTRAP_PRE_SCRIPT=/no/such"}, hashArguments...)
 	eventually(t, "answer", answers(url))
 	eventually(t, "a line", func() bool {
 		data, _ := os.ReadFile(directory + "/log")
-		return strings.Contains(string(data), "no entrypoint given")
+		return strings.Contains(string(data), "is not a readable file")
 	})
 	equal(t, "", stderr())
 }

@@ -38,6 +38,8 @@ func otherProgram(arguments []string) func() int {
 		return runIsolated
 	case isolatedFlag:
 		return serveIsolated
+	case environFlag:
+		return writeEnvironment
 	}
 	return nil
 }
@@ -146,7 +148,7 @@ func assemble(config Config, binding *Binding, env *Environment, logger *log.Log
 	lost := make(chan struct{})
 	supervisor := &Supervisor{
 		reaper: commands.reaper, env: env, log: logger, grace: config.Grace, signals: signals,
-		again: make(chan struct{}, 1), lost: lost,
+		again: make(chan struct{}, 1), lost: lost, program: ownProgram(), scriptLimit: preScriptLimit,
 	}
 	server := newServer(config, binding, commands)
 	if config.Init {
@@ -208,7 +210,7 @@ func (d *service) serve() {
 // runEntrypoint is the daemon with --init; it returns the exit status.
 func (d *service) runEntrypoint(lifecycle Lifecycle, entrypoint []string) int {
 	prepared := make(chan error, 1)
-	go func() { prepared <- d.supervisor.prepare(d.server.hooks, lifecycle) }()
+	go func() { prepared <- d.supervisor.prepare(d.server.hooks, lifecycle, entrypoint) }()
 	if status, err := d.supervisor.await(prepared); err != nil {
 		d.log.Printf("the entrypoint does not start: %v", err)
 		d.supervisor.endEverything()
@@ -221,7 +223,7 @@ func (d *service) runEntrypoint(lifecycle Lifecycle, entrypoint []string) int {
 // runAlone is the daemon without --init; it returns the exit status.
 func (d *service) runAlone(lifecycle Lifecycle) int {
 	go func() {
-		if err := d.supervisor.prepare(d.server.hooks, lifecycle); err != nil {
+		if err := d.supervisor.prepare(d.server.hooks, lifecycle, nil); err != nil {
 			d.log.Print(err)
 			return
 		}

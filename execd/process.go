@@ -241,12 +241,11 @@ func (p *Process) endWith(asking syscall.Signal, grace time.Duration) {
 	}
 }
 
-// Live is a snapshot of the children that were started here and still run.
+// Live is a snapshot of the children that were started here and still run. It waits for
+// starts that are under way: their children may run and not be in the table yet.
 func (r *Reaper) Live() []*Process {
-	r.gate.RLock()
-	defer r.gate.RUnlock()
-	r.table.Lock()
-	defer r.table.Unlock()
+	r.gate.Lock()
+	defer r.gate.Unlock()
 	live := make([]*Process, 0, len(r.children))
 	for _, process := range r.children {
 		live = append(live, process)

@@ -29,7 +29,7 @@ from demo.stack import EMPTY_IMAGE, IMAGE, Stack
 
 pytestmark = pytest.mark.system
 
-SMALL, USER, TRAPPED, HOSTILE = "small-root", "small-user", "trapped", "hostile"
+SMALL, USER, TRAPPED, HOSTILE, SCRIPTED = "small-root", "small-user", "trapped", "hostile", "scripted"
 NODES = {"mem": (1, 1), "kmsg": (1, 11), "tun": (10, 200), "fuse": (10, 229), "kvm": (10, 232), "loops": (10, 237)}
 """Character devices, by number; `disk` is the block device of the first loop."""
 _LIBRARY = """
@@ -56,7 +56,21 @@ def _images(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
         _directory(archive, "tmp", 0, 0o555)
         _directory(archive, "work", 1234, 0o755)
     assert 0 == stack.docker("import", "-c", path, "-c", "USER 1234:1235", str(for_user), USER).returncode
+    _script(stack, work, small)
     _trap(stack, work)
+
+
+def _script(stack: Stack, work: Path, small: str) -> None:
+    """Import the small image with a start script that says more than a shell without bash takes, and then fails."""
+    scripted = work / "scripted.tar"
+    scripted.write_bytes(Path(small).read_bytes())
+    text = b"export GIVEN='a\nb' PATH=/bin\nexec 9>/dev/null\nset -e\nfalse\nexport GIVEN=never\n"
+    with tarfile.open(scripted, "a") as archive:
+        entry = tarfile.TarInfo("start.sh")
+        entry.size, entry.mode = len(text), 0o644
+        archive.addfile(entry, io.BytesIO(text))
+    says = "ENV PATH=/bin EXECD_BOOTSTRAP_PRE_SCRIPT=/start.sh odd.name=kept"
+    assert 0 == stack.docker("import", "-c", says, str(scripted), SCRIPTED).returncode
 
 
 def _directory(archive: tarfile.TarFile, name: str, owner: int, mode: int) -> None:
@@ -154,6 +168,15 @@ def _logs(sandbox: SandboxSync, run: str) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return str(sandbox.commands.get_background_command_logs(run).content)
+
+
+def test_what_a_start_script_exports_reaches_commands(runtime: str, stack: Stack, images: None) -> None:
+    with made(stack, runtime, SCRIPTED) as sandbox:
+        asks = """echo "${GIVEN-}"; tr '\\0' '\\n' </proc/$$/environ | grep odd"""
+        deadline = time.monotonic() + 30
+        while not (said := output(sandbox.commands.run(asks))).startswith("a"):
+            assert time.monotonic() < deadline, said
+        assert "a\nb\nodd.name=kept\n" == said
 
 
 def test_an_empty_image_is_a_sandbox(runtime: str, stack: Stack) -> None:
