@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"math"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -105,13 +106,10 @@ func (c *Commands) validate(request *commandRequest) (*plan, error) {
 			return nil, badRequest("argv needs a program")
 		}
 	}
-	if request.Timeout != nil {
-		if *request.Timeout < 0 || *request.Timeout > int64(1<<62/time.Millisecond) {
-			return nil, badRequest("timeout must be a number of milliseconds, 0 or more")
-		}
-		p.timeout = time.Duration(*request.Timeout) * time.Millisecond
-	}
 	var err error
+	if p.timeout, err = timeLimit("timeout", request.Timeout, time.Millisecond); err != nil {
+		return nil, err
+	}
 	if p.identity, err = c.identity(request.UID, request.GID); err != nil {
 		return nil, badRequest(err.Error())
 	}
@@ -127,6 +125,18 @@ func (c *Commands) validate(request *commandRequest) (*plan, error) {
 		}
 	}
 	return p, nil
+}
+
+// timeLimit is a number of units as a request has it, 0 for none: any that a Duration can
+// hold, which is 292 years.
+func timeLimit(name string, number *int64, unit time.Duration) (time.Duration, error) {
+	if number == nil {
+		return 0, nil
+	}
+	if most := int64(math.MaxInt64 / unit); *number < 0 || *number > most {
+		return 0, badRequest(fmt.Sprintf("%s must be from 0 to %d", name, most))
+	}
+	return time.Duration(*number) * unit, nil
 }
 
 // identity returns nil where nothing needs to change.

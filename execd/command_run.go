@@ -29,7 +29,7 @@ func newRecord(p *plan) *record {
 		content = strings.Join(quoted, " ")
 	}
 	return &record{
-		id: newCommandID(), content: content, background: p.background, started: time.Now(), done: make(chan struct{}),
+		id: newCommandID(), content: recordText(content), background: p.background, started: time.Now(), done: make(chan struct{}),
 	}
 }
 
@@ -67,7 +67,7 @@ const noShellExit = 127 // what a shell says about a missing program
 
 // startFailed finishes a record whose process never was.
 func (c *Commands) startFailed(rec *record, err error) outcome {
-	result := outcome{exitCode: 255, failure: explained(err)}
+	result := outcome{exitCode: 255, failure: recordFailure(explained(err))}
 	if errors.Is(err, errNoShell) {
 		result.exitCode = noShellExit
 	}
@@ -128,14 +128,14 @@ func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
 	if err != nil {
 		pipes[0].read.Close()
 		pipes[1].read.Close()
-		c.startFailed(rec, err)
+		failure := c.startFailed(rec, err).failure
 		stream.begin(rec.id)
 		if errors.Is(err, errNoShell) {
-			stream.text("stderr", []byte("execd: "+explained(err)+"\n"))
+			stream.text("stderr", []byte("execd: "+failure+"\n"))
 			stream.fail("CommandExecError", strconv.Itoa(noShellExit), []string{"exit status " + strconv.Itoa(noShellExit)})
 			return
 		}
-		stream.fail("CommandExecError", explained(err), []string{explained(err)})
+		stream.fail("CommandExecError", failure, []string{failure})
 		return
 	}
 	c.records.add(rec)
@@ -215,9 +215,9 @@ func (c *Commands) background(w http.ResponseWriter, p *plan) {
 	rec.settle = pipe.keepIn(output)
 	stream := newEventStream(w)
 	if err != nil {
-		c.startFailed(rec, err)
+		failure := c.startFailed(rec, err).failure
 		stream.begin(rec.id)
-		stream.fail("CommandExecError", explained(err), []string{explained(err)})
+		stream.fail("CommandExecError", failure, []string{failure})
 		return
 	}
 	c.records.add(rec)

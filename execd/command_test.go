@@ -1,10 +1,12 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -13,6 +15,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unicode/utf8"
 )
 
 func TestOutputKeepsLineTerminators(t *testing.T) {
@@ -455,4 +458,66 @@ func TestFinishedCommandsAreForgottenAfterADayWithinTheHour(t *testing.T) {
 	}
 	_, err := old.output.Stat()
 	equal(t, true, errors.Is(err, os.ErrClosed))
+}
+
+func TestTimeLimitsReachBeyondADayAndNeverWrapAround(t *testing.T) {
+	f := newFixture(t)
+	session := f.newSession("{}")
+	const day, most = 86_400_000, int64(math.MaxInt64 / int64(time.Millisecond))
+	for timeout, expected := range map[int64]int{
+		0: 200, day: 200, day + 1: 200, 400 * day: 200, most: 200, most + 1: 400, math.MaxInt64: 400, -1: 400, math.MinInt64: 400,
+	} {
+		for _, path := range []string{"/command", "/session/" + session + "/run"} {
+			status, body := f.call("POST", path, fmt.Sprintf(`{"command":"sleep 0.01","timeout":%d}`, timeout))
+			if status != expected || (status == 200) != strings.Contains(body, "execution_complete") {
+				t.Error(path, timeout, status, body)
+			}
+		}
+		code, seconds := "true", timeout/1000
+		_, limit, err := (&isolatedRunRequest{Code: &code, Timeout: &seconds}).check()
+		if refused := seconds < 0 || seconds > int64(math.MaxInt64/time.Second); (err != nil) != refused {
+			t.Error(seconds, limit, err)
+		}
+		if err == nil && seconds > 0 && limit != time.Duration(seconds)*time.Second {
+			t.Error(seconds, limit)
+		}
+	}
+	for _, seconds := range []int64{int64(math.MaxInt64/time.Second) + 1, math.MaxInt64} {
+		code := "true"
+		_, _, err := (&isolatedRunRequest{Code: &code, Timeout: &seconds}).check()
+		equal(t, true, err != nil)
+	}
+}
+
+func TestTextsOfARecordEndWithAWholeCharacter(t *testing.T) {
+	f := newFixture(t)
+	status := func(id string) (found commandStatus) {
+		_, body := f.call("GET", "/command/status/"+id, "")
+		if err := json.Unmarshal([]byte(body), &found); err != nil {
+			t.Fatal(err)
+		}
+		return found
+	}
+	for shift := range 4 {
+		text := ": " + strings.Repeat("x", shift) + strings.Repeat("\U0001f600", recordTextLimit/4)
+		for _, request := range []object{{"command": text}, {"argv": []string{"true", text}}, {"argv": []string{"/" + text}}} {
+			result := f.run(request)
+			rec := status(result.id)
+			for _, got := range []string{rec.Content, rec.Error} {
+				if strings.ContainsRune(got, utf8.RuneError) || len(got) > recordTextLimit {
+					t.Errorf("%d bytes, the end is %q", len(got), got[max(0, len(got)-9):])
+				}
+			}
+			equal(t, true, len(rec.Content) > recordTextLimit-4)
+			if result.last.Error != nil {
+				equal(t, result.last.Error.Evalue, rec.Error)
+				equal(t, true, strings.HasSuffix(rec.Error, "file name too long"))
+			}
+		}
+	}
+	result := f.run(object{"argv": []string{strings.Repeat("\u20ac", 1<<20)}})
+	for line := range bytes.Lines(result.raw) {
+		equal(t, true, len(line) < 1<<20)
+	}
+	equal(t, true, len(status(result.id).Error) <= recordTextLimit)
 }

@@ -100,6 +100,9 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	if window != "" {
 		if value, err := time.ParseDuration(window); err == nil && value >= 0 {
 			config.Tail = min(value, tailLimit)
+			if value > tailLimit {
+				fmt.Fprintln(stderr, "execd: the graceful shutdown timeout is", tailLimit, "at most")
+			}
 		} else {
 			fmt.Fprintln(stderr, "execd: ignoring an invalid graceful shutdown timeout")
 		}

@@ -125,13 +125,12 @@ func (r *isolatedRunRequest) check() (*sessionRunRequest, time.Duration, error) 
 		}
 	}
 	run := &sessionRunRequest{Command: r.Code, envs: r.Envs, id: newUUID(), asking: syscall.SIGINT, failure: "IsolatedError"}
-	if r.Timeout != nil {
-		if *r.Timeout < 0 || *r.Timeout > int64(sessionRunTime/time.Second) {
-			return nil, 0, badRequest("timeout_seconds must be from 0 to one day")
-		}
-		milliseconds := *r.Timeout * 1000
-		run.Timeout = &milliseconds
+	seconds, err := timeLimit("timeout_seconds", r.Timeout, time.Second)
+	if err != nil {
+		return nil, 0, err
 	}
+	milliseconds := seconds.Milliseconds()
+	run.Timeout = &milliseconds
 	limit, err := run.check()
 	return run, limit, err
 }

@@ -14,8 +14,10 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
+	"unicode/utf8"
 )
 
 const (
@@ -94,11 +96,35 @@ func (t *Records) reserve() bool {
 	return true
 }
 
+// recordText is the beginning of a text, as a record keeps it: a copy, or the record would
+// hold all of a request.
+func recordText(text string) string {
+	if len(text) <= recordTextLimit {
+		return strings.Clone(text)
+	}
+	return strings.Clone(wholeCharacters(text[:recordTextLimit]))
+}
+
+// recordFailure is the text of an error: the beginning, and the end, which has the reason.
+func recordFailure(text string) string {
+	const gap, end = " ... ", 1 << 10
+	if len(text) <= recordTextLimit {
+		return text
+	}
+	tail := text[len(text)-end:]
+	for !utf8.RuneStart(tail[0]) && len(tail) > end-utf8.UTFMax {
+		tail = tail[1:]
+	}
+	return wholeCharacters(text[:recordTextLimit-end-len(gap)]) + gap + tail
+}
+
+// wholeCharacters is a text that was cut without the UTF-8 sequence it may have been cut in.
+func wholeCharacters(text string) string {
+	return text[:len(text)-incompleteSuffix([]byte(text[len(text)-utf8.UTFMax:]))]
+}
+
 // add makes a record visible; its place was reserved.
 func (t *Records) add(r *record) {
-	if len(r.content) > recordTextLimit {
-		r.content = r.content[:recordTextLimit]
-	}
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	t.byID[r.id] = r

@@ -68,22 +68,13 @@ func (r *sessionRunRequest) exports(export string) string {
 	return text.String()
 }
 
-// check returns the time limit.
+// check returns the time limit, a day where none is given.
 func (r *sessionRunRequest) check() (time.Duration, error) {
 	if r.Command == nil || strings.TrimSpace(*r.Command) == "" || strings.IndexByte(*r.Command, 0) >= 0 {
 		return 0, badRequest("command must be a non-blank text without NUL")
 	}
-	timeout := int64(0)
-	if r.Timeout != nil {
-		timeout = *r.Timeout
-	}
-	if timeout < 0 || timeout > sessionRunTime.Milliseconds() {
-		return 0, badRequest("timeout must be a number of milliseconds, from 0 to one day")
-	}
-	if timeout == 0 {
-		return sessionRunTime, nil
-	}
-	return time.Duration(timeout) * time.Millisecond, nil
+	limit, err := timeLimit("timeout", r.Timeout, time.Millisecond)
+	return cmp.Or(limit, sessionRunTime), err
 }
 
 // sessionRun is one run under way.
