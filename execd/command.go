@@ -26,6 +26,7 @@ import (
 type Commands struct {
 	reaper    *Reaper
 	records   *Records
+	leftovers *leftovers
 	env       *Environment
 	accounts  func() Accounts
 	directory string // the daemon's own

@@ -3,12 +3,12 @@ package main
 // Status, logs and interrupt of commands (contract 6).
 //
 // Invariants
-//   - Cursors are byte offsets; concatenated pages are the output.
+//   - Cursors are byte offsets; concatenated pages are the output, but for what was dropped:
+//     a cursor inside that is answered with what comes after it, and how much is missing.
 //   - An interrupt repeated within a minute succeeds again.
 
 import (
 	"errors"
-	"io"
 	"net/http"
 	"strconv"
 	"syscall"
@@ -23,6 +23,8 @@ type commandStatus struct {
 	Error      string     `json:"error,omitempty"`
 	StartedAt  time.Time  `json:"started_at"`
 	FinishedAt *time.Time `json:"finished_at,omitempty"`
+
+	OutputDropped int64 `json:"output_dropped,omitempty"` // bytes
 }
 
 func (r *record) status() commandStatus {
@@ -32,6 +34,9 @@ func (r *record) status() commandStatus {
 	if !status.Running {
 		code, finished := r.exitCode, r.finished.UTC()
 		status.ExitCode, status.FinishedAt, status.Error = &code, &finished, r.failure
+	}
+	if r.output != nil {
+		status.OutputDropped = r.output.dropped()
 	}
 	return status
 }
@@ -64,7 +69,7 @@ func (c *Commands) logsOf(id string) http.HandlerFunc {
 			writeError(w, err)
 			return
 		}
-		writeLog(w, r, rec, "EXECD-COMMANDS-TAIL-CURSOR")
+		writeLog(w, r, rec, "EXECD-COMMANDS-TAIL-")
 	}
 }
 
@@ -106,8 +111,10 @@ func (c *Commands) endAll() {
 	}
 }
 
-// writeLog answers with the output of a background run from a cursor on.
-func writeLog(w http.ResponseWriter, r *http.Request, rec *record, header string) {
+// writeLog answers with the output of a background run from a cursor on. Two headers begin
+// with prefix: CURSOR, where the next page begins, and DROPPED, how many bytes are missing
+// between the given cursor and this page.
+func writeLog(w http.ResponseWriter, r *http.Request, rec *record, prefix string) {
 	cursor, err := strconv.ParseInt(r.URL.Query().Get("cursor"), 10, 64)
 	if err != nil {
 		cursor = 0
@@ -116,14 +123,19 @@ func writeLog(w http.ResponseWriter, r *http.Request, rec *record, header string
 		writeError(w, badRequest("cursor must not be negative"))
 		return
 	}
-	end, err := pageEnd(rec.output, cursor, backgroundPageMax, rec.running)
+	begin, end, err := rec.output.page(cursor, backgroundPageMax, rec.running)
 	if err != nil {
 		writeError(w, err)
 		return
 	}
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	w.Header().Set(header, strconv.FormatInt(end, 10))
-	w.Header().Set("Content-Length", strconv.FormatInt(end-cursor, 10))
+	w.Header().Set(prefix+"CURSOR", strconv.FormatInt(end, 10))
+	if begin > cursor {
+		w.Header().Set(prefix+"DROPPED", strconv.FormatInt(begin-cursor, 10))
+	}
+	w.Header().Set("Content-Length", strconv.FormatInt(end-begin, 10))
 	w.WriteHeader(http.StatusOK)
-	_, _ = io.Copy(w, io.NewSectionReader(rec.output, cursor, end-cursor))
+	if rec.output.copyTo(w, begin, end) != nil {
+		panic(http.ErrAbortHandler) // a transfer that is cut off, not a short page
+	}
 }

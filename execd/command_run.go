@@ -77,8 +77,8 @@ func (c *Commands) startFailed(rec *record, err error) outcome {
 }
 
 // supervise waits for the leader, kills the group at the time limit and
-// finishes the record.
-func (c *Commands) supervise(rec *record, timeout time.Duration) {
+// finishes the record; settle, if any, comes before that.
+func (c *Commands) supervise(rec *record, timeout time.Duration, settle func()) {
 	var expired <-chan time.Time
 	if timeout > 0 {
 		timer := time.NewTimer(timeout)
@@ -92,8 +92,8 @@ func (c *Commands) supervise(rec *record, timeout time.Duration) {
 		timedOut = rec.process.SignalGroup(syscall.SIGKILL)
 		<-rec.process.Done
 	}
-	if rec.settle != nil {
-		rec.settle()
+	if settle != nil {
+		settle()
 	}
 	result := outcomeOf(rec.process.Status)
 	result.timedOut = timedOut
@@ -139,13 +139,13 @@ func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
 		return
 	}
 	c.records.add(rec)
-	go c.supervise(rec, p.timeout)
+	go c.supervise(rec, p.timeout, nil)
 	stream.begin(rec.id)
 
 	var pumps sync.WaitGroup
 	for i, kind := range []string{"stdout", "stderr"} {
 		lines := &lineSplitter{bare: !keepTerminators, emit: func(text []byte) { stream.text(kind, text) }}
-		pumps.Go(func() { pipes[i].copyTo(lines, stream.flush) })
+		pumps.Go(func() { pipes[i].copyTo(lines, stream.flush, c.leftovers) })
 	}
 	c.pingUntil(rec.done, stream)
 	for _, pipe := range pipes {
@@ -195,24 +195,17 @@ func outputPipes() (pipes [2]*outputPipe, childEnds [2]int, err error) {
 }
 
 func (c *Commands) background(w http.ResponseWriter, p *plan) {
-	output, err := newOutputFile()
-	if err != nil {
-		c.records.release()
-		writeError(w, runtimeError(err))
-		return
-	}
 	pipe, childEnd, err := newOutputPipe()
 	if err != nil {
-		output.Close()
 		c.records.release()
 		writeError(w, runtimeError(err))
 		return
 	}
 	rec := newRecord(p)
-	rec.output = output
+	rec.output = c.records.outputs.open(newOutputFile)
 	rec.process, err = c.start(p, uintptr(childEnd), uintptr(childEnd))
 	syscall.Close(childEnd)
-	rec.settle = pipe.keepIn(output)
+	settle := pipe.keepIn(rec.output, c.leftovers)
 	stream := newEventStream(w)
 	if err != nil {
 		failure := c.startFailed(rec, err).failure
@@ -221,7 +214,7 @@ func (c *Commands) background(w http.ResponseWriter, p *plan) {
 		return
 	}
 	c.records.add(rec)
-	go c.supervise(rec, p.timeout)
+	go c.supervise(rec, p.timeout, settle)
 	stream.begin(rec.id)
 	stream.complete(0)
 }

@@ -26,7 +26,7 @@ const (
 	isolatedRuns    = 256 // background runs of a session, finished ones too
 	isolatedRunning = 64
 	isolatedLogMax  = 16 << 20
-	cursorHeader    = "EXECD-ISOLATED-TAIL-CURSOR"
+	isolatedTail    = "EXECD-ISOLATED-TAIL-"
 )
 
 // isolatedServer answers for one session.
@@ -68,9 +68,10 @@ func newIsolatedServer(plan *viewPlan, reaper *Reaper) *isolatedServer {
 	env.publish()
 	accounts := func() Accounts { return LoadAccounts("") }
 	commands := &Commands{
-		reaper: reaper, records: NewRecords(isolatedRunning), env: env, accounts: accounts,
+		reaper: reaper, records: NewRecords(isolatedRunning), leftovers: newLeftovers(), env: env, accounts: accounts,
 		directory: plan.Directory, tail: defaultTail, log: log.New(io.Discard, "", 0),
 	}
+	commands.records.outputs.each = isolatedLogMax
 	served := &isolatedServer{
 		sessions: NewSessions(commands),
 		files:    NewFiles(env, accounts, plan.Directory, currentUmask()),
@@ -181,34 +182,31 @@ func (i *isolatedServer) startBackground(request *sessionRunRequest) (*record, e
 	if full {
 		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many background runs in this session"}
 	}
-	output, err := namelessFile(i.logs)
-	if err != nil {
-		return nil, runtimeError(err)
-	}
 	started, err := i.sessions.start(i.session, request)
 	if err != nil {
-		output.Close()
 		return nil, err
 	}
 	started.result.Close()
+	commands := i.sessions.commands
 	rec := &record{
-		id: request.id, background: true, started: time.Now(), process: started.process, output: output, done: make(chan struct{}),
-		settle: started.pipe.keepIn(output),
+		id: request.id, background: true, started: time.Now(), process: started.process, done: make(chan struct{}),
+		output: commands.records.outputs.open(func() (*os.File, int64, error) {
+			file, err := namelessFile(i.logs)
+			return file, 1, err
+		}),
 	}
+	settle := started.pipe.keepIn(rec.output, commands.leftovers)
 	i.mutex.Lock()
 	i.runs[rec.id] = rec
 	i.mutex.Unlock()
-	go i.follow(rec)
+	go i.follow(rec, settle)
 	return rec, nil
 }
 
-// follow waits for the end of a background run and cuts its log.
-func (i *isolatedServer) follow(rec *record) {
+// follow waits for the end of a background run.
+func (i *isolatedServer) follow(rec *record, settle func()) {
 	<-rec.process.Done
-	rec.settle()
-	if info, err := rec.output.Stat(); err == nil && info.Size() > isolatedLogMax {
-		_ = rec.output.Truncate(isolatedLogMax)
-	}
+	settle()
 	result := outcomeOf(rec.process.Status)
 	rec.mutex.Lock()
 	rec.finished, rec.exitCode, rec.failure = time.Now(), result.exitCode, result.failure
@@ -234,6 +232,8 @@ type isolatedRunStatus struct {
 	Error      string     `json:"error,omitempty"`
 	StartedAt  time.Time  `json:"started_at"`
 	FinishedAt *time.Time `json:"finished_at,omitempty"`
+
+	OutputDropped int64 `json:"output_dropped,omitempty"` // bytes
 }
 
 func (i *isolatedServer) status(w http.ResponseWriter, id string) {
@@ -244,7 +244,7 @@ func (i *isolatedServer) status(w http.ResponseWriter, id string) {
 	}
 	status := rec.status()
 	writeJSON(w, http.StatusOK, isolatedRunStatus{
-		i.session.id, rec.id, status.Running, status.ExitCode, status.Error, status.StartedAt, status.FinishedAt,
+		i.session.id, rec.id, status.Running, status.ExitCode, status.Error, status.StartedAt, status.FinishedAt, status.OutputDropped,
 	})
 }
 
@@ -254,7 +254,7 @@ func (i *isolatedServer) output(w http.ResponseWriter, r *http.Request, id strin
 		writeError(w, err)
 		return
 	}
-	writeLog(w, r, rec, cursorHeader)
+	writeLog(w, r, rec, isolatedTail)
 }
 
 func (i *isolatedServer) busy() bool {

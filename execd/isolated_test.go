@@ -129,7 +129,7 @@ func TestIsolatedRunsInTheBackgroundTimeOutAndOutliveNothing(t *testing.T) {
 		return strings.Contains(body, `"running":false`) && strings.Contains(body, `"exit_code":3`)
 	})
 	response := f.do("GET", path+"/runs/"+started.RunID+"/logs?cursor=4", nil)
-	equal(t, "8", response.Header.Get(cursorHeader))
+	equal(t, "8", response.Header.Get(isolatedTail+"CURSOR"))
 	status, _ = f.call("GET", path+"/runs/unknown", "")
 	equal(t, 404, status)
 	late := f.runAt(path+"/run", object{"code": `trap 'echo asked' INT; sleep 60 & wait`, "timeout_seconds": 1})

@@ -141,7 +141,7 @@ func assemble(config Config, binding *Binding, env *Environment, logger *log.Log
 		}
 	}
 	commands := &Commands{
-		reaper: NewReaper(), records: NewRecords(config.MaxRunning), env: env,
+		reaper: NewReaper(), records: NewRecords(config.MaxRunning), leftovers: newLeftovers(), env: env,
 		accounts:  func() Accounts { return LoadAccounts("") },
 		directory: workingDirectory(), tail: config.Tail, log: logger,
 	}

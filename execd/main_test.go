@@ -71,7 +71,7 @@ func newFixture(t *testing.T) *fixture {
 	accounts := func() Accounts { return LoadAccounts("") }
 	logger := log.New(io.Discard, "", 0)
 	commands := &Commands{
-		reaper: testReaper, records: NewRecords(defaultMaxRunning), env: env, accounts: accounts,
+		reaper: testReaper, records: NewRecords(defaultMaxRunning), leftovers: newLeftovers(), env: env, accounts: accounts,
 		directory: "/", tail: defaultTail, log: logger,
 	}
 	f.server = &Server{

@@ -1,24 +1,22 @@
 package main
 
-// Output of commands: pipes, and the files that keep what background commands write.
+// Output of commands: the pipes it comes through.
 //
 // Invariants
 //   - A foreground response ends when the leader has ended and what was in the
 //     pipes is drained; a descendant that keeps a pipe open delays it by the tail
 //     window at most.
 //   - A \r at the end of what was read is held for 100 ms at most.
-//   - Background output is kept in a file without a name: nobody else can open or
-//     delete it, and it goes with the daemon. Commands have a pipe, as what opens
-//     /dev/stderr anew would truncate a file. When one has ended, its output is there.
+//   - What it leaves behind may go on writing (leftovers.go).
+//   - Background commands have a pipe, as what opens /dev/stderr anew would truncate a file.
+//     When one has ended, its output is in its log.
 
 import (
 	"errors"
-	"io"
 	"os"
 	"sync"
 	"syscall"
 	"time"
-	"unicode/utf8"
 )
 
 const carriageHold = 100 * time.Millisecond
@@ -71,12 +69,18 @@ func (p *outputPipe) arm(hold bool) (over bool) {
 	return false
 }
 
-// copyTo feeds a splitter until the end; flush is called after each read.
-func (p *outputPipe) copyTo(lines *lineSplitter, flush func()) {
-	defer p.read.Close()
+// copyTo feeds a splitter until the end; flush is called after each read. A pipe that is
+// still open then is a leftover.
+func (p *outputPipe) copyTo(lines *lineSplitter, flush func(), rest *leftovers) {
+	open := false
 	defer func() {
 		lines.flush()
 		flush()
+		if open {
+			rest.keep(p.read, dropOutput)
+		} else {
+			p.read.Close()
+		}
 	}()
 	held := false
 	for {
@@ -88,6 +92,7 @@ func (p *outputPipe) copyTo(lines *lineSplitter, flush func()) {
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			if p.arm(false) {
 				p.drain(lines.feed)
+				open = true
 				return
 			}
 			if held {
@@ -107,24 +112,23 @@ func (p *outputPipe) copyTo(lines *lineSplitter, flush func()) {
 	}
 }
 
-// keepIn appends all output to a file, until its last writer is gone. What the file
-// does not take is lost; a writer never waits for it. settle returns when everything
-// that is in the pipe at its call is in the file.
-func (p *outputPipe) keepIn(file *os.File) (settle func()) {
+// keepIn appends all output to a log, until its last writer is gone. settle returns when
+// everything that is in the pipe at its call is in the log; from then on the pipe is a leftover.
+func (p *outputPipe) keepIn(log *outputLog, rest *leftovers) (settle func()) {
 	settled := make(chan struct{})
-	settling := sync.OnceFunc(func() { close(settled) })
-	keep := func(data []byte) { _, _ = file.Write(data) }
+	keep := func(data []byte) { _, _ = log.Write(data) }
 	go func() {
-		defer p.read.Close()
-		defer settling()
+		defer close(settled)
 		for {
 			n, err := p.read.Read(p.buffer[:])
 			keep(p.buffer[:n])
 			if errors.Is(err, os.ErrDeadlineExceeded) {
 				p.drain(keep)
-				_ = p.read.SetReadDeadline(time.Time{})
-				settling()
-			} else if err != nil {
+				rest.keep(p.read, keep)
+				return
+			}
+			if err != nil {
+				p.read.Close()
 				return
 			}
 		}
@@ -154,55 +158,4 @@ func (p *outputPipe) drain(take func(data []byte)) {
 			left -= n
 		}
 	})
-}
-
-// newOutputFile makes a nameless file in the first directory that allows it;
-// without any it is a file in memory.
-func newOutputFile() (*os.File, error) {
-	for _, directory := range []string{os.TempDir(), "/tmp", "/var/tmp", "/dev/shm", "/"} {
-		if file, err := namelessFile(directory); err == nil {
-			return file, nil
-		}
-	}
-	return memoryFile()
-}
-
-// namelessFile is on the file system of a directory, and in no directory.
-func namelessFile(directory string) (*os.File, error) {
-	file, err := os.CreateTemp(directory, ".opensandbox-execd-*")
-	if err != nil {
-		return nil, err
-	}
-	if err := os.Remove(file.Name()); err != nil {
-		file.Close()
-		return nil, err
-	}
-	// Appending: what comes after a log was cut follows what is left of it.
-	if _, _, errno := syscall.Syscall(syscall.SYS_FCNTL, file.Fd(), syscall.F_SETFL, syscall.O_APPEND); errno != 0 {
-		file.Close()
-		return nil, errno
-	}
-	return file, nil
-}
-
-// pageEnd is where a page that begins at offset ends: at most limit bytes on, and
-// before a UTF-8 sequence that more output may complete.
-func pageEnd(file *os.File, offset, limit int64, running func() bool) (int64, error) {
-	unfinished := running() // asked first: what is written after the last look belongs to the next page
-	info, err := file.Stat()
-	if err != nil {
-		return 0, err
-	}
-	if info.Size() <= offset {
-		return offset, nil
-	}
-	end := offset + min(info.Size()-offset, limit)
-	if end == info.Size() && !unfinished {
-		return end, nil
-	}
-	tail := make([]byte, min(end-offset, utf8.UTFMax-1))
-	if _, err := file.ReadAt(tail, end-int64(len(tail))); err != nil && err != io.EOF {
-		return 0, err
-	}
-	return end - int64(incompleteSuffix(tail)), nil
 }

@@ -6,13 +6,13 @@ package main
 //   - A record exists before its id leaves the daemon and is consistent for
 //     every reader: running, then finished once and for all.
 //   - Running commands are bounded; a running record is never removed.
-//   - Finished records are bounded by count, age (24 h) and bytes of output.
+//   - Finished records are bounded by count and age (24 h), and by the number of those with
+//     output; output_log.go bounds its bytes.
 
 import (
 	"crypto/rand"
 	"encoding/hex"
 	"maps"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -25,7 +25,6 @@ const (
 	recordSweep       = time.Hour
 	finishedLimit     = 4096
 	finishedOutputs   = 256
-	finishedBytes     = 1 << 30
 	recordTextLimit   = 16 << 10
 	interruptGrace    = 3 * time.Second
 	interruptRepeat   = time.Minute
@@ -37,9 +36,8 @@ type record struct {
 	content    string
 	background bool
 	started    time.Time
-	process    *Process // nil if the start failed
-	output     *os.File // background only
-	settle     func()   // background only; see keepIn
+	process    *Process   // nil if the start failed
+	output     *outputLog // background only
 	done       chan struct{}
 
 	mutex       sync.Mutex
@@ -65,6 +63,8 @@ func (r *record) running() bool {
 
 // Records is the table of all commands.
 type Records struct {
+	outputs *outputStore
+
 	mutex    sync.Mutex
 	byID     map[string]*record
 	ended    []*record // finished, oldest first
@@ -75,7 +75,7 @@ type Records struct {
 
 // NewRecords bounds the number of commands running at a time.
 func NewRecords(limit int) *Records {
-	return &Records{byID: map[string]*record{}, limit: limit, lastScan: time.Now()}
+	return &Records{outputs: newOutputStore(), byID: map[string]*record{}, limit: limit, lastScan: time.Now()}
 }
 
 // newCommandID is 128 random bits as 32 hex digits.
@@ -170,17 +170,14 @@ func (t *Records) all() []*record {
 // evict drops finished records that are too old or too many; lock held.
 func (t *Records) evict(now time.Time) {
 	t.lastScan = now
-	outputs, size := 0, int64(0)
+	outputs := 0
 	keep := len(t.ended)
 	for i := len(t.ended) - 1; i >= 0; i-- { // newest first
 		r := t.ended[i]
-		if r.output != nil {
+		if r.output != nil && r.output.files() > 0 {
 			outputs++
-			if info, err := r.output.Stat(); err == nil {
-				size += info.Size()
-			}
 		}
-		if now.Sub(r.finished) > recordAge || len(t.ended)-i > finishedLimit || outputs > finishedOutputs || (size > finishedBytes && outputs > 1) {
+		if now.Sub(r.finished) > recordAge || len(t.ended)-i > finishedLimit || outputs > finishedOutputs {
 			break
 		}
 		keep = i

@@ -107,7 +107,7 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 	lines := &lineSplitter{bare: true, emit: func(text []byte) { stream.text("stdout", text) }}
 	drained := make(chan struct{})
 	go func() {
-		run.pipe.copyTo(lines, stream.flush)
+		run.pipe.copyTo(lines, stream.flush, s.commands.leftovers)
 		close(drained)
 	}()
 	timedOut := s.supervise(r, run.process, limit, request.asking, stream)
