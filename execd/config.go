@@ -151,9 +151,6 @@ func forgetClearToken(config Config) error {
 			environ = append(environ, name+"="+value)
 		}
 	}
-	self, err := os.Executable()
-	if err != nil {
-		return err
-	}
-	return syscall.Exec(self, append([]string{os.Args[0]}, config.arguments()...), environ)
+	// Not the path of the file, at which there may be another one by now.
+	return syscall.Exec("/proc/self/exe", append([]string{os.Args[0]}, config.arguments()...), environ)
 }

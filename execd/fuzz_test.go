@@ -276,7 +276,7 @@ func FuzzPaths(f *testing.F) {
 		commands.env.publish()
 		server := &Server{
 			binding: &Binding{}, port: defaultPort, log: commands.log,
-			isolation: NewIsolation(commands, "", "/nowhere", false), files: &Files{}, commands: commands,
+			isolation: NewIsolation(commands, nil, "/nowhere", false), files: &Files{}, commands: commands,
 		}
 		request := &http.Request{Method: http.MethodGet, RequestURI: path, Header: http.Header{}}
 		answer := httptest.NewRecorder()

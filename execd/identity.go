@@ -2,17 +2,17 @@ package main
 
 // Files as a chosen identity: /v1/filesystem/{uid}/{gid}/… (contract 10).
 //
-// A request is handed to a helper: this program again, started as that identity,
-// serving the ordinary file routes on connections it is given (identity_helper.go).
+// A request is handed to a helper: this program again (program.go), which takes on that identity
+// and serves the ordinary file routes on connections it is given (identity_helper.go).
 // So every permission check is the kernel's, for every system call.
 //
 // Invariants
 //   - An identity that cannot be taken on fails the request; nothing runs as the
 //     daemon instead.
 //   - A helper has the account's groups only, none of the daemon's environment and
-//     no token; it can be reached through descriptors this process hands over, and
-//     by nobody else.
-//   - Helpers are bounded in number; one that is idle ends.
+//     no token; it can be reached through descriptors this process hands over alone.
+//   - Helpers are bounded in number; one that is idle ends. Each has one clock for that.
+//   - The start of one helper does not delay requests with another identity.
 
 import (
 	"context"
@@ -34,38 +34,49 @@ const (
 	helperLimit       = 16
 	helperIdle        = 5 * time.Minute
 	helperConnections = 4 // idle ones kept to a helper
-	helperControl     = 3 // descriptor of the helper that brings its connections
+	handOverLimit     = 5 * time.Second
 	highestID         = 1<<32 - 2
 )
-
-var handOverLimit = 5 * time.Second // tests shorten it
 
 // Identities serves the routes with an identity in their path.
 type Identities struct {
 	reaper   *Reaper
 	accounts func() Accounts
 	log      *log.Logger
-	program  string // ourselves
+	program  *Program
+	idle     time.Duration // after which a helper ends
 
 	mutex   sync.Mutex
-	helpers map[identity]*helper
+	helpers map[identity]*identityHelper
 }
 
 type identity struct{ uid, gid uint32 }
 
-// helper is one running helper; active and used are guarded by Identities.
+// identityHelper is the helper of one identity. The embedded one and failed are set when
+// started is closed; what follows them is guarded by Identities.
+type identityHelper struct {
+	*helper
+	failed  error
+	started chan struct{}
+
+	active int
+	used   time.Time
+	clock  *time.Timer // from the first end of a request on
+}
+
+// helper is one running helper.
 type helper struct {
 	process *Process
 	control *net.UnixConn
 	proxy   *httputil.ReverseProxy
 	idle    *http.Transport
-	active  int
-	used    time.Time
 }
 
-// NewIdentities starts no helper yet. program is the file to start as one.
-func NewIdentities(reaper *Reaper, accounts func() Accounts, log *log.Logger, program string) *Identities {
-	return &Identities{reaper: reaper, accounts: accounts, log: log, program: program, helpers: map[identity]*helper{}}
+// NewIdentities starts no helper yet.
+func NewIdentities(reaper *Reaper, accounts func() Accounts, log *log.Logger, program *Program) *Identities {
+	return &Identities{
+		reaper: reaper, accounts: accounts, log: log, program: program, idle: helperIdle, helpers: map[identity]*identityHelper{},
+	}
 }
 
 // splitIdentity reads "/uid/gid/route" of a path behind the prefix; ok is false where that
@@ -100,52 +111,101 @@ func (i *Identities) serve(w http.ResponseWriter, r *http.Request, chosen identi
 }
 
 // take returns a running helper; each take needs a giveBack.
-func (i *Identities) take(chosen identity) (*helper, error) {
+func (i *Identities) take(chosen identity) (*identityHelper, error) {
+	taken, first, err := i.reserve(chosen)
+	if err != nil {
+		return nil, err
+	}
+	if first {
+		taken.helper, taken.failed = i.start(chosen)
+		close(taken.started)
+	}
+	<-taken.started
+	if taken.failed == nil {
+		return taken, nil
+	}
+	if first {
+		i.log.Printf("no helper for an identity: %v", taken.failed)
+	}
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
-	taken := i.helpers[chosen]
-	if taken != nil {
-		select {
-		case <-taken.process.Done: // ended by its user, or for want of memory
-			i.drop(chosen, taken)
-			taken = nil
-		default:
-		}
+	if i.helpers[chosen] == taken {
+		delete(i.helpers, chosen)
 	}
-	if taken == nil {
-		if len(i.helpers) >= helperLimit && !i.makeRoom() {
-			return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many identities at once"}
-		}
-		started, err := i.start(chosen)
-		if err != nil {
-			i.log.Printf("no helper for an identity: %v", err)
-			return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "cannot act as this identity: " + reason(err)}
-		}
-		taken = started
-		i.helpers[chosen] = taken
-	}
-	taken.active++
-	return taken, nil
+	return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "cannot act as this identity: " + reason(taken.failed)}
 }
 
-func (i *Identities) giveBack(chosen identity, taken *helper) {
+// reserve finds the helper of an identity; first tells that the caller has to start it.
+func (i *Identities) reserve(chosen identity) (found *identityHelper, first bool, err error) {
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	found = i.helpers[chosen]
+	if found != nil && found.ended() { // by its user, or for want of memory
+		i.drop(chosen, found)
+		found = nil
+	}
+	if found != nil {
+		found.active++
+		return found, false, nil
+	}
+	if len(i.helpers) >= helperLimit && !i.makeRoom() {
+		return nil, false, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many identities at once"}
+	}
+	found = &identityHelper{started: make(chan struct{}), active: 1}
+	i.helpers[chosen] = found
+	return found, true, nil
+}
+
+// ended tells whether it was started and its process is gone.
+func (h *identityHelper) ended() bool {
+	select {
+	case <-h.started:
+	default:
+		return false
+	}
+	if h.failed != nil {
+		return false // the last caller removes it
+	}
+	select {
+	case <-h.process.Done:
+		return true
+	default:
+		return false
+	}
+}
+
+func (i *Identities) giveBack(chosen identity, taken *identityHelper) {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
 	taken.active--
 	taken.used = time.Now()
-	time.AfterFunc(helperIdle, func() {
-		i.mutex.Lock()
-		defer i.mutex.Unlock()
-		if i.helpers[chosen] == taken && taken.active == 0 && time.Since(taken.used) >= helperIdle {
-			i.drop(chosen, taken)
-		}
-	})
+	if taken.clock == nil && i.helpers[chosen] == taken {
+		taken.clock = time.AfterFunc(i.idle, func() { i.expire(chosen, taken) })
+	}
+}
+
+// expire ends a helper that has been idle for long enough, and else sets its clock again.
+func (i *Identities) expire(chosen identity, watched *identityHelper) {
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	if i.helpers[chosen] != watched {
+		return
+	}
+	left := i.idle - time.Since(watched.used)
+	if watched.active > 0 {
+		left = i.idle
+	}
+	if left > 0 {
+		watched.clock.Reset(left)
+		return
+	}
+	i.drop(chosen, watched)
 }
 
 // makeRoom ends the helper that has been idle the longest; mutex held.
 func (i *Identities) makeRoom() bool {
 	var oldest identity
-	var found *helper
+	var found *identityHelper
 	for chosen, candidate := range i.helpers {
 		if candidate.active == 0 && (found == nil || candidate.used.Before(found.used)) {
 			oldest, found = chosen, candidate
@@ -159,8 +219,11 @@ func (i *Identities) makeRoom() bool {
 }
 
 // drop ends a helper: it leaves when its control connection closes; mutex held.
-func (i *Identities) drop(chosen identity, dropped *helper) {
+func (i *Identities) drop(chosen identity, dropped *identityHelper) {
 	delete(i.helpers, chosen)
+	if dropped.clock != nil {
+		dropped.clock.Stop()
+	}
 	dropped.control.Close()
 	dropped.idle.CloseIdleConnections()
 	if dropped.active == 0 {
@@ -170,50 +233,31 @@ func (i *Identities) drop(chosen identity, dropped *helper) {
 
 var errGroups = errors.New("not permitted to change groups")
 
-// start forks a helper as an identity.
+// identityPlan is what a helper is told.
+type identityPlan struct {
+	UID, GID uint32
+	Groups   []uint32
+	Switch   bool // to that identity: else it has it
+}
+
+// start starts a helper for an identity.
 func (i *Identities) start(chosen identity) (*helper, error) {
 	credential, err := i.accounts().Identity(chosen.uid, &chosen.gid)
 	if err != nil {
 		return nil, err
 	}
-	if os.Geteuid() != 0 {
-		if !alreadyIs(credential) {
-			return nil, errGroups
-		}
-		credential = nil
+	plan := identityPlan{UID: credential.Uid, GID: credential.Gid, Groups: credential.Groups, Switch: os.Geteuid() == 0}
+	if !plan.Switch && !alreadyIs(credential) {
+		return nil, errGroups
 	}
-	ours, theirs, err := socketPair()
-	if err != nil {
-		return nil, err
-	}
-	defer theirs.Close()
-	null, err := openNull()
-	if err != nil {
-		ours.Close()
-		return nil, err
-	}
-	defer null.Close()
-	process, err := i.reaper.Start(Spec{
-		Path: i.program, Argv: []string{"execd", helperFlag}, Dir: "/", Identity: credential,
-		Files: [3]uintptr{null.Fd(), 2, 2}, Extra: map[int]uintptr{helperControl: theirs.Fd()},
-	})
-	if err != nil {
-		ours.Close()
-		return nil, err
-	}
-	control, err := unixConn(ours)
-	if err != nil {
-		process.SignalGroup(syscall.SIGKILL)
-		return nil, err
-	}
-	return newHelper(process, control, i.log), nil
+	return startHelper(i.reaper, i.program, helperSpec{flag: helperFlag, plan: plan, uid: plan.UID, gid: plan.GID}, i.log)
 }
 
 // newHelper speaks to a process that serves on connections handed over by control.
 func newHelper(process *Process, control *net.UnixConn, log *log.Logger) *helper {
 	started := &helper{process: process, control: control}
 	started.idle = &http.Transport{
-		DialContext:         func(context.Context, string, string) (net.Conn, error) { return handOver(control) },
+		DialContext:         func(context.Context, string, string) (net.Conn, error) { return handOver(control, handOverLimit) },
 		MaxIdleConnsPerHost: helperConnections,
 		DisableCompression:  true,
 	}
@@ -282,13 +326,13 @@ func unixConn(file *os.File) (*net.UnixConn, error) {
 }
 
 // handOver makes a connection and gives its other end to a helper.
-func handOver(control *net.UnixConn) (net.Conn, error) {
+func handOver(control *net.UnixConn, limit time.Duration) (net.Conn, error) {
 	ours, theirs, err := socketPair()
 	if err != nil {
 		return nil, err
 	}
 	defer theirs.Close()
-	_ = control.SetWriteDeadline(time.Now().Add(handOverLimit)) // its user may have stopped it
+	_ = control.SetWriteDeadline(time.Now().Add(limit)) // its user may have stopped it
 	if _, _, err := control.WriteMsgUnix([]byte{0}, syscall.UnixRights(int(theirs.Fd())), nil); err != nil {
 		ours.Close()
 		return nil, err

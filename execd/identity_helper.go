@@ -5,6 +5,7 @@ package main
 // Invariants
 //   - It has one way in: connections that arrive on its control descriptor. When
 //     that ends it ends, with what it is doing.
+//   - It serves only after it has its identity; a failure to take it on ends it.
 //   - It looks at no environment; relative paths begin at /, ~ is its account's home.
 
 import (
@@ -22,12 +23,17 @@ const helperFlag = "--file-helper"
 
 // runHelper serves until the control connection ends.
 func runHelper() int {
-	_ = prctl(prSetDumpable, 0)
-	control, err := unixConn(os.NewFile(helperControl, "control"))
-	if err != nil {
+	var plan identityPlan
+	control, err := beginHelper(&plan)
+	if control == nil {
 		return 2
 	}
-	closeInheritedOnExec()
+	if err == nil && plan.Switch {
+		err = takeIdentity(plan.UID, plan.GID, plan.Groups)
+	}
+	if !answerHelper(control, err) {
+		return 2
+	}
 	accounts := func() Accounts { return LoadAccounts("") }
 	files := NewFiles(NewEnvironment(nil), accounts, "/", currentUmask())
 	_ = helperServer(helperHandler(files)).Serve(handedOver{control})

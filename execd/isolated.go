@@ -15,10 +15,8 @@ package main
 //   - The server inside is spoken to with bounded answers; its end is the session's.
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"io"
 	"net/http"
 	"os"
@@ -31,7 +29,6 @@ import (
 
 const (
 	isolatedLimit    = 64
-	isolatedStart    = 15 * time.Second
 	isolatedVersion  = "1"
 	isolatedAnswer   = 64 << 10
 	isolatedPatience = 5 * time.Second  // for an answer of a session's server about itself
@@ -41,7 +38,7 @@ const (
 // Isolation is the table of isolated sessions.
 type Isolation struct {
 	commands *Commands
-	program  string // ourselves
+	program  *Program
 	root     string // below it is what sessions write
 	pid1     bool   // init duties
 
@@ -73,7 +70,7 @@ type isolated struct {
 }
 
 // NewIsolation looks at nothing yet.
-func NewIsolation(commands *Commands, program, root string, pid1 bool) *Isolation {
+func NewIsolation(commands *Commands, program *Program, root string, pid1 bool) *Isolation {
 	return &Isolation{
 		commands: commands, program: program, root: root, pid1: pid1, patience: isolatedPatience, retry: isolatedRetry,
 		byID: map[string]*isolated{},
@@ -180,56 +177,8 @@ func (i *Isolation) make(request *isolatedRequest, plan *viewPlan) (*isolated, e
 
 // start makes a view and the server in it.
 func (i *Isolation) start(plan *viewPlan, namespaces uintptr) (*helper, error) {
-	text, err := json.Marshal(plan)
-	if err != nil {
-		return nil, err
-	}
-	file, err := stateFile(text)
-	if err != nil {
-		return nil, err
-	}
-	defer file.Close()
-	ours, theirs, err := socketPair()
-	if err != nil {
-		return nil, err
-	}
-	control, err := unixConn(ours)
-	if err != nil {
-		theirs.Close()
-		return nil, err
-	}
-	null, err := openNull()
-	if err != nil {
-		theirs.Close()
-		control.Close()
-		return nil, err
-	}
-	process, err := i.commands.reaper.Start(Spec{
-		Path: i.program, Argv: []string{"execd", isolateFlag}, Dir: "/", Namespaces: namespaces,
-		Files: [3]uintptr{null.Fd(), 2, 2}, Extra: map[int]uintptr{helperControl: theirs.Fd(), helperPlan: file.Fd()},
-	})
-	null.Close()
-	theirs.Close()
-	if err != nil {
-		control.Close()
-		return nil, err
-	}
-	started := newHelper(process, control, i.commands.log)
-	_ = control.SetReadDeadline(time.Now().Add(isolatedStart))
-	answer := make([]byte, 1024)
-	n, err := control.Read(answer)
-	if string(answer[:n]) != viewReady {
-		started.end()
-		if n > 0 {
-			err = errors.New(string(bytes.ToValidUTF8(answer[:n], []byte("?"))))
-		}
-		if err == nil || errors.Is(err, io.EOF) {
-			err = errors.New("its helper ended")
-		}
-		return nil, err
-	}
-	_ = control.SetReadDeadline(time.Time{})
-	return started, nil
+	spec := helperSpec{flag: isolateFlag, plan: plan, namespaces: namespaces, uid: plan.UID, gid: plan.GID}
+	return startHelper(i.commands.reaper, i.program, spec, i.commands.log)
 }
 
 // end kills a helper; with the first process of a PID namespace go all others in it.

@@ -11,11 +11,10 @@ package main
 //   - Files are served from the view with the session's identity.
 
 import (
-	"encoding/json"
 	"io"
 	"log"
+	"net"
 	"net/http"
-	"os"
 	"strings"
 	"sync"
 	"syscall"
@@ -41,22 +40,10 @@ type isolatedServer struct {
 }
 
 // serveIsolated is the second half of a helper's life.
-func serveIsolated() int {
-	_ = prctl(prSetDumpable, 0)
-	text, err := io.ReadAll(io.LimitReader(os.NewFile(helperPlan, "plan"), 4<<20))
-	var plan viewPlan
-	if err == nil {
-		err = json.Unmarshal(text, &plan)
-	}
-	control, failed := unixConn(os.NewFile(helperControl, "control"))
-	if err != nil || failed != nil {
-		return 2
-	}
-	syscall.Close(helperPlan)
-	closeInheritedOnExec()
-	served := newIsolatedServer(&plan, NewReaper())
+func serveIsolated(plan *viewPlan, control *net.UnixConn) int {
+	served := newIsolatedServer(plan, NewReaper())
 	server := helperServer(http.HandlerFunc(served.handle))
-	if _, err := control.Write([]byte(viewReady)); err != nil {
+	if !answerHelper(control, nil) {
 		return 2
 	}
 	_ = server.Serve(handedOver{control})

@@ -214,7 +214,7 @@ func TestAFailureToIsolateIsNotRemembered(t *testing.T) {
 	f := newFixture(t)
 	root := isolationRoot(t) + "/sessions"
 	equal(t, nil, os.WriteFile(root, nil, 0o644))
-	f.server.isolation = NewIsolation(f.server.commands, testBinary, root, false)
+	f.server.isolation = NewIsolation(f.server.commands, testProgram(t), root, false)
 	available := func() bool {
 		_, body := f.call("GET", "/v1/isolated/capabilities", "")
 		return strings.Contains(body, `"available":true`)
@@ -276,7 +276,7 @@ func TestWithoutTheCapabilityNothingIsPretended(t *testing.T) {
 	f := newFixture(t)
 	plain := *f.server.commands
 	plain.reaper = &Reaper{children: map[int]*Process{}}
-	f.server.isolation = NewIsolation(&plain, testBinary, isolationRoot(t), false)
+	f.server.isolation = NewIsolation(&plain, testProgram(t), isolationRoot(t), false)
 	status, body := f.call("GET", "/v1/isolated/capabilities", "")
 	equal(t, true, status == 200 && strings.Contains(body, `"available":false`) && strings.Contains(body, "bootstrap.execd.isolation") && strings.Contains(body, "runsc") && !strings.Contains(body, "CAP_"))
 	for _, route := range []string{"POST /session", "GET /sessions", "GET /session/x", "POST /session/x/run", "GET /session/x/files/info"} {

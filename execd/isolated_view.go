@@ -3,8 +3,8 @@ package main
 // The view of an isolated session: what its processes see of the file system.
 //
 // A helper begins here, as this program again in namespaces of its own, still with
-// CAP_SYS_ADMIN. It makes the view, enters it, gives the capability away and executes
-// itself once more as the session's server (isolated_serve.go).
+// CAP_SYS_ADMIN. It makes the view, enters it, gives the capability away in every thread and
+// then is the session's server (isolated_serve.go).
 //
 // Invariants
 //   - Everything is read-only but what the plan names, /tmp and /dev, which are the session's
@@ -12,87 +12,56 @@ package main
 //     root reachable.
 //   - What is mounted, and where, is found without following a link and then held open:
 //     others may exchange what they can write to at any moment.
+//   - The capability alone keeps others from tracing the helper, and it lets none do so from its
+//     first instructions on. So it executes nothing after: that would open it again.
 //   - Any step that fails ends the helper with a message; there is no session then.
 //   - Nothing the session's processes do can undo the view: they lack the capability,
 //     and no_new_privs keeps it away.
 
 import (
-	"encoding/json"
 	"errors"
-	"fmt"
-	"io"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
 )
 
-const (
-	isolateFlag  = "--isolate"         // make the view
-	isolatedFlag = "--isolated-server" // serve in it
-	helperPlan   = 4                   // descriptor with the plan
-	viewReady    = "+"
-)
+const isolateFlag = "--isolate" // make the view and serve in it
 
-// runIsolated returns only if the session cannot be made; control is told why.
+// runIsolated is an isolated session: it returns when the session ends.
 func runIsolated() int {
-	runtime.LockOSThread()
-	control := os.NewFile(helperControl, "control")
-	err := enterView()
-	fmt.Fprint(control, explained(err))
-	return 1
-}
-
-func enterView() error {
-	file := os.NewFile(helperPlan, "plan")
-	text, err := io.ReadAll(io.LimitReader(file, 4<<20))
-	if err != nil {
-		return err
-	}
 	var plan viewPlan
-	if err := json.Unmarshal(text, &plan); err != nil {
-		return err
+	control, err := beginHelper(&plan)
+	if control == nil {
+		return 2
 	}
-	self, err := os.Open("/proc/self/exe")
+	if err == nil {
+		err = plan.enter()
+	}
 	if err != nil {
-		return err
+		answerHelper(control, err)
+		return 1
 	}
-	if err := plan.make(); err != nil {
-		return err
-	}
-	if err := prctl(prSetNoNewPrivs, 1); err != nil {
-		return os.NewSyscallError("prctl", err)
-	}
-	if plan.Switch {
-		if err := plan.become(); err != nil {
-			return err
-		}
-	}
-	if err := dropAdmin(); err != nil {
-		return os.NewSyscallError("capset", err)
-	}
-	if _, err := file.Seek(0, io.SeekStart); err != nil {
-		return err
-	}
-	program := "/proc/self/fd/" + strconv.Itoa(int(self.Fd()))
-	return os.NewSyscallError("execve", syscall.Exec(program, []string{"execd", isolatedFlag}, []string{}))
+	return serveIsolated(&plan, control)
 }
 
-// become takes the identity on; it concerns every thread of this process.
-func (p *viewPlan) become() error {
-	groups := make([]int, len(p.Groups))
-	for i, group := range p.Groups {
-		groups[i] = int(group)
+// enter makes the view, enters it and keeps no more rights than its processes may have.
+func (p *viewPlan) enter() error {
+	if err := p.make(); err != nil {
+		return err
 	}
-	if err := syscall.Setgroups(groups); err != nil {
-		return os.NewSyscallError("setgroups", err)
+	if err := noNewPrivileges(); err != nil {
+		return err
 	}
-	if err := syscall.Setresgid(int(p.GID), int(p.GID), int(p.GID)); err != nil {
-		return os.NewSyscallError("setresgid", err)
+	// Before the identity, which takes the right to do this away.
+	if err := dropMountingEverywhere(); err != nil {
+		return err
 	}
-	return os.NewSyscallError("setresuid", syscall.Setresuid(int(p.UID), int(p.UID), int(p.UID)))
+	if !p.Switch {
+		return nil
+	}
+	return takeIdentity(p.UID, p.GID, p.Groups)
 }
 
 func mount(source, target, kind string, flags uintptr, options string) error {

@@ -36,8 +36,6 @@ func otherProgram(arguments []string) func() int {
 		return runHelper
 	case isolateFlag:
 		return runIsolated
-	case isolatedFlag:
-		return serveIsolated
 	case environFlag:
 		return writeEnvironment
 	}
@@ -160,7 +158,11 @@ func assemble(config Config, binding *Binding, env *Environment, logger *log.Log
 }
 
 func newServer(config Config, binding *Binding, commands *Commands) *Server {
-	logger, self := commands.log, ownProgram()
+	logger := commands.log
+	program, err := ThisProgram() // before anything of the image runs
+	if err != nil {
+		logger.Printf("no helpers: %v", err)
+	}
 	jupyter, err := NewJupyter(config.JupyterHost, config.JupyterToken)
 	if err != nil {
 		logger.Print(err)
@@ -174,8 +176,8 @@ func newServer(config Config, binding *Binding, commands *Commands) *Server {
 		terminals:   NewTerminals(commands),
 		code:        NewCodeContexts(jupyter, commands),
 		files:       NewFiles(commands.env, commands.accounts, commands.directory, currentUmask()),
-		identities:  NewIdentities(commands.reaper, commands.accounts, logger, self),
-		isolation:   NewIsolation(commands, self, defaultUpperRoot, config.Init),
+		identities:  NewIdentities(commands.reaper, commands.accounts, logger, program),
+		isolation:   NewIsolation(commands, program, defaultUpperRoot, config.Init),
 		metrics:     NewMetrics(),
 		proxy:       newProxy(func(line string) { logger.Print(line) }),
 		log:         logger,
@@ -189,14 +191,6 @@ func workingDirectory() string {
 		return "/"
 	}
 	return directory
-}
-
-func ownProgram() string {
-	self, err := os.Executable()
-	if err != nil {
-		return os.Args[0]
-	}
-	return self
 }
 
 // serve serves the API until that is over.

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -78,13 +79,38 @@ func newFixture(t *testing.T) *fixture {
 		binding: &Binding{auth: auth}, hooks: &Hooks{reaper: testReaper, env: env, log: logger}, port: defaultPort,
 		commands: commands, sessions: NewSessions(commands), terminals: NewTerminals(commands), code: NewCodeContexts(&Jupyter{}, commands),
 		files:      NewFiles(env, accounts, "/", 0o022),
-		identities: NewIdentities(testReaper, accounts, logger, testBinary),
-		isolation:  NewIsolation(commands, testBinary, isolationRoot(t), false),
+		identities: NewIdentities(testReaper, accounts, logger, testProgram(t)),
+		isolation:  NewIsolation(commands, testProgram(t), isolationRoot(t), false),
 		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger, connections: NewConnections(),
 	}
 	f.http = httptest.NewServer(f.server)
 	t.Cleanup(f.http.Close)
 	return f
+}
+
+// testProgram is the daemon, where the program of this process is that of the tests.
+func testProgram(t *testing.T) *Program {
+	t.Helper()
+	program, err := ThisProgram()
+	if err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.Open(testBinary)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const above = 32 // the descriptors of a child
+	number, _, errno := syscall.Syscall(syscall.SYS_FCNTL, file.Fd(), syscall.F_DUPFD_CLOEXEC, above)
+	file.Close()
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	t.Cleanup(func() {
+		syscall.Close(int(number))
+		syscall.Close(program.proc)
+	})
+	program.name = "self/fd/" + strconv.Itoa(int(number))
+	return program
 }
 
 // isolationRoot is outside /tmp, of which sessions have their own.

@@ -15,7 +15,7 @@ package main
 //   - A child starts with default signal dispositions, no blocked signal, its own
 //     session and no descriptor but 0, 1, 2 and what its Spec names.
 //   - CAP_SYS_ADMIN, where the container has it, is for making isolated sessions: no
-//     other child gets it.
+//     other child has it in any set, or can regain it.
 //   - At a memory limit the kernel kills what was started here before this daemon:
 //     as PID 1 its end would be the sandbox's.
 
@@ -34,9 +34,13 @@ type Reaper struct {
 	gate     sync.RWMutex // read: start, signal; write: collect
 	table    sync.Mutex   // guards children between concurrent starts
 	children map[int]*Process
-	orphans  int // reaped processes that nobody started here; guarded by gate
+	orphans  int // reaped processes that were not started here; guarded by gate
 	wake     chan os.Signal
 	admin    bool // this process has CAP_SYS_ADMIN
+	proc     int  // the root of the process file system; -1: there is none
+
+	ordinary   forker // for all but isolated sessions
+	privileged forker // for these
 }
 
 // Process is a child that leads its own session and process group.
@@ -51,6 +55,7 @@ type Process struct {
 // Spec says what to start. Files are descriptors for 0, 1 and 2, Extra those for higher numbers.
 type Spec struct {
 	Path     string
+	Again    *Program // in place of Path; Dir is its process file system
 	Argv     []string
 	Env      []string
 	Dir      string
@@ -58,14 +63,18 @@ type Spec struct {
 	Extra    map[int]uintptr
 	Identity *syscall.Credential
 	Terminal bool // descriptor 0 becomes the controlling terminal
-	// New namespaces (CLONE_NEW*): only a session's helper has some, and only it starts
-	// with CAP_SYS_ADMIN where this process has it.
+	// New namespaces (CLONE_NEW*): only the helper of an isolated session has some, and only it
+	// starts with CAP_SYS_ADMIN where this process has it.
 	Namespaces uintptr
 }
 
 // NewReaper begins to collect children at once.
 func NewReaper() *Reaper {
-	r := &Reaper{children: map[int]*Process{}, wake: make(chan os.Signal, 1), admin: hasAdmin()}
+	r := &Reaper{children: map[int]*Process{}, wake: make(chan os.Signal, 1), admin: hasAdmin(), proc: -1}
+	r.ordinary.without = r.admin
+	if proc, err := openProc("/proc"); err == nil {
+		r.proc = proc
+	}
 	// A pending wake-up is never lost: the channel holds one and every
 	// collection drains all children that have ended until then.
 	signal.Notify(r.wake, syscall.SIGCHLD)
@@ -115,39 +124,44 @@ func (r *Reaper) Orphans() int {
 func (r *Reaper) Start(spec Spec) (*Process, error) {
 	r.gate.RLock()
 	defer r.gate.RUnlock()
-	var pid int
-	var err error
-	if r.admin && spec.Namespaces == 0 {
-		forked := make(chan struct{})
-		go func() {
-			defer close(forked)
-			runtime.LockOSThread() // for good: the thread ends with what it gave away
-			if err = dropAdmin(); err == nil {
-				pid, err = spec.fork()
-			}
-		}()
-		<-forked
-	} else {
-		runtime.LockOSThread()
-		pid, err = spec.fork()
-		runtime.UnlockOSThread()
-	}
+	pid, err := r.fork(&spec)
 	if err != nil {
 		return nil, &os.PathError{Op: "fork/exec", Path: spec.Path, Err: err}
 	}
-	preferForKilling(pid)
+	return r.adopt(pid), nil
+}
+
+// adopt takes a child that was just forked into the table; the gate is held.
+func (r *Reaper) adopt(pid int) *Process {
+	r.preferForKilling(pid)
 	process := &Process{Pid: pid, Done: make(chan struct{}), reaper: r}
 	r.table.Lock()
 	r.children[pid] = process
 	r.table.Unlock()
-	return process, nil
+	return process
+}
+
+// fork chooses the thread that starts the child.
+func (r *Reaper) fork(spec *Spec) (pid int, err error) {
+	if spec.Namespaces != 0 {
+		if spec.Again == nil {
+			return 0, syscall.EPERM
+		}
+		return r.privileged.fork(spec)
+	}
+	if r.admin || spec.Again != nil {
+		return r.ordinary.fork(spec)
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	return spec.fork(spec.Path)
 }
 
 // fork starts the child; the caller is locked to its thread.
-func (s *Spec) fork() (pid int, err error) {
+func (s *Spec) fork(path string) (pid int, err error) {
 	mask := emptySignalMask()
 	defer restoreSignalMask(mask)
-	return syscall.ForkExec(s.Path, s.Argv, &syscall.ProcAttr{
+	return syscall.ForkExec(path, s.Argv, &syscall.ProcAttr{
 		Dir:   s.Dir,
 		Env:   s.Env,
 		Files: s.descriptors(),
@@ -169,8 +183,13 @@ func (s *Spec) descriptors() []uintptr {
 
 // preferForKilling makes a process, and what it will fork, the first to go when
 // memory runs out. Where that cannot be said, everything still works.
-func preferForKilling(pid int) {
-	_ = os.WriteFile("/proc/"+strconv.Itoa(pid)+"/oom_score_adj", []byte("500"), 0)
+func (r *Reaper) preferForKilling(pid int) {
+	score, err := syscall.Openat(r.proc, strconv.Itoa(pid)+"/oom_score_adj", syscall.O_WRONLY|syscall.O_CLOEXEC, 0)
+	if err != nil {
+		return
+	}
+	_, _ = syscall.Write(score, []byte("500"))
+	syscall.Close(score)
 }
 
 // SignalGroup signals the group while its leader is not yet reaped. It reports

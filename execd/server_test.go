@@ -142,7 +142,7 @@ func TestWhatIsPassedOnMayBeAnsweredBeforeItsEndWasSeen(t *testing.T) {
 	t.Cleanup(func() { control.Close() })
 	go helperServer(answering).Serve(handedOver{far})
 	helper := newHelper(nil, control, f.server.log)
-	idle, err := handOver(control) // as the transport makes more than it uses
+	idle, err := handOver(control, handOverLimit) // as the transport makes more than it uses
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,7 +170,6 @@ func TestWhatIsPassedOnMayBeAnsweredBeforeItsEndWasSeen(t *testing.T) {
 }
 
 func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
-	shorten(t, &handOverLimit)
 	ours, theirs, err := socketPair()
 	if err != nil {
 		t.Fatal(err)
@@ -179,7 +178,7 @@ func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
 	defer control.Close()
 	defer theirs.Close() // and never read
 	for range 10000 {
-		connection, err := handOver(control)
+		connection, err := handOver(control, 50*time.Millisecond)
 		if err != nil {
 			equal(t, true, errors.Is(err, os.ErrDeadlineExceeded))
 			return

@@ -5,6 +5,7 @@ package main
 
 import (
 	"os"
+	"runtime"
 	"strconv"
 	"syscall"
 	"unsafe"
@@ -12,6 +13,8 @@ import (
 
 const (
 	prSetDumpable       = 4
+	prCapBSetRead       = 23
+	prCapBSetDrop       = 24
 	prSetChildSubreaper = 36
 	prSetNoNewPrivs     = 38
 	sigSetmask          = 2
@@ -23,8 +26,12 @@ const (
 	openPath            = 0x200000
 )
 
-// capAdmin is CAP_SYS_ADMIN, which mounting needs.
-const capAdmin = 1 << 21
+// Numbers of capabilities: mounting needs CAP_SYS_ADMIN, and to take that out of a thread's
+// bounding set needs CAP_SETPCAP.
+const (
+	capSetPCap  = 8
+	capSysAdmin = 21
+)
 
 type capHeader struct {
 	version uint32
@@ -44,20 +51,65 @@ func threadCapabilities() (header capHeader, sets [2]capSets, err error) {
 
 func hasAdmin() bool {
 	_, sets, err := threadCapabilities()
-	return err == nil && sets[0].effective&capAdmin != 0
+	return err == nil && sets[0].effective&(1<<capSysAdmin) != 0
 }
 
-// dropAdmin takes CAP_SYS_ADMIN from the calling thread for good.
-func dropAdmin() error {
+// dropMounting takes CAP_SYS_ADMIN, and CAP_SETPCAP with it, from the calling thread and from
+// what it will start, for good.
+func dropMounting() error {
+	return dropCapabilities(func(call, first, second uintptr) error {
+		_, _, errno := syscall.RawSyscall(call, first, second, 0)
+		return errnoOrNil(errno)
+	})
+}
+
+// dropMountingEverywhere does so for every thread of this process, of which it is the last
+// privileged act. A build with cgo cannot.
+func dropMountingEverywhere() error {
+	return dropCapabilities(func(call, first, second uintptr) error {
+		_, _, errno := syscall.AllThreadsSyscall(call, first, second, 0)
+		return errnoOrNil(errno)
+	})
+}
+
+func dropCapabilities(on func(call, first, second uintptr) error) error {
+	for _, capability := range []uintptr{capSysAdmin, capSetPCap} {
+		held, _, errno := syscall.RawSyscall(syscall.SYS_PRCTL, prCapBSetRead, capability, 0)
+		if errno == 0 && held == 0 {
+			continue
+		}
+		err := on(syscall.SYS_PRCTL, prCapBSetDrop, capability)
+		if err == syscall.EPERM { // without CAP_SETPCAP the set stays: then no execve may gain from it
+			err = on(syscall.SYS_PRCTL, prSetNoNewPrivs, 1)
+		}
+		if err != nil {
+			return os.NewSyscallError("prctl", err)
+		}
+	}
 	header, sets, err := threadCapabilities()
 	if err != nil {
-		return err
+		return os.NewSyscallError("capget", err)
 	}
-	sets[0].effective &^= capAdmin
-	sets[0].permitted &^= capAdmin
-	sets[0].inheritable &^= capAdmin
-	_, _, errno := syscall.RawSyscall(syscall.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets[0])), 0)
-	return errnoOrNil(errno)
+	const dropped = 1<<capSysAdmin | 1<<capSetPCap
+	sets[0].effective &^= dropped
+	sets[0].permitted &^= dropped
+	sets[0].inheritable &^= dropped
+	// On the heap, where nothing is moved: each thread reads them.
+	arguments := &struct {
+		header capHeader
+		sets   [2]capSets
+	}{header, sets}
+	var pinned runtime.Pinner
+	pinned.Pin(arguments)
+	defer pinned.Unpin()
+	err = on(syscall.SYS_CAPSET, uintptr(unsafe.Pointer(&arguments.header)), uintptr(unsafe.Pointer(&arguments.sets)))
+	return os.NewSyscallError("capset", err)
+}
+
+// noNewPrivileges concerns every thread of this process.
+func noNewPrivileges() error {
+	_, _, errno := syscall.AllThreadsSyscall(syscall.SYS_PRCTL, prSetNoNewPrivs, 1, 0)
+	return os.NewSyscallError("prctl", errnoOrNil(errno))
 }
 
 func prctl(option, argument uintptr) error {

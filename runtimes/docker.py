@@ -29,8 +29,9 @@ LABEL = "sallyport.sandbox"
 INSTANCE_LABEL = "sallyport.instance"
 _SOURCE_LABEL = "sallyport.source"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
-ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN")
-"""With isolated sessions, on runsc only: there it is a right over the sandbox's own kernel."""
+ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN", "SETPCAP")
+"""With isolated sessions, on runsc only: there they are rights over the sandbox's own kernel. By the second one execd
+takes both out of the bounding set of what it starts."""
 _THREADS = 8
 _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600

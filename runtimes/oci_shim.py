@@ -12,6 +12,7 @@ subcommands in `CHECKED`.
 - The bundle must already be as hard as hostd asked for: what Docker, its configuration or another client changed
   (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not repaired.
 - CAP_SYS_ADMIN is there if the plan says so, and with runsc only: inside it is a right over the sandbox's own kernel.
+  CAP_SETPCAP comes with it: execd needs it to take both out of the bounding set of what it starts.
 - With a limit on what the sandbox may write, its root file system must not be larger, and the volumes of its image
   (directories elsewhere, without a limit) are not mounted: what they hold is in the root file system, too.
 - Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
@@ -39,7 +40,7 @@ _CAPABILITIES = frozenset(
     f"CAP_{name}"
     for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
 )
-_ISOLATION = frozenset(("CAP_SYS_ADMIN",))
+_ISOLATION = frozenset(("CAP_SYS_ADMIN", "CAP_SETPCAP"))
 _NAMESPACES = frozenset(("pid", "mount", "ipc", "uts", "network"))
 _OPTIONAL_NAMESPACES = frozenset(("cgroup",))
 _GLOBAL_WITH_VALUE = frozenset(("--root", "--log", "--log-format", "--criu", "--rootless"))

@@ -76,10 +76,11 @@ def test_the_namespace_is_set_and_only_dockers_hook_is_gone() -> None:
     assert config["linux"]["sysctl"]["net.ipv4.ping_group_range"] == "1 0"
 
 
-def test_mounting_is_for_planned_sandboxes_with_a_kernel_of_their_own() -> None:
+@pytest.mark.parametrize("capability", ["CAP_SYS_ADMIN", "CAP_SETPCAP"])
+def test_mounting_is_for_planned_sandboxes_with_a_kernel_of_their_own(capability: str) -> None:
     config = bundle()
-    config["process"]["capabilities"]["bounding"].append("CAP_SYS_ADMIN")
-    with pytest.raises(Refused, match="CAP_SYS_ADMIN"):
+    config["process"]["capabilities"]["bounding"].append(capability)
+    with pytest.raises(Refused, match=capability):
         harden(copy.deepcopy(config), plan(), "runsc")
     with pytest.raises(Refused, match="kernel of its own"):
         harden(copy.deepcopy(config), plan(isolation=True), "runc")

@@ -445,6 +445,66 @@ for _ in range(1000):
     os.rename("share", "link"), os.rename("kept", "share"), time.sleep(0.02)
 """
 
+_PLANT = """
+mv /opt /moved && mkdir -p {directory} && cat > {execd} <<'END' && chmod 755 {execd}
+#!/bin/sh
+{{ echo ran; grep ^Cap /proc/self/status; }} >> /tmp/planted; printf + >&3
+END
+{execd} 3>/dev/null; cat /tmp/planted; rm /tmp/planted
+"""
+_EXCHANGE_PROC = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
+root = os.open("/", os.O_RDONLY)
+call("unshare", 0x10000000 | 0x20000)
+open("/proc/self/setgroups", "w").write("deny")
+open("/proc/self/uid_map", "w").write("0 0 1")
+open("/proc/self/gid_map", "w").write("0 0 1")
+call("mount", b"none", b"/", None, 0x4000 | 0x40000, None)
+call("mount", b"none", b"/mnt", b"tmpfs", 0, None)
+os.mkdir("/mnt/old")
+call("syscall", 155, b"/mnt", b"/mnt/old")  # pivot_root
+os.chdir("/")
+call("umount2", b"/old", 2)
+os.rename("proc", "moved-proc", src_dir_fd=root, dst_dir_fd=root)
+os.fchdir(root)
+os.makedirs("proc/self/fd")
+for name in ("exe", "fd/3", "fd/4", "fd/5", "fd/6", "fd/7", "fd/8", "fd/9"):
+    os.symlink("{EXECD}", f"proc/self/{{name}}")
+print("exchanged")
+"""
+
+
+def test_a_program_at_execds_path_is_not_started_by_execd(stack: Stack) -> None:
+    """Root moves the directory of execd's file away, and /proc: what is put there gets no right of execd."""
+    extensions = {"sallyport.runtime": "runsc", "sallyport.policy": "agents", "bootstrap.execd.isolation": "enable"}
+    with SandboxSync.create(IMAGE, connection_config=stack.connection, extensions=extensions) as sandbox:
+        try:
+            plant = _PLANT.format(execd=EXECD, directory=str(Path(EXECD).parent))
+            control = printed(sandbox, f"mkdir -p /srv; {plant}")
+            assert re.search(rf"^ran\n(.*\n)*CapPrm:\s+{MASK}\nCapEff:\s+{MASK}\nCapBnd:\s+{MASK}\n", control)
+            sandbox.files.write_file("/srv/exchange.py", _EXCHANGE_PROC)
+            endpoint = sandbox.get_endpoint(44772)
+            request = CreateIsolatedSessionRequest(workspace=IsolatedWorkspaceSpec(path="/srv"))
+            started, answers = [], []
+            for user in (1000, 1001):
+                with contextlib.suppress(SandboxException), sandbox.isolation.session(request) as session:
+                    started.append("".join(message.text for message in session.run("echo made").logs.stdout))
+                with contextlib.suppress(httpx.HTTPError):
+                    address = f"http://{endpoint.endpoint}/v1/filesystem/{user}/1000/files/info?path=/srv"
+                    answers.append(httpx.get(address, headers=endpoint.headers, timeout=30).status_code)
+                if user == 1000:
+                    assert "exchanged" in printed(sandbox, "python3 /srv/exchange.py")
+            assert "" == printed(sandbox, "cat /tmp/planted 2>/dev/null")
+            assert "made" == started[0].strip()
+            assert [200, 200] == answers
+        finally:
+            sandbox.kill()
+
+
 _AROUND = """
 rm -f /dev/null; ln -s /workspace/caught /dev/null; chmod 777 /dev; rm -f /dev/urandom; echo same > /dev/urandom
 for place in /dev/pts/[0-9]*; do echo forged > $place && echo reached $place; done; rm -rf /dev/shm/*

@@ -1,0 +1,304 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// startTrue starts a program that does nothing and waits for its end.
+func startTrue(tb testing.TB, reaper *Reaper) {
+	tb.Helper()
+	process, err := reaper.Start(Spec{Path: "/bin/true", Argv: []string{"true"}, Dir: "/", Files: [3]uintptr{0, 1, 2}})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	<-process.Done
+}
+
+func BenchmarkStart(b *testing.B) {
+	held := testReaper.admin
+	for _, admin := range []bool{false, true} {
+		if admin && !held {
+			continue
+		}
+		b.Run(fmt.Sprint("capability=", admin), func(b *testing.B) {
+			testReaper.admin = admin
+			defer func() { testReaper.admin = held }()
+			for b.Loop() {
+				startTrue(b, testReaper)
+			}
+		})
+	}
+}
+
+// threadIDs lists the threads of this process.
+func threadIDs(t *testing.T) map[string]bool {
+	entries, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ids := map[string]bool{}
+	for _, entry := range entries {
+		ids[entry.Name()] = true
+	}
+	return ids
+}
+
+func TestAStartCostsNoThread(t *testing.T) {
+	equal(t, true, testReaper.admin)
+	reserveThreads()
+	for range 20 {
+		startTrue(t, testReaper)
+	}
+	before := threadIDs(t)
+	for range 200 {
+		startTrue(t, testReaper)
+	}
+	for id := range before {
+		if !threadIDs(t)[id] {
+			t.Errorf("thread %s ended", id)
+		}
+	}
+}
+
+// mounting lists the sets of a process's status that have CAP_SYS_ADMIN or CAP_SETPCAP.
+func mounting(t *testing.T, status string) (sets []string) {
+	t.Helper()
+	seen := 0
+	for line := range strings.Lines(status) {
+		name, digits, found := strings.Cut(strings.TrimSpace(line), ":\t")
+		if !found || !strings.HasPrefix(name, "Cap") {
+			continue
+		}
+		set, err := strconv.ParseUint(digits, 16, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		seen++
+		if set&(1<<capSysAdmin|1<<capSetPCap) != 0 {
+			sets = append(sets, name)
+		}
+	}
+	equal(t, 5, seen)
+	return sets
+}
+
+// statusOfThreads reads the status of every thread of a process.
+func statusOfThreads(t *testing.T, pid int) (all []string) {
+	t.Helper()
+	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
+	if err != nil || len(tasks) == 0 {
+		t.Fatal("no threads")
+	}
+	for _, task := range tasks {
+		all = append(all, mustRead(t, task))
+	}
+	return all
+}
+
+func TestNoChildHasTheCapabilityInAnySet(t *testing.T) {
+	f := newFixture(t)
+	program := opened(t) + "/setuid-grep"
+	text, err := os.ReadFile("/bin/grep")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(program, text, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(program, 0o755|os.ModeSetuid); err != nil {
+		t.Fatal(err)
+	}
+	const own = " ^Cap /proc/self/status"
+	for _, request := range []object{
+		{"command": "grep" + own}, {"command": program + own}, {"command": program + own, "uid": 65051, "gid": 65051},
+	} {
+		equal(t, nil, mounting(t, strings.Join(f.run(request).stdout, "\n")))
+	}
+	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}})
+	equal(t, nil, mounting(t, strings.Join(f.runAt(path+"/run", object{"code": "grep" + own}).stdout, "\n")))
+	root := identity{0, 0}
+	taken, err := f.server.identities.take(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.server.identities.giveBack(root, taken)
+	for _, process := range []*Process{taken.process, f.server.isolation.byID[id].helper.process} {
+		for _, status := range statusOfThreads(t, process.Pid) {
+			equal(t, nil, mounting(t, status))
+		}
+	}
+	equal(t, true, mounting(t, mustRead(t, "/proc/self/status")) != nil) // the daemon keeps it
+}
+
+func TestOnlyThisProgramStartsInNamespaces(t *testing.T) {
+	_, err := testReaper.Start(Spec{Path: "/bin/true", Argv: []string{"true"}, Namespaces: syscall.CLONE_NEWPID})
+	equal(t, true, errors.Is(err, syscall.EPERM))
+}
+
+func TestAProgramPutInPlaceOfTheDaemonIsNotStarted(t *testing.T) {
+	directory := opened(t)
+	above, planted := directory+"/above", directory+"/planted"
+	if err := os.Mkdir(above, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Link(testBinary, above+"/execd"); err != nil {
+		t.Fatal(err)
+	}
+	_, url, _ := daemonUnder(t, []string{"EXECD_ACCESS_TOKEN=" + testToken}, []string{above + "/execd"})
+	eventually(t, "an answer", answers(url))
+	err := os.Rename(above, directory+"/moved")
+	if err == nil {
+		err = os.Mkdir(above, 0o755)
+	}
+	if err == nil {
+		err = os.WriteFile(above+"/execd", []byte("#!/bin/sh\ntouch "+planted+"; printf + >&3\n"), 0o755)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := http.Client{Timeout: 20 * time.Second}
+	request, _ := http.NewRequest("GET", url+"/v1/filesystem/65061/65061/files/info?path=/", nil)
+	request.Header.Set(tokenHeader, testToken)
+	response, err := client.Do(request)
+	if _, missing := os.Stat(planted); missing == nil {
+		t.Fatal("the planted program was started")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	equal(t, 200, response.StatusCode)
+}
+
+func TestThisProgramStartsWhereAThreadMayHaveNoDirectoryOfItsOwn(t *testing.T) {
+	confined := &forker{}
+	confined.once.Do(confined.begin)
+	confined.shared = true
+	testReaper.gate.RLock()
+	pid, err := confined.fork(&Spec{Again: testProgram(t), Argv: []string{"execd", "--no-such-flag"}, Files: [3]uintptr{0, 1, 2}})
+	if err != nil {
+		testReaper.gate.RUnlock()
+		t.Fatal(err)
+	}
+	process := testReaper.adopt(pid)
+	testReaper.gate.RUnlock()
+	equal(t, exitUsage, exitOf(t, process))
+}
+
+func TestTheProcessFileSystemIsNotTakenOnTrust(t *testing.T) {
+	directory := t.TempDir()
+	link := directory + "/link"
+	if err := os.Symlink("/proc", link); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{directory, link, directory + "/none", "/proc/version"} {
+		if fd, err := openProc(path); err == nil {
+			syscall.Close(fd)
+			t.Errorf("%s was taken", path)
+		}
+	}
+	_, err := startHelper(testReaper, nil, helperSpec{}, nil)
+	equal(t, true, err != nil)
+}
+
+func TestAnAnswerIsTakenFromTheHelperAlone(t *testing.T) {
+	own := syscall.Ucred{Pid: int32(os.Getpid()), Uid: uint32(os.Getuid()), Gid: uint32(os.Getgid())}
+	for name, each := range map[string]struct {
+		expected syscall.Ucred
+		answer   string
+		failure  string
+	}{
+		"its own":          {own, helperReady, ""},
+		"a failure":        {own, "no such view", "no such view"},
+		"more than ready":  {own, helperReady + "\n", helperReady + "\n"},
+		"another process":  {syscall.Ucred{Pid: own.Pid + 1, Uid: own.Uid, Gid: own.Gid}, helperReady, "another process answered"},
+		"another identity": {syscall.Ucred{Pid: own.Pid, Uid: own.Uid + 1, Gid: own.Gid}, helperReady, "its helper has another identity"},
+		"none":             {own, "", "its helper ended"},
+	} {
+		ours, theirs, err := socketPair()
+		if err == nil {
+			err = syscall.SetsockoptInt(int(ours.Fd()), syscall.SOL_SOCKET, syscall.SO_PASSCRED, 1)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		control, err := unixConn(ours)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = theirs.WriteString(each.answer)
+		theirs.Close()
+		err = awaitHelper(control, each.expected)
+		control.Close()
+		if text := fmt.Sprint(err); text != each.failure && (err != nil || each.failure != "") {
+			t.Errorf("%s: %s", name, text)
+		}
+	}
+}
+
+func TestAnIdentityHasOneClock(t *testing.T) {
+	f := newFixture(t)
+	chosen := identity{65071, 65071}
+	measure := func() uint64 {
+		var memory runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&memory)
+		return memory.HeapAlloc
+	}
+	use := func(times int) {
+		for range times {
+			taken, err := f.server.identities.take(chosen)
+			if err != nil {
+				t.Fatal(err)
+			}
+			f.server.identities.giveBack(chosen, taken)
+		}
+	}
+	use(1)
+	before := measure()
+	use(50_000)
+	if after := measure(); after > before+1<<20 {
+		t.Errorf("%d bytes are kept for requests that are over", after-before)
+	}
+}
+
+func TestAnIdleIdentityEndsAndAUsedOneDoesNot(t *testing.T) {
+	f := newFixture(t)
+	identities := f.server.identities
+	identities.idle = 300 * time.Millisecond
+	kept, left := identity{65081, 65081}, identity{65082, 65082}
+	used, err := identities.take(kept)
+	if err != nil {
+		t.Fatal(err)
+	}
+	identities.giveBack(kept, used)
+	if used, err = identities.take(kept); err != nil { // its clock goes, but it is in use
+		t.Fatal(err)
+	}
+	idle, err := identities.take(left)
+	if err != nil {
+		t.Fatal(err)
+	}
+	identities.giveBack(left, idle)
+	<-idle.process.Done
+	select {
+	case <-used.process.Done:
+		t.Fatal("a helper that was in use ended")
+	default:
+	}
+	identities.giveBack(kept, used)
+	<-used.process.Done
+	identities.mutex.Lock()
+	defer identities.mutex.Unlock()
+	equal(t, 0, len(identities.helpers))
+}
