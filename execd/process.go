@@ -11,7 +11,8 @@ package main
 //     syscall.ForkExec here. Its internal wait4 for a child whose execve failed
 //     happens under the same read lock.)
 //   - No signal is sent to a process that was already reaped: signalling holds
-//     the gate for reading and looks at the state first.
+//     the gate for reading and looks at the state first. What such a process leaves in its
+//     group is signalled through a descriptor of the group, where the kernel has those.
 //   - A child starts with default signal dispositions, no blocked signal, its own
 //     session and no descriptor but 0, 1, 2 and what its Spec names.
 //   - CAP_SYS_ADMIN, where the container has it, is for making isolated sessions: no
@@ -217,10 +218,36 @@ func (p *Process) signalWith(foreground int, sig syscall.Signal) {
 	_ = syscall.Kill(-p.Pid, sig)
 }
 
-// signalRemains also reaches a group whose leader is gone. A group number is not
-// given out again while the group has members; Terminate looks often enough that
-// a group seen alive a moment ago is still the same one.
-func (p *Process) signalRemains(sig syscall.Signal) bool {
+// group is the process group of a child: it can be signalled after the child was reaped.
+type group struct {
+	leader *Process
+	fd     int // pidfd of the leader that keeps the number of the group; -1: the kernel has none
+}
+
+// hold is for a child that is not yet reaped; ok tells whether it was not. Each needs a release.
+func (p *Process) hold() (held group, ok bool) {
+	p.reaper.gate.RLock()
+	defer p.reaper.gate.RUnlock()
+	if p.reaped {
+		return group{}, false
+	}
+	return group{leader: p, fd: openGroup(p.Pid)}, true
+}
+
+func (g *group) release() {
+	if g.fd >= 0 {
+		syscall.Close(g.fd)
+	}
+}
+
+// signal reports whether there was a process to signal. Without a descriptor it goes by the
+// number. That is not given out again while the group has members, and endWith looks often
+// enough that a group seen alive a moment ago is still the same one.
+func (g *group) signal(sig syscall.Signal) bool {
+	if g.fd >= 0 {
+		return signalGroupOf(g.fd, sig) == nil
+	}
+	p := g.leader
 	p.reaper.gate.RLock()
 	defer p.reaper.gate.RUnlock()
 	if p.reaped {
@@ -240,7 +267,12 @@ func (p *Process) Terminate(grace time.Duration) { p.endWith(syscall.SIGTERM, gr
 
 // endWith is Terminate with a choice of the signal that asks.
 func (p *Process) endWith(asking syscall.Signal, grace time.Duration) {
-	if !p.SignalGroup(asking) {
+	held, ok := p.hold()
+	if !ok {
+		return
+	}
+	defer held.release()
+	if !held.signal(asking) {
 		return
 	}
 	deadline := time.NewTimer(grace)
@@ -250,10 +282,10 @@ func (p *Process) endWith(asking syscall.Signal, grace time.Duration) {
 	for {
 		select {
 		case <-deadline.C:
-			p.signalRemains(syscall.SIGKILL)
+			held.signal(syscall.SIGKILL)
 			return
 		case <-look.C:
-			if !p.signalRemains(0) {
+			if !held.signal(0) {
 				return
 			}
 		}

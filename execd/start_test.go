@@ -302,3 +302,47 @@ func TestAnIdleIdentityEndsAndAUsedOneDoesNot(t *testing.T) {
 	defer identities.mutex.Unlock()
 	equal(t, 0, len(identities.helpers))
 }
+
+func TestAGroupIsNotMistakenForALaterOne(t *testing.T) {
+	process, err := testReaper.Start(Spec{Path: "/bin/sleep", Argv: []string{"sleep", "60"}, Dir: "/", Files: [3]uintptr{0, 1, 2}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	held, ok := process.hold()
+	equal(t, true, ok)
+	defer held.release()
+	equal(t, true, held.signal(syscall.SIGKILL))
+	<-process.Done
+	_, ok = process.hold()
+	equal(t, false, ok)
+	if held.fd < 0 { // this kernel knows groups by their number only
+		equal(t, false, held.signal(0))
+		return
+	}
+	f := newFixture(t)
+	// Another process may be given the number first.
+	printed := f.run(object{"command": fmt.Sprintf(`for try in $(seq 1000); do
+echo %d >/proc/sys/kernel/ns_last_pid; setsid sleep 60 >/dev/null 2>&1 & [ $! = %[2]d ] && break; kill -9 $!; done; echo $!`,
+		process.Pid-1, process.Pid)}).stdout
+	defer syscall.Kill(-process.Pid, syscall.SIGKILL)
+	equal(t, strconv.Itoa(process.Pid), strings.TrimSpace(strings.Join(printed, "")))
+	eventually(t, "a group with that number", func() bool { return syscall.Kill(-process.Pid, 0) == nil })
+	equal(t, false, held.signal(syscall.SIGKILL))
+	equal(t, nil, syscall.Kill(-process.Pid, 0))
+}
+
+func TestTheRestOfAGroupIsEndedAfterItsLeader(t *testing.T) {
+	f := newFixture(t)
+	ready := t.TempDir() + "/ready"
+	process, err := testReaper.Start(Spec{
+		Path: "/bin/sh", Argv: []string{"sh", "-c", "trap 'exit 0' TERM; (trap '' TERM; touch $0; exec sleep 60) & wait", ready}, Dir: "/",
+		Env: f.server.commands.env.ForEntrypoint(), Files: [3]uintptr{0, 1, 2},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "its end can be asked for", func() bool { _, err := os.Stat(ready); return err == nil })
+	process.Terminate(200 * time.Millisecond)
+	<-process.Done
+	eventually(t, "the group is gone", func() bool { return syscall.Kill(-process.Pid, 0) != nil })
+}

@@ -24,6 +24,10 @@ const (
 	renameNoReplace     = 1
 	fionread            = 0x541B
 	openPath            = 0x200000
+	sysPidfdSendSignal  = 424
+	sysPidfdOpen        = 434
+	pidfdProcessGroup   = 4 // PIDFD_SIGNAL_PROCESS_GROUP
+	pidfsMagic          = 0x50494446
 )
 
 // Numbers of capabilities: mounting needs CAP_SYS_ADMIN, and to take that out of a thread's
@@ -114,6 +118,28 @@ func noNewPrivileges() error {
 
 func prctl(option, argument uintptr) error {
 	_, _, errno := syscall.RawSyscall(syscall.SYS_PRCTL, option, argument, 0)
+	return errnoOrNil(errno)
+}
+
+// openGroup is a pidfd by which the group of a leader can be signalled after the leader was reaped,
+// or -1. Linux 6.9 can do this and has pidfs since then. gVisor has pidfds, but they end with the leader.
+func openGroup(leader int) int {
+	number, _, errno := syscall.Syscall(sysPidfdOpen, uintptr(leader), 0, 0)
+	if errno != 0 {
+		return -1
+	}
+	fd := int(number)
+	var system syscall.Statfs_t
+	if err := syscall.Fstatfs(fd, &system); err != nil || system.Type != pidfsMagic || signalGroupOf(fd, 0) != nil {
+		syscall.Close(fd)
+		return -1
+	}
+	return fd
+}
+
+// signalGroupOf signals the group whose leader a pidfd names.
+func signalGroupOf(fd int, sig syscall.Signal) error {
+	_, _, errno := syscall.Syscall6(sysPidfdSendSignal, uintptr(fd), uintptr(sig), 0, pidfdProcessGroup, 0, 0)
 	return errnoOrNil(errno)
 }
 
