@@ -204,20 +204,35 @@ func (s *Supervisor) supervise(process *Process) (status int, again bool) {
 // all processes; elsewhere they are the groups started here, also those whose leader has
 // ended since, and those that are started meanwhile.
 func (s *Supervisor) endEverything() {
-	asked := map[*Process]bool{}
+	asked := map[*Process]*group{} // held, as their leaders may be reaped meanwhile
+	defer func() {
+		for _, held := range asked {
+			held.release()
+		}
+	}()
 	remains := func(sig syscall.Signal) bool {
 		if os.Getpid() == 1 {
 			return syscall.Kill(-1, sig) == nil
 		}
 		for _, process := range s.reaper.Live() {
-			if !asked[process] {
-				asked[process] = process.SignalGroup(syscall.SIGTERM)
+			if asked[process] != nil {
+				continue
+			}
+			if held, ok := process.hold(); ok {
+				asked[process] = &held
+				held.signal(syscall.SIGTERM)
 			}
 		}
 		if sig == syscall.SIGTERM {
 			return len(asked) > 0
 		}
-		maps.DeleteFunc(asked, func(process *Process, _ bool) bool { return !process.signalRemains(sig) })
+		maps.DeleteFunc(asked, func(_ *Process, held *group) bool {
+			if held.signal(sig) {
+				return false
+			}
+			held.release()
+			return true
+		})
 		return len(asked) > 0
 	}
 	if !remains(syscall.SIGTERM) {

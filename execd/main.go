@@ -146,7 +146,7 @@ func assemble(config Config, binding *Binding, env *Environment, logger *log.Log
 	lost := make(chan struct{})
 	supervisor := &Supervisor{
 		reaper: commands.reaper, env: env, log: logger, grace: config.Grace, signals: signals,
-		again: make(chan struct{}, 1), lost: lost, program: ownProgram(), scriptLimit: preScriptLimit,
+		again: make(chan struct{}, 1), lost: lost, program: programPath(), scriptLimit: preScriptLimit,
 	}
 	server := newServer(config, binding, commands)
 	if config.Init {
@@ -236,4 +236,13 @@ func (d *service) runAlone(lifecycle Lifecycle) int {
 			}
 		}
 	}
+}
+
+// programPath is where a shell finds this program, as a process without any right of the daemon's.
+func programPath() string {
+	path, err := os.Executable()
+	if err != nil {
+		return os.Args[0]
+	}
+	return path
 }
