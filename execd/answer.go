@@ -14,7 +14,6 @@ import (
 	"net/http"
 	"os"
 	"strconv"
-	"sync"
 	"time"
 )
 
@@ -148,60 +147,6 @@ func (b idleBody) Read(buffer []byte) (int, error) {
 func requestBody(w http.ResponseWriter, r *http.Request) io.Reader {
 	return idleBody{r.Body, http.NewResponseController(w)}
 }
-
-// passedBody is the body of a request that is passed on, and tells when it has ended.
-type passedBody struct {
-	io.Reader
-	closer io.Closer
-	once   sync.Once
-	ended  chan struct{}
-}
-
-func (b *passedBody) Read(buffer []byte) (int, error) {
-	n, err := b.Reader.Read(buffer)
-	if err != nil {
-		b.once.Do(func() { close(b.ended) })
-	}
-	return n, err
-}
-
-func (b *passedBody) Close() error {
-	b.once.Do(func() { close(b.ended) })
-	return b.closer.Close()
-}
-
-// heldAnswer is the answer to a request that is passed on. The server closes a body as soon as
-// its answer begins; who passes it on may look for its end only then, and would take that for
-// a failure and break the answer off. So the answer begins once the body has ended; one that
-// does not end within a second is broken off.
-type heldAnswer struct {
-	http.ResponseWriter
-	body *passedBody
-}
-
-// passOn returns how to pass on a request whose body is to be read from body.
-func passOn(w http.ResponseWriter, r *http.Request, body io.Reader) (http.ResponseWriter, io.ReadCloser) {
-	if r.ContentLength == 0 {
-		return w, http.NoBody
-	}
-	passed := &passedBody{Reader: body, closer: r.Body, ended: make(chan struct{})}
-	return heldAnswer{w, passed}, passed
-}
-
-func (h heldAnswer) WriteHeader(status int) {
-	if status >= http.StatusOK {
-		late := time.NewTimer(time.Second)
-		defer late.Stop()
-		select {
-		case <-h.body.ended:
-		case <-late.C:
-		}
-	}
-	h.ResponseWriter.WriteHeader(status)
-}
-
-// Unwrap is for http.ResponseController.
-func (h heldAnswer) Unwrap() http.ResponseWriter { return h.ResponseWriter }
 
 // decodeJSON reads the first JSON value of a body; unknown fields and what
 // follows the value are ignored.

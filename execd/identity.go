@@ -69,7 +69,7 @@ type helper struct {
 	process *Process
 	control *net.UnixConn
 	proxy   *httputil.ReverseProxy
-	idle    *http.Transport
+	idle    *carrier
 }
 
 // NewIdentities starts no helper yet.
@@ -256,11 +256,11 @@ func (i *Identities) start(chosen identity) (*helper, error) {
 // newHelper speaks to a process that serves on connections handed over by control.
 func newHelper(process *Process, control *net.UnixConn, log *log.Logger) *helper {
 	started := &helper{process: process, control: control}
-	started.idle = &http.Transport{
+	started.idle = newCarrier(&http.Transport{
 		DialContext:         func(context.Context, string, string) (net.Conn, error) { return handOver(control, handOverLimit) },
 		MaxIdleConnsPerHost: helperConnections,
 		DisableCompression:  true,
-	}
+	})
 	started.proxy = &httputil.ReverseProxy{
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.Out.URL.Scheme, r.Out.URL.Host, r.Out.URL.RawQuery = "http", "helper", r.In.URL.RawQuery
@@ -279,8 +279,7 @@ func newHelper(process *Process, control *net.UnixConn, log *log.Logger) *helper
 func (h *helper) forward(w http.ResponseWriter, r *http.Request, route string) {
 	forwarded := r.Clone(r.Context())
 	forwarded.URL.Path, forwarded.URL.RawPath = route, ""
-	w, forwarded.Body = passOn(w, r, requestBody(w, r))
-	h.proxy.ServeHTTP(w, forwarded)
+	h.idle.pass(h.proxy, w, forwarded, requestBody(w, r))
 }
 
 // alreadyIs tells whether this process, which may not change, has an identity already.

@@ -5,9 +5,11 @@ package main
 // Invariants
 //   - The only destination is 127.0.0.1; redirects are passed on, not followed.
 //   - The access token never reaches the service.
-//   - Escaped path, query and Host arrive as they were sent; upgrades and streams pass through.
+//   - Escaped path, query and Host arrive as they were sent; upgrades and streams pass through,
+//     but a request with a body is not upgraded. upload.go says how bodies pass.
 
 import (
+	"errors"
 	"net"
 	"net/http"
 	"net/http/httputil"
@@ -43,51 +45,64 @@ func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request, rest string)
 		Path: decoded, RawPath: raw, RawQuery: r.URL.RawQuery, ForceQuery: r.URL.ForceQuery,
 	}
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // how long a body may take is the service's affair
-	w, target.Body = passOn(w, r, r.Body)
 	s.proxy.ServeHTTP(w, &target)
 }
 
-// newProxy bounds concurrent requests and reuses connections.
-func newProxy(logger func(string)) http.Handler {
-	transport := &http.Transport{
+// portProxy passes requests on to ports of the sandbox; at a time a bounded number.
+type portProxy struct {
+	services *carrier
+	reverse  *httputil.ReverseProxy
+	slots    chan struct{}
+	log      func(string)
+}
+
+// newProxy opens no connection yet.
+func newProxy(logger func(string)) *portProxy {
+	services := newCarrier(&http.Transport{
 		Proxy:                  nil,
 		DialContext:            (&net.Dialer{Timeout: 30 * time.Second}).DialContext,
 		DisableCompression:     true,
 		MaxIdleConns:           64,
 		MaxIdleConnsPerHost:    16,
 		IdleConnTimeout:        90 * time.Second,
-		MaxResponseHeaderBytes: 1 << 20,
-		ExpectContinueTimeout:  time.Second,
-	}
-	reverse := &httputil.ReverseProxy{
-		Transport:     transport,
-		FlushInterval: -1,
-		Rewrite: func(p *httputil.ProxyRequest) {
-			// Rewrite drops query parameters it cannot parse and all X-Forwarded-*.
-			p.Out.URL = p.In.URL
-			p.Out.Host = p.In.Host
-			p.Out.Header.Del(tokenHeader)
-			forwarded := append([]string(nil), p.In.Header["X-Forwarded-For"]...)
-			if host, _, err := net.SplitHostPort(p.In.RemoteAddr); err == nil {
-				forwarded = append(forwarded, host)
-			}
-			p.Out.Header["X-Forwarded-For"] = []string{strings.Join(forwarded, ", ")}
-			p.Out.Header["X-Forwarded-Proto"] = []string{"http"}
-		},
-		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) {
-			writeError(w, &problem{http.StatusBadGateway, codeRuntime, "the service on this port did not answer"})
-		},
-	}
-	slots := make(chan struct{}, proxyLimit)
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		select {
-		case slots <- struct{}{}:
-			defer func() { <-slots }()
-			reverse.ServeHTTP(w, r)
-		default:
-			logger("proxy: too many concurrent requests")
-			w.Header().Set("Retry-After", "1")
-			writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many concurrent proxy requests"})
-		}
+		MaxResponseHeaderBytes: answerHeadLimit,
 	})
+	return &portProxy{
+		services: services, slots: make(chan struct{}, proxyLimit), log: logger,
+		reverse: &httputil.ReverseProxy{
+			Transport: services, FlushInterval: -1, Rewrite: rewriteForService, ErrorHandler: serviceFailed,
+		},
+	}
+}
+
+func (p *portProxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	select {
+	case p.slots <- struct{}{}:
+		defer func() { <-p.slots }()
+		p.services.pass(p.reverse, w, r, r.Body)
+	default:
+		p.log("proxy: too many concurrent requests")
+		w.Header().Set("Retry-After", "1")
+		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many concurrent proxy requests"})
+	}
+}
+
+func rewriteForService(p *httputil.ProxyRequest) {
+	// The reverse proxy drops query parameters it cannot parse and all X-Forwarded-*.
+	p.Out.URL = p.In.URL
+	p.Out.Host = p.In.Host
+	p.Out.Header.Del(tokenHeader)
+	forwarded := append([]string(nil), p.In.Header["X-Forwarded-For"]...)
+	if host, _, err := net.SplitHostPort(p.In.RemoteAddr); err == nil {
+		forwarded = append(forwarded, host)
+	}
+	p.Out.Header["X-Forwarded-For"] = []string{strings.Join(forwarded, ", ")}
+	p.Out.Header["X-Forwarded-Proto"] = []string{"http"}
+}
+
+func serviceFailed(w http.ResponseWriter, _ *http.Request, err error) {
+	if !errors.Is(err, errBrokenBody) {
+		err = &problem{http.StatusBadGateway, codeRuntime, "the service on this port did not answer"}
+	}
+	writeError(w, err)
 }

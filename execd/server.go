@@ -50,6 +50,9 @@ func (s *Server) Serve(listener net.Listener) error {
 
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	boundBody(w, r)
+	if !r.ProtoAtLeast(1, 1) {
+		closeAfter(w) // net/http ignores the Transfer-Encoding of such a request: where its body ends is not known
+	}
 	raw := s.withoutOwnProxy(rawPath(r))
 	path, err := splitPath(raw)
 	if err != nil {

@@ -188,28 +188,6 @@ func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
 	t.Error("it takes everything")
 }
 
-func TestAnAnswerBeginsAtTheEndOfWhatIsPassedOn(t *testing.T) {
-	body, rest := io.Pipe()
-	answer := httptest.NewRecorder()
-	request := httptest.NewRequest("POST", "/", body)
-	request.ContentLength = -1
-	held, passed := passOn(answer, request, body)
-	begun := make(chan struct{})
-	go func() {
-		held.WriteHeader(http.StatusTeapot)
-		close(begun)
-	}()
-	select {
-	case <-begun:
-		t.Fatal("it did not wait")
-	case <-time.After(50 * time.Millisecond):
-	}
-	rest.Close()
-	_, _ = io.ReadAll(passed)
-	<-begun
-	equal(t, http.StatusTeapot, answer.Code)
-}
-
 // shorten changes a limit until the test is over.
 func shorten(t *testing.T, limit *time.Duration) {
 	before := *limit
