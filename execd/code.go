@@ -6,7 +6,9 @@ package main
 //   - A context runs one thing at a time; who comes meanwhile is told so before
 //     anything is sent.
 //   - There is one default context per language, also when many ask for it at once.
-//   - Contexts are bounded in number.
+//   - Contexts are bounded in number; one that is being made or ended counts.
+//   - A client that leaves while its context is being made leaves no kernel. A default
+//     context is given up when the last one that waits for it leaves.
 //   - After an init no run sees random numbers that a kernel had made ready before it,
 //     where the language lets them be replaced.
 
@@ -57,8 +59,8 @@ type CodeContexts struct {
 	mutex    sync.Mutex
 	byID     map[string]*codeContext
 	standard map[string]*standardContext // by language
-	making   int
-	seeds    int // how often kernels were to be reseeded
+	pending  int                         // contexts that are being made or ended
+	seeds    int                         // how often kernels were to be reseeded
 }
 
 type codeContext struct {
@@ -75,9 +77,12 @@ type codeContext struct {
 
 // standardContext is a default context, or the making of it.
 type standardContext struct {
-	done chan struct{}
-	made *codeContext
-	err  error
+	waiting int                // requests; guarded by CodeContexts, as got and made are
+	got     bool               // a request got the context
+	giveUp  context.CancelFunc // the making
+	made    *codeContext
+	done    chan struct{} // closed when made or err is set for good
+	err     error
 }
 
 // NewCodeContexts makes no context yet.
@@ -117,7 +122,7 @@ func (c *CodeContexts) create(w http.ResponseWriter, r *http.Request) {
 	}
 	var made *codeContext
 	if err == nil {
-		made, err = c.make(r.Context(), *request.Language, directory)
+		made, err = c.begin(r.Context(), *request.Language, directory, nil)
 	}
 	if err != nil {
 		writeError(w, err)
@@ -126,25 +131,50 @@ func (c *CodeContexts) create(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, made)
 }
 
-// make starts a kernel and takes its context up.
-func (c *CodeContexts) make(ctx context.Context, language, directory string) (*codeContext, error) {
+// begin starts a kernel and takes its context up, for a default context or for none (nil).
+func (c *CodeContexts) begin(ctx context.Context, language, directory string, standard *standardContext) (*codeContext, error) {
 	c.mutex.Lock()
-	if len(c.byID)+c.making >= contextLimit {
+	if len(c.byID)+c.pending >= contextLimit {
 		c.mutex.Unlock()
 		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many code contexts"}
 	}
-	c.making++
+	c.pending++
 	c.mutex.Unlock()
 	session, err := c.jupyter.start(ctx, language, directory)
-	c.mutex.Lock()
-	defer c.mutex.Unlock()
-	c.making--
 	if err != nil {
+		c.release()
 		return nil, runtimeError(err)
 	}
-	made := &codeContext{ID: session.ID, Language: language, Cwd: directory, session: session, link: c.jupyter.link(session)}
-	c.byID[made.ID] = made
+	made := &codeContext{ID: session.ID, Language: language, Cwd: directory, session: session}
+	if !c.take(ctx, made, standard) {
+		c.jupyter.endSurely(session)
+		c.release()
+		return nil, errLeft
+	}
 	return made, nil
+}
+
+// take takes a new context up, if it is still wanted.
+func (c *CodeContexts) take(ctx context.Context, made *codeContext, standard *standardContext) bool {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	if ctx.Err() != nil {
+		return false
+	}
+	made.link = c.jupyter.link(made.session)
+	c.pending--
+	c.byID[made.ID] = made
+	if standard != nil {
+		standard.made = made
+	}
+	return true
+}
+
+// release gives the place of a context back that is neither made nor ended any more.
+func (c *CodeContexts) release() {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	c.pending--
 }
 
 // defaultOf returns the default context of a language; many callers wait for one making.
@@ -152,25 +182,58 @@ func (c *CodeContexts) defaultOf(ctx context.Context, language string) (*codeCon
 	c.mutex.Lock()
 	item := c.standard[language]
 	if item == nil {
-		item = &standardContext{done: make(chan struct{})}
+		making, giveUp := context.WithCancel(context.Background())
+		item = &standardContext{done: make(chan struct{}), giveUp: giveUp}
 		c.standard[language] = item
-		go func() {
-			// Not the first caller's to give up: others may wait for it too.
-			item.made, item.err = c.make(context.Background(), language, "")
-			if item.err != nil {
-				c.mutex.Lock()
-				delete(c.standard, language)
-				c.mutex.Unlock()
-			}
-			close(item.done)
-		}()
+		go c.makeDefault(making, language, item)
 	}
+	item.waiting++
 	c.mutex.Unlock()
 	select {
 	case <-item.done:
-		return item.made, item.err
 	case <-ctx.Done():
+	}
+	if ctx.Err() != nil {
+		c.waitNoMore(language, item, false)
 		return nil, errLeft
+	}
+	c.waitNoMore(language, item, true)
+	return item.made, item.err
+}
+
+func (c *CodeContexts) makeDefault(ctx context.Context, language string, item *standardContext) {
+	defer close(item.done)
+	defer item.giveUp()
+	if _, item.err = c.begin(ctx, language, "", item); item.err != nil {
+		c.mutex.Lock()
+		defer c.mutex.Unlock()
+		c.forget(language, item)
+	}
+}
+
+// waitNoMore gives a default context up if no request waits for it and none got it.
+func (c *CodeContexts) waitNoMore(language string, item *standardContext, got bool) {
+	c.mutex.Lock()
+	item.waiting--
+	item.got = item.got || got
+	unwanted := item.waiting == 0 && !item.got
+	made := item.made
+	if unwanted {
+		c.forget(language, item)
+	}
+	if unwanted && made == nil {
+		item.giveUp()
+	}
+	c.mutex.Unlock()
+	if unwanted && made != nil {
+		c.drop(made)
+	}
+}
+
+// forget takes a default context out of the table; mutex held.
+func (c *CodeContexts) forget(language string, item *standardContext) {
+	if c.standard[language] == item {
+		delete(c.standard, language)
 	}
 }
 
@@ -243,7 +306,20 @@ func (c *CodeContexts) deleteAll(w http.ResponseWriter, r *http.Request) {
 
 // drop forgets a context, ends what runs in it and its kernel.
 func (c *CodeContexts) drop(dropped *codeContext) {
+	ctx, cancel := context.WithTimeout(context.Background(), contextEnding)
+	defer cancel()
+	if err := c.end(ctx, dropped); err != nil {
+		c.commands.log.Printf("a code context could not be ended: %v", err)
+	}
+}
+
+// end is drop with a limit and a result; a context that another one drops is not waited for.
+func (c *CodeContexts) end(ctx context.Context, dropped *codeContext) error {
 	c.mutex.Lock()
+	if c.byID[dropped.ID] != dropped {
+		c.mutex.Unlock()
+		return nil
+	}
 	if dropped.running != nil {
 		dropped.running.stop()
 	}
@@ -252,10 +328,10 @@ func (c *CodeContexts) drop(dropped *codeContext) {
 	if item := c.standard[dropped.Language]; item != nil && item.made == dropped {
 		delete(c.standard, dropped.Language)
 	}
+	c.pending++
 	c.mutex.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), contextEnding)
-	defer cancel()
-	_ = c.jupyter.end(ctx, dropped.session.ID)
+	defer c.release()
+	return c.jupyter.end(ctx, dropped.session.ID)
 }
 
 type codeRequest struct {
@@ -325,6 +401,9 @@ func (c *CodeContexts) choose(r *http.Request, id, language string) (*codeContex
 func (c *CodeContexts) enter(used *codeContext, run *codeRun) error {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
+	if c.byID[used.ID] != used {
+		return contextNotFound(used.ID)
+	}
 	if used.running != nil {
 		return runtimeError(errors.New("session is busy"))
 	}

@@ -6,6 +6,8 @@ package main
 //   - The token goes to the configured server only: no redirect is followed, no
 //     proxy is used.
 //   - Answers are bounded in size; each call in time.
+//   - A start that fails, or that the caller gives up, leaves no kernel. What the server may
+//     have made behind a lost answer is looked for by its name.
 
 import (
 	"bytes"
@@ -14,9 +16,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/url"
 	"path"
+	"slices"
 	"sort"
 	"strings"
 	"time"
@@ -27,6 +31,7 @@ const (
 	jupyterAnswer  = 8 << 20
 	jupyterStartup = 60 * time.Second
 	jupyterPause   = 200 * time.Millisecond
+	jupyterSearch  = 30 * time.Second // for what a lost answer was about
 )
 
 var errNoJupyter = errors.New("this sandbox has no Jupyter server (JUPYTER_HOST): create it from the image sallyport/code-interpreter")
@@ -60,6 +65,7 @@ func NewJupyter(host, token string) (*Jupyter, error) {
 // jupyterSession is what the server calls a session: a kernel and its id.
 type jupyterSession struct {
 	ID     string `json:"id"`
+	Path   string `json:"path"`
 	Kernel struct {
 		ID string `json:"id"`
 	} `json:"kernel"`
@@ -73,6 +79,16 @@ func (j *Jupyter) at(route string, query url.Values) *url.URL {
 	address.Path = path.Join("/", j.base.Path, route)
 	address.RawQuery = query.Encode()
 	return &address
+}
+
+// jupyterRefusal is an answer that is an error: nothing was done.
+type jupyterRefusal struct {
+	status int
+	route  string
+}
+
+func (e *jupyterRefusal) Error() string {
+	return fmt.Sprintf("jupyter answers %d to %s", e.status, e.route)
 }
 
 // call sends a request and decodes the answer, if into is not nil.
@@ -99,7 +115,7 @@ func (j *Jupyter) call(ctx context.Context, method, route string, body, into any
 	answer := io.LimitReader(response.Body, jupyterAnswer)
 	if response.StatusCode >= http.StatusMultipleChoices {
 		_, _ = io.Copy(io.Discard, answer)
-		return fmt.Errorf("jupyter answers %s to %s", response.Status, route)
+		return &jupyterRefusal{response.StatusCode, route}
 	}
 	if into == nil {
 		_, err = io.Copy(io.Discard, answer)
@@ -163,20 +179,80 @@ func (j *Jupyter) start(ctx context.Context, language, directory string) (jupyte
 	}
 }
 
-func (j *Jupyter) startKernel(ctx context.Context, name, directory string) (made jupyterSession, err error) {
+// startKernel is not interrupted by the end of ctx: the server would go on. The caller looks
+// whether the session is still wanted.
+func (j *Jupyter) startKernel(ctx context.Context, name, directory string) (jupyterSession, error) {
 	file := newUUID() + ".ipynb"
-	err = j.call(ctx, http.MethodPost, "/api/sessions", map[string]any{
+	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), jupyterCall)
+	defer cancel()
+	var made jupyterSession
+	err := j.call(limited, http.MethodPost, "/api/sessions", map[string]any{
 		"path": path.Join(strings.TrimPrefix(directory, "/"), file), "name": file, "type": "notebook",
 		"kernel": map[string]string{"name": name},
 	}, &made)
 	if err == nil && (made.ID == "" || made.Kernel.ID == "") {
 		err = errors.New("jupyter made a session without an id")
 	}
-	return made, err
+	if err == nil {
+		return made, nil
+	}
+	if mayHaveBegun(err) {
+		j.endLost(file)
+	}
+	return jupyterSession{}, err
 }
 
+// endSurely ends a session that nothing will look at again.
+func (j *Jupyter) endSurely(session jupyterSession) {
+	ctx, stop := context.WithTimeout(context.Background(), jupyterSearch)
+	defer stop()
+	for j.end(ctx, session.ID) != nil {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(jupyterPause):
+		}
+	}
+}
+
+// mayHaveBegun reports whether the server may have done what a failed call asked for.
+func mayHaveBegun(err error) bool {
+	var refusal *jupyterRefusal
+	var network *net.OpError
+	return !errors.As(err, &refusal) && (!errors.As(err, &network) || network.Op != "dial")
+}
+
+// endLost looks for the session with a file name and ends it.
+func (j *Jupyter) endLost(file string) {
+	ctx, stop := context.WithTimeout(context.Background(), jupyterSearch)
+	defer stop()
+	for {
+		var all []jupyterSession
+		if j.call(ctx, http.MethodGet, "/api/sessions", nil, &all) == nil {
+			lost := slices.IndexFunc(all, func(s jupyterSession) bool { return path.Base(s.Path) == file })
+			if lost >= 0 && j.end(ctx, all[lost].ID) == nil {
+				return
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(jupyterPause):
+		}
+	}
+}
+
+// end ends a session and its kernel; one that is not there has ended.
 func (j *Jupyter) end(ctx context.Context, session string) error {
-	return j.call(ctx, http.MethodDelete, "/api/sessions/"+url.PathEscape(session), nil, nil)
+	return ended(j.call(ctx, http.MethodDelete, "/api/sessions/"+url.PathEscape(session), nil, nil))
+}
+
+func ended(err error) error {
+	var refusal *jupyterRefusal
+	if errors.As(err, &refusal) && refusal.status == http.StatusNotFound {
+		return nil
+	}
+	return err
 }
 
 func (j *Jupyter) interrupt(ctx context.Context, kernel string) error {
