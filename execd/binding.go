@@ -13,6 +13,10 @@ package main
 //     a restore it is not: no former token counts, connections from before are closed, and
 //     all is as before the first init.
 //   - Identity, token and variables change together; from then on no former token counts.
+//   - Unless runtime state is preserved, an init serves nobody until all that earlier callers
+//     left has ended: their requests, hooks, commands with their records and output, sessions,
+//     terminals, isolated sessions, kernels, helpers, and what they put into the EXECD_ENVS
+//     file. What cannot be ended in time fails the init.
 //   - A generation never goes back, but by a restore.
 
 import (
@@ -23,6 +27,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 )
 
 const initBodyLimit = 1 << 20
@@ -37,7 +42,9 @@ type Binding struct {
 	bound      bool // an init has succeeded
 	ready      bool
 	generation int64
-	under      sync.Mutex // one init at a time
+	ending     bool         // an init ends what was there before
+	requests   atomic.Int64 // admitted and not over yet
+	under      sync.Mutex   // one init at a time
 }
 
 // NewBinding starts with the token of the command line; enabled waits for an init.
@@ -83,18 +90,27 @@ func (b *Binding) offers() bool {
 	return b.enabled
 }
 
-// Allows reports whether a request carries the token.
-func (b *Binding) Allows(r *http.Request) bool {
+var errNotInitialised = &problem{http.StatusServiceUnavailable, codeUnavailable, "not initialised"}
+
+// admit lets a request in that carries the token; done is to be called after it.
+func (b *Binding) admit(r *http.Request) (done func(), err error) {
 	b.mutex.RLock()
 	defer b.mutex.RUnlock()
-	return b.auth.Allows(r)
+	switch {
+	case b.ending || b.enabled && !b.bound:
+		return nil, errNotInitialised
+	case !b.auth.Allows(r):
+		return nil, unauthorized
+	}
+	b.requests.Add(1)
+	return func() { b.requests.Add(-1) }, nil
 }
 
-// waits reports whether the first init is still to come.
-func (b *Binding) waits() bool {
-	b.mutex.RLock()
-	defer b.mutex.RUnlock()
-	return b.enabled && !b.bound
+// setEnding begins or ends the time in which no request is admitted.
+func (b *Binding) setEnding(ending bool) {
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	b.ending = ending
 }
 
 // setReady is called when the start hooks have succeeded, or will run again.
@@ -175,6 +191,13 @@ func (r *initRequest) check() error {
 	return err
 }
 
+// accepts reports whether bind will do it, as things are.
+func (b *Binding) accepts(request *initRequest, of Auth) bool {
+	b.mutex.RLock()
+	defer b.mutex.RUnlock()
+	return b.of == of && (!b.bound || request.Generation >= b.generation)
+}
+
 // bind exchanges identity and token; false for an older generation or another launch.
 func (b *Binding) bind(request *initRequest, of Auth, env *Environment) bool {
 	b.mutex.Lock()
@@ -204,23 +227,17 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	var request initRequest
-	err := decodeJSON(w, r, initBodyLimit, &request)
-	if err == nil {
-		if err = request.check(); err != nil {
-			err = badRequest(err.Error())
-		}
-	}
-	if err != nil {
+	if err := decodeJSON(w, r, initBodyLimit, &request); err != nil {
 		writeError(w, err)
 		return
 	}
-	s.code.reseed() // before anybody is served
-	if !s.binding.bind(&request, of, s.commands.env) {
-		writeError(w, &problem{http.StatusConflict, codeInvalidBody, "generation is older than the one in force"})
+	if err := request.check(); err != nil {
+		writeError(w, badRequest(err.Error()))
 		return
 	}
-	if !request.PreserveRuntimeState {
-		s.endState()
+	if err := s.hand(r, &request, of); err != nil {
+		writeError(w, err)
+		return
 	}
 	if kept := request.PreserveRuntimeState && isNull(request.Lifecycle); !kept {
 		if err := s.hooks.begin(request.lifecycle); err != nil {
@@ -236,15 +253,29 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, map[string]any{"sandboxId": request.SandboxID, "generation": request.Generation})
 }
 
+var errOlderGeneration = &problem{http.StatusConflict, codeInvalidBody, "generation is older than the one in force"}
+
+// hand gives the daemon to the owner that an init names. Before that owner is served, what
+// earlier callers left has ended, or the kernels that are kept are reseeded.
+func (s *Server) hand(r *http.Request, request *initRequest, of Auth) error {
+	if !s.binding.accepts(request, of) {
+		return errOlderGeneration
+	}
+	if request.PreserveRuntimeState {
+		s.code.reseed()
+	} else {
+		s.binding.setEnding(true)
+		defer s.binding.setEnding(false)
+		if err := s.endState(r); err != nil {
+			s.log.Printf("init: %v", err)
+			return err
+		}
+	}
+	if !s.binding.bind(request, of, s.commands.env) {
+		return errOlderGeneration
+	}
+	return nil
+}
+
 // isNull reports whether a value was not given.
 func isNull(value json.RawMessage) bool { return len(value) == 0 || string(value) == "null" }
-
-// endState ends what earlier callers left: hooks, commands, sessions, terminals. The
-// entrypoint, and a Jupyter server that it runs, is a matter of the entrypoint policy.
-func (s *Server) endState() {
-	s.hooks.end()
-	s.sessions.endAll()
-	s.terminals.endAll()
-	s.isolation.endAll()
-	s.commands.endAll()
-}

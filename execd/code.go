@@ -27,6 +27,7 @@ import (
 const (
 	contextLimit   = 64
 	contextEnding  = 10 * time.Second
+	contextLook    = 10 * time.Millisecond
 	reseedLimit    = 10 * time.Second
 	interpreterRun = 24 * time.Hour
 )
@@ -332,6 +333,42 @@ func (c *CodeContexts) end(ctx context.Context, dropped *codeContext) error {
 	c.mutex.Unlock()
 	defer c.release()
 	return c.jupyter.end(ctx, dropped.session.ID)
+}
+
+// endAll ends every context, those that are being made too, and then every kernel there is.
+// Requests that make contexts have ended before.
+func (c *CodeContexts) endAll(ctx context.Context) error {
+	c.mutex.Lock()
+	for language, item := range c.standard {
+		if item.made == nil {
+			item.giveUp()
+			delete(c.standard, language)
+		}
+	}
+	used := len(c.byID)+c.pending > 0
+	c.mutex.Unlock()
+	for {
+		c.mutex.Lock()
+		all, left := slices.Collect(maps.Values(c.byID)), len(c.byID)+c.pending
+		c.mutex.Unlock()
+		if left == 0 {
+			break
+		}
+		var ending sync.WaitGroup
+		for _, item := range all {
+			ending.Go(func() { _ = c.end(ctx, item) }) // endKernels says whether it did
+		}
+		ending.Wait()
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(contextLook):
+		}
+	}
+	if err := c.jupyter.endKernels(ctx); err != nil && (used || mayHaveBegun(err)) {
+		return err
+	}
+	return nil // a server that is not there has no kernel, if none was made
 }
 
 type codeRequest struct {

@@ -14,6 +14,7 @@ import (
 	"errors"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -75,6 +76,16 @@ func (c *Connections) closeFormer(now Auth) {
 	}
 	c.mutex.Unlock()
 	for _, connection := range former {
+		connection.Close()
+	}
+}
+
+// closeOthers closes every connection but one.
+func (c *Connections) closeOthers(own *boundedConn) {
+	c.mutex.Lock()
+	others := slices.DeleteFunc(slices.Collect(maps.Keys(c.open)), func(each *boundedConn) bool { return each == own })
+	c.mutex.Unlock()
+	for _, connection := range others {
 		connection.Close()
 	}
 }

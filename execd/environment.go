@@ -10,7 +10,9 @@ package main
 //   - Expansion touches $NAME and ${NAME} only; everything else is literal.
 
 import (
+	"bytes"
 	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -21,6 +23,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 )
 
 // credentials never reach a child. JUPYTER_TOKEN is kept for the entrypoint,
@@ -36,11 +39,12 @@ type Environment struct {
 	visible atomic.Pointer[map[string]string] // own and bound together; never changed, only replaced
 	warn    func(problem string)              // about the EXECD_ENVS file; nil: nothing is said
 
-	mutex   sync.Mutex
-	own     map[string]string
-	bound   map[string]string
-	jupyter string // JUPYTER_TOKEN of the entrypoint, may be empty
-	warned  string // what is wrong with the EXECD_ENVS file since it was last read
+	mutex    sync.Mutex
+	own      map[string]string
+	bound    map[string]string
+	jupyter  string // JUPYTER_TOKEN of the entrypoint, may be empty
+	warned   string // what is wrong with the EXECD_ENVS file since it was last read
+	original []byte // content of the EXECD_ENVS file before any command
 }
 
 // NewEnvironment takes the process environment ("KEY=value" entries).
@@ -53,6 +57,7 @@ func NewEnvironment(environ []string) *Environment {
 	if env.own["EXECD_ENVS"] == "" {
 		env.own["EXECD_ENVS"] = defaultEnvFile
 	}
+	env.original, _, _ = readEnvFile(env.own["EXECD_ENVS"])
 	env.publish()
 	return env
 }
@@ -85,6 +90,7 @@ func (e *Environment) Replace(variables map[string]string) {
 	e.jupyter = e.own["JUPYTER_TOKEN"]
 	maps.DeleteFunc(e.own, func(name, _ string) bool { return slices.Contains(credentials, name) })
 	e.own["EXECD_ENVS"] = envFile
+	e.original, _, _ = readEnvFile(envFile)
 	e.publish()
 }
 
@@ -154,6 +160,23 @@ func (e *Environment) ForEntrypoint() []string {
 		merged["JUPYTER_TOKEN"] = token
 	}
 	return environList(merged)
+}
+
+// restoreFile gives the EXECD_ENVS file the content that it had before any command.
+func (e *Environment) restoreFile() error {
+	e.mutex.Lock()
+	path, original := e.own["EXECD_ENVS"], e.original
+	e.mutex.Unlock()
+	if data, more, problem := readEnvFile(path); !more && problem == "" && bytes.Equal(data, original) {
+		return nil
+	}
+	_ = os.Remove(path) // a link, or another kind of file; a mount cannot be removed, and is written to
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o644)
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(original)
+	return errors.Join(err, file.Close())
 }
 
 func environList(variables map[string]string) []string {

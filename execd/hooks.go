@@ -18,6 +18,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -143,8 +144,9 @@ type Hooks struct {
 	env    *Environment
 	log    *log.Logger
 
-	mutex sync.Mutex
-	stop  chan struct{} // of the periodic hooks that run now
+	mutex   sync.Mutex
+	stop    chan struct{} // of the periodic hooks that run now
+	running atomic.Int64  // periodic hooks, those that were stopped and have not ended included
 }
 
 // begin runs preStart to its end and starts the periodic hooks in place of those before.
@@ -162,7 +164,11 @@ func (h *Hooks) begin(lifecycle Lifecycle) error {
 	h.stop = stop
 	h.mutex.Unlock()
 	for _, each := range lifecycle.periodic {
-		go h.repeat(each, stop)
+		h.running.Add(1)
+		go func() {
+			defer h.running.Add(-1)
+			h.repeat(each, stop)
+		}()
 	}
 	return nil
 }
@@ -176,6 +182,9 @@ func (h *Hooks) end() {
 		h.stop = nil
 	}
 }
+
+// ended reports whether no periodic hook is left.
+func (h *Hooks) ended() bool { return h.running.Load() == 0 }
 
 func (h *Hooks) repeat(each periodicHook, stop <-chan struct{}) {
 	for {

@@ -231,6 +231,24 @@ func (i *Identities) drop(chosen identity, dropped *identityHelper) {
 	}
 }
 
+// endAll ends every helper; nothing is passed on to one any more.
+func (i *Identities) endAll() {
+	i.mutex.Lock()
+	ending := i.helpers
+	i.helpers = map[identity]*identityHelper{}
+	for _, each := range ending {
+		if each.clock != nil {
+			each.clock.Stop()
+		}
+	}
+	i.mutex.Unlock()
+	for _, each := range ending {
+		if <-each.started; each.failed == nil {
+			each.end()
+		}
+	}
+}
+
 var errGroups = errors.New("not permitted to change groups")
 
 // identityPlan is what a helper is told.

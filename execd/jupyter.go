@@ -23,6 +23,7 @@ import (
 	"slices"
 	"sort"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -253,6 +254,33 @@ func ended(err error) error {
 		return nil
 	}
 	return err
+}
+
+// endKernels ends every kernel of the server, and returns when there is none.
+func (j *Jupyter) endKernels(ctx context.Context) error {
+	if j.base == nil {
+		return nil
+	}
+	for {
+		var all []struct {
+			ID string `json:"id"`
+		}
+		if err := j.call(ctx, http.MethodGet, "/api/kernels", nil, &all); err != nil || len(all) == 0 {
+			return err
+		}
+		var ending sync.WaitGroup
+		for _, kernel := range all {
+			ending.Go(func() {
+				_ = j.call(ctx, http.MethodDelete, "/api/kernels/"+url.PathEscape(kernel.ID), nil, nil) // looked at again
+			})
+		}
+		ending.Wait()
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(jupyterPause):
+		}
+	}
 }
 
 func (j *Jupyter) interrupt(ctx context.Context, kernel string) error {

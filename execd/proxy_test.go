@@ -376,7 +376,7 @@ func TestTheRestOfABodyIsNeverARequest(t *testing.T) {
 		_, _ = readHead(reader)
 		io.WriteString(connection, "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")
 	})
-	f.server.proxy.(*portProxy).services.times = uploadTimes{time.Second, time.Second, 50 * time.Millisecond, 50 * time.Millisecond}
+	f.server.proxy.services.times = uploadTimes{time.Second, time.Second, 50 * time.Millisecond, 50 * time.Millisecond}
 	for _, sent := range []string{
 		postHead(port, "Content-Length: 4000"), postHead(port, "Content-Length: 4000") + "begun", postHead(port, "Transfer-Encoding: chunked"),
 		postHead(port, "Transfer-Encoding: chunked") + "5\r\nbe", postHead(port, "Transfer-Encoding: chunked") + "5\r\nbegun\r\n0\r\n",
@@ -494,7 +494,7 @@ func TestABodyAndItsAnswerAlternate(t *testing.T) {
 // After a complete answer a client that sends nothing more holds nothing for long.
 func TestAnUploadBehindAnAnswerEndsWithItsProgress(t *testing.T) {
 	f := newFixture(t)
-	f.server.proxy.(*portProxy).services.times.pause = 50 * time.Millisecond
+	f.server.proxy.services.times.pause = 50 * time.Millisecond
 	got := make(chan received, 1)
 	port := rawService(t, func(connection net.Conn, reader *bufio.Reader) {
 		head, _ := readHead(reader)

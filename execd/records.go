@@ -167,6 +167,22 @@ func (t *Records) all() []*record {
 	return slices.Collect(maps.Values(t.byID))
 }
 
+// forgetAll forgets every record; false while a command runs.
+func (t *Records) forgetAll() bool {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	if t.running > 0 {
+		return false
+	}
+	for _, r := range t.ended {
+		if r.output != nil {
+			r.output.Close()
+		}
+	}
+	t.byID, t.ended = map[string]*record{}, nil
+	return true
+}
+
 // evict drops finished records that are too old or too many; lock held.
 func (t *Records) evict(now time.Time) {
 	t.lastScan = now

@@ -15,6 +15,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"time"
 )
 
 const (
@@ -37,15 +38,18 @@ type Server struct {
 	identities  *Identities
 	isolation   *Isolation
 	metrics     *Metrics
-	proxy       http.Handler
+	proxy       *portProxy
 	log         *log.Logger
 	connections *Connections
+	endLimit    time.Duration // for what a former owner left; 0: stateEnding
 }
 
 // Serve accepts connections until the listener breaks or is closed.
 func (s *Server) Serve(listener net.Listener) error {
 	bounded := &boundedListener{Listener: listener, connections: s.connections, launch: s.binding.now}
-	return s.connections.server(s, s.log).Serve(bounded)
+	server := s.connections.server(s, s.log)
+	server.ConnContext = withConnection
+	return server.Serve(bounded)
 }
 
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -78,14 +82,13 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case r.Method == http.MethodPost && path.is("internal", "init") && s.binding.offers():
 		s.initialise(w, r)
 		return
-	case s.binding.waits():
-		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "not initialised"})
+	}
+	done, err := s.binding.admit(r)
+	if err != nil {
+		writeError(w, err)
 		return
 	}
-	if !s.binding.Allows(r) {
-		writeError(w, unauthorized)
-		return
-	}
+	defer done()
 	if rest, ok := strings.CutPrefix(raw, "/proxy"); ok && (rest == "" || rest[0] == '/') {
 		s.serveProxy(w, r, rest)
 		return
