@@ -13,6 +13,7 @@ import (
 	"errors"
 	"net"
 	"net/http"
+	"sync/atomic"
 	"time"
 )
 
@@ -28,7 +29,10 @@ func withConnection(ctx context.Context, connection net.Conn) context.Context {
 	return context.WithValue(ctx, connectionKey{}, connection)
 }
 
-var errStateLeft = runtimeError(errors.New("what the former owner left did not end in time"))
+// notEnded is the error of an init that could not end something in time.
+func notEnded(what string) *problem {
+	return runtimeError(errors.New(what + " of the former owner did not end in time"))
+}
 
 // endState ends everything; the connection of the request is left open.
 func (s *Server) endState(r *http.Request) error {
@@ -40,36 +44,59 @@ func (s *Server) endState(r *http.Request) error {
 	defer stop()
 	own, _ := r.Context().Value(connectionKey{}).(*boundedConn)
 	s.connections.closeOthers(own)
+	var under atomic.Value // what is being ended
+	under.Store("")
 	ended := make(chan error, 1)
-	go func() { ended <- s.endEach(ctx) }()
+	go func() { ended <- s.endEach(ctx, &under) }()
 	select {
 	case err := <-ended:
 		return err
 	case <-ctx.Done():
-		return errStateLeft
+		return notEnded(under.Load().(string))
 	}
 }
 
-func (s *Server) endEach(ctx context.Context) error {
+// endEach does it, and notes in under what it waits for.
+func (s *Server) endEach(ctx context.Context, under *atomic.Value) error {
 	s.hooks.end()
 	for {
 		former := s.binding.requests.Load() // a request that was over by now began nothing later
-		s.sessions.endAll()
-		s.terminals.endAll()
-		s.isolation.endAll()
-		s.commands.endAll()
-		if former == 0 && s.commands.records.forgetAll() && s.hooks.ended() {
-			break
+		for _, each := range [...]struct {
+			what string
+			end  func()
+		}{
+			{"isolated sessions", s.isolation.endAll}, {"sessions", s.sessions.endAll}, {"terminals", s.terminals.endAll},
+			{"commands", s.commands.endAll}, {"runs of code", s.code.stopAll},
+		} {
+			under.Store(each.what)
+			each.end()
+		}
+		switch {
+		case former > 0:
+			under.Store("requests")
+		case !s.commands.records.forgetAll():
+			under.Store("commands")
+		case !s.hooks.ended():
+			under.Store("periodic hooks")
+		default:
+			return s.endRest(ctx, under)
 		}
 		select {
 		case <-ctx.Done():
-			return errStateLeft
+			return notEnded(under.Load().(string))
 		case <-time.After(stateLook):
 		}
 	}
+}
+
+// endRest ends what outlives requests.
+func (s *Server) endRest(ctx context.Context, under *atomic.Value) error {
+	under.Store("code contexts")
 	if err := s.code.endAll(ctx); err != nil {
-		return runtimeError(errors.New("code contexts of the former owner could not be ended"))
+		s.log.Printf("init: %v", err)
+		return notEnded("code contexts")
 	}
+	under.Store("helpers")
 	s.identities.endAll()
 	s.proxy.services.CloseIdleConnections()
 	return s.commands.env.restoreFile()

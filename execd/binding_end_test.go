@@ -267,6 +267,20 @@ func TestAnInitEndsContextsKernelsAndWhatIsBeingMade(t *testing.T) {
 	equal(t, 1, k.count())
 }
 
+// A run goes on when its client leaves, but not when the owner changes.
+func TestAnInitEndsARunOfCode(t *testing.T) {
+	s, f := newScripted(t, "signal")
+	close(s.starting)
+	f.server.binding.enabled, f.server.binding.bound = true, true
+	rest := started(f)
+	<-s.requests
+	status, body := initialised(t, f.serve()().RemoteAddr().String(), testToken, "fresh", false)
+	equal(t, `200 {"generation":1,"sandboxId":"next"}`, fmt.Sprint(status, " ", body))
+	rest()
+	status, body = f.call("GET", "/code/contexts", "", tokenHeader, "fresh")
+	equal(t, "200 []", fmt.Sprint(status, " ", body))
+}
+
 // A server that does not end its kernels fails the init: the former owner stays.
 func TestAnInitThatCannotEndAKernelIsRefused(t *testing.T) {
 	release := make(chan struct{})

@@ -335,16 +335,28 @@ func (c *CodeContexts) end(ctx context.Context, dropped *codeContext) error {
 	return c.jupyter.end(ctx, dropped.session.ID)
 }
 
-// endAll ends every context, those that are being made too, and then every kernel there is.
-// Requests that make contexts have ended before.
-func (c *CodeContexts) endAll(ctx context.Context) error {
+// stopAll ends what runs in contexts, and gives up what is being made for later requests.
+func (c *CodeContexts) stopAll() {
 	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	for _, item := range c.byID {
+		if item.running != nil {
+			item.running.stop()
+		}
+	}
 	for language, item := range c.standard {
 		if item.made == nil {
 			item.giveUp()
 			delete(c.standard, language)
 		}
 	}
+}
+
+// endAll ends every context, and then every kernel there is. Requests that make contexts, or
+// run code in them, have ended before.
+func (c *CodeContexts) endAll(ctx context.Context) error {
+	c.stopAll()
+	c.mutex.Lock()
 	used := len(c.byID)+c.pending > 0
 	c.mutex.Unlock()
 	for {

@@ -38,6 +38,7 @@ func newScripted(t *testing.T, mode string) (*scripted, *fixture) {
 	mux.HandleFunc("POST /api/sessions", func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte(`{"id":"session","kernel":{"id":"kernel"}}`))
 	})
+	mux.HandleFunc("GET /api/kernels", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("[]")) })
 	mux.HandleFunc("DELETE /api/sessions/session", func(http.ResponseWriter, *http.Request) {})
 	mux.HandleFunc("POST /api/kernels/kernel/interrupt", func(_ http.ResponseWriter, r *http.Request) {
 		s.interrupted <- struct{}{}

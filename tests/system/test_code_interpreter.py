@@ -512,6 +512,37 @@ def test_a_reader_that_stops_costs_bounded_memory(box: Box) -> None:
     assert b"execution_complete" in rest[-200:]
 
 
+@pytest.mark.parametrize(
+    ("path", "request_"),
+    [
+        ("code/context", {"language": "javascript"}),
+        ("code", {"code": "1", "context": {"language": "typescript"}}),
+    ],
+)
+def test_a_client_that_leaves_during_a_creation_leaves_no_kernel(box: Box, path: str, request_: dict[str, Any]) -> None:
+    """Neither a context of its own nor the default one of a language: the server's start itself goes on."""
+    language = json.dumps(request_).rpartition('language": "')[2].partition('"')[0]
+    for context in box.contexts(language):
+        box.interpreter.codes.delete_context(context)
+    running = (
+        "ls -d /proc/[0-9]* | while read p; do tr '\\0' ' ' <$p/cmdline; echo; done 2>/dev/null | grep -c '[k]ernel-'"
+    )
+    before = text(box.sandbox.commands.run(f"{running}; true"))
+    endpoint = box.sandbox.get_endpoint(44772)
+    host, _, prefix = endpoint.endpoint.partition("/")
+    for seconds in (0.02, 0.1, 0.3):  # at several moments of a start
+        with contextlib.closing(http.client.HTTPConnection(host, timeout=120)) as connection:
+            headers = {"Content-Type": "application/json", **endpoint.headers}
+            connection.request("POST", f"/{prefix}/{path}", json.dumps(request_), headers)
+            time.sleep(seconds)
+
+    def gone() -> bool:
+        return [] == box.contexts(language) and before == text(box.sandbox.commands.run(f"{running}; true"))
+
+    until("no kernel is left", gone)
+    assert box.run("1 + 1", language=language).error is None
+
+
 def test_a_killed_kernel_is_an_error_and_its_context_is_gone(box: Box) -> None:
     """While it runs, and while it idles: never a fresh kernel under the old name."""
     during, idle = box.context(), box.context()

@@ -451,3 +451,25 @@ def test_two_restores_draw_different_random_numbers(scene: Scene) -> None:
 
 def _is_idle(box: Box, run: dict[str, Any]) -> bool:
     return "session is busy" not in box.call("POST", "/code", run | {"code": "0"})[1]
+
+
+def test_an_init_that_preserves_nothing_leaves_nothing_of_the_former_owner(scene: Scene) -> None:
+    """With a real Jupyter server, one of whose kernels is busy, and a client that still waits. It is the last test."""
+    box, ids = scene.copies[-1], scene.ids
+    kernels = "grep -lsE '[i]pykernel|[b]ash.py' /proc/[0-9]*/cmdline | wc -l"
+    assert "3\n" == box.command(kernels)
+    box.open_run({"code": "print(1)\nwhile True: pass", "context": {"id": ids["BUSY"]}})
+    former, box.token = box.token, secrets.token_urlsafe()
+
+    began = time.monotonic()
+    answer = box.initialise(former, generation=2, preserveRuntimeState=False)
+
+    assert (200, True) == (answer[0], time.monotonic() - began < 30), answer
+    assert [] == json.loads(box.ask("GET", "/code/contexts"))
+    assert "0\n" == box.command(kernels)
+    for path in (f"/command/status/{ids['ID']}", f"/command/{ids['ID']}/logs", f"/pty/{ids['PTY']}"):
+        assert 404 == box.call("GET", path)[0]
+    assert 404 == box.call("DELETE", f"/session/{ids['SESSION']}")[0]
+    assert 404 == box.call("GET", f"/v1/isolated/session/{ids['ISOLATED']}")[0]
+    assert 401 == box.call("GET", "/metrics", None, former)[0]
+    assert "2" == box.output("/code", {"code": "print(1 + 1)", "context": {"language": "python"}}).strip()
