@@ -29,7 +29,7 @@ func (i *Isolation) route(method, path string) http.HandlerFunc {
 		return i.available(i.create)
 	case method == http.MethodGet && path == "/sessions":
 		return i.available(i.list)
-	case len(parts) < 2 || parts[0] != "session":
+	case len(parts) < 2 || parts[0] != "session" || slices.Contains(parts, ""): // an id is never empty
 		return nil
 	case len(parts) == 2 && method == http.MethodGet:
 		return i.available(func(w http.ResponseWriter, _ *http.Request) { i.get(w, parts[1]) })

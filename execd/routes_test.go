@@ -21,6 +21,9 @@ var everyRoute = []string{
 	"GET /directories/list", "POST /directories", "DELETE /directories",
 	"GET /v1/filesystem/{}/{}/files/info", "POST /v1/filesystem/{}/{}/files/mv", "POST /v1/filesystem/{}/{}/directories", "DELETE /v1/filesystem/{}/{}/directories",
 	"GET /v1/isolated/capabilities", "POST /v1/isolated/session", "GET /v1/isolated/sessions", "GET /v1/isolated/session/{}", "DELETE /v1/isolated/session/{}",
+	"POST /v1/isolated/session/{}/run", "GET /v1/isolated/session/{}/runs/{}", "GET /v1/isolated/session/{}/runs/{}/logs",
+	"GET /v1/isolated/session/{}/diff", "POST /v1/isolated/session/{}/commit",
+	"GET /v1/isolated/session/{}/files/info", "DELETE /v1/isolated/session/{}/files", "POST /v1/isolated/session/{}/directories", "DELETE /v1/isolated/session/{}/directories",
 	"POST /pty", "GET /pty/{}", "DELETE /pty/{}", "GET /pty/{}/ws",
 }
 
@@ -84,7 +87,7 @@ func TestARouteIsOneMethodAndOnePath(t *testing.T) {
 			check(known[other+" "+path], other, path)
 		}
 	}
-	for _, path := range []string{"/pty/%7B%7D/x", "/command//logs", "/pty//ws", "/session//run", "/v1", "/v1/filesystem", "/v1/isolated", "/internal"} {
+	for _, path := range []string{"/pty/%7B%7D/x", "/command//logs", "/pty//ws", "/session//run", "/v1", "/v1/filesystem", "/v1/isolated", "/v1/isolated/session//run", "/v1/isolated/session//runs/x", "/v1/isolated/session//files/info", "/v1/isolated/session//diff", "/v1/isolated/session//commit", "/v1/isolated/session/x/runs//logs", "/internal"} {
 		check(false, "GET", path)
 		check(false, "POST", path)
 	}
