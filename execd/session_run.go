@@ -57,12 +57,12 @@ func (s *Sessions) run(id string) http.HandlerFunc {
 	}
 }
 
-// exports is text that gives the run's own variables precedence over the session's.
-func (r *sessionRunRequest) exports(export string) string {
+// exports is text for bash that gives the run's own variables precedence over the session's.
+func (r *sessionRunRequest) exports() string {
 	var text strings.Builder
 	for name, value := range r.envs {
 		if value != nil {
-			text.WriteString(export + ` ` + name + `='` + strings.ReplaceAll(*value, `'`, `'\''`) + "'\n")
+			text.WriteString(`\builtin export ` + name + `='` + strings.ReplaceAll(*value, `'`, `'\''`) + "'\n")
 		}
 	}
 	return text.String()
@@ -178,8 +178,9 @@ func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionR
 }
 
 const (
-	bashInput, bashResult = 3, 4
-	shResult              = 9
+	shellInput = 3
+	bashResult = 4
+	shResult   = 9
 )
 
 // driver chooses the shell.
@@ -190,13 +191,19 @@ func (s *Sessions) driver(in *session, env map[string]string, request *sessionRu
 	spec = Spec{Dir: in.state.directory, Env: environList(env)}
 	if spec.Path, err = lookProgram("bash", search); err == nil {
 		spec.Argv = []string{"bash", "--noprofile", "--norc", "-c", bashDriver, "bash"}
-		return spec, parseBash, in.state.input(request.exports(`\builtin export`), *request.Command), nil
+		return spec, parseBash, in.state.input(request.exports(), *request.Command), nil
 	}
 	if spec.Path, err = lookProgram("sh", search); err != nil {
 		return spec, nil, nil, errNoShell
 	}
-	spec.Argv = []string{"sh", "-c", shDriver, "sh", request.exports("export"), *request.Command}
-	return spec, parseSh, nil, nil
+	spec.Argv = []string{"sh", "-c", shDriver, "sh"}
+	for name, value := range request.envs { // they come before what the session made of them
+		if value != nil {
+			env[name] = *value
+		}
+	}
+	spec.Env = environList(env)
+	return spec, parseSh, shInput(*request.Command), nil
 }
 
 // fork starts the process with one destination for both outputs.
@@ -213,9 +220,11 @@ func (run *sessionRun) fork(reaper *Reaper, spec Spec, source *os.File) error {
 	defer syscall.Close(output)
 	run.pipe = pipe
 	spec.Files = [3]uintptr{null.Fd(), uintptr(output), uintptr(output)}
-	spec.Extra = map[int]uintptr{bashInput: source.Fd(), bashResult: run.result.Fd()}
+	spec.Extra = map[int]uintptr{shellInput: source.Fd()}
 	if spec.Argv[0] == "sh" {
-		spec.Extra = map[int]uintptr{shResult: run.result.Fd()}
+		spec.Extra[shResult] = run.result.Fd()
+	} else {
+		spec.Extra[bashResult] = run.result.Fd()
 	}
 	if run.process, err = reaper.Start(spec); err != nil {
 		pipe.read.Close()

@@ -4,7 +4,8 @@ package main
 //
 // Each run is a shell of its own. It reads the state and the command from one
 // file in memory and writes the new state to another one when the command is
-// over. Nothing of this is on disk, on a command line or in the output.
+// over. Nothing of this is on disk or in the output, nor in an argument list,
+// which every user can read.
 //
 // Invariants
 //   - Kept: variables of every kind with their attributes, functions, aliases,
@@ -75,11 +76,13 @@ func resetLine(n int) string { return fmt.Sprintf(" 0<&$((LINENO=%d,0))\n", n) }
 // isFunction, in the place of a variable's name, marks a function in what bashDriver wrote.
 const isFunction = "()"
 
-// shDriver is for images without bash: exported variables and the working
-// directory are kept. The exports are evaluated apart from the command, so that
-// they are not counted as lines of it.
-const shDriver = `{ __execd=$2; eval "$1"; set --; eval "unset -v __execd; $__execd" 9>&-
+// shDriver is for images without bash: exported variables and the working directory are kept.
+// Descriptor 3 gives the command, as a script of its own: so its lines count from 1.
+const shDriver = `{ . /proc/self/fd/3 9>&-
 __execd=$?; unset -f printf env; { printf '%s\0' "$PWD"; env -0 && printf 'end\0'; } >&9 2>/dev/null; exit "$__execd"; }`
+
+// shInput is what a sh driver reads: the text of the run, which is not to have its script open.
+func shInput(command string) []byte { return []byte("exec 3<&-; " + command) }
 
 // shellState is what is kept. The zero value is that of a new session.
 type shellState struct {
