@@ -331,6 +331,17 @@ func FuzzIsolatedRequest(f *testing.F) {
 	})
 }
 
+func FuzzRunReport(f *testing.F) {
+	f.Add(runReport{reportBegun, newUUID(), 0, time.Unix(1, 2)}.encode())
+	f.Add(runReport{reportEnded, newUUID(), 9, time.Unix(-1, 0)}.encode())
+	f.Fuzz(func(t *testing.T, text []byte) {
+		report, err := parseReport(text)
+		if err == nil && !bytes.Equal(text, report.encode()) {
+			t.Fatalf("%q has two meanings", text)
+		}
+	})
+}
+
 func FuzzMountInfo(f *testing.F) {
 	table, _ := os.ReadFile("/proc/self/mountinfo")
 	f.Add(table)

@@ -3,7 +3,8 @@ package main
 // Isolated sessions (contract 11): sessions with a file system view, processes and
 // temporary files of their own, inside one sandbox: making and ending them.
 // isolated_routes.go is what clients see of them, isolated_spec.go checks what is asked
-// for, isolated_view.go makes it, isolated_serve.go runs inside.
+// for, isolated_view.go makes it, isolated_serve.go runs inside, isolated_runs.go has their
+// runs in the background and says when a session is idle.
 //
 // They need CAP_SYS_ADMIN over the sandbox's own mounts. Without it nothing is
 // pretended: the capabilities say so and every other route answers 503.
@@ -12,12 +13,9 @@ package main
 //   - No session exists whose view, identity or network is not as asked for.
 //   - Sessions are bounded in number and in what they write; a deleted one leaves
 //     neither processes nor files.
-//   - The server inside is spoken to with bounded answers; its end is the session's.
+//   - The end of the server inside is the session's.
 
 import (
-	"context"
-	"encoding/json"
-	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -28,11 +26,9 @@ import (
 )
 
 const (
-	isolatedLimit    = 64
-	isolatedVersion  = "1"
-	isolatedAnswer   = 64 << 10
-	isolatedPatience = 5 * time.Second  // for an answer of a session's server about itself
-	isolatedRetry    = 30 * time.Second // between two attempts to find out whether there is isolation
+	isolatedLimit   = 64
+	isolatedVersion = "1"
+	isolatedRetry   = 30 * time.Second // between two attempts to find out whether there is isolation
 )
 
 // Isolation is the table of isolated sessions.
@@ -42,8 +38,8 @@ type Isolation struct {
 	root     string // below it is what sessions write
 	pid1     bool   // init duties
 
-	patience time.Duration // for an answer of a session's server about itself
-	retry    time.Duration // between two attempts to find out whether there is isolation
+	kept  isolatedKept
+	retry time.Duration // between two attempts to find out whether there is isolation
 
 	probe   sync.Mutex
 	known   bool      // missing holds for good
@@ -55,24 +51,29 @@ type Isolation struct {
 	starting int
 }
 
-// isolated is one session; what follows helper is guarded by the mutex of Isolation.
+// isolated is one session; what follows told is guarded by the mutex of Isolation.
 type isolated struct {
 	id      string
 	request *isolatedRequest
 	created time.Time
 	scratch string
 	helper  *helper
+	told    chan struct{} // closed when its processes have ended and all is known about its runs
 
-	used   time.Time // the last run's begin or end
-	active int       // requests under way
-	runs   map[string]time.Time
-	timer  *time.Timer
+	used    time.Time               // the last begin or end of a request or a run
+	ran     time.Time               // of a run
+	active  int                     // requests under way
+	running int                     // runs in the background
+	runs    map[string]*isolatedRun // in the background, also those that have ended
+	changed chan struct{}           // closed when there is another one
+	ended   time.Time               // of its processes; zero while they are there
+	timer   *time.Timer             // until it is removed; nil: something holds it, or it may stay
 }
 
 // NewIsolation looks at nothing yet.
 func NewIsolation(commands *Commands, program *Program, root string, pid1 bool) *Isolation {
 	return &Isolation{
-		commands: commands, program: program, root: root, pid1: pid1, patience: isolatedPatience, retry: isolatedRetry,
+		commands: commands, program: program, root: root, pid1: pid1, kept: newIsolatedKept(), retry: isolatedRetry,
 		byID: map[string]*isolated{},
 	}
 }
@@ -135,13 +136,7 @@ func (i *Isolation) prepare() error {
 }
 
 func (i *Isolation) make(request *isolatedRequest, plan *viewPlan) (*isolated, error) {
-	i.mutex.Lock()
-	full := len(i.byID)+i.starting >= isolatedLimit
-	if !full {
-		i.starting++
-	}
-	i.mutex.Unlock()
-	if full {
+	if !i.reserve() && (!i.makeRoom() || !i.reserve()) {
 		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many isolated sessions"}
 	}
 	defer func() {
@@ -150,12 +145,17 @@ func (i *Isolation) make(request *isolatedRequest, plan *viewPlan) (*isolated, e
 		i.mutex.Unlock()
 	}()
 	if slices.ContainsFunc(plan.Mounts, func(m viewMount) bool { return m.Kind == viewOverlay }) {
-		if err := measureUppers(i.root); err != nil {
-			return nil, err
+		for err := measureUppers(i.root); err != nil; err = measureUppers(i.root) {
+			if !i.makeRoom() {
+				return nil, err
+			}
 		}
 	}
-	now := time.Now().UTC()
-	made := &isolated{id: newUUID(), request: request, created: now, used: now, runs: map[string]time.Time{}}
+	now := time.Now()
+	made := &isolated{
+		id: newUUID(), request: request, created: now.UTC(), told: make(chan struct{}), used: now, ran: now,
+		runs: map[string]*isolatedRun{}, changed: make(chan struct{}),
+	}
 	made.scratch = filepath.Join(i.root, made.id)
 	plan.ID, plan.Scratch = made.id, made.scratch
 	err := os.Mkdir(made.scratch, 0o711)
@@ -166,13 +166,25 @@ func (i *Isolation) make(request *isolatedRequest, plan *viewPlan) (*isolated, e
 		os.RemoveAll(made.scratch)
 		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "the session cannot be made: " + explained(err)}
 	}
-	made.helper.proxy.ModifyResponse = func(response *http.Response) error { return i.note(made, response) }
+	made.helper.proxy.ModifyResponse = func(response *http.Response) error { return i.awaitReported(made, response) }
 	made.helper.proxy.ErrorHandler = made.broken
 	i.mutex.Lock()
 	i.byID[made.id] = made
+	i.rest(made)
 	i.mutex.Unlock()
-	i.watch(made)
+	go i.follow(made)
 	return made, nil
+}
+
+// reserve takes a place for a session that is about to be made.
+func (i *Isolation) reserve() bool {
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	if len(i.byID)+i.starting >= isolatedLimit {
+		return false
+	}
+	i.starting++
+	return true
 }
 
 // start makes a view and the server in it.
@@ -216,27 +228,30 @@ func (i *Isolation) find(id string) (*isolated, error) {
 
 // remove ends a session and takes away what it wrote.
 func (i *Isolation) remove(id string) bool {
-	return i.removeIf(id, func() bool { return true })
-}
-
-// removeIf removes a session if a condition holds, which is looked at with the mutex held.
-func (i *Isolation) removeIf(id string, condition func() bool) bool {
 	i.mutex.Lock()
 	removed := i.byID[id]
-	if removed == nil || !condition() {
-		i.mutex.Unlock()
+	delete(i.byID, id)
+	i.mutex.Unlock()
+	if removed == nil {
 		return false
 	}
-	delete(i.byID, id)
-	if removed.timer != nil {
-		removed.timer.Stop()
+	i.discard(removed)
+	return true
+}
+
+// discard is remove for a session that cannot be found any more.
+func (i *Isolation) discard(discarded *isolated) {
+	discarded.helper.end()
+	<-discarded.told
+	i.mutex.Lock()
+	i.rest(discarded)
+	for _, run := range discarded.runs {
+		run.output.Close()
 	}
 	i.mutex.Unlock()
-	removed.helper.end()
-	if err := os.RemoveAll(removed.scratch); err != nil {
+	if err := os.RemoveAll(discarded.scratch); err != nil {
 		i.commands.log.Printf("an isolated session left files: %v", reason(err))
 	}
-	return true
 }
 
 // endAll removes every session.
@@ -250,71 +265,4 @@ func (i *Isolation) endAll() {
 	for _, id := range ids {
 		i.remove(id)
 	}
-}
-
-// watch removes a session that has been idle for as long as it may be.
-func (i *Isolation) watch(watched *isolated) {
-	limit := watched.idleLimit()
-	if limit == 0 {
-		return
-	}
-	i.mutex.Lock()
-	defer i.mutex.Unlock()
-	if i.byID[watched.id] != watched {
-		return
-	}
-	left := limit - time.Since(watched.used)
-	if left <= 0 && watched.active > 0 {
-		left = time.Second
-	}
-	if left > 0 {
-		watched.timer = time.AfterFunc(left, func() { i.watch(watched) })
-		return
-	}
-	go i.expire(watched, watched.used)
-}
-
-// expire removes a session in which nothing has run since it was used. A server that does not
-// answer may be slow, and then what runs in it goes on: only its end is the session's.
-func (i *Isolation) expire(watched *isolated, used time.Time) {
-	busy, err := watched.busy(i.patience)
-	switch {
-	case err != nil && !watched.dead():
-		i.mutex.Lock()
-		defer i.mutex.Unlock()
-		if i.byID[watched.id] == watched {
-			watched.timer = time.AfterFunc(i.patience, func() { i.watch(watched) })
-		}
-	case err == nil && busy:
-		i.touch(watched, 0)
-		i.watch(watched)
-	case !i.removeIf(watched.id, func() bool { return watched.active == 0 && watched.used.Equal(used) }):
-		i.watch(watched)
-	}
-}
-
-// busy asks the server inside whether a background run goes on.
-func (s *isolated) busy(patience time.Duration) (bool, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://helper/busy", nil)
-	if err != nil {
-		return false, err
-	}
-	response, err := s.helper.idle.RoundTrip(request)
-	if err != nil {
-		return false, err
-	}
-	defer response.Body.Close()
-	var answer struct{ Busy bool }
-	err = json.NewDecoder(io.LimitReader(response.Body, isolatedAnswer)).Decode(&answer)
-	return answer.Busy, err
-}
-
-// touch notes use, and a change of the number of requests under way.
-func (i *Isolation) touch(touched *isolated, change int) {
-	i.mutex.Lock()
-	defer i.mutex.Unlock()
-	touched.used = time.Now().UTC()
-	touched.active += change
 }

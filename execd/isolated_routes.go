@@ -5,17 +5,14 @@ package main
 //
 // Invariants
 //   - A session that is not there is 404; one whose processes have ended says so.
-//   - What is for a session's own server is passed on to it, and nothing else is.
+//   - What is for the server of a session is passed on to it, and nothing else is.
 
 import (
-	"bytes"
 	"encoding/json"
-	"errors"
-	"io"
+	"maps"
 	"net/http"
 	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 )
@@ -163,12 +160,19 @@ func (s *isolated) echo() map[string]any {
 
 // state is what both GET routes tell; mutex held.
 func (s *isolated) state() map[string]any {
-	answer := map[string]any{"status": "active", "created_at": s.created, "last_run_at": s.used}
+	answer := map[string]any{"status": "active", "created_at": s.created, "last_run_at": s.ran.UTC()}
 	if s.dead() {
 		answer["status"] = "dead"
-	} else if limit := s.idleLimit(); limit > 0 {
-		answer["idle_remaining_seconds"] = int64(max(0, limit-time.Since(s.used)) / time.Second)
+		return answer
 	}
+	left := s.idleLimit()
+	if left == 0 {
+		return answer
+	}
+	if !s.held() { // else its clock does not run
+		left = max(0, left-time.Since(s.used))
+	}
+	answer["idle_remaining_seconds"] = int64(left / time.Second)
 	return answer
 }
 
@@ -196,9 +200,7 @@ func (i *Isolation) get(w http.ResponseWriter, id string) {
 	}
 	answer := found.echo()
 	i.mutex.Lock()
-	for name, value := range found.state() {
-		answer[name] = value
-	}
+	maps.Copy(answer, found.state())
 	i.mutex.Unlock()
 	writeJSON(w, http.StatusOK, answer)
 }
@@ -211,67 +213,20 @@ func (i *Isolation) delete(w http.ResponseWriter, id string) {
 	writeEmpty(w)
 }
 
-// forward passes a request on to the server of a session.
+// forward passes a request on to the server of a session, but for what the daemon knows itself.
 func (i *Isolation) forward(w http.ResponseWriter, r *http.Request, id string, parts []string) {
-	found, err := i.find(id)
+	run := parts[0] == "run"
+	found, err := i.use(id, run)
 	if err != nil {
 		writeError(w, err)
 		return
 	}
-	if parts[0] == "runs" && found.dead() {
-		i.statusOfDead(w, found, parts)
+	defer i.release(found, run)
+	if parts[0] == "runs" {
+		i.serveRun(w, r, found, parts)
 		return
 	}
-	if parts[0] == "run" {
-		i.touch(found, 1)
-		defer i.touch(found, -1)
-	}
 	found.helper.forward(w, r, "/"+strings.Join(parts, "/"))
-}
-
-// note remembers background runs, so that they can be told of when the session has died.
-func (i *Isolation) note(noted *isolated, response *http.Response) error {
-	if response.StatusCode != http.StatusAccepted {
-		return nil
-	}
-	body, err := io.ReadAll(io.LimitReader(response.Body, isolatedAnswer))
-	response.Body.Close()
-	var started map[string]any
-	if err == nil {
-		err = json.Unmarshal(body, &started)
-	}
-	id, ok := started["run_id"].(string)
-	if err != nil || !ok {
-		return errors.New("not an answer")
-	}
-	i.mutex.Lock()
-	if len(noted.runs) < isolatedRuns {
-		noted.runs[id] = time.Now().UTC()
-	}
-	i.mutex.Unlock()
-	if body, err = json.Marshal(started); err != nil {
-		return err
-	}
-	response.Body = io.NopCloser(bytes.NewReader(body))
-	response.ContentLength = int64(len(body))
-	response.Header.Set("Content-Length", strconv.Itoa(len(body)))
-	return nil
-}
-
-func (i *Isolation) statusOfDead(w http.ResponseWriter, dead *isolated, parts []string) {
-	i.mutex.Lock()
-	started, known := dead.runs[parts[1]]
-	i.mutex.Unlock()
-	switch {
-	case !known:
-		writeError(w, &problem{http.StatusNotFound, "RUN_NOT_FOUND", "run " + parts[1] + " not found"})
-	case len(parts) == 3:
-		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "the session's log ended with it"})
-	default:
-		writeJSON(w, http.StatusOK, isolatedRunStatus{
-			SessionID: dead.id, RunID: parts[1], Error: "session terminated", StartedAt: started,
-		})
-	}
 }
 
 // broken answers when the server inside does not.

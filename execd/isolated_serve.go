@@ -8,6 +8,7 @@ package main
 //     it ends, and everything in the session with it.
 //   - Runs are those of a bash session: serialised, the state kept exactly. A background
 //     run begins with the state of the moment and leaves it alone.
+//   - The daemon is told of the begin and the end of each background run, and has its output.
 //   - Files are served from the view with the session's identity.
 
 import (
@@ -22,27 +23,23 @@ import (
 	"time"
 )
 
-const (
-	isolatedRuns    = 256 // background runs of a session, finished ones too
-	isolatedRunning = 64
-	isolatedLogMax  = 16 << 20
-	isolatedTail    = "EXECD-ISOLATED-TAIL-"
-)
+const isolatedRunning = 64
 
 // isolatedServer answers for one session.
 type isolatedServer struct {
 	sessions *Sessions
 	session  *session
 	files    *Files
-	logs     string // directory for the output of background runs; "": there is none
+	writable bool // there may be background runs
 
-	mutex sync.Mutex
-	runs  map[string]*record // in the background
+	mutex   sync.Mutex
+	begun   int           // background runs
+	control *net.UnixConn // to the daemon
 }
 
 // serveIsolated is the second half of a helper's life.
 func serveIsolated(plan *viewPlan, control *net.UnixConn) int {
-	served := newIsolatedServer(plan, NewReaper())
+	served := newIsolatedServer(plan, NewReaper(), control)
 	server := helperServer(http.HandlerFunc(served.handle))
 	if !answerHelper(control, nil) {
 		return 2
@@ -51,7 +48,7 @@ func serveIsolated(plan *viewPlan, control *net.UnixConn) int {
 	return 0
 }
 
-func newIsolatedServer(plan *viewPlan, reaper *Reaper) *isolatedServer {
+func newIsolatedServer(plan *viewPlan, reaper *Reaper, control *net.UnixConn) *isolatedServer {
 	env := &Environment{own: environMap(plan.Env)}
 	env.publish()
 	accounts := func() Accounts { return LoadAccounts("") }
@@ -59,14 +56,11 @@ func newIsolatedServer(plan *viewPlan, reaper *Reaper) *isolatedServer {
 		reaper: reaper, records: NewRecords(isolatedRunning), leftovers: newLeftovers(), env: env, accounts: accounts,
 		directory: plan.Directory, tail: defaultTail, log: log.New(io.Discard, "", 0),
 	}
-	commands.records.outputs.each = isolatedLogMax
 	served := &isolatedServer{
 		sessions: NewSessions(commands),
 		files:    NewFiles(env, accounts, plan.Directory, currentUmask()),
-		runs:     map[string]*record{},
-	}
-	if plan.Logs {
-		served.logs = plan.Directory
+		writable: plan.Logs,
+		control:  control,
 	}
 	served.session = newSession(plan.Directory)
 	served.session.id = plan.ID
@@ -75,28 +69,21 @@ func newIsolatedServer(plan *viewPlan, reaper *Reaper) *isolatedServer {
 }
 
 func (i *isolatedServer) handle(w http.ResponseWriter, r *http.Request) {
-	switch parts := strings.Split(strings.TrimPrefix(r.URL.Path, "/"), "/"); {
-	case r.Method == http.MethodPost && r.URL.Path == "/run":
+	if r.Method == http.MethodPost && r.URL.Path == "/run" {
 		i.run(w, r)
-	case r.Method == http.MethodGet && r.URL.Path == "/busy":
-		writeJSON(w, http.StatusOK, map[string]bool{"busy": i.busy()})
-	case r.Method == http.MethodGet && parts[0] == "runs" && len(parts) == 2:
-		i.status(w, parts[1])
-	case r.Method == http.MethodGet && parts[0] == "runs" && len(parts) == 3 && parts[2] == "logs":
-		i.output(w, r, parts[1])
-	default:
-		handler := i.files.route(r.Method, r.URL.Path)
-		if handler == nil {
-			notFound(w)
-			return
-		}
-		if r.URL.Path == "/files/replace" { // clients expect the counts without asking
-			query := r.URL.Query()
-			query.Set("verbose", "true")
-			r.URL.RawQuery = query.Encode()
-		}
-		handler(w, r)
+		return
 	}
+	handler := i.files.route(r.Method, r.URL.Path)
+	if handler == nil {
+		notFound(w)
+		return
+	}
+	if r.URL.Path == "/files/replace" { // clients expect the counts without asking
+		query := r.URL.Query()
+		query.Set("verbose", "true")
+		r.URL.RawQuery = query.Encode()
+	}
+	handler(w, r)
 }
 
 type isolatedRunRequest struct {
@@ -155,103 +142,49 @@ func (i *isolatedServer) background(w http.ResponseWriter, request *sessionRunRe
 		writeError(w, err)
 		return
 	}
+	w.Header().Set(isolatedRunID, request.id)
 	writeJSON(w, http.StatusAccepted, map[string]any{
-		"session_id": i.session.id, "run_id": started.id, "started_at": started.started.UTC(),
+		"session_id": i.session.id, "run_id": request.id, "started_at": started.UTC(),
 	})
 }
 
-func (i *isolatedServer) startBackground(request *sessionRunRequest) (*record, error) {
-	if i.logs == "" {
-		return nil, badRequest("background runs need a first overlay that is written to a file system")
+func (i *isolatedServer) startBackground(request *sessionRunRequest) (at time.Time, err error) {
+	if !i.writable {
+		return at, badRequest("background runs need a first overlay that is written to a file system")
 	}
-	i.mutex.Lock()
-	full := len(i.runs) >= isolatedRuns
-	i.mutex.Unlock()
-	if full {
-		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many background runs in this session"}
+	if i.begun >= isolatedRuns {
+		return at, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many background runs in this session"}
 	}
-	started, err := i.sessions.start(i.session, request)
+	run, err := i.sessions.start(i.session, request)
 	if err != nil {
-		return nil, err
+		return at, err
 	}
-	started.result.Close()
-	commands := i.sessions.commands
-	rec := &record{
-		id: request.id, background: true, started: time.Now(), process: started.process, done: make(chan struct{}),
-		output: commands.records.outputs.open(func() (*os.File, int64, error) {
-			file, err := namelessFile(i.logs)
-			return file, 1, err
-		}),
+	run.result.Close()
+	defer run.pipe.read.Close() // it is the daemon's
+	at = time.Now()
+	i.begun++ // only a run that has the turn comes here
+	err = i.report(runReport{kind: reportBegun, run: request.id, at: at}, run.pipe.read)
+	go i.follow(request.id, run.process)
+	if err != nil { // the daemon is gone, and what is not reported does not run
+		run.process.SignalGroup(syscall.SIGKILL)
+		return at, runtimeError(err)
 	}
-	settle := started.pipe.keepIn(rec.output, commands.leftovers)
-	i.mutex.Lock()
-	i.runs[rec.id] = rec
-	i.mutex.Unlock()
-	go i.follow(rec, settle)
-	return rec, nil
+	return at, nil
 }
 
-// follow waits for the end of a background run.
-func (i *isolatedServer) follow(rec *record, settle func()) {
-	<-rec.process.Done
-	settle()
-	result := outcomeOf(rec.process.Status)
-	rec.mutex.Lock()
-	rec.finished, rec.exitCode, rec.failure = time.Now(), result.exitCode, result.failure
-	rec.mutex.Unlock()
-	close(rec.done)
+// report tells the daemon of a run.
+func (i *isolatedServer) report(report runReport, pipe *os.File) error {
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	if pipe == nil {
+		return report.send(i.control, nil)
+	}
+	return report.sendWith(i.control, pipe)
+}
+
+// follow waits for the end of a background run and reports it.
+func (i *isolatedServer) follow(id string, process *Process) {
+	<-process.Done
 	i.sessions.commands.records.release()
-}
-
-func (i *isolatedServer) find(id string) (*record, error) {
-	i.mutex.Lock()
-	defer i.mutex.Unlock()
-	if found := i.runs[id]; found != nil {
-		return found, nil
-	}
-	return nil, &problem{http.StatusNotFound, "RUN_NOT_FOUND", "run " + id + " not found"}
-}
-
-type isolatedRunStatus struct {
-	SessionID  string     `json:"session_id"`
-	RunID      string     `json:"run_id"`
-	Running    bool       `json:"running"`
-	ExitCode   *int       `json:"exit_code,omitempty"`
-	Error      string     `json:"error,omitempty"`
-	StartedAt  time.Time  `json:"started_at"`
-	FinishedAt *time.Time `json:"finished_at,omitempty"`
-
-	OutputDropped int64 `json:"output_dropped,omitempty"` // bytes
-}
-
-func (i *isolatedServer) status(w http.ResponseWriter, id string) {
-	rec, err := i.find(id)
-	if err != nil {
-		writeError(w, err)
-		return
-	}
-	status := rec.status()
-	writeJSON(w, http.StatusOK, isolatedRunStatus{
-		i.session.id, rec.id, status.Running, status.ExitCode, status.Error, status.StartedAt, status.FinishedAt, status.OutputDropped,
-	})
-}
-
-func (i *isolatedServer) output(w http.ResponseWriter, r *http.Request, id string) {
-	rec, err := i.find(id)
-	if err != nil {
-		writeError(w, err)
-		return
-	}
-	writeLog(w, r, rec, isolatedTail)
-}
-
-func (i *isolatedServer) busy() bool {
-	i.mutex.Lock()
-	defer i.mutex.Unlock()
-	for _, rec := range i.runs {
-		if rec.running() {
-			return true
-		}
-	}
-	return false
+	_ = i.report(runReport{kind: reportEnded, run: id, status: process.Status, at: time.Now()}, nil)
 }

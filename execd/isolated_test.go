@@ -11,7 +11,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 )
 
 // isolate makes a session and returns its path and its id.
@@ -157,35 +156,13 @@ func TestAnIsolatedRunsVariablesComeFirstWithoutBashToo(t *testing.T) {
 	equal(t, []string{"run's"}, run.stdout)
 }
 
-func TestAnIdleIsolatedSessionEnds(t *testing.T) {
+func TestAnIdleIsolatedSessionEndsAndNotBeforeItsJob(t *testing.T) {
 	f := newFixture(t)
 	ws := workspace(t)
-	path, _ := f.isolate(object{"workspace": object{"path": ws}, "idle_timeout_seconds": 1})
-	status, _ := f.call("POST", path+"/run", `{"code":"sleep 1.6","background":true}`)
-	equal(t, 202, status)
-	time.Sleep(1300 * time.Millisecond)
-	status, _ = f.call("GET", path, "")
-	equal(t, 200, status)
+	path, _ := f.isolate(object{"workspace": object{"path": ws, "mode": "rw"}, "idle_timeout_seconds": 1})
+	f.background(path, "sleep 1.6; echo over >job")
 	eventually(t, "in time", func() bool { status, _ := f.call("GET", path, ""); return status == 404 })
-}
-
-func TestAServerThatDoesNotAnswerKeepsItsIsolatedSession(t *testing.T) {
-	f := newFixture(t)
-	f.server.isolation.patience = 50 * time.Millisecond
-	ws := workspace(t)
-	path, id := f.isolate(object{"workspace": object{"path": ws, "mode": "rw"}, "idle_timeout_seconds": 1})
-	status, _ := f.call("POST", path+"/run", `{"code":"while [ ! -e go ]; do sleep 0.05; done; touch done","background":true}`)
-	equal(t, 202, status)
-	server := f.server.isolation.byID[id].helper.process.Pid
-	equal(t, nil, syscall.Kill(server, syscall.SIGSTOP))
-	for began := time.Now(); time.Since(began) < 2*time.Second; time.Sleep(50 * time.Millisecond) {
-		status, _ = f.call("GET", path, "")
-		equal(t, 200, status)
-	}
-	equal(t, nil, syscall.Kill(server, syscall.SIGCONT))
-	equal(t, nil, os.WriteFile(ws+"/go", nil, 0o644))
-	eventually(t, "done", func() bool { _, err := os.Stat(ws + "/done"); return err == nil })
-	eventually(t, "in time", func() bool { status, _ := f.call("GET", path, ""); return status == 404 })
+	equal(t, "over\n", mustRead(t, ws+"/job"))
 }
 
 func TestADeadIsolatedSessionIsRemovedWhenItsTimeIsOver(t *testing.T) {
@@ -198,14 +175,14 @@ func TestADeadIsolatedSessionIsRemovedWhenItsTimeIsOver(t *testing.T) {
 func TestARunThatBeginsAtTheEndOfTheIdleTimeIsKept(t *testing.T) {
 	f := newFixture(t)
 	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}, "idle_timeout_seconds": 600})
-	watched := f.server.isolation.byID[id]
-	before := watched.used
-	f.server.isolation.touch(watched, 1) // it begins while the server is asked
-	f.server.isolation.expire(watched, before)
+	watched := f.overdue(id) // its clock runs out
+	_, err := f.server.isolation.use(id, true)
+	equal(t, nil, err)
+	f.server.isolation.expire(watched)
 	status, _ := f.call("GET", path, "")
 	equal(t, 200, status)
-	f.server.isolation.touch(watched, -1)
-	f.server.isolation.expire(watched, watched.used)
+	f.server.isolation.release(watched, true)
+	f.server.isolation.expire(f.overdue(id))
 	status, _ = f.call("GET", path, "")
 	equal(t, 404, status)
 }

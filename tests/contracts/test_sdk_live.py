@@ -539,6 +539,23 @@ async def test_isolated_sessions(sdk: Sdk) -> None:
     other = await settle(sandbox.isolation.attach(session.session_id))
     assert "active" == (await settle(other.get())).status
     assert [session.session_id] == [item.session_id for item in await settle(sandbox.isolation.list())]
+    cut = await settle(session.run_background("echo begun; sleep 600"))
+
+    async def begun() -> bool:
+        return (await settle(session.run_logs(cut.run_id))).text == "begun\n"
+
+    assert await within(begun, 60)
+    await shell(sandbox, "for p in /proc/[0-9]*; do grep -q isola[t] $p/cmdline && kill -9 ${p#/proc/}; done; true")
+
+    async def dead() -> bool:
+        return (await settle(other.get())).status == "dead"
+
+    assert await within(dead, 60)
+    ended = await settle(session.run_status(cut.run_id))
+    assert (False, "session terminated") == (ended.running, ended.error)
+    assert "begun\n" == (await settle(session.run_logs(cut.run_id))).text
+    assert 4 == (await settle(session.run_status(run.run_id))).exit_code
+    assert "two\n" == (await settle(session.run_logs(run.run_id, 4))).text
     await settle(session.delete())
     with pytest.raises(SandboxException):
         await settle(sandbox.isolation.attach(session.session_id))

@@ -1,0 +1,350 @@
+package main
+
+// Background runs of isolated sessions, and what follows from them: when a session is idle, and
+// what is left of one whose processes have ended (contract 11).
+//
+// The server of a session starts the runs and reports them (isolated_reports.go). The daemon keeps
+// their output, as that of commands, and answers for them.
+//
+// Invariants
+//   - A session is idle when no request to it is under way and no run of it was reported that
+//     has not ended. How fast its server answers, or whether it does, is of no concern.
+//   - A session that is not idle is removed by its client alone; one that has died stays, with
+//     its runs, until its client removes it or its time is over.
+//   - Runs and their output are bounded: a session in its runs, all sessions together in bytes
+//     and files; sessions that have died also in time, and they make room for new ones.
+//   - A run that a client was told of is known.
+
+import (
+	"net/http"
+	"os"
+	"slices"
+	"syscall"
+	"time"
+)
+
+const (
+	isolatedRuns    = 256 // in the background of a session, finished ones too
+	isolatedLogMax  = 16 << 20
+	isolatedLogs    = 256 << 20 // of all sessions
+	isolatedLogFile = 4096      // files of all logs
+	isolatedTail    = "EXECD-ISOLATED-TAIL-"
+	isolatedRunID   = "Execd-Run" // header of an answer inside: which run the daemon is to know of
+)
+
+// isolatedKept says what is kept of runs.
+type isolatedKept struct {
+	outputs *outputStore
+	files   int           // of all logs
+	age     time.Duration // of sessions that have died
+}
+
+func newIsolatedKept() isolatedKept {
+	outputs := newOutputStore()
+	outputs.each, outputs.total = isolatedLogMax, isolatedLogs
+	return isolatedKept{outputs: outputs, files: isolatedLogFile, age: recordAge}
+}
+
+// isolatedRun is a run in the background. Its record is finished when its session has ended, too.
+type isolatedRun struct {
+	record
+	settle func() // returns when its output is in its log
+	cut    bool   // it ended with its session; guarded by the mutex of Isolation
+}
+
+// follow takes the reports of a session until its process has ended.
+func (i *Isolation) follow(followed *isolated) {
+	for {
+		report, pipe, err := receiveReport(followed.helper.control)
+		if err == nil {
+			err = i.take(followed, report, pipe)
+		}
+		if err != nil {
+			if pipe != nil {
+				pipe.Close()
+			}
+			break
+		}
+	}
+	// Its server ends when this connection does; one that breaks the rules is not asked.
+	followed.helper.process.SignalGroup(syscall.SIGKILL)
+	<-followed.helper.process.Done
+	i.died(followed)
+	close(followed.told)
+}
+
+// take notes a report. Without an error the pipe is taken, too.
+func (i *Isolation) take(from *isolated, report runReport, pipe *os.File) error {
+	i.mutex.Lock()
+	known, count := from.runs[report.run], len(from.runs)
+	i.mutex.Unlock()
+	switch {
+	case report.kind == reportBegun && known == nil && count < isolatedRuns:
+		i.begun(from, report, pipe)
+	case report.kind == reportEnded && known != nil && known.running():
+		known.settle()
+		known.finish(report.at, outcomeOf(report.status))
+		i.mutex.Lock()
+		from.running--
+		i.note(from, true)
+		i.dropLogs()
+		i.mutex.Unlock()
+	default:
+		return errBadReport
+	}
+	return nil
+}
+
+func (i *Isolation) begun(in *isolated, report runReport, pipe *os.File) {
+	run := &isolatedRun{record: record{
+		id: report.run, background: true, started: report.at, output: i.kept.outputs.open(i.newLogFile), done: make(chan struct{}),
+	}}
+	run.settle = (&outputPipe{read: pipe}).keepIn(run.output, i.commands.leftovers)
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	in.runs[run.id] = run
+	in.running++
+	close(in.changed)
+	in.changed = make(chan struct{})
+	i.note(in, true)
+}
+
+// newLogFile is beside what sessions write, if that is possible. Logs of sessions have one limit
+// everywhere, so a file in memory counts for no more than another.
+func (i *Isolation) newLogFile() (*os.File, int64, error) {
+	file, err := namelessFile(i.root)
+	if err != nil {
+		file, _, err = newOutputFile()
+	}
+	return file, 1, err
+}
+
+// finish ends a run once and for all.
+func (r *isolatedRun) finish(at time.Time, result outcome) {
+	r.mutex.Lock()
+	r.finished, r.exitCode, r.failure = at, result.exitCode, result.failure
+	r.mutex.Unlock()
+	close(r.done)
+}
+
+// died notes the end of a session's processes: nothing runs in it any more.
+func (i *Isolation) died(ended *isolated) {
+	var cut []*isolatedRun
+	i.mutex.Lock()
+	for _, run := range ended.runs {
+		if run.running() {
+			cut = append(cut, run)
+		}
+	}
+	i.mutex.Unlock()
+	for _, run := range cut {
+		run.settle()
+	}
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	ended.ended = time.Now()
+	for _, run := range cut {
+		run.cut = true
+		run.finish(ended.ended, outcome{failure: "session terminated"})
+		ended.running--
+	}
+	if len(cut) > 0 {
+		i.note(ended, true)
+	}
+	i.rest(ended)
+	i.dropLogs()
+}
+
+// dropLogs gives up logs of ended runs whose files are too many: those of sessions that have
+// died first, the oldest of them first; mutex held.
+func (i *Isolation) dropLogs() {
+	var ended []*isolatedRun
+	dead := map[*isolatedRun]bool{}
+	files := 0
+	for _, each := range i.byID {
+		for _, run := range each.runs {
+			held := run.output.files()
+			files += held
+			if held > 0 && !run.running() {
+				ended = append(ended, run)
+				dead[run] = !each.ended.IsZero()
+			}
+		}
+	}
+	if files <= i.kept.files {
+		return
+	}
+	slices.SortFunc(ended, func(a, b *isolatedRun) int {
+		if dead[a] != dead[b] {
+			if dead[a] {
+				return -1
+			}
+			return 1
+		}
+		return a.started.Compare(b.started)
+	})
+	for _, run := range ended {
+		if files <= i.kept.files {
+			return
+		}
+		files -= run.output.files()
+		run.output.Close()
+	}
+}
+
+// await waits until a run was reported; false where that cannot be any more.
+func (i *Isolation) await(r *http.Request, in *isolated, id string) bool {
+	for {
+		i.mutex.Lock()
+		known, changed := in.runs[id] != nil, in.changed
+		i.mutex.Unlock()
+		if known {
+			return true
+		}
+		select {
+		case <-changed:
+		case <-in.told:
+			return false
+		case <-r.Context().Done():
+			return false
+		}
+	}
+}
+
+// awaitReported holds the answer to a run back until the daemon knows the run that it names.
+func (i *Isolation) awaitReported(in *isolated, response *http.Response) error {
+	id := response.Header.Get(isolatedRunID)
+	response.Header.Del(isolatedRunID)
+	if id != "" && !i.await(response.Request, in, id) {
+		return errBadReport
+	}
+	return nil
+}
+
+// held tells whether something goes on in a session; mutex held.
+func (s *isolated) held() bool { return s.active > 0 || s.running > 0 }
+
+// deadline is when a session that nothing holds is removed, zero for never; mutex held.
+func (i *Isolation) deadline(of *isolated) (at time.Time) {
+	if limit := of.idleLimit(); limit > 0 {
+		at = of.used.Add(limit)
+	}
+	if of.ended.IsZero() {
+		return at
+	}
+	if last := of.ended.Add(i.kept.age); at.IsZero() || last.Before(at) {
+		at = last
+	}
+	return at
+}
+
+// rest sets the clock of a session anew; mutex held.
+func (i *Isolation) rest(resting *isolated) {
+	if resting.timer != nil {
+		resting.timer.Stop()
+		resting.timer = nil
+	}
+	at := i.deadline(resting)
+	if at.IsZero() || resting.held() || i.byID[resting.id] != resting {
+		return
+	}
+	resting.timer = time.AfterFunc(time.Until(at), func() { i.expire(resting) })
+}
+
+// expire removes a session whose time is over, unless it was used meanwhile.
+func (i *Isolation) expire(expired *isolated) {
+	i.mutex.Lock()
+	at := i.deadline(expired)
+	over := i.byID[expired.id] == expired && !expired.held() && !at.IsZero() && time.Until(at) <= 0
+	if over {
+		delete(i.byID, expired.id)
+	}
+	i.mutex.Unlock()
+	if over {
+		i.discard(expired)
+	}
+}
+
+// use finds a session for a request, a run or another one; each use needs a release.
+func (i *Isolation) use(id string, run bool) (*isolated, error) {
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	found := i.byID[id]
+	if found == nil {
+		return nil, sessionNotFound(id)
+	}
+	found.active++
+	i.note(found, run)
+	return found, nil
+}
+
+func (i *Isolation) release(released *isolated, run bool) {
+	i.mutex.Lock()
+	defer i.mutex.Unlock()
+	released.active--
+	i.note(released, run)
+}
+
+// note notes the begin or the end of a request or of a run in the background; mutex held.
+func (i *Isolation) note(noted *isolated, run bool) {
+	noted.used = time.Now()
+	if run {
+		noted.ran = noted.used
+	}
+	i.rest(noted)
+}
+
+// makeRoom removes the session that has been dead for longest; false where all are alive.
+func (i *Isolation) makeRoom() bool {
+	i.mutex.Lock()
+	var oldest *isolated
+	for _, each := range i.byID {
+		if !each.ended.IsZero() && each.active == 0 && (oldest == nil || each.ended.Before(oldest.ended)) {
+			oldest = each
+		}
+	}
+	i.mutex.Unlock()
+	return oldest != nil && i.remove(oldest.id)
+}
+
+type isolatedRunStatus struct {
+	SessionID  string     `json:"session_id"`
+	RunID      string     `json:"run_id"`
+	Running    bool       `json:"running"`
+	ExitCode   *int       `json:"exit_code,omitempty"`
+	Error      string     `json:"error,omitempty"`
+	StartedAt  time.Time  `json:"started_at"`
+	FinishedAt *time.Time `json:"finished_at,omitempty"`
+
+	OutputDropped int64 `json:"output_dropped,omitempty"` // bytes
+}
+
+// serveRun answers for a run, whether its session lives or has died.
+func (i *Isolation) serveRun(w http.ResponseWriter, r *http.Request, of *isolated, parts []string) {
+	if of.dead() { // what its server reported before is still on its way
+		select {
+		case <-of.told:
+		case <-r.Context().Done():
+			return
+		}
+	}
+	i.mutex.Lock()
+	run := of.runs[parts[1]]
+	cut := run != nil && run.cut
+	i.mutex.Unlock()
+	if run == nil {
+		writeError(w, &problem{http.StatusNotFound, "RUN_NOT_FOUND", "run " + parts[1] + " not found"})
+		return
+	}
+	if len(parts) == 3 {
+		writeLog(w, r, &run.record, isolatedTail)
+		return
+	}
+	status := run.status()
+	if cut {
+		status.ExitCode = nil
+	}
+	writeJSON(w, http.StatusOK, isolatedRunStatus{
+		of.id, run.id, status.Running, status.ExitCode, status.Error, status.StartedAt, status.FinishedAt, status.OutputDropped,
+	})
+}
