@@ -35,6 +35,7 @@ const (
 // isolatedKept says what is kept of runs.
 type isolatedKept struct {
 	outputs *outputStore
+	rest    *leftovers    // pipes of what runs left running; apart from those of commands
 	files   int           // of all logs
 	age     time.Duration // of sessions that have died
 }
@@ -42,7 +43,7 @@ type isolatedKept struct {
 func newIsolatedKept() isolatedKept {
 	outputs := newOutputStore()
 	outputs.each, outputs.total = isolatedLogMax, isolatedLogs
-	return isolatedKept{outputs: outputs, files: isolatedLogFile, age: recordAge}
+	return isolatedKept{outputs: outputs, rest: newLeftovers(), files: isolatedLogFile, age: recordAge}
 }
 
 // isolatedRun is a run in the background. Its record is finished when its session has ended, too.
@@ -99,7 +100,7 @@ func (i *Isolation) begun(in *isolated, report runReport, pipe *os.File) {
 	run := &isolatedRun{record: record{
 		id: report.run, background: true, started: report.at, output: i.kept.outputs.open(i.newLogFile), done: make(chan struct{}),
 	}}
-	run.settle = (&outputPipe{read: pipe}).keepIn(run.output, i.commands.leftovers)
+	run.settle = (&outputPipe{read: pipe}).keepIn(run.output, i.kept.rest)
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
 	in.runs[run.id] = run
