@@ -37,7 +37,7 @@ const (
 	fileBodyLimit    = 32 << 20
 )
 
-var bodyIdleLimit = time.Minute // tests shorten it
+const defaultBodyLimit = time.Minute // between two reads of a body, where the connection has no limit of its own
 
 // problem is an error that knows its HTTP answer.
 type problem struct {
@@ -124,8 +124,17 @@ func notFound(w http.ResponseWriter) {
 // waits for the rest of it before it sends an answer.
 func boundBody(w http.ResponseWriter, r *http.Request) {
 	if r.ContentLength != 0 {
-		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyIdleLimit))
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyLimit(r)))
 	}
+}
+
+// bodyLimit is how long one read of the body of a request may take.
+func bodyLimit(r *http.Request) time.Duration {
+	connection, ok := r.Context().Value(connectionKey{}).(*boundedConn)
+	if !ok {
+		return defaultBodyLimit
+	}
+	return connection.bodyLimit
 }
 
 // idleBody moves the read deadline of the connection with each read. After the body
@@ -133,10 +142,11 @@ func boundBody(w http.ResponseWriter, r *http.Request) {
 type idleBody struct {
 	body       io.Reader
 	controller *http.ResponseController
+	limit      time.Duration // for one read
 }
 
 func (b idleBody) Read(buffer []byte) (int, error) {
-	_ = b.controller.SetReadDeadline(time.Now().Add(bodyIdleLimit))
+	_ = b.controller.SetReadDeadline(time.Now().Add(b.limit))
 	n, err := b.body.Read(buffer)
 	if errors.Is(err, io.EOF) {
 		_ = b.controller.SetReadDeadline(time.Time{})
@@ -145,7 +155,7 @@ func (b idleBody) Read(buffer []byte) (int, error) {
 }
 
 func requestBody(w http.ResponseWriter, r *http.Request) io.Reader {
-	return idleBody{r.Body, http.NewResponseController(w)}
+	return idleBody{body: r.Body, controller: http.NewResponseController(w), limit: bodyLimit(r)}
 }
 
 // decodeJSON reads the first JSON value of a body; unknown fields and what

@@ -35,6 +35,7 @@ const (
 type Connections struct {
 	headerLimit time.Duration // for a request's header
 	idleLimit   time.Duration // between two requests
+	bodyLimit   time.Duration // for one read of a request's body
 	answerLimit time.Duration // how long a write waits for the client to read
 	inside      func(net.Conn) bool
 
@@ -47,7 +48,8 @@ type Connections struct {
 // NewConnections has the limits of a daemon.
 func NewConnections() *Connections {
 	return &Connections{
-		headerLimit: 15 * time.Second, idleLimit: 10 * time.Minute, answerLimit: 2 * time.Minute, inside: fromInside,
+		headerLimit: 15 * time.Second, idleLimit: 10 * time.Minute,
+		bodyLimit: defaultBodyLimit, answerLimit: 2 * time.Minute, inside: fromInside,
 		slots: make(chan struct{}, connectionLimit), open: map[*boundedConn]Auth{},
 	}
 }
@@ -96,7 +98,7 @@ func (c *Connections) admit(tcp *net.TCPConn, launch Auth) *boundedConn {
 	if c.inside(tcp) {
 		inside = 1
 	}
-	admitted := &boundedConn{TCPConn: tcp, answerLimit: c.answerLimit}
+	admitted := &boundedConn{TCPConn: tcp, bodyLimit: c.bodyLimit, answerLimit: c.answerLimit}
 	admitted.release = sync.OnceFunc(func() {
 		c.mutex.Lock()
 		delete(c.open, admitted)
@@ -190,6 +192,7 @@ func (passingError) Temporary() bool { return true }
 // boundedConn is closed when its client does not read for too long.
 type boundedConn struct {
 	*net.TCPConn
+	bodyLimit   time.Duration // for one read of a request's body
 	answerLimit time.Duration
 	release     func()
 }

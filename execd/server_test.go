@@ -298,10 +298,10 @@ func TestConnectionsBeyondTheLimitWaitUntilOneEnds(t *testing.T) {
 }
 
 func TestSlowClientsAreLeft(t *testing.T) {
-	shorten(t, &bodyIdleLimit)
 	f := newFixture(t)
 	shorten(t, &f.server.connections.headerLimit)
 	shorten(t, &f.server.connections.idleLimit)
+	shorten(t, &f.server.connections.bodyLimit)
 	dial := f.serve()
 	token := tokenHeader + ": " + testToken + "\r\n"
 	var waiting sync.WaitGroup
