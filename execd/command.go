@@ -78,11 +78,18 @@ func (c *Commands) carryOut(w http.ResponseWriter, r *http.Request, request *com
 		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many running commands"})
 		return
 	}
-	if p.background {
-		c.background(w, p)
-	} else {
-		c.foreground(w, r, p)
+	if err := c.answer(w, p); err != nil {
+		panic(http.ErrAbortHandler) // a transfer that is cut off, not a stream without its end
 	}
+}
+
+// answer runs a plan, whose place was reserved. It returns an error if the terminal event
+// of the answer is not delivered.
+func (c *Commands) answer(w http.ResponseWriter, p *plan) error {
+	if p.background {
+		return c.background(w, p)
+	}
+	return c.foreground(w, p)
 }
 
 func (c *Commands) validate(request *commandRequest) (*plan, error) {

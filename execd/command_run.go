@@ -113,12 +113,13 @@ func outcomeOf(status syscall.WaitStatus) outcome {
 	return result
 }
 
-func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
+// foreground streams the output of a command and waits for its end.
+func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 	pipes, childEnds, err := outputPipes()
 	if err != nil {
 		c.records.release()
 		writeError(w, runtimeError(err))
-		return
+		return nil
 	}
 	rec := newRecord(p)
 	rec.process, err = c.start(p, uintptr(childEnds[0]), uintptr(childEnds[1]))
@@ -132,11 +133,9 @@ func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
 		stream.begin(rec.id)
 		if errors.Is(err, errNoShell) {
 			stream.text("stderr", []byte("execd: "+failure+"\n"))
-			stream.fail("CommandExecError", strconv.Itoa(noShellExit), []string{"exit status " + strconv.Itoa(noShellExit)})
-			return
+			return stream.sendFailure("CommandExecError", strconv.Itoa(noShellExit), []string{"exit status " + strconv.Itoa(noShellExit)})
 		}
-		stream.fail("CommandExecError", failure, []string{failure})
-		return
+		return stream.sendFailure("CommandExecError", failure, []string{failure})
 	}
 	c.records.add(rec)
 	go c.supervise(rec, p.timeout, nil)
@@ -159,14 +158,13 @@ func (c *Commands) foreground(w http.ResponseWriter, r *http.Request, p *plan) {
 	c.pingUntil(drained, stream)
 
 	if rec.exitCode == 0 {
-		stream.complete(rec.finished.Sub(rec.started))
-		return
+		return stream.sendComplete(rec.finished.Sub(rec.started))
 	}
 	value, traceback := strconv.Itoa(rec.exitCode), []string{rec.failure}
 	if rec.timedOut {
 		traceback = append(traceback, "timeout after "+p.timeout.String())
 	}
-	stream.fail("CommandExecError", value, traceback)
+	return stream.sendFailure("CommandExecError", value, traceback)
 }
 
 // pingUntil sends pings until something is over.
@@ -194,12 +192,13 @@ func outputPipes() (pipes [2]*outputPipe, childEnds [2]int, err error) {
 	return pipes, childEnds, err
 }
 
-func (c *Commands) background(w http.ResponseWriter, p *plan) {
+// background answers at once and leaves the command running.
+func (c *Commands) background(w http.ResponseWriter, p *plan) error {
 	pipe, childEnd, err := newOutputPipe()
 	if err != nil {
 		c.records.release()
 		writeError(w, runtimeError(err))
-		return
+		return nil
 	}
 	rec := newRecord(p)
 	rec.output = c.records.outputs.open(newOutputFile)
@@ -210,11 +209,10 @@ func (c *Commands) background(w http.ResponseWriter, p *plan) {
 	if err != nil {
 		failure := c.startFailed(rec, err).failure
 		stream.begin(rec.id)
-		stream.fail("CommandExecError", failure, []string{failure})
-		return
+		return stream.sendFailure("CommandExecError", failure, []string{failure})
 	}
 	c.records.add(rec)
 	go c.supervise(rec, p.timeout, settle)
 	stream.begin(rec.id)
-	stream.complete(0)
+	return stream.sendComplete(0)
 }

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -370,6 +372,39 @@ func TestChildrenGoBeforeTheDaemonWhenMemoryRunsOut(t *testing.T) {
 		"timeout": 5000,
 	})
 	equal(t, []string{"500\n"}, result.stdout)
+}
+
+// brokenAnswer is the answer to a client that has left.
+type brokenAnswer struct{ *httptest.ResponseRecorder }
+
+func (brokenAnswer) Write([]byte) (int, error) { return 0, syscall.EPIPE }
+
+func TestAnswerWithoutItsTerminalEventIsAborted(t *testing.T) {
+	f := newFixture(t)
+	for name, request := range map[string]object{
+		"success":         {"command": "true"},
+		"failure":         {"command": "exit 3"},
+		"missing program": {"argv": []string{"/nowhere"}},
+		"background":      {"command": "true", "background": true},
+	} {
+		body, err := json.Marshal(request)
+		equal(t, nil, err)
+		for _, broken := range []bool{false, true} {
+			recorder := httptest.NewRecorder()
+			answer, expected := http.ResponseWriter(recorder), any(nil)
+			if broken {
+				answer, expected = brokenAnswer{recorder}, http.ErrAbortHandler
+			}
+			aborted := func() (cause any) {
+				defer func() { cause = recover() }()
+				f.server.commands.run(answer, httptest.NewRequest("POST", "/command", bytes.NewReader(body)))
+				return nil
+			}()
+			if aborted != expected {
+				t.Errorf("%s, broken %t: %v", name, broken, aborted)
+			}
+		}
+	}
 }
 
 func TestFinishedRecordsAreBounded(t *testing.T) {

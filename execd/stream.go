@@ -30,7 +30,7 @@ type eventStream struct {
 	mutex      sync.Mutex
 	buffer     []byte
 	gathering  *time.Timer // nil once its time is over
-	failed     bool
+	failure    error       // of the first write that failed
 	finished   bool
 }
 
@@ -120,7 +120,7 @@ func (s *eventStream) codeError(name, value string, traceback []string) {
 func (s *eventStream) queue(event func(buffer []byte) []byte) {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
-	if s.failed || s.finished {
+	if s.failure != nil || s.finished {
 		return
 	}
 	s.buffer = append(event(s.buffer), eventEnd...)
@@ -137,8 +137,25 @@ func (s *eventStream) flush() {
 	}
 }
 
-// complete sends the terminal event of success.
+// complete is sendComplete for a handler that ends with it. A terminal event that is not
+// delivered aborts the handler.
 func (s *eventStream) complete(elapsed time.Duration) {
+	if s.sendComplete(elapsed) != nil {
+		panic(http.ErrAbortHandler)
+	}
+}
+
+// fail is sendFailure for a handler that ends with it. A terminal event that is not
+// delivered aborts the handler.
+func (s *eventStream) fail(name, value string, traceback []string) {
+	if s.sendFailure(name, value, traceback) != nil {
+		panic(http.ErrAbortHandler)
+	}
+}
+
+// sendComplete sends the terminal event of success. After an error the handler must abort
+// the connection, so that the transfer looks broken.
+func (s *eventStream) sendComplete(elapsed time.Duration) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	s.buffer = appendHead(s.buffer, "execution_complete", "")
@@ -146,15 +163,15 @@ func (s *eventStream) complete(elapsed time.Duration) {
 		s.buffer = append(s.buffer, `,"execution_time":`...)
 		s.buffer = strconv.AppendInt(s.buffer, ms, 10)
 	}
-	s.end()
+	return s.end()
 }
 
-// fail sends the terminal event of failure.
-func (s *eventStream) fail(name, value string, traceback []string) {
+// sendFailure sends the terminal event of failure; its error is that of sendComplete.
+func (s *eventStream) sendFailure(name, value string, traceback []string) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	s.buffer = appendError(s.buffer, name, value, traceback)
-	s.end()
+	return s.end()
 }
 
 // appendError opens an error event, up to but without the closing brace.
@@ -171,33 +188,30 @@ func appendError(buffer []byte, name, value string, traceback []string) []byte {
 	return append(buffer, ']', '}')
 }
 
-// end closes the object of the terminal event. A stream whose terminal event
-// cannot be delivered aborts the connection, so that the transfer looks broken.
-func (s *eventStream) end() {
+// end closes the object of the terminal event, and returns the error of the first write
+// that failed; the caller holds the mutex.
+func (s *eventStream) end() error {
 	if s.gathering != nil {
 		s.gathering.Stop()
 	}
 	s.buffer = append(s.buffer, eventEnd...)
 	s.push()
 	s.finished = true
-	if s.failed {
-		panic(http.ErrAbortHandler)
-	}
+	return s.failure
 }
 
 // push writes the buffer; the caller holds the mutex.
 func (s *eventStream) push() {
-	if len(s.buffer) == 0 {
+	pending := s.buffer
+	s.buffer = s.buffer[:0]
+	if len(pending) == 0 || s.failure != nil {
 		return
 	}
-	if !s.failed {
-		_, err := s.writer.Write(s.buffer)
-		if err == nil {
-			err = s.controller.Flush()
-		}
-		s.failed = err != nil
+	if _, err := s.writer.Write(pending); err != nil {
+		s.failure = err
+		return
 	}
-	s.buffer = s.buffer[:0]
+	s.failure = s.controller.Flush()
 }
 
 const hexDigits = "0123456789abcdef"
