@@ -112,15 +112,16 @@ func (f *Files) enter(ctx context.Context) error {
 	}
 }
 
-// stream writes what a walk finds as a JSON array.
-func (f *Files) stream(w http.ResponseWriter, k *walk) {
+// stream writes what a walk finds as a JSON array. After an error the handler must abort
+// the connection: a partial list must not end well.
+func (f *Files) stream(w http.ResponseWriter, k *walk) error {
 	if err := f.enter(k.names.ctx); err != nil {
-		return
+		return nil // the client has left
 	}
 	defer func() { <-f.walks }()
 	if err := k.count(); err != nil {
 		writeError(w, err)
-		return
+		return nil
 	}
 	accounts := f.accounts()
 	w.Header().Set("Content-Type", "application/json")
@@ -137,13 +138,14 @@ func (f *Files) stream(w http.ResponseWriter, k *walk) {
 		return err
 	})
 	if err != nil {
-		panic(http.ErrAbortHandler) // never end a partial list well
+		return err
 	}
 	if separator == "[" {
 		_ = out.WriteByte('[')
 	}
 	_ = out.WriteByte(']')
 	_ = out.Flush()
+	return nil
 }
 
 // listable refuses a root that cannot be read: no entries would look like an empty directory.
@@ -161,7 +163,9 @@ func (f *Files) search(w http.ResponseWriter, r *http.Request) {
 		writeError(w, err)
 		return
 	}
-	f.stream(w, found)
+	if err := f.stream(w, found); err != nil {
+		panic(http.ErrAbortHandler)
+	}
 }
 
 func (f *Files) searchOf(r *http.Request) (*walk, error) {
@@ -200,7 +204,9 @@ func (f *Files) list(w http.ResponseWriter, r *http.Request) {
 		writeError(w, err)
 		return
 	}
-	f.stream(w, listed)
+	if err := f.stream(w, listed); err != nil {
+		panic(http.ErrAbortHandler)
+	}
 }
 
 func (f *Files) listOf(r *http.Request) (*walk, error) {
