@@ -272,16 +272,19 @@ func (f *Files) info(w http.ResponseWriter, r *http.Request) {
 func (f *Files) remove(w http.ResponseWriter, r *http.Request) {
 	f.eachPath(w, r, func(path string) error {
 		info, err := os.Lstat(path)
-		if err == nil && info.IsDir() {
-			return errors.New("is a directory: " + path)
-		}
-		if err == nil {
-			err = os.Remove(path)
-		}
 		if missing(err) {
 			return nil
 		}
-		return err
+		if err != nil {
+			return err
+		}
+		if info.IsDir() {
+			return errors.New("is a directory: " + path)
+		}
+		if err := os.Remove(path); !missing(err) {
+			return err
+		}
+		return nil
 	})
 }
 
@@ -384,11 +387,12 @@ func (f *Files) permissions(w http.ResponseWriter, r *http.Request) {
 // makeDirectories is mkdir -p; an existing directory is left untouched.
 func (f *Files) makeDirectories(w http.ResponseWriter, r *http.Request) {
 	f.ownershipRequest(w, r, func(path string, c checked) error {
-		if info, err := os.Stat(path); err == nil {
-			if !info.IsDir() {
-				return errors.New("not a directory: " + path)
-			}
+		info, err := os.Stat(path)
+		switch {
+		case err == nil && info.IsDir():
 			return nil
+		case err == nil:
+			return errors.New("not a directory: " + path)
 		}
 		if err := os.MkdirAll(path, 0o777); err != nil {
 			return err

@@ -27,11 +27,9 @@ const (
 // possible, and loses set-id bits: they were given for a file of another owner.
 func keepOwner(file *os.File, like *syscall.Stat_t) (mode uint32) {
 	mode = like.Mode & 0o7777
-	info, err := file.Stat()
-	if err == nil {
-		if stat, ok := info.Sys().(*syscall.Stat_t); ok && stat.Uid == like.Uid && stat.Gid == like.Gid {
-			return mode
-		}
+	var own syscall.Stat_t
+	if err := syscall.Fstat(int(file.Fd()), &own); err == nil && own.Uid == like.Uid && own.Gid == like.Gid {
+		return mode
 	}
 	if file.Chown(int(like.Uid), int(like.Gid)) == nil {
 		return mode
@@ -64,9 +62,11 @@ func attributesOf(path string) []attribute {
 		default:
 			continue
 		}
-		if size, err := syscall.Getxattr(path, name, value); err == nil {
-			list = append(list, attribute{name, slices.Clone(value[:size])})
+		size, err := syscall.Getxattr(path, name, value)
+		if err != nil {
+			continue
 		}
+		list = append(list, attribute{name, slices.Clone(value[:size])})
 	}
 	return list
 }

@@ -77,12 +77,13 @@ func openRegular(path string) (*os.File, fs.FileInfo, error) {
 		return nil, nil, fileProblem(err)
 	}
 	info, err := file.Stat()
-	if err == nil && !info.Mode().IsRegular() {
-		err = badRequest("not a regular file: " + path)
-	}
 	if err != nil {
 		file.Close()
 		return nil, nil, err
+	}
+	if !info.Mode().IsRegular() {
+		file.Close()
+		return nil, nil, badRequest("not a regular file: " + path)
 	}
 	return file, info, nil
 }
@@ -114,31 +115,35 @@ func firstRange(header string, size int64) (string, bool) {
 	if !ok {
 		return "", false
 	}
-	begin, end := int64(0), size-1
-	var err error
-	if from == "" {
-		var suffix uint64
-		if suffix, err = strconv.ParseUint(to, 10, 63); err != nil || suffix == 0 {
-			return "", false
-		}
-		begin = max(0, size-int64(suffix))
-	} else {
-		var number uint64
-		if number, err = strconv.ParseUint(from, 10, 63); err != nil {
-			return "", false
-		}
-		begin = int64(number)
-		if to != "" {
-			if number, err = strconv.ParseUint(to, 10, 63); err != nil || int64(number) < begin {
-				return "", false
-			}
-			end = min(end, int64(number))
-		}
-	}
-	if begin >= size {
+	begin, end, ok := rangeBounds(from, to, size)
+	if !ok || begin >= size {
 		return "", false
 	}
 	return "bytes=" + strconv.FormatInt(begin, 10) + "-" + strconv.FormatInt(end, 10), true
+}
+
+// rangeBounds is the first and the last byte of a range, either of which it may leave out:
+// "5-", "5-9", "-9" for the last nine bytes. The first may be beyond the size.
+func rangeBounds(from, to string, size int64) (begin, end int64, ok bool) {
+	if from == "" {
+		suffix, err := strconv.ParseUint(to, 10, 63)
+		if err != nil || suffix == 0 {
+			return 0, 0, false
+		}
+		return max(0, size-int64(suffix)), size - 1, true
+	}
+	first, err := strconv.ParseUint(from, 10, 63)
+	if err != nil {
+		return 0, 0, false
+	}
+	if to == "" {
+		return int64(first), size - 1, true
+	}
+	last, err := strconv.ParseUint(to, 10, 63)
+	if err != nil || last < first {
+		return 0, 0, false
+	}
+	return int64(first), min(size-1, int64(last)), true
 }
 
 // contentDisposition quotes plain names and adds the UTF-8 form for others.

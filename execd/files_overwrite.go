@@ -150,10 +150,13 @@ func (o *overwriting) put(from io.ReaderAt, begin, end int64) (int64, error) {
 		return 0, nil
 	}
 	written, err := io.Copy(io.NewOffsetWriter(o.file, begin), io.NewSectionReader(from, begin, end-begin))
-	if err == nil && written < end-begin {
-		err = io.ErrUnexpectedEOF
+	if err != nil {
+		return written, err
 	}
-	return written, err
+	if written < end-begin {
+		return written, io.ErrUnexpectedEOF
+	}
+	return written, nil
 }
 
 // undo puts back the former end and the written bytes of the old content: those have their
