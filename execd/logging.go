@@ -45,12 +45,13 @@ func openLog(path string) (*rotatingFile, error) {
 		return nil, err
 	}
 	info, err := file.Stat()
-	if err == nil && !info.Mode().IsRegular() {
-		err = errors.New("not a regular file: " + path)
-	}
 	if err != nil {
 		file.Close()
 		return nil, err
+	}
+	if !info.Mode().IsRegular() {
+		file.Close()
+		return nil, errors.New("not a regular file: " + path)
 	}
 	return &rotatingFile{path: path, file: file, size: info.Size()}, nil
 }
@@ -69,13 +70,20 @@ func (f *rotatingFile) Write(line []byte) (int, error) {
 // rotate begins anew: with another file, or where that cannot be, as with a file that
 // is a mount, with this one.
 func (f *rotatingFile) rotate() {
-	if os.Rename(f.path, f.path+".1") == nil {
-		if next, err := openLog(f.path); err == nil {
-			f.file.Close()
-			f.file, f.size = next.file, next.size
-			return
-		}
+	next, err := f.next()
+	if err != nil {
+		_ = f.file.Truncate(0)
+		f.size = 0
+		return
 	}
-	_ = f.file.Truncate(0)
-	f.size = 0
+	f.file.Close()
+	f.file, f.size = next.file, next.size
+}
+
+// next gives the file the name of the old generation, and opens another one.
+func (f *rotatingFile) next() (*rotatingFile, error) {
+	if err := os.Rename(f.path, f.path+".1"); err != nil {
+		return nil, err
+	}
+	return openLog(f.path)
 }
