@@ -36,16 +36,21 @@ func (e *Environment) prepareFile() {
 	if _, err := os.Stat(path); !absent(err) {
 		return
 	}
-	err := os.MkdirAll(filepath.Dir(path), 0o755)
-	if err == nil {
-		var file *os.File
-		if file, err = os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND|syscall.O_NONBLOCK, 0o644); err == nil {
-			err = file.Close()
-		}
-	}
-	if err != nil && e.warn != nil {
+	if err := createEnvFile(path); err != nil && e.warn != nil {
 		e.warn("cannot be created: " + reason(err))
 	}
+}
+
+// createEnvFile makes an empty file and the directories above it.
+func createEnvFile(path string) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND|syscall.O_NONBLOCK, 0o644)
+	if err != nil {
+		return err
+	}
+	return file.Close()
 }
 
 // readEnvFile returns the content within the limit, whether there is more, and a problem to warn of.

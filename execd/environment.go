@@ -231,9 +231,11 @@ type boundedText struct {
 }
 
 func (t *boundedText) add(piece string) {
-	if t.over = t.over || len(piece) > t.limit-t.text.Len(); !t.over {
-		t.text.WriteString(piece)
+	if t.over || len(piece) > t.limit-t.text.Len() {
+		t.over = true
+		return
 	}
+	t.text.WriteString(piece)
 }
 
 // expand is expandVariables for a text that is added.

@@ -67,14 +67,15 @@ func (s *lineSplitter) flush() {
 }
 
 func (s *lineSplitter) send(text []byte) {
-	if s.bare {
-		if bare := bytes.TrimRight(text, "\r\n"); len(bare) > 0 {
-			text = bare
-		} else {
-			text = []byte{'\n'}
-		}
+	if !s.bare {
+		s.emit(text)
+		return
 	}
-	s.emit(text)
+	content := bytes.TrimRight(text, "\r\n")
+	if len(content) == 0 {
+		content = []byte{'\n'}
+	}
+	s.emit(content)
 }
 
 // add appends, cutting whenever the limit is reached. One byte of room is left
