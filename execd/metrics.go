@@ -55,7 +55,11 @@ func (m *Metrics) read() metricsAnswer {
 	percent := m.percent
 	m.mutex.Unlock()
 	total, used := memory()
-	return metricsAnswer{cpus, percent, float64(total) / mebi, float64(min(used, total)) / mebi, now.UnixMilli()}
+	return metricsAnswer{
+		CPUCount: cpus, CPUUsed: percent,
+		MemTotal: float64(total) / mebi, MemUsed: float64(min(used, total)) / mebi,
+		Timestamp: now.UnixMilli(),
+	}
 }
 
 func (m *Metrics) serve(w http.ResponseWriter, _ *http.Request) {
@@ -91,16 +95,19 @@ const cgroupRoot = "/sys/fs/cgroup"
 
 func cpuCount() float64 {
 	count := float64(runtime.NumCPU())
-	quota, period := int64(-1), int64(0)
+	quota, period := cpuQuota()
+	if quota <= 0 || period <= 0 {
+		return count
+	}
+	return min(count, float64(quota)/float64(period))
+}
+
+// cpuQuota is the time that a cgroup may use in each period; not above 0: no limit.
+func cpuQuota() (quota, period int64) {
 	if fields := strings.Fields(fileText(cgroupRoot + "/cpu.max")); len(fields) == 2 {
-		quota, period = number(fields[0]), number(fields[1])
-	} else {
-		quota, period = number(fileText(cgroupRoot+"/cpu/cpu.cfs_quota_us")), number(fileText(cgroupRoot+"/cpu/cpu.cfs_period_us"))
+		return number(fields[0]), number(fields[1])
 	}
-	if quota > 0 && period > 0 {
-		count = min(count, float64(quota)/float64(period))
-	}
-	return count
+	return number(fileText(cgroupRoot + "/cpu/cpu.cfs_quota_us")), number(fileText(cgroupRoot + "/cpu/cpu.cfs_period_us"))
 }
 
 // cpuUsed is the time used by the sandbox, or by the host if no cgroup tells.

@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -196,22 +197,27 @@ func (a Accounts) Identity(uid uint32, gid *uint32) (*syscall.Credential, error)
 		return nil, errBadIdentity
 	}
 	credential := &syscall.Credential{Uid: uid, Gid: uid}
-	user, known := a.userByID(uid)
-	if known {
-		credential.Gid = user.gid
-		for _, group := range a.groups {
-			for _, member := range group.members {
-				if member == user.name && len(credential.Groups) < groupCountLimit {
-					credential.Groups = append(credential.Groups, group.gid)
-					break
-				}
-			}
-		}
+	if user, known := a.userByID(uid); known {
+		credential.Gid, credential.Groups = user.gid, a.groupsOf(user.name)
 	}
 	if gid != nil {
 		credential.Gid = *gid
 	}
 	return credential, nil
+}
+
+// groupsOf are the supplementary groups of an account.
+func (a Accounts) groupsOf(name string) []uint32 {
+	var ids []uint32
+	for _, group := range a.groups {
+		if len(ids) == groupCountLimit {
+			break
+		}
+		if slices.Contains(group.members, name) {
+			ids = append(ids, group.gid)
+		}
+	}
+	return ids
 }
 
 // Home is the account's home directory, "/" if unknown.
