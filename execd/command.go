@@ -199,19 +199,25 @@ func (c *Commands) expandPath(text string, env map[string]string) (string, error
 // relative begins at base.
 func (c *Commands) expandDirectory(text string, env map[string]string, base string) (string, error) {
 	path, err := c.expandPath(text, env)
-	if err == nil && !filepath.IsAbs(path) {
-		path = filepath.Join(base, path)
+	if err != nil {
+		return "", err
 	}
-	return path, err
+	if filepath.IsAbs(path) {
+		return path, nil
+	}
+	return filepath.Join(base, path), nil
 }
 
 // workingDirectory is expandDirectory for one that must exist.
 func (c *Commands) workingDirectory(text string, env map[string]string, base string) (string, error) {
 	path, err := c.expandDirectory(text, env, base)
-	if err == nil {
-		err = checkDirectory(path)
+	if err != nil {
+		return "", err
 	}
-	return path, err
+	if err := checkDirectory(path); err != nil {
+		return "", err
+	}
+	return path, nil
 }
 
 func checkDirectory(path string) error {

@@ -62,11 +62,12 @@ func (c *Commands) statusOf(id string) http.HandlerFunc {
 func (c *Commands) logsOf(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		rec, err := c.find(id)
-		if err == nil && !rec.background {
-			err = badRequest("not a background command")
-		}
 		if err != nil {
 			writeError(w, err)
+			return
+		}
+		if !rec.background {
+			writeError(w, badRequest("not a background command"))
 			return
 		}
 		writeLog(w, r, rec, "EXECD-COMMANDS-TAIL-")
