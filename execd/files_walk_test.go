@@ -6,8 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -138,4 +141,17 @@ func TestASearchMayBeginAtALinkButNeverEntersOne(t *testing.T) {
 	equal(t, []string{root + "/link", root + "/real/x"}, f.paths("/files/search?path="+root))
 	_, err := openDirectory(root + "/link") // exchanged since it was read
 	equal(t, true, err != nil)
+}
+
+func TestAPartialListIsAborted(t *testing.T) {
+	f := newFixture(t)
+	root := t.TempDir()
+	for i := range 1000 { // more than the answer holds before it is sent
+		equal(t, nil, os.WriteFile(filepath.Join(root, strconv.Itoa(i)), nil, 0o600))
+	}
+	for path, handler := range map[string]http.HandlerFunc{"/directories/list": f.server.files.list, "/files/search": f.server.files.search} {
+		abortedOnlyIfBroken(t, path, func(w http.ResponseWriter) {
+			handler(w, httptest.NewRequest("GET", path+"?path="+root, nil))
+		})
+	}
 }
