@@ -74,7 +74,7 @@ func (s *Server) endEach(ctx context.Context, under *atomic.Value) error {
 		switch {
 		case former > 0:
 			under.Store("requests")
-		case !s.commands.records.forgetAll():
+		case !s.commands.forgetAll():
 			under.Store("commands")
 		case !s.hooks.ended():
 			under.Store("periodic hooks")

@@ -299,7 +299,7 @@ func TestAnInitThatCannotEndAKernelIsRefused(t *testing.T) {
 	f := newFixture(t)
 	jupyter, err := NewJupyter(server.URL, "")
 	equal(t, nil, err)
-	f.server.code = NewCodeContexts(jupyter, f.server.commands)
+	f.server.code = NewCodeContexts(jupyter, f.server.commands.Launcher, f.server.commands)
 	f.server.binding.enabled, f.server.binding.bound, f.server.endLimit = true, true, 300*time.Millisecond
 	status, _ := f.call("POST", "/code/context", `{"language":"python"}`)
 	equal(t, 200, status)

@@ -52,10 +52,16 @@ for name, reseed in {
 	"bash": "RANDOM=${SRANDOM-$RANDOM}",
 }
 
+// shellRunner answers a request with the run of a command.
+type shellRunner interface {
+	runShell(w http.ResponseWriter, r *http.Request, command string, background bool)
+}
+
 // CodeContexts is the table of all contexts.
 type CodeContexts struct {
 	jupyter  *Jupyter
-	commands *Commands
+	launcher *Launcher
+	shell    shellRunner
 
 	mutex    sync.Mutex
 	byID     map[string]*codeContext
@@ -86,10 +92,10 @@ type standardContext struct {
 	err     error
 }
 
-// NewCodeContexts makes no context yet.
-func NewCodeContexts(jupyter *Jupyter, commands *Commands) *CodeContexts {
+// NewCodeContexts makes no context yet. Code without a language is the shell's.
+func NewCodeContexts(jupyter *Jupyter, launcher *Launcher, shell shellRunner) *CodeContexts {
 	return &CodeContexts{
-		jupyter: jupyter, commands: commands, byID: map[string]*codeContext{}, standard: map[string]*standardContext{},
+		jupyter: jupyter, launcher: launcher, shell: shell, byID: map[string]*codeContext{}, standard: map[string]*standardContext{},
 	}
 }
 
@@ -116,9 +122,8 @@ func (c *CodeContexts) create(w http.ResponseWriter, r *http.Request) {
 	}
 	directory := ""
 	if err == nil && request.Cwd != nil && *request.Cwd != "" {
-		env := c.commands.env.ForCommand(nil)
-		if directory, err = c.commands.expandDirectory(*request.Cwd, env, c.commands.directory); err == nil {
-			err = makeDirectory(directory)
+		if directory, err = c.launcher.newDirectory(*request.Cwd); err != nil {
+			err = badRequest(err.Error())
 		}
 	}
 	var made *codeContext
@@ -310,7 +315,7 @@ func (c *CodeContexts) drop(dropped *codeContext) {
 	ctx, cancel := context.WithTimeout(context.Background(), contextEnding)
 	defer cancel()
 	if err := c.end(ctx, dropped); err != nil {
-		c.commands.log.Printf("a code context could not be ended: %v", err)
+		c.launcher.log.Printf("a code context could not be ended: %v", err)
 	}
 }
 
@@ -415,8 +420,7 @@ func (c *CodeContexts) run(w http.ResponseWriter, r *http.Request) {
 	id, language := request.where()
 	switch {
 	case id == "" && (language == "" || language == "command" || language == "background-command"):
-		background := language == "background-command"
-		c.commands.carryOut(w, r, &commandRequest{Command: request.Code, Background: &background})
+		c.shell.runShell(w, r, *request.Code, language == "background-command")
 		return
 	case id == "" && !languages[language]:
 		writeError(w, unknownLanguage(language))
@@ -485,7 +489,7 @@ func (c *CodeContexts) serve(ctx context.Context, w http.ResponseWriter, used *c
 		<-attended
 		close(done)
 	}()
-	c.commands.pingUntil(done, stream)
+	stream.pingUntil(done)
 	c.leave(used) // before the end of the stream, after which the next run may come
 	if errors.Is(err, errInterrupted) {
 		stream.codeError(interruptName, err.Error(), nil)

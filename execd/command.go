@@ -11,7 +11,6 @@ package main
 import (
 	"errors"
 	"fmt"
-	"log"
 	"math"
 	"net/http"
 	"os"
@@ -24,14 +23,8 @@ import (
 
 // Commands runs commands.
 type Commands struct {
-	reaper    *Reaper
-	records   *Records
-	leftovers *leftovers
-	env       *Environment
-	accounts  func() Accounts
-	directory string // the daemon's own
-	tail      time.Duration
-	log       *log.Logger
+	*Launcher
+	records *Records
 }
 
 type commandRequest struct {
@@ -66,6 +59,11 @@ func (c *Commands) run(w http.ResponseWriter, r *http.Request) {
 	c.carryOut(w, r, &request)
 }
 
+// runShell runs a text for the shell, as POST /command would.
+func (c *Commands) runShell(w http.ResponseWriter, r *http.Request, command string, background bool) {
+	c.carryOut(w, r, &commandRequest{Command: &command, Background: &background})
+}
+
 // carryOut validates a request and runs it.
 func (c *Commands) carryOut(w http.ResponseWriter, r *http.Request, request *commandRequest) {
 	p, err := c.validate(request)
@@ -73,7 +71,7 @@ func (c *Commands) carryOut(w http.ResponseWriter, r *http.Request, request *com
 		writeError(w, err)
 		return
 	}
-	if !c.records.reserve() {
+	if !c.slots.reserve() {
 		w.Header().Set("Retry-After", "1")
 		writeError(w, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many running commands"})
 		return
@@ -129,7 +127,7 @@ func (c *Commands) validate(request *commandRequest) (*plan, error) {
 	p.env = c.env.ForCommand(request.Envs)
 	if request.Cwd != nil && *request.Cwd != "" {
 		if p.directory, err = c.workingDirectory(*request.Cwd, p.env, c.directory); err != nil {
-			return nil, err
+			return nil, badRequest(err.Error())
 		}
 	}
 	return p, nil
@@ -146,92 +144,6 @@ func timeLimit(name string, number *int64, unit time.Duration) (time.Duration, e
 	}
 	return time.Duration(*number) * unit, nil
 }
-
-// identity returns nil where nothing needs to change.
-func (c *Commands) identity(uid, gid *int64) (*syscall.Credential, error) {
-	if uid == nil {
-		if gid != nil {
-			return nil, errors.New("gid requires uid")
-		}
-		return nil, nil
-	}
-	if *uid < 0 || *uid >= 0xffffffff || (gid != nil && (*gid < 0 || *gid >= 0xffffffff)) {
-		return nil, errBadIdentity
-	}
-	var group *uint32
-	if gid != nil {
-		number := uint32(*gid)
-		group = &number
-	}
-	credential, err := c.accounts().Identity(uint32(*uid), group)
-	if err != nil {
-		return nil, err
-	}
-	if self := os.Geteuid(); self != 0 && int(credential.Uid) == self && (group == nil || int(*group) == os.Getegid()) {
-		return nil, nil // already so; without privilege setgroups would be refused
-	}
-	return credential, nil
-}
-
-// expandPath expands with the command's environment; the result may be relative.
-func (c *Commands) expandPath(text string, env map[string]string) (string, error) {
-	missing, prefix, rest := false, "", text
-	if after, ok := strings.CutPrefix(text, "~"); ok && (after == "" || after[0] == '/') {
-		prefix, rest = c.home(), after
-	}
-	path := prefix + expandVariables(rest, mapLookup(env), func(reference string) string {
-		missing = true
-		return reference
-	})
-	if path == "" {
-		path = "/"
-	}
-	if missing {
-		return "", badRequest("cwd refers to an undefined variable")
-	}
-	if strings.IndexByte(path, 0) >= 0 {
-		return "", badRequest("cwd contains NUL")
-	}
-	return path, nil
-}
-
-// expandDirectory is expandPath for a directory that need not exist; one that is
-// relative begins at base.
-func (c *Commands) expandDirectory(text string, env map[string]string, base string) (string, error) {
-	path, err := c.expandPath(text, env)
-	if err != nil {
-		return "", err
-	}
-	if filepath.IsAbs(path) {
-		return path, nil
-	}
-	return filepath.Join(base, path), nil
-}
-
-// workingDirectory is expandDirectory for one that must exist.
-func (c *Commands) workingDirectory(text string, env map[string]string, base string) (string, error) {
-	path, err := c.expandDirectory(text, env, base)
-	if err != nil {
-		return "", err
-	}
-	if err := checkDirectory(path); err != nil {
-		return "", err
-	}
-	return path, nil
-}
-
-func checkDirectory(path string) error {
-	info, err := os.Stat(path)
-	if err != nil {
-		return badRequest("cwd is not accessible: " + path + ": " + reason(err))
-	}
-	if !info.IsDir() {
-		return badRequest("cwd is not a directory: " + path)
-	}
-	return nil
-}
-
-func (c *Commands) home() string { return c.env.Home(c.accounts) }
 
 // reason is the operating system's part of an error.
 func reason(err error) string {

@@ -103,6 +103,15 @@ func (c *Commands) interrupt(w http.ResponseWriter, r *http.Request) {
 	writeEmpty(w)
 }
 
+// forgetAll forgets every command; false while a program of a client runs.
+func (c *Commands) forgetAll() bool {
+	if c.slots.inUse() > 0 {
+		return false
+	}
+	c.records.forgetAll()
+	return true
+}
+
 // endAll kills every running command with its group.
 func (c *Commands) endAll() {
 	for _, rec := range c.records.all() {

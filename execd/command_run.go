@@ -72,8 +72,14 @@ func (c *Commands) startFailed(rec *record, err error) outcome {
 		result.exitCode = noShellExit
 	}
 	c.records.add(rec)
-	c.records.finish(rec, result)
+	c.finish(rec, result)
 	return result
+}
+
+// finish ends a record and gives its place back.
+func (c *Commands) finish(rec *record, result outcome) {
+	c.records.finish(rec, result)
+	c.slots.release()
 }
 
 // supervise waits for the leader, kills the group at the time limit and
@@ -97,7 +103,7 @@ func (c *Commands) supervise(rec *record, timeout time.Duration, settle func()) 
 	}
 	result := outcomeOf(rec.process.Status)
 	result.timedOut = timedOut
-	c.records.finish(rec, result)
+	c.finish(rec, result)
 }
 
 // outcomeOf says what a status means for a client.
@@ -117,7 +123,7 @@ func outcomeOf(status syscall.WaitStatus) outcome {
 func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 	pipes, childEnds, err := outputPipes()
 	if err != nil {
-		c.records.release()
+		c.slots.release()
 		writeError(w, runtimeError(err))
 		return nil
 	}
@@ -146,7 +152,7 @@ func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 		lines := &lineSplitter{bare: !keepTerminators, emit: func(text []byte) { stream.text(kind, text) }}
 		pumps.Go(func() { pipes[i].copyTo(lines, stream.flush, c.leftovers) })
 	}
-	c.pingUntil(rec.done, stream)
+	stream.pingUntil(rec.done)
 	for _, pipe := range pipes {
 		pipe.leaderGone(c.tail)
 	}
@@ -155,7 +161,7 @@ func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 		pumps.Wait()
 		close(drained)
 	}()
-	c.pingUntil(drained, stream)
+	stream.pingUntil(drained)
 
 	if rec.exitCode == 0 {
 		return stream.sendComplete(rec.finished.Sub(rec.started))
@@ -165,20 +171,6 @@ func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 		traceback = append(traceback, "timeout after "+p.timeout.String())
 	}
 	return stream.sendFailure("CommandExecError", value, traceback)
-}
-
-// pingUntil sends pings until something is over.
-func (c *Commands) pingUntil(done <-chan struct{}, stream *eventStream) {
-	ticker := time.NewTicker(pingInterval)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-done:
-			return
-		case <-ticker.C:
-			stream.ping()
-		}
-	}
 }
 
 func outputPipes() (pipes [2]*outputPipe, childEnds [2]int, err error) {
@@ -196,7 +188,7 @@ func outputPipes() (pipes [2]*outputPipe, childEnds [2]int, err error) {
 func (c *Commands) background(w http.ResponseWriter, p *plan) error {
 	pipe, childEnd, err := newOutputPipe()
 	if err != nil {
-		c.records.release()
+		c.slots.release()
 		writeError(w, runtimeError(err))
 		return nil
 	}

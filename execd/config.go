@@ -37,7 +37,6 @@ type Config struct {
 }
 
 const (
-	defaultTail  = 200 * time.Millisecond
 	defaultGrace = 10 * time.Second
 	tailLimit    = time.Minute
 )

@@ -79,7 +79,7 @@ func newKernels(t *testing.T) (*kernels, *fixture) {
 	f := newFixture(t)
 	jupyter, err := NewJupyter(server.URL, "")
 	equal(t, nil, err)
-	f.server.code = NewCodeContexts(jupyter, f.server.commands)
+	f.server.code = NewCodeContexts(jupyter, f.server.commands.Launcher, f.server.commands)
 	return k, f
 }
 
@@ -216,7 +216,7 @@ func TestAFailedCreationGivesItsPlaceBack(t *testing.T) {
 	defer server.Close()
 	jupyter, err := NewJupyter(server.URL, "")
 	equal(t, nil, err)
-	f.server.code = NewCodeContexts(jupyter, f.server.commands)
+	f.server.code = NewCodeContexts(jupyter, f.server.commands.Launcher, f.server.commands)
 	for range contextLimit + 1 {
 		status, _ := f.call("POST", "/code/context", `{"language":"python"}`)
 		equal(t, 500, status)

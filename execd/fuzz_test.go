@@ -272,11 +272,11 @@ func FuzzPaths(f *testing.F) {
 				t.Fatalf("%q", path)
 			}
 		}
-		commands := &Commands{env: &Environment{}, log: log.New(io.Discard, "", 0), reaper: &Reaper{}}
-		commands.env.publish()
+		launcher := &Launcher{env: &Environment{}, log: log.New(io.Discard, "", 0), reaper: &Reaper{}}
+		launcher.env.publish()
 		server := &Server{
-			binding: &Binding{}, port: defaultPort, log: commands.log,
-			isolation: NewIsolation(commands, nil, "/nowhere", false), files: &Files{}, commands: commands,
+			binding: &Binding{}, port: defaultPort, log: launcher.log,
+			isolation: NewIsolation(launcher, nil, "/nowhere", false), files: &Files{}, commands: &Commands{Launcher: launcher},
 		}
 		request := &http.Request{Method: http.MethodGet, RequestURI: path, Header: http.Header{}}
 		answer := httptest.NewRecorder()

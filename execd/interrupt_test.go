@@ -76,7 +76,7 @@ func newScripted(t *testing.T, mode string) (*scripted, *fixture) {
 	f := newFixture(t)
 	jupyter, err := NewJupyter(server.URL, "")
 	equal(t, nil, err)
-	f.server.code = NewCodeContexts(jupyter, f.server.commands)
+	f.server.code = NewCodeContexts(jupyter, f.server.commands.Launcher, f.server.commands)
 	t.Cleanup(server.Close)
 	t.Cleanup(server.CloseClientConnections)
 	t.Cleanup(func() { f.call("DELETE", "/code/contexts/session", "") })

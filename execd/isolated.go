@@ -33,7 +33,7 @@ const (
 
 // Isolation is the table of isolated sessions.
 type Isolation struct {
-	commands *Commands
+	launcher *Launcher
 	program  *Program
 	root     string // below it is what sessions write
 	pid1     bool   // init duties
@@ -71,9 +71,9 @@ type isolated struct {
 }
 
 // NewIsolation looks at nothing yet.
-func NewIsolation(commands *Commands, program *Program, root string, pid1 bool) *Isolation {
+func NewIsolation(launcher *Launcher, program *Program, root string, pid1 bool) *Isolation {
 	return &Isolation{
-		commands: commands, program: program, root: root, pid1: pid1, kept: newIsolatedKept(), retry: isolatedRetry,
+		launcher: launcher, program: program, root: root, pid1: pid1, kept: newIsolatedKept(), retry: isolatedRetry,
 		byID: map[string]*isolated{},
 	}
 }
@@ -89,7 +89,7 @@ func (i *Isolation) unavailable() string {
 	if i.known || !i.tried.IsZero() && time.Since(i.tried) < i.retry {
 		return i.missing
 	}
-	if !i.commands.reaper.admin {
+	if !i.launcher.reaper.admin {
 		i.known, i.missing = true, noIsolation
 		return i.missing
 	}
@@ -190,7 +190,7 @@ func (i *Isolation) reserve() bool {
 // start makes a view and the server in it.
 func (i *Isolation) start(plan *viewPlan, namespaces uintptr) (*helper, error) {
 	spec := helperSpec{flag: isolateFlag, plan: plan, namespaces: namespaces, uid: plan.UID, gid: plan.GID}
-	return startHelper(i.commands.reaper, i.program, spec, i.commands.log)
+	return startHelper(i.launcher.reaper, i.program, spec, i.launcher.log)
 }
 
 // end kills a helper; with the first process of a PID namespace go all others in it.
@@ -250,7 +250,7 @@ func (i *Isolation) discard(discarded *isolated) {
 	}
 	i.mutex.Unlock()
 	if err := os.RemoveAll(discarded.scratch); err != nil {
-		i.commands.log.Printf("an isolated session left files: %v", reason(err))
+		i.launcher.log.Printf("an isolated session left files: %v", reason(err))
 	}
 }
 

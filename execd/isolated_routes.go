@@ -101,7 +101,7 @@ func (i *Isolation) hardening() map[string]any {
 		seccomp = layer("active", "")
 	}
 	caps := layer("disabled", "commands have the capabilities of this process")
-	if i.commands.reaper.admin {
+	if i.launcher.reaper.admin {
 		caps = layer("active", "commands cannot mount, although isolated sessions can")
 	}
 	return map[string]any{
@@ -122,10 +122,10 @@ func (i *Isolation) create(w http.ResponseWriter, r *http.Request) {
 		plan, err = request.plan(i.root)
 	}
 	if err == nil {
-		err = request.identity(plan, i.commands)
+		err = request.identity(plan, i.launcher)
 	}
 	if err == nil {
-		plan.Env, err = request.environment(i.commands.env.ForCommand(nil))
+		plan.Env, err = request.environment(i.launcher.env.ForCommand(nil))
 	}
 	var made *isolated
 	if err == nil {

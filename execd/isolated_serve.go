@@ -52,12 +52,12 @@ func newIsolatedServer(plan *viewPlan, reaper *Reaper, control *net.UnixConn) *i
 	env := &Environment{own: environMap(plan.Env)}
 	env.publish()
 	accounts := func() Accounts { return LoadAccounts("") }
-	commands := &Commands{
-		reaper: reaper, records: NewRecords(isolatedRunning), leftovers: newLeftovers(), env: env, accounts: accounts,
-		directory: plan.Directory, tail: defaultTail, log: log.New(io.Discard, "", 0),
+	launcher := &Launcher{
+		reaper: reaper, env: env, accounts: accounts, directory: plan.Directory, tail: defaultTail,
+		slots: NewSlots(isolatedRunning), leftovers: newLeftovers(), log: log.New(io.Discard, "", 0),
 	}
 	served := &isolatedServer{
-		sessions: NewSessions(commands),
+		sessions: NewSessions(launcher),
 		files:    NewFiles(env, accounts, plan.Directory, currentUmask()),
 		writable: plan.Logs,
 		control:  control,
@@ -185,6 +185,6 @@ func (i *isolatedServer) report(report runReport, pipe *os.File) error {
 // follow waits for the end of a background run and reports it.
 func (i *isolatedServer) follow(id string, process *Process) {
 	<-process.Done
-	i.sessions.commands.records.release()
+	i.sessions.launcher.slots.release()
 	_ = i.report(runReport{kind: reportEnded, run: id, status: process.Status, at: time.Now()}, nil)
 }

@@ -257,7 +257,7 @@ func mountPlace(path string, directory bool) error {
 }
 
 // identity resolves who the session is.
-func (r *isolatedRequest) identity(plan *viewPlan, commands *Commands) error {
+func (r *isolatedRequest) identity(plan *viewPlan, launcher *Launcher) error {
 	plan.UID, plan.GID = uint32(os.Geteuid()), uint32(os.Getegid())
 	if r.UID == nil && r.GID == nil {
 		return nil
@@ -266,7 +266,7 @@ func (r *isolatedRequest) identity(plan *viewPlan, commands *Commands) error {
 		own := int64(plan.UID)
 		r.UID = &own
 	}
-	credential, err := commands.identity(r.UID, r.GID)
+	credential, err := launcher.identity(r.UID, r.GID)
 	if err != nil {
 		return badRequest(err.Error())
 	}

@@ -191,7 +191,7 @@ func TestAFailureToIsolateIsNotRemembered(t *testing.T) {
 	f := newFixture(t)
 	root := isolationRoot(t) + "/sessions"
 	equal(t, nil, os.WriteFile(root, nil, 0o644))
-	f.server.isolation = NewIsolation(f.server.commands, testProgram(t), root, false)
+	f.server.isolation = NewIsolation(f.server.commands.Launcher, testProgram(t), root, false)
 	available := func() bool {
 		_, body := f.call("GET", "/v1/isolated/capabilities", "")
 		return strings.Contains(body, `"available":true`)
@@ -251,7 +251,7 @@ func TestAClientThatLeavesInterruptsItsIsolatedRun(t *testing.T) {
 
 func TestWithoutTheCapabilityNothingIsPretended(t *testing.T) {
 	f := newFixture(t)
-	plain := *f.server.commands
+	plain := *f.server.commands.Launcher
 	plain.reaper = &Reaper{children: map[int]*Process{}}
 	f.server.isolation = NewIsolation(&plain, testProgram(t), isolationRoot(t), false)
 	status, body := f.call("GET", "/v1/isolated/capabilities", "")
@@ -311,7 +311,7 @@ func TestAMountThatWasExchangedAfterItWasCheckedIsNotMade(t *testing.T) {
 			request := &isolatedRequest{Workspace: &isolatedOverlay{Path: shared, Mode: &mode}}
 			plan, err := request.plan(f.server.isolation.root)
 			if err == nil {
-				err = request.identity(plan, f.server.commands)
+				err = request.identity(plan, f.server.commands.Launcher)
 			}
 			if err != nil {
 				t.Fatal(err)

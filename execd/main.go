@@ -138,17 +138,16 @@ func assemble(config Config, binding *Binding, env *Environment, logger *log.Log
 			logger.Printf("orphans cannot be adopted: %v", err)
 		}
 	}
-	commands := &Commands{
-		reaper: NewReaper(), records: NewRecords(config.MaxRunning), leftovers: newLeftovers(), env: env,
-		accounts:  func() Accounts { return LoadAccounts("") },
-		directory: workingDirectory(), tail: config.Tail, log: logger,
+	launcher := &Launcher{
+		reaper: NewReaper(), env: env, accounts: func() Accounts { return LoadAccounts("") }, directory: workingDirectory(),
+		tail: config.Tail, slots: NewSlots(config.MaxRunning), leftovers: newLeftovers(), log: logger,
 	}
 	lost := make(chan struct{})
 	supervisor := &Supervisor{
-		reaper: commands.reaper, env: env, log: logger, grace: config.Grace, signals: signals,
+		reaper: launcher.reaper, env: env, log: logger, grace: config.Grace, signals: signals,
 		again: make(chan struct{}, 1), lost: lost, program: programPath(), scriptLimit: preScriptLimit,
 	}
-	server := newServer(config, binding, commands)
+	server := newServer(config, binding, launcher)
 	if config.Init {
 		server.restart = supervisor.restart
 	}
@@ -157,8 +156,8 @@ func assemble(config Config, binding *Binding, env *Environment, logger *log.Log
 	}
 }
 
-func newServer(config Config, binding *Binding, commands *Commands) *Server {
-	logger := commands.log
+func newServer(config Config, binding *Binding, launcher *Launcher) *Server {
+	logger := launcher.log
 	program, err := ThisProgram() // before anything of the image runs
 	if err != nil {
 		logger.Printf("no helpers: %v", err)
@@ -167,17 +166,18 @@ func newServer(config Config, binding *Binding, commands *Commands) *Server {
 	if err != nil {
 		logger.Print(err)
 	}
+	commands := &Commands{Launcher: launcher, records: NewRecords()}
 	return &Server{
 		binding:     binding,
-		hooks:       &Hooks{reaper: commands.reaper, env: commands.env, log: logger},
+		hooks:       &Hooks{reaper: launcher.reaper, env: launcher.env, log: logger},
 		port:        config.Port,
 		commands:    commands,
-		sessions:    NewSessions(commands),
-		terminals:   NewTerminals(commands),
-		code:        NewCodeContexts(jupyter, commands),
-		files:       NewFiles(commands.env, commands.accounts, commands.directory, currentUmask()),
-		identities:  NewIdentities(commands.reaper, commands.accounts, logger, program),
-		isolation:   NewIsolation(commands, program, defaultUpperRoot, config.Init),
+		sessions:    NewSessions(launcher),
+		terminals:   NewTerminals(launcher),
+		code:        NewCodeContexts(jupyter, launcher, commands),
+		files:       NewFiles(launcher.env, launcher.accounts, launcher.directory, currentUmask()),
+		identities:  NewIdentities(launcher.reaper, launcher.accounts, logger, program),
+		isolation:   NewIsolation(launcher, program, defaultUpperRoot, config.Init),
 		metrics:     NewMetrics(),
 		proxy:       newProxy(func(line string) { logger.Print(line) }),
 		log:         logger,

@@ -71,16 +71,17 @@ func newFixture(t *testing.T) *fixture {
 	env := NewEnvironment(append(os.Environ(), "EXECD_ENVS="+f.envFile, "EXECD_ACCESS_TOKEN=secret", "FIXTURE=daemon"))
 	accounts := func() Accounts { return LoadAccounts("") }
 	logger := log.New(io.Discard, "", 0)
-	commands := &Commands{
-		reaper: testReaper, records: NewRecords(defaultMaxRunning), leftovers: newLeftovers(), env: env, accounts: accounts,
-		directory: "/", tail: defaultTail, log: logger,
+	launcher := &Launcher{
+		reaper: testReaper, env: env, accounts: accounts, directory: "/", tail: defaultTail,
+		slots: NewSlots(defaultMaxRunning), leftovers: newLeftovers(), log: logger,
 	}
+	commands := &Commands{Launcher: launcher, records: NewRecords()}
 	f.server = &Server{
 		binding: &Binding{auth: auth}, hooks: &Hooks{reaper: testReaper, env: env, log: logger}, port: defaultPort,
-		commands: commands, sessions: NewSessions(commands), terminals: NewTerminals(commands), code: NewCodeContexts(&Jupyter{}, commands),
+		commands: commands, sessions: NewSessions(launcher), terminals: NewTerminals(launcher), code: NewCodeContexts(&Jupyter{}, launcher, commands),
 		files:      NewFiles(env, accounts, "/", 0o022),
 		identities: NewIdentities(testReaper, accounts, logger, testProgram(t)),
-		isolation:  NewIsolation(commands, testProgram(t), isolationRoot(t), false),
+		isolation:  NewIsolation(launcher, testProgram(t), isolationRoot(t), false),
 		metrics:    NewMetrics(), proxy: newProxy(func(string) {}), log: logger, connections: NewConnections(),
 	}
 	f.http = httptest.NewServer(f.server)

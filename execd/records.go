@@ -5,7 +5,7 @@ package main
 // Invariants
 //   - A record exists before its id leaves the daemon and is consistent for
 //     every reader: running, then finished once and for all.
-//   - Running commands are bounded; a running record is never removed.
+//   - A running record is never removed.
 //   - Finished records are bounded by count and age (24 h), and by the number of those with
 //     output; output_log.go bounds its bytes.
 
@@ -26,8 +26,6 @@ const (
 	finishedLimit     = 4096
 	finishedOutputs   = 256
 	recordTextLimit   = 16 << 10
-	interruptGrace    = 3 * time.Second
-	interruptRepeat   = time.Minute
 	backgroundPageMax = 16 << 20
 )
 
@@ -68,14 +66,12 @@ type Records struct {
 	mutex    sync.Mutex
 	byID     map[string]*record
 	ended    []*record // finished, oldest first
-	running  int
-	limit    int
 	lastScan time.Time
 }
 
-// NewRecords bounds the number of commands running at a time.
-func NewRecords(limit int) *Records {
-	return &Records{outputs: newOutputStore(), byID: map[string]*record{}, limit: limit, lastScan: time.Now()}
+// NewRecords knows of no command yet.
+func NewRecords() *Records {
+	return &Records{outputs: newOutputStore(), byID: map[string]*record{}, lastScan: time.Now()}
 }
 
 // newCommandID is 128 random bits as 32 hex digits.
@@ -83,17 +79,6 @@ func newCommandID() string {
 	var raw [16]byte
 	rand.Read(raw[:])
 	return hex.EncodeToString(raw[:])
-}
-
-// reserve takes a place for a command that is about to start.
-func (t *Records) reserve() bool {
-	t.mutex.Lock()
-	defer t.mutex.Unlock()
-	if t.running >= t.limit {
-		return false
-	}
-	t.running++
-	return true
 }
 
 // recordText is the beginning of a text, as a record keeps it: a copy, or the record would
@@ -130,13 +115,6 @@ func (t *Records) add(r *record) {
 	t.byID[r.id] = r
 }
 
-// release gives a reserved place back when nothing came of it.
-func (t *Records) release() {
-	t.mutex.Lock()
-	defer t.mutex.Unlock()
-	t.running--
-}
-
 // finish ends a record, exactly once per record.
 func (t *Records) finish(r *record, result outcome) {
 	r.mutex.Lock()
@@ -146,7 +124,6 @@ func (t *Records) finish(r *record, result outcome) {
 	close(r.done)
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
-	t.running--
 	t.ended = append(t.ended, r)
 	t.evict(time.Now())
 }
@@ -167,20 +144,16 @@ func (t *Records) all() []*record {
 	return slices.Collect(maps.Values(t.byID))
 }
 
-// forgetAll forgets every record; false while a command runs.
-func (t *Records) forgetAll() bool {
+// forgetAll forgets every record of a command that has ended; the caller knows that all have.
+func (t *Records) forgetAll() {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
-	if t.running > 0 {
-		return false
-	}
 	for _, r := range t.ended {
 		if r.output != nil {
 			r.output.Close()
 		}
 	}
 	t.byID, t.ended = map[string]*record{}, nil
-	return true
 }
 
 // evict drops finished records that are too old or too many; lock held.

@@ -33,7 +33,7 @@ const (
 
 // Sessions is the table of all bash sessions.
 type Sessions struct {
-	commands *Commands
+	launcher *Launcher
 	mutex    sync.Mutex
 	byID     map[string]*session
 }
@@ -54,9 +54,9 @@ type session struct {
 	state shellState // belongs to who has the turn
 }
 
-// NewSessions keeps sessions whose commands share everything with plain ones.
-func NewSessions(commands *Commands) *Sessions {
-	return &Sessions{commands: commands, byID: map[string]*session{}}
+// NewSessions keeps sessions whose runs share everything with plain commands.
+func NewSessions(launcher *Launcher) *Sessions {
+	return &Sessions{launcher: launcher, byID: map[string]*session{}}
 }
 
 // newUUID is a random UUID as text.
@@ -76,14 +76,10 @@ func (s *Sessions) create(w http.ResponseWriter, r *http.Request) {
 		writeError(w, err)
 		return
 	}
-	directory := s.commands.directory
+	directory := s.launcher.directory
 	if request.Cwd != nil && *request.Cwd != "" {
-		env := s.commands.env.ForCommand(nil)
-		if directory, err = s.commands.expandDirectory(*request.Cwd, env, s.commands.directory); err == nil {
-			err = makeDirectory(directory)
-		}
-		if err != nil {
-			writeError(w, err)
+		if directory, err = s.launcher.newDirectory(*request.Cwd); err != nil {
+			writeError(w, badRequest(err.Error()))
 			return
 		}
 	}
@@ -101,13 +97,6 @@ func newSession(directory string) *session {
 	made.state.directory = directory
 	made.turn <- struct{}{}
 	return made
-}
-
-func makeDirectory(path string) error {
-	if err := os.MkdirAll(path, 0o777); err != nil {
-		return badRequest("cwd cannot be made: " + path + ": " + reason(err))
-	}
-	return nil
 }
 
 // add takes a session up, if need be in the place of one that nobody used for long.

@@ -93,7 +93,7 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 		writeError(w, err)
 		return
 	}
-	defer s.commands.records.release()
+	defer s.launcher.slots.release()
 	defer run.result.Close()
 	s.begun(in, run.process)
 	began := time.Now()
@@ -107,12 +107,12 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 	lines := &lineSplitter{bare: true, emit: func(text []byte) { stream.text("stdout", text) }}
 	drained := make(chan struct{})
 	go func() {
-		run.pipe.copyTo(lines, stream.flush, s.commands.leftovers)
+		run.pipe.copyTo(lines, stream.flush, s.launcher.leftovers)
 		close(drained)
 	}()
 	timedOut := s.supervise(r, run.process, limit, request.asking, stream)
-	run.pipe.leaderGone(s.commands.tail)
-	s.commands.pingUntil(drained, stream)
+	run.pipe.leaderGone(s.launcher.tail)
+	stream.pingUntil(drained)
 
 	status := run.process.Status
 	if !status.Signaled() && !timedOut {
@@ -135,25 +135,25 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 
 // start forks the shell of a run.
 func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionRun, err error) {
-	c := s.commands
+	c := s.launcher
 	given := c.env.ForCommand(request.envs)
 	env := in.state.apply(given)
 	if request.Cwd != nil && *request.Cwd != "" {
 		directory, err := c.workingDirectory(*request.Cwd, env, in.state.directory)
 		if err != nil {
-			return nil, err
+			return nil, badRequest(err.Error())
 		}
 		in.state.directory = directory
 		env["PWD"] = directory
 	} else if err := checkDirectory(in.state.directory); err != nil {
-		return nil, err
+		return nil, badRequest(err.Error())
 	}
-	if !c.records.reserve() {
+	if !c.slots.reserve() {
 		return nil, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many running commands"}
 	}
 	defer func() {
 		if err != nil {
-			c.records.release()
+			c.slots.release()
 		}
 	}()
 	spec, parse, input, err := s.driver(in, env, request)
@@ -187,7 +187,7 @@ const (
 func (s *Sessions) driver(in *session, env map[string]string, request *sessionRunRequest) (
 	spec Spec, parse func([]byte, map[string]string) (shellState, bool), input []byte, err error,
 ) {
-	search, _ := s.commands.env.Lookup("PATH")
+	search, _ := s.launcher.env.Lookup("PATH")
 	spec = Spec{Dir: in.state.directory, Env: environList(env)}
 	if spec.Path, err = lookProgram("bash", search); err == nil {
 		spec.Argv = []string{"bash", "--noprofile", "--norc", "-c", bashDriver, "bash"}

@@ -248,7 +248,7 @@ func TestSessionRefusesWhatIsNoRun(t *testing.T) {
 		status, _ := f.call("POST", "/session/"+session+"/run", body)
 		equal(t, 400, status)
 	}
-	equal(t, 0, f.server.commands.records.running)
+	equal(t, 0, f.server.commands.slots.inUse())
 }
 
 func TestSessionStateThatIsTooLargeIsNotKeptAndTheUserIsTold(t *testing.T) {

@@ -84,6 +84,20 @@ func (s *eventStream) ping() {
 	}
 }
 
+// pingUntil sends pings until something is over.
+func (s *eventStream) pingUntil(done <-chan struct{}) {
+	ticker := time.NewTicker(pingInterval)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-done:
+			return
+		case <-ticker.C:
+			s.ping()
+		}
+	}
+}
+
 // text queues an output event; flush sends what is queued.
 func (s *eventStream) text(kind string, text []byte) {
 	s.queue(func(buffer []byte) []byte { return appendHead(buffer, kind, string(text)) })

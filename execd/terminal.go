@@ -25,14 +25,14 @@ const (
 
 // Terminals is the table of all terminals.
 type Terminals struct {
-	commands *Commands
+	launcher *Launcher
 	mutex    sync.Mutex
 	byID     map[string]*terminal
 }
 
 // NewTerminals keeps terminals whose shells share everything with plain commands.
-func NewTerminals(commands *Commands) *Terminals {
-	return &Terminals{commands: commands, byID: map[string]*terminal{}}
+func NewTerminals(launcher *Launcher) *Terminals {
+	return &Terminals{launcher: launcher, byID: map[string]*terminal{}}
 }
 
 func (t *Terminals) create(w http.ResponseWriter, r *http.Request) {
@@ -45,13 +45,13 @@ func (t *Terminals) create(w http.ResponseWriter, r *http.Request) {
 		writeError(w, err)
 		return
 	}
-	made := newTerminal(t.commands)
+	made := newTerminal(t.launcher)
 	if request.Command != nil {
 		made.command = *request.Command
 	}
 	if request.Cwd != nil && *request.Cwd != "" {
-		if made.directory, err = t.makeDirectory(*request.Cwd); err != nil {
-			writeError(w, err)
+		if made.directory, err = t.launcher.newDirectory(*request.Cwd); err != nil {
+			writeError(w, badRequest(err.Error()))
 			return
 		}
 	}
@@ -61,15 +61,6 @@ func (t *Terminals) create(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	writeJSON(w, http.StatusCreated, map[string]string{"session_id": made.id})
-}
-
-// makeDirectory makes the directory of a terminal, and returns its path.
-func (t *Terminals) makeDirectory(given string) (string, error) {
-	path, err := t.commands.expandDirectory(given, t.commands.env.ForCommand(nil), t.commands.directory)
-	if err != nil {
-		return "", err
-	}
-	return path, makeDirectory(path)
 }
 
 func (t *Terminals) add(made *terminal) bool {

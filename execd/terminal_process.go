@@ -26,7 +26,7 @@ const (
 
 type terminal struct {
 	id        string
-	commands  *Commands
+	launcher  *Launcher
 	directory string
 	command   string
 
@@ -45,9 +45,9 @@ type terminal struct {
 	used     time.Time
 }
 
-func newTerminal(commands *Commands) *terminal {
+func newTerminal(launcher *Launcher) *terminal {
 	t := &terminal{
-		id: newUUID(), commands: commands, directory: commands.directory, used: time.Now(),
+		id: newUUID(), launcher: launcher, directory: launcher.directory, used: time.Now(),
 		output: scrollback{limit: scrollbackLimit},
 	}
 	t.changed = sync.NewCond(&t.mutex)
@@ -104,7 +104,7 @@ func (t *terminal) begin(pipes bool) error {
 
 // start forks the shell; mutex held.
 func (t *terminal) start() error {
-	env := t.commands.env.ForCommand(nil)
+	env := t.launcher.env.ForCommand(nil)
 	env["TERM"] = "xterm-256color"
 	path, argv, err := t.shell()
 	if err != nil {
@@ -119,7 +119,7 @@ func (t *terminal) start() error {
 
 // shell is the program of a terminal and its arguments: bash, or sh in an image without it.
 func (t *terminal) shell() (path string, argv []string, err error) {
-	search, _ := t.commands.env.Lookup("PATH")
+	search, _ := t.launcher.env.Lookup("PATH")
 	argv = []string{"bash", "--norc", "--noprofile"}
 	if path, err = lookProgram("bash", search); err != nil {
 		argv = []string{"sh"}
@@ -143,7 +143,7 @@ func (t *terminal) startTerminal(spec Spec) error {
 	_ = pty.Setsize(master, &pty.Winsize{Rows: firstRows, Cols: firstColumns})
 	spec.Files = [3]uintptr{slave.Fd(), slave.Fd(), slave.Fd()}
 	spec.Terminal = true
-	process, err := t.commands.reaper.Start(spec)
+	process, err := t.launcher.reaper.Start(spec)
 	if err != nil {
 		master.Close()
 		return err
@@ -167,7 +167,7 @@ func (t *terminal) startPipes(spec Spec) error {
 	defer syscall.Close(childEnds[0])
 	defer syscall.Close(childEnds[1])
 	spec.Files = [3]uintptr{stdin.Fd(), uintptr(childEnds[0]), uintptr(childEnds[1])}
-	process, err := t.commands.reaper.Start(spec)
+	process, err := t.launcher.reaper.Start(spec)
 	if err != nil {
 		input.Close()
 		pipes[0].read.Close()
@@ -198,7 +198,7 @@ func (t *terminal) follow(process *Process, input *os.File, outputs map[byte]*os
 	}
 	<-process.Done
 	for _, file := range outputs {
-		_ = file.SetReadDeadline(time.Now().Add(t.commands.tail))
+		_ = file.SetReadDeadline(time.Now().Add(t.launcher.tail))
 	}
 	pumps.Wait()
 	code := process.Status.ExitStatus() // -1 for a signal

@@ -93,7 +93,7 @@ func checkOffset(t *testing.T, where string, kept *scrollback, model *plainScrol
 }
 
 func TestTinyWritesToBothStreamsNeitherFillMemoryNorSlowAFrameDown(t *testing.T) {
-	shell := newTerminal(&Commands{})
+	shell := newTerminal(&Launcher{})
 	before := heapInUse()
 	for i := range 3 * scrollbackLimit {
 		shell.add([]byte{kindOutput, kindError}[i&1], []byte{byte(i)})
