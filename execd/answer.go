@@ -7,6 +7,7 @@ package main
 //   - Request bodies are bounded in size and in the time between two reads.
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"io"
@@ -44,6 +45,10 @@ type problem struct {
 	status  int
 	code    string
 	message string
+}
+
+func newProblem(status int, code, message string) *problem {
+	return &problem{status: status, code: code, message: message}
 }
 
 func (p *problem) Error() string { return p.message }
@@ -128,13 +133,21 @@ func boundBody(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
+// bodyLimitKey is the key of a request's context for its bodyLimit.
+type bodyLimitKey struct{}
+
+// withBodyLimit is for the requests of a connection that has a limit of its own.
+func withBodyLimit(ctx context.Context, limit time.Duration) context.Context {
+	return context.WithValue(ctx, bodyLimitKey{}, limit)
+}
+
 // bodyLimit is how long one read of the body of a request may take.
 func bodyLimit(r *http.Request) time.Duration {
-	connection, ok := r.Context().Value(connectionKey{}).(*boundedConn)
+	limit, ok := r.Context().Value(bodyLimitKey{}).(time.Duration)
 	if !ok {
 		return defaultBodyLimit
 	}
-	return connection.bodyLimit
+	return limit
 }
 
 // idleBody moves the read deadline of the connection with each read. After the body

@@ -271,7 +271,7 @@ func (s *Server) hand(r *http.Request, request *initRequest, of Auth) error {
 			return err
 		}
 	}
-	if !s.binding.bind(request, of, s.commands.env) {
+	if !s.binding.bind(request, of, s.env) {
 		return errOlderGeneration
 	}
 	return nil

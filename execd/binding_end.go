@@ -25,7 +25,11 @@ const (
 // connectionKey is the key of a request's context for its connection.
 type connectionKey struct{}
 
+// withConnection is the context of the requests of a connection.
 func withConnection(ctx context.Context, connection net.Conn) context.Context {
+	if bounded, ok := connection.(*boundedConn); ok {
+		ctx = withBodyLimit(ctx, bounded.bodyLimit)
+	}
 	return context.WithValue(ctx, connectionKey{}, connection)
 }
 
@@ -36,11 +40,7 @@ func notEnded(what string) *problem {
 
 // endState ends everything; the connection of the request is left open.
 func (s *Server) endState(r *http.Request) error {
-	limit := s.endLimit
-	if limit == 0 {
-		limit = stateEnding
-	}
-	ctx, stop := context.WithTimeout(context.Background(), limit)
+	ctx, stop := context.WithTimeout(context.Background(), s.endLimit)
 	defer stop()
 	own, _ := r.Context().Value(connectionKey{}).(*boundedConn)
 	s.connections.closeOthers(own)
@@ -99,5 +99,5 @@ func (s *Server) endRest(ctx context.Context, under *atomic.Value) error {
 	under.Store("helpers")
 	s.identities.endAll()
 	s.proxy.services.CloseIdleConnections()
-	return s.commands.env.restoreFile()
+	return s.env.restoreFile()
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bufio"
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -11,6 +10,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -65,11 +65,13 @@ func TestAnInitForgetsCommandsSessionsAndTerminals(t *testing.T) {
 		f := newFormer(t)
 		finished := f.run(object{"command": "echo secret"}).id
 		background := f.run(object{"command": "echo secret", "background": true}).id
-		running := f.run(object{"command": "echo $$ > " + t.TempDir() + "/pid; exec sleep 60", "background": true}).id
+		pid := t.TempDir() + "/pid"
+		running := f.run(object{"command": "echo $$ >" + pid + "; exec sleep 60", "background": true}).id
 		session := f.made("/session", "{}", "session_id")
 		terminal := f.made("/pty", "{}", "session_id")
-		group := f.server.commands.records.get(running).process.Pid
-		eventually(t, "the background command has ended", func() bool { return !f.server.commands.records.get(background).running() })
+		group := 0
+		eventually(t, "the command has begun", func() bool { group, _ = strconv.Atoi(fileText(pid)); return group > 1 })
+		f.ended(background)
 		f.handOver(preserve)
 		expected := map[bool]int{true: 200, false: 404}[preserve]
 		for _, path := range []string{
@@ -205,15 +207,17 @@ func TestAnInitEndsHelpersOfIdentities(t *testing.T) {
 	f := newFormer(t)
 	status, _ := f.call("GET", "/v1/filesystem/1234/1234/files/info?path=/", "")
 	equal(t, http.StatusOK, status)
-	f.server.identities.mutex.Lock()
-	helper := f.server.identities.helpers[identity{1234, 1234}]
-	f.server.identities.mutex.Unlock()
-	f.handOver(false)
-	select {
-	case <-helper.process.Done:
-	default:
-		t.Error("a helper goes on")
+	helpers := func() (pids []int) {
+		for pid, line := range children(t) {
+			if strings.HasSuffix(line, " "+helperFlag) && strings.Contains(mustRead(t, fmt.Sprintf("/proc/%d/status", pid)), "Uid:\t1234\t") {
+				pids = append(pids, pid)
+			}
+		}
+		return pids
 	}
+	equal(t, 1, len(helpers()))
+	f.handOver(false)
+	equal(t, 0, len(helpers()))
 	equal(t, http.StatusOK, f.fresh("GET", "/v1/filesystem/1234/1234/files/info?path=/"))
 }
 
@@ -236,14 +240,14 @@ func initialised(t *testing.T, address, token, next string, preserve bool) (int,
 }
 
 func TestAnInitEndsContextsKernelsAndWhatIsBeingMade(t *testing.T) {
-	k, f := newKernels(t)
+	k := newKernelsServer(t)
+	f := fixtureOf(t, k.url)
 	f.server.binding.enabled, f.server.binding.bound = true, true
 	dial := f.serve()
 	address := dial().RemoteAddr().String()
 	go func() { k.leave <- struct{}{}; k.leave <- struct{}{} }()
 	f.call("POST", "/code/context", `{"language":"bash"}`)
-	_, err := f.server.code.defaultOf(context.Background(), "python")
-	equal(t, nil, err)
+	f.call("POST", "/code", `{"code":"1","context":{"language":"python"}}`)
 	k.mutex.Lock()
 	k.paths["orphan"] = "of nobody"
 	k.mutex.Unlock()
@@ -269,10 +273,13 @@ func TestAnInitEndsContextsKernelsAndWhatIsBeingMade(t *testing.T) {
 
 // A run goes on when its client leaves, but not when the owner changes.
 func TestAnInitEndsARunOfCode(t *testing.T) {
-	s, f := newScripted(t, "signal")
+	s := newScriptedServer(t, "signal")
 	close(s.starting)
+	f := fixtureOf(t, s.url)
+	made, _ := f.call("POST", "/code/context", `{"language":"python"}`)
+	equal(t, 200, made)
 	f.server.binding.enabled, f.server.binding.bound = true, true
-	rest := started(f)
+	rest := f.code()
 	<-s.requests
 	status, body := initialised(t, f.serve()().RemoteAddr().String(), testToken, "fresh", false)
 	equal(t, `200 {"generation":1,"sandboxId":"next"}`, fmt.Sprint(status, " ", body))
@@ -296,10 +303,7 @@ func TestAnInitThatCannotEndAKernelIsRefused(t *testing.T) {
 	}))
 	defer server.Close()
 	defer close(release)
-	f := newFixture(t)
-	jupyter, err := NewJupyter(server.URL, "")
-	equal(t, nil, err)
-	f.server.code = NewCodeContexts(jupyter, f.server.commands.Launcher, f.server.commands)
+	f := fixtureOf(t, server.URL)
 	f.server.binding.enabled, f.server.binding.bound, f.server.endLimit = true, true, 300*time.Millisecond
 	status, _ := f.call("POST", "/code/context", `{"language":"python"}`)
 	equal(t, 200, status)
@@ -318,7 +322,7 @@ func TestAnInitEndsIsolatedSessions(t *testing.T) {
 	equal(t, []string{"here"}, f.runAt(path+"/run", object{"code": "echo here"}).stdout)
 	f.handOver(false)
 	equal(t, http.StatusNotFound, f.fresh("GET", path))
-	left, err := os.ReadDir(f.server.isolation.root)
+	left, err := os.ReadDir(f.isolationRoot)
 	equal(t, nil, err)
 	equal(t, 0, len(left))
 }

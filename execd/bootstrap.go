@@ -24,6 +24,7 @@ import (
 
 const (
 	preScriptLimit = 5 * time.Minute
+	exportsLimit   = 4 << 20         // bytes of what a script exports
 	environFlag    = "--environment" // the whole command line of what writes its environment to environResult
 	// environResult is a number that no shell chooses by itself; some scripts use 9.
 	environResult = 250
@@ -115,7 +116,7 @@ func (s *Supervisor) exportsOf(script string, entrypoint []string) (variables ma
 		process.SignalGroup(syscall.SIGKILL)
 		<-process.Done
 	}
-	content, err := readState(result)
+	content, err := readBounded(result, exportsLimit)
 	if err != nil || len(content) == 0 {
 		return nil, strings.TrimPrefix(problem+"; its exports are not known", "; ")
 	}

@@ -29,7 +29,7 @@ func sourced(t *testing.T, script string, env ...string) (variables map[string]s
 }
 
 func TestExportsOfAStartScriptReachTheEntrypointHoweverItEnds(t *testing.T) {
-	posix := withoutBash(t, t.TempDir())
+	posix := withoutBash(t.TempDir())
 	for name, c := range map[string]struct {
 		script   string
 		expected map[string]string
@@ -99,7 +99,7 @@ func TestAStartScriptThatDoesNotEndIsKilled(t *testing.T) {
 	}
 	var said bytes.Buffer
 	env := NewEnvironment([]string{"PATH=" + os.Getenv("PATH"), "EXECD_BOOTSTRAP_PRE_SCRIPT=" + path})
-	supervisor := &Supervisor{reaper: testReaper, env: env, log: log.New(&said, "", 0), program: testBinary, scriptLimit: 300 * time.Millisecond}
+	supervisor := &Supervisor{reaper: testReaper, env: env, log: log.New(&said, "", 0), program: testBinary(t), scriptLimit: 300 * time.Millisecond}
 	begin := time.Now()
 	supervisor.sourcePreScript(nil)
 	equal(t, true, time.Since(begin) < 5*time.Second)

@@ -107,6 +107,18 @@ func noContext(id string) *problem {
 	return &problem{http.StatusNotFound, codeContextNotFound, "context " + id + " not found"}
 }
 
+// routes are those of the contract that are answered here.
+func (c *CodeContexts) routes() []routeTo {
+	return []routeTo{
+		{"POST", "/code", always(c.run)},
+		{"POST", "/code/context", always(c.create)},
+		{"GET", "/code/contexts", always(c.list)},
+		{"DELETE", "/code/contexts", always(c.deleteAll)},
+		{"GET", "/code/contexts/{}", c.get},
+		{"DELETE", "/code/contexts/{}", c.delete},
+	}
+}
+
 func (c *CodeContexts) create(w http.ResponseWriter, r *http.Request) {
 	var request struct {
 		Language *string `json:"language"`

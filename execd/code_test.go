@@ -9,6 +9,33 @@ import (
 	"testing"
 )
 
+type codeFixture struct {
+	*client
+	contexts *CodeContexts
+}
+
+// newCodeFixture has no Jupyter server.
+func newCodeFixture(t *testing.T) *codeFixture {
+	t.Helper()
+	return codeFixtureWith(t, "")
+}
+
+func codeFixtureWith(t *testing.T, host string) *codeFixture {
+	t.Helper()
+	jupyter, err := NewJupyter(host, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	launcher, _ := testLauncher(t)
+	contexts := NewCodeContexts(jupyter, launcher, nil)
+	interrupt := routeTo{"DELETE", "/code", always(func(w http.ResponseWriter, r *http.Request) {
+		if !contexts.interrupt(w, r) {
+			notFound(w)
+		}
+	})}
+	return &codeFixture{newClient(t, handle(append(contexts.routes(), interrupt)...)), contexts}
+}
+
 func TestResultsAreStringsAndPlainTextHasBothNames(t *testing.T) {
 	var data map[string]json.RawMessage
 	if err := json.Unmarshal([]byte(`{"text/plain":["4","2"],"application/json":{"a":[1]},"image/png":"iVBO"}`), &data); err != nil {
@@ -148,7 +175,7 @@ func TestKernelIsChosenByLanguageAndNotTheGenericOne(t *testing.T) {
 }
 
 func TestCodeThatCannotRunIsRefusedBeforeTheFirstEvent(t *testing.T) {
-	f := newFixture(t)
+	f := newCodeFixture(t)
 	for body, expected := range map[string]int{
 		`{"code":""}`: 400, `{"code":"1","context":{"language":"cobol"}}`: 400, `{"code":"1","context":{"id":"none"}}`: 500,
 		`{"code":"1","context":{"language":"python"}}`: 500, `{`: 400,
@@ -173,17 +200,9 @@ func TestCodeThatCannotRunIsRefusedBeforeTheFirstEvent(t *testing.T) {
 	equal(t, 200, status)
 }
 
-func TestCodeWithoutALanguageIsACommand(t *testing.T) {
-	f := newFixture(t)
-	result := f.runAt("/code", object{"code": "echo $((6*7)); exit 3", "context": nil})
-	equal(t, []string{"42\n"}, result.stdout)
-	equal(t, "3", result.last.Error.Evalue)
-	equal(t, 32, len(result.id))
-}
-
 func TestABusyContextSaysSoInTheWordsClientsLookFor(t *testing.T) {
-	f := newFixture(t)
-	f.server.code.byID["some"] = &codeContext{ID: "some", Language: "python", running: newCodeRun(nil)}
+	f := newCodeFixture(t)
+	f.contexts.byID["some"] = &codeContext{ID: "some", Language: "python", running: newCodeRun(nil)}
 	status, answer := f.call("POST", "/code", `{"code":"1","context":{"id":"some"}}`)
 	equal(t, true, status == 500 && strings.Contains(answer, "session is busy"))
 }

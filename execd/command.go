@@ -50,6 +50,20 @@ type plan struct {
 	env        map[string]string
 }
 
+// NewCommands has run nothing yet.
+func NewCommands(launcher *Launcher) *Commands {
+	return &Commands{Launcher: launcher, records: NewRecords()}
+}
+
+// routes are those of the contract that are answered here.
+func (c *Commands) routes() []routeTo {
+	return []routeTo{
+		{"POST", "/command", always(c.run)},
+		{"GET", "/command/status/{}", c.statusOf},
+		{"GET", "/command/{}/logs", c.logsOf},
+	}
+}
+
 func (c *Commands) run(w http.ResponseWriter, r *http.Request) {
 	var request commandRequest
 	if err := decodeJSON(w, r, commandBodyLimit, &request); err != nil {

@@ -10,7 +10,6 @@ package main
 import (
 	"errors"
 	"net/http"
-	"strconv"
 	"syscall"
 	"time"
 )
@@ -70,7 +69,7 @@ func (c *Commands) logsOf(id string) http.HandlerFunc {
 			writeError(w, badRequest("not a background command"))
 			return
 		}
-		writeLog(w, r, rec, "EXECD-COMMANDS-TAIL-")
+		rec.output.serve(w, r, rec.running, "EXECD-COMMANDS-TAIL-")
 	}
 }
 
@@ -118,34 +117,5 @@ func (c *Commands) endAll() {
 		if rec.process != nil {
 			rec.process.SignalGroup(syscall.SIGKILL)
 		}
-	}
-}
-
-// writeLog answers with the output of a background run from a cursor on. Two headers begin
-// with prefix: CURSOR, where the next page begins, and DROPPED, how many bytes are missing
-// between the given cursor and this page.
-func writeLog(w http.ResponseWriter, r *http.Request, rec *record, prefix string) {
-	cursor, err := strconv.ParseInt(r.URL.Query().Get("cursor"), 10, 64)
-	if err != nil {
-		cursor = 0
-	}
-	if cursor < 0 {
-		writeError(w, badRequest("cursor must not be negative"))
-		return
-	}
-	begin, end, err := rec.output.page(cursor, backgroundPageMax, rec.running)
-	if err != nil {
-		writeError(w, err)
-		return
-	}
-	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	w.Header().Set(prefix+"CURSOR", strconv.FormatInt(end, 10))
-	if begin > cursor {
-		w.Header().Set(prefix+"DROPPED", strconv.FormatInt(begin-cursor, 10))
-	}
-	w.Header().Set("Content-Length", strconv.FormatInt(end-begin, 10))
-	w.WriteHeader(http.StatusOK)
-	if rec.output.copyTo(w, begin, end) != nil {
-		panic(http.ErrAbortHandler) // a transfer that is cut off, not a short page
 	}
 }

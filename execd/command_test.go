@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"math"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -19,8 +18,22 @@ import (
 	"unicode/utf8"
 )
 
+type commandFixture struct {
+	*client
+	commands *Commands
+	envFile  string
+}
+
+func newCommandFixture(t *testing.T) *commandFixture {
+	t.Helper()
+	launcher, envFile := testLauncher(t)
+	commands := NewCommands(launcher)
+	interrupt := routeTo{"DELETE", "/command", always(commands.interrupt)}
+	return &commandFixture{newClient(t, handle(append(commands.routes(), interrupt)...)), commands, envFile}
+}
+
 func TestOutputKeepsLineTerminators(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": `printf 'a\n\nb\r\nc\rd'; printf 'e\n' >&2`})
 	equal(t, []string{"a\n", "\n", "b\r\n", "c\r", "d"}, result.stdout)
 	equal(t, []string{"e\n"}, result.stderr)
@@ -28,7 +41,7 @@ func TestOutputKeepsLineTerminators(t *testing.T) {
 }
 
 func TestStreamIsAsciiAndJoinsSplitSequences(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": `printf '\303'; sleep 0.05; printf '\251\342\200\250 \360\237\230\200 \377\n'`})
 	equal(t, []string{"é\u2028 😀 \ufffd\n"}, result.stdout)
 	for _, c := range result.raw {
@@ -39,13 +52,13 @@ func TestStreamIsAsciiAndJoinsSplitSequences(t *testing.T) {
 }
 
 func TestCarriageReturnSplitFromItsNewlineIsOneTerminator(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": `printf 'a\r'; sleep 0.02; printf '\nb\r'; sleep 0.3; printf '\n'`})
 	equal(t, []string{"a\r\n", "b\r", "\n"}, result.stdout)
 }
 
 func TestVeryLongLineIsCutBelowOneMebibyteAndNothingIsLost(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": `head -c 3000000 /dev/zero | tr '\0' '\001'; printf 'é%.0s' $(seq 100000)`})
 	equal(t, 3000000+200000, len(strings.Join(result.stdout, "")))
 	for frame := range strings.SplitSeq(string(result.raw), "\n\n") {
@@ -57,7 +70,7 @@ func TestVeryLongLineIsCutBelowOneMebibyteAndNothingIsLost(t *testing.T) {
 }
 
 func TestExitCodesTravelInTheErrorEvent(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	for _, c := range []struct{ command, value, trace string }{
 		{"exit 7", "7", "exit status 7"},
 		{"no-such-program-anywhere", "127", "exit status 127"},
@@ -73,7 +86,7 @@ func TestExitCodesTravelInTheErrorEvent(t *testing.T) {
 }
 
 func TestArgvIsNotInterpreted(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"argv": []string{"printf", "%s|", "$HOME", "", "a b", "*"}, "command": nil})
 	equal(t, []string{"$HOME||a b|*|"}, result.stdout)
 	_, status := f.call("GET", "/command/status/"+result.id, "")
@@ -85,7 +98,7 @@ func TestArgvIsNotInterpreted(t *testing.T) {
 }
 
 func TestArgvProgramMissingIsAnErrorEventWithText(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"argv": []string{"no-such-program"}})
 	equal(t, "error", result.last.Type)
 	if _, err := strconv.Atoi(result.last.Error.Evalue); err == nil {
@@ -97,7 +110,7 @@ func TestArgvProgramMissingIsAnErrorEventWithText(t *testing.T) {
 }
 
 func TestRelativeProgramIsResolvedInTheWorkingDirectory(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	directory := t.TempDir()
 	if err := os.WriteFile(directory+"/tool", []byte("#!/bin/sh\npwd\n"), 0o755); err != nil {
 		t.Fatal(err)
@@ -109,7 +122,7 @@ func TestRelativeProgramIsResolvedInTheWorkingDirectory(t *testing.T) {
 }
 
 func TestInvalidRequestsAreRefusedBeforeAnythingRuns(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	for _, body := range []string{
 		"", "{", `[]`, `{}`, `{"command":null}`, `{"command":""}`, `{"command":"true","argv":["true"]}`, `{"argv":[]}`,
 		`{"argv":[""]}`, `{"argv":["a\u0000b"]}`, `{"argv":["a",null]}`, `{"command":"a\u0000"}`, `{"command":5}`,
@@ -128,21 +141,21 @@ func TestInvalidRequestsAreRefusedBeforeAnythingRuns(t *testing.T) {
 }
 
 func TestNullsAndUnknownFieldsAreAccepted(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	status, body := f.call("POST", "/command", `{"command":"echo ok","cwd":null,"background":false,"timeout":null,"uid":null,"gid":null,"envs":null,"x":1} trailing`)
 	equal(t, 200, status)
 	equal(t, true, strings.Contains(body, `"text":"ok\n"`))
 }
 
 func TestWorkingDirectoryExpandsWithTheCommandsEnvironment(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	directory := t.TempDir()
 	result := f.run(object{"command": "pwd", "cwd": "${WHERE}/.", "envs": object{"WHERE": directory}})
 	equal(t, []string{directory + "\n"}, result.stdout)
 }
 
 func TestEnvironmentPrecedenceAndCredentials(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	if err := os.WriteFile(f.envFile, []byte("FIXTURE='file'\nOTHER=\"x$FIXTURE\"\nbad line\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -151,7 +164,7 @@ func TestEnvironmentPrecedenceAndCredentials(t *testing.T) {
 }
 
 func TestTimeoutKillsTheWholeGroupPromptly(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	begin := time.Now()
 	result := f.run(object{"command": "sleep 60 & echo $!; trap '' TERM; sleep 60; sleep 60", "timeout": 200})
 	equal(t, "-1", result.last.Error.Evalue)
@@ -170,7 +183,7 @@ func gone(pid int) bool {
 }
 
 func TestOpenOutputOfADaemonDelaysTheEndByTheTailWindowOnly(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	begin := time.Now()
 	result := f.run(object{"command": "sleep 60 & echo $!"})
 	equal(t, "execution_complete", result.last.Type)
@@ -185,17 +198,17 @@ func TestOpenOutputOfADaemonDelaysTheEndByTheTailWindowOnly(t *testing.T) {
 }
 
 func TestEndlessOutputOfADaemonDoesNotHoldTheResponse(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": "yes & echo $! >&2"})
 	equal(t, "execution_complete", result.last.Type)
 	pid, _ := strconv.Atoi(strings.TrimSpace(result.stderr[0]))
 	equal(t, false, gone(pid)) // what it writes is dropped
 	syscall.Kill(pid, syscall.SIGKILL)
-	eventually(t, "its pipe is closed", func() bool { return openLeftovers(f) == 0 })
+	eventually(t, "its pipe is closed", func() bool { return f.commands.leftovers.count() == 0 })
 }
 
 func TestBigOutputArrivesCompletely(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": "seq 1 200000"})
 	text := strings.Join(result.stdout, "")
 	equal(t, 200000, len(result.stdout))
@@ -203,7 +216,7 @@ func TestBigOutputArrivesCompletely(t *testing.T) {
 }
 
 func TestInterruptEndsARunningCommand(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	id, reader, _ := f.begin(object{"command": "sleep 60"})
 	equal(t, 32, len(id))
 	_, status := f.call("GET", "/command/status/"+id, "")
@@ -222,7 +235,7 @@ func TestInterruptEndsARunningCommand(t *testing.T) {
 }
 
 func TestInterruptKillsWhatIgnoresIt(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	id, reader, _ := f.begin(object{"command": "trap '' TERM; echo ready; sleep 60; sleep 60; sleep 60"})
 	for line, err := reader.ReadString('\n'); !strings.Contains(line, "ready"); line, err = reader.ReadString('\n') {
 		if err != nil {
@@ -239,7 +252,7 @@ func TestInterruptKillsWhatIgnoresIt(t *testing.T) {
 }
 
 func TestDisconnectLeavesTheCommandRunning(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	flag := filepath.Join(t.TempDir(), "flag")
 	id, _, response := f.begin(object{"command": "sleep 0.3; echo text; echo done > " + flag})
 	response.Body.Close()
@@ -253,13 +266,13 @@ func TestDisconnectLeavesTheCommandRunning(t *testing.T) {
 }
 
 func TestPingsAreSentWhileACommandIsSilent(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": "sleep 3.2"})
 	equal(t, 2, strings.Count(string(result.raw), `"type":"ping","text":"pong"`))
 }
 
 func TestBackgroundCommandAnswersAtOnceAndKeepsItsOutput(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	begin := time.Now()
 	result := f.run(object{"command": "echo one; sleep 0.5; echo two >&2; exit 3", "background": true})
 	equal(t, "execution_complete", result.last.Type)
@@ -292,7 +305,7 @@ func TestBackgroundCommandAnswersAtOnceAndKeepsItsOutput(t *testing.T) {
 }
 
 func TestBackgroundOutputStaysWhereItsStreamsAreOpenedAnew(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": "echo one; echo two >/dev/stderr; (echo three >/dev/stdout); echo four >/proc/$$/fd/1; echo five", "background": true})
 	eventually(t, "the end", func() bool {
 		_, status := f.call("GET", "/command/status/"+result.id, "")
@@ -303,7 +316,7 @@ func TestBackgroundOutputStaysWhereItsStreamsAreOpenedAnew(t *testing.T) {
 }
 
 func TestOutputOfWhatABackgroundCommandLeavesIsKept(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": "(sleep 0.3; echo late) & echo early", "background": true})
 	eventually(t, "the end", func() bool {
 		_, status := f.call("GET", "/command/status/"+result.id, "")
@@ -316,7 +329,7 @@ func TestOutputOfWhatABackgroundCommandLeavesIsKept(t *testing.T) {
 }
 
 func TestTwoHundredParallelCommandsGetTheirOwnStatus(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	var group sync.WaitGroup
 	for i := range 200 {
 		group.Go(func() {
@@ -330,8 +343,8 @@ func TestTwoHundredParallelCommandsGetTheirOwnStatus(t *testing.T) {
 }
 
 func TestCommandsBeyondTheLimitAreRefused(t *testing.T) {
-	f := newFixture(t)
-	f.server.commands.slots.limit = 1
+	f := newCommandFixture(t)
+	f.commands.slots = NewSlots(1)
 	id, reader, _ := f.begin(object{"command": "sleep 60"})
 	status, _ := f.call("POST", "/command", `{"command":"true"}`)
 	equal(t, 503, status)
@@ -347,7 +360,7 @@ func TestIdentityOfACommand(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root")
 	}
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"argv": []string{"id"}, "uid": 12345})
 	equal(t, []string{"uid=12345 gid=12345 groups=12345\n"}, result.stdout)
 	result = f.run(object{"argv": []string{"id", "-u"}, "uid": 65534, "gid": 7})
@@ -355,7 +368,7 @@ func TestIdentityOfACommand(t *testing.T) {
 }
 
 func TestChildrenStartClean(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{"command": `ls -l /proc/self/fd | grep -c pipe; readlink /proc/self/fd/0; grep -E 'SigIgn|SigBlk' /proc/self/status; ps -o pgid=,sid= $$ | tr -s ' '`})
 	equal(t, "2\n", result.stdout[0])
 	equal(t, "/dev/null\n", result.stdout[1])
@@ -366,7 +379,7 @@ func TestChildrenStartClean(t *testing.T) {
 }
 
 func TestChildrenGoBeforeTheDaemonWhenMemoryRunsOut(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	result := f.run(object{
 		"command": `until grep -qx 500 /proc/$$/oom_score_adj; do :; done; cat /proc/self/oom_score_adj`,
 		"timeout": 5000,
@@ -374,29 +387,8 @@ func TestChildrenGoBeforeTheDaemonWhenMemoryRunsOut(t *testing.T) {
 	equal(t, []string{"500\n"}, result.stdout)
 }
 
-// brokenAnswer is the answer to a client that has left.
-type brokenAnswer struct{ *httptest.ResponseRecorder }
-
-func (brokenAnswer) Write([]byte) (int, error) { return 0, syscall.EPIPE }
-
-// abortedOnlyIfBroken expects a handler to abort the connection of a client that has left, and no other.
-func abortedOnlyIfBroken(t *testing.T, name string, serve func(w http.ResponseWriter)) {
-	t.Helper()
-	cause := func(w http.ResponseWriter) (cause any) {
-		defer func() { cause = recover() }()
-		serve(w)
-		return nil
-	}
-	if aborted := cause(httptest.NewRecorder()); aborted != nil {
-		t.Errorf("%s: aborted with %v", name, aborted)
-	}
-	if aborted := cause(brokenAnswer{httptest.NewRecorder()}); aborted != http.ErrAbortHandler {
-		t.Errorf("%s to a client that has left: aborted with %v", name, aborted)
-	}
-}
-
 func TestAnswerWithoutItsTerminalEventIsAborted(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	for name, request := range map[string]object{
 		"success":         {"command": "true"},
 		"failure":         {"command": "exit 3"},
@@ -406,7 +398,7 @@ func TestAnswerWithoutItsTerminalEventIsAborted(t *testing.T) {
 		body, err := json.Marshal(request)
 		equal(t, nil, err)
 		abortedOnlyIfBroken(t, name, func(w http.ResponseWriter) {
-			f.server.commands.run(w, httptest.NewRequest("POST", "/command", bytes.NewReader(body)))
+			f.commands.run(w, httptest.NewRequest("POST", "/command", bytes.NewReader(body)))
 		})
 	}
 }
@@ -460,8 +452,8 @@ func FuzzQuotedTextIsAsciiJSON(f *testing.F) {
 }
 
 func TestFinishedCommandsAreForgottenAfterADayWithinTheHour(t *testing.T) {
-	f := newFixture(t)
-	records := f.server.commands.records
+	f := newCommandFixture(t)
+	records := f.commands.records
 	var ids []string
 	for _, command := range []string{"true", "true", "sleep 60"} {
 		ids = append(ids, f.run(object{"command": command, "background": true}).id)
@@ -494,40 +486,11 @@ func TestFinishedCommandsAreForgottenAfterADayWithinTheHour(t *testing.T) {
 			}
 		}
 	}
-	equal(t, true, old.output.closed)
-}
-
-func TestTimeLimitsReachBeyondADayAndNeverWrapAround(t *testing.T) {
-	f := newFixture(t)
-	session := f.newSession("{}")
-	const day, most = 86_400_000, int64(math.MaxInt64 / int64(time.Millisecond))
-	for timeout, expected := range map[int64]int{
-		0: 200, day: 200, day + 1: 200, 400 * day: 200, most: 200, most + 1: 400, math.MaxInt64: 400, -1: 400, math.MinInt64: 400,
-	} {
-		for _, path := range []string{"/command", "/session/" + session + "/run"} {
-			status, body := f.call("POST", path, fmt.Sprintf(`{"command":"sleep 0.01","timeout":%d}`, timeout))
-			if status != expected || (status == 200) != strings.Contains(body, "execution_complete") {
-				t.Error(path, timeout, status, body)
-			}
-		}
-		code, seconds := "true", timeout/1000
-		_, limit, err := (&isolatedRunRequest{Code: &code, Timeout: &seconds}).check()
-		if refused := seconds < 0 || seconds > int64(math.MaxInt64/time.Second); (err != nil) != refused {
-			t.Error(seconds, limit, err)
-		}
-		if err == nil && seconds > 0 && limit != time.Duration(seconds)*time.Second {
-			t.Error(seconds, limit)
-		}
-	}
-	for _, seconds := range []int64{int64(math.MaxInt64/time.Second) + 1, math.MaxInt64} {
-		code := "true"
-		_, _, err := (&isolatedRunRequest{Code: &code, Timeout: &seconds}).check()
-		equal(t, true, err != nil)
-	}
+	equal(t, 0, old.output.files())
 }
 
 func TestTextsOfARecordEndWithAWholeCharacter(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	status := func(id string) (found commandStatus) {
 		_, body := f.call("GET", "/command/status/"+id, "")
 		if err := json.Unmarshal([]byte(body), &found); err != nil {

@@ -2,126 +2,21 @@ package main
 
 import (
 	"context"
-	"encoding/json"
-	"fmt"
 	"net/http"
 	"net/http/httptest"
-	"strconv"
-	"strings"
 	"sync"
 	"testing"
 )
 
-// kernels is a Jupyter server that says how many sessions it has; it finishes each start,
-// whatever becomes of the client, as the real one does.
-type kernels struct {
-	entered chan struct{} // starts that came
-	leave   chan struct{} // each lets one start go on; closed: all
-	lose    bool          // the answer to a start is lost
-
-	mutex sync.Mutex
-	paths map[string]string // by session
-	most  int
-	made  int
+func newKernels(t *testing.T) (*kernels, *codeFixture) {
+	k := newKernelsServer(t)
+	return k, codeFixtureWith(t, k.url)
 }
 
-func newKernels(t *testing.T) (*kernels, *fixture) {
-	k := &kernels{entered: make(chan struct{}, 1024), leave: make(chan struct{}), paths: map[string]string{}}
-	mux := http.NewServeMux()
-	mux.HandleFunc("GET /api/kernelspecs", func(w http.ResponseWriter, _ *http.Request) {
-		_, _ = w.Write([]byte(`{"kernelspecs":{"p":{"spec":{"language":"python"}},"b":{"spec":{"language":"bash"}},
-			"j":{"spec":{"language":"javascript"}}}}`))
-	})
-	mux.HandleFunc("POST /api/sessions", func(w http.ResponseWriter, r *http.Request) {
-		var request struct{ Path string }
-		_ = json.NewDecoder(r.Body).Decode(&request)
-		k.entered <- struct{}{}
-		<-k.leave
-		k.mutex.Lock()
-		k.made++
-		id := "session-" + strconv.Itoa(k.made)
-		k.paths[id] = request.Path
-		k.most = max(k.most, len(k.paths))
-		k.mutex.Unlock()
-		if k.lose {
-			panic(http.ErrAbortHandler)
-		}
-		fmt.Fprintf(w, `{"id":%q,"path":%q,"kernel":{"id":"kernel-%s"}}`, id, request.Path, id)
-	})
-	mux.HandleFunc("GET /api/sessions", func(w http.ResponseWriter, _ *http.Request) {
-		k.mutex.Lock()
-		defer k.mutex.Unlock()
-		all := []map[string]any{}
-		for id, path := range k.paths {
-			all = append(all, map[string]any{"id": id, "path": path, "kernel": map[string]string{"id": "kernel-" + id}})
-		}
-		_ = json.NewEncoder(w).Encode(all)
-	})
-	mux.HandleFunc("GET /api/kernels", func(w http.ResponseWriter, _ *http.Request) {
-		k.mutex.Lock()
-		defer k.mutex.Unlock()
-		all := []map[string]any{}
-		for id := range k.paths {
-			all = append(all, map[string]any{"id": "kernel-" + id})
-		}
-		_ = json.NewEncoder(w).Encode(all)
-	})
-	remove := func(w http.ResponseWriter, r *http.Request) {
-		k.mutex.Lock()
-		defer k.mutex.Unlock()
-		delete(k.paths, strings.TrimPrefix(r.PathValue("id"), "kernel-"))
-		w.WriteHeader(http.StatusNoContent)
-	}
-	mux.HandleFunc("DELETE /api/sessions/{id}", remove)
-	mux.HandleFunc("DELETE /api/kernels/{id}", remove)
-	server := httptest.NewServer(mux)
-	t.Cleanup(server.Close)
-	f := newFixture(t)
-	jupyter, err := NewJupyter(server.URL, "")
-	equal(t, nil, err)
-	f.server.code = NewCodeContexts(jupyter, f.server.commands.Launcher, f.server.commands)
-	return k, f
-}
-
-func (k *kernels) count() int {
-	k.mutex.Lock()
-	defer k.mutex.Unlock()
-	return len(k.paths)
-}
-
-// leavingCall sends a request, leaves when the function returns, and returns when the daemon
-// has noticed that.
-func (f *fixture) leavingCall(path, body string, until func()) {
-	f.t.Helper()
-	served := make(chan context.Context, 1)
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		served <- r.Context()
-		f.server.ServeHTTP(w, r)
-	}))
-	f.t.Cleanup(server.Close)
-	ctx, leave := context.WithCancel(context.Background())
-	request, err := http.NewRequestWithContext(ctx, "POST", server.URL+path, strings.NewReader(body))
-	if err != nil {
-		f.t.Fatal(err)
-	}
-	request.Header.Set(tokenHeader, testToken)
-	gone := make(chan struct{})
-	go func() {
-		defer close(gone)
-		if response, err := http.DefaultTransport.RoundTrip(request); err == nil {
-			response.Body.Close()
-		}
-	}()
-	until()
-	leave()
-	<-gone
-	<-(<-served).Done()
-}
-
-func (f *fixture) pendingContexts() int {
-	f.server.code.mutex.Lock()
-	defer f.server.code.mutex.Unlock()
-	return f.server.code.pending
+func (f *codeFixture) pendingContexts() int {
+	f.contexts.mutex.Lock()
+	defer f.contexts.mutex.Unlock()
+	return f.contexts.pending
 }
 
 func TestAClientThatLeavesDuringACreationLeavesNoKernel(t *testing.T) {
@@ -147,14 +42,14 @@ func TestADefaultContextIsMadeForThoseThatStay(t *testing.T) {
 	body := `{"code":"1","context":{"language":"python"}}`
 	stays := make(chan *codeContext, 1)
 	go func() {
-		made, _ := f.server.code.defaultOf(context.Background(), "python")
+		made, _ := f.contexts.defaultOf(context.Background(), "python")
 		stays <- made
 	}()
 	<-k.entered
 	waiting := func() int {
-		f.server.code.mutex.Lock()
-		defer f.server.code.mutex.Unlock()
-		return f.server.code.standard["python"].waiting
+		f.contexts.mutex.Lock()
+		defer f.contexts.mutex.Unlock()
+		return f.contexts.standard["python"].waiting
 	}
 	f.leavingCall("/code", body, func() { eventually(t, "both wait", func() bool { return waiting() == 2 }) })
 	eventually(t, "one has left", func() bool { return waiting() == 1 })
@@ -180,7 +75,7 @@ func TestContextsStayWithinTheirLimitWhoeverMakesThem(t *testing.T) {
 		})
 	}
 	for _, language := range []string{"python", "bash"} {
-		waiting.Go(func() { _, _ = f.server.code.defaultOf(context.Background(), language) })
+		waiting.Go(func() { _, _ = f.contexts.defaultOf(context.Background(), language) })
 	}
 	waiting.Wait()
 	equal(t, contextLimit, k.count())
@@ -195,17 +90,16 @@ func TestContextsStayWithinTheirLimitWhoeverMakesThem(t *testing.T) {
 	equal(t, contextLimit, k.most)
 }
 
-func (f *fixture) someContext() string {
-	f.server.code.mutex.Lock()
-	defer f.server.code.mutex.Unlock()
-	for id := range f.server.code.byID {
+func (f *codeFixture) someContext() string {
+	f.contexts.mutex.Lock()
+	defer f.contexts.mutex.Unlock()
+	for id := range f.contexts.byID {
 		return id
 	}
 	return ""
 }
 
 func TestAFailedCreationGivesItsPlaceBack(t *testing.T) {
-	f := newFixture(t)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method == http.MethodGet {
 			_, _ = w.Write([]byte(`{"kernelspecs":{"p":{"spec":{"language":"python"}}}}`))
@@ -214,9 +108,7 @@ func TestAFailedCreationGivesItsPlaceBack(t *testing.T) {
 		w.WriteHeader(http.StatusInternalServerError)
 	}))
 	defer server.Close()
-	jupyter, err := NewJupyter(server.URL, "")
-	equal(t, nil, err)
-	f.server.code = NewCodeContexts(jupyter, f.server.commands.Launcher, f.server.commands)
+	f := codeFixtureWith(t, server.URL)
 	for range contextLimit + 1 {
 		status, _ := f.call("POST", "/code/context", `{"language":"python"}`)
 		equal(t, 500, status)
@@ -236,21 +128,21 @@ func TestADeletedDefaultContextIsReplaced(t *testing.T) {
 			case <-stop:
 				return
 			default:
-				if made := f.server.code.find(f.someContext()); made != nil {
-					f.server.code.drop(made)
+				if made := f.contexts.find(f.someContext()); made != nil {
+					f.contexts.drop(made)
 				}
 			}
 		}
 	})
 	for range 200 {
-		_, err := f.server.code.defaultOf(context.Background(), "python")
+		_, err := f.contexts.defaultOf(context.Background(), "python")
 		equal(t, nil, err)
 	}
 	close(stop)
 	deleting.Wait()
 	f.call("DELETE", "/code/contexts?language=python", "")
-	made, err := f.server.code.defaultOf(context.Background(), "python")
+	made, err := f.contexts.defaultOf(context.Background(), "python")
 	equal(t, nil, err)
-	equal(t, made, f.server.code.find(made.ID))
+	equal(t, made, f.contexts.find(made.ID))
 	equal(t, 1, k.count())
 }

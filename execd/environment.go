@@ -62,6 +62,13 @@ func NewEnvironment(environ []string) *Environment {
 	return env
 }
 
+// FixedEnvironment has these variables and no others, and no EXECD_ENVS file.
+func FixedEnvironment(environ []string) *Environment {
+	env := &Environment{own: environMap(environ)}
+	env.publish()
+	return env
+}
+
 func environMap(environ []string) map[string]string {
 	variables := map[string]string{}
 	for _, entry := range environ {

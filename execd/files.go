@@ -22,6 +22,9 @@ import (
 	"time"
 )
 
+// concurrentWalks is the number of recursive walks at a time.
+const concurrentWalks = 8
+
 // Files serves the file and directory routes.
 type Files struct {
 	env       *Environment
@@ -86,6 +89,9 @@ func (f *Files) route(method, path string) http.HandlerFunc {
 	}
 	return nil
 }
+
+// isFileRoute tells whether a route is one of files.
+func isFileRoute(method, path string) bool { return (&Files{}).route(method, path) != nil }
 
 // fileInfo is FileInfo of the contract; every key is always present.
 type fileInfo struct {

@@ -34,7 +34,7 @@ func (m *meanwhile) Err() error {
 }
 
 func TestAMoveAcrossDevicesLeavesADestinationThatAppearsMeanwhile(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	for _, source := range []string{"file", "directory", "link"} {
 		from, target := opened(t)+"/from", elsewhere(t)
 		switch source {
@@ -49,7 +49,7 @@ func TestAMoveAcrossDevicesLeavesADestinationThatAppearsMeanwhile(t *testing.T) 
 		ctx := &meanwhile{Context: t.Context(), at: 1, act: func() error {
 			return errors.Join(os.Mkdir(target+"/to", 0o755), os.WriteFile(target+"/to/other", []byte("another's"), 0o644))
 		}}
-		err := f.server.files.moveOne(ctx, from, target+"/to")
+		err := f.files.moveOne(ctx, from, target+"/to")
 		equal(t, "destination exists: "+target+"/to", fmt.Sprint(err))
 		equal(t, "another's", mustRead(t, target+"/to/other"))
 		onlyNames(t, target, "to")
@@ -59,13 +59,13 @@ func TestAMoveAcrossDevicesLeavesADestinationThatAppearsMeanwhile(t *testing.T) 
 }
 
 func TestAMoveAcrossDevicesEndsWithItsClient(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	from, target := opened(t)+"/from", elsewhere(t)
 	mustDo(t, os.MkdirAll(from+"/a/b", 0o755))
 	given(t, from+"/a/b/x", []byte("mine"), 0o644)
 	for at := 1; at < 8; at++ {
 		ctx := &meanwhile{Context: t.Context(), at: at, act: func() error { return context.Canceled }}
-		err := f.server.files.moveOne(ctx, from, target+"/to")
+		err := f.files.moveOne(ctx, from, target+"/to")
 		equal(t, fmt.Sprint(context.Canceled), fmt.Sprint(err))
 		onlyNames(t, target)
 		equal(t, "mine", mustRead(t, from+"/a/b/x"))
@@ -73,11 +73,11 @@ func TestAMoveAcrossDevicesEndsWithItsClient(t *testing.T) {
 }
 
 func TestAMoveAcrossDevicesWithoutSpaceLeavesTheSource(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	from, target := opened(t)+"/from", elsewhere(t)
 	mustDo(t, os.Mkdir(from, 0o755), os.Mkdir(from+"/sub", 0o755))
 	given(t, from+"/sub/x", make([]byte, 20<<20), 0o644)
-	err := f.server.files.moveOne(t.Context(), from, target+"/to")
+	err := f.files.moveOne(t.Context(), from, target+"/to")
 	equal(t, target+"/to/sub/x: no space left on device", explained(err))
 	onlyNames(t, target)
 	onlyNames(t, from+"/sub", "x")
@@ -95,7 +95,7 @@ func statOf(t *testing.T, path string) string {
 }
 
 func TestAMoveAcrossDevicesKeepsModesAndTimesOfReadOnlyDirectoriesToo(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	for _, prefix := range []string{asOther, ""} {
 		base := opened(t)
 		from, target := base+"/from", elsewhere(t)
@@ -137,7 +137,7 @@ func TestAMoveAcrossDevicesKeepsModesAndTimesOfReadOnlyDirectoriesToo(t *testing
 }
 
 func TestAMoveAcrossDevicesGivesNobodyAnothersSetIDProgram(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	base, target := opened(t), elsewhere(t)
 	given(t, base+"/program", []byte("#!"), 0o755)
 	mustDo(t, syscall.Chmod(base+"/program", 0o6755))
@@ -147,7 +147,7 @@ func TestAMoveAcrossDevicesGivesNobodyAnothersSetIDProgram(t *testing.T) {
 }
 
 func TestAMoveAcrossDevicesKeepsAttributes(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	from, target := t.TempDir()+"/from", elsewhere(t)
 	mustDo(t, os.Mkdir(from, 0o755))
 	given(t, from+"/x", nil, 0o644)
@@ -159,7 +159,7 @@ func TestAMoveAcrossDevicesKeepsAttributes(t *testing.T) {
 	if syscall.Setxattr(target+"/probe", "user.kept", []byte("v"), 0) == nil {
 		expected = "v"
 	}
-	mustDo(t, f.server.files.moveOne(t.Context(), from, target+"/to"))
+	mustDo(t, f.files.moveOne(t.Context(), from, target+"/to"))
 	for _, path := range []string{target + "/to", target + "/to/x"} {
 		value := make([]byte, 8)
 		n, _ := syscall.Getxattr(path, "user.kept", value)
@@ -168,7 +168,7 @@ func TestAMoveAcrossDevicesKeepsAttributes(t *testing.T) {
 }
 
 func TestWhatCannotBeRemovedIsNotCopied(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	base, target := closed(t), elsewhere(t)
 	given(t, base+"/x", []byte("content"), 0o644)
 	status, answer := f.call("POST", asOther+"/files/mv", fmt.Sprintf(`[{"src":%q,"dest":%q}]`, base+"/x", target+"/to"))
@@ -179,25 +179,25 @@ func TestWhatCannotBeRemovedIsNotCopied(t *testing.T) {
 }
 
 func TestADirectoryIsNotMovedIntoItselfOverAMount(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	base, shown := t.TempDir(), t.TempDir()
 	from := base + "/from"
 	mustDo(t, os.MkdirAll(from+"/mount", 0o755), os.Symlink(from+"/mount", base+"/link"))
 	given(t, from+"/x", []byte("content"), 0o644)
 	mountedAt(t, shown, from+"/mount", "", syscall.MS_BIND, "") // the same file system, and yet another
-	err := f.server.files.moveOne(t.Context(), from, base+"/link/to")
+	err := f.files.moveOne(t.Context(), from, base+"/link/to")
 	equal(t, true, err != nil && strings.Contains(err.Error(), "into itself"))
 	onlyNames(t, shown)
 	onlyNames(t, from, "mount", "x")
 }
 
 func TestAnotherMountIsNotMovedAcrossDevices(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	from, target := t.TempDir()+"/from", elsewhere(t)
 	mustDo(t, os.MkdirAll(from+"/mount", 0o755))
 	mountedAt(t, "none", from+"/mount", "tmpfs", 0, "")
 	given(t, from+"/mount/x", []byte("content"), 0o644)
-	err := f.server.files.moveOne(t.Context(), from, target+"/to")
+	err := f.files.moveOne(t.Context(), from, target+"/to")
 	equal(t, true, err != nil && strings.Contains(err.Error(), "cannot move a mount"))
 	onlyNames(t, target)
 	equal(t, "content", mustRead(t, from+"/mount/x"))

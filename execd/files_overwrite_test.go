@@ -58,7 +58,7 @@ func onlyNames(t *testing.T, directory string, names ...string) {
 }
 
 func TestAFileIsReplacedWhereItsDirectoryRefusesNewFiles(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	for _, size := range []int{10, 3 << 20} { // kept in memory, kept in a file
 		directory := closed(t)
 		path := directory + "/x"
@@ -75,9 +75,9 @@ func TestAFileIsReplacedWhereItsDirectoryRefusesNewFiles(t *testing.T) {
 }
 
 // brokenUpload sends a form that ends in the middle of its file, and closes the connection.
-func (f *fixture) brokenUpload(prefix, path string, sent int) {
+func (f *filesFixture) brokenUpload(prefix, path string, sent int) {
 	f.t.Helper()
-	connection, err := net.Dial("tcp", f.http.Listener.Addr().String())
+	connection, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
 	if err != nil {
 		f.t.Fatal(err)
 	}
@@ -91,7 +91,7 @@ func (f *fixture) brokenUpload(prefix, path string, sent int) {
 }
 
 func TestAnUploadThatBreaksOffLeavesTheFileAsItWas(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	for _, sent := range []int{10, 3 << 20} {
 		directory := closed(t)
 		given(t, directory+"/x", []byte("the old content"), 0o666)
@@ -104,7 +104,7 @@ func TestAnUploadThatBreaksOffLeavesTheFileAsItWas(t *testing.T) {
 }
 
 func TestAFileThatOthersOwnInAStickyDirectoryIsWrittenInPlace(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := opened(t)
 	given(t, directory+"/x", []byte("the old content"), 0o666)
 	if err := os.Chmod(directory, 0o777|os.ModeSticky); err != nil {
@@ -120,7 +120,7 @@ func TestAFileThatOthersOwnInAStickyDirectoryIsWrittenInPlace(t *testing.T) {
 }
 
 func TestAFileThatIsAMountIsWrittenInPlace(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	small, shown := t.TempDir(), t.TempDir()
 	mountedAt(t, "none", small, "tmpfs", 0, "size=128k")
 	old := bytes.Repeat([]byte("o"), 64<<10)
@@ -151,7 +151,7 @@ func TestAFileThatIsAMountIsWrittenInPlace(t *testing.T) {
 }
 
 func TestAFullDiskLeavesTheFileAsItWas(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	small := t.TempDir()
 	mountedAt(t, "none", small, "tmpfs", 0, "size=128k")
 	given(t, small+"/x", []byte("an old content"), 0o644)
@@ -166,7 +166,7 @@ func TestAFullDiskLeavesTheFileAsItWas(t *testing.T) {
 
 // A hole takes space when it is overwritten: what fails then is in the middle of the old content.
 func TestWhatWasOverwrittenBeforeAFailureIsPutBack(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	small := t.TempDir()
 	mountedAt(t, "none", small, "tmpfs", 0, "size=256k")
 	given(t, small+"/x", bytes.Repeat([]byte("o"), 64<<10), 0o644)
@@ -175,9 +175,9 @@ func TestWhatWasOverwrittenBeforeAFailureIsPutBack(t *testing.T) {
 	}
 	old := mustRead(t, small+"/x")
 	for _, size := range []int{1 << 20, 1<<20 + 4096, 1<<20 - 4096} {
-		next := f.server.files.newSpool()
+		next := f.files.newSpool()
 		_, _ = next.Write(bytes.Repeat([]byte("n"), size))
-		err := f.server.files.overwrite(small+"/x", checked{mode: 0o600, setMode: true, uid: 1, gid: 1}, next)
+		err := f.files.overwrite(small+"/x", checked{mode: 0o600, setMode: true, uid: 1, gid: 1}, next)
 		if err == nil || !strings.Contains(err.Error(), "as it was") {
 			t.Fatal(err)
 		}
@@ -205,7 +205,7 @@ func TestAFailureThatCannotBeUndoneIsSaid(t *testing.T) {
 }
 
 func TestNothingIsWrittenInPlaceIfTheModeIsRefused(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := closed(t)
 	given(t, directory+"/x", []byte("old"), 0o666)
 	status, _ := f.uploadAs(asOther, directory+"/x", "new", `,"mode":600`)
@@ -217,7 +217,7 @@ func TestNothingIsWrittenInPlaceIfTheModeIsRefused(t *testing.T) {
 }
 
 func TestAFileThatMayOnlyBeWrittenIsWrittenInPlace(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := closed(t)
 	given(t, directory+"/x", []byte("an older content"), 0o622)
 	status, answer := f.uploadAs(asOther, directory+"/x", "new", "")
@@ -251,7 +251,7 @@ func TestContentBeyondMemoryNeedsAPlace(t *testing.T) {
 
 // The kernel's fs.protected_symlinks is in force for the link at the end of a path.
 func TestALinkIsFollowedIfTheKernelFollowsIt(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory, target := opened(t), t.TempDir()+"/target"
 	given(t, target, []byte("old"), 0o644)
 	if err := os.Symlink(target, directory+"/link"); err != nil {
@@ -268,7 +268,7 @@ func TestALinkIsFollowedIfTheKernelFollowsIt(t *testing.T) {
 }
 
 func TestOtherNamesOfAReplacedFileKeepTheOldContent(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := t.TempDir()
 	given(t, directory+"/x", []byte("old"), 0o644)
 	if err := os.Link(directory+"/x", directory+"/y"); err != nil {
@@ -291,7 +291,7 @@ func accessList() []byte {
 }
 
 func TestAReplacedFileKeepsItsACLAndAttributes(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	path := t.TempDir() + "/x"
 	given(t, path, []byte("old"), 0o600)
 	if err := errors.Join(syscall.Setxattr(path, attributeACL, accessList(), 0), syscall.Setxattr(path, "user.kept", []byte("v"), 0)); err != nil {

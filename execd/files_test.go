@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"mime/multipart"
+	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -13,12 +14,41 @@ import (
 	"testing"
 )
 
-func (f *fixture) uploadFile(path, content, extra string) (int, string) {
+type filesFixture struct {
+	*client
+	files      *Files
+	identities *Identities
+}
+
+func newFilesFixture(t *testing.T) *filesFixture {
+	t.Helper()
+	launcher, _ := testLauncher(t)
+	f := &filesFixture{
+		files:      NewFiles(launcher.env, launcher.accounts, "/", 0o022),
+		identities: NewIdentities(launcher.reaper, launcher.accounts, launcher.log, testProgram(t)),
+	}
+	f.client = newClient(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		route := f.files.route
+		path, ok := strings.CutPrefix(r.URL.Path, "/v1/filesystem")
+		if ok {
+			route = f.identities.route
+		}
+		handler := route(r.Method, strings.TrimSuffix(path, "/"))
+		if handler == nil {
+			notFound(w)
+			return
+		}
+		handler(w, r)
+	}))
+	return f
+}
+
+func (f *filesFixture) uploadFile(path, content, extra string) (int, string) {
 	f.t.Helper()
 	return f.uploadAs("", path, content, extra)
 }
 
-func (f *fixture) uploadAs(prefix, path, content, extra string) (int, string) {
+func (f *filesFixture) uploadAs(prefix, path, content, extra string) (int, string) {
 	var body bytes.Buffer
 	form := multipart.NewWriter(&body)
 	metadata, _ := form.CreateFormFile("metadata", "metadata")
@@ -29,17 +59,8 @@ func (f *fixture) uploadAs(prefix, path, content, extra string) (int, string) {
 	return f.call("POST", prefix+"/files/upload", body.String(), "Content-Type", form.FormDataContentType())
 }
 
-func mustRead(t *testing.T, path string) string {
-	t.Helper()
-	data, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(data)
-}
-
 func TestUploadCreatesParentsAndSetsMode(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	path := filepath.Join(t.TempDir(), "a/b/$5 ü.txt")
 	status, body := f.uploadFile(path, "content", `,"owner":null,"group":null,"mode":640`)
 	equal(t, "", body)
@@ -56,7 +77,7 @@ func TestUploadCreatesParentsAndSetsMode(t *testing.T) {
 }
 
 func TestUploadKeepsModeFollowsLinksAndLeavesNoTemporaryFile(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := t.TempDir()
 	target := directory + "/target"
 	os.WriteFile(target, []byte("a much longer old content"), 0o600)
@@ -77,7 +98,7 @@ func TestUploadKeepsModeFollowsLinksAndLeavesNoTemporaryFile(t *testing.T) {
 }
 
 func TestUploadNeverReplacesADevice(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	fifo := t.TempDir() + "/fifo"
 	syscall.Mkfifo(fifo, 0o600)
 	status, _ := f.uploadFile(fifo, "x", "")
@@ -87,7 +108,7 @@ func TestUploadNeverReplacesADevice(t *testing.T) {
 }
 
 func TestUploadErrors(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	part := func(name, content string) string {
 		return "--B\r\nContent-Disposition: form-data; name=\"" + name + "\"; filename=\"x\"\r\n\r\n" + content + "\r\n"
 	}
@@ -110,7 +131,7 @@ func TestUploadErrors(t *testing.T) {
 }
 
 func TestANameOfControlCharactersIsServedEverywhereButInAHeader(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := t.TempDir()
 	name := "a\t\x01\x1b[31m\x7f\r\n b"
 	path := directory + "/" + name
@@ -140,7 +161,7 @@ func TestANameOfControlCharactersIsServedEverywhereButInAHeader(t *testing.T) {
 }
 
 func TestTheFilenameOfAPartIsIrrelevant(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	for i, filename := range []string{"", `\"; name=\"metadata`, "\xff", "a;b=c", `x"; y="`} {
 		path := fmt.Sprintf("%s/%d", t.TempDir(), i)
 		body := "--B\r\nContent-Disposition: form-data; name=\"metadata\"\r\n\r\n{\"path\":\"" + path + "\"}\r\n" +
@@ -153,7 +174,7 @@ func TestTheFilenameOfAPartIsIrrelevant(t *testing.T) {
 }
 
 func TestDownloadRangesAndLines(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	path := t.TempDir() + `/q"ü`
 	os.WriteFile(path, []byte("one\ntwo\r\nthree\n\nfive"), 0o644)
 	at := "/files/download?path=" + url.QueryEscape(path)
@@ -208,7 +229,7 @@ func TestLineReadsKeepLoneCarriageReturnsAcrossBuffers(t *testing.T) {
 }
 
 func TestDeleteIsIdempotentAndGuarded(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := t.TempDir()
 	os.Mkdir(directory+"/d", 0o755)
 	os.Symlink("nowhere", directory+"/dangling")
@@ -229,7 +250,7 @@ func TestDeleteIsIdempotentAndGuarded(t *testing.T) {
 }
 
 func TestDirectoriesAreMadeWithModeAndLeftAloneIfTheyExist(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	path := t.TempDir() + "/x/y"
 	for _, mode := range []string{"1777", "700"} {
 		status, _ := f.call("POST", "/directories", `{"`+path+`":{"mode":`+mode+`,"owner":null,"group":""}}`)
@@ -240,7 +261,7 @@ func TestDirectoriesAreMadeWithModeAndLeftAloneIfTheyExist(t *testing.T) {
 }
 
 func TestPermissions(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	path := t.TempDir() + "/x"
 	os.WriteFile(path, nil, 0o600)
 	for body, expected := range map[string]int{
@@ -255,7 +276,7 @@ func TestPermissions(t *testing.T) {
 }
 
 func TestMoveCreatesParentsAndNeverOverwrites(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := t.TempDir()
 	os.WriteFile(directory+"/a", []byte("a"), 0o600)
 	move := func(from, to string) int {
@@ -281,7 +302,7 @@ func TestMoveAcrossDevicesCopiesTheTree(t *testing.T) {
 	os.MkdirAll(from+"/sub", 0o750)
 	os.WriteFile(from+"/sub/file", []byte("x"), 0o640)
 	os.Symlink("sub/file", from+"/link")
-	if err := newFixture(t).server.files.moveOne(t.Context(), from, other+"/tree"); err != nil {
+	if err := newFilesFixture(t).files.moveOne(t.Context(), from, other+"/tree"); err != nil {
 		t.Fatal(err)
 	}
 	equal(t, "x", mustRead(t, other+"/tree/link"))
@@ -290,7 +311,7 @@ func TestMoveAcrossDevicesCopiesTheTree(t *testing.T) {
 }
 
 func TestReplaceCountsAndTouchesOnlyWhatMatches(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	path := t.TempDir() + "/x"
 	os.WriteFile(path, []byte(strings.Repeat("ab", 300000)+"aab"), 0o640)
 	status, body := f.call("POST", "/files/replace?verbose=true", `{"`+path+`":{"old":"ab","new":"c"}}`)
@@ -309,7 +330,7 @@ func TestReplaceCountsAndTouchesOnlyWhatMatches(t *testing.T) {
 }
 
 func TestListIsPreorderAndSearchMatchesBaseNames(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	root := t.TempDir()
 	os.MkdirAll(root+"/b/c", 0o755)
 	for _, name := range []string{"/a.txt", "/b/.hidden.txt", "/b/c/deep.md", "/z"} {

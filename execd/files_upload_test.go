@@ -19,7 +19,7 @@ func formPart(name, content string) string {
 }
 
 func TestAFileBeforeItsMetadataIsRefusedAndNothingIsWritten(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := t.TempDir()
 	data := func(name string) string { return formPart("metadata", `{"path":"`+directory+`/`+name+`"}`) }
 	large := formPart("file", strings.Repeat("n", 4<<20))
@@ -45,7 +45,7 @@ func TestAFileBeforeItsMetadataIsRefusedAndNothingIsWritten(t *testing.T) {
 }
 
 func TestAFormHasABoundedNumberOfParts(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	for _, name := range []string{"file", "metadata", "other"} {
 		form := strings.Repeat(formPart(name, `{"path":"/proc/nothing"}`), uploadPartsLimit+1) + "--B--\r\n"
 		status, answer := f.call("POST", "/files/upload", form, "Content-Type", formKind)
@@ -55,9 +55,9 @@ func TestAFormHasABoundedNumberOfParts(t *testing.T) {
 
 // A client that sends everything before it reads gets the answer, also on the same connection.
 func TestARefusedUploadIsReadToItsEnd(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	form := formPart("metadata", `{"path":""}`) + formPart("file", strings.Repeat("n", 32<<20)) + "--B--\r\n"
-	connection, err := net.Dial("tcp", f.http.Listener.Addr().String())
+	connection, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
 	mustDo(t, err)
 	defer connection.Close()
 	reader := bufio.NewReader(connection)
@@ -73,10 +73,10 @@ func TestARefusedUploadIsReadToItsEnd(t *testing.T) {
 }
 
 func TestARefusedUploadThatDoesNotEndIsAnsweredInTime(t *testing.T) {
-	f := newFixture(t)
-	f.server.files.limits.linger, f.server.files.limits.lingerIdle = 300*time.Millisecond, 100*time.Millisecond
+	f := newFilesFixture(t)
+	f.files.limits.linger, f.files.limits.lingerIdle = 300*time.Millisecond, 100*time.Millisecond
 	for _, endless := range []bool{false, true} {
-		connection, err := net.Dial("tcp", f.http.Listener.Addr().String())
+		connection, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
 		mustDo(t, err)
 		defer connection.Close()
 		_, err = fmt.Fprintf(connection, "POST /files/upload HTTP/1.1\r\nHost: x\r\n%s: %s\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n%s",
@@ -98,7 +98,7 @@ type zeros struct{}
 func (zeros) Read(data []byte) (int, error) { return len(data), nil }
 
 func TestAFailedFileLeavesNoTemporaryOne(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	directory := t.TempDir()
 	mustDo(t, os.Mkdir(directory+"/x", 0o755))
 	status, _ := f.uploadFile(directory+"/x", "content", "")

@@ -29,7 +29,7 @@ func filled(t *testing.T, directories, files int) string {
 	return root
 }
 
-func (f *fixture) paths(route string) []string {
+func (f *filesFixture) paths(route string) []string {
 	f.t.Helper()
 	status, answer := f.call("GET", route, "")
 	var infos []fileInfo
@@ -45,7 +45,7 @@ func (f *fixture) paths(route string) []string {
 
 // Whatever a walk may hold, it finds the same in the same order.
 func TestAWalkThatHoldsFewNamesFindsAllInOrder(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	root := filled(t, 3, 300)
 	var all, files []string
 	mustDo(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
@@ -58,7 +58,7 @@ func TestAWalkThatHoldsFewNamesFindsAllInOrder(t *testing.T) {
 		return err
 	}))
 	for _, room := range []int{0, 20 << 10, 32 << 20} {
-		f.server.files.limits.walkNames = room
+		f.files.limits.walkNames = room
 		equal(t, all, f.paths("/directories/list?depth=9&path="+root))
 		equal(t, files, f.paths("/files/search?path="+root))
 	}
@@ -84,9 +84,9 @@ func TestAReaderHoldsNoMoreThanItsShare(t *testing.T) {
 }
 
 func TestAnAnswerBeyondItsBoundIsAnErrorAndNotCut(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	root := filled(t, 2, 10)
-	f.server.files.limits.walkEntries = 20
+	f.files.limits.walkEntries = 20
 	equal(t, 20, len(f.paths("/files/search?path="+root)))
 	equal(t, 2, len(f.paths("/directories/list?path="+root)))
 	status, answer := f.call("GET", "/directories/list?depth=2&path="+root, "")
@@ -101,10 +101,10 @@ func TestAnAnswerBeyondItsBoundIsAnErrorAndNotCut(t *testing.T) {
 
 // The entries were counted before: a tree that has grown since must not look complete.
 func TestATreeThatGrowsBeyondTheBoundBreaksTheAnswerOff(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	root := filled(t, 1, 10)
-	f.server.files.limits.walkEntries = 5
-	found := f.server.files.newWalk(t.Context(), root, -1, func(_ string, directory bool) bool { return !directory })
+	f.files.limits.walkEntries = 5
+	found := f.files.newWalk(t.Context(), root, -1, func(_ string, directory bool) bool { return !directory })
 	err := found.each(func(string, fs.FileInfo) error { return nil })
 	equal(t, true, err != nil && strings.Contains(err.Error(), "more than 5"))
 }
@@ -133,7 +133,7 @@ func TestReadingADirectoryEndsWithItsContext(t *testing.T) {
 }
 
 func TestASearchMayBeginAtALinkButNeverEntersOne(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	root := t.TempDir()
 	mustDo(t, os.Mkdir(root+"/real", 0o755), os.Symlink("real", root+"/link"))
 	given(t, root+"/real/x", nil, 0o644)
@@ -144,12 +144,12 @@ func TestASearchMayBeginAtALinkButNeverEntersOne(t *testing.T) {
 }
 
 func TestAPartialListIsAborted(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	root := t.TempDir()
 	for i := range 1000 { // more than the answer holds before it is sent
 		equal(t, nil, os.WriteFile(filepath.Join(root, strconv.Itoa(i)), nil, 0o600))
 	}
-	for path, handler := range map[string]http.HandlerFunc{"/directories/list": f.server.files.list, "/files/search": f.server.files.search} {
+	for path, handler := range map[string]http.HandlerFunc{"/directories/list": f.files.list, "/files/search": f.files.search} {
 		abortedOnlyIfBroken(t, path, func(w http.ResponseWriter) {
 			handler(w, httptest.NewRequest("GET", path+"?path="+root, nil))
 		})

@@ -57,8 +57,7 @@ func FuzzUpload(f *testing.F) {
 		request.Header.Set("Content-Type", kind)
 		answer := httptest.NewRecorder()
 		// A root that does not exist and cannot be made: what is parsed is not written anywhere.
-		files := NewFiles(&Environment{}, func() Accounts { return Accounts{} }, "/proc/nothing", 0o022)
-		files.env.publish()
+		files := NewFiles(FixedEnvironment(nil), func() Accounts { return Accounts{} }, "/proc/nothing", 0o022)
 		files.upload(confined{answer}, request)
 		if answer.Code != 200 && !json.Valid(answer.Body.Bytes()) {
 			t.Fatalf("%d %q", answer.Code, answer.Body)
@@ -226,10 +225,10 @@ func FuzzKernelMessages(f *testing.F) {
 		if json.Unmarshal(text, &content) != nil {
 			return
 		}
-		out := &sink{header: http.Header{}}
+		out := httptest.NewRecorder()
 		stream := newEventStream(out)
 		emit(stream, kind, &content)
-		for frame := range strings.SplitSeq(strings.TrimSuffix(out.String(), "\n\n"), "\n\n") {
+		for frame := range strings.SplitSeq(strings.TrimSuffix(out.Body.String(), "\n\n"), "\n\n") {
 			if frame != "" && !json.Valid([]byte(frame)) {
 				t.Fatalf("%q", frame)
 			}
@@ -267,17 +266,8 @@ func FuzzPaths(f *testing.F) {
 		if !strings.HasPrefix(path, "/") {
 			return
 		}
-		if chosen, route, ok, err := splitIdentity(path); ok && err == nil {
-			if back := "/" + strconv.FormatUint(uint64(chosen.uid), 10); chosen.uid == 1<<32-1 || len(back) < 2 || route[0] != '/' {
-				t.Fatalf("%q", path)
-			}
-		}
-		launcher := &Launcher{env: &Environment{}, log: log.New(io.Discard, "", 0), reaper: &Reaper{}}
-		launcher.env.publish()
-		server := &Server{
-			binding: &Binding{}, port: defaultPort, log: launcher.log,
-			isolation: NewIsolation(launcher, nil, "/nowhere", false), files: &Files{}, commands: &Commands{Launcher: launcher},
-		}
+		launcher := &Launcher{env: FixedEnvironment(nil), log: log.New(io.Discard, "", 0), reaper: &Reaper{}}
+		server := New(Options{Binding: &Binding{}, Port: testPort, Log: launcher.log, Launcher: launcher})
 		request := &http.Request{Method: http.MethodGet, RequestURI: path, Header: http.Header{}}
 		answer := httptest.NewRecorder()
 		server.ServeHTTP(answer, request) // nobody has a token here
@@ -286,6 +276,19 @@ func FuzzPaths(f *testing.F) {
 		}
 		if answer.Code < 200 || answer.Code >= 300 && answer.Code < 400 {
 			t.Fatalf("%q answered %d", path, answer.Code)
+		}
+	})
+}
+
+func FuzzIdentityPaths(f *testing.F) {
+	for _, path := range []string{"/0/+1/files", "/0/0/files/info", "//0/files", "/4294967295/0/x"} {
+		f.Add(path)
+	}
+	f.Fuzz(func(t *testing.T, path string) {
+		if chosen, route, ok, err := splitIdentity(path); ok && err == nil {
+			if back := "/" + strconv.FormatUint(uint64(chosen.uid), 10); chosen.uid == 1<<32-1 || len(back) < 2 || route[0] != '/' {
+				t.Fatalf("%q", path)
+			}
 		}
 	})
 }

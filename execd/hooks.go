@@ -149,6 +149,11 @@ type Hooks struct {
 	running atomic.Int64  // periodic hooks, those that were stopped and have not ended included
 }
 
+// NewHooks runs none yet.
+func NewHooks(reaper *Reaper, env *Environment, log *log.Logger) *Hooks {
+	return &Hooks{reaper: reaper, env: env, log: log}
+}
+
 // begin runs preStart to its end and starts the periodic hooks in place of those before.
 func (h *Hooks) begin(lifecycle Lifecycle) error {
 	if lifecycle.preStart != nil {

@@ -99,6 +99,21 @@ func parseIdentityNumber(text string) (uint32, bool) {
 	return uint32(value), err == nil && value <= highestID && text[0] != '+'
 }
 
+// route finds the handler of a file route behind "/uid/gid".
+func (i *Identities) route(method, rest string) http.HandlerFunc {
+	chosen, route, ok, err := splitIdentity(rest)
+	if !ok || !isFileRoute(method, route) {
+		return nil
+	}
+	return func(w http.ResponseWriter, r *http.Request) {
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		i.serve(w, r, chosen, route)
+	}
+}
+
 // serve answers a request whose route is one of the ordinary file routes.
 func (i *Identities) serve(w http.ResponseWriter, r *http.Request, chosen identity, route string) {
 	taken, err := i.take(chosen)

@@ -57,6 +57,17 @@ type Supervisor struct {
 	scriptLimit time.Duration // of the start script
 }
 
+// NewSupervisor starts nothing yet. The signals are those that it acts on; lost is closed when the
+// API is gone for good, and program is where a shell finds this program.
+func NewSupervisor(
+	reaper *Reaper, env *Environment, log *log.Logger, grace time.Duration, signals <-chan os.Signal, lost <-chan struct{}, program string,
+) *Supervisor {
+	return &Supervisor{
+		reaper: reaper, env: env, log: log, grace: grace, signals: signals, again: make(chan struct{}, 1), lost: lost,
+		program: program, scriptLimit: preScriptLimit,
+	}
+}
+
 // restart ends the entrypoint and starts it again; it does not wait for that.
 func (s *Supervisor) restart() {
 	select {

@@ -2,107 +2,14 @@ package main
 
 import (
 	"io"
-	"math/rand/v2"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
-	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 )
-
-// daemon starts the real binary under the test's reaper.
-func daemon(t *testing.T, env []string, arguments ...string) (process *Process, url string, stderr func() string) {
-	t.Helper()
-	return daemonUnder(t, env, []string{testBinary}, arguments...)
-}
-
-// daemonUnder starts the real binary, which ends a command line, with arguments behind it.
-func daemonUnder(t *testing.T, env, program []string, arguments ...string) (process *Process, url string, stderr func() string) {
-	t.Helper()
-	port := freePort(t)
-	path := filepath.Join(t.TempDir(), "stderr")
-	log, err := os.Create(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer log.Close()
-	null, _ := openNull()
-	defer null.Close()
-	process, err = startPrivileged(Spec{
-		Path: program[0], Argv: slices.Concat(program, []string{"--port", port}, arguments),
-		// The first of two entries of one name counts.
-		Env:   append(slices.Clone(env), "PATH="+os.Getenv("PATH"), "EXECD_ENVS="+filepath.Join(t.TempDir(), "env")),
-		Files: [3]uintptr{null.Fd(), log.Fd(), log.Fd()}, Dir: "/",
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		process.SignalGroup(syscall.SIGKILL)
-		if t.Failed() {
-			t.Log(mustRead(t, path))
-		}
-	})
-	return process, "http://127.0.0.1:" + port, func() string { return mustRead(t, path) }
-}
-
-// startPrivileged starts a daemon with all capabilities of the test, which no other child has.
-func startPrivileged(spec Spec) (*Process, error) {
-	testReaper.gate.RLock()
-	defer testReaper.gate.RUnlock()
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	pid, err := spec.fork(spec.Path)
-	if err != nil {
-		return nil, err
-	}
-	return testReaper.adopt(pid), nil
-}
-
-// freePort is free on all addresses, as the daemon needs it, and outside the range from which
-// the kernel takes the ports of outgoing connections.
-func freePort(t *testing.T) string {
-	t.Helper()
-	for range 100 {
-		port := strconv.Itoa(10_000 + rand.IntN(20_000))
-		if listener, err := net.Listen("tcp4", ":"+port); err == nil {
-			listener.Close()
-			return port
-		}
-	}
-	t.Fatal("no free port")
-	return ""
-}
-
-func exitOf(t *testing.T, process *Process) int {
-	t.Helper()
-	select {
-	case <-process.Done:
-		return exitNumber(process.Status)
-	case <-time.After(15 * time.Second):
-		t.Fatal("the daemon did not end")
-		return 0
-	}
-}
-
-func answers(url string) func() bool {
-	return func() bool {
-		response, err := http.Get(url + "/ping")
-		if err != nil {
-			return false
-		}
-		response.Body.Close()
-		return response.StatusCode == 200
-	}
-}
-
-var hashArguments = []string{"--access-token-sha256", hashToken(testToken)}
 
 func TestStartWithoutATokenIsRefused(t *testing.T) {
 	process, _, stderr := daemon(t, nil)

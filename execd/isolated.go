@@ -31,9 +31,13 @@ const (
 	isolatedRetry   = 30 * time.Second // between two attempts to find out whether there is isolation
 )
 
+// fileRoute tells whether a method and a path are a route of files.
+type fileRoute = func(method, path string) bool
+
 // Isolation is the table of isolated sessions.
 type Isolation struct {
 	launcher *Launcher
+	files    fileRoute
 	program  *Program
 	root     string // below it is what sessions write
 	pid1     bool   // init duties
@@ -60,20 +64,20 @@ type isolated struct {
 	helper  *helper
 	told    chan struct{} // closed when its processes have ended and all is known about its runs
 
-	used    time.Time               // the last begin or end of a request or a run
-	ran     time.Time               // of a run
-	active  int                     // requests under way
-	running int                     // runs in the background
-	runs    map[string]*isolatedRun // in the background, also those that have ended
-	changed chan struct{}           // closed when there is another one
-	ended   time.Time               // of its processes; zero while they are there
-	timer   *time.Timer             // until it is removed; nil: something holds it, or it may stay
+	used    time.Time                 // the last begin or end of a request or a run
+	ran     time.Time                 // of a run
+	active  int                       // requests under way
+	running int                       // runs in the background
+	runs    map[string]*backgroundRun // in the background, also those that have ended
+	changed chan struct{}             // closed when there is another one
+	ended   time.Time                 // of its processes; zero while they are there
+	timer   *time.Timer               // until it is removed; nil: something holds it, or it may stay
 }
 
 // NewIsolation looks at nothing yet.
-func NewIsolation(launcher *Launcher, program *Program, root string, pid1 bool) *Isolation {
+func NewIsolation(launcher *Launcher, files fileRoute, program *Program, root string, pid1 bool) *Isolation {
 	return &Isolation{
-		launcher: launcher, program: program, root: root, pid1: pid1, kept: newIsolatedKept(), retry: isolatedRetry,
+		launcher: launcher, files: files, program: program, root: root, pid1: pid1, kept: newIsolatedKept(), retry: isolatedRetry,
 		byID: map[string]*isolated{},
 	}
 }
@@ -89,7 +93,7 @@ func (i *Isolation) unavailable() string {
 	if i.known || !i.tried.IsZero() && time.Since(i.tried) < i.retry {
 		return i.missing
 	}
-	if !i.launcher.reaper.admin {
+	if !i.launcher.reaper.isAdmin() {
 		i.known, i.missing = true, noIsolation
 		return i.missing
 	}
@@ -154,7 +158,7 @@ func (i *Isolation) make(request *isolatedRequest, plan *viewPlan) (*isolated, e
 	now := time.Now()
 	made := &isolated{
 		id: newUUID(), request: request, created: now.UTC(), told: make(chan struct{}), used: now, ran: now,
-		runs: map[string]*isolatedRun{}, changed: make(chan struct{}),
+		runs: map[string]*backgroundRun{}, changed: make(chan struct{}),
 	}
 	made.scratch = filepath.Join(i.root, made.id)
 	plan.ID, plan.Scratch = made.id, made.scratch

@@ -17,7 +17,7 @@ import (
 )
 
 // background begins a run and returns its id.
-func (f *fixture) background(session, code string) string {
+func (f *isolatedFixture) background(session, code string) string {
 	f.t.Helper()
 	body, _ := json.Marshal(object{"code": code, "background": true})
 	status, answer := f.call("POST", session+"/run", string(body))
@@ -29,20 +29,20 @@ func (f *fixture) background(session, code string) string {
 }
 
 // overdue makes it look as if a session had not been used for a day.
-func (f *fixture) overdue(id string) *isolated {
+func (f *isolatedFixture) overdue(id string) *isolated {
 	f.t.Helper()
 	found := f.session(id)
-	f.server.isolation.mutex.Lock()
-	defer f.server.isolation.mutex.Unlock()
+	f.isolation.mutex.Lock()
+	defer f.isolation.mutex.Unlock()
 	found.used = time.Now().Add(-24 * time.Hour)
 	return found
 }
 
-func (f *fixture) session(id string) *isolated {
+func (f *isolatedFixture) session(id string) *isolated {
 	f.t.Helper()
-	f.server.isolation.mutex.Lock()
-	defer f.server.isolation.mutex.Unlock()
-	found := f.server.isolation.byID[id]
+	f.isolation.mutex.Lock()
+	defer f.isolation.mutex.Unlock()
+	found := f.isolation.byID[id]
 	if found == nil {
 		f.t.Fatal("the session was removed")
 	}
@@ -50,7 +50,7 @@ func (f *fixture) session(id string) *isolated {
 }
 
 // stop stops the server of a session, each thread of it.
-func (f *fixture) stop(id string) {
+func (f *isolatedFixture) stop(id string) {
 	f.t.Helper()
 	f.signal(id, syscall.SIGSTOP)
 	tasks := fmt.Sprintf("/proc/%d/task/*/stat", f.session(id).helper.process.Pid)
@@ -63,7 +63,7 @@ func (f *fixture) stop(id string) {
 	})
 }
 
-func (f *fixture) signal(id string, signal syscall.Signal) {
+func (f *isolatedFixture) signal(id string, signal syscall.Signal) {
 	f.t.Helper()
 	if err := syscall.Kill(f.session(id).helper.process.Pid, signal); err != nil {
 		f.t.Fatal(err)
@@ -72,8 +72,8 @@ func (f *fixture) signal(id string, signal syscall.Signal) {
 
 // A server that is stopped answers nothing, which is as slow as it can be.
 func TestAnIsolatedSessionWithARunningJobIsNotRemovedHoweverSlowItIs(t *testing.T) {
-	f := newFixture(t)
-	isolation := f.server.isolation
+	f := newIsolatedFixture(t)
+	isolation := f.isolation
 	place := workspace(t)
 	path, id := f.isolate(object{"workspace": object{"path": place, "mode": "rw"}, "idle_timeout_seconds": 3600})
 	run := f.background(path, "until [ -e done ]; do sleep 0.01; done; exit 5")
@@ -105,8 +105,8 @@ func TestAnIsolatedSessionWithARunningJobIsNotRemovedHoweverSlowItIs(t *testing.
 }
 
 func TestAnIsolatedSessionWithARequestUnderWayIsNotRemoved(t *testing.T) {
-	f := newFixture(t)
-	isolation := f.server.isolation
+	f := newIsolatedFixture(t)
+	isolation := f.isolation
 	for _, request := range []struct{ method, path, body string }{
 		{"POST", "/run", `{"code":"true"}`}, {"POST", "/files/mv", "[]"}, {"GET", "/files/info?path=/etc", ""},
 	} {
@@ -135,19 +135,19 @@ func TestAnIsolatedSessionWithARequestUnderWayIsNotRemoved(t *testing.T) {
 }
 
 func TestAnIdleIsolatedSessionIsRemovedAlsoWhenItsServerDoesNotAnswer(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}, "idle_timeout_seconds": 1})
 	f.runAt(path+"/run", object{"code": "true"})
 	f.stop(id)
 	eventually(t, "in time", func() bool { status, _ := f.call("GET", path, ""); return status == 404 })
 	eventually(t, "nothing left", func() bool {
-		left, err := os.ReadDir(f.server.isolation.root)
+		left, err := os.ReadDir(f.isolation.root)
 		return err == nil && len(left) == 0
 	})
 }
 
 // kill ends the processes of a session and waits until that is known.
-func (f *fixture) kill(id string) {
+func (f *isolatedFixture) kill(id string) {
 	f.t.Helper()
 	killed := f.session(id)
 	killed.helper.process.SignalGroup(syscall.SIGKILL)
@@ -156,7 +156,7 @@ func (f *fixture) kill(id string) {
 
 func TestTheRunsOfADeadIsolatedSessionStayReadable(t *testing.T) {
 	for _, mode := range []string{"rw", "overlay"} {
-		f := newFixture(t)
+		f := newIsolatedFixture(t)
 		path, id := f.isolate(object{"workspace": object{"path": workspace(t), "mode": mode}})
 		ended := f.background(path, "echo one; echo two; exit 3")
 		cut := f.background(path, "echo begun; sleep 60")
@@ -193,8 +193,8 @@ func TestTheRunsOfADeadIsolatedSessionStayReadable(t *testing.T) {
 }
 
 func TestWhatIsKeptOfIsolatedRunsIsBounded(t *testing.T) {
-	f := newFixture(t)
-	isolation := f.server.isolation
+	f := newIsolatedFixture(t)
+	isolation := f.isolation
 	isolation.kept.files, isolation.kept.outputs.total = 3, 2000
 	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}})
 	other, otherID := f.isolate(object{"workspace": object{"path": workspace(t)}})
@@ -237,7 +237,7 @@ func TestWhatIsKeptOfIsolatedRunsIsBounded(t *testing.T) {
 	dead := f.session(otherID)
 	isolation.mutex.Lock()
 	equal(t, true, dead.timer != nil) // although its client gave no idle time
-	dead.ended = time.Now().Add(-recordAge)
+	dead.ended = time.Now().Add(-isolatedAge)
 	isolation.mutex.Unlock()
 	isolation.expire(dead)
 	status, _ := f.call("GET", other, "")
@@ -248,8 +248,8 @@ func TestWhatIsKeptOfIsolatedRunsIsBounded(t *testing.T) {
 }
 
 func TestDeadIsolatedSessionsMakeRoom(t *testing.T) {
-	f := newFixture(t)
-	isolation := f.server.isolation
+	f := newIsolatedFixture(t)
+	isolation := f.isolation
 	request := object{"workspace": object{"path": workspace(t), "mode": "ro"}}
 	path, id := f.isolate(request)
 	older, olderID := f.isolate(request)
@@ -268,7 +268,7 @@ func TestDeadIsolatedSessionsMakeRoom(t *testing.T) {
 }
 
 func TestAReportThatIsNotUnderstoodEndsItsSession(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	run := newUUID()
 	begun := runReport{kind: reportBegun, run: run, at: time.Now()}
 	ended := runReport{kind: reportEnded, run: run, at: time.Now()}
@@ -330,13 +330,13 @@ func TestAReportThatIsNotUnderstoodEndsItsSession(t *testing.T) {
 		}
 		session := &isolated{
 			id: newUUID(), request: &isolatedRequest{}, helper: newHelper(process, control, log.New(io.Discard, "", 0)),
-			runs: map[string]*isolatedRun{}, told: make(chan struct{}), changed: make(chan struct{}),
+			runs: map[string]*backgroundRun{}, told: make(chan struct{}), changed: make(chan struct{}),
 		}
 		file, write, err := os.Pipe()
 		if err != nil {
 			t.Fatal(err)
 		}
-		go f.server.isolation.follow(session)
+		go f.isolation.follow(session)
 		if err := sent(peer, file); err != nil {
 			t.Fatal(name, err)
 		}

@@ -36,21 +36,21 @@ func (i *Isolation) route(method, path string) http.HandlerFunc {
 		return func(w http.ResponseWriter, _ *http.Request) {
 			writeError(w, notSupported("diff and commit are not supported"))
 		}
-	case len(parts) < 3 || !isolatedRoute(method, parts[2:]):
+	case len(parts) < 3 || !i.isRoute(method, parts[2:]):
 		return nil
 	}
 	return i.available(func(w http.ResponseWriter, r *http.Request) { i.forward(w, r, parts[1], parts[2:]) })
 }
 
-// isolatedRoute tells whether the server of a session has a route.
-func isolatedRoute(method string, parts []string) bool {
+// isRoute tells whether the server of a session has a route.
+func (i *Isolation) isRoute(method string, parts []string) bool {
 	switch {
 	case parts[0] == "run":
 		return method == http.MethodPost && len(parts) == 1
 	case parts[0] == "runs":
 		return method == http.MethodGet && (len(parts) == 2 || len(parts) == 3 && parts[2] == "logs")
 	}
-	return (&Files{}).route(method, "/"+strings.Join(parts, "/")) != nil
+	return i.files(method, "/"+strings.Join(parts, "/"))
 }
 
 // available answers 503 where there is no isolation.
@@ -101,7 +101,7 @@ func (i *Isolation) hardening() map[string]any {
 		seccomp = layer("active", "")
 	}
 	caps := layer("disabled", "commands have the capabilities of this process")
-	if i.launcher.reaper.admin {
+	if i.launcher.reaper.isAdmin() {
 		caps = layer("active", "commands cannot mount, although isolated sessions can")
 	}
 	return map[string]any{

@@ -19,6 +19,7 @@ import (
 	"net/http"
 	"os"
 	"slices"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -26,8 +27,9 @@ import (
 const (
 	isolatedRuns    = 256 // in the background of a session, finished ones too
 	isolatedLogMax  = 16 << 20
-	isolatedLogs    = 256 << 20 // of all sessions
-	isolatedLogFile = 4096      // files of all logs
+	isolatedLogs    = 256 << 20      // of all sessions
+	isolatedLogFile = 4096           // files of all logs
+	isolatedAge     = 24 * time.Hour // of sessions that have died
 	isolatedTail    = "EXECD-ISOLATED-TAIL-"
 	isolatedRunID   = "Execd-Run" // header of an answer inside: which run the daemon is to know of
 )
@@ -43,14 +45,26 @@ type isolatedKept struct {
 func newIsolatedKept() isolatedKept {
 	outputs := newOutputStore()
 	outputs.each, outputs.total = isolatedLogMax, isolatedLogs
-	return isolatedKept{outputs: outputs, rest: newLeftovers(), files: isolatedLogFile, age: recordAge}
+	return isolatedKept{outputs: outputs, rest: newLeftovers(), files: isolatedLogFile, age: isolatedAge}
 }
 
-// isolatedRun is a run in the background. Its record is finished when its session has ended, too.
-type isolatedRun struct {
-	record
-	settle func() // returns when its output is in its log
-	cut    bool   // it ended with its session; guarded by the mutex of Isolation
+// backgroundRun is a run in the background. It is finished when its session has ended, too.
+type backgroundRun struct {
+	id      string
+	started time.Time
+	output  *outputLog
+	settle  func() // returns when its output is in its log
+	cut     bool   // it ended with its session; guarded by the mutex of Isolation
+
+	mutex    sync.Mutex
+	finished time.Time // zero while running
+	result   outcome
+}
+
+func (b *backgroundRun) running() bool {
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	return b.finished.IsZero()
 }
 
 // follow takes the reports of a session until its process has ended.
@@ -97,9 +111,7 @@ func (i *Isolation) take(from *isolated, report runReport, pipe *os.File) error 
 }
 
 func (i *Isolation) begun(in *isolated, report runReport, pipe *os.File) {
-	run := &isolatedRun{record: record{
-		id: report.run, background: true, started: report.at, output: i.kept.outputs.open(i.newLogFile), done: make(chan struct{}),
-	}}
+	run := &backgroundRun{id: report.run, started: report.at, output: i.kept.outputs.open(i.newLogFile)}
 	run.settle = (&outputPipe{read: pipe}).keepIn(run.output, i.kept.rest)
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
@@ -121,16 +133,15 @@ func (i *Isolation) newLogFile() (*os.File, int64, error) {
 }
 
 // finish ends a run once and for all.
-func (r *isolatedRun) finish(at time.Time, result outcome) {
-	r.mutex.Lock()
-	r.finished, r.exitCode, r.failure = at, result.exitCode, result.failure
-	r.mutex.Unlock()
-	close(r.done)
+func (b *backgroundRun) finish(at time.Time, result outcome) {
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	b.finished, b.result = at, result
 }
 
 // died notes the end of a session's processes: nothing runs in it any more.
 func (i *Isolation) died(ended *isolated) {
-	var cut []*isolatedRun
+	var cut []*backgroundRun
 	i.mutex.Lock()
 	for _, run := range ended.runs {
 		if run.running() {
@@ -159,8 +170,8 @@ func (i *Isolation) died(ended *isolated) {
 // dropLogs gives up logs of ended runs whose files are too many: those of sessions that have
 // died first, the oldest of them first; mutex held.
 func (i *Isolation) dropLogs() {
-	var ended []*isolatedRun
-	dead := map[*isolatedRun]bool{}
+	var ended []*backgroundRun
+	dead := map[*backgroundRun]bool{}
 	files := 0
 	for _, each := range i.byID {
 		for _, run := range each.runs {
@@ -175,7 +186,7 @@ func (i *Isolation) dropLogs() {
 	if files <= i.kept.files {
 		return
 	}
-	slices.SortFunc(ended, func(a, b *isolatedRun) int {
+	slices.SortFunc(ended, func(a, b *backgroundRun) int {
 		if dead[a] != dead[b] {
 			if dead[a] {
 				return -1
@@ -338,14 +349,25 @@ func (i *Isolation) serveRun(w http.ResponseWriter, r *http.Request, of *isolate
 		return
 	}
 	if len(parts) == 3 {
-		writeLog(w, r, &run.record, isolatedTail)
+		run.output.serve(w, r, run.running, isolatedTail)
 		return
 	}
-	status := run.status()
+	status := run.status(of.id)
 	if cut {
 		status.ExitCode = nil
 	}
-	writeJSON(w, http.StatusOK, isolatedRunStatus{
-		of.id, run.id, status.Running, status.ExitCode, status.Error, status.StartedAt, status.FinishedAt, status.OutputDropped,
-	})
+	writeJSON(w, http.StatusOK, status)
+}
+
+func (b *backgroundRun) status(session string) isolatedRunStatus {
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	status := isolatedRunStatus{
+		SessionID: session, RunID: b.id, Running: b.finished.IsZero(), StartedAt: b.started.UTC(), OutputDropped: b.output.dropped(),
+	}
+	if !status.Running {
+		code, finished := b.result.exitCode, b.finished.UTC()
+		status.ExitCode, status.FinishedAt, status.Error = &code, &finished, b.result.failure
+	}
+	return status
 }

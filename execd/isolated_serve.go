@@ -12,8 +12,7 @@ package main
 //   - Files are served from the view with the session's identity.
 
 import (
-	"io"
-	"log"
+	"cmp"
 	"net"
 	"net/http"
 	"os"
@@ -23,13 +22,53 @@ import (
 	"time"
 )
 
-const isolatedRunning = 64
+const (
+	isolatedRunning = 64
+	isolatedRunTime = 24 * time.Hour
+	isolatedFailure = "IsolatedError"
+)
+
+// isolatedParts makes what an isolated session consists of.
+type isolatedParts func(isolatedPlace) (isolatedShell, isolatedFiles)
+
+// isolatedShell is the bash session of an isolated session. Its runs come one after the other.
+type isolatedShell interface {
+	// enter waits for the turn of a run, and leave gives it to the next one.
+	enter(r *http.Request) error
+	leave()
+	// serve carries a run out and answers with its events.
+	serve(w http.ResponseWriter, r *http.Request, run *isolatedRun)
+	// detach starts a run whose output, the read end of a pipe, is the caller's. ended is to be
+	// called once, after the end of the process.
+	detach(run *isolatedRun) (process *Process, output *os.File, ended func(), err error)
+}
+
+// isolatedFiles are the routes of files.
+type isolatedFiles interface {
+	route(method, path string) http.HandlerFunc
+}
+
+// isolatedPlace is where an isolated session begins, and what it may do there.
+type isolatedPlace struct {
+	id        string
+	directory string
+	env       []string
+	running   int // programs at a time
+}
+
+// isolatedRun is one run of an isolated session.
+type isolatedRun struct {
+	id    string
+	code  string
+	envs  map[string]*string // of this run alone
+	limit time.Duration
+}
 
 // isolatedServer answers for one session.
 type isolatedServer struct {
-	sessions *Sessions
-	session  *session
-	files    *Files
+	id       string
+	shell    isolatedShell
+	files    isolatedFiles
 	writable bool // there may be background runs
 
 	mutex   sync.Mutex
@@ -38,34 +77,15 @@ type isolatedServer struct {
 }
 
 // serveIsolated is the second half of a helper's life.
-func serveIsolated(plan *viewPlan, control *net.UnixConn) int {
-	served := newIsolatedServer(plan, NewReaper(), control)
+func serveIsolated(plan *viewPlan, control *net.UnixConn, parts isolatedParts) int {
+	served := &isolatedServer{id: plan.ID, writable: plan.Logs, control: control}
+	served.shell, served.files = parts(isolatedPlace{id: plan.ID, directory: plan.Directory, env: plan.Env, running: isolatedRunning})
 	server := helperServer(http.HandlerFunc(served.handle))
 	if !answerHelper(control, nil) {
 		return 2
 	}
 	_ = server.Serve(handedOver{control})
 	return 0
-}
-
-func newIsolatedServer(plan *viewPlan, reaper *Reaper, control *net.UnixConn) *isolatedServer {
-	env := &Environment{own: environMap(plan.Env)}
-	env.publish()
-	accounts := func() Accounts { return LoadAccounts("") }
-	launcher := &Launcher{
-		reaper: reaper, env: env, accounts: accounts, directory: plan.Directory, tail: defaultTail,
-		slots: NewSlots(isolatedRunning), leftovers: newLeftovers(), log: log.New(io.Discard, "", 0),
-	}
-	served := &isolatedServer{
-		sessions: NewSessions(launcher),
-		files:    NewFiles(env, accounts, plan.Directory, currentUmask()),
-		writable: plan.Logs,
-		control:  control,
-	}
-	served.session = newSession(plan.Directory)
-	served.session.id = plan.ID
-	served.sessions.add(served.session)
-	return served
 }
 
 func (i *isolatedServer) handle(w http.ResponseWriter, r *http.Request) {
@@ -93,34 +113,32 @@ type isolatedRunRequest struct {
 	Background *bool              `json:"background"`
 }
 
-// check turns it into a run of a session.
-func (r *isolatedRunRequest) check() (*sessionRunRequest, time.Duration, error) {
+// check turns it into a run.
+func (r *isolatedRunRequest) check() (*isolatedRun, error) {
 	for name, value := range r.Envs {
 		if !isVariableName(name) || (value != nil && strings.IndexByte(*value, 0) >= 0) {
-			return nil, 0, badRequest("envs has an invalid name or value")
+			return nil, badRequest("envs has an invalid name or value")
 		}
 	}
-	run := &sessionRunRequest{Command: r.Code, envs: r.Envs, id: newUUID(), asking: syscall.SIGINT, failure: "IsolatedError"}
-	seconds, err := timeLimit("timeout_seconds", r.Timeout, time.Second)
+	limit, err := timeLimit("timeout_seconds", r.Timeout, time.Second)
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	milliseconds := seconds.Milliseconds()
-	run.Timeout = &milliseconds
-	limit, err := run.check()
-	return run, limit, err
+	if r.Code == nil || strings.TrimSpace(*r.Code) == "" || strings.IndexByte(*r.Code, 0) >= 0 {
+		return nil, badRequest("command must be a non-blank text without NUL")
+	}
+	return &isolatedRun{id: newUUID(), code: *r.Code, envs: r.Envs, limit: cmp.Or(limit, isolatedRunTime)}, nil
 }
 
 func (i *isolatedServer) run(w http.ResponseWriter, r *http.Request) {
 	var request isolatedRunRequest
 	err := decodeJSON(w, r, commandBodyLimit, &request)
-	var run *sessionRunRequest
-	var limit time.Duration
+	var run *isolatedRun
 	if err == nil {
-		run, limit, err = request.check()
+		run, err = request.check()
 	}
 	if err == nil {
-		err = i.sessions.enter(r, i.session)
+		err = i.shell.enter(r)
 	}
 	if err != nil {
 		writeError(w, err)
@@ -130,43 +148,42 @@ func (i *isolatedServer) run(w http.ResponseWriter, r *http.Request) {
 		i.background(w, run)
 		return
 	}
-	defer i.sessions.leave(i.session)
-	i.sessions.serve(w, r, i.session, run, limit)
+	defer i.shell.leave()
+	i.shell.serve(w, r, run)
 }
 
 // background starts a run that nobody waits for; the caller has the turn, which ends here.
-func (i *isolatedServer) background(w http.ResponseWriter, request *sessionRunRequest) {
-	started, err := i.startBackground(request)
-	i.sessions.leave(i.session)
+func (i *isolatedServer) background(w http.ResponseWriter, run *isolatedRun) {
+	started, err := i.startBackground(run)
+	i.shell.leave()
 	if err != nil {
 		writeError(w, err)
 		return
 	}
-	w.Header().Set(isolatedRunID, request.id)
+	w.Header().Set(isolatedRunID, run.id)
 	writeJSON(w, http.StatusAccepted, map[string]any{
-		"session_id": i.session.id, "run_id": request.id, "started_at": started.UTC(),
+		"session_id": i.id, "run_id": run.id, "started_at": started.UTC(),
 	})
 }
 
-func (i *isolatedServer) startBackground(request *sessionRunRequest) (at time.Time, err error) {
+func (i *isolatedServer) startBackground(run *isolatedRun) (at time.Time, err error) {
 	if !i.writable {
 		return at, badRequest("background runs need a first overlay that is written to a file system")
 	}
 	if i.begun >= isolatedRuns {
 		return at, &problem{http.StatusServiceUnavailable, codeUnavailable, "too many background runs in this session"}
 	}
-	run, err := i.sessions.start(i.session, request)
+	process, output, ended, err := i.shell.detach(run)
 	if err != nil {
 		return at, err
 	}
-	run.result.Close()
-	defer run.pipe.read.Close() // it is the daemon's
+	defer output.Close() // it is the daemon's
 	at = time.Now()
 	i.begun++ // only a run that has the turn comes here
-	err = i.report(runReport{kind: reportBegun, run: request.id, at: at}, run.pipe.read)
-	go i.follow(request.id, run.process)
+	err = i.report(runReport{kind: reportBegun, run: run.id, at: at}, output)
+	go i.follow(run.id, process, ended)
 	if err != nil { // the daemon is gone, and what is not reported does not run
-		run.process.SignalGroup(syscall.SIGKILL)
+		process.SignalGroup(syscall.SIGKILL)
 		return at, runtimeError(err)
 	}
 	return at, nil
@@ -183,8 +200,8 @@ func (i *isolatedServer) report(report runReport, pipe *os.File) error {
 }
 
 // follow waits for the end of a background run and reports it.
-func (i *isolatedServer) follow(id string, process *Process) {
+func (i *isolatedServer) follow(id string, process *Process, ended func()) {
 	<-process.Done
-	i.sessions.launcher.slots.release()
+	ended()
 	_ = i.report(runReport{kind: reportEnded, run: id, status: process.Status, at: time.Now()}, nil)
 }

@@ -5,48 +5,47 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 )
 
-// isolate makes a session and returns its path and its id.
-func (f *fixture) isolate(request object) (path, id string) {
-	f.t.Helper()
-	body, _ := json.Marshal(request)
-	status, answer := f.call("POST", "/v1/isolated/session", string(body))
-	var made struct {
-		ID string `json:"session_id"`
-	}
-	if err := json.Unmarshal([]byte(answer), &made); status != 201 || err != nil || made.ID == "" {
-		f.t.Fatalf("no session: %d %s", status, answer)
-	}
-	f.t.Cleanup(func() { f.server.isolation.remove(made.ID) })
-	return "/v1/isolated/session/" + made.ID, made.ID
+type isolatedFixture struct {
+	*client
+	launcher  *Launcher
+	isolation *Isolation
 }
 
-// workspace is a directory outside /tmp with one file.
-func workspace(t *testing.T) string {
-	directory, err := os.MkdirTemp("/var/tmp", "execd-workspace-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(directory) })
-	if err := os.WriteFile(directory+"/file", []byte("below"), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	return directory
+func newIsolatedFixture(t *testing.T) *isolatedFixture {
+	t.Helper()
+	launcher, _ := testLauncher(t)
+	f := &isolatedFixture{launcher: launcher, isolation: NewIsolation(launcher, isInfo, testProgram(t), outsideTmp(t), false)}
+	f.client = newClient(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		path, _ := strings.CutPrefix(r.URL.Path, "/v1/isolated")
+		handler := f.isolation.route(r.Method, path)
+		if handler == nil {
+			notFound(w)
+			return
+		}
+		handler(w, r)
+	}))
+	return f
 }
+
+// isInfo stands for all routes of files.
+func isInfo(_, path string) bool { return strings.HasPrefix(path, "/files/") }
 
 func TestIsolatedSessionWritesToItsOwnLayerOnly(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	ws := workspace(t)
 	path, id := f.isolate(object{"workspace": object{"path": ws}})
 	run := f.runAt(path+"/run", object{"code": `pwd; cat file; echo; echo above >file; echo new >made; n=1; ps() { echo $$; }
-touch /etc/execd-test 2>/dev/null || echo read-only; echo hidden >/tmp/execd-isolated; ls ` + f.server.isolation.root + ` | wc -l
+touch /etc/execd-test 2>/dev/null || echo read-only; echo hidden >/tmp/execd-isolated; ls ` + f.isolation.root + ` | wc -l
 [ -z "$EXECD_ENVS" ] && echo without; kill -9 1; echo $PPID`, "envs": object{"GIVEN": "v'1"}})
 	equal(t, []string{ws, "below", "read-only", "0", "without", "1"}, run.stdout)
 	equal(t, "execution_complete", run.last.Type)
@@ -69,13 +68,13 @@ touch /etc/execd-test 2>/dev/null || echo read-only; echo hidden >/tmp/execd-iso
 	equal(t, 200, status)
 	status, body = f.call("DELETE", path, "")
 	equal(t, true, status == 404 && strings.Contains(body, "SESSION_NOT_FOUND"))
-	left, _ := os.ReadDir(f.server.isolation.root)
+	left, _ := os.ReadDir(f.isolation.root)
 	equal(t, 0, len(left))
 	equal(t, "below", mustRead(t, ws+"/file"))
 }
 
 func TestIsolatedSessionsMountWhatIsAskedForAndNothingElse(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	first, second := workspace(t), workspace(t)
 	if err := os.Mkdir(first+"/sub", 0o755); err != nil {
 		t.Fatal(err)
@@ -115,7 +114,7 @@ mount -t tmpfs x /mnt 2>/dev/null || echo no mounts`})
 }
 
 func TestIsolatedRunsInTheBackgroundTimeOutAndOutliveNothing(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	ws := workspace(t)
 	path, id := f.isolate(object{"workspace": object{"path": ws}, "idle_timeout_seconds": 600})
 	status, body := f.call("POST", path+"/run", `{"code":"echo one; sleep 0.2; echo two; exit 3","background":true}`)
@@ -137,8 +136,8 @@ func TestIsolatedRunsInTheBackgroundTimeOutAndOutliveNothing(t *testing.T) {
 	status, body = f.call("POST", path+"/run", `{"code":"sleep 60","background":true}`)
 	equal(t, 202, status)
 	_ = json.Unmarshal([]byte(body), &started)
-	f.server.isolation.byID[id].helper.process.SignalGroup(syscall.SIGKILL)
-	<-f.server.isolation.byID[id].helper.process.Done
+	f.isolation.byID[id].helper.process.SignalGroup(syscall.SIGKILL)
+	<-f.isolation.byID[id].helper.process.Done
 	_, body = f.call("GET", path+"/runs/"+started.RunID, "")
 	equal(t, true, strings.Contains(body, `"running":false`) && strings.Contains(body, "session terminated"))
 	equal(t, "session process has exited", f.runAt(path+"/run", object{"code": "echo"}).last.Error.Evalue)
@@ -147,9 +146,9 @@ func TestIsolatedRunsInTheBackgroundTimeOutAndOutliveNothing(t *testing.T) {
 }
 
 func TestAnIsolatedRunsVariablesComeFirstWithoutBashToo(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	ws := workspace(t)
-	f.server.commands.env.Bind(map[string]string{"PATH": withoutBash(t, ws)})
+	f.launcher.env.Bind(map[string]string{"PATH": withoutBash(ws)})
 	path, _ := f.isolate(object{"workspace": object{"path": ws}})
 	f.runAt(path+"/run", object{"code": "export X=session"})
 	run := f.runAt(path+"/run", object{"code": `echo "$X"`, "envs": object{"X": "run's"}})
@@ -157,7 +156,7 @@ func TestAnIsolatedRunsVariablesComeFirstWithoutBashToo(t *testing.T) {
 }
 
 func TestAnIdleIsolatedSessionEndsAndNotBeforeItsJob(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	ws := workspace(t)
 	path, _ := f.isolate(object{"workspace": object{"path": ws, "mode": "rw"}, "idle_timeout_seconds": 1})
 	f.background(path, "sleep 1.6; echo over >job")
@@ -166,32 +165,32 @@ func TestAnIdleIsolatedSessionEndsAndNotBeforeItsJob(t *testing.T) {
 }
 
 func TestADeadIsolatedSessionIsRemovedWhenItsTimeIsOver(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}, "idle_timeout_seconds": 1})
-	f.server.isolation.byID[id].helper.process.SignalGroup(syscall.SIGKILL)
+	f.isolation.byID[id].helper.process.SignalGroup(syscall.SIGKILL)
 	eventually(t, "in time", func() bool { status, _ := f.call("GET", path, ""); return status == 404 })
 }
 
 func TestARunThatBeginsAtTheEndOfTheIdleTimeIsKept(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}, "idle_timeout_seconds": 600})
 	watched := f.overdue(id) // its clock runs out
-	_, err := f.server.isolation.use(id, true)
+	_, err := f.isolation.use(id, true)
 	equal(t, nil, err)
-	f.server.isolation.expire(watched)
+	f.isolation.expire(watched)
 	status, _ := f.call("GET", path, "")
 	equal(t, 200, status)
-	f.server.isolation.release(watched, true)
-	f.server.isolation.expire(f.overdue(id))
+	f.isolation.release(watched, true)
+	f.isolation.expire(f.overdue(id))
 	status, _ = f.call("GET", path, "")
 	equal(t, 404, status)
 }
 
 func TestAFailureToIsolateIsNotRemembered(t *testing.T) {
-	f := newFixture(t)
-	root := isolationRoot(t) + "/sessions"
+	f := newIsolatedFixture(t)
+	root := outsideTmp(t) + "/sessions"
 	equal(t, nil, os.WriteFile(root, nil, 0o644))
-	f.server.isolation = NewIsolation(f.server.commands.Launcher, testProgram(t), root, false)
+	f.isolation = NewIsolation(f.launcher, isInfo, testProgram(t), root, false)
 	available := func() bool {
 		_, body := f.call("GET", "/v1/isolated/capabilities", "")
 		return strings.Contains(body, `"available":true`)
@@ -199,7 +198,7 @@ func TestAFailureToIsolateIsNotRemembered(t *testing.T) {
 	equal(t, false, available())
 	equal(t, nil, os.Remove(root))
 	equal(t, false, available()) // it is not tried again at once
-	f.server.isolation.retry = 0
+	f.isolation.retry = 0
 	equal(t, true, available())
 	equal(t, nil, os.RemoveAll(root))
 	equal(t, nil, os.WriteFile(root, nil, 0o644))
@@ -230,13 +229,13 @@ func TestWhatIsWritableBesidesLiesWhereBindsMay(t *testing.T) {
 }
 
 func TestAClientThatLeavesInterruptsItsIsolatedRun(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	ws := workspace(t)
 	path, _ := f.isolate(object{"workspace": object{"path": ws, "mode": "rw"}})
 	code := `trap 'echo INT >>asked; exit' INT; trap 'echo TERM >>asked; exit' TERM; touch begun; while :; do sleep 0.02; done`
 	body, _ := json.Marshal(object{"code": code})
 	ctx, leave := context.WithCancel(context.Background())
-	request, err := http.NewRequestWithContext(ctx, "POST", f.http.URL+path+"/run", bytes.NewReader(body))
+	request, err := http.NewRequestWithContext(ctx, "POST", f.url+path+"/run", bytes.NewReader(body))
 	equal(t, nil, err)
 	request.Header.Set(tokenHeader, testToken)
 	response, err := http.DefaultClient.Do(request)
@@ -250,10 +249,10 @@ func TestAClientThatLeavesInterruptsItsIsolatedRun(t *testing.T) {
 }
 
 func TestWithoutTheCapabilityNothingIsPretended(t *testing.T) {
-	f := newFixture(t)
-	plain := *f.server.commands.Launcher
-	plain.reaper = &Reaper{children: map[int]*Process{}}
-	f.server.isolation = NewIsolation(&plain, testProgram(t), isolationRoot(t), false)
+	f := newIsolatedFixture(t)
+	plain := *f.launcher
+	plain.reaper = &Reaper{}
+	f.isolation = NewIsolation(&plain, isInfo, testProgram(t), outsideTmp(t), false)
 	status, body := f.call("GET", "/v1/isolated/capabilities", "")
 	equal(t, true, status == 200 && strings.Contains(body, `"available":false`) && strings.Contains(body, "bootstrap.execd.isolation") && strings.Contains(body, "runsc") && !strings.Contains(body, "CAP_"))
 	for _, route := range []string{"POST /session", "GET /sessions", "GET /session/x", "POST /session/x/run", "GET /session/x/files/info"} {
@@ -268,7 +267,7 @@ func TestWithoutTheCapabilityNothingIsPretended(t *testing.T) {
 }
 
 func TestAnIsolatedSessionHasDevicesOfItsOwn(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	outside := []string{"/dev/execd-isolated-test", "/dev/shm/execd-isolated-test"}
 	t.Cleanup(func() {
 		for _, name := range outside {
@@ -292,9 +291,9 @@ ls /dev/pts/[0-9]* 2>/dev/null | wc -l`})
 }
 
 func TestAMountThatWasExchangedAfterItWasCheckedIsNotMade(t *testing.T) {
-	f := newFixture(t)
+	f := newIsolatedFixture(t)
 	secret := workspace(t)
-	equal(t, "", f.server.isolation.unavailable())
+	equal(t, "", f.isolation.unavailable())
 	for name, exchange := range map[string]func(path string) error{
 		"link":  func(path string) error { return os.Symlink(secret, path) },
 		"above": func(path string) error { return os.Symlink(secret, filepath.Dir(path)) },
@@ -309,9 +308,9 @@ func TestAMountThatWasExchangedAfterItWasCheckedIsNotMade(t *testing.T) {
 				t.Fatal(err)
 			}
 			request := &isolatedRequest{Workspace: &isolatedOverlay{Path: shared, Mode: &mode}}
-			plan, err := request.plan(f.server.isolation.root)
+			plan, err := request.plan(f.isolation.root)
 			if err == nil {
-				err = request.identity(plan, f.server.commands.Launcher)
+				err = request.identity(plan, f.launcher)
 			}
 			if err != nil {
 				t.Fatal(err)
@@ -328,8 +327,8 @@ func TestAMountThatWasExchangedAfterItWasCheckedIsNotMade(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if made, err := f.server.isolation.make(request, plan); err == nil {
-				f.server.isolation.remove(made.id)
+			if made, err := f.isolation.make(request, plan); err == nil {
+				f.isolation.remove(made.id)
 				t.Error(name + ", " + mode + ": a session was made")
 			}
 			if _, err := os.Lstat(shared); name == "gone" && err == nil {
@@ -337,6 +336,20 @@ func TestAMountThatWasExchangedAfterItWasCheckedIsNotMade(t *testing.T) {
 			}
 		}
 	}
-	left, _ := os.ReadDir(f.server.isolation.root)
+	left, _ := os.ReadDir(f.isolation.root)
 	equal(t, 0, len(left))
+}
+
+func TestTimeLimitsOfIsolatedRunsNeverWrapAround(t *testing.T) {
+	const day, most = 86_400, int64(math.MaxInt64 / int64(time.Second))
+	for _, seconds := range []int64{0, day, day + 1, 400 * day, most, most + 1, math.MaxInt64, -1, math.MinInt64} {
+		code := "true"
+		run, err := (&isolatedRunRequest{Code: &code, Timeout: &seconds}).check()
+		if refused := seconds < 0 || seconds > most; (err != nil) != refused {
+			t.Error(seconds, err)
+		}
+		if err == nil && seconds > 0 && run.limit != time.Duration(seconds)*time.Second {
+			t.Error(seconds, run.limit)
+		}
+	}
 }

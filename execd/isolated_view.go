@@ -30,7 +30,7 @@ import (
 const isolateFlag = "--isolate" // make the view and serve in it
 
 // runIsolated is an isolated session: it returns when the session ends.
-func runIsolated() int {
+func runIsolated(parts isolatedParts) int {
 	var plan viewPlan
 	control, err := beginHelper(&plan)
 	if control == nil {
@@ -43,7 +43,7 @@ func runIsolated() int {
 		answerHelper(control, err)
 		return 1
 	}
-	return serveIsolated(&plan, control)
+	return serveIsolated(&plan, control, parts)
 }
 
 // enter makes the view, enters it and keeps no more rights than its processes may have.

@@ -69,6 +69,13 @@ func (l *leftovers) add(added *leftover) (silent *leftover) {
 	return silent
 }
 
+// count is the number of pipes that are open.
+func (l *leftovers) count() int {
+	l.mutex.Lock()
+	defer l.mutex.Unlock()
+	return len(l.open)
+}
+
 func (l *leftovers) read(from *leftover, take func(data []byte)) {
 	defer func() {
 		l.mutex.Lock()

@@ -35,7 +35,7 @@ func otherProgram(arguments []string) func() int {
 	case helperFlag:
 		return runHelper
 	case isolateFlag:
-		return runIsolated
+		return func() int { return runIsolated(PartsInside) }
 	case environFlag:
 		return writeEnvironment
 	}
@@ -61,14 +61,15 @@ func run() int {
 		fmt.Fprintln(os.Stderr, "execd:", err)
 		return exitUsage
 	}
-	d := assemble(config, binding, takeEnvironment(logger), logger, signals)
+	env := takeEnvironment(logger)
+	d := assemble(config, binding, env, logger, signals)
 	if err := d.api.Open(); err != nil {
 		logger.Printf("cannot listen: %v", err)
 		return exitUnlistened
 	}
 	go reserveThreads() // while the listener already answers
 	go d.serve()
-	d.server.commands.env.prepareFile()
+	env.prepareFile()
 	if config.Init {
 		return d.runEntrypoint(lifecycle, config.Entrypoint)
 	}
@@ -123,7 +124,8 @@ func takeEnvironment(logger *log.Logger) *Environment {
 
 // service is what a running daemon consists of.
 type service struct {
-	server     *Server
+	binding    *Binding
+	hooks      *Hooks
 	api        *API
 	supervisor *Supervisor
 	signals    <-chan os.Signal
@@ -143,45 +145,22 @@ func assemble(config Config, binding *Binding, env *Environment, logger *log.Log
 		tail: config.Tail, slots: NewSlots(config.MaxRunning), leftovers: newLeftovers(), log: logger,
 	}
 	lost := make(chan struct{})
-	supervisor := &Supervisor{
-		reaper: launcher.reaper, env: env, log: logger, grace: config.Grace, signals: signals,
-		again: make(chan struct{}, 1), lost: lost, program: programPath(), scriptLimit: preScriptLimit,
-	}
-	server := newServer(config, binding, launcher)
-	if config.Init {
-		server.restart = supervisor.restart
-	}
-	return &service{
-		server: server, api: NewAPI(server, config.Port, logger), supervisor: supervisor, signals: signals, lost: lost, log: logger,
-	}
-}
-
-func newServer(config Config, binding *Binding, launcher *Launcher) *Server {
-	logger := launcher.log
+	supervisor := NewSupervisor(launcher.reaper, env, logger, config.Grace, signals, lost, programPath())
 	program, err := ThisProgram() // before anything of the image runs
 	if err != nil {
 		logger.Printf("no helpers: %v", err)
 	}
-	jupyter, err := NewJupyter(config.JupyterHost, config.JupyterToken)
-	if err != nil {
-		logger.Print(err)
+	options := Options{
+		Port: config.Port, Binding: binding, Hooks: NewHooks(launcher.reaper, env, logger), Launcher: launcher, Umask: currentUmask(),
+		Program: program, IsolationRoot: defaultUpperRoot, Init: config.Init,
+		JupyterHost: config.JupyterHost, JupyterToken: config.JupyterToken, Log: logger,
 	}
-	commands := &Commands{Launcher: launcher, records: NewRecords()}
-	return &Server{
-		binding:     binding,
-		hooks:       &Hooks{reaper: launcher.reaper, env: launcher.env, log: logger},
-		port:        config.Port,
-		commands:    commands,
-		sessions:    NewSessions(launcher),
-		terminals:   NewTerminals(launcher),
-		code:        NewCodeContexts(jupyter, launcher, commands),
-		files:       NewFiles(launcher.env, launcher.accounts, launcher.directory, currentUmask()),
-		identities:  NewIdentities(launcher.reaper, launcher.accounts, logger, program),
-		isolation:   NewIsolation(launcher, program, defaultUpperRoot, config.Init),
-		metrics:     NewMetrics(),
-		proxy:       newProxy(func(line string) { logger.Print(line) }),
-		log:         logger,
-		connections: NewConnections(),
+	if config.Init {
+		options.Restart = supervisor.restart
+	}
+	return &service{
+		binding: binding, hooks: options.Hooks, api: NewAPI(New(options), config.Port, logger), supervisor: supervisor,
+		signals: signals, lost: lost, log: logger,
 	}
 }
 
@@ -204,24 +183,24 @@ func (d *service) serve() {
 // runEntrypoint is the daemon with --init; it returns the exit status.
 func (d *service) runEntrypoint(lifecycle Lifecycle, entrypoint []string) int {
 	prepared := make(chan error, 1)
-	go func() { prepared <- d.supervisor.prepare(d.server.hooks, lifecycle, entrypoint) }()
+	go func() { prepared <- d.supervisor.prepare(d.hooks, lifecycle, entrypoint) }()
 	if status, err := d.supervisor.await(prepared); err != nil {
 		d.log.Printf("the entrypoint does not start: %v", err)
 		d.supervisor.endEverything()
 		return status
 	}
-	d.server.binding.setReady(true)
+	d.binding.setReady(true)
 	return d.supervisor.Run(entrypoint)
 }
 
 // runAlone is the daemon without --init; it returns the exit status.
 func (d *service) runAlone(lifecycle Lifecycle) int {
 	go func() {
-		if err := d.supervisor.prepare(d.server.hooks, lifecycle, nil); err != nil {
+		if err := d.supervisor.prepare(d.hooks, lifecycle, nil); err != nil {
 			d.log.Print(err)
 			return
 		}
-		d.server.binding.setReady(true)
+		d.binding.setReady(true)
 	}()
 	for {
 		select {

@@ -62,6 +62,14 @@ func (m *Metrics) read() metricsAnswer {
 	}
 }
 
+// routes are those of the contract that are answered here.
+func (m *Metrics) routes() []routeTo {
+	return []routeTo{
+		{"GET", "/metrics", always(m.serve)},
+		{"GET", "/metrics/watch", always(m.watch)},
+	}
+}
+
 func (m *Metrics) serve(w http.ResponseWriter, _ *http.Request) {
 	writeJSON(w, http.StatusOK, m.read())
 }

@@ -14,8 +14,10 @@ package main
 import (
 	"errors"
 	"io"
+	"net/http"
 	"os"
 	"slices"
+	"strconv"
 	"sync"
 	"syscall"
 	"unicode/utf8"
@@ -27,6 +29,7 @@ const (
 	outputPiece  = 4 << 20  // bytes of one file, by weight
 	outputPieces = 32       // files of one log; there are gaps between some after a disk was full
 	outputCopy   = 64 << 10
+	outputPage   = 16 << 20
 	pageTries    = 8
 
 	// memoryWeight is as how many bytes on a disk a byte in memory counts.
@@ -368,4 +371,33 @@ func namelessFile(directory string) (*os.File, error) {
 		return nil, err
 	}
 	return file, nil
+}
+
+// serve answers with the output of a background run from a cursor on. Two headers begin
+// with prefix: CURSOR, where the next page begins, and DROPPED, how many bytes are missing
+// between the given cursor and this page.
+func (l *outputLog) serve(w http.ResponseWriter, r *http.Request, running func() bool, prefix string) {
+	cursor, err := strconv.ParseInt(r.URL.Query().Get("cursor"), 10, 64)
+	if err != nil {
+		cursor = 0
+	}
+	if cursor < 0 {
+		writeError(w, badRequest("cursor must not be negative"))
+		return
+	}
+	begin, end, err := l.page(cursor, outputPage, running)
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.Header().Set(prefix+"CURSOR", strconv.FormatInt(end, 10))
+	if begin > cursor {
+		w.Header().Set(prefix+"DROPPED", strconv.FormatInt(begin-cursor, 10))
+	}
+	w.Header().Set("Content-Length", strconv.FormatInt(end-begin, 10))
+	w.WriteHeader(http.StatusOK)
+	if l.copyTo(w, begin, end) != nil {
+		panic(http.ErrAbortHandler) // a transfer that is cut off, not a short page
+	}
 }

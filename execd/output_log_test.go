@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -18,19 +17,8 @@ import (
 	"unicode/utf8"
 )
 
-// statusOf reads the status of a command that has ended.
-func (f *fixture) ended(id string) (found commandStatus) {
-	f.t.Helper()
-	eventually(f.t, "the end of "+id, func() bool {
-		found = commandStatus{}
-		_, body := f.call("GET", "/command/status/"+id, "")
-		return json.Unmarshal([]byte(body), &found) == nil && !found.Running
-	})
-	return found
-}
-
 func TestOutputOfABackgroundCommandIsBoundedAlsoForTheNewest(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	const size = 90_000_000
 	id := f.run(object{"command": fmt.Sprintf("head -c %d /dev/zero | tr '\\0' x; echo end", size), "background": true}).id
 	status := f.ended(id)
@@ -54,7 +42,7 @@ func TestOutputOfABackgroundCommandIsBoundedAlsoForTheNewest(t *testing.T) {
 	}
 	equal(t, strconv.Itoa(size+4), cursor)
 	equal(t, size+4, dropped+read)
-	if read > outputEach || read < outputEach-2*outputPiece {
+	if kept := f.commands.records.outputs; read > kept.each || read < kept.each-2*kept.piece {
 		t.Errorf("%d bytes are kept", read)
 	}
 	equal(t, dropped, status.OutputDropped)
@@ -149,8 +137,8 @@ func checkPages(t *testing.T, draw *rand.Rand, log *outputLog, written []byte) {
 }
 
 func TestACommandEndsWellWhereNothingOfItsOutputCanBeKept(t *testing.T) {
-	f := newFixture(t)
-	f.server.commands.records.outputs.total = 0
+	f := newCommandFixture(t)
+	f.commands.records.outputs.total = 0
 	id := f.run(object{"command": "head -c 3000000 /dev/zero; exit 7", "background": true}).id
 	status := f.ended(id)
 	equal(t, 7, *status.ExitCode)
@@ -180,8 +168,8 @@ func TestMemoryCountsForMoreThanADisk(t *testing.T) {
 }
 
 func TestAPageIsWholeOrCutOffWhileItsOutputIsDropped(t *testing.T) {
-	f := newFixture(t)
-	outputs := f.server.commands.records.outputs
+	f := newCommandFixture(t)
+	outputs := f.commands.records.outputs
 	outputs.each, outputs.piece = 256<<10, 64<<10
 	id := f.run(object{"command": "i=0; while [ $i -lt 40 ]; do seq -f %07g 1 20000; i=$((i+1)); done", "background": true}).id
 	var group sync.WaitGroup
@@ -212,40 +200,10 @@ func TestAPageIsWholeOrCutOffWhileItsOutputIsDropped(t *testing.T) {
 	group.Wait()
 }
 
-func openLeftovers(f *fixture) int {
-	rest := f.server.commands.leftovers
-	rest.mutex.Lock()
-	defer rest.mutex.Unlock()
-	return len(rest.open)
-}
-
-func TestWhatACommandLeftRunningOutlivesItsOwnOutput(t *testing.T) {
-	f := newFixture(t)
-	session := f.newSession("{}")
-	flag := t.TempDir() + "/"
-	command := func(name string) string {
-		return "(while [ ! -e " + flag + "go ]; do sleep 0.02; done; echo one; echo two >&2; head -c 200000 /dev/zero; echo >" + flag + name + ") &"
-	}
-	f.run(object{"command": command("foreground")})
-	f.in(session, command("session"))
-	id := f.run(object{"command": command("background"), "background": true}).id
-	f.ended(id)
-	eventually(t, "all are left", func() bool { return openLeftovers(f) == 4 }) // two of the first
-	if err := os.WriteFile(flag+"go", nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	for _, name := range []string{"foreground", "session", "background"} {
-		eventually(t, name+" ended by itself", func() bool { _, err := os.Stat(flag + name); return err == nil })
-	}
-	eventually(t, "all pipes are closed", func() bool { return openLeftovers(f) == 0 })
-	_, text := f.call("GET", "/command/"+id+"/logs", "")
-	equal(t, "one\ntwo\n"+strings.Repeat("\x00", 200000), text)
-}
-
 func TestLeftoversAreBoundedAndTheSilentOneGoesFirst(t *testing.T) {
-	f := newFixture(t)
+	f := newCommandFixture(t)
 	const limit = 8
-	f.server.commands.leftovers.limit = limit
+	f.commands.leftovers.limit = limit
 	before := runtime.NumGoroutine()
 	noisy := f.run(object{"command": "(while echo; do sleep 0.02; done) & echo $!", "background": true}).id
 	_, text := f.call("GET", "/command/"+noisy+"/logs", "")
@@ -267,12 +225,12 @@ func TestLeftoversAreBoundedAndTheSilentOneGoesFirst(t *testing.T) {
 		pids = append(pids, pid)
 		defer syscall.Kill(pid, syscall.SIGKILL)
 	}
-	eventually(t, "they are as many as may be", func() bool { return openLeftovers(f) == limit })
+	eventually(t, "they are as many as may be", func() bool { return f.commands.leftovers.count() == limit })
 	for _, pid := range pids {
 		equal(t, false, gone(pid))
 	}
 	equal(t, false, gone(writer))
-	f.http.CloseClientConnections()
+	f.closeConnections()
 	eventually(t, "no goroutine is left of the others", func() bool { return runtime.NumGoroutine() <= before+limit+8 })
 	size := func() int { _, text := f.call("GET", "/command/"+noisy+"/logs", ""); return len(text) }
 	now := size()

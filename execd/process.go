@@ -123,14 +123,26 @@ func (r *Reaper) Orphans() int {
 
 // Start forks and executes; it returns after a successful execve.
 func (r *Reaper) Start(spec Spec) (*Process, error) {
-	r.gate.RLock()
-	defer r.gate.RUnlock()
-	pid, err := r.fork(&spec)
+	process, err := r.Adopt(func() (pid int, err error) { return r.fork(&spec) })
 	if err != nil {
 		return nil, &os.PathError{Op: "fork/exec", Path: spec.Path, Err: err}
 	}
+	return process, nil
+}
+
+// Adopt takes the child that start forks into the table; no status is collected meanwhile.
+func (r *Reaper) Adopt(start func() (pid int, err error)) (*Process, error) {
+	r.gate.RLock()
+	defer r.gate.RUnlock()
+	pid, err := start()
+	if err != nil {
+		return nil, err
+	}
 	return r.adopt(pid), nil
 }
+
+// isAdmin tells whether this process has CAP_SYS_ADMIN.
+func (r *Reaper) isAdmin() bool { return r.admin }
 
 // adopt takes a child that was just forked into the table; the gate is held.
 func (r *Reaper) adopt(pid int) *Process {

@@ -22,6 +22,7 @@ import (
 	"log"
 	"net"
 	"os"
+	"strconv"
 	"syscall"
 	"time"
 )
@@ -40,6 +41,7 @@ const (
 type Program struct {
 	proc int // descriptor of its root
 	name string
+	file int // descriptor of the program; -1: it is that of this process
 }
 
 // ThisProgram is the program of this process.
@@ -48,7 +50,37 @@ func ThisProgram() (*Program, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Program{proc: proc, name: "self/exe"}, nil
+	return &Program{proc: proc, name: "self/exe", file: -1}, nil
+}
+
+// ProgramAt is the program of a file.
+func ProgramAt(path string) (*Program, error) {
+	program, err := ThisProgram()
+	if err != nil {
+		return nil, err
+	}
+	file, err := os.Open(path)
+	if err != nil {
+		program.Close()
+		return nil, err
+	}
+	defer file.Close()
+	const above = 32 // the descriptors of a child
+	number, _, errno := syscall.Syscall(syscall.SYS_FCNTL, file.Fd(), syscall.F_DUPFD_CLOEXEC, above)
+	if errno != 0 {
+		program.Close()
+		return nil, os.NewSyscallError("fcntl", errno)
+	}
+	program.file, program.name = int(number), "self/fd/"+strconv.Itoa(int(number))
+	return program, nil
+}
+
+// Close makes the program impossible to start.
+func (p *Program) Close() {
+	syscall.Close(p.proc)
+	if p.file >= 0 {
+		syscall.Close(p.file)
+	}
 }
 
 // openProc opens the root of a process file system, and nothing else.

@@ -21,12 +21,11 @@ import (
 )
 
 const (
-	recordAge         = 24 * time.Hour
-	recordSweep       = time.Hour
-	finishedLimit     = 4096
-	finishedOutputs   = 256
-	recordTextLimit   = 16 << 10
-	backgroundPageMax = 16 << 20
+	recordAge       = 24 * time.Hour
+	recordSweep     = time.Hour
+	finishedLimit   = 4096
+	finishedOutputs = 256
+	recordTextLimit = 16 << 10
 )
 
 type record struct {

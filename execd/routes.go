@@ -1,6 +1,6 @@
 package main
 
-// The routes (contract 3).
+// Routes and the paths that they match (contract 3).
 //
 // Invariants
 //   - A route is a method and the segments of a path; each must be equal.
@@ -59,34 +59,15 @@ func (p requestPath) below(segments ...string) (rest string, ok bool) {
 	return text.String(), true
 }
 
-// routeTo is a route of a server; {} is a segment of its path that is an id.
+// routeTo is a route; {} is a segment of its path that is an id.
 type routeTo struct {
 	method, path string
-	handler      func(s *Server, id string) http.HandlerFunc
+	handler      func(id string) http.HandlerFunc
 }
 
-// routes are all but those of files and of isolated sessions, and the open ones.
-var routes = []routeTo{
-	{"POST", "/command", func(s *Server, _ string) http.HandlerFunc { return s.commands.run }},
-	{"DELETE", "/command", func(s *Server, _ string) http.HandlerFunc { return s.interrupt }},
-	{"GET", "/command/status/{}", func(s *Server, id string) http.HandlerFunc { return s.commands.statusOf(id) }},
-	{"GET", "/command/{}/logs", func(s *Server, id string) http.HandlerFunc { return s.commands.logsOf(id) }},
-	{"POST", "/session", func(s *Server, _ string) http.HandlerFunc { return s.sessions.create }},
-	{"POST", "/session/{}/run", func(s *Server, id string) http.HandlerFunc { return s.sessions.run(id) }},
-	{"DELETE", "/session/{}", func(s *Server, id string) http.HandlerFunc { return s.sessions.delete(id) }},
-	{"POST", "/code", func(s *Server, _ string) http.HandlerFunc { return s.code.run }},
-	{"DELETE", "/code", func(s *Server, _ string) http.HandlerFunc { return s.interrupt }},
-	{"POST", "/code/context", func(s *Server, _ string) http.HandlerFunc { return s.code.create }},
-	{"GET", "/code/contexts", func(s *Server, _ string) http.HandlerFunc { return s.code.list }},
-	{"DELETE", "/code/contexts", func(s *Server, _ string) http.HandlerFunc { return s.code.deleteAll }},
-	{"GET", "/code/contexts/{}", func(s *Server, id string) http.HandlerFunc { return s.code.get(id) }},
-	{"DELETE", "/code/contexts/{}", func(s *Server, id string) http.HandlerFunc { return s.code.delete(id) }},
-	{"POST", "/pty", func(s *Server, _ string) http.HandlerFunc { return s.terminals.create }},
-	{"GET", "/pty/{}", func(s *Server, id string) http.HandlerFunc { return s.terminals.status(id) }},
-	{"DELETE", "/pty/{}", func(s *Server, id string) http.HandlerFunc { return s.terminals.delete(id) }},
-	{"GET", "/pty/{}/ws", func(s *Server, id string) http.HandlerFunc { return s.terminals.attach(id) }},
-	{"GET", "/metrics", func(s *Server, _ string) http.HandlerFunc { return s.metrics.serve }},
-	{"GET", "/metrics/watch", func(s *Server, _ string) http.HandlerFunc { return s.metrics.watch }},
+// always is the handler of a route without an id.
+func always(handler http.HandlerFunc) func(string) http.HandlerFunc {
+	return func(string) http.HandlerFunc { return handler }
 }
 
 // matches compares a path with that of the route, and returns the id in it.
@@ -106,39 +87,15 @@ func (r routeTo) matches(path requestPath) (id string, ok bool) {
 	return id, true
 }
 
-// route finds the handler of a request; nil where there is none.
-func (s *Server) route(method string, path requestPath) http.HandlerFunc {
+// findRoute finds the handler of a request; nil where there is none.
+func findRoute(routes []routeTo, method string, path requestPath) http.HandlerFunc {
 	for _, each := range routes {
 		if each.method != method {
 			continue
 		}
 		if id, ok := each.matches(path); ok {
-			return each.handler(s, id)
+			return each.handler(id)
 		}
-	}
-	if rest, ok := path.below("v1", "isolated"); ok {
-		return s.isolation.route(method, rest)
-	}
-	if rest, ok := path.below("v1", "filesystem"); ok {
-		return s.routeAs(method, rest)
-	}
-	if rest, ok := path.below(); ok {
-		return s.files.route(method, rest)
 	}
 	return nil
-}
-
-// routeAs finds the handler of a file route with an identity.
-func (s *Server) routeAs(method, rest string) http.HandlerFunc {
-	chosen, route, ok, err := splitIdentity(rest)
-	if !ok || s.files.route(method, route) == nil {
-		return nil
-	}
-	return func(w http.ResponseWriter, r *http.Request) {
-		if err != nil {
-			writeError(w, err)
-			return
-		}
-		s.identities.serve(w, r, chosen, route)
-	}
 }

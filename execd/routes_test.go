@@ -114,11 +114,11 @@ func TestAnIdIsDecodedOnce(t *testing.T) {
 
 func TestAPortHasOneSpelling(t *testing.T) {
 	f := newFixture(t)
-	_, port, _ := strings.Cut(strings.TrimPrefix(f.http.URL, "http://"), ":")
+	_, port, _ := strings.Cut(strings.TrimPrefix(f.url, "http://"), ":")
 	control, _ := f.call("GET", "/proxy/"+port+"/ping", "")
 	equal(t, 200, control)
 	for _, spelling := range []string{"0" + port, "00000" + port, "+" + port, "-" + port, port + ".", "%3" + port[:1] + port[1:], " " + port, "0x50", ""} {
-		for _, own := range []string{spelling, strings.Replace(spelling, port, fmt.Sprint(defaultPort), 1)} {
+		for _, own := range []string{spelling, strings.Replace(spelling, port, fmt.Sprint(testPort), 1)} {
 			status, _ := f.call("GET", "/proxy/"+(&url.URL{Path: own}).EscapedPath()+"/ping", "")
 			equal(t, own+" 400", own+" "+fmt.Sprint(status))
 		}

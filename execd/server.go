@@ -13,16 +13,33 @@ import (
 	"log"
 	"net"
 	"net/http"
+	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 )
 
 const (
-	concurrentWalks   = 8
 	defaultPort       = 44772
 	defaultMaxRunning = 512
 )
+
+// Options say what a Server serves, and to whom.
+type Options struct {
+	Port          int
+	Binding       *Binding
+	Hooks         *Hooks
+	Launcher      *Launcher
+	Umask         os.FileMode // of files without a mode of their own
+	Program       *Program    // ourselves, to start helpers; nil where there are none
+	IsolationRoot string      // what isolated sessions write is below it
+	Init          bool        // this process has the duties of PID 1
+	Restart       func()      // of the entrypoint; nil where there is none
+	JupyterHost   string
+	JupyterToken  string
+	Log           *log.Logger
+}
 
 // Server answers requests.
 type Server struct {
@@ -30,18 +47,47 @@ type Server struct {
 	hooks       *Hooks
 	restart     func() // of the entrypoint; nil where there is none
 	port        int
-	commands    *Commands
-	sessions    *Sessions
-	terminals   *Terminals
-	code        *CodeContexts
-	files       *Files
-	identities  *Identities
-	isolation   *Isolation
-	metrics     *Metrics
-	proxy       *portProxy
+	env         *Environment
 	log         *log.Logger
 	connections *Connections
-	endLimit    time.Duration // for what a former owner left; 0: stateEnding
+	endLimit    time.Duration // for what a former owner left
+	proxy       *portProxy
+
+	commands   *Commands
+	sessions   *Sessions
+	terminals  *Terminals
+	code       *CodeContexts
+	files      *Files
+	identities *Identities
+	isolation  *Isolation
+	metrics    *Metrics
+	routes     []routeTo // but those of files and of isolated sessions
+}
+
+// New makes the handlers of all routes; it starts nothing.
+func New(o Options) *Server {
+	jupyter, err := NewJupyter(o.JupyterHost, o.JupyterToken)
+	if err != nil {
+		o.Log.Print(err)
+	}
+	s := &Server{
+		binding: o.Binding, hooks: o.Hooks, restart: o.Restart, port: o.Port, env: o.Launcher.env, log: o.Log,
+		connections: NewConnections(), endLimit: stateEnding,
+		proxy:      newProxy(func(line string) { o.Log.Print(line) }),
+		commands:   NewCommands(o.Launcher),
+		sessions:   NewSessions(o.Launcher),
+		terminals:  NewTerminals(o.Launcher),
+		files:      NewFiles(o.Launcher.env, o.Launcher.accounts, o.Launcher.directory, o.Umask),
+		identities: NewIdentities(o.Launcher.reaper, o.Launcher.accounts, o.Log, o.Program),
+		isolation:  NewIsolation(o.Launcher, isFileRoute, o.Program, o.IsolationRoot, o.Init),
+		metrics:    NewMetrics(),
+	}
+	s.code = NewCodeContexts(jupyter, o.Launcher, s.commands)
+	s.routes = slices.Concat(
+		s.commands.routes(), s.sessions.routes(), s.terminals.routes(), s.code.routes(), s.metrics.routes(),
+		[]routeTo{{"DELETE", "/command", always(s.interrupt)}, {"DELETE", "/code", always(s.interrupt)}},
+	)
+	return s
 }
 
 // Serve accepts connections until the listener breaks or is closed.
@@ -99,6 +145,23 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	handler(w, r)
+}
+
+// route finds the handler of a request; nil where there is none.
+func (s *Server) route(method string, path requestPath) http.HandlerFunc {
+	if handler := findRoute(s.routes, method, path); handler != nil {
+		return handler
+	}
+	if rest, ok := path.below("v1", "isolated"); ok {
+		return s.isolation.route(method, rest)
+	}
+	if rest, ok := path.below("v1", "filesystem"); ok {
+		return s.identities.route(method, rest)
+	}
+	if rest, ok := path.below(); ok {
+		return s.files.route(method, rest)
+	}
+	return nil
 }
 
 // closeFormer closes the connections that began in another launch than this one.

@@ -4,9 +4,11 @@ import (
 	"bufio"
 	"bytes"
 	"crypto/sha256"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -16,6 +18,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -24,9 +27,9 @@ func TestOnlyPingIsOpen(t *testing.T) {
 	f := newFixture(t)
 	for path, expected := range map[string]int{
 		"/ping": 200, "/proxy/44772/ping": 200, "/proxy/44772/proxy/44772/ping": 200, "/": 401, "/nothing": 401, "/metrics": 401,
-		"/proxy/80/ping": 401, "/proxy/44772/metrics": 401, "/ping/": 401, "//ping": 401, "/command/status/x": 401,
+		"/proxy/80/ping": 401, "/proxy/44772/metrics": 401, "/ping/": 401, "//ping": 401, "/v1/filesystem/0/0/files/info": 401, "/pty/x/ws": 401, "/command/status/x": 401,
 	} {
-		response, err := http.Get(f.http.URL + path)
+		response, err := http.Get(f.url + path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -87,7 +90,7 @@ func TestProxyPassesRequestsThroughWithoutTheToken(t *testing.T) {
 	}))
 	t.Cleanup(service.Close)
 	_, port, _ := net.SplitHostPort(service.Listener.Addr().String())
-	host := strings.TrimPrefix(f.http.URL, "http://")
+	host := strings.TrimPrefix(f.url, "http://")
 	for path, expected := range map[string]string{"/a%2Fb/../c?x=1;y=%zz&&": "/a%2Fb/../c?x=1;y=%zz&&", "": "/", "/": "/"} {
 		connection, err := net.Dial("tcp", host)
 		if err != nil {
@@ -122,51 +125,10 @@ func TestProxyPassesRequestsThroughWithoutTheToken(t *testing.T) {
 
 func TestWhatIsPassedOnMayBeAnsweredBeforeItsEndWasSeen(t *testing.T) {
 	f := newFixture(t)
-	answering := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		http.NewResponseController(w).EnableFullDuplex()
-		text := make([]byte, 4)
-		io.ReadFull(r.Body, text)
-		w.Write(text)
-		http.NewResponseController(w).Flush()
-		io.Copy(io.Discard, r.Body)
-	})
-	service := httptest.NewServer(answering)
+	service := httptest.NewServer(http.HandlerFunc(answersEarly))
 	t.Cleanup(service.Close)
 	_, port, _ := net.SplitHostPort(service.Listener.Addr().String())
-	ours, theirs, err := socketPair()
-	if err != nil {
-		t.Fatal(err)
-	}
-	control, _ := unixConn(ours)
-	far, _ := unixConn(theirs)
-	t.Cleanup(func() { control.Close() })
-	go helperServer(answering).Serve(handedOver{far})
-	helper := newHelper(nil, control, f.server.log)
-	idle, err := handOver(control, handOverLimit) // as the transport makes more than it uses
-	if err != nil {
-		t.Fatal(err)
-	}
-	_ = idle.SetReadDeadline(time.Now().Add(900 * time.Millisecond))
-	_, err = idle.Read(make([]byte, 1))
-	equal(t, true, errors.Is(err, os.ErrDeadlineExceeded))
-	equal(t, time.Duration(0), helperServer(nil).ReadHeaderTimeout+helperServer(nil).IdleTimeout)
-	passing := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { helper.forward(w, r, "/") }))
-	t.Cleanup(passing.Close)
-	for _, url := range []string{f.http.URL + "/proxy/" + port + "/", passing.URL} {
-		for range 300 {
-			request, _ := http.NewRequest("POST", url, io.MultiReader(strings.NewReader("body"))) // of unknown length
-			request.Header.Set(tokenHeader, testToken)
-			response, err := http.DefaultTransport.RoundTrip(request)
-			if err != nil {
-				t.Fatal(url, err)
-			}
-			answer, err := io.ReadAll(response.Body)
-			if err != nil {
-				t.Fatal(url, err)
-			}
-			equal(t, "body", string(answer))
-		}
-	}
+	f.hearsEarlyAnswers("/proxy/" + port + "/")
 }
 
 func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
@@ -186,13 +148,6 @@ func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
 		connection.Close()
 	}
 	t.Error("it takes everything")
-}
-
-// shorten changes a limit until the test is over.
-func shorten(t *testing.T, limit *time.Duration) {
-	before := *limit
-	*limit = 300 * time.Millisecond
-	t.Cleanup(func() { *limit = before })
 }
 
 // serve is the daemon's own listener, which httptest has not; it returns how to get there.
@@ -408,4 +363,110 @@ func TestWhoReadsSlowlyGetsAll(t *testing.T) {
 	equal(t, 9<<20, read)
 	equal(t, sha256.Sum256(bytes.Repeat([]byte("sallyport"), 1<<20)), [32]byte(digest.Sum(nil)))
 	equal(t, true, time.Since(began) > 2*f.server.connections.answerLimit)
+}
+
+func TestTimeLimitsReachBeyondADayAndNeverWrapAround(t *testing.T) {
+	f := newFixture(t)
+	session := f.newSession("{}")
+	const day, most = 86_400_000, int64(math.MaxInt64 / int64(time.Millisecond))
+	for timeout, expected := range map[int64]int{
+		0: 200, day: 200, day + 1: 200, 400 * day: 200, most: 200, most + 1: 400, math.MaxInt64: 400, -1: 400, math.MinInt64: 400,
+	} {
+		for _, path := range []string{"/command", "/session/" + session + "/run"} {
+			status, body := f.call("POST", path, fmt.Sprintf(`{"command":"sleep 0.01","timeout":%d}`, timeout))
+			if status != expected || (status == 200) != strings.Contains(body, "execution_complete") {
+				t.Error(path, timeout, status, body)
+			}
+		}
+	}
+}
+
+func TestWhatACommandLeftRunningOutlivesItsOwnOutput(t *testing.T) {
+	f := newFixture(t)
+	session := f.newSession("{}")
+	flag := t.TempDir() + "/"
+	command := func(name string) string {
+		return "(while [ ! -e " + flag + "go ]; do sleep 0.02; done; echo one; echo two >&2; head -c 200000 /dev/zero; echo >" + flag + name + ") &"
+	}
+	f.run(object{"command": command("foreground")})
+	f.in(session, command("session"))
+	id := f.run(object{"command": command("background"), "background": true}).id
+	f.ended(id)
+	eventually(t, "all are left", func() bool { return f.launcher.leftovers.count() == 4 }) // two of the first
+	if err := os.WriteFile(flag+"go", nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"foreground", "session", "background"} {
+		eventually(t, name+" ended by itself", func() bool { _, err := os.Stat(flag + name); return err == nil })
+	}
+	eventually(t, "all pipes are closed", func() bool { return f.launcher.leftovers.count() == 0 })
+	_, text := f.call("GET", "/command/"+id+"/logs", "")
+	equal(t, "one\ntwo\n"+strings.Repeat("\x00", 200000), text)
+}
+
+func TestCodeWithoutALanguageIsACommand(t *testing.T) {
+	f := newFixture(t)
+	result := f.runAt("/code", object{"code": "echo $((6*7)); exit 3", "context": nil})
+	equal(t, []string{"42\n"}, result.stdout)
+	equal(t, "3", result.last.Error.Evalue)
+	equal(t, 32, len(result.id))
+}
+
+// argumentLists are the command lines of all processes that this one can see.
+func argumentLists(t *testing.T) map[string]string {
+	t.Helper()
+	lists := map[string]string{}
+	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil || len(files) == 0 {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		if text, err := os.ReadFile(file); err == nil { // else it has ended
+			lists[file] = string(text)
+		}
+	}
+	return lists
+}
+
+// untilReleased is text for a shell without programs: it ends when a FIFO is opened.
+const untilReleased = `: %s; read x <%s`
+
+func TestTextOfASessionIsInNoArgumentList(t *testing.T) {
+	for _, shell := range []string{"bash", "sh"} {
+		f := newFixture(t)
+		place := workspace(t)
+		if shell == "sh" {
+			f.launcher.env.Bind(map[string]string{"PATH": withoutBash(place)})
+		}
+		fifo := place + "/fifo"
+		if err := syscall.Mkfifo(fifo, 0o666); err != nil {
+			t.Fatal(err)
+		}
+		isolated, _ := f.isolate(object{"workspace": object{"path": place, "mode": "rw"}})
+		for name, run := range map[string]struct {
+			path    string
+			request object
+		}{
+			"session":    {"/session/" + f.newSession("{}") + "/run", object{}},
+			"isolated":   {isolated + "/run", object{"envs": object{"GIVEN": "secret-value"}}},
+			"background": {isolated + "/run", object{"background": true, "envs": object{"GIVEN": "secret-value"}}},
+		} {
+			code := fmt.Sprintf(untilReleased, "secret-text", fifo)
+			run.request["command"], run.request["code"] = code, code
+			body, _ := json.Marshal(run.request)
+			response := f.do("POST", run.path, bytes.NewReader(body))
+			// The write end opens once the run reads: its text is where it is going to be.
+			release, err := os.OpenFile(fifo, os.O_WRONLY, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for place, list := range argumentLists(t) {
+				if strings.Contains(list, "secret-") {
+					t.Errorf("%s, %s: %s has %q", shell, name, place, list)
+				}
+			}
+			release.Close()
+			_, _ = io.Copy(io.Discard, response.Body)
+		}
+	}
 }

@@ -31,7 +31,7 @@ var modes = map[string]func(t *testing.T, env []string, entrypoint ...string) *r
 			t.Fatal(err)
 		}
 		started, url, stderr := daemonUnder(t, env,
-			append([]string{program, "--pid", "--fork", "--mount-proc", "--kill-child"}, testBinary),
+			append([]string{program, "--pid", "--fork", "--mount-proc", "--kill-child"}, testBinary(t)),
 			append(append(hashArguments, "--stop-grace", "1s", "--init", "--"), entrypoint...)...)
 		children := "/proc/" + strconv.Itoa(started.Pid) + "/task/" + strconv.Itoa(started.Pid) + "/children"
 		made := &running{started: started, url: url, stderr: stderr}
@@ -167,7 +167,7 @@ func TestADaemonThatCannotListenAnyMoreEnds(t *testing.T) {
 		env        []string
 		entrypoint []string
 	}{
-		{"PID 1", nil, heeding}, {"PID 1", []string{"PATH=/nowhere"}, idleEntrypoint}, {"PID 1", []string{hooks}, []string{"true"}},
+		{"PID 1", nil, heeding}, {"PID 1", []string{"PATH=/nowhere"}, []string{"tail", "-f", "/dev/null"}}, {"PID 1", []string{hooks}, []string{"true"}},
 		{"subreaper", nil, []string{"sh", "-c", "trap '' TERM; echo up; while :; do sleep 60; done"}},
 		{"without init", nil, nil},
 	} {

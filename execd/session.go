@@ -67,6 +67,15 @@ func newUUID() string {
 	return fmt.Sprintf("%x-%x-%x-%x-%x", raw[:4], raw[4:6], raw[6:8], raw[8:10], raw[10:])
 }
 
+// routes are those of the contract that are answered here.
+func (s *Sessions) routes() []routeTo {
+	return []routeTo{
+		{"POST", "/session", always(s.create)},
+		{"POST", "/session/{}/run", s.run},
+		{"DELETE", "/session/{}", s.delete},
+	}
+}
+
 func (s *Sessions) create(w http.ResponseWriter, r *http.Request) {
 	var request struct {
 		Cwd *string `json:"cwd"`
@@ -90,6 +99,14 @@ func (s *Sessions) create(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	writeJSON(w, http.StatusOK, map[string]string{"session_id": made.id})
+}
+
+// adopt makes a session with an id that was chosen elsewhere, in the daemon's directory.
+func (s *Sessions) adopt(id string) *session {
+	made := newSession(s.launcher.directory)
+	made.id = id
+	s.add(made)
+	return made
 }
 
 func newSession(directory string) *session {
@@ -262,4 +279,16 @@ func stateFile(content []byte) (*os.File, error) {
 		return nil, err
 	}
 	return file, nil
+}
+
+// readBounded reads a file from its beginning; one that is larger than limit is an error.
+func readBounded(file *os.File, limit int64) ([]byte, error) {
+	info, err := file.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if info.Size() > limit {
+		return nil, errors.New("the file is too large")
+	}
+	return io.ReadAll(io.NewSectionReader(file, 0, limit))
 }

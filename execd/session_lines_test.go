@@ -20,10 +20,10 @@ func messages(run testRun) string {
 }
 
 // plain is what a shell prints for a text without a session.
-func (f *fixture) plain(shell, text string) string {
+func (f *sessionFixture) plain(shell, text string) string {
 	f.t.Helper()
 	command := "exec " + shell + " -c " + shellQuote(text) + " " + strings.Fields(shell)[0] + " 2>&1"
-	return messages(f.runAt("/command", object{"command": command, "cwd": "/"}))
+	return messages(testRun{stdout: []string{testOutput(f.t, f.launcher, "sh", "-c", command)}})
 }
 
 // wordy are texts whose messages name lines; %d is a number of the test's choice.
@@ -66,7 +66,7 @@ func drawnText(draw *rand.Rand) string {
 
 // However much a session keeps, its messages name the same lines as those of a shell without one.
 func TestSessionCountsTheLinesOfItsUser(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	source := t.TempDir() + "/source"
 	seed := rand.Uint64()
 	t.Log("seed", seed)
@@ -83,7 +83,7 @@ func TestSessionCountsTheLinesOfItsUser(t *testing.T) {
 }
 
 func TestSessionFunctionKeepsTheLinesOfItsRun(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	f.in(session, "true\n\nfirst() {\n  missing\n  if true; then\n    echo $LINENO\n  fi\n  missing\n  cat <<END\n) () \n{ \n$LINENO\nEND\n}\n")
 	for range 3 { // the numbers do not wander from run to run
@@ -104,9 +104,9 @@ bash: line 2: missing: command not found`, messages(f.in(session, "first\nmissin
 }
 
 func TestSessionWithoutBashCountsTheLinesOfItsUser(t *testing.T) {
-	f := newFixture(t)
-	directory := withoutBash(t, t.TempDir())
-	f.server.commands.env.Bind(map[string]string{"PATH": directory})
+	f := newSessionFixture(t)
+	directory := withoutBash(t.TempDir())
+	f.launcher.env.Bind(map[string]string{"PATH": directory})
 	session := f.newSession("{}")
 	for _, text := range []string{"missing", "true\n\nmissing", "f() {\n missing\n}\nf", "echo 'a\n'\nmissing"} {
 		f.in(session, "export A='\n\n'")

@@ -23,6 +23,13 @@ type sessionRunRequest struct {
 	Command *string `json:"command"`
 	Cwd     *string `json:"cwd"`
 	Timeout *int64  `json:"timeout"`
+}
+
+// runSpec says what to run in a session, and how.
+type runSpec struct {
+	command   string
+	directory string // to begin in; "": where the session is
+	limit     time.Duration
 
 	// What a run of an isolated session has besides.
 	envs    map[string]*string
@@ -37,9 +44,9 @@ func (s *Sessions) run(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		var request sessionRunRequest
 		err := decodeJSON(w, r, commandBodyLimit, &request)
-		var timeout time.Duration
+		var spec *runSpec
 		if err == nil {
-			timeout, err = request.check()
+			spec, err = request.check()
 		}
 		found := s.find(id)
 		if err == nil && found == nil {
@@ -53,12 +60,12 @@ func (s *Sessions) run(id string) http.HandlerFunc {
 			return
 		}
 		defer s.leave(found)
-		s.serve(w, r, found, &request, timeout)
+		s.serve(w, r, found, spec)
 	}
 }
 
 // exports is text for bash that gives the run's own variables precedence over the session's.
-func (r *sessionRunRequest) exports() string {
+func (r *runSpec) exports() string {
 	var text strings.Builder
 	for name, value := range r.envs {
 		if value != nil {
@@ -68,13 +75,19 @@ func (r *sessionRunRequest) exports() string {
 	return text.String()
 }
 
-// check returns the time limit, a day where none is given.
-func (r *sessionRunRequest) check() (time.Duration, error) {
+func (r *sessionRunRequest) check() (*runSpec, error) {
 	if r.Command == nil || strings.TrimSpace(*r.Command) == "" || strings.IndexByte(*r.Command, 0) >= 0 {
-		return 0, badRequest("command must be a non-blank text without NUL")
+		return nil, badRequest("command must be a non-blank text without NUL")
 	}
 	limit, err := timeLimit("timeout", r.Timeout, time.Millisecond)
-	return cmp.Or(limit, sessionRunTime), err
+	if err != nil {
+		return nil, err
+	}
+	spec := &runSpec{command: *r.Command, limit: cmp.Or(limit, sessionRunTime)}
+	if r.Cwd != nil {
+		spec.directory = *r.Cwd
+	}
+	return spec, nil
 }
 
 // sessionRun is one run under way.
@@ -87,8 +100,8 @@ type sessionRun struct {
 }
 
 // serve carries out a run; the caller has the turn.
-func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, request *sessionRunRequest, limit time.Duration) {
-	run, err := s.start(in, request)
+func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, spec *runSpec) {
+	run, err := s.start(in, spec)
 	if err != nil {
 		writeError(w, err)
 		return
@@ -98,8 +111,8 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 	s.begun(in, run.process)
 	began := time.Now()
 	stream := newEventStream(w)
-	if request.id != "" {
-		stream.begin(request.id)
+	if spec.id != "" {
+		stream.begin(spec.id)
 	} else {
 		stream.begin(in.id)
 	}
@@ -110,7 +123,7 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 		run.pipe.copyTo(lines, stream.flush, s.launcher.leftovers)
 		close(drained)
 	}()
-	timedOut := s.supervise(r, run.process, limit, request.asking, stream)
+	timedOut := s.supervise(r, run.process, spec, stream)
 	run.pipe.leaderGone(s.launcher.tail)
 	stream.pingUntil(drained)
 
@@ -122,7 +135,7 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 	}
 	switch {
 	case timedOut:
-		stream.fail(cmp.Or(request.failure, commandFailure), "-1", []string{"timeout after " + limit.String()})
+		stream.fail(cmp.Or(spec.failure, commandFailure), "-1", []string{"timeout after " + spec.limit.String()})
 	case status.Signaled():
 		stream.fail(commandFailure, "-1", []string{"signal: " + status.Signal().String()})
 	case status.ExitStatus() != 0:
@@ -134,12 +147,12 @@ func (s *Sessions) serve(w http.ResponseWriter, r *http.Request, in *session, re
 }
 
 // start forks the shell of a run.
-func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionRun, err error) {
+func (s *Sessions) start(in *session, spec *runSpec) (run *sessionRun, err error) {
 	c := s.launcher
-	given := c.env.ForCommand(request.envs)
+	given := c.env.ForCommand(spec.envs)
 	env := in.state.apply(given)
-	if request.Cwd != nil && *request.Cwd != "" {
-		directory, err := c.workingDirectory(*request.Cwd, env, in.state.directory)
+	if spec.directory != "" {
+		directory, err := c.workingDirectory(spec.directory, env, in.state.directory)
 		if err != nil {
 			return nil, badRequest(err.Error())
 		}
@@ -156,7 +169,7 @@ func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionR
 			c.slots.release()
 		}
 	}()
-	spec, parse, input, err := s.driver(in, env, request)
+	driver, parse, input, err := s.driver(in, env, spec)
 	if err != nil {
 		return nil, runtimeError(err)
 	}
@@ -170,7 +183,7 @@ func (s *Sessions) start(in *session, request *sessionRunRequest) (run *sessionR
 		return nil, runtimeError(err)
 	}
 	run = &sessionRun{given: given, result: result, parse: parse}
-	if err = run.fork(c.reaper, spec, source); err != nil {
+	if err = run.fork(c.reaper, driver, source); err != nil {
 		result.Close()
 		return nil, runtimeError(err)
 	}
@@ -184,26 +197,26 @@ const (
 )
 
 // driver chooses the shell.
-func (s *Sessions) driver(in *session, env map[string]string, request *sessionRunRequest) (
+func (s *Sessions) driver(in *session, env map[string]string, run *runSpec) (
 	spec Spec, parse func([]byte, map[string]string) (shellState, bool), input []byte, err error,
 ) {
 	search, _ := s.launcher.env.Lookup("PATH")
 	spec = Spec{Dir: in.state.directory, Env: environList(env)}
 	if spec.Path, err = lookProgram("bash", search); err == nil {
 		spec.Argv = []string{"bash", "--noprofile", "--norc", "-c", bashDriver, "bash"}
-		return spec, parseBash, in.state.input(request.exports(), *request.Command), nil
+		return spec, parseBash, in.state.input(run.exports(), run.command), nil
 	}
 	if spec.Path, err = lookProgram("sh", search); err != nil {
 		return spec, nil, nil, errNoShell
 	}
 	spec.Argv = []string{"sh", "-c", shDriver, "sh"}
-	for name, value := range request.envs { // they come before what the session made of them
+	for name, value := range run.envs { // they come before what the session made of them
 		if value != nil {
 			env[name] = *value
 		}
 	}
 	spec.Env = environList(env)
-	return spec, parseSh, shInput(*request.Command), nil
+	return spec, parseSh, shInput(run.command), nil
 }
 
 // fork starts the process with one destination for both outputs.
@@ -232,11 +245,23 @@ func (run *sessionRun) fork(reaper *Reaper, spec Spec, source *os.File) error {
 	return err
 }
 
+// detach starts a run whose output, the read end of a pipe, is the caller's, and which may last
+// for as long as it likes; the caller has the turn. ended is to be called once, after the end of
+// the process: it gives the place of the run back.
+func (s *Sessions) detach(in *session, spec *runSpec) (process *Process, output *os.File, ended func(), err error) {
+	run, err := s.start(in, spec)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	run.result.Close()
+	return run.process, run.pipe.read, s.launcher.slots.release, nil
+}
+
 // supervise waits for the leader and ends it at the time limit, or when the client left.
 func (s *Sessions) supervise(
-	r *http.Request, process *Process, limit time.Duration, asking syscall.Signal, stream *eventStream,
+	r *http.Request, process *Process, spec *runSpec, stream *eventStream,
 ) (timedOut bool) {
-	expired := time.NewTimer(limit)
+	expired := time.NewTimer(spec.limit)
 	defer expired.Stop()
 	ticker := time.NewTicker(pingInterval)
 	defer ticker.Stop()
@@ -246,14 +271,14 @@ func (s *Sessions) supervise(
 		case <-process.Done:
 			return timedOut
 		case <-expired.C:
-			if timedOut = true; asking != 0 {
-				go process.endWith(asking, interruptGrace)
+			if timedOut = true; spec.asking != 0 {
+				go process.endWith(spec.asking, interruptGrace)
 			} else {
 				timedOut = process.SignalGroup(syscall.SIGKILL)
 			}
 		case <-left:
 			left = nil
-			go process.endWith(cmp.Or(asking, syscall.SIGTERM), interruptGrace)
+			go process.endWith(cmp.Or(spec.asking, syscall.SIGTERM), interruptGrace)
 		case <-ticker.C:
 			stream.ping()
 		}

@@ -22,7 +22,6 @@ package main
 import (
 	"bytes"
 	"fmt"
-	"io"
 	"maps"
 	"math"
 	"os"
@@ -127,10 +126,11 @@ var errStateSize = fmt.Errorf("the state of the session is larger than %d bytes 
 
 // readState returns the text a driver left in a file, nil if there is none.
 func readState(file *os.File) ([]byte, error) {
-	if info, err := file.Stat(); err != nil || info.Size() > stateLimit {
+	text, err := readBounded(file, stateLimit)
+	if err != nil {
 		return nil, errStateSize
 	}
-	return io.ReadAll(io.NewSectionReader(file, 0, stateLimit))
+	return text, nil
 }
 
 // parseBash reads what bashDriver wrote; ok is false when it is not whole. given

@@ -12,20 +12,29 @@ import (
 	"time"
 )
 
-func (f *fixture) newSession(body string) string {
-	f.t.Helper()
-	status, answer := f.call("POST", "/session", body)
-	var made struct {
-		ID string `json:"session_id"`
-	}
-	if err := json.Unmarshal([]byte(answer), &made); status != 200 || err != nil || made.ID == "" {
-		f.t.Fatalf("no session: %d %s", status, answer)
-	}
-	return made.ID
+type sessionFixture struct {
+	*client
+	launcher *Launcher
+	sessions *Sessions
+	envFile  string
+}
+
+func newSessionFixture(t *testing.T) *sessionFixture {
+	t.Helper()
+	launcher, envFile := testLauncher(t)
+	sessions := NewSessions(launcher)
+	interrupt := routeTo{"DELETE", "/command", always(func(w http.ResponseWriter, r *http.Request) {
+		if sessions.interrupt(r.URL.Query().Get("id")) {
+			writeEmpty(w)
+			return
+		}
+		notFound(w)
+	})}
+	return &sessionFixture{newClient(t, handle(append(sessions.routes(), interrupt)...)), launcher, sessions, envFile}
 }
 
 // refused is the message of an answer that is none of success.
-func (f *fixture) refused(path, body string) string {
+func (f *sessionFixture) refused(path, body string) string {
 	f.t.Helper()
 	status, answer := f.call("POST", path, body)
 	var problem struct{ Message string }
@@ -35,20 +44,8 @@ func (f *fixture) refused(path, body string) string {
 	return problem.Message
 }
 
-// in runs a command in a session.
-func (f *fixture) in(session, command string, more ...object) testRun {
-	f.t.Helper()
-	request := object{"command": command}
-	for _, fields := range more {
-		for key, value := range fields {
-			request[key] = value
-		}
-	}
-	return f.runAt("/session/"+session+"/run", request)
-}
-
 func TestSessionKeepsEverythingItsShellHasExactly(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	awkward := "  lead\ttab 'single' \"double\" $HOME `x` \\ \u00e9 end=  "
 	first := f.in(session, `plain=one; export EXPORTED=$'two\nlines\n\n'; awkward=`+shellQuote(awkward)+`
@@ -72,7 +69,7 @@ umask; pwd; shopt -q extglob && shopt -q nullglob && [ -o pipefail ] && echo opt
 }
 
 func TestSessionRunThatEndsItsShellLeavesTheStateAlone(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("")
 	f.in(session, "x=kept; cd /usr")
 	for _, c := range []struct{ command, value string }{
@@ -90,7 +87,7 @@ func TestSessionRunThatEndsItsShellLeavesTheStateAlone(t *testing.T) {
 }
 
 func TestSessionStateIsNeitherInItsOutputNorForged(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	f.in(session, "x=true")
 	result := f.in(session, `printf '/forged\0set -o nounset\0\0\0\0\0x\0forged\0declare -- x=forged\n\0end\0'; ls -l /proc/self/fd | wc -l
@@ -103,7 +100,7 @@ env | grep -c __execd; tr '\0' '\n' </proc/$$/cmdline | grep -c x=true`)
 }
 
 func TestSessionStateGoesIntoNoDescriptorThatACommandUses(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session, file := f.newSession("{}"), t.TempDir()+"/lock"
 	f.in(session, "x=secret; for fd in {3..251}; do echo junk >&$fd; done 2>/dev/null; exec 10>"+file+" 250>&1 251>&1; echo mine >&10")
 	content, _ := os.ReadFile(file)
@@ -112,7 +109,7 @@ func TestSessionStateGoesIntoNoDescriptorThatACommandUses(t *testing.T) {
 }
 
 func TestSessionSurvivesWhateverIsRedefined(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	f.in(session, `declare() { echo fake; }; printf() { echo fake; }; mapfile() { echo fake; }; exit() { echo fake; }
 alias builtin=false declare=false printf=false exit=true; set -x; set -f; IFS=abcdefghijklmnop; trap 'echo trapped' DEBUG; set -u; export PS4=`)
@@ -122,7 +119,7 @@ alias builtin=false declare=false printf=false exit=true; set -x; set -f; IFS=ab
 }
 
 func TestSessionMayHaveAFunctionOrAnAliasOfAnyName(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	for _, c := range []struct{ define, use, expected string }{
 		{"builtin() { echo mine; }", "builtin", "mine"},
 		{"builtin() { echo mine; }; declare() { echo other; }; export() { :; }; unset() { :; }; trap() { :; }", "builtin; declare", "mine other"},
@@ -145,7 +142,7 @@ func TestSessionMayHaveAFunctionOrAnAliasOfAnyName(t *testing.T) {
 }
 
 func TestSessionMergesStderrAndSendsBareLines(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("null")
 	result := f.in(session, `echo one; echo; echo two >&2; printf tail`)
 	equal(t, []string{"one", "\n", "two", "tail"}, result.stdout)
@@ -157,9 +154,9 @@ func TestSessionMergesStderrAndSendsBareLines(t *testing.T) {
 }
 
 func TestSessionTakesTheEnvironmentOfNowUnlessItChangedIt(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	file := t.TempDir() + "/env"
-	f.server.commands.env.Bind(map[string]string{"EXECD_ENVS": file})
+	f.launcher.env.Bind(map[string]string{"EXECD_ENVS": file})
 	session := f.newSession("{}")
 	write := func(text string) {
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
@@ -175,7 +172,7 @@ func TestSessionTakesTheEnvironmentOfNowUnlessItChangedIt(t *testing.T) {
 }
 
 func TestSessionDirectory(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	directory := t.TempDir() + "/made/here"
 	session := f.newSession(`{"cwd":"` + directory + `"}`)
 	equal(t, []string{directory}, f.in(session, "pwd").stdout)
@@ -189,7 +186,7 @@ func TestSessionDirectory(t *testing.T) {
 }
 
 func TestSessionRunsAreSerialAndTheTimeLimitEndsTheWholeGroup(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	f.in(session, "n=0")
 	var runs sync.WaitGroup
@@ -207,7 +204,7 @@ func TestSessionRunsAreSerialAndTheTimeLimitEndsTheWholeGroup(t *testing.T) {
 }
 
 func TestSessionInterruptDeleteAndDeparture(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	begin := func() *http.Response {
 		response := f.do("POST", "/session/"+session+"/run", strings.NewReader(`{"command":"sleep 60"}`))
@@ -241,18 +238,18 @@ func TestSessionInterruptDeleteAndDeparture(t *testing.T) {
 }
 
 func TestSessionRefusesWhatIsNoRun(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	for _, body := range []string{"", "{", `{}`, `{"command":null}`, `{"command":"  "}`, `{"command":"a\u0000"}`,
 		`{"command":"true","timeout":-1}`, `{"command":"true","cwd":"/no/such"}`, `{"command":5}`} {
 		status, _ := f.call("POST", "/session/"+session+"/run", body)
 		equal(t, 400, status)
 	}
-	equal(t, 0, f.server.commands.slots.inUse())
+	equal(t, 0, f.launcher.slots.inUse())
 }
 
 func TestSessionStateThatIsTooLargeIsNotKeptAndTheUserIsTold(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	session := f.newSession("{}")
 	f.in(session, "x=kept")
 	result := f.in(session, `x=lost; y=$(head -c 5000000 /dev/zero | tr '\0' y)`)
@@ -260,22 +257,10 @@ func TestSessionStateThatIsTooLargeIsNotKeptAndTheUserIsTold(t *testing.T) {
 	equal(t, []string{"kept"}, f.in(session, "echo $x").stdout)
 }
 
-// withoutBash makes a directory of programs that has a shell, but no bash.
-func withoutBash(t *testing.T, directory string) string {
-	for _, name := range []string{"sh", "env", "dash"} {
-		for _, place := range []string{"/bin/", "/usr/bin/"} {
-			if _, err := os.Stat(place + name); err == nil {
-				_ = os.Symlink(place+name, directory+"/"+name)
-			}
-		}
-	}
-	return directory
-}
-
 func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
-	f := newFixture(t)
-	directory := withoutBash(t, t.TempDir())
-	f.server.commands.env.Bind(map[string]string{"PATH": directory})
+	f := newSessionFixture(t)
+	directory := withoutBash(t.TempDir())
+	f.launcher.env.Bind(map[string]string{"PATH": directory})
 	session := f.newSession("{}")
 	result := f.in(session, "export A='b c\n'; plain=1; cd /usr; unset HOME")
 	equal(t, "execution_complete", result.last.Type)
@@ -287,7 +272,7 @@ func TestSessionWithoutBashKeepsExportedVariablesAndTheDirectory(t *testing.T) {
 }
 
 func TestThousandsOfSessionsEndInALimit(t *testing.T) {
-	f := newFixture(t)
+	f := newSessionFixture(t)
 	ids := make([]string, 0, sessionLimit)
 	for range sessionLimit {
 		ids = append(ids, f.newSession("{}"))
@@ -303,8 +288,8 @@ func TestThousandsOfSessionsEndInALimit(t *testing.T) {
 }
 
 func TestASessionThatNobodyUsedForADayMakesRoom(t *testing.T) {
-	f := newFixture(t)
-	sessions := f.server.sessions
+	f := newSessionFixture(t)
+	sessions := f.sessions
 	waited, idle := f.newSession("{}"), f.newSession("{}")
 	for range sessionLimit - 2 {
 		sessions.add(newSession("/"))

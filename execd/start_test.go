@@ -14,6 +14,9 @@ import (
 	"time"
 )
 
+// ownReaper is the one of the test process.
+var ownReaper = func() *Reaper { return testReaper }
+
 // startTrue starts a program that does nothing and waits for its end.
 func startTrue(tb testing.TB, reaper *Reaper) {
 	tb.Helper()
@@ -25,16 +28,16 @@ func startTrue(tb testing.TB, reaper *Reaper) {
 }
 
 func BenchmarkStart(b *testing.B) {
-	held := testReaper.admin
+	held := ownReaper().admin
 	for _, admin := range []bool{false, true} {
 		if admin && !held {
 			continue
 		}
 		b.Run(fmt.Sprint("capability=", admin), func(b *testing.B) {
-			testReaper.admin = admin
-			defer func() { testReaper.admin = held }()
+			ownReaper().admin = admin
+			defer func() { ownReaper().admin = held }()
 			for b.Loop() {
-				startTrue(b, testReaper)
+				startTrue(b, ownReaper())
 			}
 		})
 	}
@@ -54,14 +57,14 @@ func threadIDs(t *testing.T) map[string]bool {
 }
 
 func TestAStartCostsNoThread(t *testing.T) {
-	equal(t, true, testReaper.admin)
+	equal(t, true, ownReaper().admin)
 	reserveThreads()
 	for range 20 {
-		startTrue(t, testReaper)
+		startTrue(t, ownReaper())
 	}
 	before := threadIDs(t)
 	for range 200 {
-		startTrue(t, testReaper)
+		startTrue(t, ownReaper())
 	}
 	for id := range before {
 		if !threadIDs(t)[id] {
@@ -73,6 +76,7 @@ func TestAStartCostsNoThread(t *testing.T) {
 // mounting lists the sets of a process's status that have CAP_SYS_ADMIN or CAP_SETPCAP.
 func mounting(t *testing.T, status string) (sets []string) {
 	t.Helper()
+	const setPCap, admin = 8, 21
 	seen := 0
 	for line := range strings.Lines(status) {
 		name, digits, found := strings.Cut(strings.TrimSpace(line), ":\t")
@@ -84,7 +88,7 @@ func mounting(t *testing.T, status string) (sets []string) {
 			t.Fatal(err)
 		}
 		seen++
-		if set&(1<<capSysAdmin|1<<capSetPCap) != 0 {
+		if set&(1<<admin|1<<setPCap) != 0 {
 			sets = append(sets, name)
 		}
 	}
@@ -124,24 +128,28 @@ func TestNoChildHasTheCapabilityInAnySet(t *testing.T) {
 	} {
 		equal(t, nil, mounting(t, strings.Join(f.run(request).stdout, "\n")))
 	}
-	path, id := f.isolate(object{"workspace": object{"path": workspace(t)}})
+	path, _ := f.isolate(object{"workspace": object{"path": workspace(t)}})
 	equal(t, nil, mounting(t, strings.Join(f.runAt(path+"/run", object{"code": "grep" + own}).stdout, "\n")))
-	root := identity{0, 0}
-	taken, err := f.server.identities.take(root)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.server.identities.giveBack(root, taken)
-	for _, process := range []*Process{taken.process, f.server.isolation.byID[id].helper.process} {
-		for _, status := range statusOfThreads(t, process.Pid) {
-			equal(t, nil, mounting(t, status))
+	status, _ := f.call("GET", "/v1/filesystem/0/0/files/info?path=/", "")
+	equal(t, 200, status)
+	seen := map[string]bool{}
+	for pid, line := range children(t) {
+		for _, flag := range []string{helperFlag, isolateFlag} {
+			if !strings.HasSuffix(line, " "+flag) {
+				continue
+			}
+			seen[flag] = true
+			for _, status := range statusOfThreads(t, pid) {
+				equal(t, nil, mounting(t, status))
+			}
 		}
 	}
+	equal(t, 2, len(seen))
 	equal(t, true, mounting(t, mustRead(t, "/proc/self/status")) != nil) // the daemon keeps it
 }
 
 func TestOnlyThisProgramStartsInNamespaces(t *testing.T) {
-	_, err := testReaper.Start(Spec{Path: "/bin/true", Argv: []string{"true"}, Namespaces: syscall.CLONE_NEWPID})
+	_, err := ownReaper().Start(Spec{Path: "/bin/true", Argv: []string{"true"}, Namespaces: syscall.CLONE_NEWPID})
 	equal(t, true, errors.Is(err, syscall.EPERM))
 }
 
@@ -151,7 +159,7 @@ func TestAProgramPutInPlaceOfTheDaemonIsNotStarted(t *testing.T) {
 	if err := os.Mkdir(above, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Link(testBinary, above+"/execd"); err != nil {
+	if err := os.Link(testBinary(t), above+"/execd"); err != nil {
 		t.Fatal(err)
 	}
 	_, url, _ := daemonUnder(t, []string{"EXECD_ACCESS_TOKEN=" + testToken}, []string{above + "/execd"})
@@ -184,15 +192,19 @@ func TestThisProgramStartsWhereAThreadMayHaveNoDirectoryOfItsOwn(t *testing.T) {
 	confined := &forker{}
 	confined.once.Do(confined.begin)
 	confined.shared = true
-	testReaper.gate.RLock()
-	pid, err := confined.fork(&Spec{Again: testProgram(t), Argv: []string{"execd", "--no-such-flag"}, Files: [3]uintptr{0, 1, 2}})
+	program, err := ThisProgram()
 	if err != nil {
-		testReaper.gate.RUnlock()
 		t.Fatal(err)
 	}
-	process := testReaper.adopt(pid)
-	testReaper.gate.RUnlock()
-	equal(t, exitUsage, exitOf(t, process))
+	defer program.Close()
+	process, err := ownReaper().Adopt(func() (int, error) {
+		return confined.fork(&Spec{Again: program, Argv: []string{"execd", "--no-such-flag"}, Files: [3]uintptr{0, 1, 2}})
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-process.Done
+	equal(t, 2, exitNumber(process.Status)) // of a program that does not know the flag
 }
 
 func TestTheProcessFileSystemIsNotTakenOnTrust(t *testing.T) {
@@ -207,8 +219,6 @@ func TestTheProcessFileSystemIsNotTakenOnTrust(t *testing.T) {
 			t.Errorf("%s was taken", path)
 		}
 	}
-	_, err := startHelper(testReaper, nil, helperSpec{}, nil)
-	equal(t, true, err != nil)
 }
 
 func TestAnAnswerIsTakenFromTheHelperAlone(t *testing.T) {
@@ -247,7 +257,7 @@ func TestAnAnswerIsTakenFromTheHelperAlone(t *testing.T) {
 }
 
 func TestAnIdentityHasOneClock(t *testing.T) {
-	f := newFixture(t)
+	f := newFilesFixture(t)
 	chosen := identity{65071, 65071}
 	measure := func() uint64 {
 		var memory runtime.MemStats
@@ -257,11 +267,11 @@ func TestAnIdentityHasOneClock(t *testing.T) {
 	}
 	use := func(times int) {
 		for range times {
-			taken, err := f.server.identities.take(chosen)
+			taken, err := f.identities.take(chosen)
 			if err != nil {
 				t.Fatal(err)
 			}
-			f.server.identities.giveBack(chosen, taken)
+			f.identities.giveBack(chosen, taken)
 		}
 	}
 	use(1)
@@ -273,8 +283,8 @@ func TestAnIdentityHasOneClock(t *testing.T) {
 }
 
 func TestAnIdleIdentityEndsAndAUsedOneDoesNot(t *testing.T) {
-	f := newFixture(t)
-	identities := f.server.identities
+	f := newFilesFixture(t)
+	identities := f.identities
 	identities.idle = 300 * time.Millisecond
 	kept, left := identity{65081, 65081}, identity{65082, 65082}
 	used, err := identities.take(kept)
@@ -304,7 +314,7 @@ func TestAnIdleIdentityEndsAndAUsedOneDoesNot(t *testing.T) {
 }
 
 func TestAGroupIsNotMistakenForALaterOne(t *testing.T) {
-	process, err := testReaper.Start(Spec{Path: "/bin/sleep", Argv: []string{"sleep", "60"}, Dir: "/", Files: [3]uintptr{0, 1, 2}})
+	process, err := ownReaper().Start(Spec{Path: "/bin/sleep", Argv: []string{"sleep", "60"}, Dir: "/", Files: [3]uintptr{0, 1, 2}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -319,24 +329,35 @@ func TestAGroupIsNotMistakenForALaterOne(t *testing.T) {
 		equal(t, false, held.signal(0))
 		return
 	}
-	f := newFixture(t)
 	// Another process may be given the number first.
-	printed := f.run(object{"command": fmt.Sprintf(`for try in $(seq 1000); do
+	printed := t.TempDir() + "/printed"
+	output, err := os.Create(printed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer output.Close()
+	shell, err := ownReaper().Start(Spec{
+		Path: "/bin/sh", Argv: []string{"sh", "-c", fmt.Sprintf(`for try in $(seq 1000); do
 echo %d >/proc/sys/kernel/ns_last_pid; setsid sleep 60 >/dev/null 2>&1 & [ $! = %[2]d ] && break; kill -9 $!; done; echo $!`,
-		process.Pid-1, process.Pid)}).stdout
+			process.Pid-1, process.Pid)},
+		Dir: "/", Env: os.Environ(), Files: [3]uintptr{0, output.Fd(), 2},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-shell.Done
 	defer syscall.Kill(-process.Pid, syscall.SIGKILL)
-	equal(t, strconv.Itoa(process.Pid), strings.TrimSpace(strings.Join(printed, "")))
+	equal(t, strconv.Itoa(process.Pid), strings.TrimSpace(mustRead(t, printed)))
 	eventually(t, "a group with that number", func() bool { return syscall.Kill(-process.Pid, 0) == nil })
 	equal(t, false, held.signal(syscall.SIGKILL))
 	equal(t, nil, syscall.Kill(-process.Pid, 0))
 }
 
 func TestTheRestOfAGroupIsEndedAfterItsLeader(t *testing.T) {
-	f := newFixture(t)
 	ready := t.TempDir() + "/ready"
-	process, err := testReaper.Start(Spec{
+	process, err := ownReaper().Start(Spec{
 		Path: "/bin/sh", Argv: []string{"sh", "-c", "trap 'exit 0' TERM; (trap '' TERM; touch $0; exec sleep 60) & wait", ready}, Dir: "/",
-		Env: f.server.commands.env.ForEntrypoint(), Files: [3]uintptr{0, 1, 2},
+		Env: os.Environ(), Files: [3]uintptr{0, 1, 2},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -35,6 +35,16 @@ func NewTerminals(launcher *Launcher) *Terminals {
 	return &Terminals{launcher: launcher, byID: map[string]*terminal{}}
 }
 
+// routes are those of the contract that are answered here.
+func (t *Terminals) routes() []routeTo {
+	return []routeTo{
+		{"POST", "/pty", always(t.create)},
+		{"GET", "/pty/{}", t.status},
+		{"DELETE", "/pty/{}", t.delete},
+		{"GET", "/pty/{}/ws", t.attach},
+	}
+}
+
 func (t *Terminals) create(w http.ResponseWriter, r *http.Request) {
 	var request struct {
 		Cwd     *string `json:"cwd"`
