@@ -1,15 +1,16 @@
 package main
 
 import (
-	"bytes"
-	"log"
 	"maps"
 	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
-	"time"
+
+	"sallyport.dev/execd/internal/environ"
+	"sallyport.dev/execd/internal/testhost"
+	"sallyport.dev/execd/internal/testkit"
 )
 
 // sourced starts an entrypoint behind a start script and returns its variables.
@@ -21,15 +22,15 @@ func sourced(t *testing.T, script string, env ...string) (variables map[string]s
 		t.Fatal(err)
 	}
 	env = append([]string{"EXECD_BOOTSTRAP_PRE_SCRIPT=" + path, "GONE=given", "odd.name=kept", "JUPYTER_TOKEN=former"}, env...)
-	process, _, stderr := daemon(t, env, append(hashArguments, "--init", "--", "/bin/cp", "/proc/self/environ", directory+"/out")...)
-	if status := exitOf(t, process); status != 0 {
+	process, _, stderr := testhost.Daemon(t, env, append(testhost.HashArguments, "--init", "--", "/bin/cp", "/proc/self/environ", directory+"/out")...)
+	if status := testhost.ExitOf(t, process); status != 0 {
 		t.Fatal(status, stderr())
 	}
-	return environMap(strings.Split(mustRead(t, directory+"/out"), "\x00")), stderr()
+	return environ.Map(strings.Split(testkit.MustRead(t, directory+"/out"), "\x00")), stderr()
 }
 
 func TestExportsOfAStartScriptReachTheEntrypointHoweverItEnds(t *testing.T) {
-	posix := withoutBash(t.TempDir())
+	posix := testhost.WithoutBash(t.TempDir())
 	for name, c := range map[string]struct {
 		script   string
 		expected map[string]string
@@ -92,32 +93,18 @@ func TestExportsOfAStartScriptReachTheEntrypointHoweverItEnds(t *testing.T) {
 	}
 }
 
-func TestAStartScriptThatDoesNotEndIsKilled(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "pre.sh")
-	if err := os.WriteFile(path, []byte("export A=1; trap '' TERM; sleep 60; sleep 60"), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	var said bytes.Buffer
-	env := NewEnvironment([]string{"PATH=" + os.Getenv("PATH"), "EXECD_BOOTSTRAP_PRE_SCRIPT=" + path})
-	supervisor := &Supervisor{reaper: testReaper, env: env, log: log.New(&said, "", 0), program: testBinary(t), scriptLimit: 300 * time.Millisecond}
-	begin := time.Now()
-	supervisor.sourcePreScript(nil)
-	equal(t, true, time.Since(begin) < 5*time.Second)
-	equal(t, "EXECD_BOOTSTRAP_PRE_SCRIPT: did not end within 300ms; its exports are not known\n", said.String())
-}
-
 func TestAStartScriptMayNameAnotherEnvFile(t *testing.T) {
 	directory := t.TempDir()
 	path := filepath.Join(directory, "pre.sh")
 	if err := os.WriteFile(path, []byte("export EXECD_ENVS="+directory+"/new/env"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	process, url, _ := daemon(t, []string{"EXECD_BOOTSTRAP_PRE_SCRIPT=" + path}, append(hashArguments, "--init", "--", "sleep", "60")...)
+	process, url, _ := testhost.Daemon(t, []string{"EXECD_BOOTSTRAP_PRE_SCRIPT=" + path}, append(testhost.HashArguments, "--init", "--", "sleep", "60")...)
 	defer process.SignalGroup(syscall.SIGKILL)
-	eventually(t, "the file", func() bool { _, err := os.Stat(directory + "/new/env"); return err == nil })
+	testkit.Eventually(t, "the file", func() bool { _, err := os.Stat(directory + "/new/env"); return err == nil })
 	body := said(t, url, "echo A=1 >>$EXECD_ENVS")
-	equal(t, true, strings.Contains(body, "execution_complete"))
-	equal(t, true, strings.Contains(said(t, url, "echo $A."), `"1.\n"`))
+	testkit.Equal(t, true, strings.Contains(body, "execution_complete"))
+	testkit.Equal(t, true, strings.Contains(said(t, url, "echo $A."), `"1.\n"`))
 }
 
 func TestWithoutAnEntrypointAShellIs(t *testing.T) {
@@ -146,8 +133,8 @@ func TestWithoutAnEntrypointAShellIs(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			os.Remove(note)
-			process, _, stderr := daemon(t, c.env, append(append(hashArguments, "--init", "--"), c.arguments...)...)
-			status := exitOf(t, process)
+			process, _, stderr := testhost.Daemon(t, c.env, append(append(testhost.HashArguments, "--init", "--"), c.arguments...)...)
+			status := testhost.ExitOf(t, process)
 			text, _ := os.ReadFile(note)
 			if status != c.status || string(text) != c.note || !strings.Contains(stderr(), c.says) {
 				t.Error(status, string(text), stderr())

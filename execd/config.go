@@ -18,6 +18,9 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"sallyport.dev/execd/internal/process"
+	"sallyport.dev/execd/internal/server"
 )
 
 // Config is the validated start configuration.
@@ -68,7 +71,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 		return Config{}, false, errUsage
 	}
 	config = Config{
-		Port: *port, TokenHash: strings.ToLower(*hash), Insecure: *insecure, Tail: defaultTail,
+		Port: *port, TokenHash: strings.ToLower(*hash), Insecure: *insecure, Tail: process.DefaultTail,
 		MaxRunning: *maxRunning, Grace: *grace, Init: *initMode, JupyterHost: *jupyterHost, JupyterToken: *jupyterToken,
 		RuntimeInit: *runtimeInit, LaunchFile: *launchFile,
 	}
@@ -90,7 +93,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 		if *token == "" {
 			*token = inherited
 		}
-		config.TokenHash = hashToken(*token)
+		config.TokenHash = server.HashToken(*token)
 	}
 	window := *tail
 	if window == "" {
@@ -153,3 +156,8 @@ func forgetClearToken(config Config) error {
 	// Not the path of the file, at which there may be another one by now.
 	return syscall.Exec("/proc/self/exe", append([]string{os.Args[0]}, config.arguments()...), environ)
 }
+
+const (
+	defaultPort       = 44772
+	defaultMaxRunning = 512
+)

@@ -8,6 +8,10 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"sallyport.dev/execd/internal/httpx"
+	"sallyport.dev/execd/internal/testhost"
+	"sallyport.dev/execd/internal/testkit"
 )
 
 // said runs a command in a daemon of its own and returns the answer.
@@ -17,7 +21,7 @@ func said(t *testing.T, url, command string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	request.Header.Set(tokenHeader, testToken)
+	request.Header.Set(httpx.TokenHeader, testkit.Token)
 	response, err := http.DefaultTransport.RoundTrip(request)
 	if err != nil {
 		t.Fatal(err)
@@ -72,9 +76,9 @@ func TestAnEnvFileThatIsNotReadInFullIsALineInTheLog(t *testing.T) {
 			if err := c.prepare(path); err != nil {
 				t.Fatal(err)
 			}
-			process, url, stderr := daemon(t, []string{"EXECD_ENVS=" + path}, hashArguments...)
+			process, url, stderr := testhost.Daemon(t, []string{"EXECD_ENVS=" + path}, testhost.HashArguments...)
 			defer process.SignalGroup(syscall.SIGKILL)
-			eventually(t, "answer", answers(url))
+			testkit.Eventually(t, "answer", testhost.Answers(url))
 			for range 3 {
 				body := said(t, url, "echo ${FIRST-none} ${LAST-none}")
 				if !strings.Contains(body, `"text":"`+c.expected+`\n"`) {
@@ -82,10 +86,10 @@ func TestAnEnvFileThatIsNotReadInFullIsALineInTheLog(t *testing.T) {
 				}
 			}
 			log := stderr()
-			equal(t, false, strings.Contains(log, hidden))
+			testkit.Equal(t, false, strings.Contains(log, hidden))
 			lines := strings.Count(log, "EXECD_ENVS: ")
 			if c.warning == "" {
-				equal(t, 0, lines)
+				testkit.Equal(t, 0, lines)
 			} else if lines != 1 || !strings.Contains(log, c.warning) {
 				t.Errorf("%d lines: %s", lines, log)
 			}

@@ -8,6 +8,10 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"sallyport.dev/execd/internal/process"
+	"sallyport.dev/execd/internal/testhost"
+	"sallyport.dev/execd/internal/testkit"
 )
 
 func TestTheLogIsOneFileAndItsPredecessorOfBoundedSize(t *testing.T) {
@@ -23,13 +27,13 @@ func TestTheLogIsOneFileAndItsPredecessorOfBoundedSize(t *testing.T) {
 		}
 		logger.Print("last")
 		entries, _ := os.ReadDir(directory)
-		equal(t, 2, len(entries))
+		testkit.Equal(t, 2, len(entries))
 		for _, entry := range entries {
 			info, _ := entry.Info()
-			equal(t, true, info.IsDir() || info.Size() < logFileLimit+2<<20)
+			testkit.Equal(t, true, info.IsDir() || info.Size() < logFileLimit+2<<20)
 		}
-		equal(t, true, strings.HasSuffix(mustRead(t, directory+"/log"), " execd: last\n"))
-		equal(t, true, !renaming || strings.HasSuffix(mustRead(t, directory+"/log.1"), line+"\n"))
+		testkit.Equal(t, true, strings.HasSuffix(testkit.MustRead(t, directory+"/log"), " execd: last\n"))
+		testkit.Equal(t, true, !renaming || strings.HasSuffix(testkit.MustRead(t, directory+"/log.1"), line+"\n"))
 	}
 }
 
@@ -37,19 +41,19 @@ func TestWhereNoLogCanBeTheDaemonSaysSoAndWorks(t *testing.T) {
 	directory := t.TempDir()
 	syscall.Mkfifo(directory+"/fifo", 0o600)
 	for _, path := range []string{"/no/such/log", directory, directory + "/fifo", "/dev/full"} {
-		process, url, stderr := daemon(t, []string{"EXECD_LOG_FILE=" + path}, hashArguments...)
-		eventually(t, "answer", answers(url))
-		equal(t, true, strings.Contains(stderr(), "EXECD_LOG_FILE cannot be written: "))
-		syscall.Kill(process.Pid, syscall.SIGTERM)
-		equal(t, 0, exitOf(t, process))
+		child, url, stderr := testhost.Daemon(t, []string{"EXECD_LOG_FILE=" + path}, testhost.HashArguments...)
+		testkit.Eventually(t, "answer", testhost.Answers(url))
+		testkit.Equal(t, true, strings.Contains(stderr(), "EXECD_LOG_FILE cannot be written: "))
+		syscall.Kill(child.Pid, syscall.SIGTERM)
+		testkit.Equal(t, 0, testhost.ExitOf(t, child))
 	}
-	_, url, stderr := daemon(t, []string{"EXECD_LOG_FILE=" + directory + "/log", "EXECD_BOOTSTRAP_PRE_SCRIPT=/no/such"}, hashArguments...)
-	eventually(t, "answer", answers(url))
-	eventually(t, "a line", func() bool {
+	_, url, stderr := testhost.Daemon(t, []string{"EXECD_LOG_FILE=" + directory + "/log", "EXECD_BOOTSTRAP_PRE_SCRIPT=/no/such"}, testhost.HashArguments...)
+	testkit.Eventually(t, "answer", testhost.Answers(url))
+	testkit.Eventually(t, "a line", func() bool {
 		data, _ := os.ReadFile(directory + "/log")
 		return strings.Contains(string(data), "is not a readable file")
 	})
-	equal(t, "", stderr())
+	testkit.Equal(t, "", stderr())
 }
 
 func TestABadTailIsIgnoredAndSoArePositionalArguments(t *testing.T) {
@@ -57,8 +61,8 @@ func TestABadTailIsIgnoredAndSoArePositionalArguments(t *testing.T) {
 		flag, variable string
 		expected       time.Duration
 	}{
-		{"", "", defaultTail}, {"", "3s", 3 * time.Second}, {"500ms", "3s", 500 * time.Millisecond}, {"0s", "3s", 0}, {"", "9h", tailLimit},
-		{"", "soon", defaultTail}, {"5", "3s", defaultTail}, {"", "-1s", defaultTail},
+		{"", "", process.DefaultTail}, {"", "3s", 3 * time.Second}, {"500ms", "3s", 500 * time.Millisecond}, {"0s", "3s", 0}, {"", "9h", tailLimit},
+		{"", "soon", process.DefaultTail}, {"5", "3s", process.DefaultTail}, {"", "-1s", process.DefaultTail},
 	} {
 		var arguments []string
 		if c.flag != "" {
@@ -71,17 +75,17 @@ func TestABadTailIsIgnoredAndSoArePositionalArguments(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		equal(t, c.expected, config.Tail)
-		equal(t, 0, len(config.Entrypoint))
-		equal(t, c.expected == defaultTail && c.variable != "", strings.Contains(told.String(), "invalid graceful shutdown timeout"))
+		testkit.Equal(t, c.expected, config.Tail)
+		testkit.Equal(t, 0, len(config.Entrypoint))
+		testkit.Equal(t, c.expected == process.DefaultTail && c.variable != "", strings.Contains(told.String(), "invalid graceful shutdown timeout"))
 	}
 	for _, bad := range []string{"--stop-grace=soon", "--stop-grace=-1s", "--port=0", "--max-commands=0"} {
 		_, _, err := parseConfig([]string{bad}, os.Getenv, io.Discard)
-		equal(t, bad+"true", bad+strconv.FormatBool(err != nil))
+		testkit.Equal(t, bad+"true", bad+strconv.FormatBool(err != nil))
 	}
-	process, url, stderr := daemon(t, []string{"EXECD_API_GRACE_SHUTDOWN=soon"}, append(hashArguments, "tail", "-f", "/dev/null")...)
-	eventually(t, "answer", answers(url))
-	equal(t, true, strings.Contains(stderr(), "invalid graceful shutdown timeout"))
-	syscall.Kill(process.Pid, syscall.SIGTERM)
-	equal(t, 0, exitOf(t, process))
+	child, url, stderr := testhost.Daemon(t, []string{"EXECD_API_GRACE_SHUTDOWN=soon"}, append(testhost.HashArguments, "tail", "-f", "/dev/null")...)
+	testkit.Eventually(t, "answer", testhost.Answers(url))
+	testkit.Equal(t, true, strings.Contains(stderr(), "invalid graceful shutdown timeout"))
+	syscall.Kill(child.Pid, syscall.SIGTERM)
+	testkit.Equal(t, 0, testhost.ExitOf(t, child))
 }

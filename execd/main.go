@@ -11,6 +11,15 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+
+	"sallyport.dev/execd/internal/account"
+	"sallyport.dev/execd/internal/environ"
+	"sallyport.dev/execd/internal/files"
+	"sallyport.dev/execd/internal/isolate"
+	"sallyport.dev/execd/internal/process"
+	"sallyport.dev/execd/internal/server"
+	"sallyport.dev/execd/internal/supervise"
+	"sallyport.dev/execd/internal/sys"
 )
 
 // Statuses of a daemon that does not come to serve.
@@ -32,12 +41,12 @@ func otherProgram(arguments []string) func() int {
 		return nil
 	}
 	switch arguments[1] {
-	case helperFlag:
-		return runHelper
-	case isolateFlag:
-		return func() int { return runIsolated(PartsInside) }
-	case environFlag:
-		return writeEnvironment
+	case files.HelperFlag:
+		return files.RunHelper
+	case isolate.Flag:
+		return func() int { return isolate.Run(server.IsolatedParts) }
+	case supervise.EnvironmentFlag:
+		return supervise.WriteEnvironment
 	}
 	return nil
 }
@@ -52,11 +61,11 @@ func run() int {
 		fmt.Fprintln(os.Stderr, "execd:", err)
 		return exitUsage
 	}
-	_ = prctl(prSetDumpable, 0)
-	closeInheritedOnExec()
+	_ = sys.Prctl(sys.PrSetDumpable, 0)
+	sys.CloseInheritedOnExec()
 	signals := takeSignals()
 	logger := newLogger(os.Getenv("EXECD_LOG_FILE"))
-	lifecycle, err := parseLifecycle([]byte(os.Getenv("OPENSANDBOX_LIFECYCLE")))
+	lifecycle, err := supervise.ParseLifecycle([]byte(os.Getenv("OPENSANDBOX_LIFECYCLE")))
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "execd:", err)
 		return exitUsage
@@ -67,9 +76,9 @@ func run() int {
 		logger.Printf("cannot listen: %v", err)
 		return exitUnlistened
 	}
-	go reserveThreads() // while the listener already answers
+	go process.ReserveThreads() // while the listener already answers
 	go d.serve()
-	env.prepareFile()
+	env.PrepareFile()
 	if config.Init {
 		return d.runEntrypoint(lifecycle, config.Entrypoint)
 	}
@@ -78,18 +87,18 @@ func run() int {
 
 // configure reads the command line and the environment. It forgets a token in clear, which
 // executes this program again.
-func configure() (Config, *Binding, error) {
+func configure() (Config, *server.Binding, error) {
 	config, inClear, err := parseConfig(os.Args[1:], os.Getenv, os.Stderr)
 	if err != nil {
 		return config, nil, err
 	}
-	var auth Auth
+	var auth server.Auth
 	if config.TokenHash != "" || !config.RuntimeInit { // else an init brings the hash
-		if auth, err = NewAuth(config.TokenHash, config.Insecure); err != nil {
+		if auth, err = server.NewAuth(config.TokenHash, config.Insecure); err != nil {
 			return config, nil, err
 		}
 	}
-	binding, err := NewBinding(auth, config.RuntimeInit, config.LaunchFile)
+	binding, err := server.NewBinding(auth, config.RuntimeInit, config.LaunchFile)
 	if err != nil {
 		return config, nil, err
 	}
@@ -105,7 +114,7 @@ func configure() (Config, *Binding, error) {
 // "ignore", which children would inherit in turn.
 func takeSignals() <-chan os.Signal {
 	signals := make(chan os.Signal, 16)
-	signal.Notify(signals, forwardedSignals...)
+	signal.Notify(signals, supervise.ForwardedSignals...)
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU)
 	// Not ignored (children would inherit that): a write to a closed log fails only.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
@@ -113,53 +122,53 @@ func takeSignals() <-chan os.Signal {
 }
 
 // takeEnvironment keeps the environment for children, and removes credentials from this process.
-func takeEnvironment(logger *log.Logger) *Environment {
-	env := NewEnvironment(os.Environ())
-	for _, name := range credentials {
+func takeEnvironment(logger *log.Logger) *environ.Environment {
+	env := environ.New(os.Environ())
+	for _, name := range environ.Credentials {
 		os.Unsetenv(name)
 	}
-	env.warn = func(problem string) { logger.Print("EXECD_ENVS: " + problem) }
+	env.Warn = func(problem string) { logger.Print("EXECD_ENVS: " + problem) }
 	return env
 }
 
 // service is what a running daemon consists of.
 type service struct {
-	binding    *Binding
-	hooks      *Hooks
-	api        *API
-	supervisor *Supervisor
+	binding    *server.Binding
+	hooks      *supervise.Hooks
+	api        *server.API
+	supervisor *supervise.Supervisor
 	signals    <-chan os.Signal
 	lost       chan struct{} // closed when the API is gone for good
 	log        *log.Logger
 }
 
 // assemble makes the parts, and starts nothing but the reaper.
-func assemble(config Config, binding *Binding, env *Environment, logger *log.Logger, signals <-chan os.Signal) *service {
+func assemble(config Config, binding *server.Binding, env *environ.Environment, logger *log.Logger, signals <-chan os.Signal) *service {
 	if config.Init && os.Getpid() != 1 {
-		if err := prctl(prSetChildSubreaper, 1); err != nil {
+		if err := sys.Prctl(sys.PrSetChildSubreaper, 1); err != nil {
 			logger.Printf("orphans cannot be adopted: %v", err)
 		}
 	}
-	launcher := &Launcher{
-		reaper: NewReaper(), env: env, accounts: func() Accounts { return LoadAccounts("") }, directory: workingDirectory(),
-		tail: config.Tail, slots: NewSlots(config.MaxRunning), leftovers: newLeftovers(), log: logger,
+	launcher := &process.Launcher{
+		Reaper: process.NewReaper(), Env: env, Accounts: func() account.Accounts { return account.Load("") }, Directory: workingDirectory(),
+		Tail: config.Tail, Slots: process.NewSlots(config.MaxRunning), Leftovers: process.NewLeftovers(), Log: logger,
 	}
 	lost := make(chan struct{})
-	supervisor := NewSupervisor(launcher.reaper, env, logger, config.Grace, signals, lost, programPath())
-	program, err := ThisProgram() // before anything of the image runs
+	supervisor := supervise.NewSupervisor(launcher.Reaper, env, logger, config.Grace, signals, lost, programPath())
+	program, err := process.ThisProgram() // before anything of the image runs
 	if err != nil {
 		logger.Printf("no helpers: %v", err)
 	}
-	options := Options{
-		Port: config.Port, Binding: binding, Hooks: NewHooks(launcher.reaper, env, logger), Launcher: launcher, Umask: currentUmask(),
-		Program: program, IsolationRoot: defaultUpperRoot, Init: config.Init,
+	options := server.Options{
+		Port: config.Port, Binding: binding, Hooks: supervise.NewHooks(launcher.Reaper, env, logger), Launcher: launcher, Umask: sys.CurrentUmask(),
+		Program: program, IsolationRoot: isolate.DefaultRoot, Init: config.Init,
 		JupyterHost: config.JupyterHost, JupyterToken: config.JupyterToken, Log: logger,
 	}
 	if config.Init {
-		options.Restart = supervisor.restart
+		options.Restart = supervisor.Restart
 	}
 	return &service{
-		binding: binding, hooks: options.Hooks, api: NewAPI(New(options), config.Port, logger), supervisor: supervisor,
+		binding: binding, hooks: options.Hooks, api: server.NewAPI(server.New(options), config.Port, logger), supervisor: supervisor,
 		signals: signals, lost: lost, log: logger,
 	}
 }
@@ -181,36 +190,36 @@ func (d *service) serve() {
 }
 
 // runEntrypoint is the daemon with --init; it returns the exit status.
-func (d *service) runEntrypoint(lifecycle Lifecycle, entrypoint []string) int {
+func (d *service) runEntrypoint(lifecycle supervise.Lifecycle, entrypoint []string) int {
 	prepared := make(chan error, 1)
-	go func() { prepared <- d.supervisor.prepare(d.hooks, lifecycle, entrypoint) }()
-	if status, err := d.supervisor.await(prepared); err != nil {
+	go func() { prepared <- d.supervisor.Prepare(d.hooks, lifecycle, entrypoint) }()
+	if status, err := d.supervisor.Await(prepared); err != nil {
 		d.log.Printf("the entrypoint does not start: %v", err)
-		d.supervisor.endEverything()
+		d.supervisor.EndEverything()
 		return status
 	}
-	d.binding.setReady(true)
+	d.binding.SetReady(true)
 	return d.supervisor.Run(entrypoint)
 }
 
 // runAlone is the daemon without --init; it returns the exit status.
-func (d *service) runAlone(lifecycle Lifecycle) int {
+func (d *service) runAlone(lifecycle supervise.Lifecycle) int {
 	go func() {
-		if err := d.supervisor.prepare(d.hooks, lifecycle, nil); err != nil {
+		if err := d.supervisor.Prepare(d.hooks, lifecycle, nil); err != nil {
 			d.log.Print(err)
 			return
 		}
-		d.binding.setReady(true)
+		d.binding.SetReady(true)
 	}()
 	for {
 		select {
 		case <-d.lost:
-			d.supervisor.endEverything()
-			return exitUnserved
+			d.supervisor.EndEverything()
+			return supervise.ExitUnserved
 		case sig := <-d.signals:
-			if ends(sig) {
+			if supervise.Ends(sig) {
 				d.api.Close()
-				d.supervisor.endEverything()
+				d.supervisor.EndEverything()
 				return 0
 			}
 		}

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"io"
 	"net"
 	"net/http"
@@ -13,11 +12,17 @@ import (
 	"testing"
 	"time"
 	"unsafe"
+
+	"sallyport.dev/execd/internal/process"
+	"sallyport.dev/execd/internal/supervise"
+	"sallyport.dev/execd/internal/sys"
+	"sallyport.dev/execd/internal/testhost"
+	"sallyport.dev/execd/internal/testkit"
 )
 
 // running is the real daemon in one of its modes.
 type running struct {
-	started *Process // the daemon, or what made its PID namespace
+	started *process.Process // the daemon, or what made its PID namespace
 	pid     int
 	url     string
 	stderr  func() string
@@ -26,27 +31,27 @@ type running struct {
 // modes are the ways in which a daemon can run.
 var modes = map[string]func(t *testing.T, env []string, entrypoint ...string) *running{
 	"PID 1": func(t *testing.T, env []string, entrypoint ...string) *running {
-		program, err := lookProgram("unshare", os.Getenv("PATH"))
+		program, err := process.LookProgram("unshare", os.Getenv("PATH"))
 		if err != nil {
 			t.Fatal(err)
 		}
-		started, url, stderr := daemonUnder(t, env,
-			append([]string{program, "--pid", "--fork", "--mount-proc", "--kill-child"}, testBinary(t)),
-			append(append(hashArguments, "--stop-grace", "1s", "--init", "--"), entrypoint...)...)
+		started, url, stderr := testhost.DaemonUnder(t, env,
+			append([]string{program, "--pid", "--fork", "--mount-proc", "--kill-child"}, testhost.Binary(t)),
+			append(append(testhost.HashArguments, "--stop-grace", "1s", "--init", "--"), entrypoint...)...)
 		children := "/proc/" + strconv.Itoa(started.Pid) + "/task/" + strconv.Itoa(started.Pid) + "/children"
 		made := &running{started: started, url: url, stderr: stderr}
-		eventually(t, "a first process", func() bool {
-			made.pid, err = strconv.Atoi(fileText(children))
+		testkit.Eventually(t, "a first process", func() bool {
+			made.pid, err = strconv.Atoi(sys.FileText(children))
 			return err == nil
 		})
 		return made
 	},
 	"subreaper": func(t *testing.T, env []string, entrypoint ...string) *running {
-		started, url, stderr := daemon(t, env, append(append(hashArguments, "--stop-grace", "1s", "--init", "--"), entrypoint...)...)
+		started, url, stderr := testhost.Daemon(t, env, append(append(testhost.HashArguments, "--stop-grace", "1s", "--init", "--"), entrypoint...)...)
 		return &running{started, started.Pid, url, stderr}
 	},
 	"without init": func(t *testing.T, env []string, _ ...string) *running {
-		started, url, stderr := daemon(t, env, hashArguments...)
+		started, url, stderr := testhost.Daemon(t, env, testhost.HashArguments...)
 		return &running{started, started.Pid, url, stderr}
 	},
 }
@@ -58,12 +63,12 @@ func (r *running) breakListener(t *testing.T) {
 	t.Helper()
 	const pidfdGetfd = 438
 	number := r.listenerNumber(t)
-	process, _, errno := syscall.Syscall(434, uintptr(r.pid), 0, 0) // pidfd_open
+	child, _, errno := syscall.Syscall(434, uintptr(r.pid), 0, 0) // pidfd_open
 	if errno != 0 {
 		t.Fatal(errno)
 	}
-	defer syscall.Close(int(process))
-	socket, _, errno := syscall.Syscall(pidfdGetfd, process, uintptr(number), 0)
+	defer syscall.Close(int(child))
+	socket, _, errno := syscall.Syscall(pidfdGetfd, child, uintptr(number), 0)
 	if errno != 0 {
 		t.Fatal(errno)
 	}
@@ -79,7 +84,7 @@ func (r *running) listenerNumber(t *testing.T) int {
 	port, _ := strconv.Atoi(r.port())
 	where := strings.ToUpper(":" + strconv.FormatInt(int64(port)+1<<16, 16)[1:])
 	root := "/proc/" + strconv.Itoa(r.pid)
-	for line := range strings.Lines(fileText(root + "/net/tcp")) {
+	for line := range strings.Lines(sys.FileText(root + "/net/tcp")) {
 		fields := strings.Fields(line)
 		if len(fields) < 10 || !strings.HasSuffix(fields[1], where) || fields[3] != "0A" {
 			continue
@@ -100,12 +105,12 @@ func TestADaemonWhoseListenerBreaksListensAgain(t *testing.T) {
 	for name, start := range modes {
 		t.Run(name, func(t *testing.T) {
 			r := start(t, nil, "sleep", "60")
-			eventually(t, "answer", answers(r.url))
+			testkit.Eventually(t, "answer", testhost.Answers(r.url))
 			for range 3 {
 				former := http.Client{Transport: &http.Transport{}}
-				equal(t, 200, statusOf(t, &former, r.url+"/ping"))
+				testkit.Equal(t, 200, statusOf(t, &former, r.url+"/ping"))
 				r.breakListener(t)
-				eventually(t, "answer again", func() bool {
+				testkit.Eventually(t, "answer again", func() bool {
 					client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 					response, err := client.Get(r.url + "/ping")
 					if err != nil {
@@ -114,10 +119,10 @@ func TestADaemonWhoseListenerBreaksListensAgain(t *testing.T) {
 					response.Body.Close()
 					return response.StatusCode == 200
 				})
-				equal(t, 200, statusOf(t, &former, r.url+"/ping")) // on its connection from before
+				testkit.Equal(t, 200, statusOf(t, &former, r.url+"/ping")) // on its connection from before
 				former.CloseIdleConnections()
 			}
-			equal(t, 3, strings.Count(r.stderr(), "listening again"))
+			testkit.Equal(t, 3, strings.Count(r.stderr(), "listening again"))
 			select {
 			case <-r.started.Done:
 				t.Fatal("it has ended")
@@ -145,8 +150,8 @@ func (r *running) takePort(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = syscall.Kill(r.pid, syscall.SIGCONT) }()
-	eventually(t, "it stands still", func() bool {
-		_, state, _ := strings.Cut(fileText("/proc/"+strconv.Itoa(r.pid)+"/stat"), ") ")
+	testkit.Eventually(t, "it stands still", func() bool {
+		_, state, _ := strings.Cut(sys.FileText("/proc/"+strconv.Itoa(r.pid)+"/stat"), ") ")
 		return strings.HasPrefix(state, "T")
 	})
 	r.breakListener(t)
@@ -172,9 +177,9 @@ func TestADaemonThatCannotListenAnyMoreEnds(t *testing.T) {
 		{"without init", nil, nil},
 	} {
 		r := modes[each.mode](t, each.env, each.entrypoint...)
-		eventually(t, "answer", answers(r.url))
+		testkit.Eventually(t, "answer", testhost.Answers(r.url))
 		if len(each.entrypoint) > 0 && strings.Contains(each.entrypoint[len(each.entrypoint)-1], "echo up") {
-			eventually(t, "up", func() bool { return strings.Contains(r.stderr(), "up\n") })
+			testkit.Eventually(t, "up", func() bool { return strings.Contains(r.stderr(), "up\n") })
 		}
 		all = append(all, r)
 	}
@@ -184,18 +189,18 @@ func TestADaemonThatCannotListenAnyMoreEnds(t *testing.T) {
 	for _, r := range all {
 		select {
 		case <-r.started.Done:
-			equal(t, exitUnserved, exitNumber(r.started.Status))
-			equal(t, true, strings.Contains(r.stderr(), "the API is gone for good"))
+			testkit.Equal(t, supervise.ExitUnserved, process.ExitNumber(r.started.Status))
+			testkit.Equal(t, true, strings.Contains(r.stderr(), "the API is gone for good"))
 		case <-time.After(30 * time.Second):
 			t.Errorf("it lives on: %s", r.stderr())
 		}
 	}
-	equal(t, "term", fileText(marker))
+	testkit.Equal(t, "term", sys.FileText(marker))
 }
 
 func TestADaemonWithoutDescriptorsAnswersWhenItHasSomeAgain(t *testing.T) {
 	r := modes["subreaper"](t, nil, "sleep", "60")
-	eventually(t, "answer", answers(r.url))
+	testkit.Eventually(t, "answer", testhost.Answers(r.url))
 	former := setDescriptorLimit(t, r.pid, 3)
 	connection, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
 	if err != nil {
@@ -203,14 +208,14 @@ func TestADaemonWithoutDescriptorsAnswersWhenItHasSomeAgain(t *testing.T) {
 	}
 	defer connection.Close()
 	_, _ = io.WriteString(connection, "GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
-	eventually(t, "accept fails", func() bool { return strings.Contains(r.stderr(), "too many open files") })
+	testkit.Eventually(t, "accept fails", func() bool { return strings.Contains(r.stderr(), "too many open files") })
 	setDescriptorLimit(t, r.pid, former)
 	_ = connection.SetReadDeadline(time.Now().Add(10 * time.Second))
 	answer := make([]byte, 12)
 	_, err = io.ReadFull(connection, answer)
-	equal(t, "HTTP/1.1 200", string(answer))
-	equal(t, nil, err)
-	equal(t, 0, strings.Count(r.stderr(), "listening again"))
+	testkit.Equal(t, "HTTP/1.1 200", string(answer))
+	testkit.Equal(t, nil, err)
+	testkit.Equal(t, 0, strings.Count(r.stderr(), "listening again"))
 }
 
 // setDescriptorLimit sets how many descriptors a process may have, and returns that before.
@@ -228,40 +233,4 @@ func setDescriptorLimit(t *testing.T, pid int, most uint64) (former uint64) {
 	former, limit.Cur = limit.Cur, most
 	call(&limit, nil)
 	return former
-}
-
-// failing is a listener whose accept fails with what it is given.
-type failing struct {
-	net.Listener
-	errors chan error
-}
-
-func (f failing) Accept() (net.Conn, error) {
-	err, more := <-f.errors
-	if !more {
-		return nil, net.ErrClosed
-	}
-	return nil, &net.OpError{Op: "accept", Net: "tcp", Err: os.NewSyscallError("accept4", err)}
-}
-
-func (f failing) Close() error   { return nil }
-func (f failing) Addr() net.Addr { return &net.TCPAddr{} }
-
-func TestOnlyABrokenListenerEndsServing(t *testing.T) {
-	for _, passing := range []syscall.Errno{
-		syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS, syscall.ENOSPC, syscall.EPERM, syscall.ECONNABORTED,
-		syscall.EPROTO, syscall.ENETDOWN, syscall.ENETUNREACH, syscall.EHOSTUNREACH,
-	} {
-		given := failing{errors: make(chan error, 2)}
-		given.errors <- passing
-		given.errors <- syscall.EINVAL
-		equal(t, "EINVAL after "+passing.Error(), afterwards(newFixture(t).server.Serve(given), passing))
-	}
-}
-
-func afterwards(err error, passing syscall.Errno) string {
-	if errors.Is(err, syscall.EINVAL) {
-		return "EINVAL after " + passing.Error()
-	}
-	return err.Error()
 }

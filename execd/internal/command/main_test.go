@@ -1,0 +1,10 @@
+package command
+
+import (
+	"os"
+	"testing"
+
+	"sallyport.dev/execd/internal/testhost"
+)
+
+func TestMain(m *testing.M) { os.Exit(testhost.Main(m)) }

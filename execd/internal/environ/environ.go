@@ -1,0 +1,313 @@
+// Package environ has the environments of children and the expansion of variables.
+//
+// Invariants
+//   - The daemon's own environment is read once at start; the credentials of the
+//     contract (18.4) are taken out of it and never reach a child. What an init (15.1)
+//     binds lies above it and is replaced as a whole by the next one.
+//   - EXECD_ENVS is always set for a child and its file is read for each command.
+//   - Expansion touches $NAME and ${NAME} only; everything else is literal.
+package environ
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"sort"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"sallyport.dev/execd/internal/account"
+)
+
+// Credentials never reach a child. JUPYTER_TOKEN is kept for the entrypoint,
+// which starts Jupyter itself in the code image.
+var Credentials = []string{
+	"EXECD_ACCESS_TOKEN", "JUPYTER_TOKEN", "EXECD_RUNTIME_INIT", "EXECD_ISOLATION_CONFIG", "OPENSANDBOX_LIFECYCLE",
+}
+
+const defaultEnvFile = "/opt/opensandbox/.env"
+
+// Environment is the daemon's environment as children may see it.
+type Environment struct {
+	visible atomic.Pointer[map[string]string] // own and bound together; never changed, only replaced
+	Warn    func(problem string)              // about the EXECD_ENVS file; nil: nothing is said
+
+	mutex    sync.Mutex
+	own      map[string]string
+	bound    map[string]string
+	jupyter  string // JUPYTER_TOKEN of the entrypoint, may be empty
+	warned   string // what is wrong with the EXECD_ENVS file since it was last read
+	original []byte // content of the EXECD_ENVS file before any command
+}
+
+// New takes the process environment ("KEY=value" entries).
+func New(environ []string) *Environment {
+	env := &Environment{own: Map(environ)}
+	env.jupyter = env.own["JUPYTER_TOKEN"]
+	for _, name := range Credentials {
+		delete(env.own, name)
+	}
+	if env.own["EXECD_ENVS"] == "" {
+		env.own["EXECD_ENVS"] = defaultEnvFile
+	}
+	env.original, _, _ = readEnvFile(env.own["EXECD_ENVS"])
+	env.publish()
+	return env
+}
+
+// Fixed has these variables and no others, and no EXECD_ENVS file.
+func Fixed(environ []string) *Environment {
+	env := &Environment{own: Map(environ)}
+	env.publish()
+	return env
+}
+
+// Map reads "KEY=value" entries; later ones win.
+func Map(environ []string) map[string]string {
+	variables := map[string]string{}
+	for _, entry := range environ {
+		if key, value, ok := strings.Cut(entry, "="); ok && key != "" {
+			variables[key] = value
+		}
+	}
+	return variables
+}
+
+func (e *Environment) publish() {
+	visible := maps.Clone(e.own)
+	maps.Copy(visible, e.bound)
+	e.visible.Store(&visible)
+}
+
+func (e *Environment) base() map[string]string { return *e.visible.Load() }
+
+// Replace exchanges the daemon's own variables; credentials stay out, but for what the
+// entrypoint is given.
+func (e *Environment) Replace(variables map[string]string) {
+	e.mutex.Lock()
+	defer e.mutex.Unlock()
+	envFile := cmp.Or(variables["EXECD_ENVS"], e.own["EXECD_ENVS"])
+	e.own = maps.Clone(variables)
+	e.jupyter = e.own["JUPYTER_TOKEN"]
+	maps.DeleteFunc(e.own, func(name, _ string) bool { return slices.Contains(Credentials, name) })
+	e.own["EXECD_ENVS"] = envFile
+	e.original, _, _ = readEnvFile(envFile)
+	e.publish()
+}
+
+// Bind exchanges the variables of an init.
+func (e *Environment) Bind(variables map[string]string) {
+	e.mutex.Lock()
+	defer e.mutex.Unlock()
+	e.bound = maps.Clone(variables)
+	e.publish()
+}
+
+// Lookup reads the daemon's environment.
+func (e *Environment) Lookup(name string) (string, bool) {
+	value, ok := e.base()[name]
+	return value, ok
+}
+
+// Home is the daemon user's home directory without a final slash.
+func (e *Environment) Home(accounts func() account.Accounts) string {
+	home, ok := e.base()["HOME"]
+	if !ok || !filepath.IsAbs(home) {
+		home = accounts().Home(uint32(os.Geteuid()))
+	}
+	return strings.TrimSuffix(home, "/")
+}
+
+// ForCommand merges, low to high: daemon, EXECD_ENVS file, request.
+func (e *Environment) ForCommand(request map[string]*string) map[string]string {
+	merged := maps.Clone(e.base())
+	for _, entry := range e.stored(merged["EXECD_ENVS"]) {
+		merged[entry.key] = entry.value
+	}
+	for key, value := range request {
+		if value != nil {
+			merged[key] = *value
+		}
+	}
+	return merged
+}
+
+// stored reads the EXECD_ENVS file, the one that children are told of; without a name there is none.
+func (e *Environment) stored(path string) []envEntry {
+	if path == "" {
+		return nil
+	}
+	data, more, problem := readEnvFile(path)
+	entries, skipped := parseEnvFile(data, more, e.Lookup)
+	if skipped > 0 {
+		problem = strings.TrimPrefix(problem+fmt.Sprintf("; %d malformed entries are skipped", skipped), "; ")
+	}
+	e.mutex.Lock()
+	defer e.mutex.Unlock()
+	if problem != e.warned && problem != "" && e.Warn != nil { // once, not for each command
+		e.Warn(problem)
+	}
+	e.warned = problem
+	return entries
+}
+
+// ForEntrypoint is the daemon's environment for the user's entrypoint.
+func (e *Environment) ForEntrypoint() []string {
+	merged := maps.Clone(e.base())
+	e.mutex.Lock()
+	token := e.jupyter
+	e.mutex.Unlock()
+	if token != "" {
+		merged["JUPYTER_TOKEN"] = token
+	}
+	return List(merged)
+}
+
+// RestoreFile gives the EXECD_ENVS file the content that it had before any command.
+func (e *Environment) RestoreFile() error {
+	e.mutex.Lock()
+	path, original := e.own["EXECD_ENVS"], e.original
+	e.mutex.Unlock()
+	if data, more, problem := readEnvFile(path); !more && problem == "" && bytes.Equal(data, original) {
+		return nil
+	}
+	_ = os.Remove(path) // a link, or another kind of file; a mount cannot be removed, and is written to
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o644)
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(original)
+	return errors.Join(err, file.Close())
+}
+
+// List is a map of variables as "KEY=value" entries, sorted.
+func List(variables map[string]string) []string {
+	list := make([]string, 0, len(variables))
+	for key, value := range variables {
+		list = append(list, key+"="+value)
+	}
+	sort.Strings(list)
+	return list
+}
+
+// undefinedRule says what becomes of a reference to an undefined variable.
+type undefinedRule func(reference string) string
+
+func dropUndefined(string) string { return "" }
+
+// KeepUndefined leaves a reference to an undefined variable as it is.
+
+// KeepUndefined leaves a reference to an undefined variable as it is.
+func KeepUndefined(reference string) string { return reference }
+
+func isNameStart(c byte) bool { return c == '_' || c|0x20 >= 'a' && c|0x20 <= 'z' }
+
+// IsNameByte tells whether a byte may be in the name of a variable.
+
+// IsNameByte tells whether a byte may be in the name of a variable.
+func IsNameByte(c byte) bool { return isNameStart(c) || c >= '0' && c <= '9' }
+
+// LookupIn looks variables up in a map.
+
+// LookupIn looks variables up in a map.
+func LookupIn(m map[string]string) lookupFunc {
+	return func(n string) (string, bool) { v, ok := m[n]; return v, ok }
+}
+
+type lookupFunc = func(string) (string, bool)
+
+// IsName tells whether a text is the name of a variable.
+func IsName(name string) bool {
+	if name == "" || !isNameStart(name[0]) {
+		return false
+	}
+	for i := range len(name) {
+		if !IsNameByte(name[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+// Expand replaces $NAME and ${NAME}; values are not expanded again.
+func Expand(text string, lookup lookupFunc, undefined undefinedRule) string {
+	if strings.IndexByte(text, '$') < 0 {
+		return text
+	}
+	out := boundedText{limit: math.MaxInt}
+	out.expand(text, lookup, undefined)
+	return out.text.String()
+}
+
+// boundedText takes no piece that makes it longer than its limit, and none after that.
+type boundedText struct {
+	text  strings.Builder
+	limit int
+	over  bool // something was not taken
+}
+
+func (t *boundedText) add(piece string) {
+	if t.over || len(piece) > t.limit-t.text.Len() {
+		t.over = true
+		return
+	}
+	t.text.WriteString(piece)
+}
+
+// expand is Expand for a text that is added.
+func (t *boundedText) expand(text string, lookup lookupFunc, undefined undefinedRule) {
+	for begin := 0; !t.over; {
+		dollar := strings.IndexByte(text[begin:], '$')
+		if dollar < 0 {
+			t.add(text[begin:])
+			return
+		}
+		t.add(text[begin : begin+dollar])
+		begin += dollar
+		name, length := variableAt(text[begin:])
+		if length == 0 {
+			t.add("$")
+			begin++
+			continue
+		}
+		value, ok := lookup(name)
+		if !ok {
+			value = undefined(text[begin : begin+length])
+		}
+		t.add(value)
+		begin += length
+	}
+}
+
+// variableAt recognises a reference at the start of text; length 0 means none.
+func variableAt(text string) (name string, length int) {
+	if len(text) < 2 || text[0] != '$' {
+		return "", 0
+	}
+	begin := 1
+	if text[1] == '{' {
+		begin = 2
+	}
+	end := begin
+	for end < len(text) && IsNameByte(text[end]) {
+		end++
+	}
+	if !IsName(text[begin:end]) {
+		return "", 0
+	}
+	if begin == 1 {
+		return text[begin:end], end
+	}
+	if end == len(text) || text[end] != '}' {
+		return "", 0
+	}
+	return text[begin:end], end + 1
+}

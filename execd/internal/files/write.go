@@ -1,0 +1,164 @@
+package files
+
+// Replacing the content of a file (contract 9.2 replace, 9.3 upload).
+//
+// Invariants
+//   - Readers see the old content or the new, never a part: write beside, rename.
+//   - Where the directory or a mount forbids that, an existing file is written in place
+//     (overwrite.go). In both cases the new content is complete before the old is touched.
+//   - An existing file keeps owner, mode, ACL and the user's attributes unless told otherwise; a
+//     link is followed to its target if the kernel follows it; only regular files are replaced.
+//   - Other names of the same file (hard links) keep the old content, unless it is written in place.
+//   - Content is streamed to the target's own directory. Only what is to be written in place
+//     is kept elsewhere meanwhile (spool.go).
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"syscall"
+
+	"sallyport.dev/execd/internal/sys"
+)
+
+const linkLimit = 40
+
+// targetOf follows a link at the end of a path, dangling ones too.
+func targetOf(path string) (string, fs.FileInfo, error) {
+	for range linkLimit {
+		info, err := os.Lstat(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			return path, nil, nil
+		}
+		if err != nil {
+			return "", nil, err
+		}
+		if info.Mode()&fs.ModeSymlink == 0 {
+			return path, info, nil
+		}
+		// The kernel decides whether the link may be followed (fs.protected_symlinks).
+		if _, err := os.Stat(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return "", nil, err
+		}
+		link, err := os.Readlink(path)
+		if err != nil {
+			return "", nil, err
+		}
+		if !filepath.IsAbs(link) {
+			// Not cleaned: ".." after a linked directory is the kernel's to resolve.
+			link = filepath.Dir(path) + "/" + link
+		}
+		path = link
+	}
+	return "", nil, sys.PathError("open", path, syscall.ELOOP)
+}
+
+// write replaces the content of path with what produce writes. When produce fails the file
+// is as it was.
+func (f *Files) write(path string, wanted checked, produce func(io.Writer) error) error {
+	target, existing, err := targetOf(path)
+	if err != nil {
+		return err
+	}
+	if existing != nil && !existing.Mode().IsRegular() {
+		return errors.New("not a regular file: " + path)
+	}
+	temporary, err := createBeside(target)
+	if err != nil && existing != nil && forbidden(err) {
+		return f.writeInPlace(target, wanted, produce)
+	}
+	if err != nil {
+		return named(target, err)
+	}
+	defer os.Remove(temporary.Name()) // gone already after the rename
+	defer temporary.Close()
+	if err := produce(temporary); err != nil {
+		return named(target, err)
+	}
+	if err := f.settle(temporary, target, existing, wanted); err != nil {
+		return named(target, err)
+	}
+	err = os.Rename(temporary.Name(), target)
+	if err == nil || existing == nil || !forbidden(err) {
+		return named(target, err)
+	}
+	info, err := temporary.Stat()
+	if err != nil {
+		return named(target, err)
+	}
+	return f.overwrite(target, wanted, fileContent{temporary, info.Size()})
+}
+
+// writeInPlace is write where nothing can be created beside the target.
+func (f *Files) writeInPlace(target string, wanted checked, produce func(io.Writer) error) error {
+	next := f.newSpool()
+	defer next.Close()
+	if err := produce(next); err != nil {
+		return err
+	}
+	return f.overwrite(target, wanted, next)
+}
+
+// forbidden reports that a name cannot be created or replaced though the file behind it may
+// be writable: permissions of the directory, its sticky or immutable bit, a mount point.
+func forbidden(err error) bool {
+	for _, cause := range []error{fs.ErrPermission, syscall.EROFS, syscall.EBUSY, syscall.EXDEV} {
+		if errors.Is(err, cause) {
+			return true
+		}
+	}
+	return false
+}
+
+// createBeside makes a private file in the target's directory.
+func createBeside(target string) (*os.File, error) {
+	return os.OpenFile(nameBeside(target), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+}
+
+// nameBeside is a name in the target's directory that nothing has.
+func nameBeside(target string) string {
+	var random [12]byte
+	rand.Read(random[:])
+	return filepath.Dir(target) + "/.execd-" + hex.EncodeToString(random[:])
+}
+
+// named says of an error about a temporary name which file it is about.
+func named(path string, err error) error {
+	var on *fs.PathError
+	var renaming *os.LinkError
+	switch {
+	case errors.As(err, &on):
+		return &fs.PathError{Op: on.Op, Path: path, Err: on.Err}
+	case errors.As(err, &renaming):
+		return &fs.PathError{Op: renaming.Op, Path: path, Err: renaming.Err}
+	}
+	return err
+}
+
+// settle gives a new file its owner and mode before anybody can see it.
+func (f *Files) settle(file *os.File, target string, existing fs.FileInfo, wanted checked) error {
+	mode := uint32(0o777 &^ f.umask)
+	if existing != nil {
+		if stat, ok := existing.Sys().(*syscall.Stat_t); ok {
+			mode = keepOwner(file, stat)
+		}
+		attributes := slices.DeleteFunc(attributesOf(target), func(a attribute) bool {
+			return a.name == attributeCapability // was given for the old content
+		})
+		mode = keepAttributes(file, attributes, mode)
+	}
+	if wanted.uid >= 0 || wanted.gid >= 0 {
+		if err := file.Chown(wanted.uid, wanted.gid); err != nil {
+			return err
+		}
+	}
+	if wanted.setMode {
+		mode = wanted.mode
+	}
+	return sys.PathError("chmod", file.Name(), syscall.Fchmod(int(file.Fd()), mode))
+}

@@ -1,0 +1,57 @@
+package server
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"sallyport.dev/execd/internal/httpx"
+	"sallyport.dev/execd/internal/testkit"
+)
+
+func TestInitIsThereOnlyWhenAskedForAndBindsTokenAndVariables(t *testing.T) {
+	f := newFixture(t)
+	status, _ := f.Call("POST", "/internal/init", "{}")
+	testkit.Equal(t, 404, status)
+	status, _ = f.Call("GET", "/ready", "", httpx.TokenHeader, "")
+	testkit.Equal(t, 503, status)
+	f.server.binding.SetReady(true)
+	status, body := f.Call("GET", "/ready", "", httpx.TokenHeader, "")
+	testkit.Equal(t, `200 {"generation":0,"ready":true}`, fmt.Sprint(status, " ", body))
+
+	f.server.binding, _ = NewBinding(Auth{}, true, "")
+	status, _ = f.Call("GET", "/ping", "")
+	testkit.Equal(t, 200, status)
+	for _, route := range []string{"GET /metrics", "GET /ready", "GET /proxy/80/"} {
+		method, path, _ := strings.Cut(route, " ")
+		status, _ = f.Call(method, path, "")
+		testkit.Equal(t, 503, status)
+	}
+	good := `{"sandboxId":"new","generation":%d,"accessTokenHash":"sha256:` + HashToken("fresh") + `","envs":{"BOUND":"b"}}`
+	for _, bad := range []string{
+		`{}`, `{"sandboxId":"x","accessTokenHash":"` + HashToken("fresh") + `"}`, strings.Replace(good, "BOUND", "EXECD_ACCESS_TOKEN", 1),
+		strings.Replace(good, `"envs"`, `"entrypointPolicy":"perhaps","envs"`, 1),
+		strings.Replace(good, `"envs"`, `"lifecycle":{"preStart":{"command":[]}},"envs"`, 1),
+	} {
+		status, body = f.Call("POST", "/internal/init", strings.Replace(bad, "%d", "1", 1))
+		testkit.Equal(t, "400 "+body, fmt.Sprint(status, " ", body))
+	}
+	status, body = f.Call("POST", "/internal/init", fmt.Sprintf(good, 5))
+	testkit.Equal(t, `200 {"generation":5,"sandboxId":"new"}`, fmt.Sprint(status, " ", body))
+	status, _ = f.Call("GET", "/metrics", "") // the former token
+	testkit.Equal(t, 401, status)
+	status, _ = f.Call("POST", "/internal/init", fmt.Sprintf(good, 6)) // without the new one
+	testkit.Equal(t, 401, status)
+	status, _ = f.Call("POST", "/internal/init", fmt.Sprintf(good, 4), httpx.TokenHeader, "fresh")
+	testkit.Equal(t, 409, status)
+	status, body = f.Call("POST", "/command", `{"command":"echo $BOUND $OPENSANDBOX_ID $FIXTURE"}`, httpx.TokenHeader, "fresh")
+	testkit.Equal(t, true, status == 200 && strings.Contains(body, `"b new daemon\n"`))
+	_, body = f.Call("POST", "/session", "{}", httpx.TokenHeader, "fresh")
+	status, _ = f.Call("POST", "/internal/init", strings.Replace(fmt.Sprintf(good, 6), "BOUND", "OTHER", 1), httpx.TokenHeader, "fresh")
+	testkit.Equal(t, 200, status)
+	id := body[len(`{"session_id":"`) : len(body)-2]
+	status, _ = f.Call("DELETE", "/session/"+id, "", httpx.TokenHeader, "fresh") // ended by the init
+	testkit.Equal(t, 404, status)
+	_, body = f.Call("POST", "/command", `{"command":"echo ${BOUND-gone} $OTHER"}`, httpx.TokenHeader, "fresh")
+	testkit.Equal(t, true, strings.Contains(body, `"gone b\n"`))
+}

@@ -1,0 +1,213 @@
+// Package server is the HTTP surface: authentication, and what is served to whom (contract 2, 3).
+// connections.go bounds connections, serving.go keeps the listener.
+//
+// Invariants
+//   - Only /ping and /ready are served without the token; binding.go says who may init.
+//   - Unknown path or method: 404; never a redirect.
+//   - After a restore nobody is served, on old connections or new ones, before an init.
+//   - /proxy/<own port>/… is the request itself, however often it is nested.
+package server
+
+import (
+	"log"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"sallyport.dev/execd/internal/command"
+	"sallyport.dev/execd/internal/environ"
+	"sallyport.dev/execd/internal/files"
+	"sallyport.dev/execd/internal/httpx"
+	"sallyport.dev/execd/internal/isolate"
+	"sallyport.dev/execd/internal/jupyter"
+	"sallyport.dev/execd/internal/process"
+	"sallyport.dev/execd/internal/session"
+	"sallyport.dev/execd/internal/supervise"
+	"sallyport.dev/execd/internal/terminal"
+)
+
+// Options say what a Server serves, and to whom.
+type Options struct {
+	Port          int
+	Binding       *Binding
+	Hooks         *supervise.Hooks
+	Launcher      *process.Launcher
+	Umask         os.FileMode      // of files without a mode of their own
+	Program       *process.Program // ourselves, to start helpers; nil where there are none
+	IsolationRoot string           // what isolated sessions write is below it
+	Init          bool             // this process has the duties of PID 1
+	Restart       func()           // of the entrypoint; nil where there is none
+	JupyterHost   string
+	JupyterToken  string
+	Log           *log.Logger
+}
+
+// Server answers requests.
+type Server struct {
+	binding     *Binding
+	hooks       *supervise.Hooks
+	restart     func() // of the entrypoint; nil where there is none
+	port        int
+	env         *environ.Environment
+	log         *log.Logger
+	connections *Connections
+	endLimit    time.Duration // for what a former owner left
+	proxy       *portProxy
+
+	commands   *command.Commands
+	sessions   *session.Sessions
+	terminals  *terminal.Terminals
+	code       *jupyter.Contexts
+	files      *files.Files
+	identities *files.Identities
+	isolation  *isolate.Isolation
+	metrics    *Metrics
+	routes     []httpx.Route // but those of files and of isolated sessions
+}
+
+// New makes the handlers of all routes; it starts nothing.
+func New(o Options) *Server {
+	notebook, err := jupyter.NewJupyter(o.JupyterHost, o.JupyterToken)
+	if err != nil {
+		o.Log.Print(err)
+	}
+	s := &Server{
+		binding: o.Binding, hooks: o.Hooks, restart: o.Restart, port: o.Port, env: o.Launcher.Env, log: o.Log,
+		connections: NewConnections(), endLimit: stateEnding,
+		proxy:      newProxy(func(line string) { o.Log.Print(line) }),
+		commands:   command.New(o.Launcher),
+		sessions:   session.New(o.Launcher),
+		terminals:  terminal.New(o.Launcher),
+		files:      files.New(o.Launcher.Env, o.Launcher.Accounts, o.Launcher.Directory, o.Umask),
+		identities: files.NewIdentities(o.Launcher.Reaper, o.Launcher.Accounts, o.Log, o.Program),
+		isolation:  isolate.New(o.Launcher, files.IsFileRoute, o.Program, o.IsolationRoot, o.Init),
+		metrics:    NewMetrics(),
+	}
+	s.code = jupyter.New(notebook, o.Launcher, s.commands)
+	s.routes = slices.Concat(
+		s.commands.Routes(), s.sessions.Routes(), s.terminals.Routes(), s.code.Routes(), s.metrics.routes(),
+		[]httpx.Route{{Method: "DELETE", Path: "/command", Handler: httpx.Always(s.interrupt)}, {Method: "DELETE", Path: "/code", Handler: httpx.Always(s.interrupt)}},
+	)
+	return s
+}
+
+// Serve accepts connections until the listener breaks or is closed.
+func (s *Server) Serve(listener net.Listener) error {
+	bounded := &boundedListener{Listener: listener, connections: s.connections, launch: s.binding.now}
+	server := s.connections.server(s, s.log)
+	server.ConnContext = withConnection
+	return server.Serve(bounded)
+}
+
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	httpx.BoundBody(w, r)
+	if !r.ProtoAtLeast(1, 1) {
+		httpx.CloseAfter(w) // net/http ignores the Transfer-Encoding of such a request: where its body ends is not known
+	}
+	raw := s.withoutOwnProxy(rawPath(r))
+	path, err := httpx.SplitPath(raw)
+	if err != nil {
+		httpx.WriteError(w, httpx.BadRequest("invalid path"))
+		return
+	}
+	if r.Method == http.MethodGet && path.Is("ping") {
+		httpx.WriteEmpty(w)
+		return
+	}
+	restored, err := s.binding.look()
+	if restored {
+		s.log.Print("restored from a checkpoint: nobody is served before an init")
+		s.closeFormer()
+	}
+	switch {
+	case err != nil:
+		httpx.WriteError(w, httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, err.Error()))
+		return
+	case r.Method == http.MethodGet && path.Is("ready"):
+		s.binding.serveReady(w, r)
+		return
+	case r.Method == http.MethodPost && path.Is("internal", "init") && s.binding.offers():
+		s.initialise(w, r)
+		return
+	}
+	done, err := s.binding.admit(r)
+	if err != nil {
+		httpx.WriteError(w, err)
+		return
+	}
+	defer done()
+	if rest, ok := strings.CutPrefix(raw, "/proxy"); ok && (rest == "" || rest[0] == '/') {
+		s.serveProxy(w, r, rest)
+		return
+	}
+	handler := s.route(r.Method, path.WithoutLastSlash())
+	if handler == nil {
+		httpx.NotFound(w)
+		return
+	}
+	handler(w, r)
+}
+
+// route finds the handler of a request; nil where there is none.
+func (s *Server) route(method string, path httpx.Path) http.HandlerFunc {
+	if handler := httpx.FindRoute(s.routes, method, path); handler != nil {
+		return handler
+	}
+	if rest, ok := path.Below("v1", "isolated"); ok {
+		return s.isolation.Route(method, rest)
+	}
+	if rest, ok := path.Below("v1", "filesystem"); ok {
+		return s.identities.Route(method, rest)
+	}
+	if rest, ok := path.Below(); ok {
+		return s.files.Route(method, rest)
+	}
+	return nil
+}
+
+// closeFormer closes the connections that began in another launch than this one.
+func (s *Server) closeFormer() {
+	now, _ := s.binding.now() // if that is not known, all are closed
+	s.connections.closeFormer(now)
+}
+
+// interrupt ends what runs under an id: a session's, a code context's or a command's.
+func (s *Server) interrupt(w http.ResponseWriter, r *http.Request) {
+	if s.sessions.Interrupt(r.URL.Query().Get("id")) {
+		httpx.WriteEmpty(w)
+		return
+	}
+	if s.code.Interrupt(w, r) {
+		return
+	}
+	s.commands.Interrupt(w, r)
+}
+
+// rawPath is the path as it was sent.
+func rawPath(r *http.Request) string {
+	if strings.HasPrefix(r.RequestURI, "/") {
+		raw, _, _ := strings.Cut(r.RequestURI, "?")
+		return raw
+	}
+	return r.URL.EscapedPath()
+}
+
+// withoutOwnProxy strips every leading /proxy/<own port>.
+func (s *Server) withoutOwnProxy(raw string) string {
+	own := "/proxy/" + strconv.Itoa(s.port)
+	for {
+		rest, ok := strings.CutPrefix(raw, own)
+		switch {
+		case ok && rest == "":
+			return "/"
+		case ok && rest[0] == '/':
+			raw = rest
+		default:
+			return raw
+		}
+	}
+}

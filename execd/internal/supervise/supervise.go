@@ -1,0 +1,264 @@
+// Package supervise is init mode: PID 1 of a sandbox (contract 18.3).
+//
+// Invariants
+//   - The entrypoint is a child like any other, in its own session and group, with
+//     an empty stdin; the daemon ends with its status (128+n for a signal).
+//   - TERM, INT, HUP, QUIT, USR1, USR2 and WINCH go to its group; TERM, INT and QUIT
+//     also begin the end: what has not stopped after the grace period is killed.
+//   - It starts after the start script was read and preStart has succeeded, and again
+//     when an init says so and the end has not begun.
+//   - Where the API is gone for good, it is ended as by TERM, and the daemon ends with a
+//     status of its own.
+//   - Only as PID 1 "all processes" is a thing to signal; elsewhere only the groups
+//     started here are.
+package supervise
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"log"
+	"maps"
+	"os"
+	"slices"
+	"syscall"
+	"time"
+
+	"sallyport.dev/execd/internal/environ"
+	"sallyport.dev/execd/internal/process"
+)
+
+const (
+	exitNotFound   = 127
+	exitNotAllowed = 126
+	leftoverGrace  = 3 * time.Second
+	leftoverLook   = 10 * time.Millisecond
+)
+
+// ForwardedSignals reach the entrypoint's group.
+var ForwardedSignals = []os.Signal{
+	syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGWINCH,
+}
+
+// idleEntrypoint is the default of the SDKs. An empty image has no tail, and
+// nothing but this program; waiting is all the entrypoint is meant to do, so that
+// such an image can be a sandbox too.
+var idleEntrypoint = []string{"tail", "-f", "/dev/null"}
+
+// Supervisor runs the entrypoint.
+type Supervisor struct {
+	reaper  *process.Reaper
+	env     *environ.Environment
+	log     *log.Logger
+	grace   time.Duration
+	signals <-chan os.Signal
+	again   chan struct{}   // start the entrypoint again
+	lost    <-chan struct{} // closed when the API is gone for good
+
+	program     string        // ourselves
+	scriptLimit time.Duration // of the start script
+}
+
+// NewSupervisor starts nothing yet. The signals are those that it acts on; lost is closed when the
+// API is gone for good, and program is where a shell finds this program.
+func NewSupervisor(
+	reaper *process.Reaper, env *environ.Environment, log *log.Logger, grace time.Duration, signals <-chan os.Signal, lost <-chan struct{}, program string,
+) *Supervisor {
+	return &Supervisor{
+		reaper: reaper, env: env, log: log, grace: grace, signals: signals, again: make(chan struct{}, 1), lost: lost,
+		program: program, scriptLimit: preScriptLimit,
+	}
+}
+
+// Restart ends the entrypoint and starts it again; it does not wait for that.
+func (s *Supervisor) Restart() {
+	select {
+	case s.again <- struct{}{}:
+	default: // already asked for
+	}
+}
+
+// Prepare does what comes before the entrypoint.
+func (s *Supervisor) Prepare(hooks *Hooks, lifecycle Lifecycle, entrypoint []string) error {
+	s.sourcePreScript(entrypoint)
+	return hooks.Begin(lifecycle)
+}
+
+// Await returns when what comes before the entrypoint is over, or a signal is the end
+// of it; with an error goes the exit status for this process.
+func (s *Supervisor) Await(prepared <-chan error) (status int, err error) {
+	for {
+		select {
+		case err := <-prepared:
+			return 1, err
+		case <-s.lost:
+			return ExitUnserved, errors.New("the API is gone")
+		case sig := <-s.signals:
+			if Ends(sig) {
+				return 128 + int(sig.(syscall.Signal)), fmt.Errorf("signal: %s", sig)
+			}
+		}
+	}
+}
+
+// Run starts the entrypoint and returns the exit status for this process.
+func (s *Supervisor) Run(entrypoint []string) int {
+	for {
+		status, again := s.runOnce(entrypoint)
+		if !again {
+			return status
+		}
+	}
+}
+
+func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
+	command, err := s.commandLine(entrypoint)
+	path := ""
+	if err == nil {
+		path, err = s.lookup(command[0])
+	}
+	if err != nil {
+		if slices.Equal(command, idleEntrypoint) {
+			return s.idle(), false
+		}
+		s.log.Printf("entrypoint: %v", err)
+		return exitNotFound, false
+	}
+	null, err := process.OpenNull()
+	if err != nil {
+		s.log.Printf("entrypoint: %v", err)
+		return exitNotAllowed, false
+	}
+	child, err := s.reaper.Start(process.Spec{
+		Path: path, Argv: command, Env: s.env.ForEntrypoint(), Files: [3]uintptr{null.Fd(), 1, 2},
+	})
+	null.Close()
+	if err != nil {
+		s.log.Printf("entrypoint: %v", err)
+		if errors.Is(err, fs.ErrNotExist) {
+			return exitNotFound, false
+		}
+		return exitNotAllowed, false
+	}
+	if status, again = s.supervise(child); !again {
+		s.EndEverything()
+	}
+	return status, again
+}
+
+func (s *Supervisor) lookup(name string) (string, error) {
+	search, _ := s.env.Lookup("PATH")
+	return process.LookProgram(name, search)
+}
+
+// idle waits as `tail -f /dev/null` would.
+func (s *Supervisor) idle() int {
+	for {
+		select {
+		case <-s.again: // there is nothing to start again
+		case <-s.lost:
+			s.EndEverything()
+			return ExitUnserved
+		case sig := <-s.signals:
+			if sig != syscall.SIGWINCH {
+				s.EndEverything()
+				return 128 + int(sig.(syscall.Signal))
+			}
+		}
+	}
+}
+
+// Ends tells whether a signal is the end of this process.
+func Ends(sig os.Signal) bool {
+	return sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT
+}
+
+// supervise returns when the entrypoint has ended; again tells that it was asked to.
+func (s *Supervisor) supervise(child *process.Process) (status int, again bool) {
+	var kill <-chan time.Time // from the first thing on that is to stop the entrypoint
+	stopping := func() {
+		if kill == nil {
+			kill = time.After(s.grace)
+		}
+	}
+	lost, unserved, ending := s.lost, false, false
+	for {
+		select {
+		case <-child.Done:
+			if unserved {
+				return ExitUnserved, false
+			}
+			return process.ExitNumber(child.Status), again
+		case <-s.again:
+			if ending {
+				continue
+			}
+			again = true
+			child.SignalGroup(syscall.SIGTERM)
+			stopping()
+		case <-lost:
+			lost, unserved, ending, again = nil, true, true, false
+			child.SignalGroup(syscall.SIGTERM)
+			stopping()
+		case sig := <-s.signals:
+			child.SignalGroup(sig.(syscall.Signal))
+			if Ends(sig) {
+				ending, again = true, false
+				stopping()
+			}
+		case <-kill:
+			s.log.Print("the entrypoint did not stop in time; killing it")
+			child.SignalGroup(syscall.SIGKILL)
+		}
+	}
+}
+
+// EndEverything stops what the entrypoint left: TERM, a short grace, KILL. As PID 1 these are
+// all processes; elsewhere they are the groups started here, also those whose leader has
+// ended since, and those that are started meanwhile.
+func (s *Supervisor) EndEverything() {
+	asked := map[*process.Process]*process.Group{} // held, as their leaders may be reaped meanwhile
+	defer func() {
+		for _, held := range asked {
+			held.Release()
+		}
+	}()
+	remains := func(sig syscall.Signal) bool {
+		if os.Getpid() == 1 {
+			return syscall.Kill(-1, sig) == nil
+		}
+		for _, child := range s.reaper.Live() {
+			if asked[child] != nil {
+				continue
+			}
+			if held, ok := child.Hold(); ok {
+				asked[child] = &held
+				held.Signal(syscall.SIGTERM)
+			}
+		}
+		if sig == syscall.SIGTERM {
+			return len(asked) > 0
+		}
+		maps.DeleteFunc(asked, func(_ *process.Process, held *process.Group) bool {
+			if held.Signal(sig) {
+				return false
+			}
+			held.Release()
+			return true
+		})
+		return len(asked) > 0
+	}
+	if !remains(syscall.SIGTERM) {
+		return
+	}
+	for deadline := time.Now().Add(min(leftoverGrace, s.grace)); time.Now().Before(deadline); time.Sleep(leftoverLook) {
+		s.reaper.Collect()
+		if !remains(0) {
+			return
+		}
+	}
+	remains(syscall.SIGKILL)
+}
+
+// ExitUnserved is the status of a daemon whose API is gone for good.
+const ExitUnserved = 125

@@ -1,0 +1,47 @@
+package supervise
+
+import (
+	"testing"
+	"time"
+
+	"sallyport.dev/execd/internal/testkit"
+)
+
+func TestSchedules(t *testing.T) {
+	at := time.Date(2026, 2, 27, 23, 59, 30, 0, time.UTC)
+	for text, expected := range map[string]string{
+		"@every 90s": "2026-02-28T00:01:00Z", "* * * * *": "2026-02-28T00:00:00Z", "@hourly": "2026-02-28T00:00:00Z",
+		"*/15 3 * * *": "2026-02-28T03:00:00Z", "5,7-9 * * * *": "2026-02-28T00:05:00Z", "0 0 29 2 *": "2028-02-29T00:00:00Z",
+		"0 12 1 * 1": "2026-03-01T12:00:00Z", "0 12 * * 7": "2026-03-01T12:00:00Z", "0 0 31 2 *": "0001-01-01T00:00:00Z",
+	} {
+		next, err := parseSchedule(text)
+		if err != nil {
+			t.Fatal(text, err)
+		}
+		testkit.Equal(t, text+" "+expected, text+" "+next(at).Format(time.RFC3339))
+	}
+	for _, text := range []string{"", "@every", "@every 1ms", "@every -5s", "* * * *", "60 * * * *", "*/0 * * * *", "5-3 * * * *", "a * * * *", ", * * * *", "+1 * * * *"} {
+		if _, err := parseSchedule(text); err == nil {
+			t.Fatal("accepted: " + text)
+		}
+	}
+}
+
+func FuzzLifecycle(f *testing.F) {
+	f.Add([]byte(`{"preStart":{"command":["a"]},"periodic":[{"name":"n","schedule":"*/5 1-3 * * 1,5","command":["b"]}]}`), "@every 5s")
+	f.Fuzz(func(t *testing.T, text []byte, when string) {
+		if parsed, err := ParseLifecycle(text); err == nil {
+			for _, each := range parsed.periodic {
+				if each.limit <= 0 || each.limit > periodicLimit || len(each.command) == 0 {
+					t.Fatalf("%+v", each)
+				}
+			}
+		}
+		if next, err := parseSchedule(when); err == nil {
+			now := time.Date(2026, 3, 1, 4, 5, 6, 0, time.UTC)
+			if tick := next(now); !tick.IsZero() && !tick.After(now) {
+				t.Fatalf("%q ticks at %s", when, tick)
+			}
+		}
+	})
+}

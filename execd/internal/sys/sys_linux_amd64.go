@@ -1,0 +1,6 @@
+package sys
+
+const (
+	sysRenameat2   = 316
+	sysMemfdCreate = 319
+)

@@ -1,0 +1,6 @@
+package sys
+
+const (
+	sysRenameat2   = 276
+	sysMemfdCreate = 279
+)

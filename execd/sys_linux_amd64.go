@@ -1,6 +1,0 @@
-package main
-
-const (
-	sysRenameat2   = 316
-	sysMemfdCreate = 319
-)

@@ -1,6 +1,0 @@
-package main
-
-const (
-	sysRenameat2   = 276
-	sysMemfdCreate = 279
-)
