@@ -121,9 +121,9 @@ func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 		events.Begin(rec.id)
 		if errors.Is(err, process.ErrNoShell) {
 			events.Text("stderr", []byte("execd: "+failure+"\n"))
-			return events.SendFailure("CommandExecError", strconv.Itoa(noShellExit), []string{"exit status " + strconv.Itoa(noShellExit)})
+			return events.Fail("CommandExecError", strconv.Itoa(noShellExit), []string{"exit status " + strconv.Itoa(noShellExit)})
 		}
-		return events.SendFailure("CommandExecError", failure, []string{failure})
+		return events.Fail("CommandExecError", failure, []string{failure})
 	}
 	c.records.add(rec)
 	go c.supervise(rec, p.timeout, nil)
@@ -146,13 +146,13 @@ func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 	events.PingUntil(drained)
 
 	if rec.exitCode == 0 {
-		return events.SendComplete(rec.finished.Sub(rec.started))
+		return events.Complete(rec.finished.Sub(rec.started))
 	}
 	value, traceback := strconv.Itoa(rec.exitCode), []string{rec.failure}
 	if rec.timedOut {
 		traceback = append(traceback, "timeout after "+p.timeout.String())
 	}
-	return events.SendFailure("CommandExecError", value, traceback)
+	return events.Fail("CommandExecError", value, traceback)
 }
 
 // background answers at once and leaves the command running.
@@ -172,10 +172,10 @@ func (c *Commands) background(w http.ResponseWriter, p *plan) error {
 	if err != nil {
 		failure := c.startFailed(rec, err).Failure
 		events.Begin(rec.id)
-		return events.SendFailure("CommandExecError", failure, []string{failure})
+		return events.Fail("CommandExecError", failure, []string{failure})
 	}
 	c.records.add(rec)
 	go c.supervise(rec, p.timeout, settle)
 	events.Begin(rec.id)
-	return events.SendComplete(0)
+	return events.Complete(0)
 }

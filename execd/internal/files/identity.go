@@ -66,9 +66,9 @@ type identityHelper struct {
 }
 
 // NewIdentities starts no helper yet.
-func NewIdentities(reaper *process.Reaper, accounts func() account.Accounts, log *log.Logger, program *process.Program) *Identities {
+func NewIdentities(reaper *process.Reaper, accounts func() account.Accounts, logger *log.Logger, program *process.Program) *Identities {
 	return &Identities{
-		reaper: reaper, accounts: accounts, log: log, program: program, idle: helperIdle, helpers: map[identity]*identityHelper{},
+		reaper: reaper, accounts: accounts, log: logger, program: program, idle: helperIdle, helpers: map[identity]*identityHelper{},
 	}
 }
 

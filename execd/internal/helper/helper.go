@@ -33,7 +33,7 @@ type Helper struct {
 }
 
 // New speaks to a process that serves on connections handed over by control.
-func New(child *process.Process, control *net.UnixConn, log *log.Logger) *Helper {
+func New(child *process.Process, control *net.UnixConn, logger *log.Logger) *Helper {
 	started := &Helper{Process: child, Control: control}
 	started.Idle = httpx.NewCarrier(&http.Transport{
 		DialContext:         func(context.Context, string, string) (net.Conn, error) { return handOver(control, handOverLimit) },
@@ -46,7 +46,7 @@ func New(child *process.Process, control *net.UnixConn, log *log.Logger) *Helper
 			r.Out.Header.Del(httpx.TokenHeader)
 		},
 		Transport: started.Idle,
-		ErrorLog:  log,
+		ErrorLog:  logger,
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) {
 			httpx.WriteError(w, httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "the helper of this identity ended"))
 		},

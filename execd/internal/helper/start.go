@@ -47,7 +47,7 @@ type Spec struct {
 }
 
 // Start returns a helper that serves.
-func Start(reaper *process.Reaper, program *process.Program, spec Spec, log *log.Logger) (*Helper, error) {
+func Start(reaper *process.Reaper, program *process.Program, spec Spec, logger *log.Logger) (*Helper, error) {
 	if program == nil {
 		return nil, errors.New("no process file system")
 	}
@@ -89,7 +89,7 @@ func Start(reaper *process.Reaper, program *process.Program, spec Spec, log *log
 		return nil, err
 	}
 	theirs.Close() // else its end would not be seen
-	started := New(child, control, log)
+	started := New(child, control, logger)
 	if err := await(control, syscall.Ucred{Pid: int32(child.Pid), Uid: spec.UID, Gid: spec.GID}); err != nil {
 		started.End()
 		return nil, err

@@ -142,7 +142,7 @@ func (i *Isolation) prepare() error {
 	return err
 }
 
-func (i *Isolation) make(request *request, plan *viewPlan) (*session, error) {
+func (i *Isolation) begin(request *request, plan *viewPlan) (*session, error) {
 	if !i.reserve() && (!i.makeRoom() || !i.reserve()) {
 		return nil, httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "too many isolated sessions")
 	}

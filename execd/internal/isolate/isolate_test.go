@@ -332,7 +332,7 @@ func TestAMountThatWasExchangedAfterItWasCheckedIsNotMade(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if made, err := f.isolation.make(request, plan); err == nil {
+			if made, err := f.isolation.begin(request, plan); err == nil {
 				f.isolation.remove(made.id)
 				t.Error(name + ", " + mode + ": a session was made")
 			}

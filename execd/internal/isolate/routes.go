@@ -36,7 +36,7 @@ func (i *Isolation) Route(method, path string) http.HandlerFunc {
 	case len(parts) == 2 && method == http.MethodGet:
 		return i.available(func(w http.ResponseWriter, _ *http.Request) { i.get(w, parts[1]) })
 	case len(parts) == 2 && method == http.MethodDelete:
-		return i.available(func(w http.ResponseWriter, _ *http.Request) { i.delete(w, parts[1]) })
+		return i.available(func(w http.ResponseWriter, _ *http.Request) { i.deleteSession(w, parts[1]) })
 	case len(parts) == 3 && (parts[2] == "diff" && method == http.MethodGet || parts[2] == "commit" && method == http.MethodPost):
 		return func(w http.ResponseWriter, _ *http.Request) {
 			httpx.WriteError(w, notSupported("diff and commit are not supported"))
@@ -134,7 +134,7 @@ func (i *Isolation) create(w http.ResponseWriter, r *http.Request) {
 	}
 	var made *session
 	if err == nil {
-		made, err = i.make(&request, plan)
+		made, err = i.begin(&request, plan)
 	}
 	if err != nil {
 		httpx.WriteError(w, err)
@@ -210,7 +210,7 @@ func (i *Isolation) get(w http.ResponseWriter, id string) {
 	httpx.WriteJSON(w, http.StatusOK, answer)
 }
 
-func (i *Isolation) delete(w http.ResponseWriter, id string) {
+func (i *Isolation) deleteSession(w http.ResponseWriter, id string) {
 	if !i.remove(id) {
 		httpx.WriteError(w, sessionNotFound(id))
 		return
@@ -242,5 +242,7 @@ func (s *session) broken(w http.ResponseWriter, r *http.Request, _ error) {
 	}
 	events := stream.New(w)
 	events.Begin(httpx.UUID())
-	events.Fail("IsolatedError", "session process has exited", []string{})
+	if events.Fail("IsolatedError", "session process has exited", []string{}) != nil {
+		panic(http.ErrAbortHandler)
+	}
 }

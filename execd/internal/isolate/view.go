@@ -52,7 +52,7 @@ func Run(parts Parts) int {
 
 // enter makes the view, enters it and keeps no more rights than its processes may have.
 func (p *viewPlan) enter() error {
-	if err := p.make(); err != nil {
+	if err := p.build(); err != nil {
 		return err
 	}
 	if err := sys.NoNewPrivileges(); err != nil {
@@ -73,7 +73,7 @@ func mount(source, target, kind string, flags uintptr, options string) error {
 }
 
 // make builds the view below the scratch directory and enters it.
-func (p *viewPlan) make() error {
+func (p *viewPlan) build() error {
 	if err := mount("", "/", "", syscall.MS_PRIVATE|syscall.MS_REC, ""); err != nil {
 		return err
 	}

@@ -119,7 +119,7 @@ func (c *Contexts) Routes() []httpx.Route {
 		{Method: "GET", Path: "/code/contexts", Handler: httpx.Always(c.list)},
 		{Method: "DELETE", Path: "/code/contexts", Handler: httpx.Always(c.deleteAll)},
 		{Method: "GET", Path: "/code/contexts/{}", Handler: c.get},
-		{Method: "DELETE", Path: "/code/contexts/{}", Handler: c.delete},
+		{Method: "DELETE", Path: "/code/contexts/{}", Handler: c.deleteContext},
 	}
 }
 
@@ -294,7 +294,7 @@ func (c *Contexts) get(id string) http.HandlerFunc {
 	}
 }
 
-func (c *Contexts) delete(id string) http.HandlerFunc {
+func (c *Contexts) deleteContext(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		found := c.find(id)
 		if found == nil {
@@ -507,14 +507,18 @@ func (c *Contexts) serve(ctx context.Context, w http.ResponseWriter, used *kerne
 	}()
 	events.PingUntil(done)
 	c.leave(used) // before the end of the stream, after which the next run may come
-	if errors.Is(err, errInterrupted) {
-		events.CodeError(interruptName, err.Error(), nil)
-	} else if err != nil {
+	if err != nil && !errors.Is(err, errInterrupted) {
 		c.drop(used)
-		events.Fail(httpx.CodeRuntime, err.Error(), []string{})
-		return
+		err = events.Fail(httpx.CodeRuntime, err.Error(), []string{})
+	} else {
+		if err != nil {
+			events.CodeError(interruptName, err.Error(), nil)
+		}
+		err = events.Complete(time.Since(began))
 	}
-	events.Complete(time.Since(began))
+	if err != nil {
+		panic(http.ErrAbortHandler) // a transfer that is cut off, not a stream without its end
+	}
 }
 
 // Reseed makes the kernels forget their random state: the idle ones now, and each other

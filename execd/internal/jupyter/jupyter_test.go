@@ -67,7 +67,7 @@ func followed(t *testing.T, script ...string) (kinds []string, err error) {
 		}
 		return []byte(line), nil
 	})
-	events.Complete(0)
+	_ = events.Complete(0)
 	for frame := range strings.SplitSeq(strings.TrimSpace(recorder.Body.String()), "\n\n") {
 		var event struct {
 			Type    string

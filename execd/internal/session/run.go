@@ -139,17 +139,26 @@ func (s *Sessions) Serve(w http.ResponseWriter, r *http.Request, in *Session, sp
 			events.Text("stdout", []byte("execd: "+err.Error()))
 		}
 	}
-	switch {
-	case timedOut:
-		events.Fail(cmp.Or(spec.Failure, commandFailure), "-1", []string{"timeout after " + spec.Limit.String()})
-	case status.Signaled():
-		events.Fail(commandFailure, "-1", []string{"signal: " + status.Signal().String()})
-	case status.ExitStatus() != 0:
-		code := strconv.Itoa(status.ExitStatus())
-		events.Fail(commandFailure, code, []string{"exit status " + code})
-	default:
-		events.Complete(time.Since(began))
+	if timedOut {
+		err = events.Fail(cmp.Or(spec.Failure, commandFailure), "-1", []string{"timeout after " + spec.Limit.String()})
+	} else {
+		err = sendStatus(events, status, time.Since(began))
 	}
+	if err != nil {
+		panic(http.ErrAbortHandler) // a transfer that is cut off, not a stream without its end
+	}
+}
+
+// sendStatus sends the terminal event of a run that ended within its time.
+func sendStatus(events *stream.Stream, status syscall.WaitStatus, elapsed time.Duration) error {
+	if status.Signaled() {
+		return events.Fail(commandFailure, "-1", []string{"signal: " + status.Signal().String()})
+	}
+	if status.ExitStatus() != 0 {
+		code := strconv.Itoa(status.ExitStatus())
+		return events.Fail(commandFailure, code, []string{"exit status " + code})
+	}
+	return events.Complete(elapsed)
 }
 
 // start forks the shell of a run.

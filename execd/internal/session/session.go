@@ -63,7 +63,7 @@ func (s *Sessions) Routes() []httpx.Route {
 	return []httpx.Route{
 		{Method: "POST", Path: "/session", Handler: httpx.Always(s.create)},
 		{Method: "POST", Path: "/session/{}/run", Handler: s.run},
-		{Method: "DELETE", Path: "/session/{}", Handler: s.delete},
+		{Method: "DELETE", Path: "/session/{}", Handler: s.deleteSession},
 	}
 }
 
@@ -133,7 +133,7 @@ func (s *Sessions) find(id string) *Session {
 	return s.byID[id]
 }
 
-func (s *Sessions) delete(id string) http.HandlerFunc {
+func (s *Sessions) deleteSession(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		if !s.end(id) {
 			httpx.WriteError(w, httpx.NewProblem(http.StatusNotFound, httpx.CodeContextNotFound, "session "+id+" not found"))

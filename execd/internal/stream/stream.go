@@ -154,25 +154,9 @@ func (s *Stream) Flush() {
 	}
 }
 
-// Complete is SendComplete for a handler that ends with it. A terminal event that is not
-// delivered aborts the handler.
-func (s *Stream) Complete(elapsed time.Duration) {
-	if s.SendComplete(elapsed) != nil {
-		panic(http.ErrAbortHandler)
-	}
-}
-
-// Fail is SendFailure for a handler that ends with it. A terminal event that is not
-// delivered aborts the handler.
-func (s *Stream) Fail(name, value string, traceback []string) {
-	if s.SendFailure(name, value, traceback) != nil {
-		panic(http.ErrAbortHandler)
-	}
-}
-
-// SendComplete sends the terminal event of success. After an error the handler must abort
+// Complete sends the terminal event of success. After an error the handler must abort
 // the connection, so that the transfer looks broken.
-func (s *Stream) SendComplete(elapsed time.Duration) error {
+func (s *Stream) Complete(elapsed time.Duration) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	s.buffer = appendHead(s.buffer, "execution_complete", "")
@@ -183,8 +167,8 @@ func (s *Stream) SendComplete(elapsed time.Duration) error {
 	return s.end()
 }
 
-// SendFailure sends the terminal event of failure; its error is that of SendComplete.
-func (s *Stream) SendFailure(name, value string, traceback []string) error {
+// Fail sends the terminal event of failure; its error is that of Complete.
+func (s *Stream) Fail(name, value string, traceback []string) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	s.buffer = appendError(s.buffer, name, value, traceback)

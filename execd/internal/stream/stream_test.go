@@ -76,7 +76,7 @@ func FuzzStreamFraming(f *testing.F) {
 		}
 		lines.flush()
 		stream.Result(map[string]string{name: string(output)})
-		stream.Fail(name, string(output), []string{name})
+		_ = stream.Fail(name, string(output), []string{name})
 		stream.Text("stdout", []byte("after the end"))
 		stream.Flush()
 		var shown strings.Builder

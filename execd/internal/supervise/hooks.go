@@ -155,8 +155,8 @@ type Hooks struct {
 }
 
 // NewHooks runs none yet.
-func NewHooks(reaper *process.Reaper, env *environ.Environment, log *log.Logger) *Hooks {
-	return &Hooks{reaper: reaper, env: env, log: log}
+func NewHooks(reaper *process.Reaper, env *environ.Environment, logger *log.Logger) *Hooks {
+	return &Hooks{reaper: reaper, env: env, log: logger}
 }
 
 // Begin runs preStart to its end and starts the periodic hooks in place of those before.

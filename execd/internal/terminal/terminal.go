@@ -42,7 +42,7 @@ func (t *Terminals) Routes() []httpx.Route {
 	return []httpx.Route{
 		{Method: "POST", Path: "/pty", Handler: httpx.Always(t.create)},
 		{Method: "GET", Path: "/pty/{}", Handler: t.status},
-		{Method: "DELETE", Path: "/pty/{}", Handler: t.delete},
+		{Method: "DELETE", Path: "/pty/{}", Handler: t.deleteTerminal},
 		{Method: "GET", Path: "/pty/{}/ws", Handler: t.attach},
 	}
 }
@@ -114,7 +114,7 @@ func (t *Terminals) status(id string) http.HandlerFunc {
 	}
 }
 
-func (t *Terminals) delete(id string) http.HandlerFunc {
+func (t *Terminals) deleteTerminal(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		found, err := t.find(id)
 		if err != nil {
