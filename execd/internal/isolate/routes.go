@@ -120,22 +120,7 @@ func sessionNotFound(id string) *httpx.Problem {
 }
 
 func (i *Isolation) create(w http.ResponseWriter, r *http.Request) {
-	var request request
-	err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request)
-	var plan *viewPlan
-	if err == nil {
-		plan, err = request.plan(i.root)
-	}
-	if err == nil {
-		err = request.identity(plan, i.launcher)
-	}
-	if err == nil {
-		plan.Env, err = request.environment(i.launcher.Env.ForCommand(nil))
-	}
-	var made *session
-	if err == nil {
-		made, err = i.begin(&request, plan)
-	}
+	made, err := i.createFrom(w, r)
 	if err != nil {
 		httpx.WriteError(w, err)
 		return
@@ -143,6 +128,25 @@ func (i *Isolation) create(w http.ResponseWriter, r *http.Request) {
 	answer := made.echo()
 	answer["session_id"], answer["created_at"] = made.id, made.created
 	httpx.WriteJSON(w, http.StatusCreated, answer)
+}
+
+// createFrom makes the session that the body of a request describes.
+func (i *Isolation) createFrom(w http.ResponseWriter, r *http.Request) (*session, error) {
+	var request request
+	if err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request); err != nil {
+		return nil, err
+	}
+	plan, err := request.plan(i.root)
+	if err != nil {
+		return nil, err
+	}
+	if err := request.identity(plan, i.launcher); err != nil {
+		return nil, err
+	}
+	if plan.Env, err = request.environment(i.launcher.Env.ForCommand(nil)); err != nil {
+		return nil, err
+	}
+	return i.begin(&request, plan)
 }
 
 // echo is the request as it was taken.

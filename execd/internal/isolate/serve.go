@@ -138,15 +138,16 @@ func (r *runRequest) check() (*Task, error) {
 
 func (i *inside) run(w http.ResponseWriter, r *http.Request) {
 	var request runRequest
-	err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request)
-	var run *Task
-	if err == nil {
-		run, err = request.check()
+	if err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request); err != nil {
+		httpx.WriteError(w, err)
+		return
 	}
-	if err == nil {
-		err = i.shell.Enter(r)
-	}
+	run, err := request.check()
 	if err != nil {
+		httpx.WriteError(w, err)
+		return
+	}
+	if err := i.shell.Enter(r); err != nil {
 		httpx.WriteError(w, err)
 		return
 	}

@@ -134,14 +134,13 @@ func (p *viewPlan) privateTmp(root string) error {
 // mount would not do: gVisor lets the mode of what is there be changed all the same.
 func (p *viewPlan) privateDevices(root string) error {
 	scratch := filepath.Join(p.Scratch, "dev")
-	err := os.Mkdir(scratch, 0o700)
-	if err == nil {
-		err = mount("tmpfs", scratch, "tmpfs", syscall.MS_NOSUID, "mode=700")
+	if err := os.Mkdir(scratch, 0o700); err != nil {
+		return err
 	}
-	if err == nil {
-		err = layer("/dev", root+"/dev", scratch, syscall.MS_NOSUID|syscall.MS_NOEXEC)
+	if err := mount("tmpfs", scratch, "tmpfs", syscall.MS_NOSUID, "mode=700"); err != nil {
+		return err
 	}
-	if err != nil {
+	if err := layer("/dev", root+"/dev", scratch, syscall.MS_NOSUID|syscall.MS_NOEXEC); err != nil {
 		return err
 	}
 	for _, own := range []struct{ place, kind, options string }{

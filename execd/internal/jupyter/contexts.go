@@ -124,33 +124,37 @@ func (c *Contexts) Routes() []httpx.Route {
 }
 
 func (c *Contexts) create(w http.ResponseWriter, r *http.Request) {
-	var request struct {
-		Language *string `json:"language"`
-		Cwd      *string `json:"cwd"`
-	}
-	err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request)
-	if err == nil && (request.Language == nil || !languages[*request.Language]) {
-		name := ""
-		if request.Language != nil {
-			name = *request.Language
-		}
-		err = unknownLanguage(name)
-	}
-	directory := ""
-	if err == nil && request.Cwd != nil && *request.Cwd != "" {
-		if directory, err = c.launcher.NewDirectory(*request.Cwd); err != nil {
-			err = httpx.BadRequest(err.Error())
-		}
-	}
-	var made *kernelContext
-	if err == nil {
-		made, err = c.begin(r.Context(), *request.Language, directory, nil)
-	}
+	made, err := c.createFrom(w, r)
 	if err != nil {
 		httpx.WriteError(w, err)
 		return
 	}
 	httpx.WriteJSON(w, http.StatusOK, made)
+}
+
+// createFrom makes the context that the body of a request describes.
+func (c *Contexts) createFrom(w http.ResponseWriter, r *http.Request) (*kernelContext, error) {
+	var request struct {
+		Language *string `json:"language"`
+		Cwd      *string `json:"cwd"`
+	}
+	if err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request); err != nil {
+		return nil, err
+	}
+	if request.Language == nil {
+		return nil, unknownLanguage("")
+	}
+	if !languages[*request.Language] {
+		return nil, unknownLanguage(*request.Language)
+	}
+	directory := ""
+	if request.Cwd != nil && *request.Cwd != "" {
+		var err error
+		if directory, err = c.launcher.NewDirectory(*request.Cwd); err != nil {
+			return nil, httpx.BadRequest(err.Error())
+		}
+	}
+	return c.begin(r.Context(), *request.Language, directory, nil)
 }
 
 // begin starts a kernel and takes its context up, for a default context or for none (nil).
@@ -425,12 +429,12 @@ func (r *codeRequest) where() (id, language string) {
 
 func (c *Contexts) run(w http.ResponseWriter, r *http.Request) {
 	var request codeRequest
-	err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request)
-	if err == nil && (request.Code == nil || strings.TrimSpace(*request.Code) == "") {
-		err = httpx.BadRequest("code must not be empty")
-	}
-	if err != nil {
+	if err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request); err != nil {
 		httpx.WriteError(w, err)
+		return
+	}
+	if request.Code == nil || strings.TrimSpace(*request.Code) == "" {
+		httpx.WriteError(w, httpx.BadRequest("code must not be empty"))
 		return
 	}
 	id, language := request.where()
@@ -443,13 +447,14 @@ func (c *Contexts) run(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	used, err := c.choose(r, id, language)
+	if err != nil {
+		httpx.WriteError(w, err)
+		return
+	}
 	ctx, stop := context.WithTimeout(context.Background(), interpreterRun)
 	defer stop()
 	run := newCodeRun(stop)
-	if err == nil {
-		err = c.enter(used, run)
-	}
-	if err != nil {
+	if err := c.enter(used, run); err != nil {
 		httpx.WriteError(w, err)
 		return
 	}

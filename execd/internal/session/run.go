@@ -49,19 +49,21 @@ const commandFailure = "CommandExecError"
 func (s *Sessions) run(id string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		var request runRequest
-		err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request)
-		var spec *Run
-		if err == nil {
-			spec, err = request.check()
+		if err := httpx.DecodeJSON(w, r, httpx.CommandBodyLimit, &request); err != nil {
+			httpx.WriteError(w, err)
+			return
+		}
+		spec, err := request.check()
+		if err != nil {
+			httpx.WriteError(w, err)
+			return
 		}
 		found := s.find(id)
-		if err == nil && found == nil {
-			err = httpx.ContextNotFound(id)
+		if found == nil {
+			httpx.WriteError(w, httpx.ContextNotFound(id))
+			return
 		}
-		if err == nil {
-			err = s.Enter(r, found)
-		}
-		if err != nil {
+		if err := s.Enter(r, found); err != nil {
 			httpx.WriteError(w, err)
 			return
 		}
