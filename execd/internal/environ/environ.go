@@ -140,7 +140,7 @@ func (e *Environment) ForCommand(request map[string]*string) map[string]string {
 	return merged
 }
 
-// stored reads the EXECD_ENVS file, the one that children are told of; without a name there is none.
+// stored reads the EXECD_ENVS file at the path that children see; without a path there is none.
 func (e *Environment) stored(path string) []envEntry {
 	if path == "" {
 		return nil
@@ -179,8 +179,12 @@ func (e *Environment) RestoreFile() error {
 	if data, more, problem := readEnvFile(path); !more && problem == "" && bytes.Equal(data, original) {
 		return nil
 	}
-	_ = os.Remove(path) // a link, or another kind of file; a mount cannot be removed, and is written to
-	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o644)
+	// A new file, so that nothing is written through a link. Only a mount cannot be removed.
+	flags := os.O_CREATE | os.O_EXCL
+	if err := os.Remove(path); err != nil && !absent(err) {
+		flags = os.O_TRUNC
+	}
+	file, err := os.OpenFile(path, flags|os.O_WRONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o644)
 	if err != nil {
 		return err
 	}
@@ -204,18 +208,12 @@ type undefinedRule func(reference string) string
 func dropUndefined(string) string { return "" }
 
 // KeepUndefined leaves a reference to an undefined variable as it is.
-
-// KeepUndefined leaves a reference to an undefined variable as it is.
 func KeepUndefined(reference string) string { return reference }
 
 func isNameStart(c byte) bool { return c == '_' || c|0x20 >= 'a' && c|0x20 <= 'z' }
 
 // IsNameByte tells whether a byte may be in the name of a variable.
-
-// IsNameByte tells whether a byte may be in the name of a variable.
 func IsNameByte(c byte) bool { return isNameStart(c) || c >= '0' && c <= '9' }
-
-// LookupIn looks variables up in a map.
 
 // LookupIn looks variables up in a map.
 func LookupIn(m map[string]string) lookupFunc {

@@ -39,8 +39,6 @@ type insideShell struct {
 func (s insideShell) Enter(r *http.Request) error { return s.sessions.Enter(r, s.session) }
 
 // Leave gives the turn to the next run.
-
-// Leave gives the turn to the next run.
 func (s insideShell) Leave() { s.sessions.Leave(s.session) }
 
 // Serve carries a run out.
