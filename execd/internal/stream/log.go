@@ -401,6 +401,7 @@ func (l *Log) Serve(w http.ResponseWriter, r *http.Request, running func() bool,
 	}
 	w.Header().Set("Content-Length", strconv.FormatInt(end-begin, 10))
 	w.WriteHeader(http.StatusOK)
+	_ = http.NewResponseController(w).Flush() // output may be dropped before its first byte is read: then too there was an answer
 	if l.copyTo(w, begin, end) != nil {
 		panic(http.ErrAbortHandler) // a transfer that is cut off, not a short page
 	}
