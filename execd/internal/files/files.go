@@ -72,7 +72,7 @@ func (f *Files) Route(method, path string) http.HandlerFunc {
 	case "GET /files/info":
 		return f.info
 	case "GET /files/search":
-		return f.search
+		return f.walking(f.searchOf)
 	case "GET /files/download":
 		return f.download
 	case "POST /files/upload":
@@ -86,7 +86,7 @@ func (f *Files) Route(method, path string) http.HandlerFunc {
 	case "DELETE /files":
 		return f.remove
 	case "GET /directories/list":
-		return f.list
+		return f.walking(f.listOf)
 	case "POST /directories":
 		return f.makeDirectories
 	case "DELETE /directories":

@@ -159,14 +159,18 @@ func listable(root string) error {
 	return directory.Close()
 }
 
-func (f *Files) search(w http.ResponseWriter, r *http.Request) {
-	found, err := f.searchOf(r)
-	if err != nil {
-		httpx.WriteError(w, err)
-		return
-	}
-	if err := f.stream(w, found); err != nil {
-		panic(http.ErrAbortHandler)
+// walking answers with the entries of a walk that a request describes. A list that cannot be
+// sent whole aborts the connection.
+func (f *Files) walking(of func(r *http.Request) (*walk, error)) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		walked, err := of(r)
+		if err != nil {
+			httpx.WriteError(w, err)
+			return
+		}
+		if err := f.stream(w, walked); err != nil {
+			panic(http.ErrAbortHandler)
+		}
 	}
 }
 
@@ -198,17 +202,6 @@ func (f *Files) searchOf(r *http.Request) (*walk, error) {
 		return nil, err
 	}
 	return f.newWalk(r.Context(), root, -1, func(name string, directory bool) bool { return !directory && glob.Match(name) }), nil
-}
-
-func (f *Files) list(w http.ResponseWriter, r *http.Request) {
-	listed, err := f.listOf(r)
-	if err != nil {
-		httpx.WriteError(w, err)
-		return
-	}
-	if err := f.stream(w, listed); err != nil {
-		panic(http.ErrAbortHandler)
-	}
 }
 
 func (f *Files) listOf(r *http.Request) (*walk, error) {

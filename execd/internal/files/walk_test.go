@@ -151,7 +151,7 @@ func TestAPartialListIsAborted(t *testing.T) {
 	for i := range 1000 { // more than the answer holds before it is sent
 		testkit.Equal(t, nil, os.WriteFile(filepath.Join(root, strconv.Itoa(i)), nil, 0o600))
 	}
-	for path, handler := range map[string]http.HandlerFunc{"/directories/list": f.files.list, "/files/search": f.files.search} {
+	for path, handler := range map[string]http.HandlerFunc{"/directories/list": f.files.walking(f.files.listOf), "/files/search": f.files.walking(f.files.searchOf)} {
 		testkit.AbortedOnlyIfBroken(t, path, func(w http.ResponseWriter) {
 			handler(w, httptest.NewRequest("GET", path+"?path="+root, nil))
 		})
