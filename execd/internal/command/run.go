@@ -50,7 +50,7 @@ func (c *Commands) start(p *plan, stdout, stderr uintptr) (*process.Process, err
 	}
 	defer null.Close()
 	spec.Files = [3]uintptr{null.Fd(), stdout, stderr}
-	if p.identity != nil { // whoever runs may open /dev/stdout
+	if p.identity != nil { // the command may open /dev/stdout
 		for _, end := range [...]uintptr{stdout, stderr} {
 			_ = syscall.Fchown(int(end), int(p.identity.Uid), -1)
 		}

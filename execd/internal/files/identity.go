@@ -259,7 +259,7 @@ func (i *Identities) EndAll() {
 
 var errGroups = errors.New("not permitted to change groups")
 
-// identityPlan is what a helper is told.
+// identityPlan is what the daemon sends to a helper.
 type identityPlan struct {
 	UID, GID uint32
 	Groups   []uint32

@@ -6,7 +6,7 @@ package files
 //   - Readers see the old content or the new, never a part: write beside, rename.
 //   - Where the directory or a mount forbids that, an existing file is written in place
 //     (overwrite.go). In both cases the new content is complete before the old is touched.
-//   - An existing file keeps owner, mode, ACL and the user's attributes unless told otherwise; a
+//   - An existing file keeps owner, mode, ACL and the user's attributes unless the request names others; a
 //     link is followed to its target if the kernel follows it; only regular files are replaced.
 //   - Other names of the same file (hard links) keep the old content, unless it is written in place.
 //   - Content is streamed to the target's own directory. Only what is to be written in place
@@ -140,7 +140,7 @@ func named(path string, err error) error {
 	return err
 }
 
-// settle gives a new file its owner and mode before anybody can see it.
+// settle gives a new file its owner and mode before it has a visible name.
 func (f *Files) settle(file *os.File, target string, existing fs.FileInfo, wanted checked) error {
 	mode := uint32(0o777 &^ f.umask)
 	if existing != nil {

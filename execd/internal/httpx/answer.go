@@ -123,7 +123,7 @@ func NotFound(w http.ResponseWriter) {
 	_, _ = io.WriteString(w, "404 page not found")
 }
 
-// BoundBody begins the time of a body that nobody may ever read: the server itself
+// BoundBody starts the time limit of a body, also of one that no handler reads: the server itself
 // waits for the rest of it before it sends an answer.
 func BoundBody(w http.ResponseWriter, r *http.Request) {
 	if r.ContentLength != 0 {

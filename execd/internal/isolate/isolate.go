@@ -58,14 +58,14 @@ type Isolation struct {
 	starting int
 }
 
-// session is one session; what follows told is guarded by the mutex of Isolation.
+// session is one session; the mutex of Isolation guards the fields after told.
 type session struct {
 	id      string
 	request *request
 	created time.Time
 	scratch string
 	helper  *helper.Helper
-	told    chan struct{} // closed when its processes have ended and all is known about its runs
+	told    chan struct{} // closed when its processes have ended and its runs have their final state
 
 	used    time.Time                 // the last begin or end of a request or a run
 	ran     time.Time                 // of a run

@@ -13,7 +13,7 @@ package isolate
 //     its runs, until its client removes it or its time is over.
 //   - Runs and their output are bounded: a session in its runs, all sessions together in bytes
 //     and files; sessions that have died also in time, and they make room for new ones.
-//   - A run that a client was told of is known.
+//   - The daemon knows a run before its client gets the answer.
 
 import (
 	"net/http"

@@ -8,7 +8,7 @@ package isolate
 //     it ends, and everything in the session with it.
 //   - Runs are those of a bash session: serialised, the state kept exactly. A background
 //     run begins with the state of the moment and leaves it alone.
-//   - The daemon is told of the begin and the end of each background run, and has its output.
+//   - The session reports the begin and the end of each background run to the daemon, which keeps its output.
 //   - Files are served from the view with the session's identity.
 
 import (
@@ -159,7 +159,7 @@ func (i *inside) run(w http.ResponseWriter, r *http.Request) {
 	i.shell.Serve(w, r, run)
 }
 
-// background starts a run that nobody waits for; the caller has the turn, which ends here.
+// background starts a run without waiting for its end; the caller holds the turn and loses it here.
 func (i *inside) background(w http.ResponseWriter, run *Task) {
 	started, err := i.startBackground(run)
 	i.shell.Leave()

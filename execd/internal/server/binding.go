@@ -6,14 +6,14 @@ package server
 //
 // Invariants
 //   - The route exists only if the daemon was started with --runtime-init, or restored.
-//     While a token is known, only who has it may bind again. Without one only who has the
+//     While a token is known, only its holder may bind again. Without one only who has the
 //     launch's secret may, and where there is no launch file, the first caller.
 //   - Until the first init has succeeded nothing but /ping, /ready and the init answers.
 //   - Each request looks first whether this is still the launch that all is bound to. After
 //     a restore it is not: no former token counts, connections from before are closed, and
 //     all is as before the first init.
 //   - Identity, token and variables change together; from then on no former token counts.
-//   - Unless runtime state is preserved, an init serves nobody until all that earlier callers
+//   - Unless runtime state is preserved, an init serves no request until all that earlier callers
 //     left has ended: their requests, hooks, commands with their records and output, sessions,
 //     terminals, isolated sessions, kernels, helpers, and what they put into the EXECD_ENVS
 //     file. What cannot be ended in time fails the init.
@@ -220,7 +220,7 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		httpx.WriteError(w, unauthorized)
 		return
 	}
-	if !s.binding.under.TryLock() { // its preStart may take hours: nobody waits for that
+	if !s.binding.under.TryLock() { // its preStart may take hours: no request waits for that
 		httpx.WriteError(w, httpx.NewProblem(http.StatusConflict, httpx.CodeRuntime, "another init is under way"))
 		return
 	}

@@ -208,9 +208,6 @@ func TestAnInitTakesBackWhatWasPutIntoTheEnvironmentFile(t *testing.T) {
 }
 
 func TestAnInitEndsHelpersOfIdentities(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("needs root")
-	}
 	f := newFormer(t)
 	helpers := func() (pids []int) {
 		for pid, line := range testhost.Children(t) {

@@ -211,7 +211,7 @@ func (a *attachment) write(ctx context.Context) {
 				return
 			}
 		case exited:
-			a.leave() // whoever hears of the end may come again at once
+			a.leave() // a client that sees the end may connect again at once
 			if a.send(ctx, map[string]any{"type": "exit", "exit_code": code}) == nil {
 				_ = a.socket.Close(websocket.StatusNormalClosure, "process exited")
 			}
