@@ -33,6 +33,20 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that selects every test."""
+    parser.addoption("--all", action="store_true", dest="every_test", help="also run the tests marked `extended`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what runs with --all only."""
+    if config.getoption("every_test"):
+        return
+    extended = [item for item in items if item.get_closest_marker("extended")]
+    config.hook.pytest_deselected(items=extended)
+    items[:] = [item for item in items if not item.get_closest_marker("extended")]
+
+
 @pytest.fixture(scope="session", name="values")
 def _values() -> Secrets:
     return Secrets(
