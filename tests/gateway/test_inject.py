@@ -49,3 +49,29 @@ def test_two_plans_for_one_slot_are_an_error():
 def test_there_is_exactly_one_value_in_the_slot(headers):
     result = inject(headers, [("X-Key", "secret")])
     assert [b"secret"] == [value for name, value in result if slot(name) == "x-key"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Host", "Connection", "Content-Length", "Transfer-Encoding", "Upgrade", "TE", "Trailer", "Expect"),
+        *("Keep-Alive", "Proxy-Authorization", "Proxy-Connection", "Proxy-Authenticate"),
+        *("Content-Encoding", "Content-Type", "Accept-Encoding", "Range", "If-Range"),
+        *("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto"),
+    ],
+)
+def test_no_header_of_the_connection_takes_a_secret(name):
+    """In any case, and with `_` for `-`."""
+    for spelling in (name, name.lower(), name.upper(), name.replace("-", "_")):
+        with pytest.raises(InjectionError):
+            inject((), [(spelling, "secret")])
+
+
+def test_a_value_has_no_control_character_but_the_tab():
+    for octet in range(0x100):
+        value = f"a{chr(octet)}b"
+        if (octet < 0x20 and octet != 0x09) or octet == 0x7F:
+            with pytest.raises(InjectionError):
+                inject((), [("X-Key", value)])
+        else:
+            assert ((b"X-Key", value.encode()),) == inject((), [("X-Key", value)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.addresses import AddressClass, classify, dialable
+from policy.addresses import AddressClass, classify, dialable, faces
 
 C = AddressClass
 
@@ -100,6 +100,10 @@ EXCEPTIONS = {
     "NAT64 alone does not open what it wraps": ("64:ff9b::10.0.0.1", ("64:ff9b::/96",), C.PRIVATE),
     "NAT64 opens wrapped public addresses": ("64:ff9b::93.184.216.34", ("64:ff9b::/96",), None),
     "NAT64 and the inner range": ("64:ff9b::10.0.0.1", ("64:ff9b::/96", "10.0.0.0/8"), None),
+    "the prefix of an ISATAP address": ("2606:2800::5efe:93.184.216.34", ("2606:2800::/64",), None),
+    "the prefix and the inner range": ("2606:2800::5efe:10.0.0.1", ("2606:2800::/64", "10.0.0.0/8"), None),
+    "the prefix without the inner range": ("2606:2800::5efe:10.0.0.1", ("2606:2800::/64",), C.PRIVATE),
+    "more than the prefix": ("2606:2800::5efe:93.184.216.34", ("2606:2800::/63",), C.TRANSLATED),
     "a scope is never excepted": ("fe80::1%eth0", ("fe80::/10",), C.LINK_LOCAL),
 }
 
@@ -155,3 +159,132 @@ def test_the_documentation_ranges_are_not_dialable_and_the_rigs_are() -> None:
     for network in ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24"):
         assert all(dialable(address) is C.DOCUMENTATION for address in IPv4Network(network))
     assert all(dialable(address) is None for address in IPv4Network("93.184.216.0/24"))
+
+
+# Of each network: the class just below it, at its first address, in its middle, at its last address, just above it.
+EDGES = {
+    "0.0.0.0/32": (None, C.UNSPECIFIED, C.UNSPECIFIED, C.UNSPECIFIED, C.RESERVED),
+    "0.0.0.0/8": (None, C.UNSPECIFIED, C.RESERVED, C.RESERVED, C.PUBLIC),
+    "10.0.0.0/8": (C.PUBLIC, C.PRIVATE, C.PRIVATE, C.PRIVATE, C.PUBLIC),
+    "100.64.0.0/10": (C.PUBLIC, C.SHARED, C.SHARED, C.SHARED, C.PUBLIC),
+    "100.100.100.200/32": (C.SHARED, C.METADATA, C.METADATA, C.METADATA, C.SHARED),
+    "127.0.0.0/8": (C.PUBLIC, C.LOOPBACK, C.LOOPBACK, C.LOOPBACK, C.PUBLIC),
+    "168.63.129.16/32": (C.PUBLIC, C.METADATA, C.METADATA, C.METADATA, C.PUBLIC),
+    "169.254.0.0/16": (C.PUBLIC, C.LINK_LOCAL, C.LINK_LOCAL, C.LINK_LOCAL, C.PUBLIC),
+    "169.254.169.253/32": (C.LINK_LOCAL, C.METADATA, C.METADATA, C.METADATA, C.METADATA),
+    "169.254.169.254/32": (C.METADATA, C.METADATA, C.METADATA, C.METADATA, C.LINK_LOCAL),
+    "169.254.170.2/32": (C.LINK_LOCAL, C.METADATA, C.METADATA, C.METADATA, C.LINK_LOCAL),
+    "169.254.170.23/32": (C.LINK_LOCAL, C.METADATA, C.METADATA, C.METADATA, C.LINK_LOCAL),
+    "172.16.0.0/12": (C.PUBLIC, C.PRIVATE, C.PRIVATE, C.PRIVATE, C.PUBLIC),
+    "192.0.0.0/24": (C.PUBLIC, C.RESERVED, C.RESERVED, C.RESERVED, C.PUBLIC),
+    "192.0.0.192/32": (C.RESERVED, C.METADATA, C.METADATA, C.METADATA, C.RESERVED),
+    "192.0.2.0/24": (C.PUBLIC, C.DOCUMENTATION, C.DOCUMENTATION, C.DOCUMENTATION, C.PUBLIC),
+    "192.88.99.0/24": (C.PUBLIC, C.RESERVED, C.RESERVED, C.RESERVED, C.PUBLIC),
+    "192.168.0.0/16": (C.PUBLIC, C.PRIVATE, C.PRIVATE, C.PRIVATE, C.PUBLIC),
+    "198.18.0.0/15": (C.PUBLIC, C.RESERVED, C.RESERVED, C.RESERVED, C.PUBLIC),
+    "198.51.100.0/24": (C.PUBLIC, C.DOCUMENTATION, C.DOCUMENTATION, C.DOCUMENTATION, C.PUBLIC),
+    "203.0.113.0/24": (C.PUBLIC, C.DOCUMENTATION, C.DOCUMENTATION, C.DOCUMENTATION, C.PUBLIC),
+    "224.0.0.0/4": (C.PUBLIC, C.MULTICAST, C.MULTICAST, C.MULTICAST, C.RESERVED),
+    "240.0.0.0/4": (C.MULTICAST, C.RESERVED, C.RESERVED, C.MULTICAST, None),
+    "255.255.255.255/32": (C.RESERVED, C.MULTICAST, C.MULTICAST, C.MULTICAST, None),
+    "::/128": (None, C.UNSPECIFIED, C.UNSPECIFIED, C.UNSPECIFIED, C.LOOPBACK),
+    "::1/128": (C.UNSPECIFIED, C.LOOPBACK, C.LOOPBACK, C.LOOPBACK, C.RESERVED),
+    "64:ff9b:1::/48": (C.RESERVED, C.TRANSLATED, C.TRANSLATED, C.TRANSLATED, C.RESERVED),
+    "2000::/3": (C.RESERVED, C.PUBLIC, C.PUBLIC, C.PUBLIC, C.RESERVED),
+    "2001::/23": (C.PUBLIC, C.MULTICAST, C.RESERVED, C.RESERVED, C.PUBLIC),
+    "2001:db8::/32": (C.PUBLIC, C.DOCUMENTATION, C.DOCUMENTATION, C.DOCUMENTATION, C.PUBLIC),
+    "3fff::/20": (C.PUBLIC, C.DOCUMENTATION, C.DOCUMENTATION, C.DOCUMENTATION, C.PUBLIC),
+    "fc00::/7": (C.RESERVED, C.PRIVATE, C.PRIVATE, C.PRIVATE, C.RESERVED),
+    "fd00:ec2::254/128": (C.METADATA, C.METADATA, C.METADATA, C.METADATA, C.PRIVATE),
+    "fd00:ec2::23/128": (C.PRIVATE, C.METADATA, C.METADATA, C.METADATA, C.PRIVATE),
+    "fd00:ec2::253/128": (C.PRIVATE, C.METADATA, C.METADATA, C.METADATA, C.METADATA),
+    "fd20:ce::254/128": (C.PRIVATE, C.METADATA, C.METADATA, C.METADATA, C.PRIVATE),
+    "fe80::/10": (C.RESERVED, C.LINK_LOCAL, C.LINK_LOCAL, C.LINK_LOCAL, C.PRIVATE),
+    "fec0::/10": (C.LINK_LOCAL, C.PRIVATE, C.PRIVATE, C.PRIVATE, C.MULTICAST),
+    "ff00::/8": (C.PRIVATE, C.MULTICAST, C.MULTICAST, C.MULTICAST, None),
+    # the wrappings; an edge of theirs wraps 0.0.0.0 or 255.255.255.255, the middle 128.0.0.0
+    "::/96": (None, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.RESERVED),
+    "::ffff:0:0/96": (C.RESERVED, C.UNSPECIFIED, C.PUBLIC, C.MULTICAST, C.RESERVED),
+    "::ffff:0:0:0/96": (C.RESERVED, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.RESERVED),
+    "64:ff9b::/96": (C.RESERVED, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.RESERVED),
+    "2002::/16": (C.PUBLIC, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.PUBLIC),
+    "2001::/32": (C.PUBLIC, C.MULTICAST, C.MULTICAST, C.UNSPECIFIED, C.RESERVED),
+    "2606:2800::5efe:0:0/96": (C.PUBLIC, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.PUBLIC),
+    "2606:2800::200:5efe:0:0/96": (C.PUBLIC, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.PUBLIC),
+}
+
+
+@pytest.mark.parametrize("text", EDGES)
+def test_each_network_begins_and_ends_where_the_table_says(text: str) -> None:
+    """Its first address, its middle, its last one, and both neighbours."""
+    network = ip_network(text)
+    first, last = int(network.network_address), int(network.broadcast_address)
+    make = type(network.network_address)
+    numbers = (first - 1, first, first + (last - first + 1) // 2, last, last + 1)
+    whole = range(1 << network.max_prefixlen)
+
+    assert EDGES[text] == tuple(classify(make(number)) if number in whole else None for number in numbers)
+
+
+NEVER = {C.UNSPECIFIED, C.MULTICAST, C.PUBLIC}
+
+
+@pytest.mark.parametrize("text", [text for text in EDGES if EDGES[text][2] not in NEVER and "5efe" not in text])
+def test_an_exception_opens_a_network_at_its_full_width_and_no_wider_one_does(text: str) -> None:
+    """Judged in the middle of the network."""
+    network = ip_network(text)
+    middle = network[network.num_addresses // 2]
+
+    assert dialable(middle, (network,)) is None
+    assert dialable(middle, (network.supernet(),)) is EDGES[text][2]
+    assert dialable(middle) is EDGES[text][2]
+
+
+ISATAP = {
+    "a private address": ("2606:2800::5efe:10.0.0.1", C.PRIVATE, "10.0.0.1"),
+    "a private address, as a global one": ("2606:2800::200:5efe:10.0.0.1", C.PRIVATE, "10.0.0.1"),
+    "metadata": ("2606:2800::5efe:169.254.169.254", C.METADATA, "169.254.169.254"),
+    "metadata, as a global one": ("2606:2800::200:5efe:169.254.169.254", C.METADATA, "169.254.169.254"),
+    "loopback behind a unique local prefix": ("fd12::200:5efe:127.0.0.1", C.LOOPBACK, "127.0.0.1"),
+    "a public address": ("2606:2800::5efe:93.184.216.34", C.TRANSLATED, "93.184.216.34"),
+    "a public address, as a global one": ("2606:2800::200:5efe:93.184.216.34", C.TRANSLATED, "93.184.216.34"),
+    "no wrapping: the group bit": ("2606:2800::100:5efe:10.0.0.1", C.PUBLIC, None),
+    "no wrapping: another type": ("2606:2800::5eff:10.0.0.1", C.PUBLIC, None),
+}
+
+
+@pytest.mark.parametrize("case", ISATAP)
+def test_an_isatap_address_is_judged_by_what_it_wraps(case: str) -> None:
+    """With the bit for globally unique addresses and without; a denial of the inner address reaches the outer one."""
+    text, kind, inner = ISATAP[case]
+
+    assert kind is classify(text)
+    assert faces(text) == (ip_address(text), *([] if inner is None else [ip_address(inner)]))
+
+
+FACES = {
+    "93.184.216.34": ["93.184.216.34"],
+    "::ffff:93.184.216.34": ["93.184.216.34"],
+    "2606:2800:220:1::1": ["2606:2800:220:1::1"],
+    "::93.184.216.34": ["::93.184.216.34", "93.184.216.34"],
+    "::ffff:0:93.184.216.34": ["::ffff:0:93.184.216.34", "93.184.216.34"],
+    "64:ff9b::93.184.216.34": ["64:ff9b::93.184.216.34", "93.184.216.34"],
+    "64:ff9b:1::93.184.216.34": ["64:ff9b:1::93.184.216.34"],
+    "2002:5db8:d822::1": ["2002:5db8:d822::1", "93.184.216.34"],
+    "2001:0:102:304::a247:27dd": ["2001:0:102:304::a247:27dd", "93.184.216.34"],
+    "::": ["::"],
+    "::1": ["::1"],
+    "::2": ["::2", "0.0.0.2"],
+}
+
+
+@pytest.mark.parametrize("text", FACES)
+def test_an_address_stands_for_itself_and_for_the_one_it_wraps(text: str) -> None:
+    assert tuple(map(ip_address, FACES[text])) == faces(text)
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0", "10.0.0.0/8", "good.test", "::g", "010.0.0.1"])
+def test_what_is_no_address_has_no_class(text: str) -> None:
+    for judge in (classify, dialable, faces):
+        with pytest.raises(ValueError):
+            judge(text)

@@ -25,7 +25,10 @@ from policy.decision import (
 from policy.destination import decide_address
 from policy.document import PolicyDocument
 from policy.facts import AddressSource, Destination, FlowFacts, RequestFacts, Scheme
+from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
+from policy.names import HostPattern
+from policy.rules import STANDARD, Action, Endpoint, Precedence, Rule, RuleList
 
 DOCUMENT = load_text("""
 version: 1
@@ -528,3 +531,68 @@ def test_an_always_allowed_network_is_reached_by_tls_on_443_only() -> None:
 
     assert "always-allow:1" == outcome(bare(policy, "93.184.216.34", 443))
     assert "!scheme" == outcome(bare(policy, "93.184.216.34", 80))
+
+
+PLAINTEXT = {
+    "port 80 of the host that the operator named": ("plain.good.test", 80, HTTP, "p/r Authorization=plain"),
+    "another port of it": ("plain.good.test", 8080, HTTP, "!plaintext-secret"),
+    "port 81 of it": ("plain.good.test", 81, HTTP, "!plaintext-secret"),
+    "port 80 of a host that the operator did not name": ("other.good.test", 80, HTTP, "!plaintext-secret"),
+    "another port of that one": ("other.good.test", 8080, HTTP, "!plaintext-secret"),
+    "TLS, wherever it is": ("other.good.test", 443, HTTPS, "p/r Authorization=plain"),
+    "TLS on another port": ("other.good.test", 8443, HTTPS, "p/r Authorization=plain"),
+}
+
+
+@pytest.mark.parametrize("case", PLAINTEXT)
+def test_a_secret_in_plain_http_needs_port_80_and_the_operators_word(case: str) -> None:
+    """Also in a policy that was not loaded from a document, which refuses such rules."""
+    host, port, scheme, expected = PLAINTEXT[case]
+    plan = InjectionPlan("p/r", "plain", InjectionKind.BEARER, "Authorization")
+    rule = Rule(
+        "p/r",
+        Action.ALLOW,
+        (HostPattern("plain.good.test"), HostPattern("other.good.test")),
+        endpoints=(*STANDARD, *(Endpoint(port, HTTP) for port in (81, 8080)), Endpoint(8443, HTTPS)),
+        injections=(plan,),
+    )
+    policy = CompiledPolicy(
+        "p", (RuleList("p", Precedence.DENY_WINS, rules=(rule,)),), plaintext_secrets=("plain.good.test",)
+    )
+
+    assert expected == outcome(decide_request(policy, RequestFacts(host, port, scheme, "GET", "/")))
+
+
+def _plan(secret: str, kind: InjectionKind, header: str, username: str | None = None) -> InjectionPlan:
+    return InjectionPlan("p/first", secret, kind, header, username)
+
+
+RIVALS = {
+    "the same plan twice": (_plan("s", InjectionKind.BASIC, "Authorization", "me"), "p/first+p/second Authorization=s"),
+    "another secret": (_plan("t", InjectionKind.BASIC, "Authorization", "me"), "!injection-ambiguous"),
+    "another user name": (_plan("s", InjectionKind.BASIC, "Authorization", "you"), "!injection-ambiguous"),
+    "no user name": (_plan("s", InjectionKind.BASIC, "Authorization"), "!injection-ambiguous"),
+    "another form": (_plan("s", InjectionKind.BEARER, "Authorization"), "!injection-ambiguous"),
+    "the header as an API key": (_plan("s", InjectionKind.API_KEY, "Authorization"), "!injection-ambiguous"),
+    "another header": (
+        _plan("t", InjectionKind.API_KEY, "X-Api-Key"),
+        "p/first+p/second Authorization=s X-Api-Key=t",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RIVALS)
+def test_two_plans_for_one_header_are_denied_unless_they_are_one(case: str) -> None:
+    """In two lists, and in two rules of one list."""
+    second, expected = RIVALS[case]
+    first = _plan("s", InjectionKind.BASIC, "Authorization", "me")
+    rules = tuple(
+        Rule(name, Action.ALLOW, (HostPattern("good.test"),), endpoints=STANDARD, injections=(plan,))
+        for name, plan in (("p/first", first), ("p/second", second))
+    )
+    facts = RequestFacts("good.test", 443, HTTPS, "GET", "/")
+    two = CompiledPolicy("p", tuple(RuleList("p", Precedence.DENY_WINS, rules=(rule,)) for rule in rules))
+    one = CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=rules),))
+
+    assert expected == outcome(decide_request(two, facts))
+    assert expected.replace("+p/second", "") == outcome(decide_request(one, facts))

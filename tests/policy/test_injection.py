@@ -4,6 +4,8 @@ import base64
 
 import pytest
 
+from policy.api import ApiPolicyError
+from policy.bindings import parse_binding
 from policy.injection import InjectionKind, InjectionPlan, header_name, render
 
 K = InjectionKind
@@ -125,3 +127,78 @@ def test_a_plan_that_makes_no_sense_cannot_be_built(kind: InjectionKind, header:
     """Deserialised plans are checked too."""
     with pytest.raises(ValueError):
         plan(kind, header, username)
+
+
+RESERVED = (
+    # egress contract 5.2
+    *("Host", "Content-Length", "Content-Type", "Transfer-Encoding", "Connection", "Upgrade", "Te", "Trailer"),
+    *("Proxy-Authorization", "Proxy-Authenticate", "Forwarded"),
+    *("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto"),
+    # beyond the contract
+    *("Expect", "Keep-Alive", "Proxy-Connection", "Http2-Settings", "Content-Encoding", "Date", "Via"),
+    *("X-Http-Method", "X-Http-Method-Override", "X-Method-Override", "X-Original-Url", "X-Rewrite-Url"),
+    *("X-Forwarded-Port", "X-Forwarded-Server", "X-Forwarded-Prefix", "X-Real-Ip"),
+    *("Sec-Websocket-Key", "Opensandbox-Api-Key", "Open-Sandbox-Api-Key", "X-Sallyport-Sandbox"),
+)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_reserved_header_takes_no_secret_in_any_spelling(name: str) -> None:
+    """Neither a plan nor a binding can name it."""
+    for spelling in (name, name.lower(), name.upper(), name.replace("-", "_")):
+        with pytest.raises(ValueError, match=rf'^reserved credential header name "{spelling.lower()}"$'):
+            header_name(spelling)
+    with pytest.raises(ValueError, match="reserved credential header name"):
+        plan(K.API_KEY, name)
+    for auth in (
+        {"type": "apiKey", "name": name, "credential": "c"},
+        {"type": "customHeaders", "headers": [{"name": "x-a", "credential": "c"}, {"name": name, "credential": "d"}]},
+    ):
+        with pytest.raises(ApiPolicyError, match=r'^binding "b": reserved credential header name'):
+            parse_binding({"name": "b", "match": {"hosts": ["good.test"]}, "auth": auth})
+
+
+def test_a_header_near_a_reserved_one_is_free() -> None:
+    """The control: names and prefixes are matched as a whole."""
+    for name in ("X-Host", "Hosts", "Opensandbox", "Sec-Websocket", "X-Sallyport", "Authorization", "Cookie"):
+        assert name == header_name(name)
+
+
+CHARACTERS = "!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def test_the_characters_of_a_header_name_are_those_of_a_token() -> None:
+    """RFC 9110, 5.6.2."""
+    for character in map(chr, range(0x100)):
+        name = f"x{character}"
+        if character in CHARACTERS:
+            assert name.lower() == header_name(name).lower()
+        else:
+            with pytest.raises(ValueError, match=r"^invalid credential header name"):
+                header_name(name)
+
+
+def test_a_header_name_has_at_most_256_characters() -> None:
+    assert "X" + "x" * 255 == header_name("x" * 256)
+    with pytest.raises(ValueError, match=r"^invalid credential header name"):
+        header_name("x" * 257)
+
+
+@pytest.mark.parametrize("kind", [K.BEARER, K.BASIC_RAW, K.API_KEY])
+def test_the_longest_value_is_64_kib(kind: InjectionKind) -> None:
+    assert "v" * 65536 == render(plan(kind), "v" * 65536)[1].rpartition(" ")[2]
+    with pytest.raises(ValueError, match="too long"):
+        render(plan(kind), "v" * 65537)
+
+
+def test_a_value_or_username_has_no_control_character() -> None:
+    """Of C0, DEL and C1; all others go into a login."""
+    for octet in range(0x100):
+        value = f"me:p{chr(octet)}w"
+        if octet < 0x20 or 0x7F <= octet <= 0x9F:
+            with pytest.raises(ValueError, match="control character"):
+                render(plan(K.BASIC), value)
+            with pytest.raises(ValueError, match="control character"):
+                plan(K.BASIC, username=f"m{chr(octet)}e")
+        else:
+            assert value == base64.b64decode(render(plan(K.BASIC), value)[1].removeprefix("Basic ")).decode()

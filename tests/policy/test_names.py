@@ -4,6 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policy.api import parse_network_policy
+from policy.compile import compile_api
+from policy.decision import AllowName, Deny, decide_flow, decide_name
+from policy.document import PolicyDocument
+from policy.facts import FlowFacts, Scheme
 from policy.names import (
     HostPattern,
     InvalidName,
@@ -278,3 +283,46 @@ def test_a_pattern_cannot_be_built_from_text_that_is_not_canonical() -> None:
 def test_local_names_are_not_public(host: str, expected: bool) -> None:
     """Single labels and the reserved local suffixes never count as public names."""
     assert expected == is_local_name(host)
+
+
+LOCAL_SUFFIXES = (
+    "localhost",
+    "localdomain",
+    "local",
+    "internal",
+    "intranet",
+    "private",
+    "corp",
+    "home",
+    "lan",
+    "home.arpa",
+    "in-addr.arpa",
+    "ip6.arpa",
+    "onion",
+    "alt",
+)
+_ANY_PUBLIC = compile_api(
+    PolicyDocument(),
+    parse_network_policy(
+        {
+            "defaultAction": "allow",
+            "egress": [
+                {"action": "allow", "target": target} for suffix in LOCAL_SUFFIXES for target in (suffix, f"*.{suffix}")
+            ],
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize("suffix", LOCAL_SUFFIXES)
+def test_no_rule_of_a_caller_opens_a_local_name(suffix: str) -> None:
+    """The suffix itself, and names below it; a name that only looks like one of them is public."""
+    for host in (suffix, f"a.{suffix}", f"a.b.{suffix}"):
+        assert is_local_name(host)
+        denial = decide_name(_ANY_PUBLIC, host)
+        assert isinstance(denial, Deny) and denial.rule == "ceiling"
+        denial = decide_flow(_ANY_PUBLIC, FlowFacts(host, 443, Scheme.HTTPS))
+        assert isinstance(denial, Deny) and denial.rule == "ceiling"
+    for host in (f"a.x{suffix}", f"{suffix}.test", f"a.{suffix}.test", f"a.{suffix}x"):
+        assert not is_local_name(host)
+        assert AllowName("default") == decide_name(_ANY_PUBLIC, host)
