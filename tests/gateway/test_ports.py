@@ -27,12 +27,13 @@ from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
 from policy.names import HostPattern
 from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
-from vault.client import ReleaseRefusedError, VaultClient
+from vault.client import ReleaseRefusedError, VaultClient, VaultUnavailableError
 from vault.secret import Secret
 
 _RULE = Rule("r", Action.ALLOW, (HostPattern("good.test"),), endpoints=(Endpoint(443, Scheme.HTTPS),))
 POLICY = CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(_RULE,)),))
 PLAN = InjectionPlan("api", "token", InjectionKind.BEARER, "Authorization")
+USE = SecretAt(PLAN, "good.test", Endpoint(443, Scheme.HTTPS))
 
 
 def allowing(port: int) -> CompiledPolicy:
@@ -52,6 +53,7 @@ class Far:
     scope: dict[str, Any] = field(default_factory=dict)
     refusal: wire.RequestError | None = None
     former: list[str] | None = None
+    lease_seconds: int = 300
     asked: list[wire.Message] = field(default_factory=list)
     channel: wire.Client | None = None
 
@@ -60,7 +62,7 @@ class Far:
         self.asked.append(parameters)
         if self.refusal is not None:
             raise self.refusal
-        answer = {"value": f"value {len(self.asked)}", "lease_seconds": 300, "scope": self.scope}
+        answer = {"value": f"value {len(self.asked)}", "lease_seconds": self.lease_seconds, "scope": self.scope}
         return answer if self.former is None else {**answer, "former": self.former}
 
 
@@ -116,6 +118,85 @@ async def test_a_value_that_came_with_another_scope_than_was_asked_for_is_not_us
         await secrets.lease(PLAN, request())
 
 
+UNUSUAL = replace(request(), port=8443)
+"""A port that may speak either scheme."""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [replace(UNUSUAL, host="other.test"), replace(UNUSUAL, port=8444), replace(UNUSUAL, scheme=Scheme.HTTP)],
+    ids=["host", "port", "scheme"],
+)
+async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, other: RequestFacts) -> None:
+    """Another one is asked for on its own, and so is what is looked for there."""
+    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
+    far.refusal = wire.RequestError("not_bound", "the secret is not bound to this destination")
+    with pytest.raises(SecretRefused):
+        await secrets.lease(PLAN, other)
+    use = SecretAt(PLAN, other.host, Endpoint(other.port, other.scheme))
+    with pytest.raises(SecretRefused):
+        await secrets.sought(use)
+    far.refusal = None
+    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
+    assert Secret("value 4") == await secrets.lease(PLAN, other)
+    assert (Secret("value 4"),) == await secrets.sought(use)
+    assert [tuple(asked[name] for name in ("host", "port", "scheme")) for asked in far.asked] == [
+        (each.host, each.port, each.scheme.value) for each in (UNUSUAL, other, other, other)
+    ]
+
+
+async def test_a_lease_is_for_one_secret(far: Far, secrets: LeasedSecrets) -> None:
+    assert Secret("value 1") == await secrets.lease(PLAN, request())
+    assert Secret("value 2") == await secrets.lease(replace(PLAN, secret="other"), request())
+    assert ["token", "other"] == [asked["secret"] for asked in far.asked]
+
+
+@pytest.mark.parametrize("dropped", [None, frozenset({"token"}), frozenset({"other"})])
+async def test_what_is_dropped_is_asked_for_again(
+    far: Far, secrets: LeasedSecrets, dropped: frozenset[str] | None
+) -> None:
+    await secrets.lease(PLAN, request())
+    await secrets.sought(replace(USE, host="other.test"))
+    far.refusal = wire.RequestError("not_granted", "a sentence")
+    absent = replace(USE, host="absent.test")
+    with pytest.raises(SecretRefused):
+        await secrets.sought(absent)
+    far.refusal = None
+    secrets.drop(dropped)
+    kept = dropped == frozenset({"other"})
+    assert Secret("value 1" if kept else "value 4") == await secrets.lease(PLAN, request())
+    assert (Secret("value 2" if kept else "value 5"),) == await secrets.sought(replace(USE, host="other.test"))
+    if kept:
+        with pytest.raises(SecretRefused):
+            await secrets.sought(absent)
+    else:
+        assert (Secret("value 6"),) == await secrets.sought(absent)
+
+
+async def test_a_lease_ends_with_its_time_and_with_its_channel(far: Far, secrets: LeasedSecrets) -> None:
+    far.lease_seconds = 0
+    assert Secret("value 1") == await secrets.lease(PLAN, request())
+    far.lease_seconds = 300
+    assert Secret("value 2") == await secrets.lease(PLAN, request())
+    assert Secret("value 2") == await secrets.lease(PLAN, request())
+    assert far.channel is not None
+    await far.channel.close()
+    async with asyncio.timeout(10):
+        await secrets._vault().closed.wait()
+    with pytest.raises(VaultUnavailableError):
+        await secrets.lease(PLAN, request())
+
+
+async def test_concurrent_requests_share_one_release_and_each_is_held_against_its_scope(
+    far: Far, secrets: LeasedSecrets
+) -> None:
+    far.scope = {"methods": ["GET"], "paths": None}
+    asked = [request(), request("POST"), request(path="/other")]
+    first, second, third = await asyncio.gather(*(secrets.lease(PLAN, one) for one in asked), return_exceptions=True)
+    assert (Secret("value 1"), Secret("value 1"), 1) == (first, third, len(far.asked))
+    assert isinstance(second, SecretRefused)
+
+
 async def test_after_a_revocation_the_lease_is_asked_for_again(far: Far, secrets: LeasedSecrets) -> None:
     await secrets.lease(PLAN, request())
     assert far.channel is not None
@@ -137,9 +218,6 @@ async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSe
     far.refusal = wire.RequestError(code, "a sentence")
     with pytest.raises(ReleaseRefusedError):
         await secrets.lease(PLAN, request())
-
-
-USE = SecretAt(PLAN, "good.test", Endpoint(443, Scheme.HTTPS))
 
 
 async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secrets: LeasedSecrets) -> None:
