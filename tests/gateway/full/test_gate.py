@@ -478,6 +478,31 @@ async def test_the_host_that_is_sent_is_the_one_that_was_judged(bench: Bench, *,
     assert "1" == flow.request.headers["x-own"]
 
 
+@pytest.mark.parametrize("h2", [False, True])
+async def test_what_was_judged_is_sent_and_not_what_was_written(bench: Bench, *, h2: bool) -> None:
+    """A name with a port and capitals; over HTTP/1.1 also a whole URL in the place of the path."""
+    flow = request(path=b"/v1?q=1" if h2 else b"https://GOOD.test:443/v1?q=1", h2=h2)
+    flow.request.data.authority = b"GOOD.test:443" if h2 else b""
+    await bench.asked(flow)
+    sent = flow.request.authority if h2 else flow.request.headers["host"]
+    assert (HOST, "/v1?q=1") == (sent, flow.request.path)
+
+
+async def test_the_binding_owns_its_header(bench: Bench) -> None:
+    flow = await bench.asked(request(headers=((b"x-API-key", b"mine"), (b"X_Api_Key", b"mine"))))
+    assert SECRET.encode() in [value for _, value in flow.request.headers.fields]
+    assert b"mine" not in bytes(flow.request.headers)
+
+
+async def test_what_enforcing_would_deny_is_recorded_as_observed(bench: Bench) -> None:
+    bench.ports.decision = AllowRequest("observe:p", (), Deny("p/no", "would be denied"))
+    flow = await bench.asked()
+    assert goes_on(bench, flow) and not sends(flow)
+    assert ["request observe"] == [step for step in bench.ports.steps if step.startswith("request")]
+    fields = bench.ports.records[0][2]
+    assert ("observe:p", "p/no", "would be denied") == tuple(fields[name] for name in ("rule", "observed", "reason"))
+
+
 async def test_the_trailers_of_a_request_are_dropped(bench: Bench) -> None:
     flow = await bench.asked()
     flow.request.trailers = http.Headers([(b"x-api-key", b"mine")])
@@ -516,6 +541,10 @@ async def test_a_request_goes_on_a_recorded_connection(bench: Bench) -> None:
     second.server_conn = flow.server_conn
     await bench.gate.sallyport_route(second)
     assert known == len(bench.ports.steps)
+
+    flow.server_conn.state = ConnectionState.CLOSED
+    await bench.asked()
+    assert "address" not in bench.ports.records[-2][2]  # the record of the request, before that of the secret
 
     connected(second, "198.51.100.8")  # another connection after all
     await bench.gate.sallyport_route(second)
