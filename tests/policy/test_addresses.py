@@ -44,6 +44,7 @@ CLASSES = {
     "IPv6 link-local": ("fe80::1", C.LINK_LOCAL),
     "scoped link-local": ("fe80::1%eth0", C.LINK_LOCAL),
     "a scope makes any address local": ("2606:2800::1%eth0", C.LINK_LOCAL),
+    "nor is a mapped one with a scope its IPv4 address": ("::ffff:93.184.216.34%eth0", C.LINK_LOCAL),
     "site-local": ("fec0::1", C.PRIVATE),
     "IPv6 multicast": ("ff02::1", C.MULTICAST),
     "IPv6 documentation": ("2001:db8::1", C.DOCUMENTATION),

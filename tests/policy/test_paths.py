@@ -10,46 +10,56 @@ from hypothesis import strategies as st
 from policy.paths import PathPattern, ambiguity
 
 AMBIGUOUS = {
-    "a dot segment": "/v1/safe/../admin",
-    "a dot segment at the end": "/v1/safe/..",
-    "a single dot": "/v1/./safe",
-    "an encoded dot segment": "/v1/safe/%2e%2e/admin",
-    "a half-encoded dot segment": "/v1/safe/.%2e/admin",
-    "an encoded slash": "/v1/safe%2f..%2fadmin",
-    "an encoded slash alone": "/v1%2Fsafe",
-    "a backslash": "/v1/safe\\..\\admin",
-    "an encoded backslash": "/v1/safe%5cadmin",
-    "double encoding": "/v1/safe/%252e%252e/admin",
-    "double encoding of a slash": "/v1/safe%252fadmin",
-    "two slashes": "/v1//safe",
-    "two slashes in front": "//v1/safe",
-    "two slashes at the end": "/v1/safe//",
-    "a path parameter": "/v1/safe;x=1/../admin",
-    "an encoded path parameter": "/v1/safe%3bx",
-    "an encoded NUL": "/v1/safe%00",
-    "an encoded line feed": "/v1/safe%0a",
-    "a trailing dot": "/v1/safe.",
-    "a trailing dot inside": "/v1/safe./x",
-    "a trailing encoded blank": "/v1/safe%20/x",
-    "three dots": "/v1/.../x",
-    "dots and blanks": "/v1/.%20./x",
-    "a fragment": "/v1/safe#x",
-    "a query": "/v1/safe?x",
-    "a blank": "/v1/sa fe",
-    "a tab": "/v1/sa\tfe",
-    "raw UTF-8": "/v1/s\u00e4fe",
-    "overlong UTF-8 of a slash": "/v1/safe%c0%af..",
-    "broken UTF-8": "/v1/safe%ff",
-    "broken encoding": "/v1/safe%zz",
-    "cut encoding": "/v1/safe%2",
-    "a letter encoded without need": "/%76%31/safe",
-    "no slash in front": "v1/safe",
-    "empty": "",
-    "an asterisk": "*",
-    "too long": "/" + "a" * 9000,
+    "a dot segment": ("/v1/safe/../admin", "dot segment"),
+    "a dot segment at the end": ("/v1/safe/..", "dot segment"),
+    "a single dot": ("/v1/./safe", "dot segment"),
+    "an encoded dot segment": ("/v1/safe/%2e%2e/admin", "percent-encoded character that needs none"),
+    "a half-encoded dot segment": ("/v1/safe/.%2e/admin", "percent-encoded character that needs none"),
+    "an encoded slash": ("/v1/safe%2f..%2fadmin", "percent-encoded separator"),
+    "an encoded slash alone": ("/v1%2Fsafe", "percent-encoded separator"),
+    "a backslash": ("/v1/safe\\..\\admin", "character that a path does not have"),
+    "an encoded backslash": ("/v1/safe%5cadmin", "percent-encoded separator"),
+    "double encoding": ("/v1/safe/%252e%252e/admin", "nested percent-encoding"),
+    "double encoding of a slash": ("/v1/safe%252fadmin", "nested percent-encoding"),
+    "two slashes": ("/v1//safe", "empty segment"),
+    "two slashes in front": ("//v1/safe", "empty segment"),
+    "two slashes at the end": ("/v1/safe//", "empty segment"),
+    "a path parameter": ("/v1/safe;x=1/../admin", "path parameter"),
+    "an encoded path parameter": ("/v1/safe%3bx", "percent-encoded separator"),
+    "an encoded NUL": ("/v1/safe%00", "percent-encoded control character"),
+    "an encoded line feed": ("/v1/safe%0a", "percent-encoded control character"),
+    "a trailing dot": ("/v1/safe.", "segment ending in a dot or blank"),
+    "a trailing dot inside": ("/v1/safe./x", "segment ending in a dot or blank"),
+    "a trailing encoded blank": ("/v1/safe%20/x", "segment ending in a dot or blank"),
+    "three dots": ("/v1/.../x", "dot segment"),
+    "dots and blanks": ("/v1/.%20./x", "dot segment"),
+    "a fragment": ("/v1/safe#x", "character that a path does not have"),
+    "a query": ("/v1/safe?x", "character that a path does not have"),
+    "a blank": ("/v1/sa fe", "control character, blank or non-ASCII character"),
+    "a tab": ("/v1/sa\tfe", "control character, blank or non-ASCII character"),
+    "raw UTF-8": ("/v1/s\u00e4fe", "control character, blank or non-ASCII character"),
+    "overlong UTF-8 of a slash": ("/v1/safe%c0%af..", "percent-encoded text that is not UTF-8"),
+    "broken UTF-8": ("/v1/safe%ff", "percent-encoded text that is not UTF-8"),
+    "broken encoding": ("/v1/safe%zz", "broken percent-encoding"),
+    "broken encoding in its first digit": ("/v1/safe%g0", "broken percent-encoding"),
+    "broken encoding behind a good one": ("/v1/%20safe%2", "broken percent-encoding"),
+    "double encoding at the end": ("/v1/safe%25AF", "nested percent-encoding"),
+    "only an encoded blank": ("/v1/%20/x", "dot segment"),
+    "a dot segment at the end of a directory": ("/v1/safe/../", "dot segment"),
+    "a trailing encoded blank at the end": ("/v1/safe%20", "segment ending in a dot or blank"),
+    "cut encoding": ("/v1/safe%2", "broken percent-encoding"),
+    "a letter encoded without need": ("/%76%31/safe", "percent-encoded character that needs none"),
+    "no slash in front": ("v1/safe", "does not begin with a slash"),
+    "empty": ("", "does not begin with a slash"),
+    "an asterisk": ("*", "does not begin with a slash"),
+    "too long": ("/" + "a" * 9000, "path too long"),
 }
 
 CLEAR = [
+    "/a%25g0",
+    "/a%252",
+    "/.a/..b",
+    "/%20a",
     "/",
     "/v1/",
     "/v1/safe",
@@ -68,7 +78,9 @@ CLEAR = [
 @pytest.mark.parametrize("case", AMBIGUOUS)
 def test_a_path_that_servers_read_differently_is_ambiguous(case: str) -> None:
     """It is refused on hosts with path rules, never rewritten."""
-    assert ambiguity(AMBIGUOUS[case]) is not None
+    path, reason = AMBIGUOUS[case]
+
+    assert reason == ambiguity(path)
 
 
 @pytest.mark.parametrize("path", CLEAR)
@@ -95,6 +107,47 @@ def test_no_accepted_path_leaves_the_prefix_under_common_normalisers(path: str) 
             assert (form + "/").startswith("/v1/safe/")
 
 
+PLAIN = "!$%&'()*+,-./0123456789:=@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]_abcdefghijklmnopqrstuvwxyz~"
+
+
+def test_the_characters_of_a_path_are_the_listed_ones() -> None:
+    """Judged inside a segment, each by itself; two dots and a percent sign alone are judged elsewhere."""
+    reasons = {";": "path parameter", "%": "broken percent-encoding"}
+    for character in map(chr, range(0x101)):
+        reason = reasons.get(character)
+        if reason is None and character in '\\?#"<>^`{|}':
+            reason = "character that a path does not have"
+        elif reason is None and character not in PLAIN:
+            reason = "control character, blank or non-ASCII character"
+        assert reason == ambiguity(f"/a{character}b"), character
+
+
+def test_the_octets_that_may_be_encoded_are_the_listed_ones() -> None:
+    """In either case of the digits; those of UTF-8 in whole characters only."""
+    for octet in range(0x100):
+        character = chr(octet)
+        if character.isascii() and (character.isalnum() or character in "-._~"):
+            reason = "percent-encoded character that needs none"
+        elif octet < 0x20 or octet == 0x7F:
+            reason = "percent-encoded control character"
+        elif character in "/\\;":
+            reason = "percent-encoded separator"
+        else:
+            reason = "percent-encoded text that is not UTF-8" if octet >= 0x80 else None
+        assert (
+            reason == ambiguity(f"/a%{octet:02x}b") == ambiguity(f"/a%{octet:02X}b") == ambiguity(f"/%20a%{octet:02x}b")
+        )
+
+
+def test_a_path_and_a_pattern_have_a_longest_length() -> None:
+    """8192 and 2048 characters."""
+    assert ambiguity("/" + "a" * 8191) is None
+    assert "path too long" == ambiguity("/" + "a" * 8192)
+    assert PathPattern("/" + "a" * 2047).matches("/" + "a" * 2047)
+    with pytest.raises(ValueError, match="longer than 2048"):
+        PathPattern("/" + "a" * 2048)
+
+
 MATCHES = {
     "below a segment prefix": ("/v1/*", "/v1/x/y", True),
     "the segment itself with its slash": ("/v1/*", "/v1/", True),
@@ -118,7 +171,9 @@ def test_patterns_match_by_segment_prefix_or_exactly(case: str) -> None:
 
 
 def test_denials_ignore_ascii_case() -> None:
-    """A server that folds case must not open a denied prefix."""
+    """A server that folds case must not open a denied prefix, or a denied path."""
+    for path, expected in {"/V1/ADMIN": True, "/v1/admin": True, "/v1/admin/": False, "/v1/Admi": False}.items():
+        assert expected == PathPattern("/v1/Admin").matches_any_case(path)
     assert PathPattern("/v1/Admin/*").matches_any_case("/V1/ADMIN/x")
     assert not PathPattern("/v1/Admin/*").matches_any_case("/v1/administrator/x")
 
@@ -139,6 +194,8 @@ _PATTERNS = st.sampled_from(["/*", "/a*", "/a/*", "/a/b", "/a/b*", "/ab", "/b/*"
 def test_overlap_is_what_a_search_over_short_paths_finds(first: str, second: str) -> None:
     """Two patterns overlap if and only if some path is matched by both."""
     mine, theirs = PathPattern(first), PathPattern(second)
+    assert first.endswith("*") == mine.prefix
+    assert (first in ("/a*", "/a/b*")) == mine.splits_segment
     found = any(
         mine.matches(path) and theirs.matches(path)
         for path in ("/", "/a", "/a/", "/a/b", "/a/bc", "/a/c", "/ab", "/abc", "/b/", "/b/c", "/c")
