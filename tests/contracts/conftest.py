@@ -3,16 +3,20 @@
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from opensandbox.sync.sandbox import SandboxSync
 
-from demo.stack import Stack
 from tests.conftest import RUNTIMES
 
 sys.path.append(str(Path(__file__).parent.parent / "lifecycle"))
 
 from standins import World, world
+
+if TYPE_CHECKING:
+    from opensandbox.sync.sandbox import SandboxSync
+
+    from demo.stack import Stack
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ async def server() -> AsyncIterator[World]:
 
 
 @pytest.fixture(scope="module", params=RUNTIMES, name="sandbox")
-def _sandbox(request: pytest.FixtureRequest, stack: Stack) -> Iterator[SandboxSync]:
+def _sandbox(request: pytest.FixtureRequest, stack: "Stack") -> "Iterator[SandboxSync]":
     sandbox = stack.create(request.param)
     try:
         yield sandbox

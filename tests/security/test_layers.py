@@ -6,10 +6,10 @@ from pathlib import Path as FilePath
 import pytest
 
 from demo.attempts import FarEnd
-from tests.conftest import INTERNET, PORT
 from tests.security.layers.defences import DEFENCES, PATHS, Defence, Path, tables
 from tests.security.layers.matrix import Matrix, running
 from tests.security.layers.suite import RUNTIMES, control
+from tests.stacks import INTERNET, PORT
 
 DOCUMENT = (FilePath(__file__).parents[2] / "docs" / "threat-model.md").read_text()
 

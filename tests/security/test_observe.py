@@ -19,7 +19,7 @@ from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
 from policy.load import load
 from policy.rules import Mode
-from tests.conftest import Governed
+from tests.stacks import Governed
 
 pytestmark = pytest.mark.system
 

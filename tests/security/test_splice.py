@@ -28,7 +28,7 @@ from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
 from policy.load import load
 from policy.rules import HostPattern
-from tests.conftest import Governed
+from tests.stacks import Governed
 
 pytestmark = pytest.mark.system
 

@@ -23,7 +23,8 @@ from opensandbox.models.sandboxes import NetworkPolicy, NetworkRule
 from demo.census import take
 from demo.internet import API, STATUS, Internet
 from demo.stack import Stack
-from tests.conftest import RUNTIMES, Second, beside
+from tests.conftest import RUNTIMES
+from tests.stacks import Second, beside
 from tests.system.test_transactions import body, client, settled
 from vault.client import AdminClient
 from vault.grants import SecretBinding

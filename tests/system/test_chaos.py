@@ -17,7 +17,7 @@ from demo.chaos.main import POLICY
 from demo.chaos.run import Settings, run
 from demo.internet import API, Internet
 from demo.stack import Stack
-from tests.conftest import INTERNET, PORT
+from tests.stacks import INTERNET, PORT
 
 SECONDS = 40.0
 BOUND = 30.0

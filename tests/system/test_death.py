@@ -29,7 +29,7 @@ from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import EMPTY_IMAGE, Stack
 from demo.traces import Traces, start_time
 from runtimes.cgroups import Cgroups
-from tests.conftest import Second, beside
+from tests.stacks import Second, beside
 from tests.system.test_transactions import body, client
 
 pytestmark = [pytest.mark.system, pytest.mark.timed]

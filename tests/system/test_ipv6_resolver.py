@@ -11,7 +11,7 @@ from dnslib import QTYPE, RR, A, DNSRecord
 
 from demo.internet import ADDRESSES, STATUS, Internet, ip
 from demo.stack import Stack
-from tests.conftest import beside
+from tests.stacks import beside
 
 pytestmark = pytest.mark.system
 

@@ -27,7 +27,7 @@ from runtimes.cgroups import Cgroups
 from runtimes.dockerd import arguments
 from runtimes.spec import DockerdConfig
 from tests.anyone import as_anyone
-from tests.conftest import PORT
+from tests.stacks import PORT
 
 pytestmark = pytest.mark.system
 

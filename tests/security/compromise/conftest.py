@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from demo.sandboxes import Secrets
-from tests.conftest import beside, put_secrets
 from tests.security.compromise.stack import CompromisedStack
+from tests.stacks import beside, put_secrets
 
 
 @pytest.fixture(scope="module", name="compromised")

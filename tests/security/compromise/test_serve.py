@@ -23,8 +23,8 @@ from demo.sandboxes import Secrets
 from demo.stack import IMAGE, POLICY, Stack
 from policy.compile import compile_named
 from policy.load import load
-from tests.conftest import beside, put_secrets
 from tests.security.compromise.stack import CompromisedStack, Hostile
+from tests.stacks import beside, put_secrets
 
 pytestmark = pytest.mark.system
 

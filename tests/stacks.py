@@ -1,0 +1,99 @@
+"""The kinds of servers that the system and security tests run, each with the demo's internet.
+
+The root conftest imports this module inside its fixtures: the fast tests do not pay for it.
+"""
+
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from demo.internet import API, GIT, INDEX, Internet
+from demo.sandboxes import Secrets
+from demo.stack import IMAGE, Stack, code_image
+from policy.compiled import CompiledPolicy
+
+INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
+PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
+
+
+class WithCode(Stack):
+    """A Sallyport that has the code-interpreter image, too, under the name its SDK documents."""
+
+    @property
+    def settings(self) -> str:
+        return super().settings + code_image()
+
+
+class Second(Stack):
+    """A Sallyport of its own, with the empty image only: one that may be killed."""
+
+    @property
+    def settings(self) -> str:
+        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{IMAGE}"')
+        return head + tail.partition("\n\n")[2]
+
+
+class Unwatched(Stack):
+    """A Sallyport whose hostd does not look for changes: sandboxes stay when their layers are taken away."""
+
+    slots_ahead = 0
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.unwatched", str(self.config)]
+
+
+class Governed(Stack):
+    """A Sallyport whose hostd can be given a compiled policy, as the product's cannot."""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.governed", str(self.config)]
+
+    def configure(self, sandbox: str, policy: CompiledPolicy, **limits: int) -> None:
+        """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force.
+
+        The registry gets its digest, too: else `serve` would soon put the registry's back.
+        """
+        with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
+            database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))
+        self.host("configure", sandbox=sandbox, selection={"given": policy.to_json(), "limits": limits})
+
+
+def put_secrets(stack: Stack, values: Secrets) -> None:
+    """Store the secrets that the demo's policy injects."""
+    for name, host, value in (
+        ("git-login", GIT, values.git),
+        ("index-login", INDEX, values.index),
+        ("api-token", API, values.api),
+    ):
+        stack.sallyport("vault", "put", name, "--host", host, stdin=value)
+
+
+@contextmanager
+def beside(kind: type[Stack], name: str, values: Secrets | None = None) -> Iterator[Stack]:
+    """Run a server of `kind` beside the session's; the far end accepts `values`."""
+    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-{name}")
+    far = values or Secrets(git="a:b", index="a:b", api="c")
+    accounts = {"git": far.git, "index": far.index, "api": far.api}
+    with (
+        tempfile.TemporaryDirectory(prefix=f"sallyport-{name}-") as directory,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        place = Path(directory)
+        place.chmod(0o711)
+        monkeypatch.setenv("SALLYPORT_HOME", str(place / "home"))
+        monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
+        with Internet(f"{INTERNET}-{name}", place / "internet", accounts) as internet:
+            try:
+                with kind(internet, place / "stack", port=PORT + 1) as stack:
+                    yield stack
+            finally:
+                subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)
