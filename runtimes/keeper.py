@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtimes.cgroups import Cgroups
-from runtimes.liveness import Liveness, observe
+from runtimes.liveness import CPU_SECONDS, IDLE_SECONDS, Liveness, observe
 from runtimes.predecessor import lock
 
 READY_FD = "SALLYPORT_HOSTD_READY_FD"
@@ -44,9 +44,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Keeper:
-    """One hostd after another. `end_workers` is called while there is none."""
+    """One hostd after another. `end_workers` is called while there is none.
 
-    def __init__(self, command: list[str], end_workers: Callable[[], None]) -> None:
+    It looks every `tick` seconds. `hangs` are the seconds, and the processor time, in which a hostd that does not hang
+    makes progress (see `liveness`).
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        end_workers: Callable[[], None],
+        tick: float = _TICK_SECONDS,
+        hangs: tuple[float, float] = (IDLE_SECONDS, CPU_SECONDS),
+    ) -> None:
+        self._tick = tick
+        self._hangs = hangs
         self._command = command
         self._end_workers = end_workers
         self._stopping = False
@@ -75,7 +87,7 @@ class Keeper:
         ready, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         pid = self._start(told)
         os.close(told)
-        liveness, beats = Liveness(_TICK_SECONDS), 0
+        liveness, beats = Liveness(self._tick, *self._hangs), 0
         if self._stopping:  # it came while there was no hostd: this one takes over what is left, to remove it
             os.kill(pid, signal.SIGTERM)
         try:
@@ -89,7 +101,7 @@ class Keeper:
                 if beats and not self._stopping and (why := _hangs(liveness, pid, beats)):
                     print(f"sallyport: hostd hangs: {why}", file=sys.stderr, flush=True)
                     os.kill(pid, signal.SIGKILL)
-                received = signal.sigtimedwait(_AWAITED, _TICK_SECONDS)
+                received = signal.sigtimedwait(_AWAITED, self._tick)
                 if received is not None and received.si_signo in _ENDING:
                     self._stopping = True
                     os.kill(pid, signal.SIGTERM)

@@ -58,10 +58,14 @@ class Liveness:
 
     Args:
         longest: the most seconds that lie between two looks of an observer in time.
+        idle: seconds without progress and without a wish to run.
+        cpu: seconds of processor time without progress.
     """
 
-    def __init__(self, longest: float) -> None:
+    def __init__(self, longest: float, idle: float = IDLE_SECONDS, cpu: float = CPU_SECONDS) -> None:
         self._longest = longest
+        self._idle_most = idle
+        self._busy_most = cpu
         self._last: Sample | None = None
         self._idle = 0.0
         self._busy = 0.0
@@ -80,9 +84,9 @@ class Liveness:
         self._busy += max(0.0, sample.cpu - last.cpu)
         if not sample.waits and not last.waits:
             self._idle += min(max(0.0, sample.at - last.at), self._longest)
-        if self._busy >= CPU_SECONDS:
+        if self._busy >= self._busy_most:
             return f"it used {self._busy:.0f} s of processor time and made no progress"
-        if self._idle >= IDLE_SECONDS:
+        if self._idle >= self._idle_most:
             return f"it made no progress in {self._idle:.0f} s and did not wait for a processor"
         return None
 

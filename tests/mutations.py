@@ -59,6 +59,15 @@ def mutations(document: Any, is_open: Callable[[Path], bool] = lambda path: Fals
                     yield Mutation(kind, path, _set(document, path, value), without)
 
 
+def one_of_each(drawn: Iterable[Mutation]) -> list[Mutation]:
+    """The first of each kind at each place; of keys, at each object."""
+    found: dict[tuple[str, str], Mutation] = {}
+    for mutation in drawn:
+        is_key = mutation.kind in ("unknown", "misspelt", "case")
+        found.setdefault((mutation.kind, repr(mutation.path[:-1] if is_key else mutation.path)), mutation)
+    return [*found.values()]
+
+
 def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]) -> frozenset[str]:
     """The requests that may be sent, those that carry which secret, and the addresses that may be dialled."""
     literals = [Destination(None, ip_address(text), 443, Scheme.HTTPS, AddressSource.LITERAL) for text in _ADDRESSES]

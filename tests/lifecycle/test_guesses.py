@@ -7,15 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from standins import IMAGE, KEY, World, world
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 import lifecycle
-from lifecycle.auth import Caller, KeyRing, Purpose, Refusals, Tokens, digest
-from lifecycle.errors import ApiError
+from lifecycle.auth import Refusals
 
 BODY = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "networkPolicy": {}}
 BURST = 20
@@ -190,59 +187,3 @@ def test_no_other_module_compares_credentials() -> None:
         if names & {"compare_digest", "_accepts", "_is_right", "_same", "digests"}:
             found.add(path.name)
     assert {"auth.py"} == found
-
-
-KEYS = KeyRing((digest(KEY),))
-TOKENS = Tokens(b"k" * 32)
-
-
-@given(st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.sampled_from(["192.0.2.1", "192.0.2.2"])), max_size=120))
-def test_the_attempts_of_an_address_are_bounded_by_time(steps: list[tuple[float, bool, str]]) -> None:
-    """Whenever and however often: a burst, and then one for each two seconds; others are not touched."""
-    clock = Clock()
-    refusals = Refusals(BURST, 0.5, clock)
-    compared = dict.fromkeys(("192.0.2.1", "192.0.2.2"), 0)
-    for pause, right, address in steps:
-        clock.now += pause
-        try:
-            proven = Caller.at(address, refusals).proves(KEYS.claim(KEY if right else "wrong"))
-        except ApiError as error:
-            assert 429 == error.status
-            continue
-        assert right == proven
-        compared[address] += not right
-        assert compared[address] <= BURST + clock.now * 0.5
-    assert Caller.at("192.0.2.3", refusals).proves(KEYS.claim(KEY))
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("2001:db8::1", "2001:db8::ffff:1", True),
-        ("2001:db8::1", "2001:db8:0:1::1", False),
-        ("::ffff:192.0.2.1", "192.0.2.1", True),
-        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
-        ("fe80::1%eth0", "fe80::2%eth1", True),
-        (None, "not an address", True),
-    ],
-)
-def test_addresses_of_one_machine_are_one_caller(one: str | None, other: str | None, same: bool) -> None:
-    """A machine has as many IPv6 addresses as it likes; they are one."""
-    refusals = Refusals()
-    assert same == (Caller.at(one, refusals).peer == Caller.at(other, refusals).peer)
-
-
-def test_counts_are_bounded_in_number() -> None:
-    """Addresses without end take no memory without end, and the latest are known."""
-    refusals = Refusals(1, 0.5, Clock())
-    for number in range(20_000):
-        Caller.at(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", refusals).proves(KEYS.claim("wrong"))
-    assert len(refusals) <= 8192
-    with pytest.raises(ApiError):
-        Caller.at("10.0.78.31", refusals).proves(KEYS.claim(KEY))
-
-
-def test_a_claim_does_not_show_what_was_presented() -> None:
-    """It may be logged."""
-    claims = (KEYS.claim(KEY), TOKENS.claim(Purpose.EGRESS, "sbx-1", "token-of-a-sandbox"))
-    assert not any(word in repr(claims) for word in (KEY, "token-of-a-sandbox"))

@@ -16,8 +16,8 @@ from runtimes.cgroups import Cgroups, Limits
 
 _ROOT = Path(__file__).resolve().parents[2]
 _KEEP = (
-    "import sys; from pathlib import Path; from runtimes.keeper import Keeper, ending; "
-    "sys.exit(Keeper([sys.executable, '-c', *sys.argv[2:]], ending(Path(sys.argv[1]))).run())"
+    "import json, sys; from pathlib import Path; from runtimes.keeper import Keeper, ending; "
+    "sys.exit(Keeper([sys.executable, '-c', *sys.argv[3:]], ending(Path(sys.argv[1])), *json.loads(sys.argv[2])).run())"
 )
 _NOTED = "import os, sys, signal, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); "
 _READY = "os.write(int(os.environ['SALLYPORT_HOSTD_READY_FD']), b'1'); "
@@ -30,13 +30,13 @@ _ORDERLY = (
 
 
 class Kept:
-    """A keeper with a program in place of hostd; each life notes its pid."""
+    """A keeper with a program in place of hostd; each life notes its pid. `judged` is given to the keeper."""
 
-    def __init__(self, notes: Path, program: str) -> None:
+    def __init__(self, notes: Path, program: str, *judged: object) -> None:
         self.notes = notes
         host = notes.with_name("host.json")
         host.write_text(json.dumps({"run_dir": str(notes.parent)}))
-        command = [sys.executable, "-c", _KEEP, str(host), _NOTED + program, str(notes)]
+        command = [sys.executable, "-c", _KEEP, str(host), json.dumps(judged), _NOTED + program, str(notes)]
         self.process = subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.DEVNULL)
 
     def lines(self, count: int) -> list[str]:
@@ -62,8 +62,8 @@ def alive(pid: int) -> bool:
 def _keep(tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
     made: list[Kept] = []
 
-    def keep(program: str) -> Kept:
-        made.append(Kept(tmp_path / "lives", program))
+    def keep(program: str, *judged: object) -> Kept:
+        made.append(Kept(tmp_path / "lives", program, *judged))
         return made[-1]
 
     yield keep
@@ -128,7 +128,7 @@ def test_a_killed_keeper_leaves_no_hostd(keep: Callable[[str], Kept]) -> None:
 
 def test_orphans_are_reaped(keep: Callable[[str], Kept]) -> None:
     """What hostd's children leave behind comes to the keeper, and does not stay as a zombie in a group."""
-    kept = keep("os.fork() or (os.fork() and os._exit(0)) or (time.sleep(2), os._exit(0)); " + _READY + _STAY)
+    kept = keep("os.fork() or (os.fork() and os._exit(0)) or (time.sleep(1), os._exit(0)); " + _READY + _STAY)
     kept.lines(1)
     until(lambda: 2 == len(children(kept.process.pid)))
     until(lambda: 1 == len(children(kept.process.pid)))
@@ -191,13 +191,15 @@ def test_hostd_comes_before_what_others_compute(keep: Callable[[str], Kept]) -> 
     assert not weight.exists() or weight.read_text().split()[-2:] == ["nice", "-5" if os.geteuid() == 0 else "0"]
 
 
+_SOON = (0.2, (1.0, 1.0))
+"""A hostd hangs after a second."""
 _BEATING = "exec('while True:\\n os.write(int(os.environ[\\'SALLYPORT_HOSTD_READY_FD\\']), b\\'1\\'); time.sleep(0.2)')"
 
 
 @pytest.mark.parametrize("hang", ["stopped", "asleep", "looping"])
-def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[[str], Kept], hang: str) -> None:
+def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[..., Kept], hang: str) -> None:
     """Once it was ready. It is not dead, so nothing but its silence tells."""
-    kept = keep(_READY + {"stopped": _BEATING, "asleep": _STAY, "looping": "exec('while True: pass')"}[hang])
+    kept = keep(_READY + {"stopped": _BEATING, "asleep": _STAY, "looping": "exec('while True: pass')"}[hang], *_SOON)
     first = int(kept.lines(1)[0])
     if hang == "stopped":
         os.kill(first, signal.SIGSTOP)
@@ -205,10 +207,10 @@ def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[[str], Ke
     assert not alive(first)
 
 
-def test_a_hostd_that_beats_or_is_not_ready_yet_is_left_alone(keep: Callable[[str], Kept], tmp_path: Path) -> None:
+def test_a_hostd_that_beats_or_is_not_ready_yet_is_left_alone(keep: Callable[..., Kept], tmp_path: Path) -> None:
     """Another one hangs beside it, and is killed: so long it had time."""
-    slow, beating = keep(_STAY), Kept(tmp_path / "others", _BEATING)
-    hanging = Kept(tmp_path / "hanging", _READY + _STAY)
+    slow, beating = keep(_STAY, *_SOON), Kept(tmp_path / "others", _BEATING, *_SOON)
+    hanging = Kept(tmp_path / "hanging", _READY + _STAY, *_SOON)
     try:
         hanging.lines(2)
         assert [1, 1] == [len(slow.lines(1)), len(beating.lines(1))]

@@ -505,11 +505,12 @@ async def test_a_long_connection_does_not_remember_each_one_behind_it(rig: Rig):
     for stream in range(1, 120, 2):
         caller.call(stream)
         await caller.hear(h2.events.StreamEnded, stream)
-        counts.append(layers_in_memory())
+        if stream in (19, 119):  # counting looks at all objects that there are
+            counts.append(layers_in_memory())
     caller.close()
 
     assert 60 == rig.dials
-    assert counts[-1] <= counts[9] + 10
+    assert counts[1] <= counts[0] + 10
 
 
 def streams_in_memory() -> int:
@@ -549,7 +550,8 @@ async def test_a_long_connection_does_not_remember_its_streams(over_h2, monkeypa
             caller.state.send_data(1, b"%d " % stream)
             caller.call(stream)
             await caller.hear(h2.events.StreamEnded, stream)
-            counts.append(streams_in_memory())
+            if stream % 20 == 1:  # counting looks at all objects that there are
+                counts.append(streams_in_memory())
         caller.state.send_data(3, b"late")
         caller.call(125, POST, ends=False)
         caller.state.send_data(3, b"later", end_stream=True)
