@@ -79,10 +79,10 @@ class NameBudget:
 
         Counts are dropped only when their hour is over: many zones cannot push out the count of one.
         """
-        if zone not in self._zones and (len(self._zones) >= _MAX_ZONES or self._held >= _MAX_NAMES):
+        if len(self._zones) >= _MAX_ZONES or self._held >= _MAX_NAMES:
             self._expire(now)
-            if len(self._zones) >= _MAX_ZONES:
-                return False
+        if zone not in self._zones and len(self._zones) >= _MAX_ZONES:
+            return False
         since, seen = self._zones.get(zone, (now, set()))
         if now - since >= _WINDOW_SECONDS:
             self._held -= len(seen)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.ledger import Ledger
-from gateway.names import NameBudget, entropy
+from gateway.names import NameBudget, entropy, over_bounds
 from policy.compiled import CompiledPolicy
 from policy.decision import Deny
 from policy.facts import Scheme
@@ -136,3 +136,125 @@ def test_entropy_is_between_none_and_that_of_distinct_characters(text: str) -> N
 def test_a_denial_says_what_to_look_for() -> None:
     denied = NameBudget(Ledger.fresh()).admit(POLICY, f"a.b.c.d.e.{ZONE}", 0.0)
     assert Deny("dns.max_labels", f"This name has more than 4 labels in front of {ZONE}.") == denied
+
+
+DENIALS = {
+    "labels": ("a.b.c.d.e", Deny("dns.max_labels", f"This name has more than 4 labels in front of {ZONE}.")),
+    "length": (
+        f"{'a' * 50}.{'b' * 50}",
+        Deny("dns.max_name", f"This name has more than 100 characters in front of {ZONE}."),
+    ),
+    "a label": ("a" * 41, Deny("dns.max_label", "A label of this name is longer than 40 characters.")),
+    "data": (string.ascii_lowercase[:25], Deny("dns.entropy", "A label of this name looks like data.")),
+    "data behind a hyphen": (
+        f"a-{string.ascii_lowercase[:25]}-b",
+        Deny("dns.entropy", "A label of this name looks like data."),
+    ),
+    "data in a later label": (
+        f"a.{string.ascii_lowercase[:25]}",
+        Deny("dns.entropy", "A label of this name looks like data."),
+    ),
+    "nothing: 24 characters are too few to tell": (string.ascii_lowercase[:24], None),
+}
+
+
+@pytest.mark.parametrize("case", DENIALS)
+def test_each_bound_says_what_it_is(case: str) -> None:
+    free, expected = DENIALS[case]
+    settings = DnsSettings(max_label=63 if case != "a label" else 40)
+    rules = policy(f"*.{ZONE}", dns=settings)
+    assert expected == NameBudget(Ledger.fresh()).admit(rules, f"{free}.{ZONE}", 0.0)
+    assert expected == over_bounds(rules, f"{free}.{ZONE}")
+
+
+def test_the_bound_of_entropy_is_in_hundredths_of_a_bit_and_may_be_reached() -> None:
+    """32 hexadecimal digits, each twice, have four bits a character."""
+    label = "0123456789abcdef" * 2
+    for entropy_bound, rule in {399: "dns.entropy", 400: None, 401: None}.items():
+        rules = policy(f"*.{ZONE}", dns=DnsSettings(entropy=entropy_bound))
+        assert rule == over(f"{label}.{ZONE}", rules)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("a", 0.0), ("ab", 1.0), ("aabb", 1.0), ("abcd", 2.0), ("abcdefgh", 3.0), ("aaab", 0.8112781)]
+)
+def test_entropy_is_that_of_shannon(text: str, bits: float) -> None:
+    assert bits == pytest.approx(entropy(text))
+
+
+def test_each_zone_has_its_own_count() -> None:
+    rules = policy("*.a.example.com", "*.b.example.com", "*.c.b.example.com", dns=DnsSettings(unique_names=1))
+    names = NameBudget(Ledger.fresh())
+    asked = ("x.a.example.com", "x.b.example.com", "y.c.b.example.com", "y.a.example.com", "c.b.example.com")
+    refused = [names.admit(rules, host, 0.0) for host in asked]
+    assert [None, None, None] == refused[:3]
+    assert (
+        Deny("dns.unique_names", "Too many distinct names below a.example.com were asked for in an hour.") == refused[3]
+    )
+    assert "dns.unique_names" == over("z.b.example.com", rules, names)
+
+
+def test_the_count_of_an_hour_ends_with_it() -> None:
+    rules, ledger = policy(f"*.{ZONE}", dns=DnsSettings(unique_names=1)), Ledger.fresh()
+    names = NameBudget(ledger)
+    assert None is over(f"a.{ZONE}", rules, names, now=100.0)
+    assert "dns.unique_names" == over(f"b.{ZONE}", rules, names, now=3699.9)
+    assert None is over(f"b.{ZONE}", rules, names, now=3700.0)
+    assert "dns.unique_names" == over(f"a.{ZONE}", rules, names, now=7299.0)
+
+
+def test_the_names_of_a_former_worker_count_until_their_hour_ends() -> None:
+    rules, ledger = policy(f"*.{ZONE}", dns=DnsSettings(unique_names=3)), Ledger.fresh()
+    for host in ("a", "b"):
+        assert None is over(f"{host}.{ZONE}", rules, NameBudget(ledger), now=5000.0)
+    assert 2 == ledger.names
+    names = NameBudget(ledger)
+    assert None is over(f"c.{ZONE}", rules, names, now=8599.0)
+    assert "dns.unique_names" == over(f"d.{ZONE}", rules, names, now=8599.9)
+    assert None is over(f"d.{ZONE}", rules, names, now=8600.0)
+
+
+def test_the_zones_that_are_counted_are_bounded() -> None:
+    """A zone that is known goes on; those of an hour ago make room."""
+    watch, names = policy("good.example.com", mode=Mode.OBSERVE), NameBudget(Ledger.fresh())
+    assert [None] * 1024 == [over(f"a.z{number}.test", watch, names, now=10.0) for number in range(1024)]
+    assert "dns.unique_names" == over("a.other.test", watch, names, now=3609.9)
+    assert None is over("b.z7.test", watch, names, now=3609.9)
+    assert None is over("a.other.test", watch, names, now=3610.0)
+
+
+def test_the_names_that_are_held_are_bounded() -> None:
+    """50,000 over all zones; those of an hour ago make room, known ones go on."""
+    wide = policy(f"*.{ZONE}", "*.b.example.com", dns=DnsSettings(unique_names=1_000_000))
+    names = NameBudget(Ledger.fresh())
+    assert all(names.admit(wide, f"{number}.{ZONE}", 10.0) is None for number in range(50_000))
+    assert "dns.unique_names" == over(f"x.{ZONE}", wide, names, now=10.0)
+    assert "dns.unique_names" == over("x.b.example.com", wide, names, now=10.0)
+    assert None is over(f"7.{ZONE}", wide, names, now=10.0)
+    assert None is over("x.b.example.com", wide, names, now=3610.0)
+    assert None is over(f"x.{ZONE}", wide, names, now=3610.0)
+
+
+def test_the_rate_is_refilled_by_time_up_to_the_burst() -> None:
+    settings, names = DnsSettings(query_rate=2, query_burst=3), NameBudget(Ledger.fresh())
+
+    def take(now: float, patience: float = 2.0) -> float | None:
+        return names.take(settings, now, patience)
+
+    assert [0.0, 0.0, 0.0, 0.5, 1.0] == [take(100.0) for _ in range(5)]
+    assert take(100.0, 1.25) is None, "what is refused takes no place"
+    assert 1.5 == take(100.0, 1.5)
+    assert 1.5 == take(100.5), "half a second is one place"
+    assert 2.0 == take(100.0), "a clock that goes back refills nothing"
+    assert [0.0, 0.0, 0.0, 0.5] == [take(1000.0) for _ in range(4)]
+
+
+def test_the_zone_is_the_longest_suffix_that_policy_wrote() -> None:
+    tight = DnsSettings(max_labels=1)
+    rules = policy("*.example.com", f"*.{ZONE}", dns=tight)
+    assert None is over(f"a.{ZONE}", rules)
+    assert "dns.max_labels" == over(f"a.b.{ZONE}", rules)
+    always = CompiledPolicy(rules.name, rules.lists, always_allow=("*.b.wild.example.com", "x.y.z.test"), dns=tight)
+    assert None is over(f"a.b.{ZONE}", always)
+    assert None is over("x.y.z.test", always)
+    assert "dns.max_labels" == over("w.x.y.z.test", always)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.hello import TOKEN, Refused
-from gateway.translate import RequestParts, Translated, translate
+from gateway.translate import RequestParts, Translated, refusal_of_form, translate
 from policy.facts import FlowFacts, RequestFacts, Scheme
 
 FLOW = FlowFacts("good.test", 443, Scheme.HTTPS)
@@ -222,3 +222,263 @@ def test_nothing_raises_and_what_passes_is_clean(version, method, target, scheme
         for name, value in verdict.headers:
             assert TOKEN.fullmatch(name) and not set(value) & set(b"\r\n\0")
             assert name.lower() not in (b"host", b"connection", b"proxy-authorization")
+
+
+def refused(parts, flow=FLOW):
+    verdict = translate(parts, flow)
+    assert isinstance(verdict, Refused)
+    return verdict
+
+
+SETTINGS = (b"HTTP2-Settings", b"AAMA")
+REFUSALS = {
+    "a method that is no token": (replace(GET, method=b"G T"), Refused("malformed method")),
+    "a long method": (replace(GET, method=b"A" * 33), Refused("malformed method")),
+    "CONNECT": (replace(GET, method=b"CONNECT"), Refused("method not supported", 405)),
+    "TRACE": (replace(GET, method=b"TRACE"), Refused("method not supported", 405)),
+    "TRACK": (replace(GET, method=b"TRACK"), Refused("method not supported", 405)),
+    "PRI": (replace(GET, method=b"PRI"), Refused("method not supported", 405)),
+    "129 headers": (with_headers(*[(b"X", b"a")] * 127), Refused("too many headers", 431)),
+    "a header name that is no token": (with_headers((b"X Y", b"a")), Refused("malformed header name")),
+    "an upper-case name in HTTP/2": (with_headers((b"X", b"a"), parts=H2), Refused("malformed header name")),
+    "a control character": (with_headers((b"X", b"a\0b")), Refused("malformed header value")),
+    "a blank in front": (with_headers((b"X", b" a")), Refused("malformed header value")),
+    "a tab behind": (with_headers((b"X", b"a\t")), Refused("malformed header value")),
+    "a target of another form": (
+        replace(GET, target=b"good.test:443"),
+        Refused("target is neither a path nor an http URL"),
+    ),
+    "another scheme": (replace(GET, target=b"http://good.test/"), Refused("target names another scheme")),
+    "another host": (
+        replace(GET, target=b"https://Evil.test:444/"),
+        Refused("target names another host", 421, "evil.test:444"),
+    ),
+    "a host that is none": (replace(GET, target=b"https://a@b/"), Refused("target names another host", 421)),
+    "a fragment": (replace(GET, target=b"/a#b"), Refused("malformed path")),
+    "a path of HTTP/2 that is a URL": (replace(H2, target=b"https://good.test/"), Refused("malformed path")),
+    "the scheme of HTTP/2": (replace(H2, scheme=b"http"), Refused(":scheme is not that of the connection")),
+    "no authority": (replace(H2, authority=b""), Refused("exactly one authority is required")),
+    "an authority and another Host": (
+        with_headers((b"host", b"evil.test"), parts=H2),
+        Refused("exactly one authority is required"),
+    ),
+    "an authority and two Hosts": (
+        with_headers((b"host", b"good.test"), (b"host", b"good.test"), parts=H2),
+        Refused("exactly one authority is required"),
+    ),
+    "no Host": (replace(GET, headers=()), Refused("a request must have exactly one Host header")),
+    "two Hosts": (with_headers((b"host", b"good.test")), Refused("a request must have exactly one Host header")),
+    "a Host that is none": (replace(GET, headers=((b"Host", b"a@b"),)), Refused("Host is not a clean host name")),
+    "a Host of another flow": (
+        replace(GET, headers=((b"Host", b"evil.test"),)),
+        Refused("this connection serves another host", 421, "evil.test"),
+    ),
+    "a length that is no number": (with_headers((b"Content-Length", b"+1")), Refused("malformed Content-Length")),
+    "a length with a zero in front": (with_headers((b"Content-Length", b"01")), Refused("malformed Content-Length")),
+    "a length of 19 digits": (with_headers((b"Content-Length", b"1" * 19)), Refused("malformed Content-Length")),
+    "a coding in HTTP/2": (
+        with_headers((b"transfer-encoding", b"chunked"), parts=H2),
+        Refused("Transfer-Encoding belongs to HTTP/1.1"),
+    ),
+    "a coding in HTTP/1.0": (
+        with_headers((b"Transfer-Encoding", b"chunked"), parts=replace(GET, version=10)),
+        Refused("Transfer-Encoding belongs to HTTP/1.1"),
+    ),
+    "a length and a coding": (
+        with_headers((b"Content-Length", b"1"), (b"Transfer-Encoding", b"chunked")),
+        Refused("both Content-Length and Transfer-Encoding"),
+    ),
+    "another coding": (with_headers((b"Transfer-Encoding", b"gzip")), Refused("unsupported Transfer-Encoding")),
+    "a framing header that is hop-by-hop": (
+        with_headers((b"Connection", b"close"), (b"Connection", b"x,\tTransfer-Encoding ".strip())),
+        Refused("Connection names a framing header"),
+    ),
+    "an upgrade without its header": (
+        with_headers((b"Connection", b"upgrade")),
+        Refused("only a well-formed WebSocket upgrade is supported"),
+    ),
+    "settings of HTTP/2 alone": (
+        with_headers(SETTINGS),
+        Refused("only a well-formed WebSocket upgrade is supported"),
+    ),
+    "another expectation": (with_headers((b"Expect", b"x")), Refused("expectation not supported", 417)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_each_refusal_has_its_reason_and_status(case):
+    parts, expected = REFUSALS[case]
+    assert expected == refused(parts)
+
+
+def head_of(size):
+    """A request whose head counts `size` bytes: target, and name, value and four bytes of each header."""
+    counted = len(GET.target) + sum(len(name) + len(value) + 4 for name, value in GET.headers)
+    return with_headers((b"X", b"a" * (size - counted - 5)))
+
+
+def test_the_longest_request_passes():
+    assert isinstance(translate(replace(GET, method=b"A" * 32), FLOW), Translated)
+    assert isinstance(translate(with_headers(*[(b"X", b"a")] * 126), FLOW), Translated)
+    assert isinstance(translate(head_of(65536), FLOW), Translated)
+    assert Refused("request head over the limit", 431) == refused(head_of(65537))
+    length = with_headers((b"Content-Length", b"1" * 18))
+    assert (b"Content-Length", b"1" * 18) in translate(length, FLOW).headers
+
+
+SINGLE = (b"Content-Length", b"Transfer-Encoding", b"Content-Type", b"Expect", b"Upgrade", b"Authorization")
+DROPPED = (
+    *(b"Keep-Alive", b"Proxy-Connection", b"Proxy-Authorization", b"Proxy-Authenticate", b"TE", b"Trailer"),
+    *(b"X-HTTP-Method", b"X-HTTP-Method-Override", b"X-Method-Override"),
+    *(b"X-Original-URL", b"X-Original-URI", b"X-Rewrite-URL", b"Forwarded", b"Via"),
+    *(b"X-Forwarded-For", b"X-Forwarded-Host", b"X-Forwarded-Port", b"X-Forwarded-Proto", b"X-Forwarded-Server"),
+    *(b"X-Forwarded-Prefix", b"X-Forwarded-URI", b"X-Forwarded-Method", b"X-Host", b"X-Real-IP"),
+)
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_header_that_has_one_value_comes_once(name):
+    expected = Refused(f"more than one {name.decode().lower()} header")
+    assert expected == refused(with_headers((name, b"1"), (name.lower(), b"1")))
+    assert expected == refused(with_headers((name.lower(), b"1"), (b"x", b"y"), (name.lower(), b"1"), parts=H2))
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_each_header_of_the_connection_is_dropped(name):
+    assert ((b"Accept", b"*/*"),) == translate(with_headers((name, b"1")), FLOW).headers
+    assert ((b"accept", b"*/*"),) == translate(with_headers((name.lower(), b"1"), parts=H2), FLOW).headers
+    if b"-" in name:
+        plain = name.lower().decode()
+        assert Refused(f"header name can be taken for {plain}") == refused(
+            with_headers((name.replace(b"-", b"_"), b"1"))
+        )
+
+
+@pytest.mark.parametrize("name", [b"Transfer_Encoding", b"Content_Length", b"Content_Type", b"HTTP2_Settings"])
+def test_a_name_that_imitates_framing_is_refused(name):
+    expected = Refused(f"header name can be taken for {name.decode().lower().replace('_', '-')}")
+    assert expected == refused(with_headers((name, b"1")))
+
+
+def test_another_name_with_an_underscore_passes():
+    assert (b"X_Key", b"1") in translate(with_headers((b"X_Key", b"1")), FLOW).headers
+
+
+def test_only_the_trailers_of_grpc_go_on_in_http2():
+    assert ((b"accept", b"*/*"), (b"te", b"trailers")) == translate(
+        with_headers((b"te", b"Trailers"), parts=H2), FLOW
+    ).headers
+    assert ((b"accept", b"*/*"),) == translate(with_headers((b"te", b"gzip"), parts=H2), FLOW).headers
+    assert ((b"Accept", b"*/*"),) == translate(with_headers((b"TE", b"trailers")), FLOW).headers
+
+
+@pytest.mark.parametrize(
+    ("version", "connection", "close"),
+    [
+        (11, None, False),
+        (11, b"close", True),
+        (11, b" x ,CLOSE", True),
+        (11, b"keep-alive", False),
+        (10, None, True),
+        (10, b"Keep-Alive", False),
+        (10, b"keep-alive, close", True),
+        (20, None, False),
+    ],
+)
+def test_a_client_that_wants_its_connection_closed_says_so(version, connection, close):
+    parts = H2 if version == 20 else replace(GET, version=version)
+    headers = () if connection is None else ((b"Connection", connection.strip()),)
+    assert close is translate(with_headers(*headers, parts=parts), FLOW).close
+
+
+def test_an_expectation_is_told_and_goes_on():
+    translated = translate(with_headers((b"Expect", b"100-Continue")), FLOW)
+    assert translated.expect_continue and (b"Expect", b"100-Continue") in translated.headers
+    assert not translate(GET, FLOW).expect_continue
+
+
+WEBSOCKET = {
+    b"Connection": b"x, Upgrade",
+    b"Upgrade": b"websocket",
+    b"Sec-WebSocket-Version": b"13",
+    b"Sec-WebSocket-Key": b"dGhlIHNhbXBsZSBub25jZQ==",
+}
+SPOILED = {
+    "another method": (replace(GET, method=b"POST"), {}),
+    "HTTP/1.0": (replace(GET, version=10), {}),
+    "no Upgrade": (GET, {b"Upgrade": None}),
+    "another protocol": (GET, {b"Upgrade": b"websockets"}),
+    "no Connection": (GET, {b"Connection": None}),
+    "another option": (GET, {b"Connection": b"keep-alive"}),
+    "no version": (GET, {b"Sec-WebSocket-Version": None}),
+    "another version": (GET, {b"Sec-WebSocket-Version": b"8"}),
+    "no key": (GET, {b"Sec-WebSocket-Key": None}),
+    "a short key": (GET, {b"Sec-WebSocket-Key": b"A" * 23}),
+    "a long key": (GET, {b"Sec-WebSocket-Key": b"A" * 25}),
+    "a second key": (GET, {b"sec-websocket-key": b"A" * 24}),
+    "a header that begins like the key": (GET, {b"Sec-WebSocket-Key1": b"A" * 24}),
+    "a body": (GET, {b"Content-Length": b"1"}),
+    "a body in chunks": (GET, {b"Transfer-Encoding": b"chunked"}),
+    "settings of HTTP/2 beside it, without the protocol": (GET, {b"Upgrade": b"h2c", SETTINGS[0]: SETTINGS[1]}),
+}
+
+
+def handshake(parts, changes):
+    merged = WEBSOCKET | changes
+    return with_headers(*((name, value) for name, value in merged.items() if value is not None), parts=parts)
+
+
+def test_the_handshake_that_the_next_test_spoils_is_one():
+    translated = translate(handshake(GET, {}), FLOW)
+    assert translated.websocket and not translated.close
+    kept = [(b"Accept", b"*/*"), *((name, WEBSOCKET[name]) for name in list(WEBSOCKET)[2:])]
+    assert tuple(kept) == translated.headers
+    assert not translate(GET, FLOW).websocket
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_handshake_that_is_spoiled_in_one_place_is_refused(case):
+    parts, changes = SPOILED[case]
+    assert Refused("only a well-formed WebSocket upgrade is supported") == refused(handshake(parts, changes))
+
+
+def test_http2_may_repeat_its_authority_as_host():
+    translated = translate(with_headers((b"host", b"good.test"), parts=H2), FLOW)
+    assert ((b"accept", b"*/*"),) == translated.headers
+    assert b"good.test" == translated.host_header
+
+
+def facts(method="GET", path="/a", query="", host="good.test", port=443, scheme=Scheme.HTTPS):
+    return RequestFacts(host, port, scheme, method, path, query)
+
+
+FORMS = {
+    "a request": (facts(), None),
+    "a query": (facts(query="x=1&y"), None),
+    "another port": (facts(port=8443), None),
+    "plain HTTP": (facts(port=80, scheme=Scheme.HTTP), None),
+    "plain HTTP on another port": (facts(port=8080, scheme=Scheme.HTTP), None),
+    "a path that is not ASCII": (facts(path="/\u00e4"), "the request line is not ASCII"),
+    "a line end": (facts(path="/a HTTP/1.1\r\nX: y\r\nZ:"), "method and target are read as something else"),
+    "a whole request": (
+        facts(path="/a HTTP/1.1\r\nHost: good.test\r\n\r\nGET /b"),
+        "method and target are read as something else",
+    ),
+    "a target that hides the end": (facts(path="/a\r\n"), "malformed request line"),
+    "a blank": (facts(path="/a b"), "malformed request line"),
+    "a method that is none": (facts(method="G\0"), "malformed request line"),
+    "no method": (facts(method=""), "request does not begin with a method"),
+    "a method that is never forwarded": (facts(method="TRACE"), "method not supported"),
+    "a long path": (facts(path="/" + "a" * 20000), "request line over the limit"),
+    "a URL as the path": (facts(path="https://good.test/a"), "the target is read as something else"),
+    "a URL of another host": (facts(path="https://evil.test/a"), "target and Host name different hosts"),
+    "a query in the path": (facts(path="/a?b"), "the target is read as something else"),
+    "a fragment": (facts(path="/a#b"), "malformed path"),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_a_form_that_is_refused_before_policy_is_told(case):
+    """`sallyport policy explain` says it."""
+    request, expected = FORMS[case]
+    assert expected == refusal_of_form(request)

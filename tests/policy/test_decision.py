@@ -1,5 +1,7 @@
 """Decisions, against tables and against small reference models."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from ipaddress import IPv4Network, ip_address
 from typing import Any
 
@@ -28,7 +30,8 @@ from policy.facts import AddressSource, Destination, FlowFacts, RequestFacts, Sc
 from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
 from policy.names import HostPattern
-from policy.rules import STANDARD, Action, Endpoint, Precedence, Rule, RuleList
+from policy.paths import PathPattern
+from policy.rules import STANDARD, Action, Binding, Endpoint, Precedence, Rule, RuleList
 
 DOCUMENT = load_text("""
 version: 1
@@ -88,7 +91,8 @@ def resolved(policy: CompiledPolicy, host: str, ip: str, port: int) -> AllowAddr
 def outcome(decision: AllowName | AllowFlow | AllowRequest | AllowAddress | Deny) -> str:
     """`rule` of an allow with its treatment, `!rule` of a denial, `?rule` in front of what observe let pass."""
     match decision:
-        case Deny(rule):
+        case Deny(rule, reason):
+            assert reason
             return f"!{rule}"
         case AllowFlow(rule, treatment, observed):
             text = f"{rule} {treatment}"
@@ -326,29 +330,29 @@ def test_a_narrowed_policy_allows_what_both_allow() -> None:
     )
 
 
-OBSERVED = {
-    "a name": (decide_name(WATCH, "other.test"), "?default observe:watch"),
-    "a flow": (decide_flow(WATCH, FlowFacts("other.test", 443, HTTPS)), "?default observe:watch splice"),
+OBSERVED: dict[str, tuple[Callable[[], AllowName | AllowFlow | AllowRequest | AllowAddress | Deny], str]] = {
+    "a name": (lambda: decide_name(WATCH, "other.test"), "?default observe:watch"),
+    "a flow": (lambda: decide_flow(WATCH, FlowFacts("other.test", 443, HTTPS)), "?default observe:watch splice"),
     "a flow that rules inspect": (
-        decide_flow(WATCH, FlowFacts("good.test", 443, HTTPS)),
+        lambda: decide_flow(WATCH, FlowFacts("good.test", 443, HTTPS)),
         "agents/api inspect",
     ),
     "a request, without the secret": (
-        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/admin/x")),
+        lambda: decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/admin/x")),
         "?agents/no-admin observe:watch",
     ),
     "an ambiguous path, without the secret": (
-        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/../v1/x")),
+        lambda: decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/../v1/x")),
         "?ambiguous-path observe:watch",
     ),
     "an allowed request is as under enforce": (
-        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/x")),
+        lambda: decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "GET", "/v1/x")),
         "agents/api Authorization=token",
     ),
-    "the operator's denials stand": (decide_name(WATCH, "evil.test"), "!always-deny:1"),
-    "bare addresses stay shut": (bare(WATCH, "93.184.216.35", 443), "!default"),
+    "the operator's denials stand": (lambda: decide_name(WATCH, "evil.test"), "!always-deny:1"),
+    "bare addresses stay shut": (lambda: bare(WATCH, "93.184.216.35", 443), "!default"),
     "TRACE stays shut": (
-        decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "TRACE", "/v1/x")),
+        lambda: decide_request(WATCH, RequestFacts("good.test", 443, HTTPS, "TRACE", "/v1/x")),
         "!forbidden-method",
     ),
 }
@@ -357,9 +361,9 @@ OBSERVED = {
 @pytest.mark.parametrize("case", OBSERVED)
 def test_observe_lets_pass_what_rules_deny_and_says_so(case: str) -> None:
     """Nothing that rules did not allow gets a secret; what is no rule's matter is denied all the same."""
-    decision, expected = OBSERVED[case]
+    decide, expected = OBSERVED[case]
 
-    assert expected == outcome(decision)
+    assert expected == outcome(decide())
 
 
 def binding(name: str, host: str, **match: Any) -> dict[str, Any]:
@@ -596,3 +600,165 @@ def test_two_plans_for_one_header_are_denied_unless_they_are_one(case: str) -> N
 
     assert expected == outcome(decide_request(two, facts))
     assert expected.replace("+p/second", "") == outcome(decide_request(one, facts))
+
+
+def of_list(*rules: Rule) -> CompiledPolicy:
+    return CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=rules),))
+
+
+def test_a_name_needs_an_endpoint_that_no_denial_covers() -> None:
+    """One is enough; a denial of some method allows nothing."""
+    host = (HostPattern("good.test"),)
+    both = Rule("allow", Action.ALLOW, host, endpoints=STANDARD)
+    shut = [Rule(f"shut-{endpoint.port}", Action.DENY, host, endpoints=(endpoint,)) for endpoint in STANDARD]
+    method = Rule("method", Action.DENY, host, endpoints=STANDARD, methods=("DELETE",))
+
+    assert "allow" == outcome(decide_name(of_list(both, shut[0]), "good.test"))
+    assert "allow" == outcome(decide_name(of_list(both, shut[1]), "good.test"))
+    assert "!shut-80" == outcome(decide_name(of_list(both, *shut), "good.test"))
+    assert "allow" == outcome(decide_name(of_list(both, method), "good.test"))
+    assert "!default" == outcome(decide_name(of_list(method), "good.test"))
+    assert "!default" == outcome(decide_flow(of_list(method), FlowFacts("good.test", 443, HTTPS)))
+
+
+def test_what_a_later_list_observes_is_told() -> None:
+    """The first denial that only was observed, wherever its list stands."""
+    policy = CompiledPolicy("p", (*api("+other.test").lists, *WATCH.lists))
+
+    assert "?default api:1+observe:watch" == outcome(decide_name(policy, "other.test"))
+    assert "?default api:1+observe:watch splice" == outcome(decide_flow(policy, FlowFacts("other.test", 443, HTTPS)))
+    assert "?default api:1+observe:watch" == outcome(
+        decide_request(policy, RequestFacts("other.test", 443, HTTPS, "GET", "/"))
+    )
+
+
+def test_an_always_allowed_host_has_one_rule_however_many_lists_there_are() -> None:
+    both = narrow(AGENTS, api("+status.good.test"))
+
+    assert "always-allow:1 Authorization=status" == outcome(
+        decide_request(both, RequestFacts("status.good.test", 443, HTTPS, "GET", "/me/x"))
+    )
+    assert "!ambiguous-path" == outcome(
+        decide_request(both, RequestFacts("status.good.test", 443, HTTPS, "GET", "/me/../x"))
+    )
+    assert "!default" == outcome(decide_request(both, RequestFacts("status.good.test", 8443, HTTPS, "GET", "/me/x"))), (
+        "its override is for the standard ports"
+    )
+
+
+def request(host: str, method: str = "GET", path: str = "/", port: int = 443, scheme: Scheme = HTTPS) -> RequestFacts:
+    return RequestFacts(host, port, scheme, method, path)
+
+
+CALLER = api("+good.test -evil.good.test")
+DENIED: dict[str, tuple[Callable[[], object], Deny]] = {
+    "a name that is not canonical": (
+        lambda: decide_name(AGENTS, "GOOD.test"),
+        Deny("invalid-name", "The host name is not in canonical form."),
+    ),
+    "a name that is always denied": (
+        lambda: decide_name(AGENTS, "evil.test"),
+        Deny("always-deny:1", "evil.test is denied by the operator."),
+    ),
+    "a name above the ceiling": (
+        lambda: decide_name(CALLER, "localhost"),
+        Deny("ceiling", "localhost is above the operator's ceiling."),
+    ),
+    "a name that a rule denies": (
+        lambda: decide_name(AGENTS, "shut.cdn.test"),
+        Deny("agents/shut", "shut.cdn.test is denied by rule agents/shut."),
+    ),
+    "a name that no rule allows": (
+        lambda: decide_name(AGENTS, "other.test"),
+        Deny("default", "No rule of agents allows other.test."),
+    ),
+    "a name that the caller denies": (
+        lambda: decide_name(CALLER, "evil.good.test"),
+        Deny("api:2", "evil.good.test is denied by rule api:2."),
+    ),
+    "a name that the caller does not allow": (
+        lambda: decide_name(CALLER, "other.test"),
+        Deny("default", "No rule of networkPolicy allows other.test."),
+    ),
+    "a scheme that is not spoken": (
+        lambda: decide_flow(AGENTS, FlowFacts("good.test", 80, HTTPS)),
+        Deny("scheme", "https is not spoken on port 80."),
+    ),
+    "a flow above the ceiling": (
+        lambda: decide_flow(CALLER, FlowFacts("good.test", 8443, HTTPS)),
+        Deny("ceiling", "good.test:8443 is above the operator's ceiling."),
+    ),
+    "a flow that a rule denies": (
+        lambda: decide_flow(AGENTS, FlowFacts("shut.cdn.test", 443, HTTPS)),
+        Deny("agents/shut", "shut.cdn.test:443 is denied by rule agents/shut."),
+    ),
+    "a flow that no rule allows": (
+        lambda: decide_flow(AGENTS, FlowFacts("good.test", 80, HTTP)),
+        Deny("default", "No rule of agents allows http to good.test:80."),
+    ),
+    "a flow that the caller denies": (
+        lambda: decide_flow(CALLER, FlowFacts("evil.good.test", 443, HTTPS)),
+        Deny("api:2", "evil.good.test:443 is denied by rule api:2."),
+    ),
+    "a method that is no token": (
+        lambda: decide_request(AGENTS, request("good.test", "G T")),
+        Deny("invalid-method", "The request's method is not a valid HTTP method."),
+    ),
+    "a method that is never relayed": (
+        lambda: decide_request(AGENTS, request("good.test", "Track")),
+        Deny("forbidden-method", "Track requests are never relayed."),
+    ),
+    "a target that is no path": (
+        lambda: decide_request(AGENTS, request("tls.good.test", path="/x#y")),
+        Deny("invalid-path", "The request's target is not a path."),
+    ),
+    "an ambiguous path": (
+        lambda: decide_request(AGENTS, request("good.test", path="/v1//x")),
+        Deny("ambiguous-path", "The request path is ambiguous (empty segment), and good.test has path rules."),
+    ),
+    "a path that a rule denies": (
+        lambda: decide_request(AGENTS, request("good.test", path="/v1/admin/x")),
+        Deny("agents/no-admin", "GET on this path of good.test is denied by rule agents/no-admin."),
+    ),
+    "a path that no rule allows": (
+        lambda: decide_request(AGENTS, request("good.test", path="/v2")),
+        Deny("default", "good.test is allowed, but not GET on this path (rules: agents/api, agents/open)."),
+    ),
+    "a secret in plain text": (
+        lambda: decide_request(
+            CompiledPolicy(AGENTS.name, AGENTS.lists), request("plain.good.test", port=80, scheme=HTTP)
+        ),
+        Deny("plaintext-secret", "The operator does not allow secrets to plain.good.test over plain HTTP."),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DENIED)
+def test_each_denial_names_its_rule_and_its_reason(case: str) -> None:
+    decide, expected = DENIED[case]
+
+    assert expected == decide()
+
+
+def test_two_bindings_that_meet_on_a_request_are_denied() -> None:
+    """Such a policy is not compiled; one that was made otherwise is not trusted."""
+    first, second = (
+        Binding(name, (HostPattern("good.test"),), (HTTPS,), ("GET",), (PathPattern("/*"),))
+        for name in ("first", "second")
+    )
+    policy = replace(api("+good.test"), bindings=(first, second))
+
+    assert Deny("binding-ambiguous", "credential binding ambiguous") == decide_request(policy, request("good.test"))
+    assert Deny("ambiguous-path", "request path contains ambiguous segments (empty segment)") == decide_request(
+        policy, request("good.test", path="//x")
+    )
+    assert AllowRequest("api:1") == decide_request(policy, request("good.test", "PUT"))
+    assert AllowRequest("api:1") == decide_request(replace(policy, bindings=(first,)), request("good.test"))
+
+
+def test_rivals_are_named_by_their_bindings() -> None:
+    both = narrow(AGENTS, api("+good.test", bindings=[binding("b", "good.test")]))
+
+    assert Deny("injection-ambiguous", "agents/api and binding:b both set Authorization.") == decide_request(
+        both, request("good.test", path="/v1/x")
+    )

@@ -251,6 +251,7 @@ def test_the_order_of_authority(case: str) -> None:
     to = Destination(host, ip_address(place), port, Scheme.HTTPS, AddressSource(source))
     answer = decide_address(policy, to, (ip_network("10.6.0.0/16"),))
     assert expected == (f"!{answer.rule}" if isinstance(answer, Deny) else answer.rule)
+    assert not isinstance(answer, Deny) or answer.reason
 
 
 def test_a_binding_opens_no_address() -> None:

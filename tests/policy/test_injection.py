@@ -109,6 +109,7 @@ def test_a_header_name_is_a_token(name: str) -> None:
 def test_header_names_have_one_case() -> None:
     """`x-api-key` and `X-API-KEY` are one slot."""
     assert "X-Api-Key" == header_name("x-api-key") == header_name("X-API-KEY")
+    assert "x-api-key" == plan(K.API_KEY, "X-Api-Key").slot
     assert "Authorization" == header_name("authorization")
 
 
