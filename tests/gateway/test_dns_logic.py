@@ -8,13 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.dns_logic import Answer, Drop, Later, Outcome, Resolve, handle, reply_limit, resolved
+from gateway.dns_logic import (
+    Answer,
+    DnsDecision,
+    DnsEvent,
+    Drop,
+    Later,
+    Outcome,
+    Resolve,
+    handle,
+    reply_limit,
+    resolved,
+    unavailable,
+)
 from gateway.ledger import Ledger
 from gateway.names import NameBudget
 from policy.compiled import CompiledPolicy
 from policy.facts import Scheme
 from policy.names import HostPattern
-from policy.rules import Action, DnsSettings, Endpoint, Precedence, Rule, RuleList
+from policy.rules import Action, DnsSettings, Endpoint, Mode, Precedence, Rule, RuleList
 
 NOERROR, FORMERR, NXDOMAIN, NOTIMP, REFUSED = 0, 1, 3, 4, 5
 
@@ -221,3 +233,173 @@ def check(message: bytes) -> None:
             assert [host] == [str(item.qname).rstrip(".").lower() for item in dnslib.DNSRecord.parse(message).questions]
         case Drop():
             pass
+
+
+ALLOW, DENY = DnsDecision.ALLOW, DnsDecision.DENY
+OPT = b"\0" + struct.pack("!HHIH", 41, 1232, 0, 0)
+
+
+def with_opt(message: bytes, opt: bytes = OPT) -> bytes:
+    return message[:10] + b"\0\1" + message[12:] + opt
+
+
+def told(rule: str, reason: str, host: str | None = None, qtype: int | None = 1, **more: bool) -> DnsEvent:
+    return DnsEvent(DENY, rule, reason, host, qtype, **more)
+
+
+EVENTS = {
+    "another opcode": (
+        query(GOOD, flags=0x2800),
+        NOTIMP,
+        told("dns-opcode", "only standard queries are answered", qtype=None, aggregate=True),
+    ),
+    "a large query": (
+        with_opt(query(GOOD), OPT[:-2] + struct.pack("!H", 984) + b"x" * 984),
+        FORMERR,
+        told("dns-format", "query too large", qtype=None, aggregate=True),
+    ),
+    "bytes behind it": (
+        query(GOOD) + b"x",
+        FORMERR,
+        told("dns-format", "query is malformed", qtype=None, aggregate=True),
+    ),
+    "another class": (query(GOOD, 1, 3), REFUSED, told("dns-class", "only class IN is answered")),
+    "another type": (
+        query(GOOD, 16),
+        REFUSED,
+        told("dns-type", "record type is not answered", "good.example.com", 16),
+    ),
+    "another type of a name with odd bytes": (
+        query(name(b"a.b\\", b"\xff"), 16),
+        REFUSED,
+        told("dns-type", "record type is not answered", "a\\046b\\092.\\255", 16),
+    ),
+    "a dot in a label": (
+        query(name(b"good.example", b"com")),
+        NXDOMAIN,
+        told("dns-name", "not a host name", "good\\046example.com"),
+    ),
+    "the root": (query(b"\0"), NXDOMAIN, told("dns-name", "not a host name", "")),
+    "a hyphen at the edge": (query(name(b"-a", b"com")), NXDOMAIN, told("dns-name", "not a host name", "-a.com")),
+    "a name that no rule allows": (
+        query(BAD),
+        NXDOMAIN,
+        told("default", "No rule of p allows bad.example.com.", "bad.example.com"),
+    ),
+    "a reverse name": (
+        query(GOOD, 12),
+        NXDOMAIN,
+        told("dns-reverse", "reverse names are not resolved", "good.example.com", 12),
+    ),
+    "a name over a bound": (
+        query(name(b"a", b"b", b"c", b"d", b"e", b"wild", b"example", b"com")),
+        REFUSED,
+        told(
+            "dns.max_labels",
+            "This name has more than 4 labels in front of wild.example.com.",
+            "a.b.c.d.e.wild.example.com",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EVENTS)
+def test_each_denial_is_told_with_its_rule_and_name(case: str) -> None:
+    """Also to a client that speaks EDNS: Blocked for a name, Prohibited for what is not answered."""
+    message, expected, event = EVENTS[case]
+    verdict = ask(message)
+    assert isinstance(verdict, Answer)
+    assert (expected, event) == (rcode(verdict), verdict.event)
+    if event.aggregate:
+        assert 12 == len(verdict.data)
+        return
+    assert b"" == verdict.data[len(message) :], "no option without EDNS"
+    spoken = ask(with_opt(message))
+    assert isinstance(spoken, Answer) and event == spoken.event
+    text = f"blocked by egress policy: {event.rule}".encode()
+    option = struct.pack("!HHH", 15, len(text) + 2, 15 if expected == NXDOMAIN else 18) + text
+    assert spoken.data == (
+        struct.pack("!HHHHHH", 7, 0x8180 | expected, 1, 0, 0, 1)
+        + message[12:]
+        + OPT[:-2]
+        + struct.pack("!H", len(option))
+        + option
+    )
+
+
+def test_what_gets_no_answer_has_a_reason() -> None:
+    assert Drop("shorter than a header") == ask(b"\0" * 11)
+    assert Drop("a response") == ask(query(GOOD, flags=0x8000))
+    unconfigured = ask(query(GOOD), None)
+    assert isinstance(unconfigured, Answer)
+    assert told("unconfigured", "no policy is active yet", qtype=None, aggregate=True) == unconfigured.event
+
+
+def test_an_unknown_edns_version_is_told() -> None:
+    verdict = ask(with_opt(query(GOOD), OPT[:5] + b"\0\1\0\0" + OPT[9:]))
+    assert isinstance(verdict, Answer)
+    assert told("dns-edns", "unknown EDNS version") == verdict.event
+
+
+def test_a_query_over_the_rate_is_told_and_only_counted() -> None:
+    rules, limits = policy("good.example.com", dns=DnsSettings(query_rate=1, query_burst=1)), NameBudget(Ledger.fresh())
+    verdicts = [ask(query(GOOD), rules, limits) for _ in range(4)]
+    assert isinstance(verdicts[3], Answer)
+    assert told("dns.query_rate", "query rate exceeded", qtype=None, aggregate=True) == verdicts[3].event
+
+
+def test_the_largest_query_has_1024_bytes() -> None:
+    free = 1024 - len(with_opt(query(GOOD)))
+    for more, kind in {0: Resolve, 1: Answer}.items():
+        size = free + more
+        assert kind is type(ask(with_opt(query(GOOD), OPT[:-2] + struct.pack("!H", size) + b"x" * size)))
+
+
+@pytest.mark.parametrize("qtype", [1, 28, 64, 65])
+def test_an_allowed_name_is_told_with_its_type(qtype: int) -> None:
+    verdict = ask(query(GOOD, qtype))
+    assert isinstance(verdict, Resolve if qtype == 1 else Answer)
+    assert DnsEvent(ALLOW, "r", "", "good.example.com", qtype) == verdict.event
+
+
+def test_a_name_that_is_only_observed_is_told_so() -> None:
+    watch = CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, Mode.OBSERVE),))
+    verdict = ask(query(GOOD), watch)
+    assert isinstance(verdict, Resolve)
+    reason = "No rule of p allows good.example.com."
+    expected = DnsEvent(DnsDecision.OBSERVE, "observe:p", reason, "good.example.com", 1, observed="default")
+    assert expected == verdict.event
+
+
+ENDS = {
+    Outcome.NODATA: (0, None),
+    Outcome.NXDOMAIN: (3, None),
+    Outcome.REFUSED_ADDRESS: (0, (15, b"addresses are not public")),
+    Outcome.FAILED: (2, (23, b"upstream resolver failed")),
+}
+
+
+@pytest.mark.parametrize("outcome", ENDS)
+def test_each_end_of_a_resolution_has_its_answer(outcome: Outcome) -> None:
+    """Without addresses, whatever was found."""
+    code, extended = ENDS[outcome]
+    message = with_opt(query(GOOD))
+    verdict = ask(message)
+    assert isinstance(verdict, Resolve)
+    option = b"" if extended is None else struct.pack("!HHH", 15, len(extended[1]) + 2, extended[0]) + extended[1]
+    expected = struct.pack("!HHHHHH", 7, 0x8180 | code, 1, 0, 0, 1) + query(GOOD)[12:] + OPT[:-2]
+    expected += struct.pack("!H", len(option)) + option
+    assert expected == resolved(verdict, outcome, (ip_address("93.184.216.34"),), 60, 1232)
+
+
+def test_an_answer_that_is_not_available_is_a_server_failure() -> None:
+    verdict = ask(query(GOOD))
+    assert isinstance(verdict, Resolve)
+    assert struct.pack("!HHHHHH", 7, 0x8182, 1, 0, 0, 0) + query(GOOD)[12:] == unavailable(verdict)
+
+
+@pytest.mark.parametrize(("offered", "limit"), [(0, 512), (512, 512), (1231, 1231), (1232, 1232), (4096, 1232)])
+def test_an_answer_over_udp_is_as_long_as_both_sides_take(offered: int, limit: int) -> None:
+    verdict = ask(with_opt(query(GOOD), b"\0" + struct.pack("!HHIH", 41, offered, 0, 0)))
+    assert isinstance(verdict, Resolve)
+    assert limit == reply_limit(verdict.query)
