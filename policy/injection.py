@@ -117,7 +117,7 @@ def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
     if not value or len(value) > MAX_VALUE:
         raise ValueError(f"the value of secret {plan.secret!a} is empty or too long to send")
     if not _is_clean(value):
-        raise ValueError(f"the value of secret {plan.secret!a} has a control character")
+        raise ValueError(f"the value of secret {plan.secret!a} has a control character or is not Unicode")
     match plan.kind:
         case InjectionKind.BEARER:
             rendered = f"Bearer {_header_text(plan, value)}"
@@ -144,8 +144,12 @@ def _header_text(plan: InjectionPlan, value: str) -> str:
 
 
 def _base64(text: str) -> str:
-    return base64.b64encode(text.encode("utf-8", "strict")).decode("ascii")
+    return base64.b64encode(text.encode()).decode("ascii")
 
 
 def _is_clean(text: str) -> bool:
-    return all(character >= " " and not "\x7f" <= character <= "\x9f" for character in text)
+    # A lone surrogate is no text: the codec's own error would quote it, and hold the whole value.
+    return all(
+        character >= " " and not "\x7f" <= character <= "\x9f" and not "\ud800" <= character <= "\udfff"
+        for character in text
+    )

@@ -40,6 +40,12 @@ def test_a_header_that_frames_or_routes_is_no_slot(name):
         inject((), [(name, "secret")])
 
 
+def test_bytes_that_are_no_text_pass_in_other_headers_and_never_in_a_slot():
+    assert ((b"X-\xff", b"\xff"), (b"X-Key", b"a\xffb")) == inject(((b"X-\xff", b"\xff"),), [("X-Key", "a\udcffb")])
+    with pytest.raises(InjectionError):
+        inject((), [("X-\udcff", "secret")])
+
+
 def test_two_plans_for_one_slot_are_an_error():
     with pytest.raises(InjectionError):
         inject((), [("X-Key", "a"), ("x_key", "b")])

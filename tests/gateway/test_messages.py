@@ -79,3 +79,21 @@ def test_what_is_held_back_within_a_message_depends_on_no_value(contents: list[b
     for index in range(0, len(stream), 7):
         piece = stream[index : index + 7]
         assert len(first.feed(piece)) == len(second.feed(piece))
+
+
+def test_a_new_scrubber_has_found_nothing() -> None:
+    scrubber = MessageScrubber(PATTERNS)
+    assert (0, 0) == (scrubber.matches, scrubber.partials)
+    assert message(b"") == scrubber.feed(message(b""))
+    assert b"" == scrubber.finish()
+    assert (0, 0) == (scrubber.matches, scrubber.partials)
+
+
+def test_the_longest_message_has_64_mib() -> None:
+    prefix = b"\0" + (64 * 1024 * 1024).to_bytes(4, "big")
+    MessageScrubber(PATTERNS).feed(prefix)
+    with pytest.raises(BrokenFraming, match="a message of more than 67108864 bytes"):
+        MessageScrubber(PATTERNS).feed(b"\0" + (64 * 1024 * 1024 + 1).to_bytes(4, "big"))
+    for flag in (1, 2, 255):
+        with pytest.raises(BrokenFraming, match="compressed messages cannot be searched"):
+            MessageScrubber(PATTERNS).feed(bytes((flag,)) + b"\0\0\0\1")

@@ -249,6 +249,34 @@ def test_the_rate_is_refilled_by_time_up_to_the_burst() -> None:
     assert [0.0, 0.0, 0.0, 0.5] == [take(1000.0) for _ in range(4)]
 
 
+ZONES = {
+    "the longest suffix, not the last": (("*.b.test", "*.a.b.test"), "x.y.a.b.test", "a.b.test"),
+    "a suffix of this name only": (
+        ("*.a.b.test", "*.longer.c.test", "a-longer-name.c.test"),
+        "x.y.a.b.test",
+        "a.b.test",
+    ),
+    "an exact name that ends alike": (("*.b.test", "aya.b.test"), "x.ya.b.test", "b.test"),
+    "a suffix without its dot": (("*.b.test", "*.a.b.test"), "x.xa.b.test", "b.test"),
+}
+
+
+@pytest.mark.parametrize("case", ZONES)
+def test_the_zone_is_what_policy_wrote_for_this_name(case: str) -> None:
+    """As the refusal names it."""
+    patterns, host, zone = ZONES[case]
+    expected = Deny("dns.max_labels", f"This name has more than 1 labels in front of {zone}.")
+    rules = policy(*patterns, dns=DnsSettings(max_labels=1))
+    assert expected == NameBudget(Ledger.fresh()).admit(rules, host, 0.0)
+
+
+def test_what_a_denial_spells_out_has_bounds() -> None:
+    allow = Rule("r", Action.ALLOW, (HostPattern("*.b.test"),), endpoints=(Endpoint(443, Scheme.HTTPS),))
+    deny = Rule("d", Action.DENY, (HostPattern("x.y.b.test"),), methods=("DELETE",))
+    lists = (RuleList("p", Precedence.DENY_WINS, rules=(allow, deny)),)
+    assert "dns.max_labels" == over("x.y.b.test", CompiledPolicy("p", lists, dns=DnsSettings(max_labels=1)))
+
+
 def test_the_zone_is_the_longest_suffix_that_policy_wrote() -> None:
     tight = DnsSettings(max_labels=1)
     rules = policy("*.example.com", f"*.{ZONE}", dns=tight)

@@ -390,6 +390,23 @@ def test_a_binding_gives_nothing_to_a_request_that_is_only_observed() -> None:
     )
 
 
+def test_an_observed_denial_is_told_whole() -> None:
+    observed = Deny("default", "No rule of watch allows https to other.test:443.")
+    facts = RequestFacts("other.test", 443, HTTPS, "GET", "/")
+    assert AllowRequest("observe:watch", (), observed) == decide_request(WATCH, facts)
+
+
+def test_one_rule_about_paths_wants_clear_paths_of_the_host() -> None:
+    """Other rules of the host may be about anything."""
+    host = (HostPattern("good.test"),)
+    wide = Rule("wide", Action.ALLOW, host, endpoints=STANDARD)
+    shut = Rule("shut", Action.DENY, host, paths=(PathPattern("/admin/*"),))
+    for rules in ((wide, shut), (shut, wide)):
+        for path, expected in {"/a//b": "!ambiguous-path", "/admin/x": "!shut", "/a": "wide"}.items():
+            facts = RequestFacts("good.test", 443, HTTPS, "GET", path)
+            assert expected == outcome(decide_request(of_list(*rules), facts))
+
+
 def test_an_observed_allow_with_a_secret_cannot_be_made() -> None:
     (plan,) = [plan for rule in WATCH.rules for plan in rule.injections if plan.secret == "token"][:1]
     with pytest.raises(ValueError, match="no secret"):

@@ -43,6 +43,7 @@ REFUSED = {
     "a NUL": "v4lue-canary\0",
     "an escape": "v4lue-canary\x1b",
     "a C1 control": "v4lue-canary\x85",
+    "a lone surrogate": "v4lue-canary\ud800",
     "a blank in front": " v4lue-canary",
     "a blank behind": "v4lue-canary ",
     "not ASCII": "v4lue-canary-ä",
@@ -68,6 +69,23 @@ def test_a_value_that_a_header_cannot_carry_is_refused_without_being_told(case: 
 
     assert "canary" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("surrogate", ["\ud800", "\udfff"])
+def test_a_login_that_is_not_unicode_is_refused_without_being_told(surrogate: str) -> None:
+    """No error holds the value, and none is caused by one that does."""
+    for login in (plan(K.BASIC), plan(K.BASIC, username="me")):
+        with pytest.raises(ValueError, match=r"secret 'token' has a control character or is not Unicode$") as caught:
+            render(login, f"me:v4lue-canary{surrogate}")
+        assert ValueError is type(caught.value)
+    with pytest.raises(ValueError, match="username"):
+        plan(K.BASIC, username=f"me{surrogate}")
+    for neighbour in ("\ud7ff", "\ue000"):
+        assert base64.b64encode(f"me:p{neighbour}".encode()).decode() in render(plan(K.BASIC), f"me:p{neighbour}")[1]
+
+
+def test_only_blanks_are_refused_at_the_edges() -> None:
+    assert ("X-Api-Key", "X-v-X") == render(plan(K.API_KEY, "X-Api-Key"), "X-v-X")
 
 
 def test_basic_without_a_colon_is_refused() -> None:
