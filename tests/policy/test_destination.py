@@ -298,3 +298,157 @@ policies:
         if isinstance(decide_flow(policy, FlowFacts("good.test", port, scheme)), Deny)
     }
     assert policy == CompiledPolicy.from_json(policy.to_json())
+
+
+LISTS = """
+version: 1
+always_deny: [10.6.6.6/32, evil.test, 93.184.219.0/24]
+always_allow: [93.184.217.0/24]
+ceiling: {ports: [80, 443, 8443]}
+policies:
+  p:
+    rules:
+      - {host: good.test, ports: [80, 443, 8443]}
+      - {address: 93.184.216.34, ports: [443, 8443]}
+      - {action: deny, address: 93.184.218.0/24}
+      - {action: deny, address: 93.184.216.34, ports: [8443]}
+  watch:
+    extends: [p]
+    mode: observe
+"""
+LITERAL, RESOLVED, MAPPED = AddressSource.LITERAL, AddressSource.RESOLVED, AddressSource.MAPPED
+REASONS = {
+    "a literal address with a name": (
+        ("good.test", "93.184.216.34", 443, LITERAL),
+        Deny("invalid-address", "A literal address has no host name, and every other address has one."),
+    ),
+    "a resolved address without a name": (
+        (None, "93.184.216.34", 443, RESOLVED),
+        Deny("invalid-address", "A literal address has no host name, and every other address has one."),
+    ),
+    "a mapped address without a name": (
+        (None, "93.184.216.34", 443, MAPPED),
+        Deny("invalid-address", "A literal address has no host name, and every other address has one."),
+    ),
+    "a name that is not canonical": (
+        ("Good.test", "93.184.216.34", 443, RESOLVED),
+        Deny("invalid-name", "The host name is not in canonical form."),
+    ),
+    "port 0": (("good.test", "93.184.216.34", 0, RESOLVED), Deny("scheme", "https is not spoken on port 0.")),
+    "TLS on 80": ((None, "93.184.216.34", 80, LITERAL), Deny("scheme", "https is not spoken on port 80.")),
+    "a name that is always denied": (
+        ("evil.test", "93.184.216.34", 443, RESOLVED),
+        Deny("always-deny:2", "evil.test is denied by the operator."),
+    ),
+    "an address that is always denied": (
+        ("good.test", "10.6.6.6", 443, MAPPED),
+        Deny("always-deny:1", "good.test is mapped to 10.6.6.6, which is denied by the operator."),
+    ),
+    "an address that stands for one that is always denied": (
+        ("good.test", "64:ff9b::5db8:db07", 443, RESOLVED),
+        Deny("always-deny:3", "good.test resolves to 64:ff9b::5db8:db07, which is denied by the operator."),
+    ),
+    "a literal address that is always denied": (
+        (None, "93.184.219.7", 443, LITERAL),
+        Deny("always-deny:3", "93.184.219.7 is denied by the operator."),
+    ),
+    "a class": (
+        ("good.test", "10.1.2.3", 443, RESOLVED),
+        Deny("address-class:private", "good.test resolves to 10.1.2.3, which is a private address."),
+    ),
+    "a literal class": (
+        (None, "169.254.169.254", 443, LITERAL),
+        Deny("address-class:metadata", "169.254.169.254 is a metadata address."),
+    ),
+    "a flow that is not allowed": (
+        ("other.test", "93.184.216.34", 443, RESOLVED),
+        Deny("default", "No rule of p allows https to other.test:443."),
+    ),
+    "an address that a rule denies": (
+        ("good.test", "93.184.218.1", 443, RESOLVED),
+        Deny("p/rule-3", "good.test resolves to 93.184.218.1, which is denied by rule p/rule-3."),
+    ),
+    "a literal address that a rule denies on its port": (
+        (None, "93.184.216.34", 8443, LITERAL),
+        Deny("p/rule-4", "93.184.216.34:8443 is denied by rule p/rule-4."),
+    ),
+    "a literal address that no rule allows": (
+        (None, "8.8.8.8", 443, LITERAL),
+        Deny("default", "No rule of p allows the address 8.8.8.8:443."),
+    ),
+    "a literal address that a rule allows": ((None, "93.184.216.34", 443, LITERAL), AllowAddress("p/rule-2")),
+    "a resolved address": (("good.test", "93.184.216.34", 443, RESOLVED), AllowAddress("resolved")),
+    "a mapped address": (("good.test", "127.0.0.1", 443, MAPPED), AllowAddress("mapped")),
+}
+
+
+def judged(name: str, host: str | None, place: str, port: int, source: AddressSource, **more: bool) -> object:
+    policy = compile_named(load_text(LISTS), name)
+    return decide_address(policy, Destination(host, ip_address(place), port, Scheme.HTTPS, source, **more))
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_each_answer_about_an_address_is_told_whole(case: str) -> None:
+    (host, place, port, source), expected = REASONS[case]
+    assert expected == judged("p", host, place, port, source)
+
+
+def test_an_address_of_the_host_is_denied_whatever_allows_its_name() -> None:
+    place = "93.184.216.34"
+    denied = Deny("address-class:own", f"good.test resolves to {place}, which is an address of the gateway's own host.")
+    assert denied == judged("p", "good.test", place, 443, RESOLVED, own=True)
+    assert Deny("address-class:own", f"{place} is an address of the gateway's own host.") == judged(
+        "p", None, place, 443, LITERAL, own=True
+    )
+    assert AllowAddress("mapped") == judged("p", "good.test", place, 443, MAPPED, own=True)
+
+
+def test_what_an_observed_rule_denies_is_told_and_no_literal_address_is_opened_by_it() -> None:
+    observed = Deny("p/rule-3", "good.test resolves to 93.184.218.1, which is denied by rule p/rule-3.")
+    assert AllowAddress("observe:watch", observed) == judged("watch", "good.test", "93.184.218.1", 443, RESOLVED)
+    assert Deny("p/rule-3", "93.184.218.1:443 is denied by rule p/rule-3.") == judged(
+        "watch", None, "93.184.218.1", 443, LITERAL
+    )
+
+
+def test_a_literal_address_needs_every_list_and_the_ceiling() -> None:
+    document = load_text(LISTS)
+
+    def api(*targets: str) -> CompiledPolicy:
+        egress = [{"action": "allow", "target": target} for target in targets]
+        return compile_api(document, parse_network_policy({"egress": egress}))
+
+    def literal(policy: CompiledPolicy, port: int = 443, scheme: Scheme = Scheme.HTTPS) -> object:
+        return decide_address(policy, Destination(None, ip_address("93.184.216.34"), port, scheme, LITERAL))
+
+    both = narrow(compile_named(document, "p"), api("93.184.216.0/24"))
+    assert AllowAddress("p/rule-2+api:1") == literal(both)
+    assert Deny("default", "No rule of networkPolicy allows the address 93.184.216.34:443.") == literal(
+        narrow(compile_named(document, "p"), api("93.184.217.0/24"))
+    )
+    assert AllowAddress("api:1") == literal(api("93.184.216.0/24"), 8443)
+    assert Deny("ceiling", "Port 8444 is above the operator's ceiling.") == literal(api("93.184.216.0/24"), 8444)
+    assert Deny("scheme", "A bare address is reached by TLS only.") == literal(
+        api("93.184.216.0/24"), 8443, Scheme.HTTP
+    )
+
+
+def test_a_dns_answer_is_denied_for_a_reason_that_says_more_than_the_default() -> None:
+    """The first such of the ports that could be dialled."""
+    policy = compile_named(load_text(LISTS), "p")
+
+    def answer(host: str, place: str, **more: bool) -> object:
+        return decide_answer(policy, host, ip_address(place), RESOLVED, **more)
+
+    assert AllowAddress("resolved") == answer("good.test", "93.184.216.34")
+    assert Deny("default", "No rule of p allows https to other.test:443.") == answer("other.test", "93.184.216.34")
+    assert Deny("p/rule-3", "good.test resolves to 93.184.218.1, which is denied by rule p/rule-3.") == answer(
+        "good.test", "93.184.218.1"
+    )
+    assert Deny(
+        "address-class:own", "good.test resolves to 93.184.216.34, which is an address of the gateway's own host."
+    ) == answer("good.test", "93.184.216.34", own=True)
+    odd = load_text("version: 1\npolicies: {q: {rules: [{host: odd.test, ports: [8443]}]}}\n")
+    assert AllowAddress("resolved") == decide_answer(
+        compile_named(odd, "q"), "odd.test", ip_address("93.184.216.34"), RESOLVED
+    )
