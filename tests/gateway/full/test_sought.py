@@ -1,12 +1,21 @@
-"""What gives a secret away, and which answers can be searched for it."""
+"""What gives a secret away, which answers can be searched for it, and how much of it they may tell."""
 
 import base64
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 
+from gateway.engine import SecretRefused
 from gateway.full.charsets import searchable
-from gateway.full.sought import texts_of, too_short
+from gateway.full.sought import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, Sought, Withheld, texts_of, too_short
+from gateway.ledger import Ledger
+from gateway.messages import MessageScrubber
+from policy.compiled import SecretAt
+from policy.decision import AllowRequest, Deny
+from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
+from policy.rules import Endpoint
 from vault.secret import Secret
 
 
@@ -79,3 +88,137 @@ def test_what_could_not_be_told_from_other_text_is_not_sent(kind, username, valu
 )
 def test_a_charset_in_which_text_is_not_its_own_bytes_is_not_searched(content_type, answer):
     assert answer is searchable(["text/plain", content_type])
+
+
+# What a flow looks for, and counts.
+
+
+@dataclass
+class Vault:
+    """What policy binds to the host, and what vaultd answers."""
+
+    uses: tuple[SecretAt, ...]
+    values: dict[str, tuple[str, ...] | Exception]
+    asked: list[str] = field(default_factory=list)
+    on_ask: Callable[[], None] = lambda: None
+
+    def decide_request(self, _facts: RequestFacts) -> AllowRequest | Deny:
+        return Deny("none", "not asked here")
+
+    def secrets_to(self, _host: str) -> tuple[SecretAt, ...]:
+        return self.uses
+
+    async def lease(self, _plan: InjectionPlan, _facts: RequestFacts) -> Secret:
+        raise SecretRefused("not asked here")
+
+    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+        self.asked.append(use.plan.secret)
+        self.on_ask()
+        values = self.values[use.plan.secret]
+        if isinstance(values, Exception):
+            raise values
+        return tuple(map(Secret, values))
+
+
+@dataclass
+class Log:
+    notes: list[dict[str, object]] = field(default_factory=list)
+
+    async def accept(self, _kind: str, _decision: str, **_fields: object) -> None:
+        raise ConnectionError("nothing here waits for the log")
+
+    def note(self, _kind: str, _decision: str, **fields: object) -> None:
+        self.notes.append(fields)
+
+
+def use(name: str) -> SecretAt:
+    return SecretAt(InjectionPlan("b", name, InjectionKind.BEARER, "Authorization"), HOST, Endpoint(443, Scheme.HTTPS))
+
+
+HOST = "good.test"
+FIRST, SECOND = use("first"), use("second")
+
+
+def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) -> Sought:
+    return Sought(HOST, vault, vault, ledger or Ledger.fresh(), log or Log(), KnownPatterns())
+
+
+async def test_all_values_of_all_secrets_of_the_host_are_looked_for_and_asked_for_once() -> None:
+    vault = Vault((FIRST, SECOND), {"first": ("value-of-today", "value-of-yesterday"), "second": ("another-value",)})
+    sought = looking(vault)
+    assert (True, False, None) == (sought.bound(), sought.complete(), sought.patterns)
+    for _ in range(2):
+        await sought.learn()
+    assert sought.patterns is not None and sought.complete()
+    for text in (b"value-of-today", b"value-of-yesterday", b"another-value"):
+        assert sought.patterns.spans(text)
+    assert (["first", "second"], {"first", "second"}) == (vault.asked, sought.names)
+    assert sought.covers([FIRST.plan, SECOND.plan]) and not sought.covers([use("third").plan])
+
+    vault.uses = ()  # it may come back all the same
+    await sought.learn()
+    assert sought.patterns.spans(b"another-value")
+
+
+async def test_a_secret_that_the_sandbox_does_not_have_is_passed_over_and_covers_nothing() -> None:
+    vault = Vault((FIRST, SECOND), {"first": SecretRefused("no"), "second": ("another-value",)})
+    sought = looking(vault)
+    await sought.learn()
+    assert sought.patterns is not None and sought.patterns.spans(b"another-value")
+    assert sought.complete() and sought.covers([SECOND.plan]) and not sought.covers([FIRST.plan])
+    vault.values["first"] = ("it-is-there-now",)
+    await sought.learn()
+    assert sought.patterns.spans(b"it-is-there-now") and sought.covers([FIRST.plan])
+
+
+async def test_a_secret_that_is_not_known_is_an_error_and_its_flow_is_within_reach() -> None:
+    vault = Vault((FIRST,), {"first": ConnectionError("gone")})
+    sought = looking(vault)
+    vault.on_ask = lambda: found.append(set(sought.names))
+    found: list[set[str]] = []
+    with pytest.raises(ConnectionError):
+        await sought.learn()
+    assert [{"first"}] == found
+    assert not sought.covers([FIRST.plan])
+
+
+async def test_what_is_looked_for_once_is_bounded_also_when_policy_binds_it_no_more() -> None:
+    vault, ledger = Vault((FIRST,), {"first": ("value-of-today",)}), Ledger.fresh()
+    sought = looking(vault, ledger)
+    await sought.learn()
+    ledger.reflections = MAX_PARTIAL
+    vault.uses = ()
+    assert sought.refusal() is not None
+    assert looking(vault, ledger).refusal() is None  # of a host that never had one
+
+
+async def test_each_end_that_looks_like_a_secret_is_counted_before_it_is_shown() -> None:
+    """Also several in one piece."""
+    ledger, log = Ledger.fresh(), Log()
+    sought = looking(Vault((FIRST,), {"first": ("value-of-today",)}), ledger, log)
+    await sought.learn()
+    assert sought.patterns is not None
+    message = b"\0\0\0\0\7value-o"
+    scrubber = MessageScrubber(sought.patterns)
+    out = sought.counted(scrubber, lambda: scrubber.feed(message * 3), {"host": HOST})
+    assert (3 * message.replace(b"value-o", b"*" * 7), 3) == (out, ledger.reflections)
+    assert [("reflection", HOST)] * 3 == [(note["rule"], note["host"]) for note in log.notes]
+    for _ in range(MAX_PARTIAL - 3):
+        sought.counted(scrubber, lambda: scrubber.feed(message), {})
+    with pytest.raises(Withheld):
+        sought.counted(scrubber, lambda: scrubber.feed(message), {})
+    assert MAX_PARTIAL == ledger.reflections
+
+
+def test_patterns_are_shared_bounded_and_forgotten() -> None:
+    known = KnownPatterns()
+    first = known.of(frozenset({"value-of-today"}))
+    for number in range(MAX_PATTERNS - 1):
+        known.of(frozenset({f"another value {number}"}))
+    assert first is known.of(frozenset({"value-of-today"}))  # and is the last now that was used
+    known.of(frozenset({"one more value"}))
+    assert f"KnownPatterns({MAX_PATTERNS})" == repr(known)
+    assert first is known.of(frozenset({"value-of-today"}))
+    known.drop()
+    assert "KnownPatterns(0)" == repr(known)
+    assert first is not known.of(frozenset({"value-of-today"}))
