@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from gateway.engine import EngineLimits, InspectedFlow
 from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, Unexpected
 from gateway.full.contexts import ClientContexts, UpstreamContext, verified
+from gateway.full.engine import _still_allowed
 from gateway.full.identity import LeafMint
 from gateway.full.layers import Root, StrictHttpLayer
 from gateway.full.pin import Commands, Pin
@@ -286,6 +287,38 @@ async def test_a_handshake_that_is_not_over_in_time_ends_the_flow(made: Made) ->
     assert made.connection.aborted
 
 
+# What the engine takes on, and goes on with.
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"host": "evil.test"}, "server name is not the flow's host"),
+        ({"hello": None}, "scheme and first bytes disagree"),
+        ({"scheme": Scheme.HTTP}, "scheme and first bytes disagree"),
+        ({"hello": Hello(HOST, (b"smtp",), False, 1)}, "no common application protocol"),
+    ],
+)
+async def test_a_flow_whose_opening_does_not_fit_is_not_served(
+    rig: Rig, made: Made, change: dict[str, Any], reason: str
+) -> None:
+    flow = made.connection._flow
+    await rig.engine.handle(replace(flow, **change))
+    assert [("flow", "deny", reason)] == [(kind, said, fields["reason"]) for kind, said, fields in rig.audit.records]
+    assert flow.writer.is_closing()
+
+
+async def test_what_cannot_be_judged_again_is_not_allowed_any_more(made: Made) -> None:
+    await made.bench.asked()
+    assert _still_allowed(made.connection)
+
+    def broken(_number: int, _step: str) -> None:
+        raise RuntimeError("no decision")
+
+    made.bench.ports.on_step = broken
+    assert not _still_allowed(made.connection)
+
+
 # Trailers.
 
 CLOSING = b"GET /open HTTP/1.1\r\nHost: good.test\r\nConnection: close\r\n\r\n"
@@ -388,12 +421,13 @@ async def test_compressed_messages_of_grpc_are_refused(
 
 
 async def test_a_compressed_message_of_grpc_over_http1_is_refused_where_its_head_says_so(rig: Rig) -> None:
-    async def answer(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
-        assert b"grpc-accept-encoding" not in head.lower()
+    async def answer(_head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/grpc\r\nGrpc-Encoding: gzip\r\n")
         writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(MESSAGE), MESSAGE))
 
     rig.upstream.reply = answer
     shown = await rig.exchange(CLOSING.replace(b"\r\n\r\n", b"\r\nGrpc-Accept-Encoding: gzip\r\n\r\n"))
     assert shown.startswith(b"HTTP/1.1 502 ")
+    assert b"compressed messages cannot be searched for secrets" in shown
     assert PACKED[10:] not in shown
+    assert b"grpc-accept-encoding" not in rig.upstream.data.lower()
