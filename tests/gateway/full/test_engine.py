@@ -1018,6 +1018,8 @@ async def test_an_http2_scheme_that_is_not_the_connections_is_refused(rig, schem
     await rest(reader)
     assert (0, b"") == (rig.dials, rig.upstream.data)
     assert [] == rig.facts
+    denied = [fields["rule"] for kind, decision, fields in rig.audit.records if (kind, decision) == ("request", "deny")]
+    assert ["protocol"] == denied
     writer.close()
 
 
