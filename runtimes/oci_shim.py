@@ -17,8 +17,8 @@ subcommands in `CHECKED`.
   (directories elsewhere, without a limit) are not mounted: what they hold is in the root file system, too.
 - Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
-- `run` and `restore` would start without a plan and are refused; an `exec` with more than the container's capabilities
-  is refused; every other subcommand goes to the real runtime as it came.
+- `run` and `restore` would start without a plan and are refused; an `exec` with more than the container's capabilities,
+  or with an option that Docker does not use, is refused; every other subcommand goes to the real runtime as it came.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _GLOBAL_WITH_VALUE = frozenset(("--root", "--log", "--log-format", "--criu", "--
 _GLOBAL_ALONE = frozenset(("--debug", "--systemd-cgroup", "--version", "-v", "--help", "-h"))
 _CREATE_WITH_VALUE = frozenset(("--bundle", "-b", "--console-socket", "--pid-file", "--preserve-fds"))
 _CREATE_ALONE = frozenset(("--no-pivot", "--no-new-keyring"))
+_EXEC_WITH_VALUE = frozenset(("--process", "-p", "--console-socket", "--pid-file"))
+_EXEC_ALONE = frozenset(("--detach", "-d"))
 _REFUSED = frozenset(("run", "restore", "checkpoint"))
 CHECKED = _REFUSED | {"create", "exec"}
 """The subcommands that are more than passed on."""
@@ -123,23 +125,34 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], str | None, list[s
 
 def create_target(rest: list[str]) -> tuple[str, str]:
     """Return (container id, bundle) of `create`'s arguments."""
-    bundle, positional, index = None, [], 0
+    return _target("create", rest, ("--bundle", "-b"), _CREATE_WITH_VALUE, _CREATE_ALONE)
+
+
+def exec_target(rest: list[str]) -> tuple[str, str]:
+    """Return (container id, process file) of `exec`'s arguments; no other option may say what runs, or with what."""
+    return _target("exec", rest, ("--process", "-p"), _EXEC_WITH_VALUE, _EXEC_ALONE)
+
+
+def _target(
+    command: str, rest: list[str], wanted: tuple[str, ...], with_value: frozenset[str], alone: frozenset[str]
+) -> tuple[str, str]:
+    found, positional, index = "", [], 0
     while index < len(rest):
         word = rest[index]
         name, separator, value = word.partition("=")
         if not word.startswith("-"):
             positional.append(word)
-        elif name in _CREATE_WITH_VALUE:
+        elif name in with_value:
             if not separator:
                 value = rest[index + 1] if index + 1 < len(rest) else ""
                 index += 1
-            bundle = value if name in ("--bundle", "-b") else bundle
-        elif name not in _CREATE_ALONE:
-            raise Refused(f"unknown create option {name}")
+            found = value if name in wanted else found
+        elif name not in alone:
+            raise Refused(f"unknown {command} option {name}")
         index += 1
-    if len(positional) != 1 or not _CONTAINER_ID.fullmatch(positional[0]) or not bundle:
-        raise Refused("create needs one container id and a bundle")
-    return positional[0], bundle
+    if len(positional) != 1 or not _CONTAINER_ID.fullmatch(positional[0]) or not found:
+        raise Refused(f"{command} needs one container id and {wanted[0]}")
+    return positional[0], found
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -152,13 +165,6 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused("a file is not a JSON object")
     return value
-
-
-def exec_target(rest: list[str]) -> str:
-    """Return the container id of `exec`'s arguments: the last one, as Docker writes them."""
-    if not _CONTAINER_ID.fullmatch(rest[-1]):
-        raise Refused("exec needs a container id")
-    return rest[-1]
 
 
 def replace_json(path: str, value: dict[str, Any]) -> None:
@@ -345,20 +351,13 @@ def sized(flags: list[str], room: int | None) -> list[str]:
 
 def check_exec(kind: str, plans: str, rest: list[str]) -> None:
     """Refuse an exec with more privileges than the container; put one of runc into the container's network."""
-    for index, word in enumerate(rest):
-        name, separator, value = word.partition("=")
-        if name in ("--process", "-p"):
-            path = value if separator else rest[index + 1]
-            process = read_json(path)
-            check_process(process)
-            if kind == "runc":
-                plan = read_json(os.path.join(plans, f"{exec_target(rest)}.claimed"))
-                own_users.prepare_exec(process, (plan["netns"], plan["netns_inode"]))
-                replace_json(path, process)
-            return
-        if name in ("--cap", "-c", "--preserve-fds"):
-            raise Refused("exec with options of its own")
-    raise Refused("exec without a process file")
+    container, path = exec_target(rest)
+    process = read_json(path)
+    check_process(process)
+    if kind == "runc":
+        plan = read_json(os.path.join(plans, f"{container}.claimed"))
+        own_users.prepare_exec(process, (plan["netns"], plan["netns_inode"]))
+        replace_json(path, process)
 
 
 def report(log: str | None, text: str) -> None:

@@ -3,6 +3,8 @@
 import copy
 import json
 import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,102 @@ def test_a_bundle_that_is_softer_than_ordered_is_refused(path: str, value: Any) 
         harden(_changed(path, value), plan(), "runc")
 
 
+@pytest.mark.parametrize("word", ["shared", "rshared", "slave", "rslave"])
+def test_no_mount_propagates_in_either_direction(word: str) -> None:
+    """Also not as a slave: a mount that the host makes later would appear inside."""
+    with pytest.raises(Refused, match="mount on /etc/hosts propagates"):
+        harden(_changed("mounts/2/options", ["rbind", "ro", word]), plan(), "runc")
+    with pytest.raises(Refused, match="root file system propagates"):
+        harden(_changed("linux/rootfsPropagation", word), plan(), "runc")
+
+
+@pytest.mark.parametrize("word", ["private", "rprivate", "", None])
+def test_a_root_that_does_not_propagate_is_private_in_all_its_parts(word: str | None) -> None:
+    config = _changed("linux/rootfsPropagation", word)
+    harden(config, plan(), "runc")
+    assert "rprivate" == config["linux"]["rootfsPropagation"]
+
+
+def _allows(*names: str, arguments: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    return {"names": list(names), "action": "SCMP_ACT_ALLOW", "args": list(arguments)}
+
+
+def _judged(rule: Mapping[str, Any]) -> None:
+    filtered = profile()
+    filtered["syscalls"].append(rule)
+    oci_shim.check_seccomp(filtered)
+
+
+_DOORS = """
+add_key bpf delete_module fanotify_init finit_module fsmount fsopen init_module io_setup io_uring_enter
+io_uring_register io_uring_setup kexec_file_load kexec_load keyctl mount move_mount open_by_handle_at open_tree
+perf_event_open pidfd_getfd pivot_root process_vm_readv process_vm_writev ptrace request_key setns socketcall umount2
+unshare userfaultfd clone3
+"""
+DOORS = _DOORS.split()
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_filter_that_allows_a_door_is_refused(name: str) -> None:
+    """Alone, among others, under any action that is no refusal, and behind a condition."""
+    condition = {"index": 0, "value": 1, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
+    for rule in (_allows(name), _allows("read", name), _allows(name, arguments=[condition])):
+        for action in ("SCMP_ACT_ALLOW", "SCMP_ACT_LOG", "SCMP_ACT_TRACE", "SCMP_ACT_NOTIFY"):
+            with pytest.raises(Refused, match=f"seccomp allows {name}"):
+                _judged(rule | {"action": action})
+    _judged(_allows(name) | {"action": "SCMP_ACT_ERRNO"})
+
+
+def _equal(index: int, value: int) -> dict[str, Any]:
+    return {"index": index, "value": value, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
+
+
+@pytest.mark.parametrize("name", ["socket", "socketpair"])
+def test_a_filter_that_opens_another_family_is_refused(name: str) -> None:
+    """AF_UNIX, AF_INET, AF_INET6, and of AF_NETLINK protocol 0 are open; a family must be fixed by equality."""
+    open_ones = [[_equal(0, family)] for family in (1, 2, 10)] + [[_equal(0, 16), _equal(2, 0)]]
+    for arguments in open_ones:
+        _judged(_allows(name, arguments=arguments))
+    closed = [[_equal(0, family)] for family in range(47) if family not in (1, 2, 10)]
+    closed += [[_equal(0, 16), _equal(2, protocol)] for protocol in range(1, 24)]
+    closed += [[], [_equal(1, 1)], [_equal(0, 17), _equal(1, 1)], [_equal(0, 16), _equal(1, 0)]]
+    closed += [[{**_equal(0, 1), "op": op}] for op in ("SCMP_CMP_NE", "SCMP_CMP_GE", "SCMP_CMP_MASKED_EQ")]
+    for arguments in closed:
+        with pytest.raises(Refused, match="sockets of other families"):
+            _judged(_allows(name, arguments=arguments))
+
+
+NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+
+
+def test_a_filter_that_lets_clone_make_any_namespace_is_refused() -> None:
+    whole = {"index": 0, "value": sum(NAMESPACES), "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    _judged(_allows("clone", arguments=[whole]))
+    _judged(_allows("clone", arguments=[{"index": 0, "value": sum(NAMESPACES), "op": "SCMP_CMP_MASKED_EQ"}]))
+    _judged(_allows("clone", arguments=[whole | {"value": 0xFFFFFFFF}]))
+    wrong: list[dict[str, Any]] = [{"value": whole["value"] - flag} for flag in NAMESPACES]
+    wrong += [{"valueTwo": flag} for flag in NAMESPACES] + [{"index": 1}, {"op": "SCMP_CMP_EQ"}, {"value": 0}]
+    for change in wrong:
+        with pytest.raises(Refused, match="clone with namespaces"):
+            _judged(_allows("clone", arguments=[whole | change]))
+    with pytest.raises(Refused, match="clone with namespaces"):
+        _judged(_allows("clone"))
+
+
+@pytest.mark.parametrize("value", [None, [], "x", {}, {"defaultAction": "SCMP_ACT_LOG"}])
+def test_what_is_no_allowlist_is_refused(value: Any) -> None:
+    with pytest.raises(Refused, match="no seccomp allowlist"):
+        oci_shim.check_seccomp(value)
+
+
+def test_a_filter_of_one_architecture_is_taken() -> None:
+    for architectures in (None, [], ["SCMP_ARCH_X86_64"]):
+        oci_shim.check_seccomp(profile() | {"architectures": architectures})
+    with pytest.raises(Refused, match="native architecture"):
+        oci_shim.check_seccomp(profile() | {"architectures": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X32"]})
+
+
 def test_a_namespace_that_is_not_the_planned_one_is_refused() -> None:
     with pytest.raises(Refused):
         harden(bundle(), plan(netns_inode=1), "runc")
@@ -231,15 +329,82 @@ def test_everything_else_passes_through_with_our_flags(tmp_path: Path, executed:
     assert [["/real", "--network=sandbox", "--root=/r", command, "x", "9"]] == executed
 
 
-def test_an_exec_with_more_capabilities_is_refused(tmp_path: Path, executed: list[list[str]]) -> None:
-    process = tmp_path / "process.json"
-    words = ["runsc", "/real", str(tmp_path), "--", "exec", "--process", str(process), "--detach", ID]
-    process.write_text(json.dumps({"noNewPrivileges": True, "capabilities": {"effective": ["CAP_SYS_ADMIN"]}}))
-    assert main(words) == 1
+def _exec(tmp_path: Path, process: Any, *options: str, kind: str = "runsc") -> list[str]:
+    path = tmp_path / "process.json"
+    path.write_text(json.dumps(process))
+    return [kind, "/real", str(tmp_path), "--", "exec", "--process", str(path), "--detach", *options, ID]
+
+
+HARMLESS = {"noNewPrivileges": True, "capabilities": {"effective": ["CAP_CHOWN"], "ambient": None}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"noNewPrivileges": False},
+        {"noNewPrivileges": 1},
+        {"noNewPrivileges": None},
+        {"capabilities": {"effective": ["CAP_SYS_ADMIN"]}},
+        {"capabilities": {"effective": [], "inheritable": ["CAP_SETPCAP"]}},
+    ],
+)
+def test_an_exec_with_more_privileges_is_refused(
+    tmp_path: Path, executed: list[list[str]], change: dict[str, Any]
+) -> None:
+    assert main(_exec(tmp_path, HARMLESS | change)) == 1
     assert executed == []
-    process.write_text(json.dumps({"noNewPrivileges": True, "capabilities": {"effective": ["CAP_CHOWN"]}}))
+    for harmless in (HARMLESS, {"noNewPrivileges": True}):
+        executed.clear()
+        words = _exec(tmp_path, harmless)
+        main(words)
+        assert [["/real", *words[4:]]] == executed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--cap", "CAP_SYS_ADMIN"],
+        ["--cap=CAP_SYS_ADMIN"],
+        ["-c", "CAP_SYS_ADMIN"],
+        ["-c=CAP_SYS_ADMIN"],
+        ["--preserve-fds", "3"],
+        ["--preserve-fds=3"],
+        ["-preserve-fds=3"],  # Go's flag package takes one dash as well
+        ["--no-new-privs=false"],
+        ["-process", "/other"],
+        ["--"],
+        [ID],
+        ["--process", ""],
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_exec_has_no_option_that_adds_to_its_process(
+    tmp_path: Path, executed: list[list[str]], capsys: pytest.CaptureFixture[str], options: list[str], first: bool
+) -> None:
+    """Before the process file and after it. What Docker itself adds passes."""
+    words = _exec(tmp_path, HARMLESS)
+    place = 5 if first else len(words) - 1
+    if not (first and options[0] == "--process"):  # the last one counts
+        assert main([*words[:place], *options, *words[place:]]) == 1
+        assert executed == []
+        assert re.search("unknown exec option|exec needs one container id", capsys.readouterr().err)
+    words = _exec(tmp_path, HARMLESS, "--console-socket", "/s", "--pid-file=/p", "-d")
     main(words)
-    assert len(executed) == 1
+    assert [["/real", *words[4:]]] == executed
+
+
+@pytest.mark.parametrize("rest", [[], [ID], ["--process", "/p"], ["--process", "/p", "x"], [ID, "--process"]])
+def test_an_exec_needs_a_process_file_and_one_id(tmp_path: Path, executed: list[list[str]], rest: list[str]) -> None:
+    assert main(["runsc", "/real", str(tmp_path), "--", "exec", *rest]) == 1
+    assert executed == []
+
+
+def test_the_last_process_file_is_the_one_that_is_judged(tmp_path: Path, executed: list[list[str]]) -> None:
+    """As the runtime takes it."""
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"noNewPrivileges": False}))
+    assert main(_exec(tmp_path, HARMLESS, "-p", str(other))) == 1
+    assert executed == []
 
 
 def held(path: str) -> int:
