@@ -1,63 +1,133 @@
 """The profile, read as data; the system tests try it on a kernel."""
 
+import errno
 import json
 import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from runtimes.oci_shim import check_seccomp
 from runtimes.seccomp import profile, profile_json
 
+_DENIED = """
+_sysctl acct add_key adjtimex afs_syscall bpf chroot clock_adjtime clock_settime clone3 create_module delete_module
+fanotify_init fanotify_mark finit_module fsconfig fsmount fsopen fspick get_kernel_syms get_mempolicy getpmsg
+init_module io_cancel io_destroy io_getevents io_pgetevents io_setup io_submit io_uring_enter io_uring_register
+io_uring_setup ioperm iopl kcmp kexec_file_load kexec_load keyctl listmount listns lookup_dcookie lsm_get_self_attr
+lsm_list_modules lsm_set_self_attr mbind migrate_pages modify_ldt mount mount_setattr move_mount move_pages nfsservctl
+open_by_handle_at open_tree open_tree_attr perf_event_open pidfd_getfd pivot_root process_madvise process_mrelease
+process_vm_readv process_vm_writev ptrace putpmsg query_module quotactl quotactl_fd reboot request_key security
+set_mempolicy set_mempolicy_home_node setdomainname sethostname setns settimeofday socketcall statmount stime swapoff
+swapon sysfs syslog tuxcall umount umount2 unshare uselib uretprobe userfaultfd ustat vhangup vm86 vm86old vserver
+"""
+DENIED = _DENIED.split()
+"""Every call of Linux up to 6.18 that a sandbox may not make, whatever its arguments."""
 
-def _allowed_without_arguments() -> set[str]:
+ALLOWED = (Path(__file__).parent / "golden" / "calls.txt").read_text().split()
+"""Every call that it may make, whatever its arguments."""
+
+CONDITIONAL = ["clone", "personality", "socket", "socketpair"]
+
+
+def _met(condition: Mapping[str, Any], values: Sequence[int]) -> bool:
+    """A comparison, as libseccomp defines it."""
+    value = values[condition["index"]]
+    match condition["op"]:
+        case "SCMP_CMP_EQ":
+            return bool(value == condition["value"])
+        case "SCMP_CMP_MASKED_EQ":
+            return bool(value & condition["value"] == condition["valueTwo"])
+    raise AssertionError(condition["op"])
+
+
+def outcome(name: str, *values: int) -> str | int:
+    """What the kernel does with a call under the profile: `allow`, or the error it returns."""
+    arguments = (*values, *(0,) * (6 - len(values)))
+    found = profile()
+    rules = [
+        rule
+        for rule in found["syscalls"]
+        if name in rule["names"] and all(_met(condition, arguments) for condition in rule["args"])
+    ]
+    actions = {(rule["action"], rule.get("errnoRet", errno.EPERM)) for rule in rules}
+    assert len(actions) <= 1, "rules that contradict each other"
+    action, number = actions.pop() if actions else (found["defaultAction"], found.get("defaultErrnoRet", errno.EPERM))
+    return {"SCMP_ACT_ALLOW": "allow", "SCMP_ACT_ERRNO": int(number)}[action]
+
+
+@pytest.mark.parametrize("name", DENIED)
+def test_a_call_that_is_a_door_is_refused_with_any_arguments(name: str) -> None:
+    """Nothing in the profile lets it through; two calls say that they do not exist, so that programs do without."""
+    expected = errno.ENOSYS if name in ("clone3", "io_setup") else errno.EPERM
+    assert {expected} == {outcome(name, *(value,) * 6) for value in (0, 1, 2, 0xFFFFFFFF)}
+    assert [] == [
+        rule for rule in profile()["syscalls"] if name in rule["names"] and rule["action"] != "SCMP_ACT_ERRNO"
+    ]
+
+
+def test_the_calls_that_are_allowed_are_these() -> None:
+    """A call that is added to the profile, or taken out, is a change of this table."""
     rules = profile()["syscalls"]
-    return {name for rule in rules for name in rule["names"] if rule["action"] == "SCMP_ACT_ALLOW" and not rule["args"]}
+    plain = [
+        name for rule in rules if rule["action"] == "SCMP_ACT_ALLOW" and not rule["args"] for name in rule["names"]
+    ]
+    assert sorted(ALLOWED) == sorted(plain)
+    assert {"allow"} == {outcome(name, value) for name in ALLOWED for value in (0, 1)}
+    named = {name for rule in rules for name in rule["names"]}
+    assert {*ALLOWED, *CONDITIONAL, "clone3", "io_setup"} == named
+    assert not set(ALLOWED) & set(DENIED)
 
 
 def test_what_is_not_named_is_refused() -> None:
     assert profile()["defaultAction"] == "SCMP_ACT_ERRNO"
+    assert outcome("a_call_of_tomorrow") == errno.EPERM
 
 
-def test_no_door_of_the_kernel_is_open() -> None:
-    doors = {
-        "io_uring_setup",
-        "io_uring_enter",
-        "io_uring_register",
-        "bpf",
-        "unshare",
-        "setns",
-        "mount",
-        "umount2",
-        "move_mount",
-        "fsopen",
-        "fsmount",
-        "open_tree",
-        "pivot_root",
-        "ptrace",
-        "process_vm_readv",
-        "process_vm_writev",
-        "keyctl",
-        "add_key",
-        "request_key",
-        "userfaultfd",
-        "perf_event_open",
-        "init_module",
-        "finit_module",
-        "kexec_load",
-        "open_by_handle_at",
-        "socketcall",
-        "pidfd_getfd",
-        "clone3",
-        "clone",
-        "socket",
-        "socketpair",
-        "personality",
-        "chroot",
-        "reboot",
-        "swapon",
-        "syslog",
-        "quotactl",
-        "fanotify_init",
-    }
-    assert doors & _allowed_without_arguments() == set()
+@pytest.mark.parametrize("name", ["socket", "socketpair"])
+def test_each_family_of_sockets_is_judged(name: str) -> None:
+    """Type and protocol do not matter but for AF_NETLINK, of which NETLINK_ROUTE (0) is open."""
+    unix, inet, inet6, netlink = 1, 2, 10, 16
+    for family in (*range(64), 1 << 32 | unix):
+        for kind in (1, 2, 3, 5, 0x80801):
+            for protocol in range(25):
+                allowed = family == unix
+                if name == "socket":
+                    allowed |= family in (inet, inet6) or (family == netlink and protocol == 0)
+                assert ("allow" if allowed else errno.EPERM) == outcome(name, family, kind, protocol)
+
+
+NAMESPACES = {
+    "NEWNS": 0x20000,
+    "NEWCGROUP": 0x2000000,
+    "NEWUTS": 0x4000000,
+    "NEWIPC": 0x8000000,
+    "NEWUSER": 0x10000000,
+    "NEWPID": 0x20000000,
+    "NEWNET": 0x40000000,
+}
+THREAD = 0x3D0F00  # as libc starts a thread
+FORK = 0x1200011  # and a child
+
+
+@pytest.mark.parametrize("flag", NAMESPACES.values(), ids=NAMESPACES)
+def test_no_clone_makes_a_namespace(flag: int) -> None:
+    for others in (0, 0x11, THREAD, FORK, sum(NAMESPACES.values()), 0xFFFFFFFF):
+        assert outcome("clone", others | flag) == errno.EPERM
+
+
+def test_a_clone_that_makes_no_namespace_is_allowed() -> None:
+    rest = [1 << bit for bit in range(32) if not 1 << bit & sum(NAMESPACES.values())]
+    assert {"allow"} == {outcome("clone", flags) for flags in (0, 0x11, THREAD, FORK, 0x4111, sum(rest), *rest)}
+
+
+def test_only_personalities_without_a_weakness_are_allowed() -> None:
+    """PER_LINUX, PER_LINUX32, each with UNAME26, and the question which one it is; not READ_IMPLIES_EXEC, say."""
+    allowed = {0, 8, 0x20000, 0x20008, 0xFFFFFFFF}
+    tried = {*range(32), *(1 << bit for bit in range(32)), *allowed, 0x20001, 0x40008, 0xFFFFFFFE}
+    assert allowed == {value for value in tried if outcome("personality", value) == "allow"}
 
 
 def test_four_kinds_of_sockets_can_be_opened() -> None:

@@ -121,6 +121,35 @@ async def test_a_change_while_the_record_is_written_prevents_the_release(vault: 
     await worker.close()
 
 
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize(
+    ("op", "parameters"),
+    [("release", dict(zip(("secret", "host", "port", "scheme"), ASK, strict=True))), ("intermediate", {})],
+)
+async def test_a_replaced_channel_gets_neither_a_secret_nor_an_intermediate(
+    vault: Any, op: str, parameters: dict[str, Any], generation: int
+) -> None:
+    """Neither one that was replaced while the record was written nor one that asks later, whoever closes the socket."""
+    worker = await opened(vault)
+    former = vault.channels._channels[SANDBOX]
+    assert (await vault.channels._handle(former, op, parameters)).keys() & {"value", "key_pem"}
+    vault.log.asked.clear()
+    vault.log.open.clear()
+    asking = asyncio.create_task(vault.channels._handle(former, op, parameters))
+    await asyncio.wait_for(vault.log.asked.wait(), 20)
+    newer = await vault.worker(SANDBOX, generation)
+    vault.log.open.set()
+    for answer in (asking, vault.channels._handle(former, op, parameters), vault.channels._handle(former, "ping", {})):
+        with pytest.raises(wire.RequestError) as caught:
+            await answer
+        assert "stale_generation" == caught.value.code
+    assert former.leases.keys() <= {"token"}
+    assert {} == vault.channels._channels[SANDBOX].leases
+    assert Secret(CANARY) == (await newer.release(*ASK)).value
+    await newer.close()
+    await worker.close()
+
+
 @pytest.mark.parametrize(
     ("ask", "code"),
     [

@@ -211,19 +211,20 @@ def test_a_record_that_is_there_again_after_its_removal_is_residue(
     kept = {part: place.file(part, name) for part, name in (("sandboxes", SANDBOX), ("lineages", "lin-1"))}
     content = {part: path.read_bytes() for part, path in kept.items()}
     remove = SealedDirectory.remove
-    puts_back = ""
+    putting: list[str] = []
 
     def put_back(directory: SealedDirectory, name: str) -> bool:
         found = remove(directory, name)
-        if directory._purpose == puts_back:
-            kept[puts_back].write_bytes(content[puts_back])
+        if directory._purpose in putting:
+            kept[directory._purpose].write_bytes(content[directory._purpose])
         return found
 
     monkeypatch.setattr(SealedDirectory, "remove", put_back)
-    for puts_back in kept:
+    for part in kept:
+        putting[:] = [part]
         refused("residue", place.custody.close, SANDBOX)
         assert [SANDBOX] == place.custody.names()
-    puts_back = ""
+    putting.clear()
     place.custody.close(SANDBOX)
     assert ([], []) == (place.custody.names(), place.files())
 
@@ -343,9 +344,7 @@ def test_grants_that_it_had_are_not_asked_for_again(place: Place) -> None:
     place.custody.regrant(place.custody.replan(SANDBOX, [STORED], None))
     assert ("unknown_secret", "not_granted") == (place.may(STORED), place.may(second))
     place.custody.regrant(place.custody.replan(SANDBOX, [], None))
-    assert "token: no secret has this name" == refused(
-        "unknown_secret", place.custody.replan, SANDBOX, [STORED], None
-    )
+    assert "token: no secret has this name" == refused("unknown_secret", place.custody.replan, SANDBOX, [STORED], None)
 
 
 # -- planning
@@ -400,8 +399,8 @@ def test_the_number_of_sandboxes_is_bounded(place: Place, monkeypatch: pytest.Mo
     assert [SANDBOX, "sbx-3"] == place.custody.names()
 
 
-def many(count: int, secret: str = "inline:a") -> list[Grant]:
-    return [Grant.make(secret, f"h{number}.many.test", 443, "https") for number in range(count)]
+def many(count: int) -> list[Grant]:
+    return [Grant.make("inline:a", f"h{number}.many.test", 443, "https") for number in range(count)]
 
 
 def test_grants_inline_secrets_and_bounds_are_bounded(place: Place) -> None:
@@ -421,9 +420,7 @@ def test_grants_inline_secrets_and_bounds_are_bounded(place: Place) -> None:
 @pytest.mark.parametrize(
     ("inline", "code"), [({"a": Secret("")}, "unfit"), ({"a": Secret("x" * 65537)}, "unfit"), ({"a": Secret("x")}, "")]
 )
-def test_an_inline_value_must_be_a_text_that_can_be_kept(
-    place: Place, inline: Mapping[str, Secret], code: str
-) -> None:
+def test_an_inline_value_must_be_a_text_that_can_be_kept(place: Place, inline: Mapping[str, Secret], code: str) -> None:
     place.open(sandbox="sbx-2")
     if code:
         refused(code, place.custody.plan, SANDBOX, "lin-1", [], inline)
@@ -512,9 +509,9 @@ def test_narrowing_takes_away_and_adds_nothing(place: Place) -> None:
     assert replace(
         state, grants=frozenset({STORED, SECOND}), inline={"inline:b": TWO}, bounds=frozenset({SECOND})
     ) == place.custody.narrowed(SANDBOX, everything, ["inline:b"])
-    assert replace(
-        state, grants=frozenset({STORED, MINE}), bounds=frozenset({MINE})
-    ) == place.custody.narrowed(SANDBOX, everything, None, [MINE])
+    assert replace(state, grants=frozenset({STORED, MINE}), bounds=frozenset({MINE})) == place.custody.narrowed(
+        SANDBOX, everything, None, [MINE]
+    )
 
 
 @pytest.mark.parametrize(
