@@ -364,6 +364,9 @@ class Verifier:
             for chain, head in self._open.items():
                 if stated.get(chain) != head:
                     self._bad(f"chain {chain} did not stand where what is kept of it ends")
+            if self._kept is not None and self._kept.began == 1:  # a chain goes as a whole only once it is closed
+                for chain in sorted(stated.keys() - self._open.keys()):
+                    self._bad(f"nothing is kept of chain {chain}, which was open")
         elif log != self.log:
             self._bad("what this file says about the lines before it is not what they are")
         elif stated != self.heads:

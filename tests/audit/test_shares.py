@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from audit import cli, file_sink, shares
 from audit.batch import Entry
+from audit.chain import ZERO, Head, LineError, seal
 from audit.file_sink import Log
-from audit.shares import Retention
+from audit.shares import Kept, Retention
 from tests.audit.conftest import A, B, verify
+from tests.audit.test_epochs import private_keys
 
 RETENTION = Retention(max_files=2, sandbox_share=65536, control_share=1 << 20, closed_sandboxes=2)
 C = f"sbx-{'c' * 24}"
@@ -200,6 +203,72 @@ def test_what_is_kept_cannot_be_changed_unnoticed(tmp_path: Path, attack: Callab
     assert 0 == cli.verify(tmp_path / "log", out=StringIO())
     attack(tmp_path / "log")
     assert 1 == cli.verify(tmp_path / "log", out=StringIO())
+
+
+def _resigned(log: Path, change: Callable[[Kept], None]) -> None:
+    """Change what is kept as auditd itself could: its present key signs it again."""
+    kept = shares.parse_kept((log / "chains.json").read_bytes())
+    change(kept)
+    shares.write_kept(log, private_keys(log)[0], kept)
+
+
+def _renamed(log: Path) -> None:
+    """File the records of one sandbox under the name of another one."""
+
+    def change(kept: Kept) -> None:
+        kept.chains[C] = kept.chains.pop(A)
+
+    for path in _segments(log, A):
+        path.rename(path.with_name(path.name.replace(A, C)))
+    _resigned(log, change)
+
+
+def _without(chain: str) -> Callable[[Path], None]:
+    return lambda log: _resigned(log, lambda kept: kept.chains.pop(chain) and None)
+
+
+@pytest.mark.parametrize(
+    ("attack", "why"),
+    [
+        (_renamed, f"chains/{C} line 1: this is a line of chain {A}"),
+        (_without("control"), "nothing is kept of the control chain, which never goes as a whole"),
+        (_without(A), f"nothing is kept of chain {A}, which was open"),
+        (lambda log: _resigned(log, lambda _: None), None),
+    ],
+    ids=["renamed", "no control chain", "no sandbox's chain", "control"],
+)
+def test_what_is_kept_has_each_chain_under_its_own_name(
+    tmp_path: Path, attack: Callable[[Path], None], why: str | None
+) -> None:
+    """Also if it is signed by the key of the log."""
+    flooded(tmp_path / "log").close()
+    attack(tmp_path / "log")
+    findings = verify(tmp_path / "log").findings
+    assert (why is None) == (findings == [])
+    assert why is None or any(text.endswith(why) for text in findings), findings
+
+
+NAMES = ["", "..", "../x", "a/b", "A", "-a", "a b", "a\n", "a\0", "é", "a" * 64]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_name_of_a_chain_is_read_from_no_statement(name: str) -> None:
+    """Names become paths."""
+    one = {"seq": 0, "hash": ZERO, "segments": [{"file": 1, "size": 1, "seq": 1, "hash": ZERO}]}
+    said = {"file": 2, "began": 1, "expired": 0, "policy": {}}
+    assert ["a" * 63] == list(shares.parse_kept(json.dumps({**said, "chains": {"a" * 63: one}}).encode()).chains)
+    with pytest.raises(ValueError, match="not a chain's share"):
+        shares.parse_kept(json.dumps({**said, "chains": {name: one}}).encode())
+
+
+@pytest.mark.parametrize("name", [*NAMES, None])
+def test_a_line_of_no_chain_is_split_into_no_file(tmp_path: Path, name: str | None) -> None:
+    said = {"kind": "dns", **({} if name is None else {"chain": name})}
+    line, _ = seal(said, Head())
+    (tmp_path / "file").write_bytes(line)
+    with pytest.raises((LineError, UnicodeDecodeError)):
+        shares.split(tmp_path, 1, tmp_path / "file", Kept(), RETENTION, Ed25519PrivateKey.generate())
+    assert [] == list((tmp_path / "chains").iterdir())
 
 
 def test_a_segment_that_was_deleted_makes_the_log_unusable(tmp_path: Path) -> None:

@@ -259,6 +259,39 @@ def test_any_single_changed_byte_in_any_file_is_detected(data: st.DataObject, lo
         path.write_bytes(original)
 
 
+def _misfiled(sandbox: str | None) -> Callable[[dict[str, Any]], None]:
+    def change(record: dict[str, Any]) -> None:
+        if record["chain"] == A and record.get("path", "").startswith("/7x"):
+            del record["sandbox"]
+            record |= {} if sandbox is None else {"sandbox": sandbox}
+
+    return change
+
+
+@pytest.mark.parametrize("sandbox", [B, f"{A}x", A.upper(), None])
+def test_a_record_in_the_chain_of_another_sandbox_is_found(log_copy: Path, sandbox: str | None) -> None:
+    """Whatever else is right about it: all hashes are made anew."""
+    assert f"chain {A} holds a record of sandbox" not in str(verify(log_copy).findings)
+    _rewrite(log_copy, _misfiled(sandbox))
+    assert f"chain {A} holds a record of sandbox {sandbox}" in str(verify(log_copy).findings)
+
+
+def _filed_under(chain: str) -> Callable[[dict[str, Any]], None]:
+    def change(record: dict[str, Any]) -> None:
+        if record["kind"] == "request" and record["chain"] == A:
+            record["chain"] = chain
+
+    return change
+
+
+@pytest.mark.parametrize("chain", [B, "control", "", "../x", f'{A}"', f"{A}\\", f"{A}\n"])
+def test_a_chain_under_another_name_is_found(log_copy: Path, chain: str) -> None:
+    _rewrite(log_copy, _filed_under(chain))
+    findings = str(verify(log_copy).findings)
+    why = "gateway does not write into chain control" if chain == "control" else f"holds a record of sandbox {A}"
+    assert why in findings
+
+
 def test_another_key_than_the_one_kept_elsewhere_fails(log_copy: Path, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
