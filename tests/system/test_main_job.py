@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,26 @@ from demo.sandboxes import DemoSandbox, Secrets, empty_image_works
 from demo.stack import IMAGE, Stack
 
 pytestmark = pytest.mark.system
+
+_RUNNING = "{{.State.Running}} {{.State.Pid}} {{.State.StartedAt}}"
+
+
+def processes_of(container: str) -> list[int]:
+    """The processes in a container's control groups, and those that are named after it: its shim, its kernel."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended
+            if container in (path / "cgroup").read_text() + (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
+
+
+def left_of(container: str) -> list[int]:
+    """The processes of a container that ends, once there are none or half a minute is over."""
+    deadline = time.monotonic() + 30
+    while (left := processes_of(container)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def test_stock_tools_do_their_work_without_a_secret(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
@@ -179,16 +200,22 @@ def _kept(stack: Stack) -> dict[str, bytes]:
     return texts
 
 
-def test_a_container_of_a_used_plan_cannot_be_started_again(stack: Stack, values: Secrets) -> None:
+def test_a_container_of_a_used_plan_cannot_be_started_again(stack: Stack, runtime: str, values: Secrets) -> None:
     """No plan, no container: not even Docker's own start brings a sandbox back without its gate."""
-    sandbox = DemoSandbox(stack, "runc", values)
+    sandbox = DemoSandbox(stack, runtime, values)
     try:
         container = stack.host("inspect", sandbox=sandbox.id)["container"]
-        stack.docker("kill", container)
-        done = stack.docker("start", container)
+        assert "true" == stack.docker("inspect", "-f", _RUNNING, container).stdout.split()[0]
+        assert [] != processes_of(container)
+        assert 0 == stack.docker("kill", container).returncode
+        assert [] == left_of(container)
+        before = stack.docker("inspect", "-f", _RUNNING, container).stdout.split()
+        for command in ("start", "restart"):
+            done = stack.docker(command, container)
 
-        assert 0 != done.returncode
-        assert "plan" in done.stderr
+            assert "sallyport: no launch plan: only Sallyport starts this container" in done.stderr
+            assert [] == left_of(container)
+            assert ["false", "0", before[2]] == stack.docker("inspect", "-f", _RUNNING, container).stdout.split()
     finally:
         with contextlib.suppress(SandboxApiException):
             sandbox.close()
