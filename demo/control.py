@@ -1,6 +1,8 @@
 """Control runs: the same probes where no gate stands. A row whose control does not arrive proves nothing."""
 
-from demo.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, arrived
+import subprocess
+
+from demo.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, arrived, refused
 from demo.capture import Capture
 from demo.far_end import GATEWAY_CANARY_PORTS, control_targets, end
 from demo.internet import DNS_ADDRESS, Internet
@@ -8,10 +10,12 @@ from demo.privileged import PrivilegedContainer
 from demo.sandboxes import wait_for
 
 _CANARY = "control-gateway"
+_CLOSED = "table ip control { chain out { type filter hook output priority 0; policy drop; }; }"
+"""Lets nothing out of a namespace until the rules there are flushed."""
 
 
-def run_controls(internet: Internet) -> dict[str, int]:
-    """Run every probe from the ungated namespace.
+def run_controls(internet: Internet, runtime: str) -> dict[str, int]:
+    """Run every probe from the ungated namespace, in a privileged container of `runtime`.
 
     Returns:
         For each probe, how much arrived at its far end (frames or connections). The neighbour's frames are
@@ -22,17 +26,28 @@ def run_controls(internet: Internet) -> dict[str, int]:
     try:
         with (
             Capture(net, "net1") as wire,
-            PrivilegedContainer(internet.path(internet.control), control_targets(), DNS_ADDRESS) as container,
+            PrivilegedContainer(internet.path(internet.control), control_targets(), DNS_ADDRESS, runtime) as container,
         ):
-            return {attempt.probe: _arrives(internet, wire, container, attempt) for attempt in ATTEMPTS}
+            found = {}
+            for attempt in ATTEMPTS:
+                if attempt.probe == "nft-flush":
+                    _rule(internet, _CLOSED)
+                found[attempt.probe] = _arrives(internet, wire, container, attempt)
+            return found
     finally:
         end(canary)
+        _rule(internet, "flush ruleset")
+        internet.connect_control()
+
+
+def _rule(internet: Internet, command: str) -> None:
+    subprocess.run(["nsenter", f"--net={internet.path(internet.control)}", "nft", command], check=True)
 
 
 def _arrives(internet: Internet, wire: Capture, container: PrivilegedContainer, attempt: Attempt) -> int:
     """Run one probe and wait for what arrives of it."""
     mark, host, gateway = wire.mark(), internet.canary_hits("host"), internet.canary_hits(_CANARY)
-    result = container.attempt(attempt.probe)
+    report = container.attempt(attempt.probe)
 
     def count() -> int:
         frames = wire.since(mark)
@@ -41,8 +56,8 @@ def _arrives(internet: Internet, wire: Capture, container: PrivilegedContainer, 
             frames if attempt.far_end is FarEnd.NEIGHBOUR else [],
             internet.canary_hits("host") - host,
             internet.canary_hits(_CANARY) - gateway,
-            result,
+            report,
         )
         return arrived(attempt.far_end, evidence)
 
-    return wait_for(count)
+    return 0 if refused(report) else wait_for(count)

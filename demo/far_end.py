@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from demo.attempts import Evidence
+from demo.attempts import Evidence, Report
 from demo.capture import Capture
 from demo.internet import (
     ADDRESSES,
@@ -17,7 +17,6 @@ from demo.internet import (
     CONTROL_GATEWAY,
     CONTROL_INTERFACE,
     DNS_ADDRESS,
-    LOCAL_CANARY_PORTS,
     METADATA_ADDRESS,
     TUNNEL_ZONE,
     UP_ADDRESS,
@@ -43,7 +42,6 @@ def targets(**places: object) -> dict[str, Any]:
         "dns": DNS_ADDRESS,
         "metadata": METADATA_ADDRESS,
         "host": UP_ADDRESS,
-        "host_ports": LOCAL_CANARY_PORTS,
         **places,
     }
 
@@ -94,7 +92,7 @@ class FarEndWatch:
         host, gateway = self._internet.canary_hits("host"), self._internet.canary_hits(self._canary_name)
         return self._wire.mark(), self._neighbour.mark(), host, gateway
 
-    def since(self, mark: tuple[int, int, int, int], result: str) -> Evidence:
+    def since(self, mark: tuple[int, int, int, int], report: Report) -> Evidence:
         """What arrived since `mark`, after a moment for stragglers."""
         time.sleep(SETTLE_SECONDS)
         wire, neighbour, host, gateway = mark
@@ -103,7 +101,7 @@ class FarEndWatch:
             self._neighbour.since(neighbour),
             self._internet.canary_hits("host") - host,
             self._internet.canary_hits(self._canary_name) - gateway,
-            result,
+            report,
         )
 
 

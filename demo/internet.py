@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.pki import Authority, make_authority, write_host_certificate
-from lifecycle.posture import attempts, capture
+from lifecycle.posture import attempts, capture, ways_out
 
 GIT = "git.bank.example"
 INDEX = "pypi.bank.example"
@@ -48,7 +48,8 @@ UP_ADDRESS = "93.184.217.1"
 NET_ADDRESS = "93.184.217.2"
 CONTROL_ADDRESS = "93.184.218.2"
 CONTROL_GATEWAY = "93.184.218.1"
-LOCAL_CANARY_PORTS = (2375, 8080)
+_CONTROL_GATEWAY_V6 = "2606:2800:221::1"
+LOCAL_CANARY_PORTS = ways_out.HOST_PORTS
 """Ports on which the upstream namespace itself answers: the "host's own services" no sandbox may reach."""
 
 
@@ -140,10 +141,9 @@ class Internet:
             ip("-n", namespace, "link", "set", "lo", "up")
         in_namespace(self.path(self.net), lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1"))
         self._link(self.up, UP_ADDRESS, "up0", NET_ADDRESS, "net0")
-        self._link(self.control, CONTROL_ADDRESS, "ctl0", CONTROL_GATEWAY, "net1")
-        ip("-n", self.control, "-6", "addr", "add", "2606:2800:221::2/64", "dev", "ctl0", "nodad")
-        ip("-n", self.net, "-6", "addr", "add", "2606:2800:221::1/64", "dev", "net1", "nodad")
-        ip("-n", self.control, "-6", "route", "add", "default", "via", "2606:2800:221::1")
+        self._link(self.control, CONTROL_ADDRESS, CONTROL_INTERFACE, CONTROL_GATEWAY, "net1")
+        ip("-n", self.net, "-6", "addr", "add", f"{_CONTROL_GATEWAY_V6}/64", "dev", "net1", "nodad")
+        self.connect_control()
         for address in (*ADDRESSES.values(), DNS_ADDRESS, METADATA_ADDRESS):
             ip("-n", self.net, "addr", "add", f"{address}/32", "dev", "lo")
         ip("-n", self.net, "route", "add", "blackhole", f"{SILENT_ADDRESS}/32")
@@ -155,6 +155,14 @@ class Internet:
     def _hush() -> None:
         """No link to come asks for routers, which kernels do for hours: what is on the wire is somebody's doing."""
         Path("/proc/sys/net/ipv6/conf/default/router_solicitations").write_text("0")
+
+    def connect_control(self) -> None:
+        """Give the control namespace its addresses and routes, also again: runsc takes them away when it starts."""
+        place = ("-n", self.control)
+        ip(*place, "addr", "replace", f"{CONTROL_ADDRESS}/24", "dev", CONTROL_INTERFACE)
+        ip(*place, "route", "replace", "default", "via", CONTROL_GATEWAY)
+        ip(*place, "-6", "addr", "replace", "2606:2800:221::2/64", "dev", CONTROL_INTERFACE, "nodad")
+        ip(*place, "-6", "route", "replace", "default", "via", _CONTROL_GATEWAY_V6)
 
     def _accounts_file(self) -> str:
         path = self.directory / "accounts"

@@ -18,7 +18,7 @@ from demo.attempts import ATTEMPTS
 from demo.control import run_controls
 from demo.far_end import FarEndWatch
 from demo.internet import API, ATTACKER, GIT, INDEX, Internet
-from demo.sandboxes import DemoSandbox, Secrets, empty_image_works
+from demo.sandboxes import Controls, DemoSandbox, Secrets, empty_image_works
 from demo.stack import Stack
 from demo.table import Row, print_table
 from demo.traces import left_by_server
@@ -64,8 +64,8 @@ def demo(directory: Path, rows: list[Row]) -> str:
     with Internet(
         "spdemo", directory / "internet", {"git": values.git, "index": values.index, "api": values.api}
     ) as net:
-        say("control runs: each attempt from a place without a gate")
-        controls = run_controls(net)
+        say("control runs: each attempt from a place without a gate, on the kernel of each runtime")
+        controls = {runtime: run_controls(net, runtime) for runtime in RUNTIMES}
         say("starting Sallyport")
         with Stack(net, directory / "sallyport") as stack:
             for name, host, value in (
@@ -86,7 +86,7 @@ def demo(directory: Path, rows: list[Row]) -> str:
                 for sandbox, other in zip(sandboxes, reversed(sandboxes), strict=True):
                     say(f"the attacks, from {sandbox.runtime}")
                     with FarEndWatch(net, stack, sandbox, other) as watch:
-                        rows += [sandbox.attack(attempt, watch, controls[attempt.probe]) for attempt in ATTEMPTS]
+                        rows += [sandbox.attack(attempt, watch, controls) for attempt in ATTEMPTS]
                         say("the attacks again, from a privileged container in its network namespace")
                         rows += sandbox.privileged_attacks(ATTEMPTS, watch, controls)
                     say(f"searching {sandbox.runtime} for secrets")
@@ -105,7 +105,7 @@ def demo(directory: Path, rows: list[Row]) -> str:
     return report
 
 
-def noticed_attacks(net: Internet, stack: Stack, runtime: str, values: Secrets, controls: dict[str, int]) -> list[Row]:
+def noticed_attacks(net: Internet, stack: Stack, runtime: str, values: Secrets, controls: Controls) -> list[Row]:
     """The attacks that a sandbox does not survive, each from a privileged container beside one of its own."""
     rows = []
     for attempt in (attempt for attempt in ATTEMPTS if attempt.noticed):
@@ -113,7 +113,7 @@ def noticed_attacks(net: Internet, stack: Stack, runtime: str, values: Secrets, 
         sandbox, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
         try:
             with FarEndWatch(net, stack, sandbox, other) as watch:
-                rows += sandbox.noticed_attack(attempt, watch, controls[attempt.probe])
+                rows += sandbox.noticed_attack(attempt, watch, controls)
         finally:
             sandbox.close()
             other.close()

@@ -1,15 +1,19 @@
-"""A privileged runc container in any network namespace: every capability, no seccomp, the host's own tools.
+"""A privileged container in any network namespace: every capability, no seccomp, the host's own tools.
 
 It plays the attacker who has broken out of the sandbox's confinement but not out of its network namespace: what
-stops him is what stands on the far side of the wire.
+stops him is what stands on the far side of the wire. On runsc it shows what a kernel of that kind can do at all.
 """
 
 import json
+import os
 import subprocess
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from demo.attempts import ProbeError, Report, report
 from lifecycle.posture import ways_out
 
 _CAPABILITIES = [
@@ -33,76 +37,118 @@ _CAPABILITIES = [
     "CAP_SYS_ADMIN",
     "CAP_MKNOD",
 ]
+_OF_ITS_OWN_KERNEL = ("CAP_SYS_MODULE", "CAP_SYS_BOOT", "CAP_SYS_NICE", "CAP_SYS_RAWIO", "CAP_SYSLOG")
+"""More on runsc, where they are no right over the host."""
+_RUNSC_FLAGS = ("--network=sandbox", "--net-raw", "--allow-packet-socket-write", "--ignore-cgroups")
 _HOST_DIRECTORIES = ("/usr", "/etc")
 
 
 class Ended(RuntimeError):
-    """The container is gone in the middle of a probe: Sallyport ends whoever is in a slot that it removes."""
+    """The container is gone in the middle of a probe: Sallyport ends whatever is in a slot that it removes."""
+
+
+@contextmanager
+def privileged(
+    runtime: str, program: Path, *arguments: str, netns: str | None = None, resolver: str = "", **environment: str
+) -> Iterator[list[str]]:
+    """A container that runs a Python program: yields the command that starts it in the foreground.
+
+    `netns` None is a network namespace of its own.
+    """
+    name = f"sallyport-demo-{uuid.uuid4().hex[:12]}"
+    with tempfile.TemporaryDirectory(prefix="sallyport-demo-") as directory:
+        bundle = Path(directory)
+        root = bundle / "rootfs"
+        for place in ("usr", "etc", "proc", "sys", "dev", "tmp", "mnt", "run", "probe"):
+            (root / place).mkdir(parents=True)
+        for place in ("bin", "sbin", "lib", "lib64"):
+            (root / place).symlink_to(f"usr/{place}")
+        (bundle / "resolv.conf").write_text(
+            f"nameserver {resolver}\noptions timeout:5 attempts:1\n" if resolver else ""
+        )
+        words = ["/usr/bin/python3", f"/probe/{program.name}", *arguments]
+        config = _config(bundle, runtime, words, program.parent, netns, environment)
+        (bundle / "config.json").write_text(json.dumps(config))
+        real = ["runc"] if runtime == "runc" else [os.environ["SALLYPORT_RUNSC"], *_RUNSC_FLAGS]
+        tool = [*real, "--root", str(bundle / "state")]
+        try:
+            yield [*tool, "run", "--bundle", str(bundle), name]
+        finally:
+            subprocess.run([*tool, "delete", "--force", name], capture_output=True, check=False)
+            if runtime == "runsc":  # it leaves the network namespace of its helpers mounted
+                subprocess.run(["umount", str(bundle / "state" / "null-netns")], capture_output=True, check=False)
+
+
+def _config(
+    bundle: Path, runtime: str, words: list[str], programs: Path, netns: str | None, environment: dict[str, str]
+) -> dict[str, object]:
+    def bind(source: str, destination: str) -> dict[str, object]:
+        return {"source": source, "destination": destination, "type": "bind", "options": ["rbind", "ro"]}
+
+    capabilities = [*_CAPABILITIES, *(_OF_ITS_OWN_KERNEL if runtime == "runsc" else ())]
+    return {
+        "ociVersion": "1.0.2",
+        "root": {"path": "rootfs"},
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "cwd": "/",
+            "args": words,
+            "env": ["PATH=/usr/sbin:/usr/bin", *(f"{name}={value}" for name, value in environment.items())],
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+        },
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/sys", "type": "sysfs", "source": "sysfs"},
+            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["mode=755"]},
+            *[bind(name, name) for name in _HOST_DIRECTORIES],
+            bind(str(bundle / "resolv.conf"), "/etc/resolv.conf"),
+            bind(str(programs), "/probe"),
+        ],
+        "linux": {
+            "namespaces": [
+                {"type": "pid"},
+                {"type": "ipc"},
+                {"type": "uts"},
+                {"type": "mount"},
+                {"type": "network", **({"path": netns} if netns else {})},
+            ],
+            "resources": {"devices": [{"allow": True, "access": "rwm"}]},
+        },
+    }
 
 
 class PrivilegedContainer:
     """Runs `lifecycle.posture.ways_out` in the namespace at `netns`. Use as a context manager."""
 
-    def __init__(self, netns: str, targets: dict[str, object], resolver: str) -> None:
-        self._netns, self._targets, self._resolver = netns, targets, resolver
-        self._name = f"sallyport-demo-{uuid.uuid4().hex[:12]}"
+    def __init__(self, netns: str, targets: dict[str, object], resolver: str, runtime: str = "runc") -> None:
+        self._netns, self._resolver, self._runtime = netns, resolver, runtime
+        self._targets = json.dumps(targets)
+        self._resources = ExitStack()
 
     def __enter__(self) -> "PrivilegedContainer":
-        self._directory = tempfile.TemporaryDirectory(prefix="sallyport-demo-")
-        bundle = Path(self._directory.name)
-        root = bundle / "rootfs"
-        for name in ("usr", "etc", "proc", "dev", "tmp", "run", "probe"):
-            (root / name).mkdir(parents=True)
-        for name in ("bin", "sbin", "lib", "lib64"):
-            (root / name).symlink_to(f"usr/{name}")
-        (bundle / "resolv.conf").write_text(f"nameserver {self._resolver}\noptions timeout:5 attempts:1\n")
-        (bundle / "config.json").write_text(json.dumps(self._config(bundle)))
-        self._process = subprocess.Popen(
-            ["runc", "--root", str(bundle / "state"), "run", "--bundle", str(bundle), self._name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        program = Path(ways_out.__file__)
+        with ExitStack() as resources:
+            command = resources.enter_context(
+                privileged(
+                    self._runtime,
+                    program,
+                    "serve",
+                    netns=self._netns,
+                    resolver=self._resolver,
+                    PROBE_TARGETS=self._targets,
+                )
+            )
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            resources.callback(self._end)
+            self._resources = resources.pop_all()
         return self
 
-    def _config(self, bundle: Path) -> dict[str, object]:
-        def bind(source: str, destination: str) -> dict[str, object]:
-            return {"source": source, "destination": destination, "type": "bind", "options": ["rbind", "ro"]}
-
-        everything = dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES)
-        return {
-            "ociVersion": "1.0.2",
-            "root": {"path": "rootfs"},
-            "process": {
-                "user": {"uid": 0, "gid": 0},
-                "cwd": "/",
-                "args": ["/usr/bin/python3", "/probe/ways_out.py", "serve"],
-                "env": ["PATH=/usr/sbin:/usr/bin", f"PROBE_TARGETS={json.dumps(self._targets)}"],
-                "capabilities": everything,
-            },
-            "mounts": [
-                {"destination": "/proc", "type": "proc", "source": "proc"},
-                {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["mode=755"]},
-                *[bind(name, name) for name in _HOST_DIRECTORIES],
-                bind(str(bundle / "resolv.conf"), "/etc/resolv.conf"),
-                bind(str(Path(ways_out.__file__).parent), "/probe"),
-            ],
-            "linux": {
-                "namespaces": [
-                    {"type": "pid"},
-                    {"type": "ipc"},
-                    {"type": "mount"},
-                    {"type": "network", "path": self._netns},
-                ],
-                "resources": {"devices": [{"allow": True, "access": "rwm"}]},
-            },
-        }
-
-    def attempt(self, name: str) -> str:
+    def attempt(self, name: str) -> Report:
         """Run one probe; returns what it saw.
 
         Raises:
             Ended: it came to no answer.
+            ProbeError: it did not run to its end.
         """
         assert self._process.stdin is not None and self._process.stdout is not None  # noqa: S101
         self._process.stdin.write(name + "\n")
@@ -110,11 +156,11 @@ class PrivilegedContainer:
         answer = self._process.stdout.readline()
         if not answer:
             raise Ended(f"the privileged container was ended in probe {name!r}")
-        if not answer.startswith(f"done {name} "):
-            raise RuntimeError(f"the privileged container did not answer probe {name!r}")
-        return answer.removeprefix(f"done {name} ").strip()
+        if answer.startswith("failed "):
+            raise ProbeError(answer.strip())
+        return report(name, 0, answer)
 
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -125,6 +171,6 @@ class PrivilegedContainer:
         finally:
             if self._process.stdout is not None:
                 self._process.stdout.close()
-            state = str(Path(self._directory.name) / "state")
-            subprocess.run(["runc", "--root", state, "delete", "--force", self._name], capture_output=True, check=False)
-            self._directory.cleanup()
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()

@@ -14,7 +14,7 @@ from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
 
 from demo import collect
-from demo.attempts import Attempt, arrived
+from demo.attempts import Attempt, Control, ProbeError, Report, arrived, refused, report
 from demo.capture import Capture
 from demo.far_end import FarEndWatch, probe_environment, sandbox_targets
 from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, STATUS, Internet
@@ -27,6 +27,10 @@ from lifecycle.posture import ways_out
 REPLACEMENT_SECONDS = 2.0
 CUT_OFF_SECONDS = 10.0
 _HANDED_OUT = "nothing arrives"
+
+Controls = dict[str, dict[str, int]]
+"""For each runtime and probe, how much arrived from a place without a gate."""
+
 _PYTHON_REQUEST = """
 import json, sys, urllib.request
 kind = sys.argv[1]
@@ -106,18 +110,20 @@ class DemoSandbox:
         rows.append(Row(self.runtime, "curl, a path no rule allows", "a readable 403", printed.strip()[:60], named))
         return rows
 
-    def attack(self, attempt: Attempt, watch: FarEndWatch, control: int) -> Row:
+    def attempt(self, probe: str) -> Report:
+        """Run one probe in the workload; returns what it saw.
+
+        Raises:
+            ProbeError: it did not run to its end.
+        """
+        environment = probe_environment(sandbox_targets())
+        return report(probe, *self.run(f"python3 /tmp/ways_out.py one {probe}", PROBE_TARGETS=environment))
+
+    def attack(self, attempt: Attempt, watch: FarEndWatch, controls: Controls) -> Row:
         """Try one way out from the workload."""
+        return self._judged(attempt, watch, controls, lambda: self.attempt(attempt.probe))
 
-        def probe() -> str:
-            environment = probe_environment(sandbox_targets())
-            return self.run(f"python3 /tmp/ways_out.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
-
-        return self._judged(self.runtime, attempt, watch, control, probe)
-
-    def privileged_attacks(
-        self, attempts: tuple[Attempt, ...], watch: FarEndWatch, controls: dict[str, int]
-    ) -> list[Row]:
+    def privileged_attacks(self, attempts: tuple[Attempt, ...], watch: FarEndWatch, controls: Controls) -> list[Row]:
         """Try the ways out again, from a privileged container in this sandbox's network namespace.
 
         Those for which the sandbox is cut off are `noticed_attack`'s: it does not survive them.
@@ -126,29 +132,32 @@ class DemoSandbox:
         with self.address_restored(), PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
             return [
                 self._judged(
-                    f"{self.runtime}, privileged",
                     attempt,
                     watch,
-                    controls[attempt.probe],
+                    controls,
                     lambda attempt=attempt: container.attempt(attempt.probe),  # type: ignore[misc]
+                    privileged=True,
                 )
                 for attempt in attempts
                 if attempt.privileged and not attempt.noticed
             ]
 
-    def noticed_attack(self, attempt: Attempt, watch: FarEndWatch, control: int) -> list[Row]:
-        """Try one that changes the namespace, from a privileged container: nothing arrives, and it is the end."""
+    def noticed_attack(self, attempt: Attempt, watch: FarEndWatch, controls: Controls) -> list[Row]:
+        """Try one that changes the namespace, from a privileged container: nothing arrives, and it is the end.
+
+        The container may end with its sandbox before the probe does; the alarm then shows that it was tried.
+        """
         netns = self._stack.netns(self.id, "sbx")
         place = f"{self.runtime}, privileged"
         with self.address_restored(), PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
 
-            def probe() -> str:
+            def probe() -> Report:
                 try:
                     return container.attempt(attempt.probe)
-                except Ended as error:  # it was cut off with its sandbox before it was done
-                    return str(error)
+                except Ended:
+                    return {}
 
-            tried = self._judged(place, attempt, watch, control, probe)
+            tried = self._judged(attempt, watch, controls, probe, privileged=True)
         began = time.monotonic()
         alarm = ""
         while not alarm and time.monotonic() - began < CUT_OFF_SECONDS:
@@ -171,12 +180,36 @@ class DemoSandbox:
             if added:
                 _nsenter(netns, "addr", "del", "192.0.2.2/30", "dev", "eth0")
 
-    def _judged(self, place: str, attempt: Attempt, watch: FarEndWatch, control: int, probe: Callable[[], str]) -> Row:
-        mark = watch.mark()
-        result = probe()
-        count = arrived(attempt.far_end, watch.since(mark, result))
-        observed = f"{count} of {attempt.far_end.value}; control: {control}"
-        return Row(place, attempt.title, _HANDED_OUT, observed, count == 0 and control > 0)
+    def _judged(
+        self,
+        attempt: Attempt,
+        watch: FarEndWatch,
+        controls: Controls,
+        probe: Callable[[], Report],
+        *,
+        privileged: bool = False,
+    ) -> Row:
+        """Judge by what arrived, if the probe ran to its end.
+
+        Its control, and whether its own kernel lets it begin, must be as the table of attempts says.
+        """
+        kernel = "runc" if privileged else self.runtime  # the privileged container runs on the host's
+        control = controls[kernel][attempt.probe]
+        can_arrive = attempt.control(kernel) is not Control.ABSENT
+        can_begin = privileged or attempt.control(kernel) is Control.WORKLOAD
+        mark, seen, problem = watch.mark(), Report(), ""
+        try:
+            seen = probe()
+        except ProbeError as error:
+            problem = f"; {error}"
+        if not problem and refused(seen) == can_begin:
+            problem = f"; probe {attempt.probe} saw {seen}"
+        count = arrived(attempt.far_end, watch.since(mark, seen))
+        shown = str(control) if can_arrive else f"{control}, the kernel has none"
+        observed = f"{count} of {attempt.far_end.value}; control: {shown}{problem}"
+        place = f"{self.runtime}, privileged" if privileged else self.runtime
+        good = count == 0 and not problem and can_arrive == (control > 0)
+        return Row(place, attempt.title, _HANDED_OUT, observed, good)
 
     def leak_search(self) -> list[Row]:
         """Search everything the sandbox can read, and all it was ever answered, for any form of a secret."""

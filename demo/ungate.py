@@ -6,10 +6,13 @@ is on the demo internet like any host. For tests only; the sandbox is deleted af
 
 import subprocess
 
-from demo.internet import ATTACKER_V6, Internet, in_namespace
+from demo.internet import ATTACKER_V6, DNS_ADDRESS, Internet, in_namespace
 from demo.stack import Stack
 
 BRIDGE = "ungate-br"
+_TO_RESOLVER = f"ip daddr 192.0.2.1 meta l4proto {{ tcp, udp }} th dport 53 dnat to {DNS_ADDRESS}"
+_RESOLVER = f"table ip ungate {{ chain pre {{ type nat hook prerouting priority dstnat; {_TO_RESOLVER}; }}; }}"
+"""The address that a sandbox has for its resolver is that of the internet's."""
 
 
 def far_end_of(index: int) -> str:
@@ -63,6 +66,7 @@ class Ungated:
     def __enter__(self) -> "Ungated":
         _in(self._gateway, "nft", "flush", "ruleset")
         uplink(self._gateway, self._internet.path(self._internet.net))
+        _in(self._gateway, "nft", _RESOLVER)
         return self
 
     def __exit__(self, *_: object) -> None:

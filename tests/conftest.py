@@ -15,7 +15,7 @@ import pytest
 
 if TYPE_CHECKING:  # the fixtures import what they need: the fast tests start without it
     from demo.internet import Internet
-    from demo.sandboxes import DemoSandbox, Secrets
+    from demo.sandboxes import Controls, DemoSandbox, Secrets
     from demo.stack import Stack
     from tests.stacks import Governed
 
@@ -76,10 +76,10 @@ def _internet(directory: Path, values: "Secrets") -> "Iterator[Internet]":
 
 
 @pytest.fixture(scope="session", name="controls")
-def _controls(internet: "Internet") -> dict[str, int]:
+def _controls(internet: "Internet") -> "Controls":
     from demo.control import run_controls
 
-    return run_controls(internet)
+    return {runtime: run_controls(internet, runtime) for runtime in RUNTIMES}
 
 
 @pytest.fixture(scope="session", name="stack")

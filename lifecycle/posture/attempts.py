@@ -2,16 +2,19 @@
 
 Each attempt is one probe, run from three places: the workload, a privileged container in the sandbox's network
 namespace, and a place without any gate (the control). From the first two nothing may arrive; from the control
-something must, or the row proves nothing.
+something must, or the row proves nothing. From each place the probe must report that it ran to its end.
 """
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from lifecycle.posture.capture import Frame
-from lifecycle.posture.ways_out import MARKER
+from lifecycle.posture.ways_out import MARKER, labels
 
 ATTACKER_ADDRESS, ATTACKER_V6 = "93.184.216.66", "2606:2800:220::66"
 METADATA_ADDRESS = "169.254.169.254"
@@ -30,6 +33,14 @@ class FarEnd(StrEnum):
     KERNEL = "kernel interfaces opened"
 
 
+class Control(StrEnum):
+    """From where an attempt arrives on one runtime when no gate stands."""
+
+    WORKLOAD = "arrives from the workload"
+    PRIVILEGED = "refused to the workload, arrives with every capability"
+    ABSENT = "refused with every capability, too: the kernel has no such interface"
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One row: the probe's name, what a reader is told, where it is judged, and from where it makes sense."""
@@ -40,7 +51,16 @@ class Attempt:
     privileged: bool = True
     noticed: bool = False
     """From a privileged container it changes the sandbox's namespace: the sandbox is cut off for it."""
+    runc: Control = Control.WORKLOAD
+    runsc: Control = Control.WORKLOAD
 
+    def control(self, runtime: str) -> Control:
+        """From where it arrives on `runtime` without a gate."""
+        return {"runc": self.runc, "runsc": self.runsc}[runtime]
+
+
+_PRIVILEGED: dict[str, Any] = {"runc": Control.PRIVILEGED, "runsc": Control.PRIVILEGED}
+_ON_RUNC: dict[str, Any] = {"runc": Control.PRIVILEGED, "runsc": Control.ABSENT}
 
 ATTEMPTS = (
     Attempt("by-name", "HTTPS to the attacker by name", FarEnd.ATTACKER),
@@ -50,20 +70,61 @@ ATTEMPTS = (
     Attempt("forged-sni", "TLS to the attacker with an allowed SNI", FarEnd.ATTACKER),
     Attempt("udp", "UDP to the attacker", FarEnd.ATTACKER),
     Attempt("quic", "a recorded QUIC Initial", FarEnd.ATTACKER),
-    Attempt("icmp", "ICMP echo with a payload", FarEnd.ATTACKER),
-    Attempt("ipv6", "IPv6, with addresses and routes of its own", FarEnd.ATTACKER, noticed=True),
+    Attempt("icmp", "ICMP echo with a payload", FarEnd.ATTACKER, runc=Control.PRIVILEGED),
+    Attempt("ipv6", "IPv6, with addresses and routes of its own", FarEnd.ATTACKER, noticed=True, **_PRIVILEGED),
     Attempt("dns-over-tls", "DNS over TLS to the attacker's resolver", FarEnd.ATTACKER),
     Attempt("dns-tunnel", "data in DNS names, by every resolver", FarEnd.TUNNEL),
     Attempt("metadata", "the metadata address, also by an allowed Host", FarEnd.METADATA),
     Attempt("host-ports", "the host's ports, on loopback and its public address", FarEnd.HOST),
     Attempt("gateway-ports", "the gateway's own ports", FarEnd.GATEWAY),
     Attempt("neighbour", "the other sandbox", FarEnd.NEIGHBOUR),
-    Attempt("so-mark", "SO_MARK on a socket", FarEnd.ATTACKER),
-    Attempt("af-packet", "hand-made Ethernet frames", FarEnd.ATTACKER),
-    Attempt("nft-flush", "flushing nft rules as root", FarEnd.ATTACKER),
-    Attempt("af-vsock", "a vsock socket", FarEnd.KERNEL, privileged=False),
-    Attempt("io-uring", "an io_uring", FarEnd.KERNEL, privileged=False),
+    Attempt("so-mark", "SO_MARK on a socket", FarEnd.ATTACKER, **_PRIVILEGED),
+    Attempt("af-packet", "hand-made Ethernet frames", FarEnd.ATTACKER, **_PRIVILEGED),
+    Attempt("nft-flush", "flushing nft rules as root", FarEnd.ATTACKER, **_ON_RUNC),
+    Attempt("af-vsock", "a vsock socket", FarEnd.KERNEL, privileged=False, **_ON_RUNC),
+    Attempt("io-uring", "an io_uring", FarEnd.KERNEL, privileged=False, **_ON_RUNC),
 )
+
+
+class ProbeError(Exception):
+    """A probe did not run to its end: it crashed, was killed or is not there. The message says what shows it."""
+
+
+Report = dict[str, str]
+"""What came of each try of a probe, as the probe itself saw it."""
+_BY_THE_KERNEL = frozenset(
+    (
+        *("EPERM", "EACCES", "EROFS", "ENOENT", "ENOSYS", "EAFNOSUPPORT", "EPROTONOSUPPORT"),
+        *("ENETUNREACH", "EADDRNOTAVAIL"),
+    )
+)
+_OUTCOME = re.compile(r"(sent|done|opened)(, .+)?|refused \S.*")
+
+
+def report(probe: str, status: int | None, printed: str) -> Report:
+    """Return the report of a probe that ended with `status` and printed `printed`.
+
+    Raises:
+        ProbeError: it did not run to its end.
+    """
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    said = f": {lines[-1][-120:]}" if lines else ""
+    if status != 0:
+        raise ProbeError(f"probe {probe} ended with {status}{said}")
+    try:
+        (found,) = (json.loads(line.removeprefix("report ")) for line in lines if line.startswith("report "))
+    except ValueError:
+        raise ProbeError(f"probe {probe} made no report{said}") from None
+    if not isinstance(found, dict) or list(found) != labels(probe):
+        raise ProbeError(f"probe {probe} reported other tries than it has")
+    if not all(isinstance(outcome, str) and _OUTCOME.fullmatch(outcome) for outcome in found.values()):
+        raise ProbeError(f"probe {probe} reported a try without an outcome")
+    return found
+
+
+def refused(report: Report) -> bool:
+    """Whether the kernel that the probe ran on refused each try: nothing of it can have left."""
+    return bool(report) and all(outcome.removeprefix("refused ") in _BY_THE_KERNEL for outcome in report.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +136,7 @@ class Evidence:
     neighbour_frames: list[Frame]
     host_hits: int
     gateway_hits: int
-    result: str
-    """What the probe itself printed."""
+    report: Report
 
 
 _AT_ATTACKER = frozenset({ATTACKER_ADDRESS, ATTACKER_V6})
@@ -102,7 +162,7 @@ def arrived(far_end: FarEnd, evidence: Evidence) -> int:
         case FarEnd.NEIGHBOUR:
             return _count(evidence.neighbour_frames, lambda frame: MARKER in frame.data)
         case FarEnd.KERNEL:
-            return evidence.result.count("opened")
+            return sum(1 for outcome in evidence.report.values() if outcome.startswith("opened"))
 
 
 def _count(frames: list[Frame], matches: Callable[[Frame], bool]) -> int:

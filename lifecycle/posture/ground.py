@@ -22,12 +22,20 @@ from typing import Any
 from dnslib import QTYPE, RCODE, RR, A, DNSError, DNSRecord
 
 from lifecycle.posture import interrupts, ways_out
-from lifecycle.posture.attempts import ATTACKER_ADDRESS, ATTACKER_V6, METADATA_ADDRESS, QUIC_INITIAL
+from lifecycle.posture.attempts import (
+    ATTACKER_ADDRESS,
+    ATTACKER_V6,
+    METADATA_ADDRESS,
+    QUIC_INITIAL,
+    ProbeError,
+    Report,
+    report,
+)
 from lifecycle.posture.capture import Capture, in_namespace
 
 ATTACKER, ALLOWED = "www.attacker.example", "status.bank.example"
 ALLOWED_ADDRESS, RESOLVER = "93.184.216.13", "93.184.216.53"
-GATEWAY_PORTS, HOST_PORTS = (8080, 15002), (2375, 8080)
+GATEWAY_PORTS, HOST_PORTS = (8080, 15002), ways_out.HOST_PORTS
 _UP, _UP_FAR, _CONTROL, _CONTROL_FAR = "93.184.217.1", "93.184.217.2", "93.184.218.2", "93.184.218.1"
 _TRY_SECONDS = 60.0
 
@@ -120,23 +128,30 @@ class Ground:
             _ip("-n", namespace, "link", "set", name, "up")
         _ip("-n", near, "route", "add", "default", "via", far_address)
 
-    def try_ungated(self, probe: str) -> str:
-        """Try one way from the place without a gate; returns what was seen there."""
+    def try_ungated(self, probe: str) -> Report:
+        """Try one way from the place without a gate; returns what was seen there.
+
+        Raises:
+            ProbeError: it was not tried to its end.
+        """
         resolver = self._directory / "resolv.conf"
         resolver.write_text(f"nameserver {RESOLVER}\noptions timeout:1 attempts:1\n")
         script = 'mount --bind "$1" /etc/resolv.conf && exec "$2" -I "$3" one "$4"'
         values = (str(resolver), sys.executable, str(ways_out.__file__), probe)
         command = ["nsenter", f"--net={self.path(self.control)}", "unshare", "-m", "sh", "-c", script, "sh", *values]
         told = targets(resolver=RESOLVER, gateway=_CONTROL_FAR, inside=_CONTROL, interface="ctl0", gateway_mac="")
-        done = subprocess.run(
-            command,
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PROBE_TARGETS": json.dumps(told)},
-            capture_output=True,
-            text=True,
-            timeout=_TRY_SECONDS,
-            check=False,
-        )
-        return done.stdout.strip()
+        try:
+            done = subprocess.run(
+                command,
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PROBE_TARGETS": json.dumps(told)},
+                capture_output=True,
+                text=True,
+                timeout=_TRY_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ProbeError(f"probe {probe} did not end within {_TRY_SECONDS:.0f} s") from None
+        return report(probe, done.returncode, done.stdout + done.stderr)
 
 
 def targets(**places: object) -> dict[str, Any]:
@@ -151,7 +166,6 @@ def targets(**places: object) -> dict[str, Any]:
         "dns": RESOLVER,
         "metadata": METADATA_ADDRESS,
         "host": _UP,
-        "host_ports": HOST_PORTS,
         **places,
     }
 

@@ -1,6 +1,7 @@
 """`sallyport doctor --probe`: starts sandboxes here and tries to get out of them.
 
 - Every way is tried from a place without a gate first: one whose control does not arrive proves nothing.
+- Each try must report that it ran to its end: one that crashed, was killed or is not there proves nothing, either.
 - A way held if nothing arrived at its far end; what the sandbox itself saw is no evidence, but for kernel interfaces.
 - The allowed host is tried, too: a sandbox that reaches nothing at all would make every way look held.
 - Whatever happens, Ctrl-C included, server, namespaces and directory are removed.
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from lifecycle import doctor
 from lifecycle.posture import interrupts, server
-from lifecycle.posture.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, arrived
+from lifecycle.posture.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, ProbeError, Report, arrived
 from lifecycle.posture.capture import Capture
 from lifecycle.posture.ground import ALLOWED, ALLOWED_ADDRESS, GATEWAY_PORTS, Counter, Ground, GroundError
 from lifecycle.posture.server import Sandbox, Server, ServerError
@@ -87,19 +88,31 @@ def _probe(operator: Settings, directory: Path, say: Callable[[str], None]) -> b
     return good
 
 
-def _control(ground: Ground, attempt: Attempt) -> int:
-    """Try a way where no gate stands; returns how much arrived."""
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What came of a way where no gate stands. `problem`: why that is no control."""
+
+    arrived: int
+    problem: str = ""
+
+
+def _control(ground: Ground, attempt: Attempt) -> Control:
+    """Try a way where no gate stands."""
     net = ground.path(ground.net)
     with Capture(net, "net1") as wire, Counter(net, GATEWAY_PORTS) as gateway:
         host = ground.host.hits
-        result = ground.try_ungated(attempt.probe)
+        try:
+            report = ground.try_ungated(attempt.probe)
+        except ProbeError as error:
+            return Control(0, str(error))
         time.sleep(_SETTLE_SECONDS)
         frames = wire.since(0)
         near = frames if attempt.far_end is FarEnd.NEIGHBOUR else []
-        return arrived(attempt.far_end, Evidence(frames, near, ground.host.hits - host, gateway.hits, result))
+        count = arrived(attempt.far_end, Evidence(frames, near, ground.host.hits - host, gateway.hits, report))
+        return Control(count, "" if count else "it did not arrive")
 
 
-def _try_runtime(ground: Ground, private: Server, runtime: str, controls: dict[str, int]) -> Iterator[Line]:
+def _try_runtime(ground: Ground, private: Server, runtime: str, controls: dict[str, Control]) -> Iterator[Line]:
     try:
         sandbox, other = private.create(runtime), private.create(runtime)
     except ServerError as error:
@@ -117,14 +130,16 @@ def _try_runtime(ground: Ground, private: Server, runtime: str, controls: dict[s
         yield Line(Outcome.UNTRIED, runtime, "the ways after this", str(error))
 
 
-def _tried(ground: Ground, near: Capture, gateway: Counter, sandbox: Sandbox, attempt: Attempt, control: int) -> Line:
-    if control == 0:
-        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, "its control, without a gate, did not arrive")
+def _tried(
+    ground: Ground, near: Capture, gateway: Counter, sandbox: Sandbox, attempt: Attempt, control: Control
+) -> Line:
+    if control.problem:
+        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, f"its control, without a gate: {control.problem}")
     marks = ground.wire.mark(), near.mark(), ground.host.hits, gateway.hits
-    result, problem = "", ""
+    report, problem = Report(), ""
     try:
-        result = sandbox.attempt(attempt.probe)
-    except ServerError as error:
+        report = sandbox.attempt(attempt.probe)
+    except (ServerError, ProbeError) as error:
         problem = str(error)
     time.sleep(_SETTLE_SECONDS)
     evidence = Evidence(
@@ -132,14 +147,15 @@ def _tried(ground: Ground, near: Capture, gateway: Counter, sandbox: Sandbox, at
         near.since(marks[1]),
         ground.host.hits - marks[2],
         gateway.hits - marks[3],
-        result,
+        report,
     )
     count = arrived(attempt.far_end, evidence)
+    said = problem or ", ".join(report.values())
+    inside = "".join(character for character in said if character.isprintable())[:80]
     if count == 0 and problem:
-        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, problem)
+        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, inside)
     outcome = Outcome.ESCAPED if count else Outcome.HELD
-    inside = "".join(character for character in result if character.isprintable())[:80]
-    detail = f"{count} {attempt.far_end.value}; control: {control}; inside: {inside or 'nothing was said'}"
+    detail = f"{count} {attempt.far_end.value}; control: {control.arrived}; inside: {inside}"
     return Line(outcome, sandbox.runtime, attempt.title, detail)
 
 

@@ -24,6 +24,7 @@ import httpx
 import vault.keyring
 from lifecycle import doctor, launch
 from lifecycle.posture import interrupts, ways_out
+from lifecycle.posture.attempts import Report, report
 from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
 from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings
@@ -155,8 +156,8 @@ class Sandbox:
                 raise ServerError("no command can be run in the sandbox")
             time.sleep(0.1)
         program = base64.b64encode(Path(str(ways_out.__file__)).read_bytes()).decode()
-        printed = self.run(f"printf %s {program} | base64 -d >{_SCRIPT} && python3 -c 'import ssl; print(42)'")
-        if printed.strip() != "42":
+        status, printed = self.run(f"printf %s {program} | base64 -d >{_SCRIPT} && python3 -c 'import ssl'")
+        if status != 0:
             raise ServerError(f"the image cannot run the probes, which need python3: {printed.strip()[:200]}")
 
     def _answers(self) -> bool:
@@ -164,8 +165,13 @@ class Sandbox:
             return self._http.get(f"{self._url}/ping", headers=self._headers).status_code == httpx.codes.OK
         return False
 
-    def attempt(self, probe: str) -> str:
-        """Try one way out; returns what the sandbox saw."""
+    def attempt(self, probe: str) -> Report:
+        """Try one way out; returns what the sandbox saw.
+
+        Raises:
+            ServerError: no command can be run in the sandbox.
+            ProbeError: it was not tried to its end.
+        """
         told = targets(
             resolver="192.0.2.1",
             gateway="192.0.2.1",
@@ -173,15 +179,15 @@ class Sandbox:
             interface="eth0",
             gateway_mac="02:53:50:00:00:01",
         )
-        return self.run(f"python3 {_SCRIPT} one {probe}", PROBE_TARGETS=json.dumps(told)).strip()
+        return report(probe, *self.run(f"python3 {_SCRIPT} one {probe}", PROBE_TARGETS=json.dumps(told)))
 
-    def run(self, command: str, **environment: str) -> str:
-        """Run a shell command; returns all it printed.
+    def run(self, command: str, **environment: str) -> tuple[int, str]:
+        """Run a shell command; returns its exit status and all it printed.
 
         Raises:
             ServerError: it could not be run to its end.
         """
-        printed, ended = [], False
+        printed, status = [], None
         body = {"command": command, "envs": environment}
         try:
             with self._http.stream(
@@ -191,12 +197,21 @@ class Sandbox:
                     event = json.loads(line.removeprefix("data:")) if line.strip() else {}
                     if event.get("type") in ("stdout", "stderr"):
                         printed.append(str(event.get("text", "")))
-                    ended |= event.get("type") in ("execution_complete", "error")
+                    if event.get("type") == "execution_complete":
+                        status = 0
+                    elif event.get("type") == "error":
+                        status = _status(event)
         except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"no command can be run in the sandbox: {type(error).__name__}") from None
-        if not ended:
+        if status is None:
             raise ServerError("a command in the sandbox was broken off")
-        return "\n".join(printed)
+        return status, "\n".join(printed)
+
+
+def _status(event: dict[str, Any]) -> int:
+    """The exit status that an error event has for its value; -1 if it has none."""
+    value = str((event.get("error") or {}).get("evalue"))
+    return int(value) if value.isdecimal() else -1
 
 
 @contextmanager

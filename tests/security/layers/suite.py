@@ -16,7 +16,7 @@ from typing import Any
 from opensandbox.exceptions import SandboxException
 
 from demo import raw_client
-from demo.attempts import Evidence, FarEnd, arrived
+from demo.attempts import Evidence, FarEnd, Report, arrived, report
 from demo.capture import Capture
 from demo.far_end import GATEWAY_CANARY_PORTS, control_targets, end, probe_environment, sandbox_targets
 from demo.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, Internet
@@ -159,11 +159,11 @@ class Pair:
             frames = [frame for wire in wires for frame in wire.since(0)]
             hits, noted = _host_hits(internet) - host, notes(internet)
             found = {}
-            for runtime, (printed, answers) in ran.items():
+            for runtime, (saw, answers) in ran.items():
                 own = self.id(runtime)
                 neighbours = [frame for name in every if name != own for frame in near[name].since(0)]
                 reached = internet.canary_hits(f"gateway-{own}") - gateways[own]
-                evidence = Evidence(frames, neighbours, hits, reached, printed)
+                evidence = Evidence(frames, neighbours, hits, reached, saw)
                 counts = {far_end.value: arrived(far_end, evidence) for far_end in FarEnd}
                 outside = self._outside(noted[first:])
                 # Both are at it at once: what the gate answers the neighbour itself is not what we look for.
@@ -180,7 +180,7 @@ class Pair:
                 )
         return found
 
-    def _run(self, runtime: str) -> tuple[str, dict[str, str]]:
+    def _run(self, runtime: str) -> tuple[Report, dict[str, str]]:
         """The workload's attempts and the exact bytes, all at once; then those of a privileged container."""
         sandbox = self.sandboxes[runtime]
         for module in (ways_out, raw_client):
@@ -192,7 +192,7 @@ class Pair:
         netns = self.stack.netns(str(sandbox.id), "sbx")
         done = sandbox.commands.run(
             "for at in 0 1 2; do python3 /tmp/raw_client.py </tmp/$at.json >/tmp/$at.results; done & "
-            'PROBE_TARGETS="$(cat /tmp/targets.json)" python3 /tmp/ways_out.py one all; wait'
+            'PROBE_TARGETS="$(cat /tmp/targets.json)" python3 /tmp/ways_out.py one all; status=$?; wait; exit $status'
         )
         printed = "".join(message.text for message in (*done.logs.stdout, *done.logs.stderr))
         results: dict[str, dict[str, Any]] = {}
@@ -201,7 +201,8 @@ class Pair:
         # Not at the same time: on runsc the address that the container needs makes the host answer for the sandbox.
         with _address_restored(netns), PrivilegedContainer(netns, _targets(runtime), "192.0.2.1") as container:
             container.attempt("all")
-        return printed, {name: str(result["received"]) for name, result in results.items()}
+        saw = report("all", done.exit_code, printed)
+        return saw, {name: str(result["received"]) for name, result in results.items()}
 
     def _outside(self, noted: list[dict[str, Any]]) -> list[dict[str, Any]]:
         forms = forms_of(self._secret)
@@ -273,11 +274,11 @@ def control(internet: Internet) -> set[FarEnd]:
             PrivilegedContainer(internet.path(internet.control), control_targets(), DNS_ADDRESS) as container,
         ):
             host = _host_hits(internet)
-            printed = container.attempt("all")
+            saw = container.attempt("all")
             settle(internet, [wire])
             frames = wire.since(0)
             hits = _host_hits(internet) - host, internet.canary_hits("control-gateway")
-        return {far_end for far_end in FarEnd if arrived(far_end, Evidence(frames, frames, *hits, printed))}
+        return {far_end for far_end in FarEnd if arrived(far_end, Evidence(frames, frames, *hits, saw))}
     finally:
         end(canary)
 
