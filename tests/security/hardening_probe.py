@@ -149,6 +149,15 @@ def by_handle() -> None:
             raise  # a stale handle was looked at: the door is open
 
 
+def load_module() -> None:
+    """Load a module of no bytes."""
+    try:
+        call("init_module", b"", 0, b"\0")
+    except OSError as error:
+        if error.errno != errno.ENOEXEC:
+            raise  # it was looked at: the door is open
+
+
 def a_node() -> None:
     """Make a block device."""
     os.mknod("/tmp/hardening-node", 0o60600, os.makedev(8, 0))
@@ -191,8 +200,9 @@ def opened(path: str, flags: int) -> Callable[[], None]:
 def some_bytes(path: str) -> Callable[[], None]:
     def read() -> None:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        if not os.read(fd, 16):
-            raise OSError(errno.ENODATA, path)
+        with contextlib.suppress(BlockingIOError):  # it may be read, and there is nothing more just now
+            if not os.read(fd, 16):
+                raise OSError(errno.ENODATA, path)
 
     return read
 
@@ -216,7 +226,7 @@ DOORS: dict[str, Callable[[], None]] = {
     "mount": lambda: call("mount", b"none\0", b"/mnt\0", b"tmpfs\0", 0, 0),
     "remount /proc/sys": lambda: call("mount", b"none\0", b"/proc/sys\0", 0, 0x1020, 0),
     "setns": setns,
-    "init_module": lambda: call("init_module", b"", 0, b"\0"),
+    "init_module": load_module,
     "kexec_load": lambda: call("kexec_load", 0, 0, 0, 0),
     "mknod": a_node,
     "tun": tun,
