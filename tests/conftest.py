@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # the fixtures import what they need: the fast tests start wi
     from tests.stacks import Governed
 
 RUNTIMES = ("runsc", "runc")
+ONE_RUNTIME = ("runsc", pytest.param("runc", marks=pytest.mark.extended))
+"""Parameters of tests that are about the gateway or the control plane: the second runtime repeats them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,14 +84,26 @@ def _controls(internet: "Internet") -> "Controls":
     return {runtime: run_controls(internet, runtime) for runtime in RUNTIMES}
 
 
+@pytest.fixture(scope="session", name="code_image")
+def _code_image() -> str:
+    """The name of the code-interpreter image, which the session's server has if some test asks for this."""
+    from demo.stack import CODE_IMAGE
+
+    return CODE_IMAGE
+
+
 @pytest.fixture(scope="session", name="stack")
-def _stack(directory: Path, internet: "Internet", values: "Secrets") -> "Iterator[Stack]":
-    from demo.stack import POLICY
+def _stack(
+    request: pytest.FixtureRequest, directory: Path, internet: "Internet", values: "Secrets"
+) -> "Iterator[Stack]":
+    from demo.stack import POLICY, Stack
     from tests.stacks import PORT, WithCode, put_secrets
 
     policy = directory / "policies.yaml"  # a copy: tests change it while the server runs
     policy.write_text(POLICY.read_text())
-    with WithCode(internet, directory / "sallyport", policy, port=PORT) as stack:
+    items = request.session.items
+    kind = WithCode if any("code_image" in getattr(item, "fixturenames", ()) for item in items) else Stack
+    with kind(internet, directory / "sallyport", policy, port=PORT) as stack:
         put_secrets(stack, values)
         yield stack
 
@@ -107,6 +121,12 @@ def _sandboxes(stack: "Stack", values: "Secrets") -> "Iterator[dict[str, DemoSan
     finally:
         for sandbox in made.values():
             sandbox.close()
+
+
+@pytest.fixture(scope="session", name="some_runtimes")
+def _some_runtimes(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """What module fixtures prepare for tests with the parameters ONE_RUNTIME."""
+    return RUNTIMES if request.config.getoption("every_test") else RUNTIMES[:1]
 
 
 @pytest.fixture(params=RUNTIMES, name="runtime")

@@ -19,7 +19,7 @@ import pytest
 from demo.internet import API, STATUS, Internet
 from demo.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.extended]
 
 HERE = Path(__file__).parent
 ANSWER_SECONDS = 60

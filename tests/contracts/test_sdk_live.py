@@ -48,6 +48,7 @@ from websockets.asyncio.client import connect
 
 from demo.internet import API, STATUS, Internet
 from demo.stack import IMAGE, Stack
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -298,7 +299,7 @@ async def test_commands(sdk: Sdk) -> None:
     assert await within(interrupted, 60)
 
 
-@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_bash_sessions(sdk: Sdk, runtime: str) -> None:
     """State stays between runs as a shell has it, and one that ends its shell leaves it as it was."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
@@ -332,7 +333,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_messages_of_bash_sessions_count_the_lines_of_their_user(sdk: Sdk, runtime: str) -> None:
     """In every run, whatever the session keeps: the numbers are those of the same text in a plain bash."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
@@ -349,7 +350,7 @@ async def test_messages_of_bash_sessions_count_the_lines_of_their_user(sdk: Sdk,
         assert ["environment: line 3: missing: command not found"] == await run("earlier")
 
 
-@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
     """What one identity wrote belongs to it, and another may not read it."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
@@ -362,7 +363,7 @@ async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
         await settle(other.read_file("/tmp/shared/mine"))
 
 
-@pytest.mark.parametrize("runtime", ["runc", "runsc"])
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None:
     """No SDK has terminals yet; what a client of the wire contract sees, through the endpoint the SDK was told."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})

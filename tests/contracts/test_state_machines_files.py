@@ -29,7 +29,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from tests.contracts.machines import explore, failed, quoted
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.extended]
 
 ROOT = "/tmp/tree"
 LINKS = 40

@@ -19,7 +19,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from tests.contracts.machines import TRIPPED, explore, failed, hostile, quoted, values
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.extended]
 
 PLACE = "/tmp/told"
 TELL = r"""

@@ -18,7 +18,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from tests.contracts.machines import explore, failed
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.extended]
 
 PLACE = "/tmp/streams"
 WAYS = ("cat {}", "cat {} >&2", "cat {} >>/dev/stdout", "cat {} >/dev/stderr", "(cat {} >&2)", "cat {} >/proc/$$/fd/1")

@@ -6,6 +6,7 @@ from demo.internet import ADDRESSES, API, ATTACKER, GIT, STATUS, Internet
 from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.sandboxes import DemoSandbox
 from demo.stack import Stack
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -106,14 +107,14 @@ SOME_ARRIVES = (
 )
 
 
-@pytest.fixture(scope="module", name="denied", params=["runc", "runsc"])
+@pytest.fixture(scope="module", name="denied", params=ONE_RUNTIME)
 def _denied(
     request: pytest.FixtureRequest, internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> Verdicts:
     return from_sandbox(NOTHING_ARRIVES, internet, stack, sandboxes[request.param].id)
 
 
-@pytest.fixture(scope="module", name="allowed", params=["runc", "runsc"])
+@pytest.fixture(scope="module", name="allowed", params=ONE_RUNTIME)
 def _allowed(
     request: pytest.FixtureRequest, internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> Verdicts:

@@ -16,6 +16,7 @@ from h2.connection import H2Connection
 from demo.internet import API, DNS_ADDRESS, Internet
 from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.stack import Stack
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -88,6 +89,12 @@ def _refused(verdicts: Verdicts, name: str) -> list[str]:
         for record in verdicts.records
         if record.get("host") == name and record["decision"] == "deny" and str(record.get("rule")).startswith("dns.")
     ]
+
+
+@pytest.fixture(params=ONE_RUNTIME, name="runtime")
+def _runtime(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(name="victim")

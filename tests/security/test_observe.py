@@ -19,6 +19,7 @@ from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
 from policy.load import load
 from policy.rules import Mode
+from tests.conftest import ONE_RUNTIME
 from tests.stacks import Governed
 
 pytestmark = pytest.mark.system
@@ -84,6 +85,12 @@ class Both:
     sandbox: str
 
 
+@pytest.fixture(params=ONE_RUNTIME, name="runtime")
+def _runtime(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module", name="stack")
 def _stack(governed: Governed) -> Governed:
     """Its hostd can be given any policy."""
@@ -96,10 +103,10 @@ def _internet(governed: Governed) -> Internet:
 
 
 @pytest.fixture(scope="module", name="watchers")
-def _watchers(stack: Governed) -> Iterator[dict[str, Any]]:
+def _watchers(stack: Governed, some_runtimes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     made: dict[str, Any] = {}
     try:
-        for runtime in ("runsc", "runc"):
+        for runtime in some_runtimes:
             made[runtime] = stack.create(runtime, policy="watching")
         yield made
     finally:
@@ -328,7 +335,7 @@ def test_explain_says_what_a_gateway_in_mode_observe_did(
         *("policy", "explain", "--policy", "watching", "--host", attack.host, "--port", str(attack.port)),
         *("--scheme", scheme, "--method", method, "--path", path),
     )
-    observed = outcomes["runc"].observed
+    observed = outcomes["runsc"].observed
     flows = {
         record.get("flow") for record in observed.records if observed.marks[attack.name] in str(record.get("path"))
     }

@@ -20,6 +20,7 @@ from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import Stack
 from gateway.full.sought import MAX_PARTIAL
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -432,7 +433,7 @@ def _denied_control(internet: Internet) -> Verdicts:
     return from_outside(NOTHING_ARRIVES, internet)
 
 
-@pytest.fixture(scope="module", name="mixed", params=["runc", "runsc"])
+@pytest.fixture(scope="module", name="mixed", params=ONE_RUNTIME)
 def _mixed(
     request: pytest.FixtureRequest, internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> Verdicts:

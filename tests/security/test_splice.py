@@ -28,6 +28,7 @@ from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
 from policy.load import load
 from policy.rules import HostPattern
+from tests.conftest import ONE_RUNTIME
 from tests.stacks import Governed
 
 pytestmark = pytest.mark.system
@@ -115,6 +116,12 @@ class Splicer:
         return int(self.stack.host("inspect", sandbox=self.id)["worker_pid"])
 
 
+@pytest.fixture(params=ONE_RUNTIME, name="runtime")
+def _runtime(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module", name="stack")
 def _stack(governed: Governed) -> Governed:
     """Its hostd can be given any policy."""
@@ -127,10 +134,10 @@ def _internet(governed: Governed) -> Internet:
 
 
 @pytest.fixture(scope="module", name="splicers")
-def _splicers(stack: Governed) -> Iterator[dict[str, Splicer]]:
+def _splicers(stack: Governed, some_runtimes: tuple[str, ...]) -> Iterator[dict[str, Splicer]]:
     made: dict[str, Splicer] = {}
     try:
-        for runtime in ("runsc", "runc"):
+        for runtime in some_runtimes:
             made[runtime] = Splicer(stack, runtime)
         yield made
     finally:

@@ -25,6 +25,7 @@ sys.exit(bench.main.main(arguments, prefix=sys.argv[1], port=int(sys.argv[2])))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.system
 def test_every_benchmark_gives_a_table_and_a_document() -> None:
     """But that of code, which `test_code_interpreter.py` runs: its image takes long to import."""

@@ -33,8 +33,8 @@ from opensandbox.sync.sandbox import SandboxSync
 from bench import first_code
 from bench.ground import Ground
 from demo.internet import Internet
-from demo.stack import CODE_ENTRYPOINT, CODE_IMAGE, Stack
-from tests.conftest import RUNTIMES
+from demo.stack import CODE_ENTRYPOINT, Stack
+from tests.conftest import ONE_RUNTIME, RUNTIMES
 
 pytestmark = pytest.mark.system
 
@@ -64,9 +64,9 @@ class Box:
         return [str(item.id) for item in self.interpreter.codes.list_contexts(language)]
 
 
-@pytest.fixture(scope="module", params=RUNTIMES, name="box")
-def _box(request: pytest.FixtureRequest, stack: Stack) -> Iterator[Box]:
-    sandbox = stack.create(request.param, image=CODE_IMAGE, policy=None, entrypoint=CODE_ENTRYPOINT)
+@pytest.fixture(scope="module", params=ONE_RUNTIME, name="box")
+def _box(request: pytest.FixtureRequest, stack: Stack, code_image: str) -> Iterator[Box]:
+    sandbox = stack.create(request.param, image=code_image, policy=None, entrypoint=CODE_ENTRYPOINT)
     try:
         with CodeInterpreterSync.create(sandbox=sandbox) as interpreter:
             yield Box(stack, sandbox, interpreter)

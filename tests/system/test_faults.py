@@ -24,6 +24,7 @@ import pytest
 from demo.census import Census, command_lines, take
 from demo.internet import Internet
 from demo.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -205,6 +206,7 @@ async def _in_parallel(cases: list[Callable[[], Any]]) -> None:
     await asyncio.gather(*(one(case) for case in cases))
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 @pytest.mark.parametrize("mode", ["refused", "unanswered"])
 async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty: Faulty, runtime: str) -> None:
     """In hostd; the caller is told, or has a sandbox that is whole. The next launch works."""
@@ -234,6 +236,7 @@ async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty:
     assert [] == faulty.wrong(before)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 @pytest.mark.parametrize("mode", ["refused", "unanswered"])
 async def test_a_removal_that_fails_at_any_step_is_finished(mode: str, faulty: Faulty, runtime: str) -> None:
     before = take(faulty)

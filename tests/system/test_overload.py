@@ -188,6 +188,7 @@ RULES = CompiledPolicy(
 )
 
 
+@pytest.mark.extended
 def test_a_worker_that_gets_little_of_a_processor_is_kept_and_ends_what_it_accepted(
     rig: Rig,  # noqa: F811
     web: None,

@@ -131,7 +131,7 @@ def test_a_slot_without_its_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     ] == [line for line in said if "vsock" in line or "io_uring" in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.extended), signal.SIGTERM])
 def test_an_interrupted_probe_clears_up(number: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(_command(tmp_path / "settings.toml"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

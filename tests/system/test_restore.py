@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect
 
-from demo.stack import CODE_ENTRYPOINT, CODE_IMAGE, Stack
+from demo.stack import CODE_ENTRYPOINT, Stack
 from runtimes import netns, slots
 from runtimes.containers import LAUNCH, end_processes, plan_container, write_files
 from runtimes.netplan import PLAN
@@ -226,10 +226,10 @@ def until(happened: Callable[[], bool], said: str, seconds: float = 120) -> None
 
 
 @pytest.fixture(scope="module", name="scene")
-def _scene(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def _scene(stack: Stack, code_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """Everything that happens, in its order; the tests say what was to be seen."""
     place = tmp_path_factory.mktemp("restore")
-    layer = stack.docker("image", "inspect", "-f", "{{.GraphDriver.Data.UpperDir}}", CODE_IMAGE)
+    layer = stack.docker("image", "inspect", "-f", "{{.GraphDriver.Data.UpperDir}}", code_image)
     assert 0 == layer.returncode, layer.stderr
     (place / "slots").mkdir()
     token = secrets.token_urlsafe()

@@ -72,6 +72,7 @@ def _checkout() -> Iterator[Path]:
         yield copy
 
 
+@pytest.mark.extended
 def test_every_user_checks_policies_in_a_copy_that_was_never_set_up(checkout: Path, tmp_path: Path) -> None:
     """Without root, a runtime or a server; all that is made is made in the user's own cache."""
     home = Path(tempfile.mkdtemp(prefix="sallyport-anyone-"))

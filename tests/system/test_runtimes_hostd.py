@@ -30,6 +30,7 @@ from runtimes import netns
 from runtimes.cgroups import Cgroups
 from runtimes.docker import LABEL
 from runtimes.slot_pool import AHEAD
+from tests.conftest import ONE_RUNTIME
 from tests.runtimes.standin import digest
 from tests.system.test_watch import guards
 
@@ -356,6 +357,7 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
     assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
 
 
+@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
 @pytest.mark.parametrize("stopped", ["auditd", "vaultd", "compiler"])
 def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
     """A stopped one never ends by itself; its sandbox's worker lives on, and gets a channel to the next one."""

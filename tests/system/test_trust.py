@@ -23,7 +23,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.internet import API, GIT, INDEX, Internet
 from demo.sandboxes import Secrets
-from demo.stack import CODE_ENTRYPOINT, CODE_IMAGE, IMAGE, Stack
+from demo.stack import CODE_ENTRYPOINT, IMAGE, Stack
 from runtimes.containers import CA_VARIABLES, JAVA_STORE
 from runtimes.java_store import java_store
 
@@ -190,9 +190,9 @@ def _httpx() -> bytes:
 
 
 @pytest.fixture(scope="module", name="go_program")
-def _go_program(stack: Stack, internet: Internet, values: Secrets) -> bytes:
+def _go_program(stack: Stack, code_image: str, internet: Internet, values: Secrets) -> bytes:
     """The Go client, built in the code-interpreter image: one static file."""
-    with made(stack, internet, values, "runc", image=CODE_IMAGE, entrypoint=CODE_ENTRYPOINT) as place:
+    with made(stack, internet, values, "runc", image=code_image, entrypoint=CODE_ENTRYPOINT) as place:
         place._sandbox.files.write_file("/tmp/main.go", _GO)
         code, printed = place.run("CGO_ENABLED=0 go build -ldflags='-s -w' -o /tmp/trust /tmp/main.go")
         assert 0 == code, printed
@@ -238,10 +238,10 @@ def test_java_of_a_users_image_trusts_its_gateway(
 
 
 def test_the_code_interpreter_image_trusts_its_gateway(
-    runtime: str, stack: Stack, internet: Internet, values: Secrets, go_program: bytes
+    runtime: str, stack: Stack, code_image: str, internet: Internet, values: Secrets, go_program: bytes
 ) -> None:
     """Its Java, its Deno, and a program of its Go."""
-    with made(stack, internet, values, runtime, image=CODE_IMAGE, entrypoint=CODE_ENTRYPOINT) as place:
+    with made(stack, internet, values, runtime, image=code_image, entrypoint=CODE_ENTRYPOINT) as place:
         place._sandbox.files.write_file("/tmp/Trust.java", _JAVA)
         place._sandbox.files.write_file("/tmp/trust", go_program, mode=755)
         for client in (*_JAVA_CLIENTS, _DENO_CLIENT, _GO_CLIENT, CLIENTS["requests"], CLIENTS["npm"]):

@@ -5,8 +5,15 @@ from collections.abc import Iterator
 import pytest
 
 from demo.sandboxes import Secrets
+from tests.conftest import ONE_RUNTIME
 from tests.security.compromise.stack import CompromisedStack
 from tests.stacks import beside, put_secrets
+
+
+@pytest.fixture(params=ONE_RUNTIME, name="runtime")
+def _runtime(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module", name="compromised")
