@@ -32,6 +32,7 @@ from demo.internet import ADDRESSES, STATUS
 from demo.stack import Stack
 from runtimes import netns
 from runtimes.netplan import PLAN
+from tests.system.fence_judge import Turn, within_bounds
 
 pytestmark = [pytest.mark.system, pytest.mark.timed]
 
@@ -42,9 +43,6 @@ TURN, REST, TOGETHER = 1.4, 0.8, 3.0
 """Seconds: of one attack, between two, and of all at once after the last."""
 SETTLED, ENDING = 0.3, 0.1
 """Seconds after a change, and before one, that belong to neither side: what was begun before is still being done."""
-RATIO, WIDE = 2, 5
-"""Of percentiles during a flood and around it; on a busy machine."""
-CALM = 0.5
 TRACKED = PLAN.syn_rate * 62 + PLAN.max_connections  # begun in a second, until the kernel sweeps its table; and alive
 WAY_IN_SECONDS = 10.0
 LOOK = 2.0
@@ -174,19 +172,6 @@ class Pair(NamedTuple):
     hog: SandboxSync
     neighbour: SandboxSync
     runtime: str
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The neighbour's requests in one turn and around it: percentiles in milliseconds; what was to spare there."""
-
-    rest: float
-    during: float
-    idle: float
-
-    @property
-    def ratio(self) -> float:
-        return round(self.during / self.rest, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,11 +408,6 @@ def test_in_all_floods_the_99th_percentile_is_bounded(stack: Stack, pair: Pair, 
         found.append(watch(stack, pair, ATTACKS * ROUNDS).of_all())
     print(*((one.ratio, one) for one in found), sep="\n")
     assert within_bounds(found), found
-
-
-def within_bounds(turns: Sequence[Turn]) -> bool:
-    calm = [turn for turn in turns if turn.idle >= CALM]
-    return min(turn.ratio for turn in calm or turns) <= (RATIO if calm else WIDE)
 
 
 def test_a_hog_stays_within_its_bounds(stack: Stack, pair: Pair, seen: Seen) -> None:
