@@ -50,7 +50,7 @@ def _mortal(token: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 
 
 @pytest.mark.system
-@pytest.mark.timed
+@pytest.mark.extended
 def test_whatever_is_killed_nothing_escapes_and_wire_and_log_agree(mortal: Stack, token: str) -> None:
     facts = run(mortal, token, Settings(SECONDS, PARTS, secrets.randbits(32)), print)
     verdict = judge(facts, BOUND)

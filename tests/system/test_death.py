@@ -29,17 +29,17 @@ from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import EMPTY_IMAGE, Stack
 from demo.traces import Traces, start_time
 from runtimes.cgroups import Cgroups
-from tests.stacks import Second, beside
+from tests.stacks import Second, beside, put_secrets
 from tests.system.test_transactions import body, client
 
-pytestmark = [pytest.mark.system, pytest.mark.timed]
+pytestmark = pytest.mark.system
 
-GOAL_SECONDS = 5.0
-MOST_SECONDS = 15.0
+PATIENCE = 60.0
+"""Seconds until everything serves again. How long it takes is measured elsewhere; here it must come."""
 ALONE = ["worker", "zygote", "guard", "auditd", "vaultd", "compiler", "serve", "hostd", "dockerd", "containerd"]
 PAIRS = [
-    "hostd+auditd",
     "hostd+dockerd",
+    "hostd+auditd",
     "hostd+containerd",
     "vaultd+worker",
     "auditd+vaultd",
@@ -104,6 +104,19 @@ class Client:
         return any(poll.said == "ok" and poll.began > moment for poll in self.polls(20))
 
 
+@pytest.fixture(scope="module", name="stack")
+def _stack(values: Secrets) -> Iterator[Stack]:
+    """A server of this module's own, whose processes may be killed."""
+    with beside(Stack, "death", values) as stack:
+        put_secrets(stack, values)
+        yield stack
+
+
+@pytest.fixture(scope="module", name="internet")
+def _internet(stack: Stack) -> Internet:
+    return stack.internet
+
+
 @pytest.fixture(scope="module", name="clients")
 def _clients(stack: Stack, values: Secrets) -> Iterator[list[Client]]:
     made = [Client(stack, runtime, values) for runtime in ("runsc", "runc")]
@@ -113,13 +126,8 @@ def _clients(stack: Stack, values: Secrets) -> Iterator[list[Client]]:
         one.sandbox.close()
 
 
-def most() -> float:
-    """How long anything may take: more where more wants to run than there are processors."""
-    return MOST_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
-    deadline = time.monotonic() + (most() if seconds is None else seconds)
+def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -216,14 +224,15 @@ def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: 
     return took
 
 
-@pytest.mark.parametrize("victims", [*ALONE, *PAIRS])
+@pytest.mark.parametrize(
+    "victims", [*ALONE, PAIRS[0], *(pytest.param(pair, marks=pytest.mark.extended) for pair in PAIRS[1:])]
+)
 def test_whoever_dies_nothing_escapes_and_everything_comes_back_by_itself(
     victims: str, stack: Stack, clients: list[Client], internet: Internet, record_property: Any
 ) -> None:
     took = recovery(stack, victims.split("+"), clients, internet)
     record_property("recovered_seconds", round(took, 2))
-    print(f"{victims}: everything serves again after {took:.2f} s (goal {GOAL_SECONDS} s)")
-    assert took < most()
+    print(f"{victims}: everything serves again after {took:.2f} s")
 
 
 async def test_a_create_waits_for_a_dockerd_that_is_coming_back(stack: Stack) -> None:
@@ -355,7 +364,7 @@ async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: 
         answers = await asyncio.gather(*under_way)
         assert [] == [answer.status_code for answer in answers if answer.status_code not in (202, 204, 404, 500, 503)]
 
-        deadline = time.monotonic() + most() + 20
+        deadline = time.monotonic() + PATIENCE
         while True:
             ours = await listed(http) - others
             for name in ours:
@@ -365,7 +374,7 @@ async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: 
             assert time.monotonic() < deadline, stack.tail()
             await asyncio.sleep(0.3)
 
-    assert until(lambda: {} == take(stack).beyond(before), most() + 10), take(stack).beyond(before)
+    assert until(lambda: {} == take(stack).beyond(before)), take(stack).beyond(before)
 
 
 async def listed(http: httpx.AsyncClient) -> set[str]:
@@ -426,7 +435,7 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
     left = remaining(traces)
     assert {True} == {str(second.state / "vault") in item for item in left}, left  # sealed, until the rows are deleted
     async with client(second) as http:
-        deadline = time.monotonic() + most()
+        deadline = time.monotonic() + PATIENCE
         while True:
             statuses = [(await http.get(f"/sandboxes/{name}")).json()["status"] for name in names]
             if {"Failed"} == {status["state"] for status in statuses}:
