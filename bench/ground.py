@@ -64,7 +64,7 @@ class Ground:
 
 
 @contextmanager
-def ground(directory: Path, prefix: str, port: int, *, code: bool) -> Iterator[Ground]:
+def ground(directory: Path, prefix: str, *, code: bool) -> Iterator[Ground]:
     """Set everything up below `directory`, with the code-interpreter image if `code`; take it down again.
 
     Raises:
@@ -75,7 +75,7 @@ def ground(directory: Path, prefix: str, port: int, *, code: bool) -> Iterator[G
     with (
         Internet(prefix, directory / "internet", accounts) as internet,
         _far_end(internet),
-        (CodeStack if code else BenchStack)(internet, directory / "sallyport", policy=POLICY, port=port) as stack,
+        (CodeStack if code else BenchStack)(internet, directory / "sallyport", policy=POLICY) as stack,
     ):
         stack.sallyport("vault", "put", SECRET, "--host", INJECTED, stdin=token)
         yield Ground(internet, stack, token)

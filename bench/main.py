@@ -25,7 +25,7 @@ BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
     "code": first_code.measure,
 }
 ROUNDS = 20
-PREFIX, PORT = "spdemo", 18090
+PREFIX = "spdemo"
 
 
 class Interrupted(BaseException):
@@ -36,7 +36,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise Interrupted
 
 
-def main(arguments: list[str], *, prefix: str = PREFIX, port: int = PORT) -> int:
+def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
     """Run the named benchmarks, or all; return the exit status. A missed goal is no failure."""
     parser = argparse.ArgumentParser(prog="./run bench", allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}; all if none is named")
@@ -54,7 +54,7 @@ def main(arguments: list[str], *, prefix: str = PREFIX, port: int = PORT) -> int
         with tempfile.TemporaryDirectory(prefix="sallyport-bench-") as name:
             Path(name).chmod(0o711)
             names = options.names or list(BENCHES)
-            with ground(Path(name), prefix, port, code="code" in names) as made:
+            with ground(Path(name), prefix, code="code" in names) as made:
                 for bench in names:
                     print(f"bench: {bench}, {options.rounds} rounds", file=sys.stderr, flush=True)
                     figures += BENCHES[bench](made, options.rounds)

@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> int:
         place.chmod(0o711)
         with (
             Internet(prefix, place / "internet", accounts) as internet,
-            Stack(internet, place / "sallyport", port=int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))) as stack,
+            Stack(internet, place / "sallyport") as stack,
         ):
             report = soak(stack, creates)
     print("\n".join(report.lines()))

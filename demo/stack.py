@@ -3,11 +3,12 @@
 import http.client
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ env = {{JUPYTER_HOST = "http://127.0.0.1:44771", JUPYTER_TOKEN = "opensandboxcod
 """
 
 
+def free_port() -> int:
+    """Draw a free TCP port of loopback, from below those that the kernel gives to outgoing connections."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
+            return port
+
+
 class StackError(Exception):
     """A step of the demo did not work; the message says which."""
 
@@ -51,8 +60,9 @@ class Stack:
     slots_ahead = AHEAD
     """How many slots the server has ready while nothing is launched."""
 
-    def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 18090) -> None:
-        self.internet, self.directory, self.policy, self.port = internet, directory, policy, port
+    def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 0) -> None:
+        """Without a port one is drawn."""
+        self.internet, self.directory, self.policy, self.port = internet, directory, policy, port or free_port()
         home = Path(os.environ["SALLYPORT_HOME"])
         self.state, self.run = directory / "state", Path(os.environ["SALLYPORT_RUN_DIR"])
         self._docker_data = home / "docker"

@@ -1,8 +1,8 @@
 """One demo internet and one running Sallyport for all system and security tests of a session.
 
 These tests need root and what `./run test` prepares (dockerd, runsc, execd, images); it names them in SALLYPORT_*
-variables. Without them a system test fails: it is never skipped. Two sessions at once need a home, a run directory,
-SALLYPORT_TEST_INTERNET (prefix of namespaces) and SALLYPORT_TEST_PORT each.
+variables. Without them a system test fails: it is never skipped. Two sessions at once need a home, a run directory and
+SALLYPORT_TEST_INTERNET (the prefix of their namespaces) each.
 """
 
 import secrets
@@ -97,13 +97,13 @@ def _stack(
     request: pytest.FixtureRequest, directory: Path, internet: "Internet", values: "Secrets"
 ) -> "Iterator[Stack]":
     from demo.stack import POLICY, Stack
-    from tests.stacks import PORT, WithCode, put_secrets
+    from tests.stacks import WithCode, put_secrets
 
     policy = directory / "policies.yaml"  # a copy: tests change it while the server runs
     policy.write_text(POLICY.read_text())
     items = request.session.items
     kind = WithCode if any("code_image" in getattr(item, "fixturenames", ()) for item in items) else Stack
-    with kind(internet, directory / "sallyport", policy, port=PORT) as stack:
+    with kind(internet, directory / "sallyport", policy) as stack:
         put_secrets(stack, values)
         yield stack
 

@@ -20,7 +20,6 @@ from demo.stack import IMAGE, Stack, code_image
 from policy.compiled import CompiledPolicy
 
 INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
-PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
 
 
 class WithCode(Stack):
@@ -93,7 +92,7 @@ def beside(kind: type[Stack], name: str, values: Secrets | None = None) -> Itera
         monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
         with Internet(f"{INTERNET}-{name}", place / "internet", accounts) as internet:
             try:
-                with kind(internet, place / "stack", port=PORT + 1) as stack:
+                with kind(internet, place / "stack") as stack:
                     yield stack
             finally:
                 subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)

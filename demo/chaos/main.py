@@ -143,9 +143,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
         "verdict.json alone",
     )
     environment = os.environ
-    prefix, port = environment.get("SALLYPORT_TEST_INTERNET", "spdemo"), environment.get("SALLYPORT_TEST_PORT", "18090")
+    prefix = environment.get("SALLYPORT_TEST_INTERNET", "spdemo")
     parser.add_argument("--internet", default=prefix, help="prefix of its namespaces")
-    parser.add_argument("--port", type=int, default=int(port), help="of the API")
     options = parser.parse_args(words)
     try:
         options.parts = tuple(Part(name.strip()) for name in options.parts.split(","))
@@ -172,7 +171,7 @@ def main(words: list[str]) -> int:
             accounts = {"git": "a:b", "index": "a:b", "api": token}
             with (
                 Internet(options.internet, place / "internet", accounts) as internet,
-                Stack(internet, place / "sallyport", POLICY, options.port) as stack,
+                Stack(internet, place / "sallyport", POLICY) as stack,
             ):
                 stack.sallyport("vault", "put", "api-token", "--host", API, stdin=token)
                 try:

@@ -12,7 +12,6 @@ import pytest
 from bench.figures import Figure, Goal, describe, quantile, table
 
 INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
-PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090"))
 
 
 _PROGRAM = """
@@ -21,7 +20,7 @@ bench.requests.SECONDS = 0.3
 bench.execd.OPERATIONS, bench.execd.TRANSFERS, bench.execd.TRANSFER_BYTES = 4, 1, 100_000
 bench.execd.SETTLE_SECONDS = 0.5
 arguments = ["create", "execd", "requests", "policy_change", "--rounds", "1"]
-sys.exit(bench.main.main(arguments, prefix=sys.argv[1], port=int(sys.argv[2])))
+sys.exit(bench.main.main(arguments, prefix=sys.argv[1]))
 """
 
 
@@ -33,7 +32,7 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     with tempfile.TemporaryDirectory(prefix="sallyport-bench-home-") as home:
         Path(home).chmod(0o711)
         environment = {**os.environ, "SALLYPORT_HOME": home, "SALLYPORT_RUN_DIR": str(run)}
-        command = [sys.executable, "-c", _PROGRAM, f"{INTERNET}-bench", str(PORT + 2)]
+        command = [sys.executable, "-c", _PROGRAM, f"{INTERNET}-bench"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         subprocess.run(["rm", "-rf", str(run)], check=False)
         assert 0 == done.returncode, done.stderr[-2000:]

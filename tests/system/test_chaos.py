@@ -17,7 +17,7 @@ from demo.chaos.main import POLICY
 from demo.chaos.run import Settings, run
 from demo.internet import API, Internet
 from demo.stack import Stack
-from tests.stacks import INTERNET, PORT
+from tests.stacks import INTERNET
 
 SECONDS = 40.0
 BOUND = 30.0
@@ -42,7 +42,7 @@ def _mortal(token: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         accounts = {"git": "a:b", "index": "a:b", "api": token}
         with Internet(f"{INTERNET}-chaos", place / "internet", accounts) as internet:
             try:
-                with Stack(internet, place / "stack", POLICY, PORT + 2) as stack:
+                with Stack(internet, place / "stack", POLICY) as stack:
                     stack.sallyport("vault", "put", "api-token", "--host", API, stdin=token)
                     yield stack
             finally:

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
-PORT = int(os.environ.get("SALLYPORT_TEST_PORT", "18090")) + 2
 IDLE = ["tail", "-f", "/dev/null"]
 OLD = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.bank.example"}]}
 RULE = {"action": "allow", "target": "status.bank.example"}
@@ -149,7 +148,7 @@ def _faulty() -> Iterator[Faulty]:
         patch.setenv("SALLYPORT_RUN_DIR", str(run))
         with Internet(f"{PREFIX}-faulty", place / "internet", accounts) as internet:
             try:
-                with Faulty(internet, place / "stack", port=PORT) as stack:
+                with Faulty(internet, place / "stack") as stack:
                     asyncio.run(_warm(stack))
                     yield stack
             finally:

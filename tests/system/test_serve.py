@@ -4,7 +4,6 @@ Each test has a server of its own (directories, port, upstream namespace), besid
 `./run test` names: SALLYPORT_RUNSC, SALLYPORT_EXECD, SALLYPORT_EMPTY_IMAGE.
 """
 
-import itertools
 import json
 import os
 import re
@@ -16,33 +15,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from demo.stack import free_port
 from runtimes import netns, nft
 from runtimes.cgroups import Cgroups
 from runtimes.dockerd import arguments
 from runtimes.spec import DockerdConfig
 from tests.anyone import as_anyone
-from tests.stacks import PORT
 
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKLY = 60.0
 MANAGED = {"managed": True}
-_PORTS = itertools.count(PORT + 10)
-
-
-def _free_port() -> int:
-    """Below those that the kernel gives to whoever connects: it stays free until the server listens."""
-    while True:
-        port = next(_PORTS)
-        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
-            return port
 
 
 def _toml(value: object) -> str:
@@ -62,7 +52,7 @@ class Machine:
         self.directory = directory
         self.run = directory / "run"
         self.upstream = directory / "upstream"
-        self.port = _free_port()
+        self.port = free_port()
         self.path = os.environ["PATH"]
         self.top: dict[str, object] = {
             "state_dir": str(directory / "state"),
@@ -353,7 +343,7 @@ def test_a_server_that_cannot_listen_after_all_takes_everything_down(machine: Ma
 def test_a_second_server_in_the_same_place_refuses(machine: Machine) -> None:
     """And the first one goes on."""
     with machine.serving():
-        port, machine.port = machine.port, _free_port()
+        port, machine.port = machine.port, free_port()
         assert f"another server runs in {machine.run}" in machine.refusal()
         machine.port = port
         assert httpx.codes.OK == httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code
