@@ -213,9 +213,9 @@ def test_a_container_of_a_used_plan_cannot_be_started_again(stack: Stack, runtim
         for command in ("start", "restart"):
             done = stack.docker(command, container)
 
-            assert "sallyport: no launch plan: only Sallyport starts this container" in done.stderr
-            assert [] == left_of(container)
             assert ["false", "0", before[2]] == stack.docker("inspect", "-f", _RUNNING, container).stdout.split()
+            assert [] == left_of(container)
+            assert "sallyport: no launch plan: only Sallyport starts this container" in done.stderr
     finally:
         with contextlib.suppress(SandboxApiException):
             sandbox.close()
