@@ -281,7 +281,7 @@ PROBES: dict[str, dict[str, Try]] = {
     },
     "quic": {"Initial": lambda: udp(TARGETS["attacker"], 443, base64.b64decode(TARGETS["quic_initial"]))},
     "icmp": {"raw socket": icmp(socket.SOCK_RAW), "ping socket": icmp(socket.SOCK_DGRAM)},
-    "ipv6": {  # in this order: the former ones make way for the latter
+    "ipv6": {
         "enable everywhere": lambda: enable_ipv6("all"),
         "enable": lambda: enable_ipv6(TARGETS["interface"]),
         "address": ipv6_address,
@@ -330,6 +330,10 @@ PROBES: dict[str, dict[str, Try]] = {
 }
 
 
+_IN_ORDER = frozenset({"ipv6"})
+"""Probes whose former tries make way for the latter."""
+
+
 def labels(name: str) -> list[str]:
     """What the report of one probe, or of `all`, has an entry for."""
     return [f"{probe}/{label}" for probe in (PROBES if name == "all" else (name,)) for label in PROBES[probe]]
@@ -340,13 +344,17 @@ def attempt(name: str) -> dict[str, str]:
     if name == "all":
         with ThreadPoolExecutor(len(PROBES)) as pool:
             return {label: outcome for seen in pool.map(attempt, PROBES) for label, outcome in seen.items()}
-    seen = {}
-    for label, one in PROBES[name].items():
-        try:
-            seen[f"{name}/{label}"] = one()
-        except OSError as error:
-            seen[f"{name}/{label}"] = f"refused {reason(error)}"
-    return seen
+    # At once: most tries wait for an answer that never comes.
+    with ThreadPoolExecutor(1 if name in _IN_ORDER else len(PROBES[name])) as pool:
+        return dict(zip(labels(name), pool.map(tried, PROBES[name].values())))  # noqa: B905 - Python 3.9 has no strict
+
+
+def tried(one: Try) -> str:
+    """What came of one try."""
+    try:
+        return one()
+    except OSError as error:
+        return f"refused {reason(error)}"
 
 
 def main() -> None:
