@@ -2,13 +2,14 @@
 
     python3 raw_client.py < cases.json > results.json
 
-Standard library only; it runs inside sandboxes, and where no gate stands for the control. A case is an object:
+Standard library only; it runs inside sandboxes, and where no gate stands for the control. It takes an object of named
+cases, or a list of those: batches, one after the other. A case is an object:
 
 - `address`, `port`; `udp: true` for a datagram; `sni`: speak TLS to that name, with `alpn` if given;
 - `send`: a list of texts (latin-1, one write each) and numbers (seconds to wait);
 - `hello`: how to disfigure the first flight: `replace` [from, to], `append` (hex of an extension), `record` (bytes in
   each TLS record), `segment` (bytes in each write), `between` (hex put between the records), `limit` (bytes sent);
-- `quiet`: seconds without a byte after which the answer counts as complete.
+- `quiet`: seconds without a byte after which the answer counts as complete; `patience`: seconds until its first one.
 
 A result has `received` (latin-1), `ended` (whether the peer closed) and `error` (the name of what went wrong, or "").
 """
@@ -35,7 +36,7 @@ class Channel:
     def __init__(self, case: dict[str, Any]) -> None:
         kind = socket.SOCK_DGRAM if case.get("udp") else socket.SOCK_STREAM
         self._sock = socket.socket(socket.AF_INET, kind)
-        self.patience = PATIENCE_SECONDS if kind == socket.SOCK_DGRAM else 2 * PATIENCE_SECONDS
+        self.patience = case.get("patience", PATIENCE_SECONDS if kind == socket.SOCK_DGRAM else 2 * PATIENCE_SECONDS)
         self._sock.settimeout(self.patience)
         self._sock.connect((case["address"], case["port"]))
         if kind == socket.SOCK_STREAM:
@@ -167,11 +168,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all cases, a few at a time, in order of their names."""
-    cases = json.load(sys.stdin)
+    """Run all cases of a batch, a few at a time, in order of their names."""
+    given = json.load(sys.stdin)
+    results: dict[str, Any] = {}
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        results = list(pool.map(run, cases.values()))
-    json.dump(dict(zip(cases, results)), sys.stdout)  # noqa: B905 - as long as one another, and Python 3.9 has no strict
+        for cases in given if isinstance(given, list) else [given]:
+            results.update(zip(cases, pool.map(run, cases.values())))  # noqa: B905 - Python 3.9 has no strict
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

