@@ -364,6 +364,10 @@ def test_another_name_with_an_underscore_passes():
     assert (b"X_Key", b"1") in translate(with_headers((b"X_Key", b"1")), FLOW).headers
 
 
+def test_only_blanks_are_refused_at_the_edges_of_a_value():
+    assert (b"X", b"X a X") in translate(with_headers((b"X", b"X a X")), FLOW).headers
+
+
 def test_only_the_trailers_of_grpc_go_on_in_http2():
     assert ((b"accept", b"*/*"), (b"te", b"trailers")) == translate(
         with_headers((b"te", b"Trailers"), parts=H2), FLOW
