@@ -403,3 +403,9 @@ def test_an_answer_over_udp_is_as_long_as_both_sides_take(offered: int, limit: i
     verdict = ask(with_opt(query(GOOD), b"\0" + struct.pack("!HHIH", 41, offered, 0, 0)))
     assert isinstance(verdict, Resolve)
     assert limit == reply_limit(verdict.query)
+
+
+def test_a_name_that_is_none_is_told_in_300_characters() -> None:
+    verdict = ask(query(name(b"\xff" * 63, b"\xff" * 63)))
+    assert isinstance(verdict, Answer)
+    assert ("\\255" * 63 + "." + "\\255" * 12)[:300] == verdict.event.host

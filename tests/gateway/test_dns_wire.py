@@ -271,3 +271,12 @@ def test_a_label_has_1_to_63_characters(host: str) -> None:
     with pytest.raises(MalformedMessage):
         encode_name(host)
     assert labels(1, 63) + b"\0" == encode_name("a" * 63)
+
+
+def test_a_pointer_may_be_the_end_of_a_message_and_reach_anywhere_before_it() -> None:
+    """Its offset has 14 bits."""
+    message = head(answers=3) + QUESTION + record(b"\0", 16, b"x" * 300)
+    place = len(message)
+    message += record(b"\x03far\xc0\x0c", 1, b"\1\2\3\4") + record(b"\0", 5, struct.pack("!H", 0xC000 | place))
+    assert place > 256
+    assert (b"far", b"good", b"test") == parse_answer(message).records[2].target

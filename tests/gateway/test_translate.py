@@ -486,3 +486,10 @@ def test_a_form_that_is_refused_before_policy_is_told(case):
     """`sallyport policy explain` says it."""
     request, expected = FORMS[case]
     assert expected == refusal_of_form(request)
+
+
+def test_the_options_of_a_connection_are_its_own_and_are_read_in_any_case():
+    parts = with_headers((b"X-Hop", b"1"), (b"X-Keep", b"1"), (b"X", b"x-keep, close"), (b"Connection", b"X-Hop"))
+    translated = translate(parts, FLOW)
+    assert ((b"Accept", b"*/*"), (b"X-Keep", b"1"), (b"X", b"x-keep, close")) == translated.headers
+    assert not translated.close

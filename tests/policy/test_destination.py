@@ -452,3 +452,30 @@ def test_a_dns_answer_is_denied_for_a_reason_that_says_more_than_the_default() -
     assert AllowAddress("resolved") == decide_answer(
         compile_named(odd, "q"), "odd.test", ip_address("93.184.216.34"), RESOLVED
     )
+
+
+SHOWN = {
+    "one of the ceiling's ports, 80": ("ceiling: {ports: [80]}", None),
+    "one of the ceiling's ports, 8443": ("ceiling: {ports: [8443]}", None),
+    "a port behind others on which the address is denied": (
+        "policies: {q: {rules: [{host: good.test, ports: [80, 443, 8443]}, "
+        "{action: deny, address: 93.184.216.34, ports: [80, 443]}]}}",
+        "q",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_one_port_is_enough_for_a_dns_answer(case: str) -> None:
+    text, name = SHOWN[case]
+    document = load_text(f"version: 1\n{text}\n")
+    allowed = parse_network_policy({"egress": [{"action": "allow", "target": "good.test"}]})
+    policy = compile_api(document, allowed) if name is None else compile_named(document, name)
+    assert AllowAddress("resolved") == decide_answer(policy, "good.test", ip_address("93.184.216.34"), RESOLVED)
+
+
+def test_a_denied_address_is_denied_on_the_ports_of_its_rule() -> None:
+    place = "93.184.216.34"
+    denied = Deny("p/rule-4", f"good.test resolves to {place}, which is denied by rule p/rule-4.")
+    assert denied == judged("p", "good.test", place, 8443, RESOLVED)
+    assert AllowAddress("resolved") == judged("p", "good.test", place, 443, RESOLVED)
