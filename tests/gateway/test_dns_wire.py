@@ -91,6 +91,8 @@ QUERIES = {
     "an answer": head(answers=1) + QUESTION,
     "an authority": head(authorities=1) + QUESTION,
     "two additional records": head(additionals=2) + QUESTION + OPT * 2,
+    "two additional records, of which one is there": head(additionals=2) + QUESTION + OPT,
+    "an OPT whose name is not the root": head(additionals=1) + QUESTION + b"\1" + OPT[1:],
     "an additional record that is missing": head(additionals=1) + QUESTION,
     "a name without an end": head() + b"\x04good",
     "a name that is cut in a label": head() + b"\x04goo",
@@ -176,6 +178,10 @@ def test_what_is_no_answer_is_malformed(case: str) -> None:
         parse_answer(ANSWERS[case])
 
 
+def test_a_record_may_be_empty() -> None:
+    assert b"" == parse_answer(ANSWERED + record(b"\0", 16, b"")).records[0].data
+
+
 def test_256_records_are_read() -> None:
     message = head(answers=256) + QUESTION + record(b"\0", 1, b"\1\2\3\4") * 256
     assert 256 == len(parse_answer(message).records)
@@ -222,7 +228,7 @@ def test_a_name_is_written_in_255_bytes_at_most() -> None:
 def test_an_error_is_a_header_with_the_flags_of_the_query() -> None:
     """Opcode and the wish for recursion are repeated, nothing else."""
     header = parse_header(struct.pack("!HHHHHH", 7, 0xFFFF, 1, 2, 3, 4))
-    assert struct.pack("!HHHHHH", 7, 0xF985, 0, 0, 0, 0) == build_error(header, RCode.REFUSED)
+    assert struct.pack("!HHHHHH", 7, 0xF984, 0, 0, 0, 0) == build_error(header, RCode.NOTIMP)
     plain = parse_header(struct.pack("!HHHHHH", 7, 0, 1, 2, 3, 4))
     assert struct.pack("!HHHHHH", 7, 0x8081, 0, 0, 0, 0) == build_error(plain, RCode.FORMERR)
 
@@ -271,6 +277,7 @@ def test_a_label_has_1_to_63_characters(host: str) -> None:
     with pytest.raises(MalformedMessage):
         encode_name(host)
     assert labels(1, 63) + b"\0" == encode_name("a" * 63)
+    assert b"\1a\1b\0" == encode_name("a.b")
 
 
 def test_a_pointer_may_be_the_end_of_a_message_and_reach_anywhere_before_it() -> None:
