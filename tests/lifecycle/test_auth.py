@@ -127,6 +127,7 @@ def basic(text: str) -> str:
         f"bearer  {KEY} ",
         f"a=1; key={KEY}; b=2",
         f'key="{KEY}"',
+        f'key="{KEY}" ; b=2',
         f"key= {KEY} ;",
         f"Basic {basic(f'user:{KEY}')}",
         f"bAsIc {basic(f'{KEY}:')}",
@@ -135,6 +136,10 @@ def basic(text: str) -> str:
 )
 def test_a_key_is_found_in_a_header_value(value: str) -> None:
     assert KEYS.occurs_in(value)
+
+
+def test_a_key_of_two_words_is_found() -> None:
+    assert KeyRing((digest("two words"),)).occurs_in("two words")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,8 @@ def test_no_other_token_is_taken(wrong: str) -> None:
     right = TOKENS.secure("sbx-1")
     for token in (wrong, right + wrong if wrong else right[:-1], right + "=", right.swapcase()):
         assert not proves(TOKENS.claim(Purpose.SECURE, "sbx-1", token))
-    assert not TOKENS.claim(Purpose.SECURE, "sbx-1", "").presented
+    claims = [TOKENS.claim(Purpose.SECURE, "sbx-1", token) for token in ("", "x")]
+    assert [("sbx-1", False), ("sbx-1", True)] == [(claim.target, claim.presented) for claim in claims]
 
 
 def test_a_short_token_key_is_refused_and_none_is_shown() -> None:
@@ -292,12 +298,12 @@ def test_counts_are_bounded_in_number() -> None:
     first, again = "10.255.0.1", "10.255.0.2"
     for address in (first, again):
         refusals.count(address, "api")
-    for number in range(8191):
+    for number in range(8192):
         refusals.count(f"10.0.{number >> 8}.{number & 255}", "api")
         if number == 4000:
             refusals.count(again, "api")
     assert 8192 == len(refusals)
-    assert 0 == refusals.seconds(first, "api")
+    assert [0, 0] == [refusals.seconds(address, "api") for address in (first, "10.0.0.0")]
     assert 0 < refusals.seconds(again, "api")
     with pytest.raises(ApiError):
         Caller.at("10.0.31.254", refusals).proves(KEYS.claim(KEY))
