@@ -20,7 +20,7 @@ BROKEN = {
     "is killed": "echo 'import os; os.kill(os.getpid(), 9)' >ways_out.py",
     "ends without a report": "echo 'print(1)' >ways_out.py",
     "reports, then fails": "echo 'raise SystemExit(3)' >>ways_out.py",
-    "leaves a try out": "sed -i 's/for label, one in PROBES.name..items.*/for label, one in ():/' ways_out.py",
+    "leaves a try out": "sed -i 's/PROBES.name..values()/()/' ways_out.py",
 }
 """What is done to the probes in a sandbox."""
 PRIVILEGED = tuple(attempt for attempt in ATTEMPTS if attempt.privileged and not attempt.noticed)
