@@ -68,8 +68,9 @@ def _namespaces() -> set[str]:
 
 
 @pytest.fixture(autouse=True, name="place")
-def _place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def _place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where probes have their directories: nothing is left there."""
+    tmp_path_factory.getbasetemp()  # made now, since it would be made in this place otherwise and go with it
     before = _namespaces()
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o711)
