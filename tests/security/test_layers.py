@@ -15,7 +15,7 @@ from tests.security.layers.defences import CLOSED, DEFENCES, HELD, PATHS, REFUSE
 from tests.security.layers.matrix import Matrix, running, told, told_of
 from tests.security.layers.substitutes import DYING
 from tests.security.layers.suite import RUNTIMES, Seen, control
-from tests.stacks import INTERNET, PORT
+from tests.stacks import INTERNET
 
 DOCUMENT = (FilePath(__file__).parents[2] / "docs" / "threat-model.md").read_text()
 DEFENCE_NAMES = [defence.name for defence in DEFENCES]
@@ -23,7 +23,7 @@ DEFENCE_NAMES = [defence.name for defence in DEFENCES]
 
 @pytest.fixture(scope="module", name="matrix")
 def _matrix() -> Iterator[Matrix]:
-    with running(INTERNET, PORT + 2) as matrix:
+    with running(INTERNET) as matrix:
         yield matrix
 
 

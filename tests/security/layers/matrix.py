@@ -295,7 +295,7 @@ def _filtered(stack: LayeredStack, sandbox: str) -> bool:
 
 
 @contextmanager
-def running(prefix: str, port: int) -> Iterator[Matrix]:
+def running(prefix: str) -> Iterator[Matrix]:
     """An internet and a Sallyport for the matrix alone."""
     value = secrets.token_urlsafe(40)
     run = f"{os.environ['SALLYPORT_RUN_DIR']}-layers"
@@ -309,7 +309,7 @@ def running(prefix: str, port: int) -> Iterator[Matrix]:
             with Internet(f"{prefix}-layers", place / "internet", accounts) as internet:
                 web: Any = internet.start_canary(internet.path(internet.up), "host-web", 80, 443)
                 try:
-                    with LayeredStack(internet, place / "stack", port=port) as stack:
+                    with LayeredStack(internet, place / "stack") as stack:
                         store_secret(stack, value)
                         matrix = Matrix(internet, stack, value)
                         try:

@@ -15,8 +15,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "threat-model.md"
 
 def main() -> None:
     logging.getLogger("opensandbox").setLevel(logging.CRITICAL)
-    port = int(os.environ.get("SALLYPORT_TEST_PORT", "18090")) + 2
-    with running(os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo"), port) as matrix:
+    with running(os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")) as matrix:
         tables = document(matrix)
     head, _, rest = DOCUMENT.read_text().partition(BEGIN)
     DOCUMENT.write_text(f"{head}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}")
