@@ -111,3 +111,20 @@ def test_a_policy_that_allows_less_than_was_sent_ends_it() -> None:
     account.limits = Limits(bytes_out=50)
     assert (SPENT, False) == (account.budget.request(), account.budget.send(1))
     assert [1000.0] == account.spent
+
+
+def test_a_policy_without_a_rate_forgets_what_was_taken_under_one() -> None:
+    account = Account(Limits(requests_per_minute=2))
+    assert 2 == account.requests(3)
+    account.limits = Limits()
+    assert 1 == account.requests(1)
+    account.limits = Limits(requests_per_minute=2)
+    assert 2 == account.requests(3)
+
+
+def test_what_was_sent_within_the_limit_ends_nothing() -> None:
+    """Down to a limit of one byte."""
+    account = Account(Limits(bytes_out=1))
+    assert [True, True, True, False, False] == [account.budget.send(count) for count in (0, 1, 0, 1, 0)]
+    assert [1000.0] == account.spent
+    assert SPENT == account.budget.request()

@@ -340,6 +340,10 @@ REASONS = {
         ("evil.test", "93.184.216.34", 443, RESOLVED),
         Deny("always-deny:2", "evil.test is denied by the operator."),
     ),
+    "a name that is always denied, at a private address": (
+        ("evil.test", "10.1.2.3", 443, RESOLVED),
+        Deny("always-deny:2", "evil.test is denied by the operator."),
+    ),
     "an address that is always denied": (
         ("good.test", "10.6.6.6", 443, MAPPED),
         Deny("always-deny:1", "good.test is mapped to 10.6.6.6, which is denied by the operator."),
@@ -401,6 +405,21 @@ def test_an_address_of_the_host_is_denied_whatever_allows_its_name() -> None:
         "p", None, place, 443, LITERAL, own=True
     )
     assert AllowAddress("mapped") == judged("p", "good.test", place, 443, MAPPED, own=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "exception", "allowed"),
+    [
+        ("93.184.216.34", "93.184.216.34/32", True),
+        ("93.184.216.34", "93.184.216.0/24", False),
+        ("10.1.2.3", "10.0.0.0/8", True),
+    ],
+)
+def test_an_address_of_the_host_is_opened_by_its_class_or_by_itself(place: str, exception: str, allowed: bool) -> None:
+    policy = compile_named(load_text(LISTS), "p")
+    to = Destination("good.test", ip_address(place), 443, Scheme.HTTPS, RESOLVED, own=True)
+    answer = decide_address(policy, to, (ip_network(exception),))
+    assert ("resolved" if allowed else "address-class:own") == answer.rule
 
 
 def test_what_an_observed_rule_denies_is_told_and_no_literal_address_is_opened_by_it() -> None:

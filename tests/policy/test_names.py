@@ -28,6 +28,11 @@ WIRE_ACCEPTED = {
     "hyphens inside a label, even in third place, are fine": (b"r3---sn-x.good.test", "r3---sn-x.good.test"),
     "a canonical A-label is kept": (b"xn--mnchen-3ya.test", "xn--mnchen-3ya.test"),
     "a label of 63 is the longest": (b"a" * 63 + b".test", "a" * 63 + ".test"),
+    "a name of 253 is the longest": (b".".join([b"a" * 63] * 3 + [b"a" * 61]), ".".join(["a" * 63] * 3 + ["a" * 61])),
+    "and one of 253 with its dot": (
+        b".".join([b"a" * 63] * 3 + [b"a" * 61, b""]),
+        ".".join(["a" * 63] * 3 + ["a" * 61]),
+    ),
     "a single label is a name": (b"localhost", "localhost"),
     "digits elsewhere than in the last label are fine": (b"1.2.3.4.test", "1.2.3.4.test"),
     "a last label with digits and letters is no number": (b"a.1x", "a.1x"),

@@ -170,6 +170,15 @@ def test_patterns_match_by_segment_prefix_or_exactly(case: str) -> None:
     assert expected == PathPattern(pattern).matches(path)
 
 
+def test_an_open_prefix_may_end_where_a_path_may_not() -> None:
+    """A letter behind it completes its last segment; an exact path has none."""
+    assert PathPattern("/v1/a.*").matches("/v1/a.b")
+    assert PathPattern("/v1/.*").matches("/v1/.b")
+    for text in ("/v1/a.", "/v1/."):
+        with pytest.raises(ValueError, match="never matches"):
+            PathPattern(text)
+
+
 def test_denials_ignore_ascii_case() -> None:
     """A server that folds case must not open a denied prefix, or a denied path."""
     for path, expected in {"/V1/ADMIN": True, "/v1/admin": True, "/v1/admin/": False, "/v1/Admi": False}.items():
