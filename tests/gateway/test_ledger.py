@@ -107,3 +107,46 @@ def test_a_sweep_keeps_what_lives(ledgers: Ledgers) -> None:
     os.close(ledgers.open("sbx-2"))
     with pytest.raises(FileNotFoundError):
         ledgers.open("sbx-1")
+
+
+def test_a_beat_changes_the_page_and_no_count() -> None:
+    """The number goes round at its end."""
+    memory = bytearray(SIZE)
+    ledger = Ledger(memory)
+    for expected in (1, 2):
+        ledger.beat()
+        assert [expected] == [number for number in memoryview(memory).cast("Q") if number]
+    place = memory.index(2)
+    memory[place : place + 8] = b"\xff" * 8
+    ledger.beat()
+    assert bytes(SIZE) == memory
+
+
+def test_the_descriptor_of_a_ledger_is_closed(ledgers: Ledgers) -> None:
+    fd = ledgers.open("sbx-1")
+    Ledger.from_fd(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_memory_of_another_size_is_no_ledger() -> None:
+    for size in (0, SIZE - 8, SIZE + 8):
+        with pytest.raises(ValueError, match="one page"):
+            Ledger(bytearray(size))
+
+
+def test_names_are_forgotten_when_their_window_is_over() -> None:
+    ledger = Ledger.fresh()
+    for now, names, since in ((5000.0, 1, 5000.0), (8599.9, 2, 5000.0), (8600.0, 1, 8600.0)):
+        ledger.name(now, 3600.0)
+        assert (names, since) == (ledger.names, ledger.names_since)
+
+
+def test_tokens_are_those_that_were_set_last() -> None:
+    ledger = Ledger.fresh()
+    assert ledger.tokens is None and -1 == ledger.exhausted_at
+    for tokens, at in ((5.0, 10.0), (4.0, 11.0), (9.0, 12.0), (9.0, 13.0)):
+        ledger.refill(tokens, at)
+        assert (tokens, at) == (ledger.tokens, ledger.refilled)
+    ledger.refill(None, 14.0)
+    assert ledger.tokens is None

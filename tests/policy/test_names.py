@@ -35,6 +35,7 @@ WIRE_ACCEPTED = {
     ),
     "a single label is a name": (b"localhost", "localhost"),
     "digits elsewhere than in the last label are fine": (b"1.2.3.4.test", "1.2.3.4.test"),
+    "a last label that begins like a hexadecimal number": (b"a.0xg1", "a.0xg1"),
     "a last label with digits and letters is no number": (b"a.1x", "a.1x"),
 }
 
@@ -229,6 +230,7 @@ DANGEROUS = {
     "a second-level public suffix": "*.co.uk",
     "a private-section suffix": "*.github.io",
     "an ancestor of private-section suffixes": "*.amazonaws.com",
+    "an ancestor of one such suffix": "*.srcf.net",
     "a suffix made by a wildcard rule of the list": "*.kawasaki.jp",
     "a public suffix in a script of its own": "*.公司.cn",
     "an inner star": "a*.good.test",
@@ -254,6 +256,37 @@ def test_patterns_that_span_owners_or_are_no_patterns_are_refused(case: str) -> 
 def test_a_wildcard_below_a_registration_is_a_pattern(text: str) -> None:
     """The control of the refusals above."""
     assert text == parse_pattern(text).text
+
+
+def test_an_exact_name_may_be_a_public_suffix() -> None:
+    """It has one owner."""
+    assert "github.io" == parse_pattern("github.io").text
+
+
+MESSAGES = {
+    b"": "host name is empty",
+    b"a." * 127 + b"a": "host name is longer than 253 characters",
+    b"a b": "host name 'a b' has a character that no host name has",
+    b"a..b": "host name 'a..b' has an empty label",
+    b"\xc3\xa4.test": r"host name '\xc3\xa4.test' has a character that no host name has",
+    b"a" * 64 + b".test": f"host name '{'a' * 64}.test' has a label longer than 63 characters",
+    b"-a.Test": "host name '-a.Test' has a label with a hyphen at its edge",
+    b"xn--9999.test": "host name 'xn--9999.test' has a label that is not Punycode",
+    b"10.0.0.1": "host name '10.0.0.1' ends in a number, so it is an address and not a name",
+}
+
+
+@pytest.mark.parametrize("raw", MESSAGES)
+def test_a_refusal_says_what_is_wrong(raw: bytes) -> None:
+    with pytest.raises(InvalidName) as caught:
+        wire_host(raw)
+    assert MESSAGES[raw] == str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["*", "*.", "", "a.*.test", "*.*.test", "a*"])
+def test_a_refused_wildcard_is_told_from_a_name(text: str) -> None:
+    with pytest.raises(InvalidName, match=r"the only wildcard is a leading `\*\.` in front of a name$"):
+        parse_any_pattern(text)
 
 
 def test_width_is_free_where_it_only_takes_away() -> None:
