@@ -227,11 +227,12 @@ def test_the_names_that_are_held_are_bounded() -> None:
     """50,000 over all zones; those of an hour ago make room, known ones go on."""
     wide = policy(f"*.{ZONE}", "*.b.example.com", dns=DnsSettings(unique_names=1_000_000))
     names = NameBudget(Ledger.fresh())
-    assert all(names.admit(wide, f"{number}.{ZONE}", 10.0) is None for number in range(50_000))
+    assert None is over("w.b.example.com", wide, names, now=10.0)
+    assert all(names.admit(wide, f"{number}.{ZONE}", 10.0) is None for number in range(49_999))
     assert "dns.unique_names" == over(f"x.{ZONE}", wide, names, now=10.0)
     assert "dns.unique_names" == over("x.b.example.com", wide, names, now=10.0)
     assert None is over(f"7.{ZONE}", wide, names, now=10.0)
-    assert None is over("x.b.example.com", wide, names, now=3610.0)
+    assert [None] * 3 == [over(f"{label}.b.example.com", wide, names, now=3610.0) for label in "xyz"]
     assert None is over(f"x.{ZONE}", wide, names, now=3610.0)
 
 

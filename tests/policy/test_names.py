@@ -258,6 +258,13 @@ def test_a_wildcard_below_a_registration_is_a_pattern(text: str) -> None:
     assert text == parse_pattern(text).text
 
 
+@pytest.mark.parametrize("text", ["\u00e4.test", "A.test", "a.test.", "", "10.0.0.1", "a b"])
+def test_any_other_text_is_not_canonical(text: str) -> None:
+    """An answer, not an error."""
+    assert is_canonical(text) is False
+    assert is_canonical("a.test")
+
+
 def test_an_exact_name_may_be_a_public_suffix() -> None:
     """It has one owner."""
     assert "github.io" == parse_pattern("github.io").text
