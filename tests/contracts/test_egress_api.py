@@ -1,4 +1,7 @@
-"""The egress API on port 18080: exact texts and order (egress contract 1, 2, 4, 5)."""
+"""The egress API on port 18080: exact texts and order (egress contract 1, 2, 4, 5).
+
+It tests `lifecycle/credential_vault.py`.
+"""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,7 @@
-"""A confined process dials and serves the sockets it has. Every other door is closed to each of its threads."""
+"""A confined process dials and serves the sockets it has. Every other door is closed to each of its threads.
+
+It tests `gateway/confine.py`.
+"""
 
 import subprocess
 import sys

@@ -241,9 +241,15 @@ async def test_a_policy_and_a_vault_at_once_do_not_slip_past_each_other(still: S
 
 
 async def test_writes_of_different_sandboxes_do_not_wait_for_each_other(still: Still) -> None:
-    lock = still.server.context.orchestrator.lock
-    async with lock("sbx-other"), asyncio.timeout(30):
-        await still.egress.patch(still.sandbox, rule("new.example.org"))
+    hold, reached = still.world.hostd.hold, still.world.hostd.reached
+    hold["configure"], reached["configure"] = asyncio.Event(), asyncio.Event()
+    first = asyncio.create_task(still.egress.patch(still.sandbox, rule("new.example.org")))
+    await reached["configure"].wait()
+    async with asyncio.timeout(30):
+        with pytest.raises(ApiError):
+            await still.egress.patch("sbx-other", rule("new.example.org"))
+    hold["configure"].set()
+    await first
 
 
 async def test_a_write_runs_to_its_end_when_its_caller_leaves(still: Still) -> None:
@@ -352,12 +358,20 @@ async def test_a_policy_that_uncovers_a_binding_is_refused_without_force(vaulted
     assert not vaulted.egress.unsettled(changed)
 
 
-async def test_force_takes_no_binding_that_is_covered(vaulted: Still) -> None:
-    policy = allowing("api.example.org", "other.example.org")
-    vault = vault_of(await vaulted.egress.replace(vaulted.sandbox, policy, force=True))
+async def test_force_takes_only_the_bindings_that_are_not_covered(still: Still) -> None:
+    await still.egress.patch(still.sandbox, rule("other.example.org"))
+    other = {**binding("c", "one"), "match": {"hosts": ["other.example.org"]}}
+    await still.egress.create_vault(still.sandbox, {**VAULT, "bindings": [*VAULT["bindings"], other]})
+    both = await still.egress.replace(
+        still.sandbox, allowing("api.example.org", "other.example.org", "more.example.org"), force=True
+    )
+    vault = vault_of(both)
     assert vault is not None
-    assert (1, ["a", "b"]) == (vault.revision, [one.name for one in vault.bindings])
-    assert 2 == len(vaulted.grants)
+    assert (1, ["a", "b", "c"]) == (vault.revision, [one.name for one in vault.bindings])
+    vault = vault_of(await still.egress.replace(still.sandbox, allowing("other.example.org"), force=True))
+    assert vault is not None
+    assert (2, ["c"]) == (vault.revision, [one.name for one in vault.bindings])
+    assert {"other.example.org"} == {host for _, host in still.grants}
 
 
 async def test_a_target_without_a_rule_changes_nothing(still: Still) -> None:
@@ -540,6 +554,7 @@ async def test_a_mark_has_the_registrys_policy_put_in_force(vaulted: Still, mark
         await vaulted.put(policy_digest="")
     else:
         vaulted.egress._unsettled.add(vaulted.sandbox)
+    assert vaulted.egress.unsettled(await vaulted.row())
     await vaulted.egress.reapply(vaulted.sandbox)
     assert {"a", "b"} == {one.name for one in vaulted.gateway.bindings}
     assert {VALUE, "value-of-the-second"} == vaulted.values

@@ -1,4 +1,7 @@
-"""ClientHellos and first bytes of every kind: a flow goes where its one clean name is allowed to go, or nowhere."""
+"""ClientHellos and first bytes of every kind: a flow goes where its one clean name is allowed to go, or nowhere.
+
+It tests `gateway/accept.py` and `gateway/farewell.py`.
+"""
 
 import pytest
 

@@ -3,6 +3,7 @@
 The ways are DNS over UDP and TCP, the server name of a TLS flow, spliced and inspected, and the Host of an HTTP flow,
 an absolute target and a WebSocket upgrade included; and inside a flow of an allowed name, Host, absolute target and
 HTTP/2's `:authority`. The authoritative server notes each question.
+It tests `gateway/dns_server.py`.
 """
 
 import secrets

@@ -1,5 +1,8 @@
 """DNS in exact bytes, and names whose owners lie: nothing leaves but fresh questions for allowed names, and no answer
-of anybody opens an address."""
+of anybody opens an address.
+
+It tests `gateway/dns_server.py`.
+"""
 
 import struct
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""HTTP attacks in exact bytes: what arrives is what policy allows and the log says, and nothing else."""
+"""HTTP attacks in exact bytes: what arrives is what policy allows and the log says, and nothing else.
+
+It tests `gateway/full/gate.py` and `gateway/full/layers.py`.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""A client that speaks only HTTP/2, and breaks its rules: what arrives is what policy allows, and nothing else."""
+"""A client that speaks only HTTP/2, and breaks its rules: what arrives is what policy allows, and nothing else.
+
+It tests `gateway/full/http2.py` and `gateway/full/layers.py`.
+"""
 
 import io
 import json

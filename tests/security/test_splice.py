@@ -1,4 +1,7 @@
-"""A spliced flow: what one end sends is what the other gets, it ends when it must, and the log has its exact size."""
+"""A spliced flow: what one end sends is what the other gets, it ends when it must, and the log has its exact size.
+
+It tests `gateway/flows.py`.
+"""
 
 import hashlib
 import json

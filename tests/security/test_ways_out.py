@@ -1,4 +1,7 @@
-"""Every way out of a sandbox, tried from inside and from a privileged container beside it: nothing arrives."""
+"""Every way out of a sandbox, tried from inside and from a privileged container beside it: nothing arrives.
+
+It tests `lifecycle/posture/ways_out.py`.
+"""
 
 import re
 from collections.abc import Iterator

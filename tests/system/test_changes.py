@@ -2,6 +2,7 @@
 
 The client inside says when each of its questions began and ended, the test when each change began and was answered. A
 question that lies wholly between an answer and the next change was under exactly the state that was answered.
+It tests `runtimes/sandboxes.py`.
 """
 
 import asyncio

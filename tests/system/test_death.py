@@ -2,6 +2,7 @@
 
 What must hold is asked of the far end: nothing arrives at the attacker, every request that arrived has its record, and
 the programs that were started before the death get their answers again, from a gateway they trust. Nobody helps.
+It tests `runtimes/keeper.py`.
 """
 
 import asyncio

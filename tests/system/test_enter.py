@@ -1,4 +1,7 @@
-"""A daemon's start beside other servers: namespaces that come and go while it leaves them behind."""
+"""A daemon's start beside other servers: namespaces that come and go while it leaves them behind.
+
+It tests `runtimes/enter.py`.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""Resolvers with IPv6 addresses: from the settings to a name that a sandbox asks for, over UDP and over TCP."""
+"""Resolvers with IPv6 addresses: from the settings to a name that a sandbox asks for, over UDP and over TCP.
+
+It tests `gateway/resolver.py`.
+"""
 
 import contextlib
 import socket

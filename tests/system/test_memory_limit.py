@@ -1,4 +1,7 @@
-"""What a workload takes beyond its sandbox's memory ends it, or the sandbox, which is then said so."""
+"""What a workload takes beyond its sandbox's memory ends it, or the sandbox, which is then said so.
+
+It tests `runtimes/cgroups.py`.
+"""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""The guard's rules on a real kernel, by who dials what."""
+"""The guard's rules on a real kernel, by who dials what.
+
+It tests `runtimes/guard.py`.
+"""
 
 import contextlib
 import re

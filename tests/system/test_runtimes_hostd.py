@@ -1,6 +1,7 @@
 """hostd with a real dockerd, runc and runsc; the daemons beside it are stand-ins (`tests/runtimes/standin.py`).
 
 `./run test` names a root file system as tar (SALLYPORT_BASE_IMAGE) and a current runsc (SALLYPORT_RUNSC).
+It tests `runtimes/sandbox.py` and `runtimes/sandboxes.py`.
 """
 
 import contextlib

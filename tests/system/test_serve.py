@@ -2,6 +2,7 @@
 
 Each test has a server of its own (directories, port, upstream namespace), beside whatever else runs here. It takes what
 `./run test` names: SALLYPORT_RUNSC, SALLYPORT_EXECD, SALLYPORT_EMPTY_IMAGE.
+It tests `lifecycle/doctor.py`.
 """
 
 import json

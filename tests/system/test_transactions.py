@@ -1,4 +1,7 @@
-"""A create or a delete happens wholly or not at all, whoever fails, leaves, races or is killed meanwhile."""
+"""A create or a delete happens wholly or not at all, whoever fails, leaves, races or is killed meanwhile.
+
+It tests `lifecycle/transaction.py`.
+"""
 
 import asyncio
 import contextlib

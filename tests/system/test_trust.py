@@ -3,6 +3,7 @@
 Each request goes to an inspected host, whose certificate the gateway makes, and is judged where it arrives: with the
 secret that the gateway has put in. The control runs the same client with other anchors, those of the far end itself:
 then nothing arrives.
+It tests `runtimes/dockerd.py`.
 """
 
 import base64

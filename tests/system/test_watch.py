@@ -1,6 +1,7 @@
 """What changes around a sandbox is seen within ten seconds, recorded, and the sandbox is cut off.
 
 Every sandbox here tries to reach the attacker all the time: between the change and the cut nothing may leave either.
+It tests `runtimes/watch.py`.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """A real worker between a real sandbox namespace and a made-up internet: what passes, judged at the far end.
 
 Every namespace here is the test's own; 93.184.216.x are addresses on its loopback, no packet leaves the machine.
+It tests `gateway/accept.py`, `gateway/ingress.py`, `gateway/inspection.py` and `gateway/worker.py`.
 """
 
 import contextlib

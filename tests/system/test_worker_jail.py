@@ -1,4 +1,7 @@
-"""A process in the empty root opens no path, as root or as a worker; before it did, and around it nothing changed."""
+"""A process in the empty root opens no path, as root or as a worker; before it did, and around it nothing changed.
+
+It tests `gateway/confine.py`.
+"""
 
 import os
 import subprocess

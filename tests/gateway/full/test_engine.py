@@ -1,4 +1,7 @@
-"""An inspected flow, end to end: what reaches the server, and what the sandbox sees of it."""
+"""An inspected flow, end to end: what reaches the server, and what the sandbox sees of it.
+
+It tests `gateway/full/layers.py`.
+"""
 
 import asyncio
 import base64

@@ -1,4 +1,7 @@
-"""HTTP/2 with peers that flood, stall or watch frame lengths: bounded, and secrets in no shared table."""
+"""HTTP/2 with peers that flood, stall or watch frame lengths: bounded, and secrets in no shared table.
+
+It tests `gateway/full/http2.py`.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""Long-lived and two-way traffic of honest peers: nobody waits for another's stream, and nothing is cut short."""
+"""Long-lived and two-way traffic of honest peers: nobody waits for another's stream, and nothing is cut short.
+
+It tests `gateway/full/layers.py`.
+"""
 
 import asyncio
 import contextlib

@@ -1,6 +1,7 @@
 """A compromised compiler: it decides what a policy allows, and nothing else.
 
 The hostile code runs in the compiler's process, with its user. The verdict is taken at the far end.
+It tests `policy/compiler.py`.
 """
 
 import secrets

@@ -1,4 +1,7 @@
-"""A compromised worker can neither stop nor exhaust a daemon, and cannot keep its sandbox from being removed."""
+"""A compromised worker can neither stop nor exhaust a daemon, and cannot keep its sandbox from being removed.
+
+It tests `runtimes/workers.py`.
+"""
 
 import errno
 import json

@@ -1,6 +1,7 @@
 """A hostile sandbox takes all it can of what the kernel counts by user; another one and the host still have theirs.
 
 The control is the same program twice on the host, under one user that nothing else has: there the second finds nothing.
+It tests `runtimes/cgroups.py`.
 """
 
 import os

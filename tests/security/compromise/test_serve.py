@@ -2,6 +2,7 @@
 
 The hostile code runs in the process of `serve`, with its user. The verdict is taken at the far end: a server of the
 attacker with an authority of its own, the demo internet's request log, and the log of what was put in force.
+It tests `lifecycle/serve.py`.
 """
 
 import json

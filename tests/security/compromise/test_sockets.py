@@ -1,4 +1,7 @@
-"""The names of the daemons' sockets: no daemon and no worker can take one, also while its daemon is started again."""
+"""The names of the daemons' sockets: no daemon and no worker can take one, also while its daemon is started again.
+
+It tests `wire/rpc.py`.
+"""
 
 import os
 import secrets

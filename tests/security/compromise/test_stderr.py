@@ -1,4 +1,7 @@
-"""What a compromised process writes to its standard error: it is bounded, escaped, and nothing of hostd's."""
+"""What a compromised process writes to its standard error: it is bounded, escaped, and nothing of hostd's.
+
+It tests `runtimes/output.py`.
+"""
 
 import os
 from collections.abc import Iterator

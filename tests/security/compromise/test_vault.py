@@ -1,4 +1,7 @@
-"""The vault, asked by a `serve` and by workers that are taken over, and with files that were put back under it."""
+"""The vault, asked by a `serve` and by workers that are taken over, and with files that were put back under it.
+
+It tests `vault/hardening.py`.
+"""
 
 import json
 import os

@@ -2,6 +2,7 @@
 
 The doors of its filter one by one, with controls, are in `tests/gateway/test_confine.py`; each of the kernel's tables
 alone is in `tests/system/test_runtimes_guard.py`.
+It tests `gateway/calls.py` and `gateway/worker.py`.
 """
 
 import os

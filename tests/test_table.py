@@ -1,0 +1,131 @@
+"""The tables of docs/tests.md: each module of the product has tests, and each test module is listed where it belongs.
+
+Also what holds for the suite as a whole: the fast tests start without what the system tests need.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+PACKAGES = ("wire", "policy", "audit", "vault", "gateway", "runtimes", "lifecycle")
+PRODUCT = {
+    path.relative_to(ROOT).as_posix()
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
+    if path.name != "__init__.py"
+}
+_ROW = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def rows() -> dict[str, list[str]]:
+    """The rows of both tables by their first column; modules and subjects."""
+    text = (ROOT / "docs" / "tests.md").read_text()
+    found = {first.strip("`"): _CODE.findall(second) for first, second in _ROW.findall(text)}
+    return {first: tests for first, tests in found.items() if tests}
+
+
+@cache
+def imported(path: Path) -> frozenset[Path]:
+    """The files that a file of ours imports by name, and those that the packages it imports from hand on."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {_file(name.name, path) for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(_file(node.module, path))
+            for name in node.names:
+                found.add(_file(f"{node.module}.{name.name}", path) or _handed_on(node.module, name.name))
+    return frozenset(found - {None})
+
+
+@cache
+def _file(name: str, importer: Path) -> Path | None:
+    for base in (ROOT, importer.parent, TESTS / "lifecycle"):  # tests.lifecycle.conftest puts its folder on the path
+        place = base / name.replace(".", "/")
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+@cache
+def _handed_on(package: str, name: str) -> Path | None:
+    path = ROOT / package.replace(".", "/") / "__init__.py"
+    if path.is_file():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and name in {one.name for one in node.names}:
+                return _file(node.module, path)
+    return None
+
+
+def helpers(path: Path) -> set[Path]:
+    """A test module, the conftests above it but the root's, and the modules of tests/ that they import."""
+    waiting, found = [path, *_conftests(path)], set()
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.add(one)
+            waiting += [other for other in imported(one) if other.is_relative_to(TESTS)]
+    return found
+
+
+def _conftests(path: Path) -> Iterator[Path]:
+    for folder in path.parents:
+        if folder == TESTS:
+            return
+        if (folder / "conftest.py").is_file():
+            yield folder / "conftest.py"
+
+
+@cache
+def reached(path: Path) -> set[str]:
+    """The modules that a test module or its helpers import, and those that these compose."""
+    direct = {one for helper in helpers(path) for one in imported(helper)}
+    composed = {two for one in direct if _name(one) in PRODUCT for two in imported(one)}
+    return {_name(one) for one in direct | composed} & PRODUCT
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+
+
+def has_cause(test: str, module: str) -> bool:
+    """Whether a test module reaches a module, or names it: one that it tests as or in another process."""
+    path = TESTS / test
+    text = path.read_text()
+    return module in reached(path) or module in text or module.removesuffix(".py").replace("/", ".") in text
+
+
+def test_each_module_has_tests() -> None:
+    table = rows()
+    assert set() == PRODUCT - table.keys()
+    gone = {first for first in table if first.endswith(".py")} - PRODUCT
+    assert set() == gone
+
+
+def test_each_test_module_is_listed_and_exists() -> None:
+    listed = {test for tests in rows().values() for test in tests}
+    there = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    assert (set(), set()) == (there - listed, listed - there)
+
+
+def test_each_listed_test_reaches_its_module() -> None:
+    table = {module: tests for module, tests in rows().items() if module in PRODUCT}
+    assert [] == [(module, test) for module, tests in table.items() for test in tests if not has_cause(test, module)]
+
+
+def test_the_root_conftest_imports_nothing_heavy() -> None:
+    """The standard library and pytest, else each run of a single fast test waits for it."""
+    program = (
+        "import sys, pytest; before = set(sys.modules); import tests.conftest; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ["tests"] == done.stdout.split()
