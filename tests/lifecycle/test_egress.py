@@ -7,6 +7,7 @@ tests/contracts/test_egress_api.py, faults at each step are in test_faults.
 import asyncio
 import contextlib
 import logging
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +20,10 @@ from standins import KEY, World, world
 import wire
 from lifecycle import credential_vault, egress
 from lifecycle.app import Server, build
-from lifecycle.credential_vault import VaultText
+from lifecycle.credential_vault import Vault, VaultText
 from lifecycle.egress import Egress, EgressError, user_policy, vault_of
 from lifecycle.errors import ApiError
-from lifecycle.registry import Sandbox, State
+from lifecycle.registry import RegistryError, Sandbox, State
 from policy.api import ApiPolicy, NetworkRule, parse_network_policy, parse_patch
 from policy.compiled import CompiledPolicy
 from policy.compiler import Compiler
@@ -323,11 +324,29 @@ async def test_a_policy_that_the_gateway_does_not_take_changes_nothing(still: St
     assert status == (await refused(still.egress.replace(still.sandbox, allowing("new.example.org"))))[0]
     assert user_policy(before) == user_policy(await still.row())
     assert still.egress.unsettled(await still.row())
+    first, *rollback = [call["decided"] for call in still.world.hostd.named("configure")]
+    assert (False, {True}) == (first, set(rollback))
     del still.world.hostd.fail["configure"]
     await still.egress.reapply(still.sandbox)
     assert before == await still.row()
     assert {"api.example.org"} == still.hosts
     assert not still.egress.unsettled(await still.row())
+
+
+async def test_a_write_that_fails_is_rolled_back_at_once(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the gateway takes the former policy, nothing is left to settle."""
+    before, real = await still.row(), still.world.hostd.op_configure
+
+    async def narrow(sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
+        if "new.example.org" in str(selection):
+            raise wire.RequestError("unavailable", "x")
+        return await real(sandbox, selection, decided)
+
+    monkeypatch.setattr(still.world.hostd, "op_configure", narrow)
+    await refused(still.egress.replace(still.sandbox, allowing("new.example.org")))
+    assert before == await still.row()
+    assert not still.egress.unsettled(before)
+    assert 2 == len(still.world.hostd.named("configure"))
 
 
 async def test_a_gateway_under_another_document_leaves_the_sandbox_unsettled(still: Still) -> None:
@@ -447,6 +466,30 @@ async def test_a_vault_is_refused_before_a_value_reaches_vaultd(still: Still, mo
     assert before == await still.row()
 
 
+async def test_places_count_though_nothing_is_granted_there(vaulted: Still, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A binding that the document in force refuses may be in force again later."""
+    await vaulted.document(TIGHTER)
+    await vaulted.egress.replace(vaulted.sandbox, allowing("api.example.org", "other.example.org"))
+    other = {**binding("c", "one"), "match": {"hosts": ["other.example.org"]}}
+    monkeypatch.setattr(credential_vault, "MAX_GRANTS", 2)
+    body = {"credentials": {"replace": [credential("one", "x")]}, "bindings": {"add": [other]}}
+    text = "at most 2 pairs of a credential and a host"
+    assert (400, text) == await refused(vaulted.egress.patch_vault(vaulted.sandbox, body))
+
+
+async def test_what_the_operator_grants_counts(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox's named policy sends secrets, too."""
+    await still.document(OPERATOR.replace("example.org}]", "example.org, inject: {secret: theirs, as: bearer}}]"))
+    await still.put(policy_name="team", network_policy=allowing("one.example.org").to_wire())
+    other = {**binding("a", "one"), "match": {"hosts": ["one.example.org"], "paths": ["/a/*"]}}
+    body = {"credentials": [credential("one", VALUE)], "bindings": [other]}
+    monkeypatch.setattr(credential_vault, "MAX_GRANTS", 1)
+    assert 400 == (await refused(still.egress.create_vault(still.sandbox, body)))[0]
+    monkeypatch.setattr(credential_vault, "MAX_GRANTS", 2)
+    await still.egress.create_vault(still.sandbox, body)
+    assert 2 == len(still.grants)
+
+
 async def test_a_binding_that_the_document_has_come_to_refuse_keeps_no_other_write_out(vaulted: Still) -> None:
     """What is untouched is not brought by the write; what is changed is."""
     await vaulted.document(TIGHTER)
@@ -469,6 +512,78 @@ async def test_values_that_are_replaced_or_deleted_are_dropped_at_vaultd(vaulted
     assert {"value-of-the-third"} == vaulted.values
     assert 1 == len(vaulted.grants)
     assert {"a"} == {one.name for one in vaulted.gateway.bindings}
+
+
+async def test_while_the_gateway_has_not_confirmed_former_and_new_grants_stand(vaulted: Still) -> None:
+    """Either of both policies may be in force; afterwards the new one's are all there is."""
+    await vaulted.egress.patch(vaulted.sandbox, rule("other.example.org"))
+    hold, reached = vaulted.world.hostd.hold, vaulted.world.hostd.reached
+    hold["configure"], reached["configure"] = asyncio.Event(), asyncio.Event()
+    other = {**binding("c", "three"), "match": {"hosts": ["other.example.org"]}}
+    body = {
+        "credentials": {"add": [credential("three", "value-of-the-third")], "delete": ["one", "two"]},
+        "bindings": {"add": [other], "delete": ["a", "b"]},
+    }
+    caller = asyncio.create_task(vaulted.egress.patch_vault(vaulted.sandbox, body))
+    await reached["configure"].wait()
+    names = vaulted.world.vaultd.names
+    assert (3, ["api.example.org", "other.example.org"]) == (len(vaulted.grants), names[vaulted.sandbox])
+    assert {VALUE, "value-of-the-second", "value-of-the-third"} == vaulted.values
+    hold["regrant"], vaultd_reached = asyncio.Event(), asyncio.Event()
+    vaulted.world.vaultd.hold["regrant"], vaulted.world.vaultd.reached["regrant"] = hold["regrant"], vaultd_reached
+    hold["configure"].set()
+    await vaultd_reached.wait()
+    row = await vaulted.row()
+    assert (["three"], "") == ([*(vault_of(row) or Vault(0, {}, ())).credentials], row.policy_digest)
+    hold["regrant"].set()
+    await caller
+    assert (1, ["other.example.org"]) == (len(vaulted.grants), names[vaulted.sandbox])
+    assert {"value-of-the-third"} == vaulted.values
+
+
+async def test_a_value_that_no_binding_uses_is_dropped_when_it_is_replaced(vaulted: Still) -> None:
+    for action, value in (("add", "value-of-the-third"), ("replace", "value-of-the-fourth")):
+        await vaulted.egress.patch_vault(vaulted.sandbox, {"credentials": {action: [credential("three", value)]}})
+    assert {VALUE, "value-of-the-second", "value-of-the-fourth"} == vaulted.values
+
+
+async def test_the_places_of_a_binding_out_of_force_go_with_it(vaulted: Still) -> None:
+    """Else its value could be granted there again."""
+    assert 2 == len(vaulted.world.vaultd.bounds[vaulted.sandbox])
+    await vaulted.document(TIGHTER)
+    vaulted.egress.doubt(vaulted.sandbox)
+    await vaulted.egress.reapply(vaulted.sandbox)
+    assert (set(), 2) == (vaulted.grants, len(vaulted.world.vaultd.bounds[vaulted.sandbox]))
+    body = {"credentials": {"add": [credential("three", "x")]}, "bindings": {"delete": ["a"]}}
+    await vaulted.egress.patch_vault(vaulted.sandbox, body)
+    assert {"inline:1/two"} == {place.secret for place in vaulted.world.vaultd.bounds[vaulted.sandbox]}
+
+
+async def test_a_value_given_while_its_binding_is_out_of_force_may_be_used_there_later(vaulted: Still) -> None:
+    await vaulted.document(TIGHTER)
+    await vaulted.egress.patch_vault(vaulted.sandbox, {"credentials": {"replace": [credential("one", "x")]}})
+    assert set() == vaulted.grants
+    await vaulted.document(OPERATOR)
+    vaulted.egress.doubt(vaulted.sandbox)
+    await vaulted.egress.reapply(vaulted.sandbox)
+    assert {("inline:2/one", "api.example.org"), ("inline:1/two", "api.example.org")} == vaulted.grants
+
+
+async def test_what_is_unsettled_is_put_right_as_a_whole_by_the_next_write(vaulted: Still) -> None:
+    """What vaultd has of it is not known."""
+    vaulted.world.vaultd.inline[vaulted.sandbox]["inline:left"] = "value-that-was-left"
+    await vaulted.put(policy_digest="")
+    await vaulted.egress.patch(vaulted.sandbox, rule("new.example.org"))
+    assert {VALUE, "value-of-the-second"} == vaulted.values
+    assert not vaulted.egress.unsettled(await vaulted.row())
+
+
+async def test_a_write_under_a_new_document_has_recorded_what_that_takes_out_of_force(vaulted: Still) -> None:
+    """Also where it has not been doubted before."""
+    await vaulted.document(TIGHTER)
+    await vaulted.egress.patch(vaulted.sandbox, rule("new.example.org"))
+    assert ["gateway.dropped"] * 2 == [record["kind"] for record in vaulted.world.auditd.records[-2:]]
+    assert "api.example.org" in (vaulted.egress.shortfall.reason(vaulted.sandbox) or "")
 
 
 # -- revocations
@@ -504,6 +619,16 @@ async def test_a_revocation_that_vaultd_does_not_hear_is_said_and_carried_forwar
     vaulted.world.vaultd.fail.clear()
     assert 404 == (await refused(vaulted.egress.delete_vault(vaulted.sandbox)))[0]
     assert (set(), set()) == (vaulted.values, vaulted.grants)
+
+
+async def test_a_revocation_that_cannot_be_written_down_is_an_error_and_marked(vaulted: Still) -> None:
+    path = vaulted.world.config.state_dir / "sallyport.db"
+    with contextlib.closing(sqlite3.connect(path, autocommit=True)) as database:
+        database.execute("CREATE TRIGGER full BEFORE INSERT ON sandboxes BEGIN SELECT RAISE(ABORT, 'full'); END")
+        with pytest.raises(RegistryError):
+            await vaulted.egress.delete_vault(vaulted.sandbox)
+    assert (await vaulted.row()).vault is not None
+    assert vaulted.egress.unsettled(await vaulted.row())
 
 
 async def test_a_revocation_needs_no_record(vaulted: Still) -> None:
@@ -571,7 +696,23 @@ async def test_gateway_and_vault_do_not_wait_for_each_other(vaulted: Still, away
     await vaulted.egress.reapply(vaulted.sandbox)
     assert set() == vaulted.grants
     assert (away == "vaultd") == (("api.example.org",) == vaulted.gateway.always_deny)
-    assert vaulted.egress.unsettled(await vaulted.row())
+    assert "" == (await vaulted.row()).policy_digest  # also for the next start
+
+
+async def test_a_database_that_takes_no_mark_keeps_nothing_from_being_settled(vaulted: Still) -> None:
+    """The mark is then in memory, and stays until the database has the digest."""
+    await vaulted.document(TIGHTER)
+    vaulted.egress.doubt(vaulted.sandbox)
+    path = vaulted.world.config.state_dir / "sallyport.db"
+    with contextlib.closing(sqlite3.connect(path, autocommit=True)) as database:
+        database.execute("CREATE TRIGGER full BEFORE INSERT ON sandboxes BEGIN SELECT RAISE(ABORT, 'full'); END")
+        await vaulted.egress.reapply(vaulted.sandbox)
+        assert (("api.example.org",), set()) == (vaulted.gateway.always_deny, vaulted.grants)
+        assert vaulted.egress.unsettled(await vaulted.row())
+        database.execute("DROP TRIGGER full")
+    await vaulted.egress.reapply(vaulted.sandbox)
+    assert (await vaulted.row()).policy_digest == vaulted.gateway.digest
+    assert not vaulted.egress.unsettled(await vaulted.row())
 
 
 async def test_a_policy_that_fits_into_no_gateway_is_deny_all(vaulted: Still, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,3 +754,6 @@ async def test_a_gateway_with_another_policy_gets_the_registrys(still: Still) ->
         await still.egress.reconcile(still.sandbox)
         assert configured == still.calls().count("configure")
     assert row == await still.row()
+    still.world.hostd.fail["configure"] = wire.RequestError("unavailable", "x")
+    await still.egress.reconcile(still.sandbox)
+    assert "" == (await still.row()).policy_digest
