@@ -696,6 +696,7 @@ async def test_gateway_and_vault_do_not_wait_for_each_other(vaulted: Still, away
     await vaulted.egress.reapply(vaulted.sandbox)
     assert set() == vaulted.grants
     assert (away == "vaultd") == (("api.example.org",) == vaulted.gateway.always_deny)
+    assert {"api.example.org"} == vaulted.hosts
     assert "" == (await vaulted.row()).policy_digest  # also for the next start
 
 
