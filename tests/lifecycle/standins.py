@@ -7,6 +7,7 @@ here is the control plane: real uvicorn, real registry, real sockets.
 
 import asyncio
 import contextlib
+import inspect
 import os
 import socket
 import tempfile
@@ -18,9 +19,11 @@ from typing import Any
 
 import httpx
 import uvicorn
+from pydantic import ValidationError
 
 import wire
-from audit.records import record
+from audit.producers import KINDS, SERVE
+from audit.records import RecordError, record
 from lifecycle.app import Server, build
 from lifecycle.auth import Tokens, digest
 from lifecycle.clock import Clock
@@ -35,7 +38,7 @@ from policy.compiler import Compiler
 from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
 from runtimes.spec import LaunchSpec
-from vault.grants import MAX_GRANTS, Grant, within
+from vault.grants import MAX_GRANTS, Grant, GrantError, within
 
 KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
@@ -45,7 +48,13 @@ _routes: list[Any] = []
 
 
 class StandIn:
-    """Answers from methods called `op_<name>`; `fail` makes an operation refuse, `hold` makes it wait."""
+    """Answers from methods called `op_<name>`; `fail` makes an operation refuse, `hold` makes it wait.
+
+    `tests/contracts/test_daemons.py` compares the answers with those of the real daemons.
+    """
+
+    unknown = "unknown_op"
+    """The code of the error for an operation that there is not."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -64,7 +73,11 @@ class StandIn:
             raise self.fail[op]
         method = getattr(self, f"op_{op}", None)
         if method is None:
-            raise wire.RequestError("unknown_op", op)
+            raise wire.RequestError(self.unknown, op)
+        try:
+            inspect.signature(method).bind(**parameters)
+        except TypeError as error:
+            raise wire.RequestError("bad_request", str(error)) from None
         return await method(**parameters) or {}
 
     async def op_ping(self) -> None:
@@ -108,7 +121,10 @@ class StandInHostd(StandIn):
         return {"images": [IMAGE]}
 
     async def op_launch(self, **spec: Any) -> wire.Message:
-        LaunchSpec.model_validate(spec)
+        try:
+            LaunchSpec.model_validate(spec)
+        except ValidationError as error:
+            raise wire.RequestError("invalid", str(error)) from None
         policy = await self._compiled(spec["selection"])
         name = spec["sandbox"]
         self.specs[name] = {**spec, "policy": policy}
@@ -119,6 +135,8 @@ class StandInHostd(StandIn):
 
     async def op_configure(self, sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
         assert isinstance(decided, bool)
+        if sandbox not in self.specs:
+            raise wire.RequestError("unknown_sandbox", sandbox)
         policy = await self._compiled(selection)
         if sandbox in self.deaf:
             await self.deaf[sandbox].wait()
@@ -196,6 +214,8 @@ class StandInHostd(StandIn):
 class StandInVaultd(StandIn):
     """Keeps grants and inline secrets per sandbox."""
 
+    unknown = "forbidden"
+
     def __init__(self) -> None:
         super().__init__()
         self.grants: dict[str, list[dict[str, Any]]] = {}
@@ -206,8 +226,8 @@ class StandInVaultd(StandIn):
     async def op_open_sandbox(
         self, sandbox: str, lineage: str, grants: list[Any], inline: Any, names: list[str]
     ) -> wire.Message:
+        self.grants[sandbox] = [grant.to_json() for grant in _parsed(grants)]
         self.names[sandbox] = names
-        self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
         self.inline[sandbox] = dict(inline)
         self.bounds[sandbox] = set()
         return {"root_pem": "-----BEGIN CERTIFICATE-----\nsandbox root\n-----END CERTIFICATE-----\n"}
@@ -216,12 +236,19 @@ class StandInVaultd(StandIn):
         self,
         sandbox: str,
         grants: list[Any],
-        names: list[str],
+        names: Any = None,
         inline: Any = None,
         keep: Any = (),
         bounds: Any = None,
     ) -> None:
-        values, granted = self.inline[sandbox], {Grant.from_json(grant) for grant in grants}
+        if len(inline or {}) > MAX_GRANTS:
+            raise wire.RequestError("bad_request", f"inline secrets are an object of at most {MAX_GRANTS}")
+        values, granted = self._values(sandbox), set(_parsed(grants))
+        if set(keep) - values.keys():
+            raise wire.RequestError("unknown_secret", "no inline secret of a name that is to be kept")
+        after = values if inline is None else {name: values[name] for name in keep} | inline
+        if {grant.secret for grant in granted if grant.secret.startswith("inline:")} - after.keys():
+            raise wire.RequestError("unknown_secret", "no inline secret of a name that is granted")
         said = granted if bounds is None else {Grant.from_json(bound) for bound in bounds}
         kept = self.bounds[sandbox] if bounds is None else within(said, self.bounds[sandbox])
         bound = {place for place in kept if place.secret not in (inline or {})}
@@ -238,26 +265,44 @@ class StandInVaultd(StandIn):
         self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
 
     async def op_narrow(self, sandbox: str, grants: list[Any], keep: Any = None, bounds: Any = None) -> None:
+        self._values(sandbox)
         if bounds is not None:
             self.bounds[sandbox] = set(within(map(Grant.from_json, bounds), self.bounds[sandbox]))
         values = self.inline[sandbox]
         self.inline[sandbox] = {name: value for name, value in values.items() if keep is None or name in keep}
         self.grants[sandbox] = [grant for grant in self.grants[sandbox] if grant in grants]
 
+    def _values(self, sandbox: str) -> dict[str, str]:
+        if sandbox not in self.inline:
+            raise wire.RequestError("unknown_sandbox", "the sandbox is not open")
+        return self.inline[sandbox]
+
     async def op_close_sandbox(self, sandbox: str) -> None:
         self.grants.pop(sandbox, None)
         self.inline.pop(sandbox, None)
 
 
+def _parsed(grants: list[Any]) -> list[Grant]:
+    try:
+        return [Grant.from_json(grant) for grant in grants]
+    except GrantError as error:
+        raise wire.RequestError("bad_request", str(error)) from None
+
+
 class StandInAuditd(StandIn):
-    """Keeps records."""
+    """Keeps records of the kinds that `serve` may send."""
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[dict[str, Any]] = []
 
-    async def op_record(self, kind: str, decision: str, fields: dict[str, Any]) -> None:
-        self.records.append(record(kind, decision, **fields))
+    async def op_record(self, kind: str, decision: str, fields: dict[str, Any] | None = None) -> None:
+        if kind not in KINDS[SERVE]:
+            raise wire.RequestError("invalid", "a kind of another producer")
+        try:
+            self.records.append(record(kind, decision, **(fields or {})))
+        except RecordError as error:
+            raise wire.RequestError("invalid", str(error)) from None
 
 
 @dataclass
