@@ -1,15 +1,12 @@
-"""A sandbox is adopted only if it is exactly as it was written down; what is written down survives being cut short."""
+"""What is written down of a sandbox survives being cut short."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runtimes import adoption, netns, predecessor, slots
-from runtimes.adoption import Unfit, examine
+from runtimes import netns, predecessor
 from runtimes.daemons import Counter
-from runtimes.docker import State
 from runtimes.records import Record, Records
 from runtimes.spec import Uids
 
@@ -32,67 +29,6 @@ def record(**changes: Any) -> Record:
         "compiled": {"digest": "d"},
     }
     return Record(**(plain | changes))
-
-
-def state(**changes: Any) -> State:
-    plain: dict[str, Any] = {"exit_code": 0, "oom": False, "started_at": "", "error": ""}
-    return State(**(plain | {"status": "running", "pid": os.getpid()} | changes))
-
-
-@pytest.fixture(name="run")
-def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory in which the paths of slot 7 are our own namespace, said to be mounted."""
-    (tmp_path / "sandboxes" / "sbx-1").mkdir(parents=True)
-    (tmp_path / "netns").mkdir()
-    for path in slots.paths(tmp_path / "netns", 7):
-        path.symlink_to("/proc/self/ns/net")
-    mounted = tuple(str(path) for path in slots.paths(tmp_path / "netns", 7))
-    monkeypatch.setattr(adoption.netns, "mounted", lambda inodes: mounted)
-    return tmp_path
-
-
-def test_a_sandbox_as_it_was_written_down_is_adopted(run: Path) -> None:
-    slot = examine(record(), state(), run, UIDS)
-    assert (7, netns.inode(None)) == (slot.index, slot.sandbox_inode)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"phase": "launching"},
-        {"phase": "removing"},
-        {"slot": None},
-        {"slot": 8},
-        {"slot": -1},
-        {"uid": UIDS.worker_base},
-        {"uid": None},
-        {"sandbox_inode": 1},
-        {"gateway_inode": 1},
-        {"sandbox_inode": None},
-        {"sandbox": "sbx-2"},
-    ],
-)
-def test_a_record_that_does_not_match_adopts_nothing(run: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises((Unfit, OSError)):
-        examine(record(**changes), state(), run, UIDS)
-
-
-@pytest.mark.parametrize("now", [None, state(status="exited"), state(pid=0), state(status="paused")])
-def test_a_container_that_does_not_run_is_not_adopted(run: Path, now: State | None) -> None:
-    with pytest.raises(Unfit):
-        examine(record(), now, run, UIDS)
-
-
-def test_a_container_in_another_namespace_is_not_adopted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption.netns, "of_process", lambda pid: 1)
-    with pytest.raises(Unfit, match="another namespace"):
-        examine(record(), state(), run, UIDS)
-
-
-def test_a_namespace_that_is_not_mounted_is_not_adopted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption.netns, "mounted", lambda inodes: ())
-    with pytest.raises(Unfit, match="namespaces"):
-        examine(record(), state(), run, UIDS)
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:

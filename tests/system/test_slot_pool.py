@@ -1,0 +1,37 @@
+"""Slots made ahead of need, with real slots: what a judge that fails does to them."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from runtimes import slot_pool, slots
+
+pytestmark = pytest.mark.system
+
+
+async def test_a_slot_that_cannot_be_judged_is_unmade_and_its_number_comes_back(tmp_path: Path) -> None:
+    """Whatever the judge raises: the launch goes on with a slot of its own, and no number is lost."""
+    pool = slot_pool.SlotPool(tmp_path, slot_pool.AHEAD + 1)
+    judged: list[slots.Slot] = []
+
+    async def judge(slot: slots.Slot, generation: int | None) -> int | None:
+        if generation is not None:
+            raise ZeroDivisionError
+        judged.append(slot)
+        return 1
+
+    pool.prepare(judge)
+    async with asyncio.timeout(60):
+        while len(judged) < slot_pool.AHEAD:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+    taken = await pool.take()
+    try:
+        await pool.close()
+        assert set(map(str, slots.paths(tmp_path, taken.index))) == {str(path) for path in tmp_path.iterdir()}
+        assert slot_pool.AHEAD == taken.index
+        for index in range(slot_pool.AHEAD):
+            pool.reserve(index)  # raises unless the number is free
+    finally:
+        assert () == slots.destroy(taken)
