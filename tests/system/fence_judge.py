@@ -1,5 +1,6 @@
 """Judges what a flood of one sandbox does to the requests of another. Pure; the floods are test_fences.py's."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,11 +23,11 @@ class Turn:
         return round(self.during / self.rest, 2)
 
     @property
-    def within_bounds(self) -> bool:
-        """Whether the ratio is within the bound for the machine as it was around this turn."""
-        return self.ratio <= (RATIO if self.idle >= CALM else WIDE)
+    def share(self) -> float:
+        """The ratio, as a share of the bound for the machine as it was around this turn."""
+        return self.ratio / (RATIO if self.idle >= CALM else WIDE)
 
 
 def within_bounds(turns: Sequence[Turn]) -> bool:
-    """Whether some turn is within its own bound: what else the machine does only adds to a ratio."""
-    return any(turn.within_bounds for turn in turns)
+    """Whether the turns are within their bounds in the median."""
+    return statistics.median(turn.share for turn in turns) <= 1

@@ -2,9 +2,9 @@
 
 `hog` does one thing after the other as hard as it can, in turns of a second with rests between them; `neighbour` makes
 requests through its own gateway all the while, and notes when each began and how long it took. So the machine of a
-moment, whatever else it does, is in both: a turn is compared with the rests around it, and the best of an attack's
-turns counts, since what else goes on only adds. Where the machine has not half of its time to spare even while the hog
-rests, it is at its limits without one: then the bound is wide.
+moment, whatever else it does, is in both: a turn is compared with the rests around it, and the median of an attack's
+turns counts; where it is too much, more turns are taken. Where the machine has not half of its time to spare even
+while the hog rests, it is at its limits without one: then the bound is wide.
 """
 
 import json
