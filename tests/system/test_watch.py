@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ import pytest
 from demo.capture import Capture
 from demo.census import Census, command_lines, daemons, take
 from demo.internet import ADDRESSES, ATTACKER, STATUS, Internet
+from demo.sandboxes import Secrets
 from demo.stack import EMPTY_IMAGE, Stack
 from runtimes import netns
+from tests.stacks import beside, put_secrets
 
 pytestmark = pytest.mark.system
 
@@ -98,6 +100,19 @@ CHANGES: dict[str, tuple[str, Callable[[Place], object]]] = {
     "plan-removed": ("plan", lambda at: _plan(at, Path.unlink)),
     "plan-again": ("plan", lambda at: _plan(at, lambda path: path.with_suffix(".json").write_bytes(path.read_bytes()))),
 }
+
+
+@pytest.fixture(scope="module", name="stack")
+def _stack(values: Secrets) -> Iterator[Stack]:
+    """A server of this module's own: its alarms are those of these tests."""
+    with beside(Stack, "watch", values) as stack:
+        put_secrets(stack, values)
+        yield stack
+
+
+@pytest.fixture(scope="module", name="internet")
+def _internet(stack: Stack) -> Internet:
+    return stack.internet
 
 
 def alarms(stack: Stack) -> list[dict[str, Any]]:
