@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from demo.capture import Frame
 from demo.hostile_names import REFUSED
 from demo.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, STATUS, TUNNEL_ZONE, Internet
 from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.system
 
 RESOLVER = "192.0.2.1"
 A, AAAA = 1, 28
+MSS = 1000
+"""Bytes that fit into one packet."""
 
 
 def _name(name: str) -> str:
@@ -147,13 +150,19 @@ NOISY = _query(
 NOISY_ATTACKS = tuple(_dns("a noisy question for an allowed name", NOISY))
 
 
+def _is_question(frame: Frame, protocol: int) -> bool:
+    return (frame.destination, frame.protocol, frame.destination_port) == (DNS_ADDRESS, protocol, 53)
+
+
+def _payload(frame: Frame) -> bytes:
+    """What a frame of UDP or TCP over IPv4 carries."""
+    transport = frame.data[14 + (frame.data[14] & 15) * 4 : 14 + struct.unpack_from("!H", frame.data, 16)[0]]
+    return transport[8 if frame.protocol == 17 else (transport[12] >> 4) * 4 :]
+
+
 def _questions(verdicts: Verdicts) -> list[bytes]:
     """Payloads of the queries that came to the authoritative server, UDP."""
-    return [
-        frame.data[14 + (frame.data[14] & 15) * 4 + 8 :]
-        for frame in verdicts.frames
-        if frame.destination == DNS_ADDRESS and frame.protocol == 17 and frame.destination_port == 53
-    ]
+    return [_payload(frame) for frame in verdicts.frames if _is_question(frame, 17)]
 
 
 @pytest.fixture(scope="module", name="victim")
@@ -179,17 +188,26 @@ def test_not_one_frame_leaves_for_questions_that_policy_does_not_allow(silent: V
     }  # each was refused for its own sake
 
 
-def test_without_a_gate_their_names_reach_the_authoritative_server(internet: Internet) -> None:
-    """The control."""
-    direct = tuple(
-        Attack(attack.name, attack.send, None, DNS_ADDRESS, 53, options=attack.options)
-        for attack in NOTHING_LEAVES
-        if "elsewhere, UDP" in attack.name or TUNNEL_ZONE in attack.name
-    )
-    outside = from_outside(direct, internet)
-    asked = [note for note in outside.noted if TUNNEL_ZONE in str(note.get("question"))]
+@pytest.fixture(scope="module", name="open_questions")
+def _open_questions(internet: Internet) -> Verdicts:
+    """The control: the same messages from where no gate stands, to the authoritative server itself."""
+    direct = (Attack(one.name, one.send, None, DNS_ADDRESS, 53, options=one.options) for one in NOTHING_LEAVES)
+    return from_outside(tuple(direct), internet)
 
-    assert len(direct) <= len(asked)
+
+@pytest.mark.parametrize("attack", NOTHING_LEAVES, ids=lambda attack: attack.name)
+def test_without_a_gate_it_reaches_the_authoritative_server(attack: Attack, open_questions: Verdicts) -> None:
+    """What fits into one packet of it arrives there as it was sent."""
+    sent = str(attack.send[0]).encode("latin-1")[:MSS]
+    protocol = 17 if attack.options.get("udp") else 6
+
+    assert sent in {_payload(frame)[:MSS] for frame in open_questions.frames if _is_question(frame, protocol)}
+
+
+def test_without_a_gate_their_names_are_asked_for(open_questions: Verdicts) -> None:
+    direct = [one for one in NOTHING_LEAVES if "elsewhere, UDP" in one.name or TUNNEL_ZONE in one.name]
+
+    assert len(direct) <= len([note for note in open_questions.noted if TUNNEL_ZONE in str(note.get("question"))])
 
 
 @pytest.mark.parametrize("attack", NOTHING_LEAVES, ids=lambda attack: attack.name)
