@@ -66,6 +66,18 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in written.splitlines()]
 
 
+def received_field(note: dict[str, Any], name: str) -> str | None:
+    """The value of a header field that a server received; None if it received none.
+
+    Raises:
+        InternetError: the server received the field more than once.
+    """
+    values = [value for key, value in note["headers"] if key.lower() == name.lower()]
+    if len(values) > 1:
+        raise InternetError(f"{name} was received {len(values)} times")
+    return str(values[0]) if values else None
+
+
 def ip(*arguments: str) -> None:
     """Run `ip`, or raise `InternetError` with what it said."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)

@@ -235,7 +235,7 @@ class Handler(BaseHTTPRequestHandler):
         received = {
             "method": self.command,
             "target": self.path,
-            "headers": dict(self.headers.items()),
+            "headers": list(self.headers.items()),
             "token_base64": base64.b64encode(self.server.accounts["api"].encode()).decode(),
             "body": body.decode("latin-1"),
         }

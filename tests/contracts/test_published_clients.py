@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from demo.internet import API, STATUS, Internet
+from demo.internet import API, STATUS, Internet, received_field
 from demo.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.extended]
@@ -133,7 +133,7 @@ def until(condition: Callable[[], bool], seconds: float = 10) -> None:
 def authorizations(internet: Internet, marker: str) -> list[str | None]:
     """The authorization of each request that reached any server with `marker` in its target."""
     notes = [note for note in internet.notes() if marker in str(note.get("target"))]
-    return [{key.lower(): value for key, value in note["headers"]}.get("authorization") for note in notes]
+    return [received_field(note, "Authorization") for note in notes]
 
 
 def test_osb_as_a_process(clients: Path, surroundings: dict[str, str], osb: Osb) -> None:

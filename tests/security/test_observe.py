@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
-from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, METADATA_ADDRESS, SPLICED, STATUS, Internet
+from demo.internet import (
+    ADDRESSES,
+    API,
+    ATTACKER,
+    GIT,
+    INDEX,
+    METADATA_ADDRESS,
+    SPLICED,
+    STATUS,
+    Internet,
+    received_field,
+)
 from demo.leaks import forms_of, leaks_in
 from demo.raw_attacks import Attack, Verdicts, from_sandbox
 from demo.sandboxes import DemoSandbox, Secrets
@@ -219,8 +230,7 @@ def test_no_secret_goes_where_no_rule_sends_it(both: Both, values: Secrets) -> N
         for note in both.observed.noted:
             if "target" not in note or mark not in json.dumps(note):
                 continue
-            fields = {name.lower(): value for name, value in note["headers"]}
-            if fields["authorization"] != "own":
+            if received_field(note, "Authorization") != "own":
                 carried.add(attack.name)
                 assert (attack.host, attack.port, note["method"] in ("GET", "POST", "HEAD")) == (
                     note["host"],
@@ -261,7 +271,11 @@ def test_answers_are_scrubbed_and_redirects_are_judged_anew(
     printed = "".join(message.text for message in (*done.logs.stdout, *done.logs.stderr))
     notes = internet.notes()[before:]
     seen = [
-        (note["host"], note["target"].partition("?")[0], _bearer(note) == f"Bearer {values.api}")
+        (
+            note["host"],
+            note["target"].partition("?")[0],
+            received_field(note, "Authorization") == f"Bearer {values.api}",
+        )
         for note in notes
         if "target" in note
     ]
@@ -277,10 +291,6 @@ def test_answers_are_scrubbed_and_redirects_are_judged_anew(
     ] == seen
     assert "token_base64" in printed
     assert [0] * len(values.values) == [leaks_in([printed.encode()], forms_of(value)) for value in values.values]
-
-
-def _bearer(note: dict[str, Any]) -> str | None:
-    return next((value for name, value in note["headers"] if name.lower() == "authorization"), None)
 
 
 def test_a_binding_of_the_api_follows_the_rules_that_only_observe(
@@ -311,7 +321,7 @@ def test_a_binding_of_the_api_follows_the_rules_that_only_observe(
         sandbox.kill()
         sandbox.close()
 
-    carried = {note["host"]: _bearer(note) for note in notes if "target" in note}
+    carried = {note["host"]: received_field(note, "Authorization") for note in notes if "target" in note}
     assert {STATUS: f"Bearer {value}", ATTACKER: None} == carried
 
 

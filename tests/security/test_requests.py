@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from demo.echoes import REDIRECTS, forms
-from demo.internet import ADDRESSES, API, ATTACKER, GIT, METADATA_ADDRESS, STATUS, Internet
+from demo.internet import ADDRESSES, API, ATTACKER, GIT, METADATA_ADDRESS, STATUS, Internet, received_field
 from demo.leaks import forms_of, leaks_in
 from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.sandboxes import DemoSandbox, Secrets
@@ -400,29 +400,33 @@ SOME_ARRIVES = (
 )
 """Requests of which something may arrive, and exactly that."""
 
-_CHUNK_GRAMMAR = (
-    "0x3\r\nabc\r\n0\r\n\r\n",
-    "3_0\r\nabc\r\n0\r\n\r\n",
-    "+3\r\nabc\r\n0\r\n\r\n",
-    "-3\r\nabc\r\n0\r\n\r\n",
-    " 3\r\nabc\r\n0\r\n\r\n",
-    "3\nabc\n0\n\n",
-    "3\r\nabc0\r\n\r\n",
-    "3\r\nabcXX0\r\n\r\n",
-    "3\r\nabc\n0\r\n\r\n",
-    "3\rabc\r\n0\r\n\r\n",
-    "3;a\nb\r\nabc\r\n0\r\n\r\n",
-    "3;a\rb\r\nabc\r\n0\r\n\r\n",
-    "10000000000000003\r\nabc\r\n0\r\n\r\n",
-    "ffffffffffffffff\r\nabc\r\n0\r\n\r\n",
-    "\r\n\r\n0\r\n\r\n",
-    "g\r\nabc\r\n0\r\n\r\n",
-    "3;" + "a" * 300_000 + "\r\nabc\r\n0\r\n\r\n",
-    "3\r\nabc\r\n00\r\n\r\n",
-    "3\r\nabc\r\n0\r\nGET",
-)
+_CHUNK_GRAMMAR = {
+    "3\r\nabc\r\n0\r\n\r\n": True,
+    "0x3\r\nabc\r\n0\r\n\r\n": False,
+    "3_0\r\nabc\r\n0\r\n\r\n": False,
+    "+3\r\nabc\r\n0\r\n\r\n": False,
+    "-3\r\nabc\r\n0\r\n\r\n": False,
+    " 3\r\nabc\r\n0\r\n\r\n": False,
+    "3\nabc\n0\n\n": False,
+    "3\r\nabc0\r\n\r\n": False,
+    "3\r\nabcXX0\r\n\r\n": False,
+    "3\r\nabc\n0\r\n\r\n": False,
+    "3\rabc\r\n0\r\n\r\n": False,
+    "3;a\nb\r\nabc\r\n0\r\n\r\n": False,
+    "3;a\rb\r\nabc\r\n0\r\n\r\n": True,
+    "10000000000000003\r\nabc\r\n0\r\n\r\n": False,
+    "ffffffffffffffff\r\nabc\r\n0\r\n\r\n": False,
+    "\r\n\r\n0\r\n\r\n": False,
+    "g\r\nabc\r\n0\r\n\r\n": False,
+    "3;" + "a" * 300_000 + "\r\nabc\r\n0\r\n\r\n": True,
+    "3\r\nabc\r\n00\r\n\r\n": True,
+    "3\r\nabc\r\n0\r\nGET": False,
+}
+"""Bodies, and whether the gateway reads the chunk in them: then it sends a body that is framed anew."""
+
 CHUNKS = tuple(
-    Attack(f"chunks {body[:40]!a}", (_post(_CHUNKED, body=body + HIDDEN),), arrives=ONE) for body in _CHUNK_GRAMMAR
+    Attack(f"chunks {body[:40]!a}", (_post(_CHUNKED, body=body + HIDDEN),), arrives=ONE if read else ())
+    for body, read in _CHUNK_GRAMMAR.items()
 )
 
 
@@ -488,7 +492,7 @@ def test_every_request_that_arrives_can_be_read_in_one_way_only(mixed: Verdicts,
         if "target" not in note:
             continue
         names = [name.lower().replace("_", "-") for name, _ in note["headers"]]
-        fields = {name.lower(): value for name, value in note["headers"]}
+        fields = {name.lower(): received_field(note, name) for name, _ in note["headers"]}
         assert len({"content-length", "transfer-encoding"} & set(names)) <= 1
         assert len(names) == len(set(names))
         assert API == fields["host"]
@@ -501,8 +505,8 @@ def test_every_request_that_arrives_can_be_read_in_one_way_only(mixed: Verdicts,
 
 @pytest.mark.parametrize("attack", CHUNKS, ids=lambda attack: attack.name)
 def test_what_stands_behind_odd_chunks_is_no_request(attack: Attack, chunks: Verdicts) -> None:
-    """Either the upload arrives, framed anew, or it does not; the request behind it is judged or thrown away."""
-    assert chunks.arrived(attack) in ([], chunks.expected(attack))
+    """The upload arrives where it can be read in one way; the request behind it never does."""
+    assert chunks.expected(attack) == chunks.arrived(attack)
 
 
 def test_no_odd_chunks_reach_a_server(chunks: Verdicts) -> None:

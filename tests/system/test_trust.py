@@ -22,7 +22,7 @@ import pytest
 from opensandbox.models.execd import RunCommandOpts
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.internet import API, GIT, INDEX, Internet
+from demo.internet import API, GIT, INDEX, Internet, received_field
 from demo.sandboxes import Secrets
 from demo.stack import CODE_ENTRYPOINT, IMAGE, Stack
 from runtimes.containers import CA_VARIABLES, JAVA_STORE
@@ -149,7 +149,7 @@ class Place:
         code, printed = self.run(client.command, user, **envs)
         notes = [note for note in self._internet.notes()[mark:] if "target" in note and note["host"] == client.host]
         asked = [note for note in notes if str(note["target"]).startswith(client.path)]
-        return code, printed, {dict(note["headers"]).get("Authorization", "none") for note in asked}
+        return code, printed, {received_field(note, "Authorization") or "none" for note in asked}
 
     def _authorization(self, host: str) -> str:
         if host == API:

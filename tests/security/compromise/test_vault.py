@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
-from demo.internet import API, ATTACKER, GIT, STATUS, Internet
+from demo.internet import API, ATTACKER, GIT, STATUS, Internet, received_field
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from tests.system.test_transactions import until
 
@@ -107,7 +107,7 @@ def sent(internet: Internet, sandbox: Any, host: str) -> str | None:
     print(sandbox.commands.run(f"curl -sS --max-time 20 'https://{host}/{mark}'"))
     for note in internet.notes():
         if mark in str(note.get("target")):
-            return next((value for name, value in note["headers"] if name.lower() == "authorization"), None)
+            return received_field(note, "Authorization")
     return "nothing"
 
 
