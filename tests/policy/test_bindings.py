@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.api import ApiPolicyError
-from policy.bindings import parse_binding, parse_bindings
+from policy.bindings import conflicts, number_of_places, parse_binding, parse_bindings
+from policy.facts import Scheme
+from policy.injection import InjectionKind, InjectionPlan
 from policy.names import HostPattern
 from policy.paths import PathPattern
+from policy.rules import Binding
 
 
 def binding(match: Any = None, auth: Any = None, name: Any = "b") -> dict[str, Any]:
@@ -191,3 +194,169 @@ def test_two_bindings_of_one_name_are_refused() -> None:
     """Names identify."""
     with pytest.raises(ApiPolicyError, match=r'^duplicate binding name "b"$'):
         parse_bindings([binding(), binding({"hosts": ["other.test"]})])
+
+
+MATCH = {
+    "hosts": ["good.test", "*.good.test"],
+    "schemes": ["https", "http"],
+    "methods": ["GET", "PUT"],
+    "paths": ["/a", "/b/*"],
+}
+AUTHS: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, InjectionKind, str]]]] = {
+    "bearer": (
+        {"type": "bearer", "credential": " c "},
+        {"type": "bearer", "credential": "c"},
+        [("inline:c", InjectionKind.BEARER, "Authorization")],
+    ),
+    "basic": (
+        {"type": "basic", "credential": "c"},
+        {"type": "basic", "credential": "c"},
+        [("inline:c", InjectionKind.BASIC_RAW, "Authorization")],
+    ),
+    "apiKey": (
+        {"type": "apiKey", "name": " x-key ", "credential": "c"},
+        {"type": "apiKey", "name": "X-Key", "credential": "c"},
+        [("inline:c", InjectionKind.API_KEY, "X-Key")],
+    ),
+    "customHeaders": (
+        {"type": "customHeaders", "headers": [{"name": "x-a", "credential": "c"}, {"name": "x-b", "credential": "d"}]},
+        {"type": "customHeaders", "headers": [{"name": "X-A", "credential": "c"}, {"name": "X-B", "credential": "d"}]},
+        [("inline:c", InjectionKind.API_KEY, "X-A"), ("inline:d", InjectionKind.API_KEY, "X-B")],
+    ),
+    "passthrough": ({"type": "passthrough"}, {"type": "passthrough"}, []),
+}
+
+
+@pytest.mark.parametrize("kind", AUTHS)
+def test_each_kind_puts_each_credential_where_it_belongs(kind: str) -> None:
+    """The compiled binding, and the JSON from which it is read again."""
+    auth, written, plans = AUTHS[kind]
+    parsed = parse_binding({"name": " b ", "match": MATCH, "auth": auth})
+
+    assert parsed.compiled() == Binding(
+        "b",
+        (HostPattern("good.test"), HostPattern("*.good.test")),
+        (Scheme.HTTPS, Scheme.HTTP),
+        ("GET", "PUT"),
+        (PathPattern("/a"), PathPattern("/b/*")),
+        tuple(InjectionPlan("binding:b", secret, form, header) for secret, form, header in plans),
+    )
+    assert parsed.to_json() == {"name": "b", "match": MATCH, "auth": written}
+    assert parsed == parse_binding(parsed.to_json())
+    shown = {key: value for key, value in written.items() if key in ("type", "name")}
+    assert parsed.to_wire() == {"name": "b", "match": MATCH, "auth": shown}
+    assert parsed.credentials == tuple(secret.removeprefix("inline:") for secret, _, _ in plans)
+
+
+def test_bindings_are_a_bounded_list() -> None:
+    for value in (None, {}, "b", 1):
+        with pytest.raises(ApiPolicyError, match=r"^bindings must be an array$"):
+            parse_bindings(value)
+    many = [binding({"hosts": [f"h{number}.test"]}, name=f"b{number}") for number in range(257)]
+    assert 256 == len(parse_bindings(many[:256]))
+    with pytest.raises(ApiPolicyError, match=r"^more than 256 bindings$"):
+        parse_bindings(many)
+    with pytest.raises(ApiPolicyError, match=r'^unknown field "bindings\[1\]\.x"$'):
+        parse_bindings([many[0], {**many[1], "x": 1}])
+
+
+MORE_REFUSED: dict[str, tuple[Any, str]] = {
+    "a name that is no text": (binding(name=7), "binding name cannot be blank"),
+    "no name": ({"match": {}, "auth": {}}, "binding name cannot be blank"),
+    "a name of 257 bytes": (binding(name="\u00e4" * 128 + "a"), "binding name is too long or has a control character"),
+    "a name with a line end": (binding(name="a\nb"), "binding name is too long or has a control character"),
+    "hosts that are missing": (
+        {"name": "b", "match": {}, "auth": {"type": "passthrough"}},
+        'binding "b": match.hosts cannot be empty',
+    ),
+    "a host that is no text": (
+        binding({"hosts": ["a.test", 7]}),
+        'binding "b": match.hosts must be an array of strings',
+    ),
+    "1025 methods": (binding({"methods": ["GET"] * 1025}), 'binding "b": match.methods must be an array of strings'),
+    "1025 ports": (binding({"ports": [443] * 1025}), 'binding "b": match.ports must be an array of integers'),
+    "a port that is a bool": (binding({"ports": [True]}), 'binding "b": match.ports must be an array of integers'),
+    "a second port": (
+        binding({"ports": [443, 22]}),
+        'binding "b": unsupported port 22: only ports 80 and 443 are supported (derived from scheme)',
+    ),
+    "userinfo": (binding({"hosts": ["a@b.test"]}), 'binding "b": host "a@b.test" must not include scheme or path'),
+    "a query": (binding({"hosts": ["b.test?x"]}), 'binding "b": host "b.test?x" must not include scheme or path'),
+    "an IPv6 address": (
+        binding({"hosts": ["::1"]}),
+        'binding "b": credential binding host "::1" must be an FQDN, not an IP address',
+    ),
+    "an underscore": (
+        binding({"hosts": ["a_b.test"]}),
+        'binding "b": credential binding host "a_b.test" must be an FQDN',
+    ),
+    "a wildcard over an underscore": (
+        binding({"hosts": ["*.a_b.test"]}),
+        'binding "b": invalid wildcard host "*.a_b.test"',
+    ),
+    "a method that is no token": (binding({"methods": ["G T"]}), 'binding "b": invalid method "G T"'),
+    "33 headers": (
+        binding(auth={"type": "customHeaders", "headers": [{"name": f"x-{n}", "credential": "c"} for n in range(33)]}),
+        'binding "b": customHeaders auth requires headers',
+    ),
+    "a header without a credential": (
+        binding(auth={"type": "customHeaders", "headers": [{"name": "x-a", "credential": " "}]}),
+        'binding "b": customHeaders entry "X-A" requires credential',
+    ),
+    "an API key without a credential": (
+        binding(auth={"type": "apiKey", "name": "x-a"}),
+        'binding "b": apiKey auth requires credential',
+    ),
+    "a name in customHeaders": (
+        binding(auth={"type": "customHeaders", "name": "x", "headers": [{"name": "x-a", "credential": "c"}]}),
+        'binding "b": customHeaders auth does not accept name',
+    ),
+    "a credential in customHeaders": (
+        binding(auth={"type": "customHeaders", "credential": "x", "headers": [{"name": "x-a", "credential": "c"}]}),
+        'binding "b": customHeaders auth does not accept credential',
+    ),
+    "headers in apiKey": (
+        binding(auth={"type": "apiKey", "name": "x", "credential": "c", "headers": []}),
+        'binding "b": apiKey auth does not accept headers',
+    ),
+    "headers in basic": (
+        binding(auth={"type": "basic", "credential": "c", "headers": []}),
+        'binding "b": basic auth does not accept headers',
+    ),
+    "a name in a passthrough": (
+        binding(auth={"type": "passthrough", "name": "x"}),
+        'binding "b": passthrough auth does not accept name',
+    ),
+    "headers in a passthrough": (
+        binding(auth={"type": "passthrough", "headers": []}),
+        'binding "b": passthrough auth does not accept headers',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MORE_REFUSED)
+def test_each_part_that_is_wrong_is_refused_with_its_text(case: str) -> None:
+    value, message = MORE_REFUSED[case]
+    with pytest.raises(ApiPolicyError) as caught:
+        parse_binding(value)
+    assert message == str(caught.value)
+
+
+def test_the_longest_parts_of_a_binding_pass() -> None:
+    assert "\u00e4" * 128 == parse_binding(binding(name="\u00e4" * 128)).name
+    methods = [f"M{number}" for number in range(1024)]
+    assert tuple(methods) == parse_binding(binding({"methods": methods})).methods
+    assert parse_binding(binding({"ports": [443] * 1023 + [80]}))
+    headers = [{"name": f"x-{number}", "credential": "c"} for number in range(32)]
+    assert 32 == len(parse_binding(binding(auth={"type": "customHeaders", "headers": headers})).headers)
+
+
+def test_the_places_of_bindings_are_counted() -> None:
+    bindings = parse_bindings([binding(MATCH, name="a"), binding({"hosts": ["other.test"]}, name="b")])
+    assert (2 + 2 + 2) + (1 + 5 + 1) == number_of_places(bindings)
+
+
+def test_every_two_bindings_that_compete_are_named_in_order() -> None:
+    three = [parse_binding(binding(name=name)) for name in ("c", "a", "b")]
+    apart = parse_binding(binding({"hosts": ["other.test"]}, name="aa"))
+    assert [("a", "b"), ("a", "c"), ("b", "c")] == list(conflicts((*three, apart)))

@@ -226,6 +226,7 @@ def test_the_positions_of_patterns_are_ascending() -> None:
     assert [3] == HostIndex(patterns).positions("c.test")
     assert [] == HostIndex(patterns).positions("test") == HostIndex(()).positions("a.test")
     assert [0] == HostIndex(patterns[1:2]).positions("a.b.c.test")
+    assert [] == HostIndex(patterns[:1]).positions("xc.test")
 
 
 def test_the_rules_about_an_address_are_found_in_their_order() -> None:
@@ -310,6 +311,7 @@ def test_the_ceiling_admits_public_names_or_the_listed_ones() -> None:
 
     assert [True, False, False] == [wide.admits_host(host) for host in ("good.test", "git.internal", "a.corp")]
     assert [True] * 3 == [listed_too.admits_host(host) for host in ("good.test", "git.internal", "a.corp")]
+    assert not wide.admits_host("any-public"), "it is a word of the ceiling and no host"
     assert not listed_too.admits_host("other.internal") and not listed_too.admits_host("corp")
     assert narrow.admits_host("good.test") and narrow.admits_host("a.good.test") and not narrow.admits_host("a.test")
     assert [True, True, False] == [wide.admits_port(port) for port in (80, 443, 8443)]
