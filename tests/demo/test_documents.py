@@ -1,5 +1,6 @@
 """What the documents name exists: a claim whose test is gone is no longer a claim."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -22,9 +23,37 @@ def test_every_path_and_test_that_is_named_exists(document: str) -> None:
     assert set() == set(_TEST.findall(text)) - set(_DEFINED.findall(sources))
 
 
+def _claims() -> list[str]:
+    """The rows of the table of claims."""
+    table = (ROOT / "docs/threat-model.md").read_text().split("\n## Claims")[1].split("\n## ")[0]
+    return [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| Claim")]
+
+
+def _extended() -> tuple[set[str], set[str]]:
+    """The test functions, and the modules, that run with --all only."""
+    functions, modules = set(), set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0]):
+                if "mark.extended" in ast.unparse(node.value):
+                    modules.add(str(path.relative_to(ROOT)))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if "pytest.mark.extended" in map(ast.unparse, node.decorator_list):
+                    functions.add(node.name)
+    return functions, modules
+
+
+def test_every_claim_of_the_threat_model_has_a_test_in_each_run() -> None:
+    functions, modules = _extended()
+    tests = {row: {*_TEST.findall(row)} - functions | {*_PATH.findall(row)} - modules for row in _claims()}
+
+    assert functions
+    assert modules
+    assert [] == [row for row, left in tests.items() if "Ways out" not in row and not left]
+
+
 def test_every_claim_of_the_threat_model_names_a_test() -> None:
-    table = (ROOT / "docs/threat-model.md").read_text().split("## Claims")[1].split("## If a component")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| Claim")]
+    rows = _claims()
 
     assert len(rows) > 10
     assert [] == [row for row in rows if not ("Ways out" in row or _TEST.search(row) or "`tests/" in row)]
