@@ -38,8 +38,8 @@ def _extended() -> tuple[set[str], set[str]]:
                 if "mark.extended" in ast.unparse(node.value):
                     modules.add(str(path.relative_to(ROOT)))
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if "pytest.mark.extended" in map(ast.unparse, node.decorator_list):
-                    functions.add(node.name)
+                marks = map(ast.unparse, node.decorator_list)
+                functions |= {node.name} if "pytest.mark.extended" in marks else set()
     return functions, modules
 
 
