@@ -154,6 +154,7 @@ def test_every_thread_of_a_confined_process_finds_every_door_closed() -> None:
     assert expected | {f"thread: {name}": value for name, value in expected.items()} | {"clone3": "38"} == results
 
 
+@pytest.mark.system
 def test_without_the_filter_the_same_doors_are_open() -> None:
     results, closed, opened = run("free")
 

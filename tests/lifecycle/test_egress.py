@@ -621,6 +621,13 @@ async def test_a_revocation_that_vaultd_does_not_hear_is_said_and_carried_forwar
     assert (set(), set()) == (vaulted.values, vaulted.grants)
 
 
+async def test_a_revocation_needs_no_grants_of_vaultd(vaulted: Still) -> None:
+    """Where it gives none, it still takes away: grants, values and the places of those."""
+    vaulted.world.vaultd.fail["regrant"] = wire.RequestError("internal", "x")
+    await vaulted.egress.delete_vault(vaulted.sandbox)
+    assert (set(), set(), set()) == (vaulted.values, vaulted.grants, vaulted.world.vaultd.bounds[vaulted.sandbox])
+
+
 async def test_a_revocation_that_cannot_be_written_down_is_an_error_and_marked(vaulted: Still) -> None:
     path = vaulted.world.config.state_dir / "sallyport.db"
     with contextlib.closing(sqlite3.connect(path, autocommit=True)) as database:
@@ -714,6 +721,28 @@ async def test_a_database_that_takes_no_mark_keeps_nothing_from_being_settled(va
     await vaulted.egress.reapply(vaulted.sandbox)
     assert (await vaulted.row()).policy_digest == vaulted.gateway.digest
     assert not vaulted.egress.unsettled(await vaulted.row())
+
+
+async def test_a_vaultd_that_grants_nothing_keeps_what_is_still_granted(still: Still) -> None:
+    """Only what the new document refuses is taken away."""
+    await still.egress.patch(still.sandbox, rule("other.example.org"))
+    other = {**binding("b", "two"), "match": {"hosts": ["other.example.org"]}}
+    await still.egress.create_vault(still.sandbox, {**VAULT, "bindings": [binding("a", "one"), other]})
+    await still.document(TIGHTER)
+    still.egress.doubt(still.sandbox)
+    still.world.vaultd.fail["regrant"] = wire.RequestError("internal", "x")
+    await still.egress.reapply(still.sandbox)
+    assert {("inline:1/two", "other.example.org")} == still.grants
+    assert {VALUE, "value-of-the-second"} == still.values
+
+
+async def test_a_vault_that_cannot_be_read_grants_nothing_and_loses_no_value(vaulted: Still) -> None:
+    """A release that can read it may come back; the audit log has it."""
+    await vaulted.put(vault={"revision": "x"}, policy_digest="")
+    await vaulted.egress.reapply(vaulted.sandbox)
+    assert (set(), {VALUE, "value-of-the-second"}) == (vaulted.grants, vaulted.values)
+    assert () == vaulted.gateway.bindings
+    assert "cannot be read" in (vaulted.egress.shortfall.reason(vaulted.sandbox) or "")
 
 
 async def test_a_policy_that_fits_into_no_gateway_is_deny_all(vaulted: Still, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ async def test_a_process_that_outlived_hostd_is_heard_again(caplog: pytest.LogCa
     reading, writing = pipe()
     program = "import logging\nwhile line := input(): logging.error(line); print(line, flush=True)"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing
+        sys.executable, "-u", "-c", program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing
     )
     os.close(writing)
     assert process.stdin is not None and process.stdout is not None

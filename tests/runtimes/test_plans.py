@@ -23,6 +23,7 @@ def _claim(directory: Path) -> Path:
     return (directory / f"{ONE}.json").rename(directory / f"{ONE}.claimed")
 
 
+@pytest.mark.system
 def test_a_plan_is_right_before_and_after_it_is_claimed(directory: Path) -> None:
     plans = Plans(directory)
     plans.write(ONE, {"container": ONE})
@@ -34,6 +35,7 @@ def test_a_plan_is_right_before_and_after_it_is_claimed(directory: Path) -> None
     assert () == plans.deviations()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -54,6 +56,7 @@ def test_a_claimed_plan_may_not_change(directory: Path, change: Callable[[Path],
     assert (ONE, f"the launch plan {reason}") == (deviation.container, deviation.reason)
 
 
+@pytest.mark.system
 def test_what_is_foreign_is_removed(directory: Path) -> None:
     plans = Plans(directory)
     (directory / f"{'b' * 64}.json").write_text("{}")
@@ -63,6 +66,7 @@ def test_what_is_foreign_is_removed(directory: Path) -> None:
     assert () == plans.deviations()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("how", ["replaced", "link", "open", "gone"])
 def test_into_a_changed_directory_no_plan_is_written(directory: Path, how: str) -> None:
     plans = Plans(directory)

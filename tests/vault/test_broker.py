@@ -43,6 +43,7 @@ def records(daemons: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.system
 async def test_a_release_is_in_the_log_and_the_value_nowhere_but_at_the_worker(daemons: Any) -> None:
     """CRD-39: files, stderr, environment, command line and log of both daemons hold no secret in any form."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
@@ -69,6 +70,7 @@ async def test_a_release_is_in_the_log_and_the_value_nowhere_but_at_the_worker(d
     await client.close()
 
 
+@pytest.mark.system
 async def test_with_a_stopped_auditd_no_byte_of_the_secret_reaches_the_worker(daemons: Any) -> None:
     """I5 with real processes: auditd is frozen, the release is refused; once it runs again releases work."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
@@ -96,6 +98,7 @@ async def test_with_a_stopped_auditd_no_byte_of_the_secret_reaches_the_worker(da
     near.close()
 
 
+@pytest.mark.system
 async def test_vaultd_ends_with_its_audit_channel_and_continues_when_started_again(daemons: Any) -> None:
     """Status 75 when auditd is gone; a new vaultd has the sandbox, its grants and its generation."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
@@ -113,6 +116,7 @@ async def test_vaultd_ends_with_its_audit_channel_and_continues_when_started_aga
     await again.closed.wait()
 
 
+@pytest.mark.system
 async def test_serve_gets_the_sandbox_operations_and_no_others(daemons: Any) -> None:
     """The kernel says who asks: another uid than root cannot administrate, a third one is not heard."""
     path = daemons.path / "run" / "vault.sock"
@@ -142,6 +146,7 @@ async def test_serve_gets_the_sandbox_operations_and_no_others(daemons: Any) -> 
     await stranger.close()
 
 
+@pytest.mark.system
 async def test_the_process_is_hardened(daemons: Any) -> None:
     """No core file, no new privileges, no capability, its own uid; its memory is not for its own uid to read."""
     pid = daemons.vaultd.pid
@@ -156,6 +161,7 @@ async def test_the_process_is_hardened(daemons: Any) -> None:
     assert 0 == Path(f"/proc/{pid}/environ").stat().st_uid  # root's, because the process is not dumpable
 
 
+@pytest.mark.system
 async def test_a_wrong_key_stops_the_start(daemons: Any) -> None:
     """vaultd with another key ends with status 78 and leaves the directory as it was."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)

@@ -1,7 +1,6 @@
 """Properties of `vault.keyring`."""
 
 import base64
-import os
 import stat
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def test_a_link_to_a_key_is_refused(tmp_path: Path) -> None:
         load(path, {})
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+@pytest.mark.system  # giving a file away needs root
 def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     """The owner must be this process's user or root."""
     path = tmp_path / "key"

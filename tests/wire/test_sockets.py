@@ -32,6 +32,7 @@ def _listen_as(listener: socket.socket, uid: int) -> None:
         os.seteuid(former)
 
 
+@pytest.mark.system
 async def test_a_server_of_another_user_is_sent_nothing(tmp_path: Path) -> None:
     """It has the very name, which root has bound: the user that listens is what counts."""
     with bind_unix(tmp_path / "s") as listener:
@@ -94,6 +95,7 @@ def test_a_name_is_never_free_while_its_socket_is_replaced(tmp_path: Path) -> No
     assert ["s"] == os.listdir(tmp_path)
 
 
+@pytest.mark.system
 def test_a_socket_has_its_mode_and_owner_before_it_has_its_name(tmp_path: Path) -> None:
     with bind_unix(tmp_path / "s", 0o660, (0, OTHER)):
         status = (tmp_path / "s").stat()
