@@ -1,7 +1,7 @@
 """Changes of one sandbox's egress, called directly: locks, order, what a failure leaves, and what settles it.
 
 The server's background tasks do not run: what a write leaves stays as it is. What callers see of it over HTTP is in
-tests/contracts/test_egress_api.py, faults at each step are in test_faults.
+tests/contracts/test_egress_api.py, faults at each step are in test_faults_at_each_step.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ from demo.internet import API, STATUS, Internet, received_field
 from demo.stack import Stack
 from tests.conftest import RUNTIMES
 from tests.stacks import Second, beside
-from tests.system.test_transactions import body, client, settled
+from tests.system.test_create_and_delete import body, client, settled
 from vault.client import AdminClient
 from vault.grants import SecretBinding
 from vault.secret import Secret

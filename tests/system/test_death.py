@@ -31,7 +31,7 @@ from demo.stack import EMPTY_IMAGE, Stack
 from demo.traces import Traces, start_time
 from runtimes.cgroups import Cgroups
 from tests.stacks import Second, beside, put_secrets
-from tests.system.test_transactions import body, client
+from tests.system.test_create_and_delete import body, client
 
 pytestmark = pytest.mark.system
 

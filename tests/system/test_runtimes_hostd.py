@@ -32,7 +32,7 @@ from runtimes.docker import LABEL
 from runtimes.slot_pool import AHEAD
 from tests.conftest import ONE_RUNTIME
 from tests.runtimes.standin import digest
-from tests.system.test_watch import guards
+from tests.system.test_watch_cuts_off import guards
 
 pytestmark = pytest.mark.system
 

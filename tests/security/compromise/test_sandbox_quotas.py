@@ -17,7 +17,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from demo.stack import Stack
 from runtimes.own_users import TERMINALS
 from tests.security.compromise import quotas
-from tests.system.test_transactions import until
+from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
 

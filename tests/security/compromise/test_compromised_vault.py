@@ -22,7 +22,7 @@ from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, N
 
 from demo.internet import API, ATTACKER, GIT, STATUS, Internet, received_field
 from tests.security.compromise.stack import CompromisedStack, Hostile
-from tests.system.test_transactions import until
+from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
 

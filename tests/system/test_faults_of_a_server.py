@@ -1,7 +1,8 @@
 """A fault at each step of a launch, a removal, a restart and a change, on the real system: nothing half is left.
 
 The steps of hostd come from `faulty_hostd`, those of the control plane from `faulty_serve`; both are the real programs
-with something in the way of their calls. All cases of the control plane, more quickly: tests/lifecycle/test_faults.py.
+with something in the way of their calls. All cases of the control plane, more quickly:
+tests/lifecycle/test_faults_at_each_step.py.
 """
 
 import asyncio

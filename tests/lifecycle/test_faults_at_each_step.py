@@ -1,7 +1,7 @@
 """A fault at each step of each operation: it is whole or it did not happen, and nothing is left of it.
 
 The real control plane with stand-ins for the daemons; `injection` finds the steps by running the operation once. The
-same on the real system, for a part of the cases: tests/system/test_faults.py.
+same on the real system, for a part of the cases: tests/system/test_faults_of_a_server.py.
 """
 
 import asyncio

@@ -13,7 +13,7 @@ import pytest
 from demo.internet import API, ATTACKER
 from demo.sandboxes import Secrets
 from tests.security.compromise.stack import CompromisedStack, Hostile
-from tests.system.test_transactions import until
+from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
 

@@ -20,7 +20,7 @@ from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, N
 from demo.internet import API, STATUS, Internet
 from demo.stack import POLICY, Stack
 from tests.system.test_changes import MARGIN, Asked, Asker, arrivals, askers, wait_for_questions
-from tests.system.test_transactions import until
+from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
 
