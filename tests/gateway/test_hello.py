@@ -18,6 +18,7 @@ from gateway.hello import (
     RequestHead,
     read_head,
     read_hello,
+    split_absolute,
 )
 
 
@@ -222,3 +223,212 @@ def test_limits_are_the_documented_ones():
     assert 431 == read_head(b"GET / HTTP/1.1\r\nHost: a.test\r\nX: " + b"a" * MAX_HEAD).status
     assert 431 == read_head(b"GET / HTTP/1.1\r\nHost: a.test\r\n" + b"X: a\r\n" * 128 + b"\r\n").status
     assert MAX_HELLO == 65536
+
+
+def malformed(reason):
+    return Refused(f"malformed ClientHello: {reason}")
+
+
+OVER = malformed("field runs over the end of its structure")
+BEHIND = malformed("bytes after the end of a structure")
+NOT_TLS = Refused("a record inside the ClientHello is not a TLS handshake record")
+WHOLE = records(message(GOOD))
+HELLOS = {
+    "two names": (records(REFUSED["two-names"]), Refused("more than one server name")),
+    "two extensions": (records(REFUSED["two-extensions"]), Refused("duplicate extension")),
+    "a name of another type": (records(REFUSED["other-type"]), Refused("server name of unknown type")),
+    "a name that is none": (records(REFUSED["nul"]), Refused("server name is not a clean host name")),
+    "an empty list of names": (records(REFUSED["no-name"]), OVER),
+    "an encrypted name": (records(REFUSED["esni"]), Refused("encrypted server name (ESNI)")),
+    "an inner ECH": (
+        records(message(GOOD + extension(0xFE0D, b"\1"))),
+        Refused("encrypted ClientHello of a type no client sends first"),
+    ),
+    "an empty ECH": (
+        records(message(GOOD + extension(0xFE0D, b""))),
+        Refused("encrypted ClientHello of a type no client sends first"),
+    ),
+    "bytes behind the list of names": (records(REFUSED["trailing-list"]), BEHIND),
+    "bytes behind the extensions": (records(REFUSED["trailing-body"]), BEHIND),
+    "a session of 33 bytes": (records(REFUSED["session"]), Refused("session id over the limit")),
+    "no suites": (records(REFUSED["no-suites"]), Refused("malformed cipher suite list")),
+    "half a suite": (records(message(GOOD, suites=b"\x13\x01\x13")), Refused("malformed cipher suite list")),
+    "no compression": (
+        records(b"\x01" + vector(3, b"\x03\x03" + bytes(33) + vector(2, b"\x13\x01") + b"\0")),
+        Refused("no compression method"),
+    ),
+    "another version of the message": (
+        records(b"\x01" + vector(3, b"\x02\x03" + message(GOOD)[6:])),
+        Refused("unsupported TLS version"),
+    ),
+    "a short message": (records(b"\x01" + vector(3, b"\x03\x03" + bytes(31))), OVER),
+    "an empty list of protocols": (records(REFUSED["empty-alpn"]), malformed("empty protocol list")),
+    "an empty protocol": (records(message(GOOD[:18] + alpn(b"h2", b""))), malformed("empty protocol name")),
+    "another message": (records(REFUSED["server-hello"]), Refused("first TLS message is not a ClientHello")),
+    "a second message": (records(REFUSED["second-message"]), Refused("bytes after the ClientHello in its record")),
+    "another major version of the record": (b"\x16\x02\x01" + WHOLE[3:], NOT_TLS),
+    "another minor version of the record": (b"\x16\x03\x05" + WHOLE[3:], NOT_TLS),
+    "an alert as the second record": (records(message(GOOD), 20)[:25] + b"\x15\x03\x03\0\2\1\0", NOT_TLS),
+    "an empty record": (b"\x16\x03\x01\0\0", Refused("TLS record of impossible length")),
+    "a record of 16385 bytes": (b"\x16\x03\x01\x40\x01", Refused("TLS record of impossible length")),
+    "a message that says it is too long": (b"\x16\x03\x01\0\4\1\1\0\0", Refused("ClientHello over the limit")),
+    "nothing": (b"", NeedMore(1)),
+    "another protocol": (b"\x17", NotTls()),
+    "one byte": (b"\x16", NeedMore(5)),
+    "a part of the record": (WHOLE[:-1], NeedMore(len(WHOLE))),
+    "a part of the second record": (records(message(GOOD), 20)[:27], NeedMore(30)),
+    "a minor version of 4": (b"\x16\x03\x04" + WHOLE[3:], Hello("good.test", (b"h2", b"http/1.1"), False, len(WHOLE))),
+    "an outer ECH": (
+        records(message(sni(b"good.test") + extension(0xFE0D, b"\0"))),
+        Hello("good.test", (), True, len(records(message(sni(b"good.test") + extension(0xFE0D, b"\0"))))),
+    ),
+    "a session of 32 bytes": (
+        records(message(GOOD, session=bytes(32))),
+        Hello("good.test", (b"h2", b"http/1.1"), False, len(WHOLE) + 32),
+    ),
+    "no extensions": (records(message(None)), NoSni((), len(records(message(None))))),
+    "no name": (records(message(alpn(b"h2"))), NoSni((b"h2",), len(records(message(alpn(b"h2")))))),
+}
+
+
+@pytest.mark.parametrize("case", HELLOS)
+def test_each_hello_has_its_verdict(case):
+    data, expected = HELLOS[case]
+    assert expected == read_hello(data)
+
+
+def filled(size, cut=16384):
+    """A hello whose records have `size` bytes in all."""
+    empty = len(records(message(GOOD + extension(51, b"")), cut))
+    content = size - empty
+    while len(records(message(GOOD + extension(51, bytes(content))), cut)) > size:
+        content -= 1
+    return records(message(GOOD + extension(51, bytes(content))), cut)
+
+
+def test_the_longest_hello_has_64_kib():
+    longest, longer = filled(65536), filled(65537)
+    assert (65536, 65537) == (len(longest), len(longer))
+    assert isinstance(read_hello(longest), Hello)
+    assert Refused("ClientHello over the limit") == read_hello(longer)
+    said = b"\x16\x03\x01\0\4\1"
+    assert NeedMore(14) == read_hello(said + (65536 - 4).to_bytes(3, "big"))
+    assert Refused("ClientHello over the limit") == read_hello(said + (65536 - 3).to_bytes(3, "big"))
+
+
+def test_a_hello_has_at_most_1024_records():
+    data = message(GOOD + extension(51, bytes(1024 - len(message(GOOD + extension(51, b""))))))
+    assert 1024 == len(data)
+    assert isinstance(read_hello(records(data, 1)), Hello)
+    longer = message(GOOD + extension(51, bytes(1025 - len(message(GOOD + extension(51, b""))))))
+    assert Refused("ClientHello in too many records") == read_hello(records(longer, 1))
+
+
+def head(*lines, line=b"GET / HTTP/1.1", host=b"a.test"):
+    return b"\r\n".join((line, *((b"Host: " + host,) if host is not None else ()), *lines, b"", b""))
+
+
+HOSTS = Refused("a request must have exactly one Host header")
+UNCLEAN = Refused("Host is not a clean host name")
+LINE_END = Refused("line ended by something else than CRLF")
+HEADS = {
+    "nothing": (b"", NeedMore(1)),
+    "a part": (b"GET / HT", NeedMore(9)),
+    "no method": (b"\r\n", Refused("request does not begin with a method")),
+    "another protocol": (b"\x16", Refused("request does not begin with a method")),
+    "a blank in front": (b" GET", Refused("request does not begin with a method")),
+    "a target with a blank": (head(line=b"GET / x HTTP/1.1"), Refused("malformed request line")),
+    "HTTP/1.2": (head(line=b"GET / HTTP/1.2"), Refused("malformed request line")),
+    "a method of 65 characters": (head(line=b"G" * 65 + b" / HTTP/1.1"), Refused("malformed request line")),
+    "a line without a colon": (head(b"X"), Refused("malformed header line")),
+    "a name that is no token": (head(b"X : y"), Refused("malformed header line")),
+    "a folded line": (head(b" x: y"), Refused("malformed header line")),
+    "a control character": (head(b"X: a\0b"), Refused("control character in a header value")),
+    "no Host": (head(host=None), HOSTS),
+    "two Hosts": (head(b"host: a.test"), HOSTS),
+    "userinfo": (head(host=b"u@a.test"), UNCLEAN),
+    "port 0": (head(host=b"a.test:0"), UNCLEAN),
+    "port 65536": (head(host=b"a.test:65536"), UNCLEAN),
+    "two ports": (head(host=b"a.test:1:2"), UNCLEAN),
+    "a lone line feed": (head(b"X: a\nY: b"), LINE_END),
+    "a lone carriage return": (head(b"X: a\rY: b"), LINE_END),
+    "a line feed in a head that goes on": (b"GET / HTTP/1.1\nHost", LINE_END),
+    "a carriage return that may go on": (b"GET / HTTP/1.1\r", NeedMore(16)),
+    "a URL of another host": (
+        head(line=b"GET http://B.test:81/ HTTP/1.1"),
+        Refused("target and Host name different hosts", asked_host="b.test:81"),
+    ),
+    "a URL of another host without a port": (
+        head(line=b"GET http://b.test HTTP/1.1"),
+        Refused("target and Host name different hosts", asked_host="b.test"),
+    ),
+    "a URL with userinfo": (
+        head(line=b"GET http://u:p@a.test/ HTTP/1.1"),
+        Refused("target and Host name different hosts"),
+    ),
+    "a URL of the host": (
+        head(line=b"GET http://a.test/ HTTP/1.0"),
+        RequestHead(b"GET", b"http://a.test/", 0, ((b"Host", b"a.test"),), "a.test", None, 45),
+    ),
+    "port 65535": (
+        head(host=b"a.test:65535"),
+        RequestHead(b"GET", b"/", 1, ((b"Host", b"a.test:65535"),), "a.test", 65535, 38),
+    ),
+    "values and their blanks": (
+        head(b"X: \t XaX \t", b"Y:", b"Z:a:b"),
+        RequestHead(
+            b"GET", b"/", 1, ((b"Host", b"a.test"), (b"X", b"XaX"), (b"Y", b""), (b"Z", b"a:b")), "a.test", None, 55
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_each_head_has_its_verdict(case):
+    data, expected = HEADS[case]
+    assert expected == read_head(data)
+
+
+def test_a_head_ends_at_its_first_blank_line():
+    first = head()
+    assert read_head(first) == read_head(first + head(b"X: y"))
+
+
+def test_the_longest_head_has_64_kib_and_its_first_line_16():
+    rest = len(head(b"X: "))
+    assert 65536 == read_head(head(b"X: " + b"a" * (65536 - rest))).length
+    over = Refused("request head over the limit", 431)
+    assert over == read_head(head(b"X: " + b"a" * (65537 - rest)))
+    assert NeedMore(65536) == read_head(head(b"X: " + b"a" * 65536)[:65535])
+    assert over == read_head(head(b"X: " + b"a" * 65536)[:65536])
+    line = b"GET /" + b"a" * (16384 - 14) + b" HTTP/1.1"
+    assert 16384 == len(line)
+    assert isinstance(read_head(head(line=line)), RequestHead)
+    assert NeedMore(16385) == read_head(line)
+    over = Refused("request line over the limit", 414)
+    assert over == read_head(b"A" + line) == read_head(head(line=b"A" + line))
+    assert LINE_END == read_head(line + b"\n")
+    assert over == read_head(b"A" + line + b"\n"), "what comes first decides"
+    assert LINE_END == read_head(head(b"X: a\nb", line=line))
+
+
+def test_a_head_has_at_most_128_headers():
+    assert 128 == len(read_head(head(*[b"X: a"] * 127)).headers)
+    assert Refused("too many headers", 431) == read_head(head(*[b"X: a"] * 128))
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (b"http://a.test", (b"http", b"a.test", b"/")),
+        (b"https://a.test:1/x?y", (b"https", b"a.test:1", b"/x?y")),
+        (b"http://a.test?x/y?", (b"http", b"a.test", b"/?x/y?")),
+        (b"http:///x", (b"http", b"", b"/x")),
+        (b"http://a.test#x", None),
+        (b"HTTP://a.test/", None),
+        (b"ftp://a.test/", None),
+        (b"/x", None),
+    ],
+)
+def test_an_absolute_target_is_taken_apart(target, expected):
+    assert expected == split_absolute(target)

@@ -236,6 +236,14 @@ def test_the_names_that_are_held_are_bounded() -> None:
     assert None is over(f"x.{ZONE}", wide, names, now=3610.0)
 
 
+def test_the_names_of_an_hour_ago_are_held_no_longer() -> None:
+    """Hour after hour one zone may have as many."""
+    wide = policy(f"*.{ZONE}", dns=DnsSettings(unique_names=1_000_000))
+    names = NameBudget(Ledger.fresh())
+    for hour in range(2):
+        assert all(names.admit(wide, f"{number}.{ZONE}", 10.0 + 3600 * hour) is None for number in range(26_000))
+
+
 def test_the_rate_is_refilled_by_time_up_to_the_burst() -> None:
     settings, names = DnsSettings(query_rate=2, query_burst=3), NameBudget(Ledger.fresh())
 
