@@ -178,3 +178,44 @@ def test_what_is_no_json_is_refused(text: bytes) -> None:
     """Also what only some readers take for JSON."""
     with pytest.raises(ApiPolicyError, match=r"^invalid policy: not valid JSON$"):
         decode_json(text, "invalid policy: ")
+
+
+@pytest.mark.parametrize("value", [7, {}, "a.test", ["a.test", 7], [None]])
+def test_a_delete_is_a_list_of_texts(value: Any) -> None:
+    with pytest.raises(ApiPolicyError, match=r"^invalid delete targets: expected an array of strings$"):
+        parse_delete(value)
+    assert ("a.test", " ") == parse_delete(["a.test", " "])
+
+
+def test_a_target_that_is_unknown_does_not_end_a_delete() -> None:
+    policy = parse_network_policy({"egress": [rule("allow", "a.test"), rule("deny", "b.test")]})
+    assert [] == list(delete_targets(policy, ["no target", " a.test ", "c.test", "b.test"]).rules)
+
+
+def test_a_target_has_at_most_1024_characters() -> None:
+    """An address may be written with zeros; a longer text is not even read."""
+    with pytest.raises(ValueError, match="target too long"):
+        canonical_target("a" * 1025)
+    with pytest.raises(ValueError, match="longer than 253"):
+        canonical_target("a" * 1024)
+
+
+def test_a_list_of_rules_is_bounded_before_it_is_read() -> None:
+    for value in ([7] * (MAX_RULES + 1), [rule("allow", "a.test")] * (MAX_RULES + 1)):
+        with pytest.raises(
+            ApiPolicyError, match=rf"^egress rule total count {MAX_RULES + 1} exceeds limit {MAX_RULES}$"
+        ):
+            parse_network_policy({"egress": value})
+
+
+def test_what_is_shown_of_a_wrong_value_is_one_short_line_of_ascii() -> None:
+    for target, shown in {
+        "a\r\nb": "a\\r\\nb",
+        "\u00e4 b": "\\xe4 b",
+        "x" * 300 + "/": "x" * 200,
+    }.items():
+        with pytest.raises(ApiPolicyError) as caught:
+            parse_network_policy({"egress": [rule("allow", target)]})
+        assert f'invalid policy: unsupported target "{shown}"' == str(caught.value)
+    with pytest.raises(ApiPolicyError, match=r'^invalid policy: unsupported target "7"$'):
+        parse_network_policy({"egress": [{"action": "allow", "target": 7}]})
