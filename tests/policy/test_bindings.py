@@ -141,6 +141,14 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "paths beside one another": ({"paths": ["/a/*"]}, {"paths": ["/b/*"]}, False),
     "a longer path is no tie-break": ({"paths": ["/a/*"]}, {"paths": ["/a/b/*"]}, True),
     "an exact host wins over a wildcard": ({"hosts": ["a.good.test"]}, {"hosts": ["*.good.test"]}, False),
+    "a path below the second prefix": ({"paths": ["/a*", "/b*"]}, {"paths": ["/b/x"]}, True),
+    "a path below the first prefix": ({"paths": ["/a*", "/b*"]}, {"paths": ["/a/x"]}, True),
+    "one path of two below a prefix": ({"paths": ["/a/*", "/c/*"]}, {"paths": ["/c/x", "/z"]}, True),
+    "a prefix behind two of which one covers the other": ({"paths": ["/a*", "/ab*", "/b*"]}, {"paths": ["/b/x"]}, True),
+    "the wider of two prefixes": ({"paths": ["/a*", "/ab*"]}, {"paths": ["/ac"]}, True),
+    "a path beside a prefix": ({"paths": ["/a*"]}, {"paths": ["/b"]}, False),
+    "a path above a prefix": ({"paths": ["/a/*"]}, {"paths": ["/a"]}, False),
+    "an exact path twice": ({"paths": ["/a", "/b"]}, {"paths": ["/b", "/c"]}, True),
     "one wildcard inside another": ({"hosts": ["*.a.good.test"]}, {"hosts": ["*.good.test"]}, True),
 }
 
@@ -149,12 +157,13 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 def test_bindings_that_could_match_one_request_are_refused(case: str) -> None:
     """Names in sorted order, whatever the order given."""
     first, second, conflict = PAIRS[case]
-    values = [binding(first, name="z"), binding(second, name="a")]
-    if not conflict:
-        assert 2 == len(parse_bindings(values))
-        return
-    with pytest.raises(ApiPolicyError, match=r'^bindings "a" and "z" can match the same request$'):
-        parse_bindings(values)
+    for names in (("z", "a"), ("a", "z")):
+        values = [binding(match, name=name) for match, name in zip((first, second), names, strict=True)]
+        if not conflict:
+            assert 2 == len(parse_bindings(values))
+            continue
+        with pytest.raises(ApiPolicyError, match=r'^bindings "a" and "z" can match the same request$'):
+            parse_bindings(values)
 
 
 _HOSTS = st.sampled_from(["a.good.test", "b.a.good.test", "*.good.test", "*.a.good.test", "*.b.good.test"])
@@ -273,6 +282,25 @@ MORE_REFUSED: dict[str, tuple[Any, str]] = {
         binding({"hosts": ["a.test", 7]}),
         'binding "b": match.hosts must be an array of strings',
     ),
+    "hosts that are a text": (binding({"hosts": "ab"}), 'binding "b": match.hosts must be an array of strings'),
+    "ports that are a text": (binding({"ports": "443"}), 'binding "b": match.ports must be an array of integers'),
+    "headers that are an object": (
+        binding(auth={"type": "customHeaders", "headers": {"name": "x-a", "credential": "c"}}),
+        'binding "b": customHeaders auth requires headers',
+    ),
+    "an empty list of headers": (
+        binding(auth={"type": "customHeaders", "headers": []}),
+        'binding "b": customHeaders auth requires headers',
+    ),
+    "no kind": (binding(auth={"credential": "c"}), 'binding "b": unsupported auth type ""'),
+    "an API key without a name": (
+        binding(auth={"type": "apiKey", "credential": "c"}),
+        'binding "b": invalid credential header name ""',
+    ),
+    "a host that is not ASCII": (
+        binding({"hosts": ["\u00e4/b.test"]}),
+        'binding "b": host "\\xe4/b.test" must not include scheme or path',
+    ),
     "1025 methods": (binding({"methods": ["GET"] * 1025}), 'binding "b": match.methods must be an array of strings'),
     "1025 ports": (binding({"ports": [443] * 1025}), 'binding "b": match.ports must be an array of integers'),
     "a port that is a bool": (binding({"ports": [True]}), 'binding "b": match.ports must be an array of integers'),
@@ -349,6 +377,17 @@ def test_the_longest_parts_of_a_binding_pass() -> None:
     assert parse_binding(binding({"ports": [443] * 1023 + [80]}))
     headers = [{"name": f"x-{number}", "credential": "c"} for number in range(32)]
     assert 32 == len(parse_binding(binding(auth={"type": "customHeaders", "headers": headers})).headers)
+
+
+def test_blanks_and_case_of_a_binding_are_folded() -> None:
+    match = {"hosts": [" *.Good.TEST "], "schemes": [" HTTPS "], "methods": [" get "], "paths": [" /a "]}
+    parsed = parse_binding(binding(match))
+    assert (("*.good.test",), ("https",), ("GET",), ("/a",)) == (
+        parsed.hosts,
+        parsed.schemes,
+        parsed.methods,
+        parsed.paths,
+    )
 
 
 def test_the_places_of_bindings_are_counted() -> None:
