@@ -131,6 +131,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     options.workdir.mkdir(parents=True, exist_ok=True)
+    print(f"the mutants are in {options.workdir}")
     if not (options.workdir / "mutants").exists():
         prepare(AREAS[options.area], options.workdir)
     log = options.workdir / "mutmut.log"
