@@ -16,7 +16,7 @@ from gateway.config import GatewayConfig, GatewayLimits
 from gateway.dns_logic import Outcome
 from gateway.engine import SecretRefused
 from gateway.ledger import Ledger
-from gateway.ports import LeasedSecrets, StreamDialler
+from gateway.ports import LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.resolver import Resolution, Resolver
 from gateway.upstream import DialError, DialFailure, Dialler, judge, own_address
 from policy.compile import compile_named
@@ -379,6 +379,34 @@ async def test_a_change_of_policy_cuts_connections_to_addresses_that_it_denies()
     for end in ends:
         end.close()
     server.close()
+
+
+async def test_a_connection_is_not_handed_out_if_the_policy_changed_while_it_was_made() -> None:
+    """The dialler has judged and connected; before its caller has the connection, the policy denies the address."""
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    config = configured(allowing(port))
+    clock = asyncio.get_running_loop().time
+
+    class Overtaken(Dialler):
+        async def dial(self, *arguments: Any) -> Any:
+            nonlocal config
+            connection = await super().dial(*arguments)
+            config = replace(config, policy=replace(config.policy, always_deny=("127.0.0.0/8",)))
+            return connection
+
+    dialler = Overtaken(Resolver((), clock), lambda: config, lambda: True, clock)
+    streams = StreamDialler(dialler, Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None), Recorded())
+    with pytest.raises(ConnectionError, match="the policy changed"):
+        await streams.dial("good.test", port, Scheme.HTTPS, FLOW)
+    server.close()
+
+
+def test_without_a_configuration_every_request_is_denied() -> None:
+    decider = PolicyDecider(lambda: None)
+
+    assert Deny("unconfigured", "no policy is active yet") == decider.decide_request(request())
+    assert () == decider.secrets_to("good.test")
 
 
 class Waiting(Resolver):

@@ -29,6 +29,7 @@ from gateway.full.identity import LeafMint
 from gateway.full.layers import Root, StrictHttpLayer
 from gateway.full.pin import Commands, Pin
 from gateway.hello import Hello
+from policy.decision import Deny
 from policy.facts import FlowFacts, Scheme
 from tests.gateway.full.conftest import SECRET, Lab, Rig
 from tests.gateway.full.test_gate import Bench, request
@@ -107,9 +108,10 @@ async def test_a_connection_is_opened_to_the_one_destination_for_an_allowed_requ
 
 
 async def test_a_denied_request_opens_nothing(made: Made) -> None:
-    made.bench.ports.decision = None
-    with pytest.raises(TypeError):
-        await made.bench.asked()
+    made.bench.ports.decision = Deny("r", "denied")
+    denied = await made.bench.asked()
+    assert denied.response is not None
+    assert 403 == denied.response.status_code
     await made.connection.open_connection(commands.OpenConnection(Server(address=(HOST, 443))))
     assert 0 == made.dials.asked
 
