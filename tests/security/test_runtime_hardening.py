@@ -137,16 +137,22 @@ def unexpected(place: str, doors: dict[str, str], answers: dict[str, dict[str, s
     return {name: (answer, expected[name]) for name, answer in doors.items() if answer != expected[name]}
 
 
-@pytest.fixture(name="small")
-def _small(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
-    """A sandbox of its own, with little of everything."""
-    sandbox = stack.create(runtime, resource={"memory": "256Mi", "cpu": "500m", "pids": "128"})
+@contextlib.contextmanager
+def ended(sandbox: SandboxSync) -> Iterator[SandboxSync]:
+    """Remove a sandbox at the end, whatever runs in it."""
     try:
         yield sandbox
     finally:
         with contextlib.suppress(SandboxException):  # a test may have done it
             sandbox.kill()
         sandbox.close()
+
+
+@pytest.fixture(name="small")
+def _small(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
+    """A sandbox of its own, with little of everything."""
+    with ended(stack.create(runtime, resource={"memory": "256Mi", "cpu": "500m", "pids": "128"})) as sandbox:
+        yield sandbox
 
 
 def host_pid(stack: Stack, sandbox: str) -> int:
@@ -381,7 +387,7 @@ def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> No
 def test_bombs_end_at_the_limit_of_processes_and_nobody_else_notices(runtime: str, stack: Stack) -> None:
     """Processes and threads that make more of themselves are refused; execd and a neighbour go on, removal is quick."""
     # On runsc a hundred interpreters take half a GiB: with less the sandbox would end at that limit.
-    with contextlib.closing(stack.create(runtime, resource={"memory": "1Gi", "cpu": "500m", "pids": "128"})) as hog:
+    with ended(stack.create(runtime, resource={"memory": "1Gi", "cpu": "500m", "pids": "128"})) as hog:
         container = stack.host("inspect", sandbox=str(hog.id))["container"]
         group = next(path for path in Path("/sys/fs/cgroup").glob(f"**/{container}/pids.max"))
         endpoint = hog.get_endpoint(44772)
@@ -398,14 +404,12 @@ def test_bombs_end_at_the_limit_of_processes_and_nobody_else_notices(runtime: st
         assert 64 < int((group.parent / "pids.current").read_text()) <= host
         with httpx.Client(headers=endpoint.headers, timeout=HOGGED_SECONDS) as client:
             assert {200} == {client.get(f"http://{endpoint.endpoint}/ping").status_code for _ in range(20)}
-        with contextlib.closing(stack.create(runtime)) as neighbour:
+        with ended(stack.create(runtime)) as neighbour:
             assert "here" in printed(neighbour, "echo here")
-            neighbour.kill()
         assert state_within(stack, str(hog.id), {"Running"}) == "Running"
         key = {"OPEN-SANDBOX-API-KEY": stack.api_key}
-        assert (
-            204 == httpx.delete(f"{stack.base}/v1/sandboxes/{hog.id}", headers=key, timeout=HOGGED_SECONDS).status_code
-        )
+        removed = httpx.delete(f"{stack.base}/v1/sandboxes/{hog.id}", headers=key, timeout=HOGGED_SECONDS)
+        assert 204 == removed.status_code, removed.text
 
 
 def test_processor_time_is_limited(stack: Stack, small: SandboxSync) -> None:
