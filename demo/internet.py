@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.pki import Authority, make_authority, write_host_certificate
+from demo.with_parent import with_parent
 from lifecycle.posture import attempts, capture, ways_out
 
 GIT = "git.bank.example"
@@ -201,7 +202,7 @@ class Internet:
     def _start(self, module: str, netns: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a server process in the namespace at `netns`; returns when it says that it listens."""
         process = subprocess.Popen(
-            ["nsenter", f"--net={netns}", sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE
+            with_parent("nsenter", f"--net={netns}", sys.executable, "-m", module, *arguments), stdout=subprocess.PIPE
         )
         assert process.stdout is not None  # noqa: S101 - stdout=PIPE above
         if process.stdout.readline().strip() != b"ready":

@@ -18,6 +18,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.internet import DNS_ADDRESS, Internet, whole_lines
 from demo.traces import Traces, take
+from demo.with_parent import with_parent
 from runtimes.slot_pool import AHEAD
 from wire import frames
 
@@ -117,7 +118,7 @@ data_root = "{self._docker_data}"
         self.config.write_text(self.settings)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command,
+                with_parent(*self.command, signal="TERM"),  # it removes its sandboxes then
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

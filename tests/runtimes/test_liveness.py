@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from demo.with_parent import with_parent
 from runtimes import liveness
 from runtimes.liveness import CPU_SECONDS, IDLE_SECONDS, MOST, Liveness, Sample, observe, within
 
@@ -102,7 +103,8 @@ KINDS = {
 def test_what_a_process_does_is_read_from_the_kernel(kind: str) -> None:
     """A stopped process wants no processor, whatever it was doing."""
     program, busy = KINDS[kind]
-    with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE) as process:
+    command = with_parent(sys.executable, "-c", f"print(flush=True)\n{program}")
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
@@ -128,7 +130,7 @@ async def test_what_a_process_does_instead_of_answering_gains_it_no_time(
 ) -> None:
     """Asleep or busy, with one thread or more: its own seconds go by."""
     monkeypatch.setattr(liveness, "MOST", 10**6)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    process = await asyncio.create_subprocess_exec(*with_parent(sys.executable, "-c", program))
     try:
         async with asyncio.timeout(60):
             with pytest.raises(TimeoutError):
