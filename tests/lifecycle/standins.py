@@ -30,7 +30,7 @@ from lifecycle.clock import Clock
 from lifecycle.creation import Limits
 from lifecycle.policies import Policies
 from lifecycle.quantities import Resources
-from lifecycle.serve import http_settings
+from lifecycle.serve import http_settings, prepare
 from lifecycle.serve_config import ServeConfig
 from lifecycle.transaction import Bounds
 from policy.compiled import CompiledPolicy
@@ -45,6 +45,27 @@ IMAGE = "base:latest"
 
 _routes: list[Any] = []
 """The applications of servers that have ended: building one takes longer than the rest of a start."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn that ends as soon as `ends` is set, and waits only for connections that there are."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ends = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.ends.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # those that were idle are closed
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
 
 
 class StandIn:
@@ -346,7 +367,7 @@ class World:
         server = replace(server, edge=replace(server.edge, api=routes))
         listener = _listener(self.port)
         self.port = listener.getsockname()[1]
-        running = uvicorn.Server(http_settings(server.edge, self.config))
+        running = HttpServer(http_settings(server.edge, self.config))
         running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         async with server.running():
             task = asyncio.create_task(running.serve(sockets=[listener]))
@@ -355,7 +376,7 @@ class World:
             try:
                 yield self
             finally:
-                running.should_exit = True
+                running.ends.set()
                 await task
                 listener.close()
                 _routes.append(routes)
@@ -409,7 +430,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if backend is not None:
-                backend.should_exit = True
+                backend.ends.set()
                 await backend.finished.wait()  # type: ignore[attr-defined]
 
 
@@ -492,9 +513,9 @@ class Program:
 
 
 def _listener(port: int) -> socket.socket:
-    """Listen as `serve` does: else each answer waits 40 ms for its client's delayed acknowledgement."""
+    """Listen on loopback, with what `serve` sets."""
     listener = socket.create_server(("127.0.0.1", port))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prepare(listener)
     return listener
 
 
@@ -503,12 +524,12 @@ async def _gone(receive: Any) -> None:
         pass
 
 
-async def _backend(hostd: StandInHostd) -> uvicorn.Server:
+async def _backend(hostd: StandInHostd) -> HttpServer:
     program = Program()
     hostd.program = program  # type: ignore[attr-defined]
     listener = _listener(0)
     hostd.backend = listener.getsockname()[1]
-    server = uvicorn.Server(
+    server = HttpServer(
         uvicorn.Config(
             program, http="h11", ws="websockets-sansio", lifespan="off", log_config=None, timeout_graceful_shutdown=1
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -327,11 +328,14 @@ class Rig:
         )
 
     async def exchange(self, raw: bytes, host: str = "good.test") -> bytes:
-        """Send `raw`, then read until the other side closes or has been silent for a moment."""
+        """Send `raw`, then read until the other side closes or has been silent for a moment.
+
+        The moment is short once there is a whole answer for each request.
+        """
         reader, writer = await self.connect(host)
         writer.write(raw)
         try:
-            return await read_all(reader)
+            return await read_all(reader, asked=raw)
         finally:
             writer.close()
 
@@ -343,11 +347,48 @@ class _OnlyH2(ssl.SSLContext):
         super().set_alpn_protocols(["h2"])
 
 
-async def read_all(reader: asyncio.StreamReader, quiet: float = 0.7) -> bytes:
+_SOON, _FIRST = 0.1, 10.0
+_REQUEST = re.compile(rb"^([A-Z]+) \S+ HTTP/1\.[01]\r\n", re.MULTILINE)
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
+
+
+def answered(asked: bytes, data: bytes) -> bool:
+    """Whether `data` has a whole final HTTP/1.1 answer to each request in `asked`; False where that is not certain."""
+    methods = _REQUEST.findall(asked)
+    while methods:
+        head, found, rest = data.partition(b"\r\n\r\n")
+        status = head[9:12]
+        if not found or not status.isdigit() or status == b"101":
+            return False
+        data = rest
+        if status.startswith(b"1"):
+            continue
+        if methods.pop(0) == b"HEAD" or status in (b"204", b"304"):
+            continue
+        if _CHUNKED.search(head):
+            _, found, data = rest.partition(b"0\r\n\r\n")
+            if not found:
+                return False
+            continue
+        length = _LENGTH.search(head)
+        if length is None or len(rest) < int(length[1]):
+            return False
+        data = rest[int(length[1]) :]
+    return True
+
+
+async def read_all(reader: asyncio.StreamReader, quiet: float = 0.7, asked: bytes = b"") -> bytes:
+    """Read until the end or a silence of `quiet` seconds; if `asked` is given, of a short one once it is answered.
+
+    What begins an answer to `asked` is waited for longer: a busy machine is silent, too.
+    """
     data = b""
     try:
         while True:
-            async with asyncio.timeout(quiet):
+            if asked and answered(asked, data):
+                quiet = _SOON
+            async with asyncio.timeout(quiet if data or not asked else _FIRST):
                 part = await reader.read(65536)
             if not part:
                 return data
