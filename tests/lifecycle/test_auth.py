@@ -316,6 +316,7 @@ def test_counts_are_bounded_in_number() -> None:
     ("one", "other", "same"),
     [
         ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:0:ffff::1", True),
         ("2001:db8::1", "2001:db8:0:1::1", False),
         ("::ffff:192.0.2.1", "192.0.2.1", True),
         ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
