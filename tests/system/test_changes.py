@@ -132,10 +132,10 @@ def askers(stack: Stack, hosts: Sequence[str], **options: Any) -> Iterator[list[
             one.close()
 
 
-def arrivals(internet: Internet, mark: str) -> dict[str, str]:
-    """By id, the authorization of each question that reached a server; each arrives once."""
+def arrivals(internet: Internet, mark: str) -> dict[str, dict[str, Any]]:
+    """By id, what a server noted of each question that reached it; each arrives once."""
     notes = [note for note in internet.notes() if mark in note.get("target", "")]
-    found = {note["target"][1:]: received_field(note, "Authorization") or "" for note in notes}
+    found = {note["target"][1:]: note for note in notes}
     assert len(notes) == len(found), "a question arrived twice"
     return found
 
@@ -219,7 +219,7 @@ async def test_each_request_holds_one_version_of_a_secret(stack: Stack, internet
                 seen = set()
                 for question in asked:
                     if question.id in arrived:
-                        sent = arrived[question.id].removeprefix("Bearer ")
+                        sent = str(received_field(arrived[question.id], "Authorization")).removeprefix("Bearer ")
                         assert sent in possible(states, question), (question, values.index(sent))
                         seen.add(sent)
                     elif len(possible(states, question)) == 1:
