@@ -117,7 +117,7 @@ def test_a_change_that_forbids_applies_whatever_a_sandbox_was_given(
     def used(asker: Asker, since: float) -> bool:
         arrived = arrivals(internet, asker.mark)
         return bool(arrived) and any(  # the client has opened its file before its first question
-            value in str(arrived[question.id]["headers"])
+            value in str(arrived[question.id])
             for question in asked(asker)
             if question.id in arrived and question.began > since
         )
