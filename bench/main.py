@@ -14,7 +14,7 @@ from types import FrameType
 from bench import create, execd, first_code, policy_change, requests
 from bench.figures import Figure, describe, machine, table
 from bench.ground import BenchError, Ground, ground
-from demo.internet import InternetError
+from demo.internet import PREFIX, InternetError
 from demo.stack import StackError
 
 BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
@@ -25,7 +25,6 @@ BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
     "code": first_code.measure,
 }
 ROUNDS = 20
-PREFIX = "spdemo"
 
 
 class Interrupted(BaseException):

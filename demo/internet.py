@@ -54,6 +54,9 @@ LOCAL_CANARY_PORTS = ways_out.HOST_PORTS
 """Ports on which the upstream namespace itself answers: the "host's own services" no sandbox may reach."""
 
 
+PREFIX = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
+"""How the names of namespaces begin; `./run` gives each home a prefix of its own."""
+
 in_namespace = capture.in_namespace
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 from demo.attempts import ATTEMPTS
 from demo.control import run_controls
 from demo.far_end import FarEndWatch
-from demo.internet import API, ATTACKER, GIT, INDEX, Internet
+from demo.internet import API, ATTACKER, GIT, INDEX, PREFIX, Internet
 from demo.sandboxes import Controls, DemoSandbox, Secrets, empty_image_works
 from demo.stack import Stack
 from demo.table import Row, print_table
@@ -61,9 +61,7 @@ def demo(directory: Path, rows: list[Row]) -> str:
     """
     values = make_secrets()
     say("building an internet with an attacker in it")
-    with Internet(
-        "spdemo", directory / "internet", {"git": values.git, "index": values.index, "api": values.api}
-    ) as net:
+    with Internet(PREFIX, directory / "internet", {"git": values.git, "index": values.index, "api": values.api}) as net:
         say("control runs: each attempt from a place without a gate, on the kernel of each runtime")
         controls = {runtime: run_controls(net, runtime) for runtime in RUNTIMES}
         say("starting Sallyport")

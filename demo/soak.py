@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from demo.census import Census, daemons, descriptors, take
-from demo.internet import Internet
+from demo.internet import PREFIX, Internet
 from demo.stack import EMPTY_IMAGE, Stack
 
 PARALLEL = 4
@@ -172,13 +172,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run soak", description=__doc__, allow_abbrev=False)
     parser.add_argument("--creates", type=int, default=1000)
     creates = parser.parse_args(arguments).creates
-    prefix = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
     accounts = {"git": "a:b", "index": "a:b", "api": "c"}
     with tempfile.TemporaryDirectory(prefix="sallyport-soak-") as name:
         place = Path(name)
         place.chmod(0o711)
         with (
-            Internet(prefix, place / "internet", accounts) as internet,
+            Internet(PREFIX, place / "internet", accounts) as internet,
             Stack(internet, place / "sallyport") as stack,
         ):
             report = soak(stack, creates)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from demo.internet import API, GIT, INDEX, Internet
+from demo.internet import API, GIT, INDEX, PREFIX, Internet
 from demo.sandboxes import Secrets
 from demo.stack import IMAGE, Stack, code_image
 from policy.compiled import CompiledPolicy
 
-INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
+INTERNET = PREFIX
 
 
 class WithCode(Stack):

@@ -26,7 +26,7 @@ from typing import Any
 from demo.chaos.judge import BOUND, Outage, Verdict, judge
 from demo.chaos.kills import Part
 from demo.chaos.run import Settings, run
-from demo.internet import API, Internet
+from demo.internet import API, PREFIX, Internet
 from demo.stack import Stack
 
 POLICY = Path(__file__).with_name("policy.yaml")
@@ -142,9 +142,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
         help="directory for verdict.json, facts.json and server.log; else a new one, below the home directory, for "
         "verdict.json alone",
     )
-    environment = os.environ
-    prefix = environment.get("SALLYPORT_TEST_INTERNET", "spdemo")
-    parser.add_argument("--internet", default=prefix, help="prefix of its namespaces")
+    parser.add_argument("--internet", default=PREFIX, help="prefix of its namespaces")
     options = parser.parse_args(words)
     try:
         options.parts = tuple(Part(name.strip()) for name in options.parts.split(","))

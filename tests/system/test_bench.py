@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.figures import Figure, Goal, describe, quantile, table
-
-INTERNET = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
-
+from tests.stacks import INTERNET
 
 _PROGRAM = """
 import sys, bench.execd, bench.main, bench.requests

@@ -273,11 +273,14 @@ async def test_a_storm_of_calls_ends_in_refusals_and_leaves_nothing() -> None:
 
         async with client(stack) as http, httpx.AsyncClient(base_url=http.base_url, limits=limits, timeout=180) as many:
             many.headers.update(http.headers)
+            storm = time.monotonic()
             polls = [asyncio.create_task(poll(http)) for _ in range(4)]
             await asyncio.gather(*(create(many) for _ in range(500)))
+            storm = time.monotonic() - storm
             over.set()
             await asyncio.gather(*polls)
 
         assert {0, 202, 429} >= set(statuses) and statuses[202] and statuses[429], statuses
-        assert max(asked) < 30, sorted(asked)[-5:]
+        print(storm, sorted(asked)[-5:])
+        assert max(asked) < storm / 2, (storm, sorted(asked)[-5:])  # no list waits until the storm is over
         assert {} == settled(stack, before, 120)

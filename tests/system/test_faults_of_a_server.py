@@ -26,11 +26,11 @@ from demo.census import Census, command_lines, take
 from demo.internet import Internet
 from demo.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
 from tests.conftest import ONE_RUNTIME
+from tests.stacks import INTERNET
 
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
-PREFIX = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
 IDLE = ["tail", "-f", "/dev/null"]
 OLD = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.bank.example"}]}
 RULE = {"action": "allow", "target": "status.bank.example"}
@@ -147,7 +147,7 @@ def _faulty() -> Iterator[Faulty]:
         place.chmod(0o711)
         patch.setenv("SALLYPORT_HOME", str(place / "home"))
         patch.setenv("SALLYPORT_RUN_DIR", str(run))
-        with Internet(f"{PREFIX}-faulty", place / "internet", accounts) as internet:
+        with Internet(f"{INTERNET}-faulty", place / "internet", accounts) as internet:
             try:
                 with Faulty(internet, place / "stack") as stack:
                     asyncio.run(_warm(stack))

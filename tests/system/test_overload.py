@@ -21,6 +21,7 @@ from typing import Any, cast
 import pytest
 
 import wire
+from demo.with_parent import with_parent
 from policy.compiled import CompiledPolicy
 from policy.facts import Scheme
 from policy.names import HostPattern
@@ -91,7 +92,7 @@ def starved(pid: int, share: float = 0.25) -> Iterator[None]:
     root = root or Path("/sys/fs/cgroup/cpu" if version == 1 else "/sys/fs/cgroup")
     group = root / f"{PREFIX}-starved"
     group.mkdir()
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOOPS)]
+    loops = [subprocess.Popen(with_parent(sys.executable, "-c", "while True: pass")) for _ in range(LOOPS)]
     try:
         if version == 1:
             (group / "cpu.cfs_period_us").write_text("100000")

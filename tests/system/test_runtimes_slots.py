@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from demo.traces import alive, cookie_of
+from demo.with_parent import with_parent
 from runtimes import netns, netstate, slots
 from runtimes.cgroups import Cgroups, Limits, Processor, remove_container_groups
 from runtimes.netplan import PLAN
@@ -230,7 +231,7 @@ def test_who_computes_without_a_pause_weighs_less_until_he_pauses(tmp_path: Path
     worker = cgroups.create("sandbox.1", Limits())
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     groups = [Path(line.split(" ")[4], "docker", container) for line in lines if " - cgroup" in line]
-    with subprocess.Popen(["python3", "-c", "while True: pass"]) as busy:
+    with subprocess.Popen(with_parent("python3", "-c", "while True: pass")) as busy:
         try:
             for group in groups:
                 group.mkdir(parents=True)

@@ -32,7 +32,6 @@ from tests.anyone import as_anyone
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICKLY = 60.0
 MANAGED = {"managed": True}
 
 
@@ -112,10 +111,8 @@ class Machine:
         )
 
     def refusal(self) -> str:
-        """Start the server, which must refuse soon; return the line that says why."""
-        began = time.monotonic()
+        """Start the server, which must refuse; return the line that says why."""
         done = self.sallyport("serve")
-        assert time.monotonic() - began < QUICKLY
         assert 1 == done.returncode, done.stderr
         lines = [line for line in done.stderr.splitlines() if "cannot run" in line]
         assert 1 == len([line for line in lines if line.endswith("; run: sallyport doctor")]), done.stderr
