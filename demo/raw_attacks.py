@@ -177,9 +177,11 @@ def _run(
             time.sleep(0.2)
             noted, logged = internet.notes()[before:], records()
             verdicts = Verdicts(named, answers, noted, [*gated.since(first[0]), *ungated.since(first[1])], logged)
-            complete = (
-                verdicts.received_requests == verdicts.logged_requests if logged else all(map(verdicts.heard, attacks))
-            )
+            if logged:
+                complete = verdicts.received_requests == verdicts.logged_requests
+                complete &= all(verdicts.expected(one) == verdicts.arrived(one) for one in attacks)
+            else:
+                complete = all(map(verdicts.heard, attacks))
             if complete:
                 break
     return verdicts

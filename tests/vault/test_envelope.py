@@ -34,7 +34,11 @@ def test_every_truncation_is_detected() -> None:
             unseal(KEY, b"context", changed)
 
 
-@pytest.mark.parametrize(("key", "context"), [(bytes(32), b"context"), (KEY, b"other"), (subkey(KEY, "a"), b"context")])
+@pytest.mark.parametrize(
+    ("key", "context"),
+    [(bytes(32), b"context"), (KEY, b"other"), (subkey(KEY, "a"), b"context")],
+    ids=["another key", "another context", "a subkey"],
+)
 def test_another_key_or_context_does_not_open(key: bytes, context: bytes) -> None:
     """An envelope opens only as what it was sealed as."""
     with pytest.raises(EnvelopeError, match=r"^the envelope does not open$"):
