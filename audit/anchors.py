@@ -1,9 +1,6 @@
 """Anchors: what is kept of a log where its writer cannot write, and the comparison with it.
 
-Pure.
-
-    {"version": 1, "ts": "...", "identity": "<fingerprint>", "key": "<fingerprint>", "file": 7, "offset": 81234,
-     "log": "<log hash>", "heads": {"control": [412, "<hash>"], "sbx-..": [17, "<hash>"]}}
+Pure. `wire.anchors` has the text form.
 
 - `log` is the hash over all lines up to byte `offset` of file `file`. As long as that file is there, no byte before
   that place can have changed. A log that ends before it was cut.
@@ -12,49 +9,17 @@ Pure.
 - `identity` is the log's first key, `key` the one in use: another log in the place of this one is found by the first.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-_HASH: Final = re.compile(r"[0-9a-f]{64}")
+from wire.anchors import AnchorError, read_line
+from wire.api.auditd import Anchor
+
 MAX_LINE: Final = 4 * 1024 * 1024
 
 
-class AnchorError(ValueError):
-    """This is no anchor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """One anchor that was kept outside."""
-
-    ts: str
-    identity: str
-    file: int
-    offset: int
-    log: str
-    heads: Mapping[str, tuple[int, str]]
-
-
-def state(
-    *, ts: str, identity: str, key: str, file: int, offset: int, log: str, heads: Mapping[str, tuple[int, str]]
-) -> dict[str, Any]:
-    """Return an anchor as it is written."""
-    return {
-        "version": 1,
-        "ts": ts,
-        "identity": identity,
-        "key": key,
-        "file": file,
-        "offset": offset,
-        "log": log,
-        "heads": {chain: list(head) for chain, head in heads.items()},
-    }
-
-
-def read_anchors(data: bytes) -> list[Outside]:
+def read_anchors(data: bytes) -> list[Anchor]:
     """Return the anchors in `data`, one in each line. A last line without its end is what a killed writer leaves.
 
     Raises:
@@ -64,22 +29,7 @@ def read_anchors(data: bytes) -> list[Outside]:
     whole = [line for line in lines[:-1] if line] or [line for line in lines if line]
     if not whole:
         raise AnchorError("there is no anchor in it")
-    return [_anchor(line) for line in whole]
-
-
-def _anchor(line: bytes) -> Outside:
-    try:
-        body = json.loads(line)
-        heads = {str(chain): (int(seq), str(digest)) for chain, (seq, digest) in body["heads"].items()}
-        anchor = Outside(
-            str(body["ts"]), str(body["identity"]), int(body["file"]), int(body["offset"]), str(body["log"]), heads
-        )
-        hashes = (anchor.identity, anchor.log, *(digest for _, digest in heads.values()))
-        if body["version"] != 1 or not all(map(_HASH.fullmatch, hashes)):
-            raise ValueError("not an anchor")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise AnchorError("a line of it is no anchor") from None
-    return anchor
+    return [read_line(line) for line in whole]
 
 
 @dataclass(slots=True)
@@ -96,13 +46,13 @@ class Pins:
     other: dict[tuple[str, int], str] = field(default_factory=dict)
     count: int = 0
 
-    def add(self, anchor: Outside) -> None:
+    def add(self, anchor: Anchor) -> None:
         """Compare with this anchor, too."""
         self.count += 1
         self.identities.setdefault(anchor.identity, anchor.ts)
         self.logs.setdefault((anchor.file, anchor.offset), {}).setdefault(anchor.log, anchor.ts)
-        for chain, (seq, digest) in anchor.heads.items():
-            self.heads.setdefault((chain, seq), {}).setdefault(digest, (anchor.ts, anchor.file))
+        for chain, head in anchor.heads.items():
+            self.heads.setdefault((chain, head.seq), {}).setdefault(head.hash, (anchor.ts, anchor.file))
 
     def reached(self, file: int, offset: int, log: str) -> None:
         """The log hash is `log` at this place."""

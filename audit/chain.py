@@ -36,9 +36,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from audit.records import Fields, canonical
+from wire.api.auditd import CONTROL_CHAIN
 
 ZERO: Final = "0" * 64
-CONTROL: Final = "control"
+CONTROL: Final = CONTROL_CHAIN
 CHECKPOINT: Final = "checkpoint"
 MAX_LINE: Final = 16 * 1024 * 1024
 _CHECKPOINT_CONTEXT = b"sallyport-audit-checkpoint-v1\0"

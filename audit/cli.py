@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from audit import render
-from audit.anchors import AnchorError, Outside, read_anchors
+from audit.anchors import read_anchors
 from audit.chain import CHECKPOINT, CONTROL, LineError, fingerprint, parse_line
 from audit.keys import PUBLIC_NAME, KeyUnusable, load_public
 from audit.layout import HEADS_NAME, file_name, file_numbers, read_verifier, share_chains, signature
 from audit.shares import DIRECTORY, share_lines
 from audit.verifier import Verifier
+from wire import anchors
+from wire.anchors import AnchorError
+from wire.api.auditd import Anchor
 
 type Output = Literal["text", "json", "ecs"]
 
@@ -85,7 +88,7 @@ def anchor(
     if not verifier.ok:
         _report(verifier, sys.stderr)
         return TAMPERED
-    line = json.dumps(verifier.state(), sort_keys=True, separators=(",", ":")) + "\n"
+    line = anchors.line(verifier.state()).decode("ascii")
     if output is None:
         (out or sys.stdout).write(line)
         return OK
@@ -100,12 +103,12 @@ def anchor(
     return OK
 
 
-def _anchors(paths: Iterable[Path]) -> Iterator[Outside]:
+def _anchors(paths: Iterable[Path]) -> Iterator[Anchor]:
     for path in paths:
         yield from read_anchors(path.read_bytes())
 
 
-def _verified(directory: Path, key: str | Path | None, anchors: Sequence[Outside]) -> Verifier | None:
+def _verified(directory: Path, key: str | Path | None, anchors: Sequence[Anchor]) -> Verifier | None:
     """Read the whole log; None if it cannot be read, for a reason that was printed."""
     for attempt in (1, 2, 3):
         try:

@@ -20,11 +20,11 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from audit.records import Decision, Fields, record
+from audit.records import Decision, Fields, RecordError, record
 from wire import NARROW, Client, RemoteError
+from wire.api.auditd import Entry, Record, Records, Value
 
 ACCEPT_TIMEOUT: Final = 5.0
 NOTE_QUEUE: Final = 1024
@@ -96,15 +96,11 @@ class AuditClient:
             AuditUnavailable: not confirmed: the caller must deny.
             audit.records.RecordError: no such kind, decision or field (a programming error).
         """
-        message = _message(record(kind, decision, **fields))
+        request = Record(entry(record(kind, decision, **fields)), durable)
         try:
-            answer = await self._client.call("record", timeout=self._timeout, durable=durable, **message)
+            return (await self._client.ask(request, timeout=self._timeout)).seq
         except (RemoteError, OSError) as error:  # OSError: ConnectionError and TimeoutError
             raise AuditUnavailable(f"{kind} was not recorded: {_why(error)}") from error
-        seq = answer.get("seq")
-        if not isinstance(seq, int):
-            raise AuditUnavailable(f"{kind} was not recorded: the writer's answer is not one")
-        return seq
 
     def note(self, kind: str, decision: Decision | str = Decision.INFO, **fields: object) -> None:
         """Queue one outcome record; when the queue is full it is counted instead and the log will say so.
@@ -208,9 +204,7 @@ class AuditClient:
             gaps = [record("gap", Decision.INFO, count=count, reason=reason) for reason, count in lost.items()]
             notes = self._batch()
             try:
-                await client.call(
-                    "records", timeout=self._timeout, records=[_message(item) for item in (*gaps, *notes)]
-                )
+                await client.ask(Records(tuple(map(entry, (*gaps, *notes)))), timeout=self._timeout)
             except (RemoteError, OSError) as error:
                 for reason, count in lost.items():
                     self._lose(reason, count)
@@ -238,9 +232,20 @@ def _size(item: Fields) -> int:
     return 256 + sum(len(value) if isinstance(value, str | list) else 16 for value in item.values())
 
 
-def _message(item: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name: value for name, value in item.items() if name not in ("kind", "decision")}
-    return {"kind": item["kind"], "decision": item["decision"], "fields": fields}
+def entry(item: Fields) -> Entry:
+    """Return a record as it is sent to auditd."""
+    fields = {name: _value(value) for name, value in item.items() if name not in ("kind", "decision")}
+    return Entry(str(item["kind"]), str(item["decision"]), fields)
+
+
+def _value(value: object) -> Value:
+    match value:
+        case str() | int():
+            return value
+        case list() | tuple():
+            return tuple(value)
+        case _:
+            raise RecordError(f"a field cannot hold a {type(value).__name__}")
 
 
 def _why(error: Exception) -> str:

@@ -20,12 +20,13 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from audit.batch import Entry, gap_entry
 from audit.file_sink import Log, LogUnwritable, Mark, sync
 from audit.pace import Pace
-from wire import RequestError
+from wire import Code, RequestError
+from wire.api import auditd
 
 SYNC_SECONDS: Final = 0.02  # from a write to the start of its sync; with the sync itself below 50 ms
 STALL_SECONDS: Final = 2.0
@@ -104,7 +105,7 @@ class GroupCommit:
         self._touched()
         return seq
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> auditd.Anchor:
         """Return where the log stands, once that much of it is on disk.
 
         Raises:
@@ -298,4 +299,4 @@ def _fail(requests: Iterable[_Request], why: str) -> None:
 
 
 def _unavailable(why: str) -> RequestError:
-    return RequestError("unavailable", f"the log does not accept records: {why}")
+    return RequestError(Code.UNAVAILABLE, f"the log does not accept records: {why}")

@@ -21,9 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from audit.anchors import state
 from audit.batch import Batch, Entry, gap_entry, torn_record
 from audit.chain import (
     CONTROL,
@@ -42,6 +41,7 @@ from audit.records import Fields
 from audit.ring import hexadecimal
 from audit.shares import SHARES_NAME, Kept, Retention, read_kept, split, sweep, write_kept
 from audit.verifier import Verifier
+from wire.api import auditd
 
 CHECKPOINT_RECORDS: Final = 1000
 
@@ -194,16 +194,17 @@ class Log:
         self._since.pop(chain, None)
         return seq
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> auditd.Anchor:
         """Return where the log stands, as an anchor."""
-        return state(
+        return auditd.Anchor(
+            version=auditd.ANCHOR_VERSION,
             ts=self._clock(),
             identity=fingerprint(self._keys.ring.keys[0]),
             key=fingerprint(self._keys.key.public_key()),
             file=self._number,
             offset=self._size,
             log=self.log,
-            heads={chain: (head.seq, head.hash) for chain, head in self.heads.items()},
+            heads={chain: auditd.Head(head.seq, head.hash) for chain, head in self.heads.items()},
         )
 
     @property

@@ -10,12 +10,12 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from audit.anchors import Outside
 from audit.chain import CONTROL, read_anchor
 from audit.keys import EPOCHS_NAME
 from audit.ring import read_ring
 from audit.shares import SHARES_NAME, Kept, parse_kept, read_kept, share_lines
 from audit.verifier import Verifier
+from wire.api.auditd import Anchor
 
 HEADS_NAME: Final = "heads.json"
 _FILE = re.compile(r"audit-(\d{6,})\.jsonl")
@@ -31,7 +31,7 @@ def file_numbers(directory: Path) -> list[int]:
     return sorted(int(match[1]) for entry in directory.iterdir() if (match := _FILE.fullmatch(entry.name)))
 
 
-def read_verifier(directory: Path, identity: Ed25519PublicKey, anchors: Iterable[Outside] = ()) -> Verifier:
+def read_verifier(directory: Path, identity: Ed25519PublicKey, anchors: Iterable[Anchor] = ()) -> Verifier:
     """Return a verifier of the log in `directory` that has read it all.
 
     Args:

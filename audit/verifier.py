@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from audit.anchors import Pins, state
+from audit.anchors import Pins
 from audit.chain import (
     CHECKPOINT,
     CONTROL,
@@ -24,6 +24,7 @@ from audit.chain import (
 from audit.producers import misplaced
 from audit.ring import Ring, hexadecimal, public_key
 from audit.shares import DIRECTORY, Kept, Share
+from wire.api import auditd
 
 _CHAIN: Final = b'"chain":"'  # keys are sorted and a text's quotes escaped: its first place is the chain's name
 _NEXT: Final = b'"next":"'  # for the same reason: only a checkpoint that says so has it
@@ -67,16 +68,17 @@ class Verifier:
         """Whether nothing is wrong."""
         return not self.findings
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> auditd.Anchor:
         """Return where the log stands, as an anchor."""
-        return state(
+        return auditd.Anchor(
+            version=auditd.ANCHOR_VERSION,
             ts=self.last_ts,
             identity=fingerprint(self.ring.keys[0]),
             key=fingerprint(self.ring.keys[self.epoch]),
             file=self._file,
             offset=self.offset,
             log=self.log,
-            heads={chain: (head.seq, head.hash) for chain, head in self.heads.items()},
+            heads={chain: auditd.Head(head.seq, head.hash) for chain, head in self.heads.items()},
         )
 
     def finding(self, text: str) -> None:

@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import resource
 import signal
 import socket
@@ -22,24 +21,23 @@ import sys
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, assert_never
 
 import uvloop
 
 from audit.batch import Entry
-from audit.chain import CONTROL
 from audit.commit import GroupCommit
 from audit.file_sink import Log, LogUnwritable
 from audit.keys import KeyUnusable
-from audit.producers import GATEWAY, HOSTD, KINDS, SERVE, VAULT
+from audit.producers import HOSTD, KINDS, SERVE
 from audit.records import Fields, RecordError, bounded, check_decision, escaped
 from audit.shares import CLOSED_SANDBOXES, CONTROL_SHARE, SANDBOX_SHARE, Retention
-from wire import NARROW, Client, Message, RequestError, inherited_listener, serve_unix
+from wire import NARROW, Client, Code, Done, RequestError, inherited_listener, serve_unix
+from wire.api import auditd
+from wire.api.auditd import CONTROL_CHAIN, Accepted, Anchor, Attach, CloseSandbox, Heads, Record, Records
 from wire.frames import close_all
 
-MAX_ITEMS: Final = 128  # records in one request
 MAX_CHANNELS: Final = 16384
-_IDENT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 _log = logging.getLogger("auditd")
 
@@ -99,7 +97,7 @@ def _number(value: object, least: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a channel belongs to; fixed when it is attached."""
+    """Whose a channel is; fixed when it is attached."""
 
     producer: str
     sandbox: str | None = None
@@ -108,23 +106,25 @@ class Identity:
     @property
     def chain(self) -> str:
         """The chain its records go into."""
-        return self.sandbox or CONTROL
+        return self.sandbox or CONTROL_CHAIN
 
-    def entry(self, kind: object, decision: object, fields: object) -> Entry:
+    def entry(self, asked: auditd.Entry) -> Entry:
         """Return what this producer asks to record.
 
         Raises:
-            RecordError: it is not a record.
+            RequestError: `INVALID`: it is not a record, or not one of this producer's.
         """
-        if not (isinstance(kind, str) and isinstance(decision, str) and isinstance(fields, dict)):
-            raise RecordError("a record needs kind, decision and fields")
-        if kind not in KINDS[self.producer]:
-            raise RecordError(f"{self.producer} does not write records of kind {kind[:64]!r}")
-        record: Fields = {"kind": kind, "decision": check_decision(decision), **escaped(bounded(fields))}
+        try:
+            if asked.kind not in KINDS[self.producer]:
+                raise RecordError(f"{self.producer} does not write records of kind {asked.kind[:64]!r}")
+            fields = escaped(bounded(asked.fields))
+            record: Fields = {"kind": asked.kind, "decision": check_decision(asked.decision), **fields}
+            if self.sandbox is not None and record.get("sandbox", self.sandbox) != self.sandbox:
+                raise RecordError("this channel does not write about another sandbox")
+        except RecordError as error:
+            raise RequestError(Code.INVALID, str(error)) from error
         record["producer"] = self.producer
         if self.sandbox is not None:
-            if record.get("sandbox", self.sandbox) != self.sandbox:
-                raise RecordError("this channel does not write about another sandbox")
             record["sandbox"] = self.sandbox
         if self.generation is not None:
             record["generation"] = self.generation
@@ -141,104 +141,70 @@ class Service:
         self._channels: dict[Client, Identity] = {}
         self._batching: set[Client] = set()
 
-    async def control(self, client: Client, op: str, parameters: Message, fds: list[int]) -> Message:
+    async def control(
+        self, client: Client, request: Record | Records | Attach | CloseSandbox | Heads, fds: list[int]
+    ) -> Done | Accepted | Anchor:
         """Answer one request of the socket, from hostd or `serve`."""
         host = client.peer.uid == self._host_uid
-        if op == "attach" and len(fds) == 1 and host:
-            return self._attach(parameters, fds[0])
+        if isinstance(request, Attach) and host and len(fds) == 1:
+            return self._attach(request, fds[0])
         close_all(fds)
-        match op:
-            case "attach" | "close_sandbox" | "heads" if not host:
-                raise RequestError("forbidden", f"{op} is an operation of hostd")
-            case "attach":
-                raise RequestError("invalid", "attach brings exactly one descriptor")
-            case "ping":
-                return {}
-            case "record" | "records":
-                return await self._record(client, Identity(HOSTD if host else SERVE), op, parameters)
-            case "close_sandbox":
-                sandbox = _identifier(parameters, "sandbox")
+        match request:
+            case Record() | Records():
+                return await self._record(client, Identity(HOSTD if host else SERVE), request)
+            case _ if not host:
+                raise RequestError(Code.FORBIDDEN, "only hostd may attach channels, end chains and read their heads")
+            case Attach():
+                raise RequestError(Code.INVALID, "attach brings exactly one descriptor")
+            case CloseSandbox(sandbox):
                 for channel in [c for c, identity in self._channels.items() if identity.sandbox == sandbox]:
                     del self._channels[channel]
                     await channel.close()
-                return {"seq": await self._writer.close_chain(sandbox)}
-            case "heads":
+                return Accepted(await self._writer.close_chain(sandbox))
+            case Heads():
                 return await self._writer.state()
             case _:
-                raise RequestError("unknown_op", f"unknown operation {op[:64]!r}")
+                assert_never(request)
 
     async def close(self) -> None:
         """End all channels."""
         for channel in list(self._channels):
             await channel.close()
 
-    def _attach(self, parameters: Message, fd: int) -> Message:
+    def _attach(self, request: Attach, fd: int) -> Done:
         try:
-            sandbox = None if parameters.get("sandbox") is None else _identifier(parameters, "sandbox")
-            producer = _identifier(parameters, "producer")
-            if producer != (VAULT if sandbox is None else GATEWAY):
-                raise RequestError("invalid", "a channel is vaultd's, or that of a sandbox's gateway")
-            generation = parameters.get("generation")
-            if generation is not None and (type(generation) is not int or not 1 <= generation < 2**53):
-                raise RequestError("invalid", "generation is a positive integer")
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                raise RequestError("invalid", "the descriptor is not a socket")
-            self._channels = {c: who for c, who in self._channels.items() if not c.closed.is_set()}
+                raise RequestError(Code.INVALID, "the descriptor is not a socket")
+            self._channels = {c: identity for c, identity in self._channels.items() if not c.closed.is_set()}
             if len(self._channels) >= MAX_CHANNELS:
-                raise RequestError("busy", "too many channels")
+                raise RequestError(Code.BUSY, "too many channels")
         except BaseException:
             os.close(fd)
             raise
-        identity = Identity(producer, sandbox, generation)
+        identity = Identity(request.producer, request.sandbox, request.generation)
 
-        async def channel(client: Client, op: str, parameters: Message, fds: list[int]) -> Message:
+        async def channel(client: Client, request: Record | Records, fds: list[int]) -> Accepted:
             close_all(fds)
-            return await self._record(client, identity, op, parameters)
+            return await self._record(client, identity, request)
 
-        client = Client(socket.socket(fileno=fd), channel, takes=NARROW, gives=NARROW)
+        client = Client(socket.socket(fileno=fd), auditd.CHANNEL.handler(channel), takes=NARROW, gives=NARROW)
         client.start()
         self._channels[client] = identity
-        return {}
+        return Done()
 
-    async def _record(self, client: Client, identity: Identity, op: str, parameters: Message) -> Message:
-        try:
-            match op:
-                case "record":
-                    entries = [_entry(identity, parameters)]
-                case "records":
-                    items = parameters.get("records")
-                    if not isinstance(items, list) or not 1 <= len(items) <= MAX_ITEMS:
-                        raise RecordError("records is a list of some records")
-                    entries = [_entry(identity, item) for item in items]
-                case "ping":
-                    return {}
-                case _:
-                    raise RequestError("unknown_op", f"unknown operation {op[:64]!r}")
-        except RecordError as error:
-            raise RequestError("invalid", str(error)) from error
-        durable = parameters.get("durable") is True
-        if op == "record":
-            return {"seq": (await self._writer.submit(client, entries, durable=durable))[-1]}
+    async def _record(self, client: Client, identity: Identity, request: Record | Records) -> Accepted:
+        match request:
+            case Record(asked, durable):
+                return Accepted((await self._writer.submit(client, [identity.entry(asked)], durable=durable))[-1])
+            case Records(many):
+                entries = [identity.entry(asked) for asked in many]
         if client in self._batching:
-            raise RequestError("busy", "one request of many records at a time")
+            raise RequestError(Code.BUSY, "one request of many records at a time")
         self._batching.add(client)
         try:
-            return {"seq": (await self._writer.submit(client, entries, durable=durable))[-1]}
+            return Accepted((await self._writer.submit(client, entries, durable=False))[-1])
         finally:
             self._batching.discard(client)
-
-
-def _entry(identity: Identity, item: Any) -> Entry:
-    if not isinstance(item, dict):
-        raise RecordError("a record is an object")
-    return identity.entry(item.get("kind"), item.get("decision"), item.get("fields", {}))
-
-
-def _identifier(parameters: Message, name: str) -> str:
-    value = parameters.get(name)
-    if not isinstance(value, str) or not _IDENT.fullmatch(value) or (name == "sandbox" and value == CONTROL):
-        raise RequestError("invalid", f"{name} is not an identifier")
-    return value
 
 
 def now() -> str:
@@ -264,7 +230,7 @@ async def run(config: AuditConfig, listener: socket.socket) -> None:
     writer.start()
     accepting = await serve_unix(
         listener,
-        service.control,
+        auditd.CONTROL.handler(service.control),
         allowed_uids=frozenset(config.uids),
         takes=NARROW,
         descriptors_from=frozenset((config.host_uid,)),

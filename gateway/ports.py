@@ -28,11 +28,12 @@ from policy.facts import Destination, RequestFacts, Scheme
 from policy.injection import InjectionPlan
 from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.secret import Secret
+from wire import Code
 
 _STREAM_LIMIT = 64 * 1024
 _ABSENT_SECONDS = 10.0
 # Where vaultd judged the request; its other codes are failures.
-_JUDGED = frozenset({"not_bound", "not_granted", "expired", "unknown_secret"})
+_JUDGED = frozenset({Code.NOT_BOUND, Code.NOT_GRANTED, Code.EXPIRED, Code.UNKNOWN_SECRET})
 
 type _Key = tuple[str, str, int, Scheme]
 

@@ -195,7 +195,7 @@ class Worker:
             return None
         close_all(fds)
         if fds:
-            raise wire.RequestError("bad_request", "descriptors do not belong to this operation")
+            raise wire.RequestError(wire.Code.INVALID, "descriptors do not belong to this operation")
         match op:
             case "configure":
                 async with self._configuring:
@@ -205,7 +205,7 @@ class Worker:
                 digest = self._config.policy.digest if self._config is not None else None
                 return {"digest": digest, "flows": len(self._registry)}
             case _:
-                raise wire.RequestError("unknown_op", "not an operation of a worker")
+                raise wire.RequestError(wire.Code.UNKNOWN_OP, "not an operation of a worker")
 
     async def _replace(self, op: str, fd: int) -> None:
         match op:
@@ -224,21 +224,21 @@ class Worker:
 
     async def _configure(self, parameters: wire.Message) -> str:
         if set(parameters) != {"gateway"}:
-            raise wire.RequestError("bad_request", "configure takes gateway")
+            raise wire.RequestError(wire.Code.INVALID, "configure takes gateway")
         try:
             config = GatewayConfig.from_json(parameters["gateway"])
         except ConfigError as error:
-            raise wire.RequestError("bad_config", str(error)) from error
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from error
         if (config.sandbox, config.generation) != (self._order.sandbox, self._order.generation):
-            raise wire.RequestError("not_mine", "this configuration is of another sandbox or generation")
+            raise wire.RequestError(wire.Code.INVALID, "this configuration is of another sandbox or generation")
         try:
             put_in_place = self._inspection.prepare(config)
         except ValueError as error:
-            raise wire.RequestError("bad_config", "upstream_roots cannot be read") from error
+            raise wire.RequestError(wire.Code.INVALID, "upstream_roots cannot be read") from error
         try:
             await self._audit.accept("gateway.configure", "info", **of_policy(config, None))
         except AuditUnavailable as error:
-            raise wire.RequestError("audit_unavailable", "the change could not be recorded") from error
+            raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the change could not be recorded") from error
         self._config = config
         put_in_place()
         self._resolver.discard()

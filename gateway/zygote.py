@@ -28,6 +28,7 @@ from typing import Any
 
 import wire.frames as frames
 from gateway import birth
+from wire.errors import Code
 from wire.frames import FrameError, Message, close_all
 
 CONTROL_ENV = "SALLYPORT_CONTROL_FD"
@@ -132,11 +133,11 @@ class Zygote:
             case "fork":
                 return {"pid": self._fork(parse_fork(message, fds))}
             case op:
-                raise RefusedError("unknown_op", f"unknown operation {str(op)[:64]!r}")
+                raise RefusedError(Code.UNKNOWN_OP, f"unknown operation {str(op)[:64]!r}")
 
     def _fork(self, order: birth.Order) -> int:
         if len(os.listdir("/proc/self/task")) != 1:
-            raise RefusedError("threads", "the zygote has threads and must be renewed")
+            raise RefusedError(Code.UNAVAILABLE, "the zygote has threads and must be renewed")
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -161,18 +162,18 @@ def parse_fork(message: Message, fds: list[int]) -> birth.Order:
         RefusedError: anything missing, extra, of another type or out of range.
     """
     if set(message) - {"id", "op", "sandbox", "generation", "uid", "gid", "cgroup"}:
-        raise RefusedError("bad_request", "fork has unknown parameters")
+        raise RefusedError(Code.INVALID, "fork has unknown parameters")
     if len(fds) != _FDS:
-        raise RefusedError("bad_request", f"fork takes {_FDS} descriptors")
+        raise RefusedError(Code.INVALID, f"fork takes {_FDS} descriptors")
     sandbox, cgroup = message.get("sandbox"), message.get("cgroup")
     numbers = [message.get(name) for name in ("generation", "uid", "gid")]
     if not isinstance(sandbox, str) or not _SANDBOX.fullmatch(sandbox):
-        raise RefusedError("bad_request", "sandbox is not a sandbox id")
+        raise RefusedError(Code.INVALID, "sandbox is not a sandbox id")
     if not isinstance(cgroup, list) or not all(isinstance(item, str) and item.startswith("/") for item in cgroup):
-        raise RefusedError("bad_request", "cgroup is not a list of absolute directories")
+        raise RefusedError(Code.INVALID, "cgroup is not a list of absolute directories")
     generation, uid, gid = (item if isinstance(item, int) and not isinstance(item, bool) else -1 for item in numbers)
     if generation < 1 or not _MIN_UID <= uid < 2**32 - 1 or not _MIN_UID <= gid < 2**32 - 1:
-        raise RefusedError("bad_request", "generation, uid or gid is not one of a worker")
+        raise RefusedError(Code.INVALID, "generation, uid or gid is not one of a worker")
     return birth.Order(sandbox, generation, uid, gid, tuple(cgroup), birth.Descriptors(*fds))
 
 

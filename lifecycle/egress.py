@@ -258,7 +258,7 @@ class Egress:
         except (Unreachable, wire.RemoteError) as error:
             if _too_large(error):
                 raise VaultText(413, "credential vault is too large") from None
-            if isinstance(error, wire.RemoteError) and error.code == "not_bound":
+            if isinstance(error, wire.RemoteError) and error.code == wire.Code.NOT_BOUND:
                 raise VaultText(400, f"give the value again in the same request: {error.message}") from None
             _log.warning("credential vault of %s not activated: %s", row.id, _brief(error))
             raise VaultText(412, "credential proxy is not ready") from None

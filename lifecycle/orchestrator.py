@@ -227,7 +227,7 @@ class Orchestrator:
             try:
                 await self.hostd.call(op, sandbox=sandbox)
             except wire.RemoteError as error:
-                if error.code == "unknown_op":
+                if error.code == wire.Code.UNKNOWN_OP:
                     raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", f"This server cannot {op} sandboxes.") from None
                 _log.warning("%s of %s failed: %s", op, sandbox, error)
                 raise ApiError(500, f"DOCKER::{failed}", f"{op} failed: {explained(error)}.") from None

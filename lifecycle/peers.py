@@ -10,18 +10,21 @@
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import wire
+from audit.client import entry
+from audit.records import record
 from policy.selection import Selection
 from vault.grants import Grant
+from wire.api.auditd import Record
 
 CALL_TIMEOUT = 20.0
 LAUNCH_TIMEOUT = 120.0
 _log = logging.getLogger(__name__)
 
-TOO_LARGE = "too_large"
+TOO_LARGE = wire.Code.TOO_LARGE
 """The code of a call that was not sent: it does not fit into a frame."""
 
 
@@ -76,6 +79,10 @@ class Daemon:
         if client is not None:
             await client.close()
 
+    async def ask[Answer](self, request: wire.Request[Answer], timeout: float = CALL_TIMEOUT) -> Answer:
+        """Ask and return the answer; errors are those of `call`."""
+        return await self._carried_out(lambda client: client.ask(request, timeout=timeout))
+
     async def call(self, op: str, timeout: float = CALL_TIMEOUT, **parameters: Any) -> wire.Message:
         """Call and return the result.
 
@@ -83,11 +90,13 @@ class Daemon:
             Unreachable: no connection, or no answer in time.
             wire.RemoteError: refused; with `TOO_LARGE` by ourselves.
         """
+        return await self._carried_out(lambda client: client.call(op, timeout=timeout, **parameters))
+
+    async def _carried_out[Answer](self, ask: Callable[[wire.Client], Awaitable[Answer]]) -> Answer:
         try:
-            client = await self._connected()
-            return await client.call(op, timeout=timeout, **parameters)
+            return await ask(await self._connected())
         except wire.FrameError:
-            raise wire.RemoteError(TOO_LARGE, f"{op} is larger than {self.name} can be told") from None
+            raise wire.RemoteError(wire.Code.TOO_LARGE, f"the request is larger than {self.name} takes") from None
         except wire.WrongServer as error:
             _log.error("%s", error)
             raise Unreachable(self.name, error) from None
@@ -145,7 +154,7 @@ class Hostd(Daemon):
         try:
             answer = await self.call("remove", timeout=LAUNCH_TIMEOUT, sandbox=sandbox)
         except wire.RemoteError as error:
-            if error.code in ("unknown_sandbox", "not_found"):
+            if error.code in (wire.Code.UNKNOWN_SANDBOX,):
                 return []
             raise
         return [str(item) for item in answer.get("residue", [])]
@@ -234,5 +243,4 @@ class Auditd(Daemon):
         Raises:
             Unreachable, wire.RemoteError: it was not accepted; what it is about must then not happen.
         """
-        named = fields if sandbox is None else {"sandbox": sandbox, **fields}
-        await self.call("record", kind=kind, decision=decision, fields=named)
+        await self.ask(Record(entry(record(kind, decision, sandbox=sandbox, **fields))))

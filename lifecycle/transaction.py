@@ -184,7 +184,7 @@ class Creations:
         try:
             await self._orchestrator.hostd.image(name)
         except wire.RemoteError as error:
-            if error.code in ("unknown_image", "invalid"):
+            if error.code in (wire.Code.UNKNOWN_IMAGE, wire.Code.INVALID):
                 raise await self._no_image(name) from None
             raise _failure(error) from None
         except Unreachable as error:
@@ -303,15 +303,15 @@ def _failure(error: Exception) -> ApiError:
             return unavailable("AUDIT::UNAVAILABLE", "The audit log does not accept records.")
         case Unreachable():
             return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"Sandbox could not be started: {error}.")
-        case wire.RemoteError(code="unknown_image"):
+        case wire.RemoteError(code=wire.Code.UNKNOWN_IMAGE):
             return ApiError(400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED", error.message)
-        case wire.RemoteError(code="unavailable"):
+        case wire.RemoteError(code=wire.Code.UNAVAILABLE):
             return unavailable("DOCKER::INITIALIZATION_ERROR", f"The host cannot start sandboxes now: {error.message}.")
-        case wire.RemoteError(code="too_large"):
+        case wire.RemoteError(code=wire.Code.TOO_LARGE):
             return invalid("The environment, the command and the policy of this call are too large together.")
-        case wire.RemoteError(code="unknown_secret" | "not_bound"):
+        case wire.RemoteError(code=wire.Code.UNKNOWN_SECRET | wire.Code.NOT_BOUND):
             return invalid(f"The policy needs a secret this server cannot grant: {error.message}.")
-        case wire.RemoteError(code="full" | "disk"):
+        case wire.RemoteError(code=wire.Code.FULL | wire.Code.DISK):
             return busy(f"No room for another sandbox: {error.message}.")
         case wire.RemoteError():
             _log.warning("creation failed: %s: %s", error.code, error.message)

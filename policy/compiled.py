@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from ipaddress import ip_network
 from typing import Any
 
-from policy import codec
 from policy.addresses import IPAddress, IPNetwork
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
@@ -29,6 +28,7 @@ from policy.rules import (
     RuleList,
     network_text,
 )
+from wire import codec
 
 FORMAT = 1
 

@@ -77,7 +77,7 @@ class Compiler:
             case "compile" if parameters.keys() == {"selection"}:
                 return self._compile(parameters["selection"])
             case _:
-                raise wire.RequestError("unknown_op", "not an operation of the compiler")
+                raise wire.RequestError(wire.Code.UNKNOWN_OP, "not an operation of the compiler")
 
     async def follow(self, client: wire.Client) -> None:
         """Tell hostd of each document that comes into force, the one of the start too, until cancelled."""
@@ -93,12 +93,12 @@ class Compiler:
         try:
             policy, _ = Selection.from_json(selection).compiled(self._file.document)
         except ApiPolicyError as error:
-            raise wire.RequestError("invalid", f"selection: {error}"[:300]) from None
+            raise wire.RequestError(wire.Code.INVALID, f"selection: {error}"[:300]) from None
         answer = {"policy": policy.to_json()}
         try:
             encode({"id": _LONGEST_ID, "ok": answer}, wire.WHOLE)
         except FrameError:
-            raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
+            raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for a gateway") from None
         return answer
 
 

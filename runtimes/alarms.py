@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 import wire
 from runtimes.daemons import Daemons
+from wire.api.auditd import Entry, Record
 
 _MOST_PENDING = 256
 _RECORD_SECONDS = 5.0
@@ -37,14 +38,15 @@ class _Alarm:
     sandbox: str | None
     seen: str
 
-    def fields(self, lost: int) -> dict[str, str | int]:
-        """Return the fields of its record."""
+    def entry(self, lost: int) -> Entry:
+        """Return its record; `lost` alarms could not be kept."""
         fields: dict[str, str | int] = {
             "rule": self.finding.rule,
             "reason": self.finding.reason,
             "detail": f"seen at {self.seen}",
         }
-        return fields | ({"sandbox": self.sandbox} if self.sandbox else {}) | ({"count": lost} if lost else {})
+        fields |= ({"sandbox": self.sandbox} if self.sandbox else {}) | ({"count": lost} if lost else {})
+        return Entry("alarm", "deny", fields)
 
 
 class Alarms:
@@ -91,13 +93,8 @@ class Alarms:
                 await self._wake.wait()
             lost = self._lost
             try:
-                await self._daemons.client("auditd").call(
-                    "record",
-                    timeout=_RECORD_SECONDS,
-                    kind="alarm",
-                    decision="deny",
-                    fields=self._pending[0].fields(lost),
-                )
+                record = Record(self._pending[0].entry(lost))
+                await self._daemons.client("auditd").ask(record, timeout=_RECORD_SECONDS)
             except (OSError, wire.FrameError, wire.RemoteError) as error:
                 _log.warning("auditd did not take an alarm: %s", error or type(error).__name__)
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -11,28 +11,24 @@
 
 import asyncio
 import contextlib
-import json
 import logging
-import re
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import wire
 from runtimes.alarms import Finding
 from runtimes.daemons import Daemons
 from runtimes.finish import finished
 from runtimes.kept_lines import KeptLines
+from wire import anchors
+from wire.api.auditd import CONTROL_CHAIN, Anchor, CloseSandbox, Heads
 
 MAX_BYTES: Final = 8 * 1024 * 1024
 _ROUND_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 _CALL_SECONDS = 5.0
-_CONTROL = "control"
-_CHAIN = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_HASH = re.compile(r"[0-9a-f]{64}")
-_TEXTS = ("ts", "identity", "key", "log")
-_NUMBERS = ("file", "offset")
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +50,7 @@ class Chains:
         self._tell = tell
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._last: dict[str, Any] | None = None
+        self._last: Anchor | None = None
         self._done = True
 
     def start(self) -> None:
@@ -90,11 +86,11 @@ class Chains:
         """Keep an anchor and end the chains of sandboxes that are gone; return whether all of it was done."""
         try:
             auditd = self._daemons.client("auditd")
-            anchor = _checked(await auditd.call("heads", timeout=_CALL_SECONDS))
+            anchor = await auditd.ask(Heads(), timeout=_CALL_SECONDS)
             await self._keep(anchor)
-            gone = [chain for chain in anchor["heads"] if chain != _CONTROL and chain not in self._known()]
+            gone = [chain for chain in anchor.heads if chain != CONTROL_CHAIN and chain not in self._known()]
             for chain in gone:
-                await auditd.call("close_sandbox", timeout=_CALL_SECONDS, sandbox=chain)
+                await auditd.ask(CloseSandbox(chain), timeout=_CALL_SECONDS)
         except (OSError, ValueError, wire.RemoteError) as error:
             if self._done:
                 _log.warning("the audit log is not anchored, or a chain not ended: %s", error or type(error).__name__)
@@ -103,67 +99,27 @@ class Chains:
         self._done = True
         return True
 
-    async def _keep(self, anchor: dict[str, Any]) -> None:
+    async def _keep(self, anchor: Anchor) -> None:
         if self._last is None:
             self._last = await asyncio.to_thread(_newest, self._kept)
         last = self._last
-        if last is not None and last["identity"] != anchor["identity"]:
+        if last is not None and last.identity != anchor.identity:
             self._tell(Finding("audit.replaced", "the audit log is not the one that was anchored before"))
             last = None
-        elif last is not None and (anchor["file"], anchor["offset"]) < (last["file"], last["offset"]):
+        elif last is not None and (anchor.file, anchor.offset) < (last.file, last.offset):
             self._tell(Finding("audit.shortened", "the audit log is shorter than it was when it was anchored"))
             last = None
-        if last is not None and last["log"] == anchor["log"]:
+        if last is not None and last.log == anchor.log:
             return
-        known: Mapping[str, object] = {} if last is None else last["heads"]
-        changed = {chain: head for chain, head in anchor["heads"].items() if known.get(chain) != head}
-        await asyncio.to_thread(self._kept.append, _line(anchor | {"heads": changed}), _line(anchor))
+        known: Mapping[str, object] = {} if last is None else last.heads
+        changed = {chain: head for chain, head in anchor.heads.items() if known.get(chain) != head}
+        await asyncio.to_thread(self._kept.append, anchors.line(replace(anchor, heads=changed)), anchors.line(anchor))
         self._last = anchor
 
 
-def _line(anchor: Mapping[str, Any]) -> bytes:
-    return json.dumps(anchor, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def _newest(kept: KeptLines) -> dict[str, Any] | None:
+def _newest(kept: KeptLines) -> Anchor | None:
     """Return the newest anchor that was kept; its heads are those that changed then."""
     for line in reversed(kept.read()):
-        with contextlib.suppress(ValueError):
-            return _checked(json.loads(line))
+        with contextlib.suppress(anchors.AnchorError):
+            return anchors.read_line(line)
     return None
-
-
-def _checked(answer: Any) -> dict[str, Any]:
-    """Return auditd's answer if it is an anchor.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(answer, dict):
-        raise ValueError("auditd's answer is no anchor")
-    anchor = {name: answer.get(name) for name in ("version", *_TEXTS, *_NUMBERS, "heads")}
-    heads = anchor["heads"]
-    good = (
-        anchor["version"] == 1
-        and all(isinstance(anchor[name], str) and len(str(anchor[name])) <= 64 for name in _TEXTS)
-        and all(_is_number(anchor[name]) for name in _NUMBERS)
-        and isinstance(heads, dict)
-        and all(_CHAIN.fullmatch(chain) and _is_head(head) for chain, head in heads.items())
-    )
-    if not good:
-        raise ValueError("auditd's answer is no anchor")
-    return anchor
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _is_head(head: object) -> bool:
-    return (
-        isinstance(head, list)
-        and len(head) == 2
-        and _is_number(head[0])
-        and isinstance(head[1], str)
-        and _HASH.fullmatch(head[1]) is not None
-    )

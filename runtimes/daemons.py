@@ -27,7 +27,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 import wire
 from runtimes import api_listener, predecessor
@@ -43,6 +43,7 @@ from runtimes.supervisor import (
     module_argv,
     ping,
 )
+from wire.api import auditd
 from wire.frames import close_all
 from wire.sockets import LISTEN_FD
 
@@ -313,7 +314,7 @@ class Daemons:
                 async with asyncio.timeout(_UP_SECONDS):
                     await self.reachable("auditd")
                 generation = await asyncio.to_thread(self._vault_generation.next)
-                await self.attach("auditd", ours, sandbox=None, generation=generation, producer="vault")
+                await self.attach("auditd", ours, auditd.Attach(auditd.Producer.VAULT, None, generation))
             except (OSError, ValueError, wire.RemoteError) as error:
                 _log.error("vaultd gets no audit channel: %s", type(error).__name__)
 
@@ -341,7 +342,7 @@ class Daemons:
     async def _from_compiler(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
         close_all(fds)
         if op != "changed" or parameters:
-            raise wire.RequestError("unknown_op", "unknown operation")
+            raise wire.RequestError(wire.Code.UNKNOWN_OP, "unknown operation")
         self._changed()
 
     async def _zygote_ready(self) -> None:
@@ -382,7 +383,7 @@ class Daemons:
         for fd in fds:
             os.close(fd)
         if op != "exited":
-            raise wire.RequestError("unknown_op", "unknown operation")
+            raise wire.RequestError(wire.Code.UNKNOWN_OP, "unknown operation")
         pid, status = parameters.get("pid"), parameters.get("status")
         if isinstance(pid, int) and isinstance(status, int):
             if status < 0 and pid not in self._killed:
@@ -446,9 +447,9 @@ class Daemons:
         self._bound.clear()
         await asyncio.to_thread(self._groups.sweep)
 
-    async def attach(self, name: str, sock: socket.socket, **parameters: Any) -> None:
-        """Hand one end of a worker's channel to a daemon, bound to the identity in `parameters`."""
-        await self.client(name).call("attach", fds=[sock.fileno()], **parameters)
+    async def attach(self, name: str, sock: socket.socket, request: wire.Request[wire.Done]) -> None:
+        """Hand one end of a channel to a daemon, bound to the identity in `request`."""
+        await self.client(name).ask(request, fds=[sock.fileno()])
 
 
 async def _nothing(_restarted: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping
 import wire
 from runtimes.daemons import Daemons
 from runtimes.nft import DROPS
+from wire.api.auditd import Entry, Records
 
 _RECORD_SECONDS = 1.0  # the watch's round waits for it
 _MOST = 64  # records in one request
@@ -44,24 +45,16 @@ class Drops:
         grown = [item for item in self._seen.items() if self._told.get(item[0]) != item[1]][:_MOST]
         if not grown:
             return
-        records = [_record(sandbox, name, count) for (sandbox, name), count in grown]
+        records = tuple(_record(sandbox, name, count) for (sandbox, name), count in grown)
         try:
-            await self._daemons.client("auditd").call("records", timeout=_RECORD_SECONDS, records=records)
+            await self._daemons.client("auditd").ask(Records(records), timeout=_RECORD_SECONDS)
         except (OSError, wire.FrameError, wire.RemoteError) as error:
             _log.warning("auditd did not take what was dropped: %s", error or type(error).__name__)
             return
         self._told.update(grown)
 
 
-def _record(sandbox: str, name: str, count: int) -> wire.Message:
+def _record(sandbox: str, name: str, count: int) -> Entry:
     rule, what = DROPS[name]
-    return {
-        "kind": "drop",
-        "decision": "deny",
-        "fields": {
-            "sandbox": sandbox,
-            "rule": rule,
-            "reason": f"{what}, dropped by the kernel since the sandbox was launched",
-            "count": count,
-        },
-    }
+    reason = f"{what}, dropped by the kernel since the sandbox was launched"
+    return Entry("drop", "deny", {"sandbox": sandbox, "rule": rule, "reason": reason, "count": count})

@@ -331,12 +331,12 @@ class Host:
             "inspect": self._inspect,
         }
         if (operation := operations.get(op)) is None:
-            raise wire.RequestError("unknown_op", f"unknown operation {op[:64]!r}")
+            raise wire.RequestError(wire.Code.UNKNOWN_OP, f"unknown operation {op[:64]!r}")
         return await operation(parameters)
 
     def _parts(self) -> tuple[Docker, Sandboxes]:
         if self._docker is None or self._sandboxes is None:
-            raise wire.RequestError("unavailable", "the host is starting")
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is starting")
         return self._docker, self._sandboxes
 
     async def _ping(self, parameters: wire.Message) -> dict[str, Any]:
@@ -362,15 +362,15 @@ class Host:
     async def _image(self, parameters: wire.Message) -> dict[str, Any]:
         name = _exactly(parameters, "name")
         if not isinstance(name, str):
-            raise wire.RequestError("invalid", "name is not an image name")
+            raise wire.RequestError(wire.Code.INVALID, "name is not an image name")
         if not IMAGE_NAME.fullmatch(name):
-            raise wire.RequestError("unknown_image", "this is no image's name")
+            raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "this is no image's name")
         try:
             image = await self._parts()[0].image(name)
         except UnknownImage:
-            raise wire.RequestError("unknown_image", "there is no such image on this host") from None
+            raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "there is no such image on this host") from None
         except DockerError as error:
-            raise wire.RequestError("docker", str(error)) from error
+            raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
         return {
             "id": image.id,
             "entrypoint": list(image.entrypoint),
@@ -384,7 +384,7 @@ class Host:
         try:
             names = await self._parts()[0].image_names()
         except DockerError as error:
-            raise wire.RequestError("docker", str(error)) from error
+            raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
         configured = [image.name for image in self._config.images if image.name.removesuffix(":latest") in names]
         return {"images": list(dict.fromkeys((*configured, *names)))[:_LISTED_IMAGES]}
 
@@ -394,7 +394,7 @@ class Host:
         except ValidationError as error:
             problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
             place = ".".join(map(str, problem["loc"][:1])) or "launch"
-            raise wire.RequestError("invalid", f"{place}: {problem['msg']}"[:300]) from None
+            raise wire.RequestError(wire.Code.INVALID, f"{place}: {problem['msg']}"[:300]) from None
         _, sandboxes = self._parts()
         await self._watching.wait()
         return await sandboxes.launch(spec)
@@ -402,7 +402,7 @@ class Host:
     async def _configure(self, parameters: wire.Message) -> dict[str, Any]:
         selection, decided = parameters.pop("selection", None), parameters.pop("decided", False)
         if not isinstance(selection, dict) or not isinstance(decided, bool):
-            raise wire.RequestError("invalid", "selection is not an object, or decided is no boolean")
+            raise wire.RequestError(wire.Code.INVALID, "selection is not an object, or decided is no boolean")
         return {"policy": await self._parts()[1].configure(_sandbox(parameters), selection, decided=decided)}
 
     async def _remove(self, parameters: wire.Message) -> dict[str, Any]:
@@ -419,14 +419,14 @@ class Host:
 def _exactly(parameters: wire.Message, name: str | None = None) -> Any:
     """Return parameter `name`; refuse any other."""
     if set(parameters) != ({name} if name is not None else set()):
-        raise wire.RequestError("invalid", "unknown or missing parameters")
+        raise wire.RequestError(wire.Code.INVALID, "unknown or missing parameters")
     return parameters.get(name) if name is not None else None
 
 
 def _sandbox(parameters: wire.Message) -> str:
     value = _exactly(parameters, "sandbox")
     if not isinstance(value, str) or not SANDBOX_ID.fullmatch(value):
-        raise wire.RequestError("invalid", "sandbox is not a sandbox id")
+        raise wire.RequestError(wire.Code.INVALID, "sandbox is not a sandbox id")
     return value
 
 

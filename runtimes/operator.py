@@ -53,15 +53,17 @@ class Operator:
             client = self._daemons.client("compiler")
             answer = await client.call("compile", timeout=COMPILE_SECONDS, selection=selection)
         except wire.FrameError:
-            raise wire.RequestError("too_large", "the policy is too large for the compiler") from None
+            raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for the compiler") from None
         except wire.RemoteError as error:
-            code = error.code if error.code in ("invalid", "too_large") else "unavailable"
+            code = error.code if error.code in (wire.Code.INVALID, wire.Code.TOO_LARGE) else wire.Code.UNAVAILABLE
             raise wire.RequestError(code, error.message[:300]) from None
         except OSError as error:  # ConnectionError and TimeoutError are OSErrors
-            raise wire.RequestError("unavailable", f"no policy is compiled now: {type(error).__name__}") from None
+            raise wire.RequestError(
+                wire.Code.UNAVAILABLE, f"no policy is compiled now: {type(error).__name__}"
+            ) from None
         policy = answer.get("policy")
         if answer.keys() != {"policy"} or not isinstance(policy, dict):
-            raise wire.RequestError("unavailable", "the compiler's answer is no policy")
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the compiler's answer is no policy")
         return policy
 
     def configuration(self, policy: Policy) -> dict[str, Any]:
@@ -89,12 +91,12 @@ class Operator:
         """
         config, maxima = self._config, self._config.maxima
         if spec.runtime not in config.runtimes:
-            raise wire.RequestError("invalid", f"runtime: {spec.runtime} is not allowed on this host")
+            raise wire.RequestError(wire.Code.INVALID, f"runtime: {spec.runtime} is not allowed on this host")
         if spec.disk_bytes is None and (config.disk_limits or maxima.disk_bytes is not None):
-            raise wire.RequestError("invalid", "disk_bytes: this host gives no sandbox an unlimited disk")
+            raise wire.RequestError(wire.Code.INVALID, "disk_bytes: this host gives no sandbox an unlimited disk")
         for name in ("cpu_nanos", "memory_bytes", "pids", "disk_bytes"):
             asked, most = getattr(spec, name), getattr(maxima, name)
             if asked is not None and most is not None and asked > most:
-                raise wire.RequestError("invalid", f"{name}: {asked} is more than the {most} of this host")
+                raise wire.RequestError(wire.Code.INVALID, f"{name}: {asked} is more than the {most} of this host")
         if others >= maxima.sandboxes:
-            raise wire.RequestError("full", f"there are {maxima.sandboxes} sandboxes already")
+            raise wire.RequestError(wire.Code.FULL, f"there are {maxima.sandboxes} sandboxes already")

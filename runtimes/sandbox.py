@@ -100,17 +100,17 @@ async def describe(sandbox: Sandbox, docker: Docker, running: Container[str] = (
     }
 
 
-_CODES: tuple[tuple[type[BaseException], str, Callable[[BaseException], str]], ...] = (
-    (UnknownImage, "unknown_image", lambda error: "there is no such image on this host"),
-    (UnusableImage, "image", str),
-    (DockerError, "docker", str),
-    (DiskError, "disk", str),
-    (netns.NftError, "network", str),
-    (wire.RemoteError, "gateway", str),
-    (wire.FrameError, "too_large", lambda error: "the configuration is too large for a gateway"),
-    (TimeoutError, "timeout", lambda error: "a step took too long"),
-    (ConnectionError, "unavailable", str),
-    (OSError, "host", lambda error: f"{type(error).__name__}: {getattr(error, 'strerror', '')}"),
+_CODES: tuple[tuple[type[BaseException], wire.Code, Callable[[BaseException], str]], ...] = (
+    (UnknownImage, wire.Code.UNKNOWN_IMAGE, lambda error: "there is no such image on this host"),
+    (UnusableImage, wire.Code.IMAGE, str),
+    (DockerError, wire.Code.DOCKER, str),
+    (DiskError, wire.Code.DISK, str),
+    (netns.NftError, wire.Code.NETWORK, str),
+    (wire.RemoteError, wire.Code.GATEWAY, str),
+    (wire.FrameError, wire.Code.TOO_LARGE, lambda error: "the configuration is too large for a gateway"),
+    (TimeoutError, wire.Code.TIMEOUT, lambda error: "a step took too long"),
+    (ConnectionError, wire.Code.UNAVAILABLE, str),
+    (OSError, wire.Code.HOST, lambda error: f"{type(error).__name__}: {getattr(error, 'strerror', '')}"),
 )
 
 

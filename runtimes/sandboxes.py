@@ -58,7 +58,7 @@ _PATIENCE_SECONDS = 5.0
 _CHANNEL_SECONDS = 1.0
 _CONFIRM_SECONDS = 20.0
 _DECIDED_SECONDS = 2.0
-_REFUSALS = frozenset({"bad_config", "bad_request", "not_mine", "audit_unavailable", "internal"})
+_REFUSALS = frozenset({wire.Code.INVALID, wire.Code.AUDIT_UNAVAILABLE, wire.Code.INTERNAL})
 """What a worker may refuse a configuration with; `gateway` is said for anything else."""
 
 _log = logging.getLogger(__name__)
@@ -111,11 +111,11 @@ class Sandboxes:
             wire.RequestError: it cannot be, with a code; nothing of it is left.
         """
         if self.closing:
-            raise wire.RequestError("unavailable", "the host is stopping")
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is stopping")
         if why := self.refusal():
-            raise wire.RequestError("unavailable", f"nothing is launched: {why}"[:300])
+            raise wire.RequestError(wire.Code.UNAVAILABLE, f"nothing is launched: {why}"[:300])
         if spec.sandbox in self._known:
-            raise wire.RequestError("exists", "there is a sandbox of this id")
+            raise wire.RequestError(wire.Code.EXISTS, "there is a sandbox of this id")
         self._operator.judge(spec, len(self._known))
         sandbox = Sandbox(spec.sandbox, 1, spec.runtime)
         self._known[spec.sandbox] = sandbox
@@ -126,7 +126,7 @@ class Sandboxes:
             try:
                 async with self._launching:
                     if sandbox.leaving or self.closing:
-                        raise wire.RequestError("unavailable", "the sandbox is being removed")
+                        raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox is being removed")
                     return await self._launch(sandbox, spec)
             except BaseException as error:
                 residue = await self._unmake(sandbox)
@@ -372,7 +372,7 @@ class Sandboxes:
                 sandbox.selection, sandbox.compiled = selection, policy
             async with self._turn(sandbox, decided=decided):
                 if self._get(name) is not sandbox:  # removed meanwhile, and made again
-                    raise wire.RequestError("unavailable", "the sandbox is being removed")
+                    raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox is being removed")
                 if document == self._documents:
                     return await self._put_in_force(sandbox, selection, policy, decided=decided)
 
@@ -400,7 +400,7 @@ class Sandboxes:
             try:
                 policy = await self._operator.compile(sandbox.selection)
             except wire.RequestError as error:
-                if error.code == "unavailable":  # a compiler that is back says that it has a document
+                if error.code == wire.Code.UNAVAILABLE:  # a compiler that is back says that it has a document
                     return
                 policy = {}
             if policy == sandbox.compiled:
@@ -415,7 +415,7 @@ class Sandboxes:
         if decided:
             self._keep(sandbox, selection, policy)
         if sandbox.worker is None or not sandbox.running:
-            raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox has no gateway worker now")
         try:
             digest = await sandbox.worker.configure(
                 self._operator.configuration(policy), _DECIDED_SECONDS if decided else _CONFIRM_SECONDS
@@ -423,18 +423,18 @@ class Sandboxes:
         except wire.FrameError:
             if decided:
                 sandbox.worker.kill()
-            raise wire.RequestError("too_large", "the policy is too large for a gateway") from None
+            raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for a gateway") from None
         except wire.RemoteError as error:
             # With "internal" it does not say how far it came; and what it has must not stay if that is over.
             unchanged = sandbox.policy == policy_digest({"policy": policy}) != ""
-            if error.code == "internal" or (decided and not unchanged):
+            if error.code == wire.Code.INTERNAL or (decided and not unchanged):
                 sandbox.worker.kill()
-            code = error.code if error.code in _REFUSALS else "gateway"
+            code = error.code if error.code in _REFUSALS else wire.Code.GATEWAY
             raise wire.RequestError(code, error.message[:500]) from error
         except (ConnectionError, TimeoutError) as error:
             # It may have applied it or not. A new worker with the configuration that is known is sure.
             sandbox.worker.kill()
-            raise wire.RequestError("unavailable", "the gateway worker did not confirm") from error
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the gateway worker did not confirm") from error
         former = sandbox.selection, sandbox.compiled, sandbox.policy
         sandbox.selection, sandbox.compiled, sandbox.policy = selection, policy, digest
         try:
@@ -442,7 +442,7 @@ class Sandboxes:
         except OSError as error:
             sandbox.selection, sandbox.compiled, sandbox.policy = former
             sandbox.worker.kill()
-            raise wire.RequestError("unavailable", "the policy could not be written down") from error
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the policy could not be written down") from error
         return digest
 
     @contextlib.asynccontextmanager
@@ -471,7 +471,7 @@ class Sandboxes:
 
     def _get(self, name: str) -> Sandbox:
         if (sandbox := self._known.get(name)) is None:
-            raise wire.RequestError("unknown_sandbox", "there is no such sandbox")
+            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, "there is no such sandbox")
         return sandbox
 
     async def remove(self, name: str) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class SlotPool:
             except BaseException:
                 self._free.append(index)
                 raise
-        raise wire.RequestError("full", "no slot is free")
+        raise wire.RequestError(wire.Code.FULL, "no slot is free")
 
     async def _judged(self, slot: slots.Slot, generation: int | None) -> int | None:
         """Return what the judge says; without one, or if it fails, the slot is not as it was made."""

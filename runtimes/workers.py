@@ -35,6 +35,7 @@ from runtimes.finish import both, finished, together
 from runtimes.guard import Guard
 from runtimes.liveness import within
 from runtimes.output import WORKER, Output, pipe
+from wire.api import auditd, vaultd
 
 _BIRTH_SECONDS = 20.0
 _CONFIGURE_SECONDS = 20.0
@@ -176,10 +177,11 @@ async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Id
     Raises:
         wire.RemoteError, ConnectionError, TimeoutError: it was not taken.
     """
-    who: dict[str, Any] = {"sandbox": identity.sandbox, "generation": identity.generation}
-    if daemon == "auditd":
-        who["producer"] = "gateway"
-    await daemons.attach(daemon, end, **who)
+    requests: dict[str, wire.Request[wire.Done]] = {
+        "auditd": auditd.Attach(auditd.Producer.GATEWAY, identity.sandbox, identity.generation),
+        "vaultd": vaultd.Attach(identity.sandbox, identity.generation),
+    }
+    await daemons.attach(daemon, end, requests[daemon])
 
 
 async def birth(
@@ -255,7 +257,7 @@ async def _asked(
     daemons = {channel: daemon for daemon, channel in _CHANNELS.items()}
     name = parameters.get("name")
     if op != "channel" or not isinstance(name, str) or name not in daemons:
-        raise wire.RequestError("unknown_op", "a worker may ask for a channel")
+        raise wire.RequestError(wire.Code.UNKNOWN_OP, "a worker may ask for a channel")
     ended(daemons[name])
 
 

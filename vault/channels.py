@@ -171,15 +171,15 @@ class Channels:
             case "release":
                 return await self._release(channel, parameters)
             case _:
-                raise wire.RequestError("unknown_op", "a worker may ask for intermediate, release and ping")
+                raise wire.RequestError(wire.Code.UNKNOWN_OP, "a worker may ask for intermediate, release and ping")
 
     def _check_current(self, channel: Channel) -> None:
         if self._channels.get(channel.sandbox) is not channel:
-            raise wire.RequestError("stale_generation", "this channel has been replaced")
+            raise wire.RequestError(wire.Code.STALE_GENERATION, "this channel has been replaced")
 
     async def _intermediate(self, channel: Channel) -> wire.Message:
         if not channel.intermediates.take(self._now()):
-            raise wire.RequestError("rate_limited", "too many intermediates")
+            raise wire.RequestError(wire.Code.RATE_LIMITED, "too many intermediates")
         await self._accept("vault.intermediate", "allow", channel, {})
         self._check_current(channel)
         try:
@@ -196,14 +196,14 @@ class Channels:
         try:
             wanted, method, path, scrub = _wanted(parameters)
         except GrantError as error:
-            self._audit.note("secret.release", "deny", **_who(channel), code="bad_request", reason=str(error))
-            raise wire.RequestError("bad_request", str(error)) from None
+            self._audit.note("secret.release", "deny", **_who(channel), code=wire.Code.INVALID, reason=str(error))
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         about: dict[str, Any] = {**wanted.to_json(), "scheme": str(wanted.scheme), "method": method, "path": path}
         if scrub:
             about["action"] = SCRUB
         if not channel.releases.take(self._now()):
-            self._audit.note("secret.release", "deny", **_who(channel), **about, code="rate_limited")
-            raise wire.RequestError("rate_limited", "too many releases")
+            self._audit.note("secret.release", "deny", **_who(channel), **about, code=wire.Code.RATE_LIMITED)
+            raise wire.RequestError(wire.Code.RATE_LIMITED, "too many releases")
         decision = self._custody.decide(channel.sandbox, wanted, method, path, scrub=scrub)
         match decision:
             case Refusal(code, reason):
@@ -232,7 +232,7 @@ class Channels:
                     limits = {"lease_seconds": seconds, "scope": consent.scope.to_json()}
                     return {"value": value.reveal(), "former": former, **limits}
             case Consent():
-                refused = Refusal("stale_generation", "this channel has been replaced")
+                refused = Refusal(wire.Code.STALE_GENERATION, "this channel has been replaced")
         self._audit.note("secret.release", "deny", **_who(channel), **about, code=refused.code, reason=refused.reason)
         raise wire.RequestError(refused.code, refused.reason)
 
@@ -242,7 +242,7 @@ class Channels:
         try:
             await self._audit.accept(kind, decision, durable=durable, **_who(channel), **fields)
         except AuditUnavailable:
-            raise wire.RequestError("audit_unavailable", "the audit log did not accept the record") from None
+            raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the audit log did not accept the record") from None
 
 
 def _who(channel: Channel) -> dict[str, Any]:

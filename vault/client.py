@@ -33,7 +33,7 @@ class VaultError(Exception):
 class ReleaseRefusedError(VaultError):
     """vaultd answered no; `code` is stable (`not_granted`, `not_bound`, `audit_unavailable`, `rate_limited`...)."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: wire.Code, message: str) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.reason = message
@@ -172,7 +172,7 @@ class VaultClient:
         for fd in fds:
             os.close(fd)
         if op != "revoke":
-            raise wire.RequestError("unknown_op", "a worker only answers revoke")
+            raise wire.RequestError(wire.Code.UNKNOWN_OP, "a worker only answers revoke")
         match parameters.get("secrets"):
             case list() as names:
                 revoked: frozenset[str] | None = frozenset(str(name) for name in names)

@@ -36,6 +36,7 @@ from vault.store import (
     still_former,
     with_former,
 )
+from wire import Code
 
 MAX_SANDBOXES = 8192
 MAX_LEASE = timedelta(seconds=300)
@@ -50,7 +51,7 @@ _log = logging.getLogger(__name__)
 class CustodyError(Exception):
     """A change that is refused; `code` is what the client is told."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -136,11 +137,11 @@ class Custody:
             CustodyError: bad_request, exists, full, unknown_secret, not_bound, expired, name_taken.
         """
         if not _SANDBOX.fullmatch(sandbox) or not _LINEAGE.fullmatch(lineage):
-            raise CustodyError("bad_request", "not a sandbox's or lineage's name")
+            raise CustodyError(Code.INVALID, "not a sandbox's or lineage's name")
         if sandbox in self._sandboxes or self._files.exists(sandbox):
-            raise CustodyError("exists", "the sandbox is open already")
+            raise CustodyError(Code.EXISTS, "the sandbox is open already")
         if len(self._sandboxes) >= MAX_SANDBOXES:
-            raise CustodyError("full", f"{MAX_SANDBOXES} sandboxes are open, the limit")
+            raise CustodyError(Code.FULL, f"{MAX_SANDBOXES} sandboxes are open, the limit")
         granted = frozenset(grants)
         bound = _given(inline, granted if bounds is None else bounds)
         signed = frozenset({ANY}) if names is None else frozenset(names)
@@ -254,7 +255,7 @@ class Custody:
             CustodyError: bad_request; residue: something is still there, call again.
         """
         if not _SANDBOX.fullmatch(sandbox):
-            raise CustodyError("bad_request", "not a sandbox's name")
+            raise CustodyError(Code.INVALID, "not a sandbox's name")
         state = self._sandboxes.get(sandbox)
         if state is not None:
             self._sandboxes[sandbox] = replace(state, grants=frozenset(), inline={}, former={}, bounds=frozenset())
@@ -264,9 +265,9 @@ class Custody:
         ):
             self._lineages.remove(state.lineage)
             if self._lineages.exists(state.lineage):
-                raise CustodyError("residue", "the lineage's root is still there")
+                raise CustodyError(Code.RESIDUE, "the lineage's root is still there")
         if self._files.exists(sandbox):
-            raise CustodyError("residue", "the sandbox's record is still there")
+            raise CustodyError(Code.RESIDUE, "the sandbox's record is still there")
         self._sandboxes.pop(sandbox, None)
 
     def advance(self, sandbox: str, generation: int) -> None:
@@ -277,7 +278,7 @@ class Custody:
         """
         state = self._get(sandbox)
         if generation < max(state.generation, 1):
-            raise CustodyError("stale_generation", "a newer worker has been attached")
+            raise CustodyError(Code.STALE_GENERATION, "a newer worker has been attached")
         if generation > state.generation:
             self._write(replace(state, generation=generation))
 
@@ -291,9 +292,9 @@ class Custody:
         """
         state = self._sandboxes.get(sandbox)
         if state is None:
-            return Refusal("unknown_sandbox", "the sandbox is not open")
+            return Refusal(Code.UNKNOWN_SANDBOX, "the sandbox is not open")
         if not any(grant.covers(wanted) for grant in state.grants):
-            return Refusal("not_granted", "the sandbox was not granted this secret for this destination")
+            return Refusal(Code.NOT_GRANTED, "the sandbox was not granted this secret for this destination")
         if wanted.secret in state.inline:
             return Consent(MAX_LEASE, RequestScope())
         try:
@@ -337,11 +338,11 @@ class Custody:
         state = self._get(sandbox)
         root = self._root(state.lineage)
         if root is None:
-            raise CustodyError("damaged", "the lineage's root is missing")
+            raise CustodyError(Code.DAMAGED, "the lineage's root is missing")
         try:
             return root.issue_intermediate(self._clock(), state.names)
         except AuthorityError as error:
-            raise CustodyError("expired", str(error)) from None
+            raise CustodyError(Code.EXPIRED, str(error)) from None
 
     def users(self, secret: str) -> list[str]:
         """The sandboxes for which `secret` means the stored one."""
@@ -355,24 +356,22 @@ class Custody:
         try:
             return self._sandboxes[sandbox]
         except KeyError:
-            raise CustodyError("unknown_sandbox", "the sandbox is not open") from None
+            raise CustodyError(Code.UNKNOWN_SANDBOX, "the sandbox is not open") from None
 
     def _check(self, state: SandboxState, former: SandboxState | None = None) -> None:
         """Check `state`; grants that `former` had are not asked for again, so that taking others away always works."""
         if max(len(state.grants), len(state.inline), len(state.bounds)) > MAX_GRANTS:
-            raise CustodyError(
-                "full", f"a sandbox has at most {MAX_GRANTS} grants, inline secrets and places of theirs"
-            )
+            raise CustodyError(Code.FULL, f"a sandbox has at most {MAX_GRANTS} grants, inline secrets and their places")
         for name, value in state.inline.items():
             if problem := text_problem(inline_name(name) and value.reveal()):
-                raise CustodyError("unfit", problem)
+                raise CustodyError(Code.INVALID, problem)
             if self._stored(name):
-                raise CustodyError("name_taken", "an inline secret may not have a stored secret's name")
+                raise CustodyError(Code.EXISTS, "an inline secret may not have a stored secret's name")
         bound = within(state.grants, state.bounds)
         for grant in state.grants:
             if grant.secret in state.inline:
                 if grant not in bound:
-                    raise CustodyError("not_bound", f"{grant.secret}: its value was not given for {grant.host}")
+                    raise CustodyError(Code.NOT_BOUND, f"{grant.secret}: its value was not given for {grant.host}")
                 continue
             if former is not None and grant in former.grants and grant.secret not in former.inline:
                 continue
@@ -398,11 +397,11 @@ class Custody:
         except FileNotFoundError:
             return None
         except SealedRecordError:
-            raise CustodyError("damaged", "the lineage's root cannot be read") from None
+            raise CustodyError(Code.DAMAGED, "the lineage's root cannot be read") from None
         try:
             return Root.load(certificate.decode("ascii"), Secret(key.decode("ascii")))
         except AuthorityError as error:
-            raise CustodyError("damaged", str(error)) from None
+            raise CustodyError(Code.DAMAGED, str(error)) from None
 
     def _write(self, state: SandboxState) -> None:
         metadata = {"sandbox": state.sandbox, "lineage": state.lineage, "generation": state.generation}
@@ -443,7 +442,7 @@ def _kept(state: SandboxState, keep: Iterable[str]) -> dict[str, Secret]:
     try:
         return {name: state.inline[name] for name in keep}
     except KeyError:
-        raise CustodyError("unknown_secret", "the sandbox has no inline secret of a name that is to be kept") from None
+        raise CustodyError(Code.UNKNOWN_SECRET, "a name to be kept is of no inline secret") from None
 
 
 def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:

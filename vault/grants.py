@@ -19,6 +19,7 @@ from typing import Any
 from policy.facts import Scheme
 from policy.names import InvalidName, canonical_host, parse_pattern
 from policy.paths import PathPattern, ambiguity
+from wire import Code
 
 MAX_GRANTS = 512
 """Of one sandbox: twice what a credential vault may have, as a change puts new ones beside the old ones first."""
@@ -35,7 +36,7 @@ class GrantError(ValueError):
 class Refusal:
     """Why a secret stays where it is: a stable code and a sentence."""
 
-    code: str
+    code: Code
     reason: str
 
 
@@ -72,12 +73,12 @@ class RequestScope:
     def check(self, method: str | None, path: str | None) -> Refusal | None:
         """Say why a request is outside, None if it is inside. A limit whose fact is missing refuses."""
         if self.methods is not None and (method is None or method not in self.methods):
-            return Refusal("not_bound", "the secret is not bound to this method")
+            return Refusal(Code.NOT_BOUND, "the secret is not bound to this method")
         if self.paths is not None:
             if path is None or ambiguity(path) is not None:
-                return Refusal("not_bound", "the path is missing or could be read in two ways")
+                return Refusal(Code.NOT_BOUND, "the path is missing or could be read in two ways")
             if not any(PathPattern(pattern).matches(path) for pattern in self.paths):
-                return Refusal("not_bound", "the secret is not bound to this path")
+                return Refusal(Code.NOT_BOUND, "the secret is not bound to this path")
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -242,13 +243,13 @@ class Grant:
 def check(binding: SecretBinding, grant: Grant, now: datetime) -> Refusal | None:
     """Say why `grant` is outside of what the secret's owner allows, None if it is within."""
     if binding.expires is not None and now >= binding.expires:
-        return Refusal("expired", "the secret has expired")
+        return Refusal(Code.EXPIRED, "the secret has expired")
     if grant.wildcard or grant.host not in binding.hosts:
-        return Refusal("not_bound", "the secret is not bound to this host")
+        return Refusal(Code.NOT_BOUND, "the secret is not bound to this host")
     if grant.port not in binding.ports:
-        return Refusal("not_bound", "the secret is not bound to this port")
+        return Refusal(Code.NOT_BOUND, "the secret is not bound to this port")
     if grant.scheme not in binding.schemes:
-        return Refusal("not_bound", "the secret is not bound to this scheme")
+        return Refusal(Code.NOT_BOUND, "the secret is not bound to this scheme")
     return None
 
 

@@ -49,20 +49,20 @@ class Operations:
         """Answer one request; see `wire.Handler`."""
         try:
             if op not in _SANDBOX_OPS and connection.peer.uid not in self._administrators:
-                raise wire.RequestError("forbidden", f"uid {connection.peer.uid} may not do this")
+                raise wire.RequestError(wire.Code.FORBIDDEN, f"uid {connection.peer.uid} may not do this")
             if op == "attach":
                 return await self._attach(parameters, fds)
             return await self._answer(op, parameters, f"uid:{connection.peer.uid}")
         except GrantError as error:
-            raise wire.RequestError("bad_request", str(error)) from None
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         except (StoreError, CustodyError) as error:
             raise wire.RequestError(error.code, str(error)) from None
         except MasterKeyError as error:
-            raise wire.RequestError("master_key", str(error)) from None
+            raise wire.RequestError(wire.Code.MASTER_KEY, str(error)) from None
         except AuditUnavailable:
-            raise wire.RequestError("audit_unavailable", "the audit log did not accept the record") from None
+            raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the audit log did not accept the record") from None
         except OSError as error:
-            raise wire.RequestError("storage", f"the vault's files: {error.strerror}") from None
+            raise wire.RequestError(wire.Code.STORAGE, f"the vault's files: {error.strerror}") from None
         finally:
             wire.frames.close_all(fds)
 
@@ -95,7 +95,7 @@ class Operations:
             case "close_sandbox":
                 return await self._close(parameters, actor)
             case _:
-                raise wire.RequestError("unknown_op", "no such operation")
+                raise wire.RequestError(wire.Code.UNKNOWN_OP, "no such operation")
 
     async def _put(self, parameters: wire.Message, actor: str) -> wire.Message:
         parts = dict(parameters)
@@ -103,7 +103,7 @@ class Operations:
         binding = SecretBinding.from_json(parts)
         check_value(value)
         if self._has(name):
-            raise wire.RequestError("exists", "a secret already has this name; rotate or delete it")
+            raise wire.RequestError(wire.Code.EXISTS, "a secret already has this name; rotate or delete it")
         await self._audit.accept(
             "vault.put", "info", durable=True, secret=name, hosts=sorted(binding.hosts), actor=actor
         )
@@ -184,13 +184,13 @@ class Operations:
         parts = _take(parameters, "sandbox", "generation")
         generation = parts["generation"]
         if not isinstance(generation, int) or isinstance(generation, bool) or not 1 <= generation < 2**31:
-            raise wire.RequestError("bad_request", "a generation is a number from 1")
+            raise wire.RequestError(wire.Code.INVALID, "a generation is a number from 1")
         if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
-            raise wire.RequestError("bad_request", "attach comes with one socket")
+            raise wire.RequestError(wire.Code.INVALID, "attach comes with one socket")
         sock = socket.socket(fileno=fds.pop())
         if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
             sock.close()
-            raise wire.RequestError("bad_request", "attach comes with one unix stream socket")
+            raise wire.RequestError(wire.Code.INVALID, "attach comes with one unix stream socket")
         await self._channels.attach(_text(parts["sandbox"]), generation, sock)
         return {}
 
@@ -198,26 +198,26 @@ class Operations:
         try:
             self._store.info(name)
         except StoreError as error:
-            return error.code != "unknown_secret"
+            return error.code != wire.Code.UNKNOWN_SECRET
         return True
 
 
 def _take(parameters: wire.Message, *required: str, optional: tuple[str, ...] = ()) -> dict[str, Any]:
     missing = [key for key in required if key not in parameters]
     if missing or not set(parameters) <= {*required, *optional}:
-        raise wire.RequestError("bad_request", f"parameters are {', '.join((*required, *optional)) or 'none'}")
+        raise wire.RequestError(wire.Code.INVALID, f"parameters are {', '.join((*required, *optional)) or 'none'}")
     return {key: parameters.get(key) for key in (*required, *optional)}
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > 256:
-        raise wire.RequestError("bad_request", "a name is a text")
+        raise wire.RequestError(wire.Code.INVALID, "a name is a text")
     return value
 
 
 def _secret(value: object) -> Secret:
     if not isinstance(value, str):
-        raise wire.RequestError("bad_request", "a value is a text")
+        raise wire.RequestError(wire.Code.INVALID, "a value is a text")
     return Secret(value)
 
 
@@ -225,7 +225,7 @@ def _grants(items: object) -> list[Grant]:
     if items is None:
         return []
     if not isinstance(items, list) or len(items) > MAX_GRANTS:
-        raise wire.RequestError("bad_request", f"grants are a list of at most {MAX_GRANTS}")
+        raise wire.RequestError(wire.Code.INVALID, f"grants are a list of at most {MAX_GRANTS}")
     return [Grant.from_json(item) for item in items]
 
 
@@ -237,7 +237,7 @@ def _patterns(items: object) -> list[str] | None:
     if items is None:
         return None
     if not isinstance(items, list) or len(items) > MAX_PATTERNS:
-        raise wire.RequestError("bad_request", f"names to sign for are a list of at most {MAX_PATTERNS}")
+        raise wire.RequestError(wire.Code.INVALID, f"names to sign for are a list of at most {MAX_PATTERNS}")
     return [ANY if item == ANY else host_pattern(item) for item in items]
 
 
@@ -245,7 +245,7 @@ def _inline(items: object) -> dict[str, Secret] | None:
     if items is None:
         return None
     if not isinstance(items, Mapping) or len(items) > MAX_GRANTS:
-        raise wire.RequestError("bad_request", f"inline secrets are an object of at most {MAX_GRANTS}")
+        raise wire.RequestError(wire.Code.INVALID, f"inline secrets are an object of at most {MAX_GRANTS}")
     return {inline_name(name): _secret(value) for name, value in items.items()}
 
 
@@ -253,7 +253,7 @@ def _names(items: object) -> list[str] | None:
     if items is None:
         return None
     if not isinstance(items, list) or len(items) > MAX_GRANTS:
-        raise wire.RequestError("bad_request", f"kept names are a list of at most {MAX_GRANTS}")
+        raise wire.RequestError(wire.Code.INVALID, f"kept names are a list of at most {MAX_GRANTS}")
     return [inline_name(name) for name in items]
 
 

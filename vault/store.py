@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from vault.grants import SecretBinding, secret_name
 from vault.secret import Secret, value_problem
+from wire import Code
 
 MAX_SECRETS = 4096
 MAX_FORMER = 4
@@ -26,31 +27,31 @@ type Clock = Callable[[], datetime]
 class StoreError(Exception):
     """A store did not do what was asked; `code` is what a client is told. No message holds a value."""
 
-    code = "store"
+    code = Code.STORAGE
 
 
 class UnknownSecretError(StoreError):
     """No secret has this name."""
 
-    code = "unknown_secret"
+    code = Code.UNKNOWN_SECRET
 
 
 class SecretExistsError(StoreError):
     """A secret already has this name."""
 
-    code = "exists"
+    code = Code.EXISTS
 
 
 class UnfitSecretError(StoreError):
     """The store is full, or the value cannot be a secret."""
 
-    code = "unfit"
+    code = Code.INVALID
 
 
 class DamagedSecretError(StoreError):
     """A record is not what was sealed: changed, swapped, or sealed with another key."""
 
-    code = "damaged"
+    code = Code.DAMAGED
 
 
 @dataclass(frozen=True, slots=True)

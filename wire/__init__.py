@@ -9,9 +9,11 @@ between our own processes, so its limits hold everywhere.
 - A peer that breaks the framing is disconnected; nothing is ever resynchronised.
 """
 
+from wire.errors import Code, RemoteError, RequestError
 from wire.frames import MAX_FDS, FrameError, Message, receive, send
 from wire.limits import MAX_FRAME, NARROW, WHOLE, Limits
-from wire.rpc import Client, Handler, RemoteError, RequestError, serve_connection, serve_unix
+from wire.operations import Done, Notification, Operations, Ping, Request
+from wire.rpc import Client, Handler, serve_connection, serve_unix
 from wire.sockets import Peer, WrongServer, bind_unix, connect_unix, inherited_listener
 
 __all__ = [
@@ -20,12 +22,18 @@ __all__ = [
     "NARROW",
     "WHOLE",
     "Client",
+    "Code",
+    "Done",
     "FrameError",
     "Handler",
     "Limits",
     "Message",
+    "Notification",
+    "Operations",
     "Peer",
+    "Ping",
     "RemoteError",
+    "Request",
     "RequestError",
     "WrongServer",
     "bind_unix",

@@ -5,7 +5,8 @@
     <- {"id": 7, "error": {"code": "...", "message": "..."}}
     -> {"op": "revoke", ...parameters}                     a notification: no id, no answer
 
-The connection is symmetric: each side may send requests and notifications, and answers those of the other.
+The connection is symmetric: each side may send requests and notifications, and answers those of the other. `ask` and
+`tell` send the typed values of `operations`, which also makes the handlers that take them.
 
 - Requests of one connection are handled concurrently, as many as its `Limits` say; beyond it reading stops. A request
   counts until its answer is with the kernel: a peer that does not read its answers is not read.
@@ -25,16 +26,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import select
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from wire import codec
 from wire import descriptors as passing
+from wire.errors import Code, RemoteError, RequestError
 from wire.frames import FrameError, Message, Receiver, close_all, decode, encode, send_async, weigh
 from wire.limits import WHOLE, Limits
+from wire.operations import Notification, Ping, Request, answer_type, operation, parameters
 from wire.patience import Patience
 from wire.sockets import BACKLOG, Peer, connect_unix, peer_of
 
@@ -43,39 +46,17 @@ MOST_ABANDONED: Final = 1024
 """Calls that were given up and whose answers may still come."""
 _MOST_OP, _MOST_MESSAGE = 64, 2000
 _TURN, _LEAST_FRAME = 64 * 1024, 4 * 1024
-_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 _log = logging.getLogger(__name__)
 
 
-class RequestError(Exception):
-    """A request that cannot be fulfilled, as the peer is told: a stable code and a sentence without secrets."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
+type Handler = Callable[["Client", str, Message, list[int]], Awaitable[Message | None]]
+"""`handler(connection, op, parameters, fds) -> result`, see `Operations.handler`. The handler owns `fds`."""
 
 
-class RemoteError(Exception):
-    """The peer answered a call with an error."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code = code
-        self.message = message
-
-
-type Result = Message | None
-"""A handler's answer."""
-
-type Handler = Callable[["Client", str, Message, list[int]], Awaitable[Result]]
-"""`handler(connection, op, parameters, fds) -> result`. The handler owns `fds`."""
-
-
-async def _refuse(_client: "Client", op: str, _parameters: Message, fds: list[int]) -> Result:
+async def _refuse(_client: "Client", op: str, _parameters: Message, fds: list[int]) -> None:
     close_all(fds)
-    raise RequestError("unknown_op", f"unknown operation {op!r}")
+    raise RequestError(Code.UNKNOWN_OP, f"unknown operation {op!r}")
 
 
 class Client:
@@ -159,7 +140,7 @@ class Client:
             raise ConnectionError(f"connection closed before {op!r}")
         if fds and not self._accepted:  # a listener takes descriptors of those whom it has accepted and knows
             with contextlib.suppress(RemoteError):
-                await self.call("ping", timeout=timeout)
+                await self.ask(Ping(), timeout=timeout)
         if len(self._abandoned) >= MOST_ABANDONED:
             self._shut()
             raise ConnectionError("the peer answers nothing")
@@ -183,6 +164,26 @@ class Client:
         if self.closed.is_set():
             raise ConnectionError(f"connection closed before {op!r}")
         await self._send(encode({"op": op, **parameters}, self._gives), fds)
+
+    async def ask[Answer](
+        self, request: Request[Answer], fds: Sequence[int] = (), timeout: float | None = DEFAULT_TIMEOUT
+    ) -> Answer:
+        """Send a request and return its answer; arguments and errors are those of `call`.
+
+        Raises:
+            ConnectionError: also if the answer is not exactly of the request's type.
+        """
+        op = operation(request)
+        answer = await self.call(op, fds, timeout, **parameters(request))
+        try:
+            decoded: Answer = codec.decode(answer_type(request), answer)
+        except codec.CodecError as error:
+            raise ConnectionError(f"the answer to {op!r} is none: {error}"[:_MOST_MESSAGE]) from None
+        return decoded
+
+    async def tell(self, notification: Notification, fds: Sequence[int] = ()) -> None:
+        """Send a notification; returns when it is with the kernel."""
+        await self.notify(operation(notification), fds, **parameters(notification))
 
     async def answered(self, seconds: float) -> None:
         """Wait until the calls that are under way have ended, but no longer than `seconds`."""
@@ -301,7 +302,10 @@ class Client:
                 answer = {"id": ident, "error": {"code": error.code, "message": error.message}}
             except Exception as error:  # noqa: BLE001 - closes: the peer gets an error, never a result
                 _log.exception("request %s failed: %s", op, type(error).__name__, exc_info=False)
-                answer = {"id": ident, "error": {"code": "internal", "message": f"{op} failed: {type(error).__name__}"}}
+                answer = {
+                    "id": ident,
+                    "error": {"code": Code.INTERNAL, "message": f"{op} failed: {type(error).__name__}"},
+                }
             if ident is not None:
                 await self._answer(ident, op, answer)
         except (ConnectionError, FrameError):
@@ -314,7 +318,7 @@ class Client:
             frame = encode(answer, self._gives)
         except FrameError:
             message = f"the answer to {op!r} is no frame"
-            frame = encode({"id": ident, "error": {"code": "no_frame", "message": message}}, self._gives)
+            frame = encode({"id": ident, "error": {"code": Code.TOO_LARGE, "message": message}}, self._gives)
         await self._send(frame)
 
     def _shut(self) -> None:
@@ -356,8 +360,8 @@ class _Room:
         self._freed.set()
 
 
-def _code(value: object) -> str:
-    return value if isinstance(value, str) and _CODE.fullmatch(value) else "malformed"
+def _code(value: object) -> Code:
+    return Code(value) if isinstance(value, str) and value in Code else Code.MALFORMED
 
 
 def _sentence(value: object) -> str:

@@ -17,7 +17,8 @@ from audit.client import AuditClient
 from audit.keys import load_public
 from audit.layout import read_verifier
 from audit.verifier import Verifier
-from wire import Client, bind_unix
+from wire import Client, Ping, bind_unix
+from wire.api.auditd import Attach, Producer
 from wire.sockets import LISTEN_FD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,17 +70,15 @@ class Auditd:
                     self.control = await Client.connect(self.socket, os.getuid() if self.uid is None else self.uid)
                 except OSError:
                     await asyncio.sleep(0.01)  # polling for a socket to appear, not synchronisation
-            await self.control.call("ping")
+            await self.control.ask(Ping())
         return self
 
     async def attach_fd(self, sandbox: str | None, generation: int = 1) -> int:
         assert self.control is not None
-        producer = "vault" if sandbox is None else "gateway"
+        producer = Producer.VAULT if sandbox is None else Producer.GATEWAY
         ours, theirs = socket.socketpair()
         try:
-            await self.control.call(
-                "attach", fds=[theirs.fileno()], sandbox=sandbox, generation=generation, producer=producer
-            )
+            await self.control.ask(Attach(producer, sandbox, generation), fds=[theirs.fileno()])
         finally:
             theirs.close()
         return ours.detach()

@@ -9,7 +9,7 @@ import pytest
 from audit.client import AuditClient, AuditUnavailable
 from audit.records import RecordError
 from tests.audit.conftest import A, Auditd
-from wire import Client, Message, RequestError
+from wire import Client, Code, Message, RequestError
 
 
 async def _pair(handler: object) -> tuple[AuditClient, Client]:
@@ -53,7 +53,7 @@ async def test_accept_raises_when_auditd_is_frozen(auditd: Auditd) -> None:
 
 async def test_accept_raises_when_the_record_is_refused() -> None:
     async def refuse(_client: Client, _op: str, _parameters: Message, _fds: list[int]) -> Message:
-        raise RequestError("unavailable", "disk full")
+        raise RequestError(Code.UNAVAILABLE, "disk full")
 
     client, peer = await _pair(refuse)
     with pytest.raises(AuditUnavailable):
@@ -144,8 +144,8 @@ async def test_refused_notes_are_kept_and_sent_again() -> None:
 
     async def handler(_client: Client, _op: str, parameters: Message, _fds: list[int]) -> Message:
         if refusing:
-            raise RequestError("unavailable", "disk full")
-        taken.extend(parameters["records"])
+            raise RequestError(Code.UNAVAILABLE, "disk full")
+        taken.extend(parameters["entries"])
         return {"seq": 1}
 
     client, peer = await _pair(handler)

@@ -4,6 +4,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,8 @@ from audit.client import AuditClient, AuditUnavailable
 from audit.producers import GATEWAY, HOSTD, KINDS, SERVE, VAULT, WRITABLE
 from tests.audit.conftest import ROOT, A, Auditd, NewAuditd, verify
 from tests.audit.test_epochs import opened
-from wire import RemoteError
+from wire import RemoteError, Request
+from wire.api.auditd import Attach, CloseSandbox, Heads, Producer
 
 PLACES = {GATEWAY: "gateway", VAULT: "vault", SERVE: "lifecycle", HOSTD: "runtimes"}
 
@@ -39,18 +41,20 @@ async def test_a_producer_writes_its_own_kinds_and_no_other(tmp_path: Path, new_
     assert [] == daemon.verify().findings
 
 
-@pytest.mark.parametrize("op", ["attach", "close_sandbox", "heads"])
+@pytest.mark.parametrize(
+    "request_", [Attach(Producer.GATEWAY, A, 1), CloseSandbox(A), Heads()], ids=["attach", "close_sandbox", "heads"]
+)
 async def test_a_user_that_is_not_hostd_may_record_and_nothing_else(
-    tmp_path: Path, new_auditd: NewAuditd, op: str
+    tmp_path: Path, new_auditd: NewAuditd, request_: Request[Any]
 ) -> None:
     daemon = await new_auditd(tmp_path, host_uid=os.getuid() + 1).start()
     assert daemon.control is not None
     with pytest.raises(RemoteError, match="forbidden"):
-        await daemon.control.call(op, sandbox=A, generation=1, producer="gateway")
+        await daemon.control.ask(request_)
     await AuditClient(daemon.control).accept("lifecycle.create", "allow", sandbox=A)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(ConnectionError):  # it may pass no descriptor either
-        await daemon.control.call(op, fds=[theirs.fileno()], sandbox=A, generation=1, producer="gateway")
+        await daemon.control.ask(request_, fds=[theirs.fileno()])
     assert ["serve"] == [record["producer"] for record in daemon.said(kind="lifecycle.create")]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from audit.batch import Entry
+from audit.batch import Entry as Line
 from audit.chain import Anchor, read_anchor
 from audit.client import AuditClient, AuditUnavailable
 from audit.file_sink import Log, sync
@@ -24,7 +24,8 @@ from audit.ring import Ring, read_ring
 from audit.shares import Retention
 from audit.verifier import Verifier
 from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, retired, verify
-from wire import Client, RemoteError
+from wire import Client, Code, RemoteError
+from wire.api.auditd import MOST_RECORDS, Accepted, CloseSandbox, Entry, Record, Records
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -48,9 +49,12 @@ async def test_a_channel_cannot_speak_for_another_sandbox(auditd: Auditd) -> Non
 async def test_a_channel_cannot_set_what_auditd_sets(auditd: Auditd, fields: dict[str, Any]) -> None:
     raw = await _raw(auditd)
     with pytest.raises(RemoteError, match="invalid"):
-        await raw.call("record", kind="dns", decision="allow", fields=fields)
+        await raw.ask(Record(Entry("dns", "allow", fields)))
     await raw.close()
     assert auditd.said(kind="dns") == []
+
+
+ENTRY: dict[str, Any] = {"kind": "dns", "decision": "allow", "fields": {}}
 
 
 async def _raw(auditd: Auditd) -> Client:
@@ -66,36 +70,41 @@ async def _raw(auditd: Auditd) -> Client:
     [
         ("attach", {"sandbox": B, "generation": 1, "producer": "gateway"}),
         ("close_sandbox", {"sandbox": B}),
-        ("record", {"kind": "checkpoint", "decision": "info", "fields": {}}),
-        ("record", {"kind": "dns", "decision": "allow", "fields": []}),
-        ("record", {"kind": "dns", "decision": "allow", "fields": {"port": 2.5}}),
-        ("record", {"kind": ["dns"], "decision": "allow"}),
-        ("records", {"records": []}),
-        ("records", {"records": [{}] * 1000}),
-        ("records", {"records": [1]}),
+        ("record", {"entry": ENTRY | {"kind": "checkpoint"}, "durable": False}),
+        ("record", {"entry": ENTRY | {"fields": []}, "durable": False}),
+        ("record", {"entry": ENTRY | {"fields": {"port": 2.5}}, "durable": False}),
+        ("record", {"entry": ENTRY | {"fields": {"host": None}}, "durable": False}),
+        ("record", {"entry": ENTRY | {"fields": {"host": {}}}, "durable": False}),
+        ("record", {"entry": ENTRY | {"kind": ["dns"]}, "durable": False}),
+        ("record", {"entry": ENTRY | {"producer": "vault"}, "durable": False}),
+        ("record", {"entry": {"kind": "dns", "decision": "allow"}, "durable": False}),
+        ("record", {"entry": ENTRY, "durable": 1}),
+        ("record", {"entry": ENTRY}),
+        ("records", {"entries": []}),
+        ("records", {"entries": [ENTRY] * (MOST_RECORDS + 1)}),
+        ("records", {"entries": [1]}),
+        ("heads", {}),
     ],
 )
 async def test_a_channel_can_only_record(auditd: Auditd, op: str, parameters: dict[str, Any]) -> None:
     raw = await _raw(auditd)
     before = len(auditd.records())
-    with pytest.raises(RemoteError):
+    with pytest.raises(RemoteError, match=r"invalid|unknown_op"):
         await raw.call(op, **parameters)
     assert len(auditd.records()) == before
-    assert await raw.call("record", kind="dns", decision="allow", fields={}) == {"seq": 1}  # the control
+    assert await raw.call("record", entry=ENTRY, durable=False) == {"seq": 1}  # the control
     await raw.close()
 
 
 async def test_a_channel_has_one_request_of_many_records_at_a_time(auditd: Auditd) -> None:
     raw = await _raw(auditd)
-    records = [{"kind": "dns", "decision": "allow", "fields": {}}] * 128
-    answers = await asyncio.gather(
-        *(raw.call("records", records=records, durable=True) for _ in range(20)), return_exceptions=True
-    )
-    taken = [answer for answer in answers if isinstance(answer, dict)]
+    many = Records((Entry("dns", "allow"),) * MOST_RECORDS)
+    answers = await asyncio.gather(*(raw.ask(many) for _ in range(20)), return_exceptions=True)
+    taken = [answer for answer in answers if isinstance(answer, Accepted)]
     assert taken != []
-    assert all(isinstance(a, dict) or (isinstance(a, RemoteError) and a.code == "busy") for a in answers)
+    assert all(isinstance(a, Accepted) or (isinstance(a, RemoteError) and a.code == Code.BUSY) for a in answers)
     await raw.close()
-    assert len(auditd.said(kind="dns")) == 128 * len(taken)
+    assert len(auditd.said(kind="dns")) == MOST_RECORDS * len(taken)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +161,7 @@ async def test_close_sandbox_ends_the_chain_signed_and_cuts_its_channels(auditd:
     a, b = await auditd.attach(A), await auditd.attach(B)
     await a.accept("dns", "allow", host="a.example")
     assert auditd.control is not None
-    assert await auditd.control.call("close_sandbox", sandbox=A) == {"seq": 2}
+    assert await auditd.control.ask(CloseSandbox(A)) == Accepted(2)
     with pytest.raises(AuditUnavailable):
         await a.accept("dns", "allow", host="late.example")
     await b.accept("dns", "allow", host="b.example")
@@ -165,7 +174,7 @@ async def test_a_closed_sandbox_that_comes_back_begins_a_new_chain(auditd: Audit
     assert auditd.control is not None
     for _ in range(2):
         assert await (await auditd.attach(A)).accept("dns", "allow", host="a.example") == 1
-        assert await auditd.control.call("close_sandbox", sandbox=A) == {"seq": 2}
+        assert await auditd.control.ask(CloseSandbox(A)) == Accepted(2)
     await auditd.stop()
     assert auditd.verify().findings == []
 
@@ -321,8 +330,8 @@ def _open(directory: Path, *, boot: str = "one", clock: Any = lambda: "2026-01-0
     return Log.open(directory, boot=boot, clock=clock, max_file_bytes=1 << 20, retention=Retention())
 
 
-def _entry(host: str) -> Entry:
-    return Entry(A, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": A, "host": host})
+def _entry(host: str) -> Line:
+    return Line(A, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": A, "host": host})
 
 
 def _snapshot(log: Log, directory: Path, copy: Path) -> Path:
@@ -359,8 +368,8 @@ def _signed(tmp_path: Path) -> tuple[Path, Anchor]:
         log.append([_entry(f"{number}.example")])
         text = '","chain":"sbx-other'
         said = {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": "sbx-c", "address": text}
-        log.append([Entry("sbx-c", {**said, "host": text})])
-    log.append([Entry(B, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": B})])
+        log.append([Line("sbx-c", {**said, "host": text})])
+    log.append([Line(B, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": B})])
     log.close_chain(A)
     log.close_chain(B)
     log.append([_entry("again.example")])

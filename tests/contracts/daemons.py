@@ -36,6 +36,10 @@ def _grant(host: str = HOST, secret: str = INLINE) -> dict[str, Any]:
     return {"secret": secret, "host": host, "port": 443, "scheme": "https"}
 
 
+def _record(kind: str, decision: str, **fields: str) -> dict[str, Any]:
+    return {"entry": {"kind": kind, "decision": decision, "fields": fields}, "durable": False}
+
+
 _OPEN = {"sandbox": NAME, "lineage": NAME, "grants": [], "inline": {}, "names": [HOST]}
 _BOTH = [_grant(), _grant("b.example.org")]
 
@@ -45,8 +49,8 @@ VAULTD = (
     _step("a regrant of a sandbox that is not open", "regrant", "unknown_sandbox", sandbox=NAME, grants=[], names=[]),
     _step("a narrowing of a sandbox that is not open", "narrow", "unknown_sandbox", sandbox=NAME, grants=[]),
     _step("the end of a sandbox that is not open", "close_sandbox", set(), sandbox=NAME),
-    _step("an opening without a lineage", "open_sandbox", "bad_request", sandbox=NAME),
-    _step("an opening with a malformed grant", "open_sandbox", "bad_request", **(_OPEN | {"grants": [{"host": HOST}]})),
+    _step("an opening without a lineage", "open_sandbox", "invalid", sandbox=NAME),
+    _step("an opening with a malformed grant", "open_sandbox", "invalid", **(_OPEN | {"grants": [{"host": HOST}]})),
     _step("an opening", "open_sandbox", {"root_pem"}, **_OPEN),
     _step(
         "a grant of a value that there is not", "regrant", "unknown_secret", sandbox=NAME, grants=[_grant()], names=[]
@@ -85,7 +89,7 @@ VAULTD = (
     _step(
         "more values than a sandbox has",
         "regrant",
-        "bad_request",
+        "invalid",
         sandbox=NAME,
         grants=[],
         inline={f"inline:{number}": "v" for number in range(513)},
@@ -110,11 +114,12 @@ VAULTD = (
 AUDITD = (
     _step("ping", "ping", set()),
     _step("an unknown operation", "no-such-operation", "unknown_op"),
-    _step("a record", "record", set(), kind="lifecycle.create", decision="info", fields={"sandbox": NAME}),
-    _step("a record of another producer's kind", "record", "invalid", kind="request", decision="allow", fields={}),
-    _step("a record of no kind", "record", "invalid", kind="no-such-kind", decision="info", fields={}),
-    _step("a record with no decision", "record", "invalid", kind="lifecycle.create", decision="maybe", fields={}),
-    _step("a record without fields", "record", set(), kind="lifecycle.create", decision="info"),
+    _step("a record", "record", {"seq"}, **_record("lifecycle.create", "info", sandbox=NAME)),
+    _step("a record of another producer's kind", "record", "invalid", **_record("request", "allow")),
+    _step("a record of no kind", "record", "invalid", **_record("no-such-kind", "info")),
+    _step("a record with no decision", "record", "invalid", **_record("lifecycle.create", "maybe")),
+    _step("a record of an unknown field", "record", "invalid", **_record("lifecycle.create", "info", nothing="x")),
+    _step("a record without its entry", "record", "invalid", durable=False),
 )
 
 HOSTD = (

@@ -135,7 +135,7 @@ async def test_a_patch_is_prepended_and_in_force_when_answered(api: Api) -> None
 
 async def test_a_gateway_that_does_not_confirm_keeps_the_former_policy(api: Api) -> None:
     """500, and what is read afterwards is what was before."""
-    api.server.hostd.fail["configure"] = wire.RequestError("unavailable", "x")
+    api.server.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     answer = await api.call("PATCH", "/policy", [{"action": "allow", "target": "new.example"}])
     assert (500, True) == (answer.status_code, answer.text.startswith("failed to apply nftables policy: "))
     del api.server.hostd.fail["configure"]
@@ -216,7 +216,7 @@ async def test_a_value_goes_to_another_host_only_when_it_is_given_again(api: Api
 async def test_revocation_works_with_the_gateway_down(api: Api) -> None:
     """R8: the vault is told first; the gateway gets its policy when it is back."""
     await api.call("POST", "/credential-vault", VAULT)
-    api.server.hostd.fail["configure"] = wire.RequestError("unavailable", "x")
+    api.server.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     assert 204 == (await api.call("DELETE", "/credential-vault")).status_code
     assert {} == api.server.vaultd.inline[api.sandbox]
     del api.server.hostd.fail["configure"]
@@ -227,7 +227,7 @@ async def test_revocation_works_with_the_gateway_down(api: Api) -> None:
 
 async def test_a_vault_that_is_not_activated_is_not_made(api: Api) -> None:
     """412, no vault, and vaultd has forgotten the value."""
-    api.server.hostd.fail["configure"] = wire.RequestError("unavailable", "x")
+    api.server.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     answer = await api.call("POST", "/credential-vault", VAULT)
     assert (412, "credential proxy is not ready\n") == (answer.status_code, answer.text)
     assert {} == api.server.vaultd.inline[api.sandbox]

@@ -130,7 +130,7 @@ UNUSUAL = replace(request(), port=8443)
 async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, other: RequestFacts) -> None:
     """Another one is asked for on its own, and so is what is looked for there."""
     assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
-    far.refusal = wire.RequestError("not_bound", "the secret is not bound to this destination")
+    far.refusal = wire.RequestError(wire.Code.NOT_BOUND, "the secret is not bound to this destination")
     with pytest.raises(SecretRefused):
         await secrets.lease(PLAN, other)
     use = SecretAt(PLAN, other.host, Endpoint(other.port, other.scheme))
@@ -157,7 +157,7 @@ async def test_what_is_dropped_is_asked_for_again(
 ) -> None:
     await secrets.lease(PLAN, request())
     await secrets.sought(replace(USE, host="other.test"))
-    far.refusal = wire.RequestError("not_granted", "a sentence")
+    far.refusal = wire.RequestError(wire.Code.NOT_GRANTED, "a sentence")
     absent = replace(USE, host="absent.test")
     with pytest.raises(SecretRefused):
         await secrets.sought(absent)
@@ -251,7 +251,7 @@ async def test_what_is_looked_for_is_asked_for_again_after_a_revocation_and_on_a
 async def test_a_secret_the_sandbox_does_not_have_is_not_asked_for_with_each_request(
     far: Far, secrets: LeasedSecrets
 ) -> None:
-    far.refusal = wire.RequestError("not_granted", "a sentence")
+    far.refusal = wire.RequestError(wire.Code.NOT_GRANTED, "a sentence")
     for _ in range(5):
         with pytest.raises(SecretRefused):
             await secrets.sought(USE)
@@ -263,7 +263,7 @@ async def test_a_secret_the_sandbox_does_not_have_is_not_asked_for_with_each_req
 
 
 async def test_what_is_not_known_is_no_absence(far: Far, secrets: LeasedSecrets) -> None:
-    far.refusal = wire.RequestError("audit_unavailable", "a sentence")
+    far.refusal = wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "a sentence")
     for _ in range(2):
         with pytest.raises(ReleaseRefusedError):
             await secrets.sought(USE)

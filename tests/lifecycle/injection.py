@@ -18,6 +18,7 @@ from typing import Any
 
 import wire
 from lifecycle import peers, registry
+from wire.operations import Request, operation
 
 ERRORS = ("refused", "unreached", "unanswered", "outage")
 LEAVES = ("left-before", "left-after")
@@ -105,7 +106,13 @@ class Injector:
         async def stepped(daemon: peers.Daemon, op: str, timeout: float = peers.CALL_TIMEOUT, **parameters: Any) -> Any:
             return await self.step(daemon.name, op, lambda: call(daemon, op, timeout, **parameters))
 
+        ask = peers.Daemon.ask
+
+        async def asked(daemon: peers.Daemon, request: Request[Any], timeout: float = peers.CALL_TIMEOUT) -> Any:
+            return await self.step(daemon.name, operation(request), lambda: ask(daemon, request, timeout))
+
         replace(peers.Daemon, "call", stepped)
+        replace(peers.Daemon, "ask", asked)
         for name in ("put", "update", "delete"):
             replace(registry.Registry, name, self._write(name, getattr(registry.Registry, name)))
 

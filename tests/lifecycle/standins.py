@@ -39,6 +39,7 @@ from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
 from runtimes.spec import LaunchSpec
 from vault.grants import MAX_GRANTS, Grant, GrantError, within
+from wire.api import auditd
 
 KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
@@ -98,7 +99,7 @@ class StandIn:
         try:
             inspect.signature(method).bind(**parameters)
         except TypeError as error:
-            raise wire.RequestError("bad_request", str(error)) from None
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         return await method(**parameters) or {}
 
     async def op_ping(self) -> None:
@@ -135,7 +136,7 @@ class StandInHostd(StandIn):
 
     async def op_image(self, name: str) -> wire.Message:
         if name != IMAGE:
-            raise wire.RequestError("unknown_image", f"no image {name}")
+            raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, f"no image {name}")
         return {"id": "sha256:1", "entrypoint": [], "cmd": [], "env": [], "workdir": "/"}
 
     async def op_images(self) -> wire.Message:
@@ -145,7 +146,7 @@ class StandInHostd(StandIn):
         try:
             LaunchSpec.model_validate(spec)
         except ValidationError as error:
-            raise wire.RequestError("invalid", str(error)) from None
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         policy = await self._compiled(spec["selection"])
         name = spec["sandbox"]
         self.specs[name] = {**spec, "policy": policy}
@@ -157,14 +158,14 @@ class StandInHostd(StandIn):
     async def op_configure(self, sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
         assert isinstance(decided, bool)
         if sandbox not in self.specs:
-            raise wire.RequestError("unknown_sandbox", sandbox)
+            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
         policy = await self._compiled(selection)
         if sandbox in self.deaf:
             await self.deaf[sandbox].wait()
         if decided or sandbox not in self.gone:
             self.specs[sandbox]["policy"] = policy
         if sandbox in self.gone:
-            raise wire.RequestError("unavailable", "the sandbox has no gateway worker now")
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox has no gateway worker now")
         return {"policy": policy["digest"]}
 
     async def _compiled(self, selection: object) -> dict[str, Any]:
@@ -183,7 +184,7 @@ class StandInHostd(StandIn):
 
     async def op_inspect(self, sandbox: str) -> wire.Message:
         if sandbox not in self.sandboxes:
-            raise wire.RequestError("unknown_sandbox", sandbox)
+            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
         return self.sandboxes[sandbox]
 
     async def op_list(self) -> wire.Message:
@@ -263,23 +264,23 @@ class StandInVaultd(StandIn):
         bounds: Any = None,
     ) -> None:
         if len(inline or {}) > MAX_GRANTS:
-            raise wire.RequestError("bad_request", f"inline secrets are an object of at most {MAX_GRANTS}")
+            raise wire.RequestError(wire.Code.INVALID, f"inline secrets are an object of at most {MAX_GRANTS}")
         values, granted = self._values(sandbox), set(_parsed(grants))
         if set(keep) - values.keys():
-            raise wire.RequestError("unknown_secret", "no inline secret of a name that is to be kept")
+            raise wire.RequestError(wire.Code.UNKNOWN_SECRET, "no inline secret of a name that is to be kept")
         after = values if inline is None else {name: values[name] for name in keep} | inline
         if {grant.secret for grant in granted if grant.secret.startswith("inline:")} - after.keys():
-            raise wire.RequestError("unknown_secret", "no inline secret of a name that is granted")
+            raise wire.RequestError(wire.Code.UNKNOWN_SECRET, "no inline secret of a name that is granted")
         said = granted if bounds is None else {Grant.from_json(bound) for bound in bounds}
         kept = self.bounds[sandbox] if bounds is None else within(said, self.bounds[sandbox])
         bound = {place for place in kept if place.secret not in (inline or {})}
         bound |= {place for place in said if place.secret in (inline or {})}
         if beyond := {grant for grant in granted if grant.secret.startswith("inline:")} - within(granted, bound):
-            raise wire.RequestError("not_bound", f"{len(beyond)} values were not given for a host")
+            raise wire.RequestError(wire.Code.NOT_BOUND, f"{len(beyond)} values were not given for a host")
         if inline is not None:
             values = {name: value for name, value in values.items() if name in keep} | inline
         if max(len(grants), len(values)) > MAX_GRANTS:
-            raise wire.RequestError("full", "too many grants or inline secrets")
+            raise wire.RequestError(wire.Code.FULL, "too many grants or inline secrets")
         self.inline[sandbox] = values
         self.names[sandbox] = names
         self.bounds[sandbox] = {place for place in bound if place.secret in values}
@@ -295,7 +296,7 @@ class StandInVaultd(StandIn):
 
     def _values(self, sandbox: str) -> dict[str, str]:
         if sandbox not in self.inline:
-            raise wire.RequestError("unknown_sandbox", "the sandbox is not open")
+            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, "the sandbox is not open")
         return self.inline[sandbox]
 
     async def op_close_sandbox(self, sandbox: str) -> None:
@@ -307,7 +308,7 @@ def _parsed(grants: list[Any]) -> list[Grant]:
     try:
         return [Grant.from_json(grant) for grant in grants]
     except GrantError as error:
-        raise wire.RequestError("bad_request", str(error)) from None
+        raise wire.RequestError(wire.Code.INVALID, str(error)) from None
 
 
 class StandInAuditd(StandIn):
@@ -317,13 +318,17 @@ class StandInAuditd(StandIn):
         super().__init__()
         self.records: list[dict[str, Any]] = []
 
-    async def op_record(self, kind: str, decision: str, fields: dict[str, Any] | None = None) -> None:
-        if kind not in KINDS[SERVE]:
-            raise wire.RequestError("invalid", "a kind of another producer")
+    async def op_record(self, **parameters: Any) -> dict[str, Any]:
+        request = auditd.CONTROL.read("record", parameters)
+        assert isinstance(request, auditd.Record)
+        asked = request.entry
+        if asked.kind not in KINDS[SERVE]:
+            raise wire.RequestError(wire.Code.INVALID, "a kind of another producer")
         try:
-            self.records.append(record(kind, decision, **(fields or {})))
+            self.records.append(record(asked.kind, asked.decision, **asked.fields))
         except RecordError as error:
-            raise wire.RequestError("invalid", str(error)) from None
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
+        return {"seq": len(self.records)}
 
 
 @dataclass

@@ -292,7 +292,7 @@ async def test_a_write_that_takes_too_long_does_not_keep_the_server_from_stoppin
 async def test_a_policy_is_recorded_before_it_is_in_force(still: Still) -> None:
     """Without a record nothing is changed, and nothing is left to settle."""
     before = await still.row()
-    still.world.auditd.fail["record"] = wire.RequestError("disk_full", "no")
+    still.world.auditd.fail["record"] = wire.RequestError(wire.Code.STORAGE, "no")
     status, text = await refused(still.egress.patch(still.sandbox, rule("new.example.org")))
     assert (500, True) == (status, text.startswith("internal error: "))
     assert ["record"] == still.calls()
@@ -339,7 +339,7 @@ async def test_a_write_that_fails_is_rolled_back_at_once(still: Still, monkeypat
 
     async def narrow(sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
         if "new.example.org" in str(selection):
-            raise wire.RequestError("unavailable", "x")
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "x")
         return await real(sandbox, selection, decided)
 
     monkeypatch.setattr(still.world.hostd, "op_configure", narrow)
@@ -592,7 +592,7 @@ async def test_a_write_under_a_new_document_has_recorded_what_that_takes_out_of_
 @pytest.mark.parametrize("how", ["vault", "credential"])
 async def test_a_revocation_does_not_wait_for_the_gateway(vaulted: Still, how: str) -> None:
     """It is written down, cut at vaultd and recorded; the gateway gets its policy later."""
-    vaulted.world.hostd.fail["configure"] = wire.RequestError("unavailable", "x")
+    vaulted.world.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     if how == "vault":
         await vaulted.egress.delete_vault(vaulted.sandbox)
     else:
@@ -611,7 +611,7 @@ async def test_a_revocation_does_not_wait_for_the_gateway(vaulted: Still, how: s
 
 async def test_a_revocation_that_vaultd_does_not_hear_is_said_and_carried_forward(vaulted: Still) -> None:
     """It stays written down; asked again, it is cut before "not found" is said."""
-    vaulted.world.vaultd.fail |= dict.fromkeys(("narrow", "regrant"), wire.RequestError("internal", "x"))
+    vaulted.world.vaultd.fail |= dict.fromkeys(("narrow", "regrant"), wire.RequestError(wire.Code.INTERNAL, "x"))
     assert 500 == (await refused(vaulted.egress.delete_vault(vaulted.sandbox)))[0]
     assert (None, True) == ((await vaulted.row()).vault, vaulted.egress.unsettled(await vaulted.row()))
     assert 500 == (await refused(vaulted.egress.delete_vault(vaulted.sandbox)))[0]
@@ -623,7 +623,7 @@ async def test_a_revocation_that_vaultd_does_not_hear_is_said_and_carried_forwar
 
 async def test_a_revocation_needs_no_grants_of_vaultd(vaulted: Still) -> None:
     """Where it gives none, it still takes away: grants, values and the places of those."""
-    vaulted.world.vaultd.fail["regrant"] = wire.RequestError("internal", "x")
+    vaulted.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.INTERNAL, "x")
     await vaulted.egress.delete_vault(vaulted.sandbox)
     assert (set(), set(), set()) == (vaulted.values, vaulted.grants, vaulted.world.vaultd.bounds[vaulted.sandbox])
 
@@ -640,7 +640,7 @@ async def test_a_revocation_that_cannot_be_written_down_is_an_error_and_marked(v
 
 async def test_a_revocation_needs_no_record(vaulted: Still) -> None:
     """What closes does not wait for the audit log."""
-    vaulted.world.auditd.fail["record"] = wire.RequestError("disk_full", "no")
+    vaulted.world.auditd.fail["record"] = wire.RequestError(wire.Code.STORAGE, "no")
     await vaulted.egress.delete_vault(vaulted.sandbox)
     assert (set(), set(), None) == (vaulted.values, vaulted.grants, (await vaulted.row()).vault)
 
@@ -699,7 +699,7 @@ async def test_gateway_and_vault_do_not_wait_for_each_other(vaulted: Still, away
     await vaulted.document(TIGHTER)
     vaulted.egress.doubt(vaulted.sandbox)
     op = {"vaultd": "regrant", "hostd": "configure"}[away]
-    getattr(vaulted.world, away).fail[op] = wire.RequestError("internal", "x")
+    getattr(vaulted.world, away).fail[op] = wire.RequestError(wire.Code.INTERNAL, "x")
     await vaulted.egress.reapply(vaulted.sandbox)
     assert set() == vaulted.grants
     assert (away == "vaultd") == (("api.example.org",) == vaulted.gateway.always_deny)
@@ -730,7 +730,7 @@ async def test_a_vaultd_that_grants_nothing_keeps_what_is_still_granted(still: S
     await still.egress.create_vault(still.sandbox, {**VAULT, "bindings": [binding("a", "one"), other]})
     await still.document(TIGHTER)
     still.egress.doubt(still.sandbox)
-    still.world.vaultd.fail["regrant"] = wire.RequestError("internal", "x")
+    still.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.INTERNAL, "x")
     await still.egress.reapply(still.sandbox)
     assert {("inline:1/two", "other.example.org")} == still.grants
     assert {VALUE, "value-of-the-second"} == still.values
@@ -752,7 +752,7 @@ async def test_a_policy_that_fits_into_no_gateway_is_deny_all(vaulted: Still, mo
     async def small(sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
         told.append(selection)
         if len(told) == 1:
-            raise wire.RequestError("too_large", "x")
+            raise wire.RequestError(wire.Code.TOO_LARGE, "x")
         return await real(sandbox, selection, decided)
 
     monkeypatch.setattr(vaulted.world.hostd, "op_configure", small)
@@ -763,7 +763,7 @@ async def test_a_policy_that_fits_into_no_gateway_is_deny_all(vaulted: Still, mo
 
 
 async def test_reapplying_raises_nothing_and_forgets_what_is_gone(still: Still) -> None:
-    still.world.hostd.fail["configure"] = wire.RequestError("unavailable", "x")
+    still.world.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     still.egress.doubt(still.sandbox)
     await still.put(policy_digest="")
     await still.egress.reapply(still.sandbox)
@@ -784,6 +784,6 @@ async def test_a_gateway_with_another_policy_gets_the_registrys(still: Still) ->
         await still.egress.reconcile(still.sandbox)
         assert configured == still.calls().count("configure")
     assert row == await still.row()
-    still.world.hostd.fail["configure"] = wire.RequestError("unavailable", "x")
+    still.world.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     await still.egress.reconcile(still.sandbox)
     assert "" == (await still.row()).policy_digest

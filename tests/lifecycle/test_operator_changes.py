@@ -318,7 +318,7 @@ async def test_a_sandbox_that_fails_keeps_no_other_from_its_policy(ruled: Place)
 async def test_a_revocation_needs_no_consent_of_vaultd(body: Any, ruled: Place) -> None:
     """It refuses a secret that the operator's policy asks for: what is revoked is cut all the same."""
     name = await make(ruled, named=True)
-    ruled.world.vaultd.fail["regrant"] = wire.RequestError("unknown_secret", "nowhere")
+    ruled.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.UNKNOWN_SECRET, "nowhere")
     answer = await ruled.http("PATCH" if body else "DELETE", f"/{name}{WALLET}", body)
     assert answer.status_code in (200, 204), answer.text
     left = set(BINDINGS) - {"api"} if body else set()
@@ -333,7 +333,7 @@ async def test_what_vaultd_does_not_grant_keeps_nothing_granted_that_is_over(rul
     """The new document also asks for a secret that is not there: the grants of the former one end all the same."""
     name = await make(ruled, named=True)
     unfulfilled = "      - {id: more, host: more.example.org, inject: {secret: nowhere, as: bearer}}\n"
-    ruled.world.vaultd.fail["regrant"] = wire.RequestError("unknown_secret", "nowhere")
+    ruled.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.UNKNOWN_SECRET, "nowhere")
     await change(ruled, LOOSE + unfulfilled + "always_deny: [api.example.org]\n")
     assert set(BINDINGS) - {"api"} == bound(ruled, name) == granted(ruled, name)
     assert not (await row(ruled, name)).policy_digest

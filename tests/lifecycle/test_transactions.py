@@ -36,7 +36,7 @@ async def rows(server: World) -> int:
 
 async def test_a_failed_launch_leaves_nothing(server: World) -> None:
     """hostd refuses: the vault has forgotten the sandbox and no row is left."""
-    server.hostd.fail["launch"] = wire.RequestError("docker", "no")
+    server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=BODY)
     assert (500, "DOCKER::SANDBOX_START_FAILED") == (answer.status_code, answer.json()["code"])
@@ -59,7 +59,7 @@ async def test_refusals_of_hostd_keep_their_meaning(server: World, code: str, st
 
 async def test_without_a_record_nothing_is_made(server: World) -> None:
     """The audit log refuses: nothing was launched, nothing opened in the vault."""
-    server.auditd.fail["record"] = wire.RequestError("disk_full", "no")
+    server.auditd.fail["record"] = wire.RequestError(wire.Code.STORAGE, "no")
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=BODY)
     assert answer.status_code >= 500
@@ -68,7 +68,7 @@ async def test_without_a_record_nothing_is_made(server: World) -> None:
 
 async def test_a_vault_that_refuses_stops_the_launch(server: World) -> None:
     """A secret that cannot be granted is the caller's error, and nothing was launched."""
-    server.vaultd.fail["open_sandbox"] = wire.RequestError("not_bound", "secret x is not bound to y")
+    server.vaultd.fail["open_sandbox"] = wire.RequestError(wire.Code.NOT_BOUND, "secret x is not bound to y")
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=BODY)
     assert (400, []) == (answer.status_code, server.hostd.named("launch"))
@@ -76,8 +76,8 @@ async def test_a_vault_that_refuses_stops_the_launch(server: World) -> None:
 
 async def test_undoing_is_retried_until_it_is_done(server: World) -> None:
     """What could not be taken back at once is taken back later, and meanwhile is not forgotten."""
-    server.hostd.fail["launch"] = wire.RequestError("docker", "no")
-    server.hostd.fail["remove"] = wire.RequestError("docker", "no")
+    server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
+    server.hostd.fail["remove"] = wire.RequestError(wire.Code.DOCKER, "no")
     async with server.client() as client:
         assert 500 == (await client.post("/v1/sandboxes", json=BODY)).status_code
         assert 1 == await rows(server)
@@ -136,7 +136,7 @@ async def test_a_failure_after_the_answer_is_shown() -> None:
     """Who was told Pending sees Failed, and may delete it."""
     async with world(bounds=Bounds(answer_seconds=0.2)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
-        server.hostd.fail["launch"] = wire.RequestError("docker", "no")
+        server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
         async with server.client() as client:
             path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
             server.hostd.hold["launch"].set()
@@ -153,7 +153,7 @@ async def test_delete_says_what_is_left(server: World) -> None:
     """Residue is an error, the sandbox stays known, and the reaper finishes the work."""
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
-        server.hostd.fail["remove"] = wire.RequestError("docker", "no")
+        server.hostd.fail["remove"] = wire.RequestError(wire.Code.DOCKER, "no")
         answer = await client.delete(path)
         assert (500, "DOCKER::SANDBOX_DELETE_FAILED") == (answer.status_code, answer.json()["code"])
         del server.hostd.fail["remove"]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 from policy.bindings import parse_bindings
-from policy.codec import CodecError
 from policy.compile import (
     DENY_ALL,
     CompiledPolicy,
@@ -42,6 +41,7 @@ from policy.rules import (
     Rule,
     RuleList,
 )
+from wire.codec import CodecError
 
 RICH = load_text("""
 version: 1

@@ -33,9 +33,11 @@ async def _socket_daemon(config: dict[str, Any]) -> None:
                 os._exit(1)
             _CHANNELS.append(await wire.serve_connection(socket.socket(fileno=fds[0]), handle))
             return {}
-        if op in ("ping", "record"):
-            return {"attached": len(_CHANNELS)}
-        raise wire.RequestError("unknown_op", op)
+        if op == "ping":
+            return {}
+        if op == "record":
+            return {"seq": len(_CHANNELS)}
+        raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
 
     uids = frozenset(config["uids"])
     server = await wire.serve_unix(wire.inherited_listener(), handle, allowed_uids=uids, descriptors_from=uids)
@@ -64,7 +66,7 @@ async def _compiler() -> None:
                 selection: dict[str, Any] = parameters["selection"]
                 answer: dict[str, Any] = selection.get("answer", {"policy": selection | {"digest": digest(selection)}})
                 return answer
-        raise wire.RequestError("unknown_op", op)
+        raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
 
     control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle)
     await control.closed.wait()
@@ -83,7 +85,7 @@ async def _zygote() -> None:
             if op == "ping":
                 return {"pid": os.getpid()}
             if op != "fork" or len(fds) != 8:
-                raise wire.RequestError("unknown_op", op)
+                raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
             order = parameters | {"fds": fds}
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tests.runtimes.standin", "worker", json.dumps(order), pass_fds=fds
@@ -133,12 +135,12 @@ async def _worker(order: dict[str, Any]) -> None:
         close_all(fds)
         if op == "configure":
             if parameters["gateway"]["policy"].get("refuse"):
-                raise wire.RequestError("refused", "told to refuse")
+                raise wire.RequestError(wire.Code.FORBIDDEN, "told to refuse")
             said["gateway"] = parameters["gateway"]
             return {"digest": parameters["gateway"].get("policy", {}).get("digest", "")}
         if op in ("audit", "vault"):
             if said["gateway"]["policy"].get("deaf"):
-                raise wire.RequestError("refused", "told to be deaf")
+                raise wire.RequestError(wire.Code.FORBIDDEN, "told to be deaf")
             channels.append(op)
         return {"digest": "standin", "flows": 0}
 

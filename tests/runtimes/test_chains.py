@@ -17,7 +17,8 @@ from runtimes.alarms import Finding
 from runtimes.chains import Chains
 from runtimes.kept_lines import KeptLines
 from tests.audit.conftest import A, Auditd, B
-from wire import Client
+from wire import Client, codec
+from wire.api.auditd import Anchor
 
 
 class Host:
@@ -139,9 +140,12 @@ async def test_another_log_and_a_shorter_one_are_alarms(host: Host, tmp_path: Pa
 @pytest.mark.parametrize(
     "change",
     [
-        {"heads": {"../x": [1, "0" * 64]}},
-        {"heads": {"sbx-a": [0.5, "0" * 64]}},
-        {"heads": {"sbx-a": [1, "x"]}},
+        {"more": 1},
+        {"heads": {"../x": {"seq": 1, "hash": "0" * 64}}},
+        {"heads": {"sbx-a": {"seq": 0.5, "hash": "0" * 64}}},
+        {"heads": {"sbx-a": {"seq": -1, "hash": "0" * 64}}},
+        {"heads": {"sbx-a": {"seq": 1, "hash": "x"}}},
+        {"identity": "F" * 64},
         {"heads": []},
         {"file": True},
         {"offset": -1},
@@ -151,10 +155,11 @@ async def test_another_log_and_a_shorter_one_are_alarms(host: Host, tmp_path: Pa
     ],
 )
 def test_what_a_compromised_auditd_answers_is_an_anchor_or_nothing(change: dict[str, Any]) -> None:
-    good = {"version": 1, "ts": "t", "identity": "i", "key": "k", "file": 1, "offset": 2, "log": "l", "heads": {}}
-    assert good == chains._checked(good | {"more": 1})
-    with pytest.raises(ValueError, match="no anchor"):
-        chains._checked(good | change)
+    places = {"file": 1, "offset": 2, "heads": {"sbx-a": {"seq": 1, "hash": "0" * 64}}}
+    good = {"version": 1, "ts": "t", **dict.fromkeys(("identity", "key", "log"), "f" * 64), **places}
+    assert 1 == codec.decode(Anchor, good).heads["sbx-a"].seq
+    with pytest.raises(codec.CodecError):
+        codec.decode(Anchor, good | change)
 
 
 def test_kept_lines_stay_within_their_bound_and_begin_whole(tmp_path: Path) -> None:

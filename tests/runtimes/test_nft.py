@@ -39,7 +39,7 @@ def test_every_counter_of_a_slot_has_a_record_that_the_log_takes() -> None:
     assert named == set(re.findall(r'counter name "(\w+)"', text))
     for name in DROPS:
         item = _record("sbx-1", name, 3)
-        assert 3 == record(item["kind"], item["decision"], **item["fields"])["count"]
+        assert 3 == record(item.kind, item.decision, **item.fields)["count"]
     unnamed = [line.strip() for line in text.splitlines() if line.endswith("counter drop")]
     assert ['iifname != "gw0" counter drop', "counter drop", 'oifname != "gw0" counter drop', "counter drop"] == unnamed
 

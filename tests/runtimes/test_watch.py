@@ -2,14 +2,14 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-import wire
 from runtimes.alarms import Alarms, Finding
 from runtimes.daemons import Daemons
 from runtimes.watch import Golden, compare_gateway, compare_sandbox
+from wire.api.auditd import Accepted, Entry, Record
 
 GATEWAY = frozenset({"link gw0 number 2 up", "address 192.0.2.1/30 on link 2", "setting net/ipv4/ip_forward is 0"})
 SANDBOX = frozenset({"link eth0 number 2 up", "address 192.0.2.2/30 on link 2", "route any/0 on link 2"})
@@ -74,13 +74,13 @@ class Auditd:
 
     def __init__(self) -> None:
         self.up = False
-        self.taken: list[dict[str, Any]] = []
+        self.taken: list[Entry] = []
 
-    async def call(self, _op: str, timeout: float, **parameters: Any) -> wire.Message:
+    async def ask(self, request: Record, timeout: float) -> Accepted:
         if not self.up:
             raise ConnectionError("down")
-        self.taken.append(parameters)
-        return {}
+        self.taken.append(request.entry)
+        return Accepted(len(self.taken))
 
 
 async def test_alarms_wait_for_auditd_in_their_order_and_what_did_not_fit_is_counted(
@@ -97,6 +97,6 @@ async def test_alarms_wait_for_auditd_in_their_order_and_what_did_not_fit_is_cou
     auditd.up = True
     await alarms.stop()
 
-    assert [str(number) for number in range(256)] == [item["fields"]["reason"] for item in auditd.taken]
-    assert [44] == [item["fields"]["count"] for item in auditd.taken if "count" in item["fields"]]
-    assert {("alarm", "deny")} == {(item["kind"], item["decision"]) for item in auditd.taken}
+    assert [str(number) for number in range(256)] == [item.fields["reason"] for item in auditd.taken]
+    assert [44] == [item.fields["count"] for item in auditd.taken if "count" in item.fields]
+    assert {("alarm", "deny")} == {(item.kind, item.decision) for item in auditd.taken}

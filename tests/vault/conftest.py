@@ -45,7 +45,7 @@ class Log:
 
     async def handle(self, _client: wire.Client, op: str, parameters: wire.Message, _fds: list[int]) -> wire.Message:
         """Accept records as auditd does."""
-        items = parameters["records"] if op == "records" else [parameters]
+        items = parameters["entries"] if op == "records" else [parameters["entry"]]
         self.records += [{**item["fields"], **{key: item[key] for key in ("kind", "decision")}} for item in items]
         self.records[-1]["durable"] = parameters.get("durable", False)
         self.asked.set()

@@ -157,9 +157,9 @@ async def test_a_replaced_channel_gets_neither_a_secret_nor_an_intermediate(
         (("token", "api.good.test", 8443, "https"), "not_granted"),
         (("token", "api.good.test", 443, "http"), "not_granted"),
         (("other", "api.good.test", 443, "https"), "not_granted"),
-        (("token", "*.good.test", 443, "https"), "bad_request"),
-        (("token", "", 443, "https"), "bad_request"),
-        (("token", "api.good.test", True, "https"), "bad_request"),
+        (("token", "*.good.test", 443, "https"), "invalid"),
+        (("token", "", 443, "https"), "invalid"),
+        (("token", "api.good.test", True, "https"), "invalid"),
     ],
 )
 async def test_other_destinations_are_refused_and_the_refusal_is_on_record(
@@ -308,7 +308,7 @@ async def test_keeping_an_inline_secret_that_is_not_there_changes_nothing(vault:
     worker = await vault.worker(SANDBOX, 1)
     assert Secret("one") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
     for keep in ("inline:1/a", [5], [""], ["inline:1/a"] * (MAX_GRANTS + 1)):
-        assert "bad_request" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], keep=keep))
+        assert "invalid" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], keep=keep))
     await worker.close()
 
 
@@ -394,7 +394,7 @@ async def test_an_inline_secret_cannot_stand_for_a_stored_one(vault: Any) -> Non
     """Nor can one sandbox use another's."""
     await opened(vault)
     taken = vault.admin.open_sandbox("sbx-2", "lin-2", [], {"token": Secret("mine")})
-    assert "name_taken" == await refusal(taken)
+    assert "exists" == await refusal(taken)
     grant = Grant.make("inline:a", "mine.test", 443, "https")
     await vault.admin.open_sandbox("sbx-2", "lin-2", [grant], {"inline:a": Secret("mine")})
     assert "unknown_secret" == await refusal(vault.admin.open_sandbox("sbx-3", "lin-3", [grant]))
@@ -549,7 +549,7 @@ async def test_serve_may_not_administrate(serve_vault: Any, op: str) -> None:
 )
 async def test_malformed_requests_are_refused(vault: Any, op: str, parameters: dict[str, Any]) -> None:
     """Each is answered with bad_request, and nothing is stored."""
-    assert "bad_request" == await refusal(vault.admin.call(op, **parameters))
+    assert "invalid" == await refusal(vault.admin.call(op, **parameters))
     assert [] == await vault.admin.list_secrets()
     assert [] == vault.vault.custody.names()
 
@@ -595,7 +595,7 @@ async def test_a_release_to_look_for_a_secret_is_recorded_as_such_and_of_no_requ
     (record,) = vault.log.of("secret.release", "allow")
     assert (True, "scrub", "token") == tuple(record[key] for key in ("durable", "action", "secret"))
     assert "not_granted" == await refusal(worker.release("token", "other.test", 443, "https", purpose="scrub"))
-    assert "bad_request" == await refusal(worker.release(*ASK, purpose="other"))
+    assert "invalid" == await refusal(worker.release(*ASK, purpose="other"))
     await worker.close()
 
 
@@ -688,5 +688,5 @@ async def test_an_intermediate_is_for_the_names_of_its_sandbox(vault: Any) -> No
     await vault.admin.regrant(SANDBOX, [], names=["*"])
     assert await permitted() is None
     for names in (["*.com"], ["192.0.2.1"], ["a.test"] * 1025, "a.test", [5]):
-        assert "bad_request" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], names=names))
+        assert "invalid" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], names=names))
     await worker.close()

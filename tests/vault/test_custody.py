@@ -239,7 +239,7 @@ def test_closing_keeps_the_root_of_a_lineage_in_use(place: Place) -> None:
     place.custody.close(SANDBOX)
     place.custody.close(SANDBOX)
     assert [] == place.files()
-    refused("bad_request", place.custody.close, "../x")
+    refused("invalid", place.custody.close, "../x")
 
 
 def test_roots_that_no_sandbox_uses_go_at_the_start_and_others_stay(place: Place) -> None:
@@ -301,7 +301,7 @@ def test_a_grant_of_an_inline_secret_does_not_become_one_of_a_stored_secret_unas
     assert ([], ()) == (place.custody.users("shared"), place.custody.former(SANDBOX, evil))
     refused("not_bound", place.custody.replan, SANDBOX, [evil], {})
     refused("not_bound", place.custody.regrant, replace(place.state(), inline={}, bounds=frozenset()))
-    refused("name_taken", place.custody.replan, SANDBOX, [evil], None)
+    refused("exists", place.custody.replan, SANDBOX, [evil], None)
     assert ("", ONE) == (place.may(evil), place.custody.value(SANDBOX, "shared"))
     narrowed = place.custody.narrowed(SANDBOX, [evil], [])
     assert (frozenset(), {}) == (narrowed.grants, narrowed.inline)
@@ -321,9 +321,9 @@ def test_a_grant_that_becomes_one_of_a_stored_secret_is_no_narrowing(place: Plac
 
 def test_a_stored_secret_that_was_granted_keeps_its_name(place: Place) -> None:
     place.open(STORED)
-    message = refused("name_taken", place.custody.replan, SANDBOX, [STORED], {"token": ONE})
+    message = refused("exists", place.custody.replan, SANDBOX, [STORED], {"token": ONE})
     assert "stored secret" in message
-    refused("name_taken", place.custody.plan, "sbx-2", "lin-1", [], {"token": ONE})
+    refused("exists", place.custody.plan, "sbx-2", "lin-1", [], {"token": ONE})
 
 
 def test_a_damaged_stored_secret_keeps_its_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_a_damaged_stored_secret_keeps_its_name(place: Place, monkeypatch: pytes
         raise DamagedSecretError("damaged")
 
     monkeypatch.setattr(place.store, "info", damaged)
-    refused("name_taken", place.custody.plan, SANDBOX, "lin-1", [], {"any": ONE})
+    refused("exists", place.custody.plan, SANDBOX, "lin-1", [], {"any": ONE})
     assert "token: damaged" == refused("damaged", place.custody.plan, SANDBOX, "lin-1", [STORED], {})
 
 
@@ -368,7 +368,7 @@ def test_grants_that_it_had_are_not_asked_for_again(place: Place) -> None:
     ],
 )
 def test_names_of_sandboxes_and_lineages_are_plain(place: Place, sandbox: str, lineage: str) -> None:
-    refused("bad_request", place.custody.plan, sandbox, lineage, [], {})
+    refused("invalid", place.custody.plan, sandbox, lineage, [], {})
 
 
 def test_the_longest_names_are_taken(place: Place) -> None:
@@ -418,7 +418,8 @@ def test_grants_inline_secrets_and_bounds_are_bounded(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inline", "code"), [({"a": Secret("")}, "unfit"), ({"a": Secret("x" * 65537)}, "unfit"), ({"a": Secret("x")}, "")]
+    ("inline", "code"),
+    [({"a": Secret("")}, "invalid"), ({"a": Secret("x" * 65537)}, "invalid"), ({"a": Secret("x")}, "")],
 )
 def test_an_inline_value_must_be_a_text_that_can_be_kept(place: Place, inline: Mapping[str, Secret], code: str) -> None:
     place.open(sandbox="sbx-2")

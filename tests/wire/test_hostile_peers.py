@@ -16,6 +16,7 @@ from wire import (
     NARROW,
     WHOLE,
     Client,
+    Code,
     FrameError,
     Limits,
     RemoteError,
@@ -114,7 +115,7 @@ class Served:
     async def _handle(self, _client: Client, op: str, parameters: Message, fds: list[int]) -> Message:
         close_all(fds)
         if op == "fail":
-            raise RequestError("no", "no")
+            raise RequestError(Code.INVALID, "no")
         if op == "count":
             self.handled.append(parameters)
             await self.hold.wait()

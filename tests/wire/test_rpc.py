@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from wire import MAX_FRAME, Client, FrameError, RemoteError, RequestError, bind_unix, serve_connection, serve_unix
+from wire import MAX_FRAME, Client, Code, FrameError, RemoteError, RequestError, bind_unix, serve_connection, serve_unix
 from wire.frames import Message
 
 
@@ -25,12 +25,12 @@ async def _handler(_client: Client, op: str, parameters: Message, fds: list[int]
         case "length":
             return {"length": len(parameters["value"]), "again": parameters["value"] * parameters.get("times", 0)}
         case "refuse":
-            raise RequestError("no_such_thing", "there is no such thing")
+            raise RequestError(Code.UNKNOWN_SANDBOX, "there is no such thing")
         case "fail":
             raise ValueError("a secret: hunter2")
         case "hang":
             await asyncio.Event().wait()
-    raise RequestError("unknown_op", op)
+    raise RequestError(Code.UNKNOWN_OP, op)
 
 
 async def _pair() -> tuple[Client, Client]:
@@ -54,7 +54,7 @@ async def test_a_refusal_carries_its_code() -> None:
     with pytest.raises(RemoteError) as refused:
         await client.call("refuse")
 
-    assert "no_such_thing" == refused.value.code
+    assert Code.UNKNOWN_SANDBOX == refused.value.code
     await client.close()
     await server.close()
 
@@ -189,7 +189,7 @@ async def test_an_answer_that_is_no_frame_is_a_refusal() -> None:
     with pytest.raises(RemoteError) as refused:
         await client.call("length", value="x" * (MAX_FRAME // 8), times=9)
 
-    assert "no_frame" == refused.value.code
+    assert Code.TOO_LARGE == refused.value.code
     assert {"value": 1} == await other
     await client.close()
     await server.close()

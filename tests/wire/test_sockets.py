@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import wire
-from wire import Client, RequestError, WrongServer, bind_unix, serve_unix
+from wire import Client, Code, RequestError, WrongServer, bind_unix, serve_unix
 from wire.sockets import LISTEN_FD, connect_unix
 
 OTHER = 65534
@@ -19,7 +19,7 @@ OTHER = 65534
 
 async def _echo(_client: Client, op: str, parameters: wire.Message, _fds: list[int]) -> wire.Message:
     if op != "echo":
-        raise RequestError("unknown_op", op)
+        raise RequestError(Code.UNKNOWN_OP, op)
     return parameters
 
 

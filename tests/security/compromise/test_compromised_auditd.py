@@ -37,7 +37,7 @@ async def attempt(client, op, with_descriptor=True, **parameters):
         return "done"
 
 def said(kind, **fields):
-    return {{"kind": kind, "decision": "allow", "fields": fields}}
+    return {{"entry": {{"kind": kind, "decision": "allow", "fields": fields}}, "durable": False}}
 
 async def attempts():
     try:
@@ -133,7 +133,8 @@ import asyncio
 async def attempt(kind, **fields):
     try:
         client = process._audit._client
-        await client.call("record", timeout=10, kind=kind, decision="allow", fields=fields)
+        entry = {"kind": kind, "decision": "allow", "fields": fields}
+        await client.call("record", timeout=10, entry=entry, durable=False)
     except Exception as error:
         return "AuditUnavailable" if type(error).__name__ == "RemoteError" else type(error).__name__
     return "done"
@@ -220,7 +221,8 @@ import asyncio, wire
 async def say():
     client = await wire.Client.connect({str(stack.run / "audit.sock")!r}, 700000003)
     fields = {{"reason": {reason!r}}}
-    await client.call("record", timeout=10, kind="lifecycle.remove", decision="info", fields=fields, durable=True)
+    entry = {{"kind": "lifecycle.remove", "decision": "info", "fields": fields}}
+    await client.call("record", timeout=10, entry=entry, durable=True)
     await client.close()
 value = asyncio.run(say())
 """

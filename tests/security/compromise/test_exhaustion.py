@@ -51,7 +51,7 @@ def push(data, seconds):
 """
 UNREAD = """
 part = b"[]," * 20000
-body = b'{"id":1,"op":"record","kind":"request","secret":"x","decision":"allow","fields":[' + part + b'0]}'
+body = b'{"id":1,"op":"record","durable":false,"entry":[' + part + b'0]}'
 taken = 0
 try:
     while taken < 2000 and push(frame(body), 2):
@@ -64,7 +64,7 @@ SMALL = """
 value = None
 try:
     for count in (340000, 1398000):
-        push(frame(b'{"id":1,"op":"record","fields":[' + b"[]," * count + b'0]}'), 30)
+        push(frame(b'{"id":1,"op":"record","entry":[' + b"[]," * count + b'0]}'), 30)
     push(frame(b"{}"), 30)
     push(frame(b"{}"), 30)
 except OSError as error:

@@ -110,17 +110,17 @@ def in_vaultd() -> None:
 
 def in_auditd() -> None:
     """Provoked: no record about `UNRECORDED` is accepted."""
-    from audit import writer
-    from wire import RequestError
+    from audit.writer import Identity
+    from wire import Code, RequestError
 
-    real = writer._entry
+    real = Identity.entry
 
-    def entry(identity: Any, item: Any) -> Any:
-        if item.get("fields", {}).get("path") == UNRECORDED:
-            raise RequestError("unavailable", "provoked")
-        return real(identity, item)
+    def entry(identity: Identity, asked: Any) -> Any:
+        if asked.fields.get("path") == UNRECORDED:
+            raise RequestError(Code.UNAVAILABLE, "provoked")
+        return real(identity, asked)
 
-    writer._entry = entry
+    Identity.entry = entry  # type: ignore[method-assign]
 
 
 def in_workers() -> None:
