@@ -99,7 +99,7 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         ),
         daemon_uids={"hostd": 0, **{name: uids(settings)[name] for name in ("vaultd", "auditd")}},
         bounds=Bounds(
-            launches=settings.get("sallyport.launch_concurrency", 4),
+            launches=launch_concurrency(settings),
             pending=settings.get("sallyport.max_pending", 128),
             sandboxes=max_sandboxes(settings),
             answer_seconds=float(settings.get("sallyport.create_answer_seconds", 20)),
@@ -134,6 +134,11 @@ def maxima(settings: Settings) -> Resources:
 def max_sandboxes(settings: Settings) -> int:
     """How many sandboxes there may be."""
     return int(settings.get("sallyport.max_sandboxes", 1000))
+
+
+def launch_concurrency(settings: Settings) -> int:
+    """How many launches may be under way at once; `serve` and hostd each keep this bound."""
+    return int(settings.get("sallyport.launch_concurrency", 4))
 
 
 def disk_limits(settings: Settings) -> bool:
@@ -219,6 +224,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         },
         "gateway_limits": dict(settings.get("sallyport.gateway_limits", {})),
         "maxima": {**asdict(maxima(settings)), "sandboxes": max_sandboxes(settings)},
+        "launch_concurrency": launch_concurrency(settings),
         "runtimes": list(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
         "disk_limits": disk_limits(settings),
         "memory": {name: settings.get(f"sallyport.memory.{name}", default) for name, default in DaemonMemory()},

@@ -53,7 +53,6 @@ from runtimes.yielding import Computing
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
 _CALM_SECONDS = 10.0
-_PARALLEL_LAUNCHES = 4
 _PATIENCE_SECONDS = 5.0
 _CHANNEL_SECONDS = 1.0
 _CONFIRM_SECONDS = 20.0
@@ -89,7 +88,7 @@ class Sandboxes:
         self._disks = Disks(Path(config.state_dir) / "hostd" / "disks")
         self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
         self._known: dict[str, Sandbox] = {}
-        self._launching = asyncio.Semaphore(_PARALLEL_LAUNCHES)
+        self._launching = asyncio.Semaphore(config.launch_concurrency)
         self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
         self._documents = 0

@@ -215,6 +215,7 @@ class HostConfig(_Strict):
     host_addresses: dict[str, list[str]]
     gateway_limits: dict[str, int]
     maxima: Maxima
+    launch_concurrency: int = Field(ge=1, le=256)
     processes: list[ProcessConfig]
     listen: ListenConfig | None = None
     runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)

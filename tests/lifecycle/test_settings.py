@@ -122,6 +122,13 @@ def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixt
         assert key not in path.read_text() or path.name == "api-key"
 
 
+def test_the_api_server_and_hostd_bound_launches_alike() -> None:
+    """hostd does not rely on `serve` for it."""
+    read_ = settings("[sallyport]\nlaunch_concurrency = 7")
+    assert 7 == launch.serve_config(read_, ()).bounds.launches
+    assert 7 == HostConfig.model_validate(launch.host_config(read_, Path("/launch"))).launch_concurrency
+
+
 def test_a_key_may_be_given_as_its_digest() -> None:
     """Then nothing of ours ever held it."""
     digest = "ab" * 32

@@ -51,6 +51,7 @@ def host_config(**changes: Any) -> dict[str, Any]:
             "disk_bytes": 1 << 34,
             "sandboxes": 2,
         },
+        "launch_concurrency": 4,
         "processes": processes,
     } | changes
 
@@ -133,6 +134,7 @@ def test_the_host_configuration_is_read_from_json() -> None:
         {"host_addresses": {"a.example": "10.0.0.5"}},
         {"gateway_limits": {"idle": "60"}},
         {"maxima": {}},
+        {"launch_concurrency": 0},
         {"upstream_roots": "relative"},
         {"unknown": 1},
         {"images": [{"name": "x"}]},

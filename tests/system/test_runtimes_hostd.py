@@ -85,6 +85,7 @@ class Hostd:
                 "disk_bytes": 128 << 20,
                 "sandboxes": 8,
             },
+            "launch_concurrency": 4,
             "processes": processes,
         }
         config = directory / "host.json"

@@ -1,0 +1,79 @@
+"""What hostd does with launches that come together, up to the compiler: everything behind it needs root."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wire
+from runtimes.cgroups import Cgroups, Hierarchies
+from runtimes.operator import Operator
+from runtimes.records import Records
+from runtimes.sandboxes import Sandboxes
+from runtimes.spec import HostConfig, LaunchSpec
+from tests.runtimes.test_spec import host_config, launch_message
+
+
+class Compiler:
+    """Stands where `runtimes.daemons.Daemons` stands: a compiler that refuses every policy once `released` is set.
+
+    `full` is set when `bound` calls are present.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.released = asyncio.Event()
+        self.full = asyncio.Event()
+        self.present = self.most = 0
+
+    async def reachable(self, name: str) -> None:
+        assert "compiler" == name
+
+    def client(self, name: str) -> "Compiler":
+        assert "compiler" == name
+        return self
+
+    async def call(self, op: str, **_parameters: Any) -> dict[str, Any]:
+        assert "compile" == op
+        self.present += 1
+        self.most = max(self.most, self.present)
+        if self.present >= self.bound:
+            self.full.set()
+        await self.released.wait()
+        self.present -= 1
+        raise wire.RemoteError("invalid", "refused")
+
+
+class NoContainers:
+    """Stands where `runtimes.docker.Docker` stands, on a host without containers."""
+
+    async def ours(self, _sandbox: str) -> list[tuple[str, str]]:
+        return []
+
+
+@pytest.mark.parametrize("bound", [1, 3, 6])
+async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: Path, bound: int) -> None:
+    """A launch begins with its policy, so what is at the compiler at once is under way at once."""
+    for name in ("plans", "netns", "records"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "roots.pem").write_text("roots\n")
+    maxima = host_config()["maxima"] | {"sandboxes": 6}
+    places = {"run_dir": str(tmp_path), "state_dir": str(tmp_path), "upstream_roots": str(tmp_path / "roots.pem")}
+    config = HostConfig.model_validate(host_config(launch_concurrency=bound, maxima=maxima, **places))
+    compiler: Any = Compiler(bound)
+    beyond: Any = NoContainers()
+    groups = Cgroups(str(tmp_path), Hierarchies(2, (tmp_path / "groups",)))
+    sandboxes = Sandboxes(
+        config, Operator(config, compiler), beyond, compiler, beyond, groups, Records(tmp_path / "records")
+    )
+    specs = [LaunchSpec.model_validate(launch_message(sandbox=f"sbx-{number}")) for number in range(6)]
+    launches = [asyncio.create_task(sandboxes.launch(spec)) for spec in specs]
+    async with asyncio.timeout(10):
+        await compiler.full.wait()
+        for _ in range(100):  # each of the others takes fewer turns to arrive
+            await asyncio.sleep(0)
+        compiler.released.set()
+        outcomes = await asyncio.gather(*launches, return_exceptions=True)
+    assert ["invalid"] * 6 == [getattr(outcome, "code", outcome) for outcome in outcomes]
+    assert bound == compiler.most
