@@ -210,32 +210,19 @@ class Orchestrator:
             self.clock.follow(moved)
 
     async def pause(self, sandbox: str) -> None:
-        """Freeze a running sandbox."""
-        await self._move(sandbox, "pause", State.RUNNING, State.PAUSED, "SANDBOX_NOT_RUNNING", "SANDBOX_PAUSE_FAILED")
+        """Refuse to freeze a running sandbox: hostd has no such operation."""
+        await self._not_offered(sandbox, "pause", State.RUNNING, "SANDBOX_NOT_RUNNING")
 
     async def resume(self, sandbox: str) -> None:
-        """Thaw a paused sandbox."""
-        await self._move(sandbox, "resume", State.PAUSED, State.RUNNING, "SANDBOX_NOT_PAUSED", "SANDBOX_RESUME_FAILED")
+        """Refuse to thaw a paused sandbox: hostd has no such operation."""
+        await self._not_offered(sandbox, "resume", State.PAUSED, "SANDBOX_NOT_PAUSED")
 
-    async def _move(self, sandbox: str, op: str, before: State, after: State, wrong: str, failed: str) -> None:
-        await self.get(sandbox)
-        async with self.lock(sandbox):
-            row = await self.get(sandbox)
-            if row.state is not before:
-                raise ApiError(409, f"DOCKER::{wrong}", f"Sandbox is {row.state}, not {before}.")
-            await self.record(f"lifecycle.{op}", "info", sandbox=sandbox)
-            try:
-                await self.hostd.call(op, sandbox=sandbox)
-            except wire.RemoteError as error:
-                if error.code == wire.Code.UNKNOWN_OP:
-                    raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", f"This server cannot {op} sandboxes.") from None
-                _log.warning("%s of %s failed: %s", op, sandbox, error)
-                raise ApiError(500, f"DOCKER::{failed}", f"{op} failed: {explained(error)}.") from None
-            except Unreachable as error:
-                raise ApiError(500, f"DOCKER::{failed}", f"{op} failed: {error}.") from None
-            reason = "CONTAINER_PAUSED" if after is State.PAUSED else "CONTAINER_RUNNING"
-            now = self.clock()
-            await self.registry.update(sandbox, lambda current: current.moved(after, reason, "", now))
+    async def _not_offered(self, sandbox: str, op: str, before: State, wrong: str) -> None:
+        """Nothing is recorded: nothing is done."""
+        row = await self.get(sandbox)
+        if row.state is not before:
+            raise ApiError(409, f"DOCKER::{wrong}", f"Sandbox is {row.state}, not {before}.")
+        raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", f"This server cannot {op} sandboxes.")
 
     # -- for the others
 

@@ -393,12 +393,23 @@ async def test_metadata_patch(server: World) -> None:
         assert {"b": "2", "c": "3"} == (await client.get(f"/v1/sandboxes/{name}")).json()["metadata"]
 
 
-async def test_pause_says_that_it_is_not_offered(server: World) -> None:
-    """While hostd has no such operation the answer is 501, and the state stays."""
+async def test_pause_and_resume_are_not_offered_and_leave_no_record(server: World) -> None:
+    """The answer is 501, the state stays, and the log has nothing of an operation that is not carried out."""
+    assert server.server is not None
     async with server.client() as client:
         name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        recorded = list(server.auditd.records)
+        for op in ("pause", "resume"):
+            assert 404 == (await client.post(f"/v1/sandboxes/sbx-{'0' * 24}/{op}")).status_code
         assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
         assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
+        server.hostd.sandboxes[name] |= {"state": "paused"}  # by Docker's own command, say
+        await server.server.observer.observe()
+        assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
+        assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
+        assert "Paused" == (await client.get(f"/v1/sandboxes/{name}")).json()["status"]["state"]
+    assert recorded == server.auditd.records
+    assert [] == server.hostd.named("pause") + server.hostd.named("resume")
 
 
 async def test_metrics_events(server: World) -> None:
