@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
-_SCHEMA_VERSION = 1
+from lifecycle.schema import migrate
 
 RegistryError = sqlite3.Error
 """The database could not be read or written; whether a write was done is not known."""
@@ -73,23 +73,6 @@ class Sandbox:
 
 _JSON = frozenset({"entrypoint", "metadata", "extensions", "platform", "network_policy", "vault"})
 _COLUMNS = tuple(item.name for item in fields(Sandbox))
-_REAL = frozenset({"changed_at", "created_at", "expires_at"})
-_INTEGER = frozenset({"credential_proxy", "secure_access", "renew_seconds"})
-
-
-def _type(column: str) -> str:
-    if column in _REAL:
-        return "REAL"
-    return "INTEGER" if column in _INTEGER else "TEXT"
-
-
-_CREATE = f"""
-CREATE TABLE IF NOT EXISTS sandboxes (
-  {", ".join(f"{name} {_type(name)}{' PRIMARY KEY' if name == 'id' else ''}" for name in _COLUMNS)}
-) STRICT;
-CREATE INDEX IF NOT EXISTS sandboxes_created ON sandboxes (created_at DESC, id);
-CREATE INDEX IF NOT EXISTS sandboxes_expires ON sandboxes (expires_at) WHERE expires_at IS NOT NULL;
-"""
 _PUT = f"INSERT OR REPLACE INTO sandboxes ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608
 _SELECT = f"SELECT {', '.join(_COLUMNS)} FROM sandboxes"  # noqa: S608 - names of our own fields
 
@@ -108,7 +91,8 @@ class Registry:
         """Open or create the database.
 
         Raises:
-            sqlite3.Error: it cannot be used, or a newer release made it.
+            SchemaError: a newer release made it, or its table is not the one of its schema.
+            sqlite3.Error, OSError: it cannot be used.
         """
         await self._run(self._open)
 
@@ -235,11 +219,7 @@ class Registry:
             os.chmod(self._path, 0o600)
             database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=FULL")
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version > _SCHEMA_VERSION:
-                raise sqlite3.DatabaseError(f"{self._path} was made by a newer release (schema {version})")
-            database.executescript(_CREATE)
-            database.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            migrate(database, self._path, _COLUMNS)
         except BaseException:
             database.close()
             raise

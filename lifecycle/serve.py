@@ -1,8 +1,8 @@
 """`python -m lifecycle.serve serve.json`: the HTTP server, as an unprivileged user.
 
 Started by hostd, under its own user and with the socket that it listens on: that outlives it (`runtimes.api_listener`),
-so connections wait in it while this process is started again. It exits 78 on a configuration that cannot work: starting
-it again would not help.
+so connections wait in it while this process is started again. It exits 78 on a configuration or
+a state database that cannot work: starting it again would not help.
 """
 
 import logging
@@ -21,6 +21,7 @@ from lifecycle.auth import Tokens
 from lifecycle.connections import UVICORN_LOG_LEVEL, Connection, expect_silence
 from lifecycle.edge import Edge
 from lifecycle.policies import Policies
+from lifecycle.schema import SchemaError
 from lifecycle.serve_config import ConfigError, ServeConfig
 from policy.load import PolicyError
 
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> int:
         logging.getLogger().setLevel(config.log_level)
         os.umask(0o077)
         uvloop.run(serve(config, wire.inherited_listener()))
-    except (ConfigError, PolicyError, ValueError) as error:
+    except (ConfigError, PolicyError, SchemaError, ValueError) as error:
         _log.error("%s", error)
         return EXIT_CONFIG
     except OSError as error:
