@@ -151,12 +151,7 @@ class Hostd(Daemon):
 
     async def remove(self, sandbox: str) -> list[str]:
         """Remove a sandbox; returns what is left of it, which should be nothing. Unknown ones are no error."""
-        try:
-            answer = await self.call("remove", timeout=LAUNCH_TIMEOUT, sandbox=sandbox)
-        except wire.RemoteError as error:
-            if error.code in (wire.Code.UNKNOWN_SANDBOX,):
-                return []
-            raise
+        answer = await self.call("remove", timeout=LAUNCH_TIMEOUT, sandbox=sandbox)
         return [str(item) for item in answer.get("residue", [])]
 
     async def list(self) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from lifecycle.errors import ApiError
 from lifecycle.orchestrator import Orchestrator
 from lifecycle.peers import Unreachable
 from lifecycle.registry import RegistryError, Sandbox, State
+from wire.api.states import HostState
 
 RETRY_FIRST = 1.0
 ADOPT_FIRST = 0.1
@@ -149,7 +150,7 @@ class Observer:
             if row.state is State.PENDING:
                 await self._abandoned(row, now)
             elif row.id not in there and row.state in _LIVE and row.changed_at < began:
-                await self._seen(row.id, {"state": "gone"}, now)
+                await self._seen(row.id, {"state": HostState.GONE}, now)
             elif row.state in _LIVE:
                 await registry.update(row.id, lambda current: replace(current, policy_digest=""))
         for sandbox in there.keys() - rows.keys():
@@ -251,7 +252,7 @@ class Observer:
             elif row.id in items:
                 await self._seen(row.id, items[row.id], now)
             elif row.state in _LIVE and row.changed_at < began:
-                await self._seen(row.id, {"state": "gone"}, now)
+                await self._seen(row.id, {"state": HostState.GONE}, now)
             other = there.get(row.id) not in (None, "", row.policy_digest)
             if row.state is State.RUNNING and other and not self._egress.unsettled(row):
                 differing.append(row.id)
@@ -287,26 +288,20 @@ class Observer:
 def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:
     """Translate hostd's description of a sandbox; None if it says nothing the row should take over."""
     reason = str(item.get("reason") or "")
-    match str(item.get("state") or "").lower():
-        case "running" if "worker_pid" in item and item["worker_pid"] is None:
+    match item.get("state"):
+        case HostState.RUNNING if "worker_pid" in item and item["worker_pid"] is None:
             return State.RUNNING, "GATEWAY_DOWN", "The gateway is down; the sandbox is cut off until it is back."
-        case "running":
+        case HostState.RUNNING:
             return State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully."
-        case "restarting":
+        case HostState.RESTARTING:
             return State.RUNNING, "CONTAINER_RESTARTING", reason
-        case "paused":
+        case HostState.PAUSED:
             return State.PAUSED, "CONTAINER_PAUSED", reason
-        case "cut" | "gateway_down" | "degraded" | "no_gateway":
-            return (
-                State.RUNNING,
-                "GATEWAY_DOWN",
-                reason or "The gateway is down; the sandbox is cut off until it is back.",
-            )
-        case "alarm":
+        case HostState.ALARM:
             return State.FAILED, "ISOLATION_ALARM", f"Cut off: {reason}"
-        case "gone":
+        case HostState.GONE:
             return State.FAILED, "CONTAINER_LOST", reason or "The sandbox is gone from this host."
-        case "exited" | "dead" | "stopped" | "terminated" | "failed" | "lost":
+        case HostState.EXITED | HostState.DEAD:
             code = item.get("exit_code")
             if code == 0:  # it may have outlived a process of its own that was killed at the limit
                 return State.TERMINATED, "CONTAINER_EXITED", "The entrypoint has ended."

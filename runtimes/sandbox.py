@@ -16,6 +16,7 @@ from runtimes.docker import Docker, DockerError, UnknownImage, UnusableImage
 from runtimes.records import Phase, Record
 from runtimes.spec import Runtime
 from runtimes.workers import Worker
+from wire.api.states import HostState
 
 
 @dataclass(slots=True)
@@ -68,22 +69,24 @@ class Sandbox:
 
 async def describe(sandbox: Sandbox, docker: Docker, running: Container[str] = ()) -> dict[str, Any]:
     """Return the state of a sandbox, as `list` and `inspect` tell it; Docker is not asked of `running` containers."""
-    state, reason, exit_code, oom = "creating", "", None, False
+    state, reason, exit_code, oom = HostState.CREATING, "", None, False
     if sandbox.alarm:
-        state, reason = "alarm", sandbox.alarm
+        state, reason = HostState.ALARM, sandbox.alarm
     elif sandbox.container in running:
-        state = "running"
+        state = HostState.RUNNING
     elif sandbox.container is not None:
         try:
             found = await docker.state(sandbox.container)
         except DockerError as error:
-            state, reason = "unknown", str(error)
+            state, reason = HostState.UNKNOWN, str(error)
         else:
             if found is None:
-                state, reason = "gone", "the container was removed by somebody else"
+                state, reason = HostState.GONE, "the container was removed by somebody else"
             else:
-                state, reason, oom = found.status, found.error, found.oom
-                exit_code = found.exit_code if found.status in ("exited", "dead") else None
+                state, reason, oom = _container_state(found.status), found.error, found.oom
+                exit_code = found.exit_code if state in (HostState.EXITED, HostState.DEAD) else None
+                if state is HostState.UNKNOWN:
+                    reason = f"Docker calls the state of the container {found.status[:40]!r}"
     return {
         "sandbox": sandbox.id,
         "state": state,
@@ -98,6 +101,13 @@ async def describe(sandbox: Sandbox, docker: Docker, running: Container[str] = (
         "policy": sandbox.policy,
         "alarm": sandbox.alarm,
     }
+
+
+_OF_CONTAINERS = frozenset(HostState) - {HostState.CREATING, HostState.GONE, HostState.ALARM}
+
+
+def _container_state(status: str) -> HostState:
+    return HostState(status) if status in _OF_CONTAINERS else HostState.UNKNOWN
 
 
 _CODES: tuple[tuple[type[BaseException], wire.Code, Callable[[BaseException], str]], ...] = (

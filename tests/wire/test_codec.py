@@ -15,11 +15,11 @@ import pytest
 
 import wire.api
 from wire import codec
-from wire.api import auditd, vaultd
+from wire.api import auditd, states, vaultd
 from wire.codec import CodecError
 from wire.operations import Request, operation
 
-MODULES = (auditd, vaultd)
+MODULES = (auditd, states, vaultd)
 TYPES = sorted(
     {
         kind

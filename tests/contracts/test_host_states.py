@@ -1,0 +1,81 @@
+"""hostd describes a sandbox by one list of states, and the control plane knows each state of that list and no other."""
+
+from typing import Any
+
+import pytest
+
+from lifecycle.reaper import condition
+from lifecycle.registry import State
+from runtimes.docker import DockerError
+from runtimes.docker import State as ContainerState
+from runtimes.sandbox import Sandbox, describe
+from wire.api.states import HostState
+
+DOCKER = ("created", "running", "paused", "restarting", "removing", "exited", "dead")
+"""What Docker's API calls the states of a container."""
+
+SHOWN: dict[HostState, State | None] = {
+    HostState.CREATING: None,
+    HostState.CREATED: None,
+    HostState.RUNNING: State.RUNNING,
+    HostState.PAUSED: State.PAUSED,
+    HostState.RESTARTING: State.RUNNING,
+    HostState.REMOVING: None,
+    HostState.EXITED: State.TERMINATED,
+    HostState.DEAD: State.TERMINATED,
+    HostState.GONE: State.FAILED,
+    HostState.UNKNOWN: None,
+    HostState.ALARM: State.FAILED,
+}
+"""What the API shows for each; None: what it showed before."""
+
+
+class Container:
+    """Stands where `runtimes.docker.Docker` stands: one container, in the state `status`."""
+
+    def __init__(self, status: str | DockerError | None) -> None:
+        self.status = status
+
+    async def state(self, _container: str) -> ContainerState | None:
+        if isinstance(self.status, DockerError):
+            raise self.status
+        return None if self.status is None else ContainerState(self.status, 0, False, 0, "", "")
+
+
+async def described(status: str | DockerError | None, **changes: Any) -> dict[str, Any]:
+    """What hostd says of a sandbox with a container in that state."""
+    docker: Any = Container(status)
+    return await describe(Sandbox("sbx-1", 1, "runc", **({"container": "c"} | changes)), docker)
+
+
+async def test_hostd_sends_the_states_of_the_list_and_all_of_them() -> None:
+    """Docker's, and its own; a state that Docker has in a later release is `unknown`, with a reason."""
+    sent = [await described(status) for status in DOCKER]
+    assert list(DOCKER) == [item["state"] for item in sent]
+    sent += [await described(None), await described(DockerError("no answer")), await described("", container=None)]
+    sent += [
+        await described("running", alarm="why"),
+        *[await described(word) for word in ("hibernating", "alarm", "gone")],
+    ]
+    assert ["gone", "unknown", "creating", "alarm", "unknown", "unknown", "unknown"] == [
+        item["state"] for item in sent[len(DOCKER) :]
+    ]
+    assert set(HostState) == {item["state"] for item in sent}
+    assert "hibernating" in sent[-3]["reason"]
+
+
+@pytest.mark.parametrize("state", HostState)
+def test_the_control_plane_decides_on_each_state(state: HostState) -> None:
+    """As text, which is what arrives."""
+    shown = condition({"state": str(state), "reason": "", "exit_code": 0, "oom": False, "worker_pid": 1})
+    assert SHOWN[state] == (None if shown is None else shown[0])
+
+
+def test_a_running_sandbox_without_a_worker_is_cut_off() -> None:
+    shown = condition({"state": "running", "worker_pid": None})
+    assert shown is not None and (State.RUNNING, "GATEWAY_DOWN") == shown[:2]
+
+
+@pytest.mark.parametrize("word", ["stopped", "failed", "lost", "cut", "degraded", "RUNNING", "", None])
+def test_a_word_that_hostd_does_not_send_changes_nothing(word: str | None) -> None:
+    assert condition({"state": word, "worker_pid": 1}) is None
