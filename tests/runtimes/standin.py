@@ -17,7 +17,6 @@ from typing import Any
 import wire
 from runtimes.netplan import PLAN
 from wire.frames import close_all
-from wire.rpc import Result
 
 _CHANNELS: list[wire.Client] = []
 
@@ -27,7 +26,7 @@ def _inherited(name: str) -> socket.socket:
 
 
 async def _socket_daemon(config: dict[str, Any]) -> None:
-    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
         if op == "attach" and len(fds) == 1:
             if Path(config["brittle"]).exists():
                 os._exit(1)
@@ -57,7 +56,7 @@ def digest(selection: dict[str, Any]) -> str:
 async def _compiler() -> None:
     """Compiles nothing: a selection and its digest are the policy; or, with `answer`, the whole answer."""
 
-    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
         close_all(fds)
         match op:
             case "ping":
@@ -80,7 +79,7 @@ async def _zygote() -> None:
         if not client.closed.is_set():
             await client.notify("exited", pid=process.pid, status=status)
 
-    async def handle(client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+    async def handle(client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
         try:
             if op == "ping":
                 return {"pid": os.getpid()}
@@ -131,7 +130,7 @@ async def _worker(order: dict[str, Any]) -> None:
     said: dict[str, Any] = {}
     channels: list[str] = []
 
-    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> Result:
+    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
         close_all(fds)
         if op == "configure":
             if parameters["gateway"]["policy"].get("refuse"):
