@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 
 from gateway.engine import Leaf
-from gateway.full.identity import LeafMint
+from gateway.identity import LeafMint
 from vault.client import VaultClient, VaultError
 from wire.patience import Patience
 

@@ -12,7 +12,7 @@
 - What was released stays known for as long as a match may begin in it: a value over two messages is taken out from
   where it is recognised.
 
-Pure. Not covered: compressed bytes (see `gateway.full.decode`), reversals, ciphers, and other transformations.
+Pure. Not covered: compressed bytes (see `gateway.decode`), reversals, ciphers, and other transformations.
 """
 
 from gateway.forms import Patterns, Span

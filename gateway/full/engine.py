@@ -18,8 +18,8 @@ from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, describe
 from gateway.full.contexts import ClientContexts, UpstreamContext, choose_alpn
 from gateway.full.gate import Gate
-from gateway.full.sought import KnownPatterns
 from gateway.ledger import Ledger
+from gateway.sought import KnownPatterns
 from policy.facts import Scheme
 from wire.patience import Countdown
 

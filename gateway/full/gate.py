@@ -31,20 +31,20 @@ from mitmproxy.connection import Server
 from mitmproxy.http import HTTPFlow
 from mitmproxy.websocket import WebSocketData
 
+from gateway import pages
 from gateway.admission import Admission
 from gateway.budget import RULE, Over
+from gateway.charsets import searchable
+from gateway.decode import decode
 from gateway.engine import Allowance, Decider, EngineLimits, InspectedFlow, Recorder, SecretRefused, Secrets
 from gateway.forms import Patterns
-from gateway.full import pages
-from gateway.full.charsets import searchable
 from gateway.full.contexts import certified
-from gateway.full.decode import decode
-from gateway.full.sought import KnownPatterns, Sought, Withheld, too_short
 from gateway.hello import Refused
 from gateway.inject import InjectionError, inject
 from gateway.ledger import Ledger
 from gateway.messages import BrokenFraming, MessageScrubber
 from gateway.scrub import Scrubber, scrub_header
+from gateway.sought import KnownPatterns, Sought, Withheld, too_short
 from gateway.translate import Headers, RequestParts, Translated, translate
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts

@@ -27,7 +27,7 @@ from mitmproxy.proxy import commands, events
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layers.http import _base, _events, _http2
 
-from gateway.full import pages
+from gateway import pages
 from gateway.full.pin import Commands, Pin, RefusedRequestHook
 from gateway.hello import Refused
 

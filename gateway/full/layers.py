@@ -32,7 +32,7 @@ from mitmproxy.proxy.layers.http import _base, _events, _http1
 from mitmproxy.proxy.utils import ReceiveBuffer
 from OpenSSL import SSL
 
-from gateway.full import pages
+from gateway import pages
 from gateway.full.http2 import WINDOW, Acknowledge, StrictHttp2Client, StrictHttp2Server
 from gateway.full.pin import Commands, Pin, RefusedRequestHook, RouteHook
 from gateway.hello import NeedMore, Refused, read_head

@@ -22,7 +22,7 @@ from demo.leaks import forms_of, leaks_in
 from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.sandboxes import DemoSandbox, Secrets
 from demo.stack import Stack
-from gateway.full.sought import MAX_PARTIAL
+from gateway.sought import MAX_PARTIAL
 from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system

@@ -19,8 +19,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from gateway.budget import Over
 from gateway.engine import EngineLimits, InspectedFlow, SecretRefused
 from gateway.full.engine import FullEngine
-from gateway.full.identity import LeafMint
 from gateway.hello import Hello, NeedMore, RequestHead, read_head, read_hello
+from gateway.identity import LeafMint
 from gateway.ledger import Ledger
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny

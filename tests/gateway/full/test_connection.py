@@ -25,10 +25,10 @@ from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, Unexpected
 from gateway.full.contexts import ClientContexts, UpstreamContext, verified
 from gateway.full.engine import _still_allowed
-from gateway.full.identity import LeafMint
 from gateway.full.layers import Root, StrictHttpLayer
 from gateway.full.pin import Commands, Pin
 from gateway.hello import Hello
+from gateway.identity import LeafMint
 from policy.decision import Deny
 from policy.facts import FlowFacts, Scheme
 from tests.gateway.full.conftest import SECRET, Lab, Rig

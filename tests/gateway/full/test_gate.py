@@ -22,9 +22,9 @@ from gateway.admission import Admission
 from gateway.budget import Over
 from gateway.engine import EngineLimits, InspectedFlow, SecretRefused
 from gateway.full.gate import STAMP, Gate, Sentinel, Stamp, Unstamped
-from gateway.full.sought import MATCHES_FORGOTTEN, MAX_MATCHES, MAX_PARTIAL, KnownPatterns, Withheld
 from gateway.hello import Refused
 from gateway.ledger import Ledger
+from gateway.sought import MATCHES_FORGOTTEN, MAX_MATCHES, MAX_PARTIAL, KnownPatterns, Withheld
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gateway.full.identity import CACHE, LeafMint
+from gateway.identity import CACHE, LeafMint
 
 DAY = datetime.timedelta(days=1)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import h2.events
 import pytest
 
-from gateway.full.sought import MAX_MATCHES, MAX_PARTIAL
 from gateway.ledger import Ledger
+from gateway.sought import MAX_MATCHES, MAX_PARTIAL
 from policy.decision import AllowRequest
 
 from .conftest import Lab, Rig, read_all

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from gateway.charsets import searchable
 from gateway.engine import SecretRefused
-from gateway.full.charsets import searchable
-from gateway.full.sought import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, Sought, Withheld, texts_of, too_short
 from gateway.ledger import Ledger
 from gateway.messages import MessageScrubber
+from gateway.sought import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, Sought, Withheld, texts_of, too_short
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
