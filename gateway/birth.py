@@ -132,9 +132,11 @@ def prctl(option: int, value: int) -> None:
 
 
 def _run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:
-    from gateway import worker  # imported by `preload` already; a cycle otherwise
+    # Imported by `preload` already; a cycle otherwise. The one place that names an engine.
+    from gateway import worker
+    from gateway.full.engine import FullEngine
 
-    return worker.run(order, inside, listeners)
+    return worker.run(order, inside, listeners, FullEngine)
 
 
 def _close_others(keep: Iterable[int]) -> None:

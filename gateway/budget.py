@@ -13,20 +13,12 @@ they have budgets of their own.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from gateway.effects import Over
 from gateway.ledger import Ledger
 from policy.rules import Limits
 
-RULE = "limits"
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """A request that is one too many. `retry_after` is in whole seconds, None where waiting does not help."""
-
-    reason: str
-    retry_after: int | None
+RULE = Over.rule
 
 
 class Budget:

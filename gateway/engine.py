@@ -2,9 +2,10 @@
 
 A worker accepts, reads the first bytes, decides to inspect, and hands an `InspectedFlow` to an `Engine`. Everything
 an engine needs from outside comes through the ports below; it opens no socket, reads no file, knows no other sandbox.
+An engine frames messages and moves bytes. What becomes of each request is the work of `gateway.exchange`, which calls
+the ports of `gateway.effects` itself.
 
-- Each port failure is a refusal: an exception from `Decider`, `Secrets`, `Recorder` or `Dialler` never lets a byte out.
-- `Recorder.accept` returns before the first upstream byte of what it records.
+- An exception from a port never lets a byte out.
 - `Dialler.dial` is the only way an engine reaches a network; the address is the gateway's own choice.
 - `handle` returns when the flow is over, with both of its ends closed. It does not raise, except to be cancelled.
 
@@ -16,13 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.budget import Over
+from gateway.effects import Allowance, Decider, Recorder, Secrets
 from gateway.hello import Hello
-from policy.compiled import SecretAt
-from policy.decision import AllowRequest, Deny
-from policy.facts import RequestFacts, Scheme
-from policy.injection import InjectionPlan
-from vault.secret import Secret
+from gateway.ledger import Ledger
+from policy.facts import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,65 +47,6 @@ class InspectedFlow:
     hello: Hello | None
     peer: tuple[str, int]
     flow_id: str
-
-
-class Decider(Protocol):
-    """The policy in force, as of the call."""
-
-    def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
-        """Judge one request. Raising means deny."""
-        ...
-
-    def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
-        """Every use of a secret that requests to this host can make. Raising means deny."""
-        ...
-
-
-class SecretRefused(Exception):
-    """A secret must not go into this request. `reason` is a sentence for whoever sent it, and holds no value."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class Secrets(Protocol):
-    """The secrets this sandbox's worker may have."""
-
-    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
-        """Return the secret of `plan` for this one request: its destination, method and path.
-
-        Asked before each use; an answer is for no other request. `SecretRefused` means that the request is denied
-        (403), any other exception that it is refused (503).
-        """
-        ...
-
-    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
-        """Return what is looked for in responses of the host of `use`: its value, and former ones.
-
-        `SecretRefused` means that the sandbox has no such secret there, any other exception that this is not known.
-        """
-        ...
-
-
-class Allowance(Protocol):
-    """What the sandbox may still use."""
-
-    def request(self) -> Over | None:
-        """Take one allowed request, or say why there is none: it is answered with 429, or 403 if waiting is no use."""
-        ...
-
-
-class Recorder(Protocol):
-    """This sandbox's way into the audit log."""
-
-    async def accept(self, kind: str, decision: str, **fields: object) -> None:
-        """Return once the record is accepted. Raising means the request is refused (503)."""
-        ...
-
-    def note(self, kind: str, decision: str, **fields: object) -> None:
-        """Record an outcome, best effort, without waiting."""
-        ...
 
 
 class Dialler(Protocol):
@@ -142,22 +81,6 @@ class Identity(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """Something that inspects flows."""
-
-    async def handle(self, flow: InspectedFlow) -> None:
-        """Serve `flow` to its end."""
-        ...
-
-    def revoke(self, secrets: frozenset[str] | None) -> int:
-        """Cut every live flow that used one of `secrets` (None: any secret); return how many."""
-        ...
-
-    def recheck(self) -> int:
-        """Cut every live flow with a request in progress that policy no longer allows; return how many."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What one sandbox may use of an engine.
@@ -180,3 +103,60 @@ class EngineLimits:
     handshake_seconds: float = 10.0
     scrub_body_bytes: int = 8 * 1024 * 1024
     backlog_bytes: int = 8 * 1024 * 1024
+
+
+class Engine(Protocol):
+    """Something that inspects flows."""
+
+    @property
+    def flows(self) -> int:
+        """How many flows are being served."""
+        ...
+
+    async def handle(self, flow: InspectedFlow) -> None:
+        """Serve `flow` to its end."""
+        ...
+
+    def reconfigure(self, *, upstream_roots: str, limits: EngineLimits) -> None:
+        """Use other roots and limits for flows that begin from now on.
+
+        Raises:
+            ValueError: see `MakeEngine`; nothing has changed then.
+        """
+        ...
+
+    def revoke(self, secrets: frozenset[str] | None) -> int:
+        """Cut every live flow that used one of `secrets` (None: any secret); return how many."""
+        ...
+
+    def recheck(self) -> int:
+        """Cut every live flow with a request in progress that policy no longer allows; return how many."""
+        ...
+
+
+class MakeEngine(Protocol):
+    """How an engine is made, inside a running loop."""
+
+    def __call__(
+        self,
+        *,
+        decider: Decider,
+        allowance: Allowance,
+        secrets: Secrets,
+        recorder: Recorder,
+        dialler: Dialler,
+        identity: Identity,
+        ledger: Ledger,
+        upstream_roots: str,
+        limits: EngineLimits,
+    ) -> Engine:
+        """Make an engine.
+
+        Args:
+            ledger: what the sandbox has used up.
+            upstream_roots: PEM text of all certificates that servers are verified against.
+
+        Raises:
+            ValueError: `upstream_roots` holds no certificate, or something else.
+        """
+        ...

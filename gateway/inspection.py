@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from gateway.certificates import Certificates
 from gateway.config import GatewayConfig
-from gateway.engine import Allowance, Decider, Dialler, Engine, EngineLimits, Recorder, Secrets
-from gateway.full.engine import FullEngine
+from gateway.effects import Allowance, Decider, Recorder, Secrets
+from gateway.engine import Dialler, Engine, EngineLimits, MakeEngine
 from gateway.ledger import Ledger
 from vault.client import VaultClient
 
@@ -20,6 +20,7 @@ class Inspection:
 
     def __init__(
         self,
+        make_engine: MakeEngine,
         decider: Decider,
         allowance: Allowance,
         secrets: Secrets,
@@ -28,6 +29,7 @@ class Inspection:
         vault: Callable[[], VaultClient],
         ledger: Ledger,
     ) -> None:
+        self._make_engine = make_engine
         self._ledger = ledger
         self._decider = decider
         self._allowance = allowance
@@ -36,7 +38,7 @@ class Inspection:
         self._dialler = dialler
         self._certificates = Certificates(vault)
         self._built_for: tuple[str, EngineLimits] | None = None
-        self._engine: FullEngine | None = None
+        self._engine: Engine | None = None
 
     @property
     def engine(self) -> Engine | None:
@@ -66,7 +68,7 @@ class Inspection:
         if wanted == self._built_for:
             return lambda: None
         roots, limits = wanted
-        candidate = FullEngine(
+        candidate = self._make_engine(
             decider=self._decider,
             allowance=self._allowance,
             secrets=self._secrets,

@@ -1,4 +1,4 @@
-"""What a worker gives its engines: the ports of `gateway.engine`, bound to this sandbox's channels.
+"""The ports of `gateway.effects` and `gateway.engine`, bound to the channels of one sandbox.
 
 - A lease is used only while `VaultClient.current` says so, and is asked for again when it is over; nothing is kept
   beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
@@ -20,7 +20,7 @@ from audit.client import AuditClient
 from gateway.budget import Budget
 from gateway.config import GatewayConfig
 from gateway.described import of_address, of_policy
-from gateway.engine import Recorder, SecretRefused
+from gateway.effects import Recorder, SecretRefused
 from gateway.upstream import DialError, Dialler
 from policy.compiled import SecretAt, secrets_to
 from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
@@ -39,7 +39,7 @@ type _Key = tuple[str, str, int, Scheme]
 
 
 class PolicyDecider:
-    """`gateway.engine.Decider` over the active configuration."""
+    """`gateway.effects.Decider` over the active configuration."""
 
     def __init__(self, config: Callable[[], GatewayConfig | None]) -> None:
         self._config = config
@@ -58,7 +58,7 @@ class PolicyDecider:
 
 
 class AuditRecorder:
-    """`gateway.engine.Recorder` over the worker's audit channel; adds to decisions what policy made them."""
+    """`gateway.effects.Recorder` over the worker's audit channel; adds to decisions what policy made them."""
 
     def __init__(self, audit: AuditClient, config: Callable[[], GatewayConfig | None]) -> None:
         self._audit = audit
@@ -79,7 +79,7 @@ class AuditRecorder:
 
 
 class LeasedSecrets:
-    """`gateway.engine.Secrets` over the worker's vault channel."""
+    """`gateway.effects.Secrets` over the worker's vault channel."""
 
     def __init__(self, vault: Callable[[], VaultClient]) -> None:
         self._vault = vault

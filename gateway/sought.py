@@ -3,17 +3,15 @@
 - It is every value that a request to that host can carry under the policy in force, and the values before it: whichever
   request, connection or worker sent it. A secret that the sandbox does not have there is skipped; one that cannot be
   asked for is an error.
-- Every answer to a guess is counted in the sandbox's ledger before it is given: the beginning of a value at an end
+- Every answer to a guess is counted for the sandbox before it is given: the beginning of a value at an end
   (`MAX_PARTIAL` in the sandbox's life) and a value that was found (a rate). Beyond that there is no response.
 """
 
 import base64
-import time
 from collections.abc import Callable, Iterable
 
-from gateway.engine import Decider, Recorder, SecretRefused, Secrets
+from gateway.effects import Effects, SecretRefused
 from gateway.forms import Patterns
-from gateway.ledger import Ledger
 from gateway.messages import MessageScrubber
 from gateway.scrub import Scrubber
 from policy.compiled import SecretAt
@@ -64,14 +62,13 @@ class KnownPatterns:
 class Sought:
     """What is looked for in the responses of one flow."""
 
-    def __init__(
-        self, host: str, decider: Decider, secrets: Secrets, ledger: Ledger, recorder: Recorder, known: KnownPatterns
-    ) -> None:
+    def __init__(self, host: str, effects: Effects, known: KnownPatterns) -> None:
         self._host = host
-        self._decider = decider
-        self._secrets = secrets
-        self._ledger = ledger
-        self._recorder = recorder
+        self._decider = effects.decider
+        self._secrets = effects.secrets
+        self._disclosures = effects.disclosures
+        self._recorder = effects.recorder
+        self._clock = effects.clock
         self._known = known
         self._considered: set[SecretAt] = set()
         self._uses: set[SecretAt] = set()
@@ -120,9 +117,9 @@ class Sought:
         """Why no request to the host is answered now, None if it is."""
         if not self._uses and not self.bound():
             return None
-        if self._ledger.reflections >= MAX_PARTIAL:
+        if self._disclosures.reflections >= MAX_PARTIAL:
             return _PARTIAL
-        if self._ledger.matches(time.monotonic(), MATCHES_FORGOTTEN) >= MAX_MATCHES:
+        if self._disclosures.matches(self._clock(), MATCHES_FORGOTTEN) >= MAX_MATCHES:
             return _MATCHED
         return None
 
@@ -144,18 +141,18 @@ class Sought:
 
     def partial(self, where: dict[str, object]) -> None:
         """Count an end that looks like the beginning of a secret. Raises Withheld."""
-        if self._ledger.reflections >= MAX_PARTIAL:
+        if self._disclosures.reflections >= MAX_PARTIAL:
             raise Withheld(_PARTIAL)
-        self._ledger.reflections += 1
+        self._disclosures.reflections += 1
         reason = "a response ended with what looks like the beginning of a secret"
         self._recorder.note("request", "info", rule="reflection", reason=reason, **where)
 
     def match(self, where: dict[str, object]) -> None:
         """Count a piece in which a secret was found. Raises Withheld."""
-        now = time.monotonic()
-        if self._ledger.matches(now, MATCHES_FORGOTTEN) >= MAX_MATCHES:
+        now = self._clock()
+        if self._disclosures.matches(now, MATCHES_FORGOTTEN) >= MAX_MATCHES:
             raise Withheld(_MATCHED)
-        self._ledger.match(now, MATCHES_FORGOTTEN)
+        self._disclosures.match(now, MATCHES_FORGOTTEN)
         self._recorder.note("request", "info", rule="reflection", reason="a response held a secret", **where)
 
 

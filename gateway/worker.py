@@ -33,6 +33,7 @@ from gateway.budget import RULE, Budget
 from gateway.config import ConfigError, GatewayConfig
 from gateway.described import of_policy
 from gateway.dns_server import DnsServer
+from gateway.engine import MakeEngine
 from gateway.flows import FlowRegistry
 from gateway.ingress import Ingress
 from gateway.inside import InsideSockets, Listeners
@@ -73,7 +74,7 @@ class Guard:
 class Worker:
     """The composition; make it inside the running loop."""
 
-    def __init__(self, order: Order, inside: InsideSockets, listeners: Listeners) -> None:
+    def __init__(self, order: Order, inside: InsideSockets, listeners: Listeners, make_engine: MakeEngine) -> None:
         fds = order.descriptors
         self._order = order
         self._listeners = listeners
@@ -96,6 +97,7 @@ class Worker:
         recorder = AuditRecorder(self._audit, self._active)
         self._streams = StreamDialler(dialler, budget, recorder)
         self._inspection = Inspection(
+            make_engine,
             PolicyDecider(self._active),
             budget,
             self._secrets,
@@ -251,7 +253,7 @@ class Worker:
         return config.policy.digest
 
 
-def run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:
+def run(order: Order, inside: InsideSockets, listeners: Listeners, make_engine: MakeEngine) -> int:
     """Run the worker in this process, confined from here on; returns its exit code.
 
     The loop makes its own descriptors, a socket pair among them, when it begins to run: it is confined from within. It
@@ -260,7 +262,7 @@ def run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:
 
     async def main() -> None:
         confine.install(listeners.dns_udp.fileno())
-        await Worker(order, inside, listeners).run()
+        await Worker(order, inside, listeners, make_engine).run()
 
     confine.refuse_rings()
     uvloop.new_event_loop().run_until_complete(main())

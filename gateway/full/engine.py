@@ -13,7 +13,8 @@ import logging
 import time
 
 from gateway.admission import Admission
-from gateway.engine import Allowance, Decider, Dialler, EngineLimits, Identity, InspectedFlow, Recorder, Secrets
+from gateway.effects import Allowance, Decider, Recorder, Secrets
+from gateway.engine import Dialler, EngineLimits, Identity, InspectedFlow
 from gateway.full import mitm
 from gateway.full.connection import FlowConnection, Ports, describe
 from gateway.full.contexts import ClientContexts, UpstreamContext, choose_alpn

@@ -14,7 +14,7 @@ from audit.client import AuditUnavailable
 from gateway.budget import Budget
 from gateway.config import GatewayConfig, GatewayLimits
 from gateway.dns_logic import Outcome
-from gateway.engine import SecretRefused
+from gateway.effects import SecretRefused
 from gateway.ledger import Ledger
 from gateway.ports import LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.resolver import Resolution, Resolver

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from gateway.admission import Admission
 from gateway.charsets import searchable
-from gateway.engine import SecretRefused
+from gateway.effects import Effects, Over, SecretRefused
 from gateway.ledger import Ledger
 from gateway.messages import MessageScrubber
 from gateway.sought import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, Sought, Withheld, texts_of, too_short
@@ -108,6 +109,9 @@ class Vault:
     def secrets_to(self, _host: str) -> tuple[SecretAt, ...]:
         return self.uses
 
+    def request(self) -> Over | None:
+        return None
+
     async def lease(self, _plan: InjectionPlan, _facts: RequestFacts) -> Secret:
         raise SecretRefused("not asked here")
 
@@ -140,7 +144,16 @@ FIRST, SECOND = use("first"), use("second")
 
 
 def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) -> Sought:
-    return Sought(HOST, vault, vault, ledger or Ledger.fresh(), log or Log(), KnownPatterns())
+    effects = Effects(
+        decider=vault,
+        allowance=vault,
+        secrets=vault,
+        recorder=log or Log(),
+        disclosures=ledger or Ledger.fresh(),
+        admission=Admission(lambda: 0.0),
+        clock=lambda: 0.0,
+    )
+    return Sought(HOST, effects, KnownPatterns())
 
 
 async def test_all_values_of_all_secrets_of_the_host_are_looked_for_and_asked_for_once() -> None:

@@ -1,6 +1,6 @@
 """HTTP attacks in exact bytes: what arrives is what policy allows and the log says, and nothing else.
 
-It tests `gateway/full/gate.py` and `gateway/full/layers.py`.
+It tests `gateway/exchange.py`, `gateway/full/gate.py` and `gateway/full/layers.py`.
 """
 
 import json

@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gateway.budget import Over
-from gateway.engine import EngineLimits, InspectedFlow, SecretRefused
+from gateway.effects import SecretRefused
+from gateway.engine import EngineLimits, InspectedFlow
 from gateway.full.engine import FullEngine
 from gateway.hello import Hello, NeedMore, RequestHead, read_head, read_hello
 from gateway.identity import LeafMint

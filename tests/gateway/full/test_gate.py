@@ -20,8 +20,10 @@ from mitmproxy.proxy.layers.http import _hooks
 
 from gateway.admission import Admission
 from gateway.budget import Over
-from gateway.engine import EngineLimits, InspectedFlow, SecretRefused
-from gateway.full.gate import STAMP, Gate, Sentinel, Stamp, Unstamped
+from gateway.effects import SecretRefused
+from gateway.engine import EngineLimits, InspectedFlow
+from gateway.exchange import Exchange, Violation
+from gateway.full.gate import STAMP, Gate, Sentinel
 from gateway.hello import Refused
 from gateway.ledger import Ledger
 from gateway.sought import MATCHES_FORGOTTEN, MAX_MATCHES, MAX_PARTIAL, KnownPatterns, Withheld
@@ -137,8 +139,15 @@ class Bench:
         """A flow to whose request a server sent the head of an answer."""
         flow = await self.asked()
         flow.response = response(*headers, status=status)
-        await self.gate.responseheaders(flow)
+        await self.responded(flow)
         return flow
+
+    async def responded(self, flow: HTTPFlow) -> None:
+        """`flow` was sent on a connection, and has the head of an answer."""
+        if not flow.server_conn.connected:
+            connected(flow)
+        await self.gate.sallyport_route(flow)
+        await self.gate.responseheaders(flow)
 
 
 @pytest.fixture
@@ -173,9 +182,9 @@ def response(*headers: tuple[bytes, bytes], status: int = 200, h2: bool = False)
     return http.Response(version, status, b"Said", http.Headers(headers), None, None, 0.0, 0.0)
 
 
-def stamp(flow: HTTPFlow) -> Stamp:
+def stamp(flow: HTTPFlow) -> Exchange:
     found = flow.metadata[STAMP]
-    assert isinstance(found, Stamp)
+    assert isinstance(found, Exchange)
     return found
 
 
@@ -187,7 +196,7 @@ def sends(flow: HTTPFlow) -> bool:
 def goes_on(bench: Bench, flow: HTTPFlow) -> bool:
     """Whether anything lets the request go to its server."""
     found = flow.metadata.get(STAMP)
-    allowed = isinstance(found, Stamp) and found.allowed
+    allowed = isinstance(found, Exchange) and found.allowed
     assert allowed is bench.gate.may_connect()
     return allowed or sends(flow)
 
@@ -244,7 +253,7 @@ async def test_a_step_that_raises_is_the_last_one(bench: Bench, failing: int) ->
     assert ORDER[: failing + 1] == bench.ports.steps
     assert not goes_on(bench, flow)
     if status is None:
-        with pytest.raises(Unstamped):
+        with pytest.raises(Violation):
             await Sentinel().requestheaders(flow)
 
 
@@ -369,7 +378,7 @@ async def test_a_secret_that_is_not_looked_for_is_not_sent(bench: Bench) -> None
     """Policy plans it for the request and does not list it for the host."""
     bench.ports.uses = ()
     flow = request()
-    with pytest.raises(Unstamped):
+    with pytest.raises(Violation):
         await bench.asked(flow)
     assert not goes_on(bench, flow)
 
@@ -378,7 +387,7 @@ async def test_a_secret_that_is_not_looked_for_is_not_sent(bench: Bench) -> None
 async def test_a_request_leaves_for_the_destination_of_its_flow_only(bench: Bench, name: str, value: object) -> None:
     flow = request()
     setattr(flow.request.data, name, value)
-    with pytest.raises(Unstamped):
+    with pytest.raises(Violation):
         await bench.asked(flow)
     assert not goes_on(bench, flow)
 
@@ -467,7 +476,7 @@ async def test_a_host_that_is_sent_secrets_is_asked_for_whole_and_plain_document
     wanted = ["identity"] if bound and name == "Accept-Encoding" else [] if bound else ["asked"]
     assert wanted == flow.request.headers.get_all(name)
     assert bound is (["identity"] == flow.request.headers.get_all("accept-encoding"))
-    assert bound is stamp(flow).whole
+    assert bound is stamp(flow).scrub
 
 
 @pytest.mark.parametrize("h2", [False, True])
@@ -560,7 +569,7 @@ async def test_a_request_without_an_allowance_is_not_routed(bench: Bench, made: 
     elif made == "something else":
         flow.metadata[STAMP] = True
     connected(flow)
-    with pytest.raises(Unstamped):
+    with pytest.raises(Violation):
         await bench.gate.sallyport_route(flow)
     assert "connect info" not in bench.ports.steps
 
@@ -585,14 +594,14 @@ async def test_an_answer_needs_a_decided_request(bench: Bench) -> None:
         flow = request()
         flow.metadata[STAMP] = made
         flow.response = response()
-        with pytest.raises(Unstamped):
+        with pytest.raises(Violation):
             await bench.gate.responseheaders(flow)
-        with pytest.raises(Unstamped):
+        with pytest.raises(Violation):
             await bench.gate.response(flow)
     flow = await bench.asked()
-    with pytest.raises(Unstamped):
+    with pytest.raises(Violation):
         await bench.gate.responseheaders(flow)
-    with pytest.raises(Unstamped):
+    with pytest.raises(Violation):
         await bench.gate.response(flow)
 
 
@@ -610,7 +619,7 @@ async def test_an_answer_of_the_gate_itself_is_left_as_it_is(bench: Bench) -> No
     "codings", [(b"gzip",), (b"gzip", b"chunked"), (b"chunked", b"chunked"), (b"identity",), (b"gzip, chunked",)]
 )
 async def test_an_answer_in_another_transfer_coding_ends_the_flow(bench: Bench, codings: tuple[bytes, ...]) -> None:
-    with pytest.raises(Unstamped):
+    with pytest.raises(Violation):
         await bench.answered(*((b"Transfer-Encoding", coding) for coding in codings))
 
 
@@ -621,8 +630,8 @@ async def test_a_tunnel_to_a_host_that_is_sent_secrets_ends_the_flow() -> None:
     flow = await bench.asked(request(headers=HANDSHAKE))
     ports.uses = (USE,)
     flow.response = response(UPGRADE, ACCEPT, status=101)
-    with pytest.raises(Unstamped):
-        await bench.gate.responseheaders(flow)
+    with pytest.raises(Violation):
+        await bench.responded(flow)
 
 
 @pytest.mark.parametrize(
@@ -644,10 +653,10 @@ async def test_only_a_handshake_that_is_complete_opens_a_tunnel(
     flow = await bench.asked(request(headers=HANDSHAKE if asked else (KEY,)))
     flow.response = response(*headers, status=101)
     if not opens:
-        with pytest.raises(Unstamped):
-            await bench.gate.responseheaders(flow)
+        with pytest.raises(Violation):
+            await bench.responded(flow)
         return
-    await bench.gate.responseheaders(flow)
+    await bench.responded(flow)
     await bench.gate.request(flow)
     await bench.gate.response(flow)
     assert flow.websocket is not None
@@ -700,7 +709,7 @@ async def test_a_part_of_a_document_that_was_not_asked_for_whole_is_withheld() -
     flow = await bench.asked(request(headers=((b"Range", b"bytes=3-8"),)))
     ports.uses = (USE,)
     flow.response = response(status=206)
-    await bench.gate.responseheaders(flow)
+    await bench.responded(flow)
     assert 502 == flow.response.status_code
 
 
@@ -720,9 +729,9 @@ async def test_an_answer_of_which_it_is_not_known_what_to_take_out_does_not_begi
     flow.response = response((b"X-Token", SECRET.encode()))
     if failure == "cut":
         with pytest.raises(ConnectionAbortedError):
-            await bench.gate.responseheaders(flow)
+            await bench.responded(flow)
     else:
-        await bench.gate.responseheaders(flow)
+        await bench.responded(flow)
         assert 502 == flow.response.status_code
         assert SECRET not in str(flow.response.headers)
     assert not stamp(flow).begun
@@ -732,7 +741,7 @@ async def test_an_answer_does_not_begin_once_answers_have_told_enough(bench: Ben
     flow = await bench.asked()
     bench.ledger.reflections = MAX_PARTIAL
     flow.response = response()
-    await bench.gate.responseheaders(flow)
+    await bench.responded(flow)
     assert flow.response is not None and 502 == flow.response.status_code
 
 
@@ -829,7 +838,7 @@ async def test_a_compressed_message_of_grpc_ends_the_flow(bench: Bench, kind: by
     """Over HTTP/2 on both sides, where messages are known one by one."""
     flow = await bench.asked(request(h2=True))
     flow.response = response((b"Content-Type", kind), h2=True)
-    await bench.gate.responseheaders(flow)
+    await bench.responded(flow)
     assert b"\0\0\0\0\2ok" == pass_on(flow, b"\0\0\0\0\2ok")
     packed = gzip.compress(SECRET.encode())
     with pytest.raises(Exception, match="compressed messages"):
@@ -841,7 +850,7 @@ async def test_a_compressed_message_of_grpc_ends_the_flow(bench: Bench, kind: by
 async def test_messages_of_grpc_are_taken_one_by_one_over_http2_only(bench: Bench, h2: tuple[bool, bool]) -> None:
     flow = await bench.asked(request(h2=h2[0]))
     flow.response = response(GRPC, h2=h2[1])
-    await bench.gate.responseheaders(flow)
+    await bench.responded(flow)
     assert b"" == pass_on(flow, b"\0\0\0\0\2ok")  # what it ends with waits for more
     assert b"\0\0\0\0\2ok" == pass_on(flow, b"")
 
@@ -886,7 +895,7 @@ async def test_an_answer_under_way_ends_when_its_host_may_be_sent_another_secret
     assert bench.gate.still_allowed()  # what to look for is decided when the answer begins
     bench.ports.uses = (USE,)
     flow.response = response()
-    await bench.gate.responseheaders(flow)
+    await bench.responded(flow)
     assert bench.gate.still_allowed()
     bench.ports.uses = (USE, other)
     assert not bench.gate.still_allowed()
@@ -904,12 +913,12 @@ async def test_the_sentinel_ends_what_was_not_stamped(bench: Bench, hook: str) -
     await check(await bench.asked())
 
     other = await bench.asked()
-    for made in (None, True, {"allowed": True}, stamp(other), Stamp("another", allowed=True)):
+    for made in (None, True, {"allowed": True}, stamp(other), Exchange(bench.gate.session, "another")):
         flow = request()
         flow.response = response()
         if made is not None:
             flow.metadata[STAMP] = made
-        with pytest.raises(Unstamped):
+        with pytest.raises(Violation):
             await check(flow)
 
 
@@ -920,7 +929,7 @@ async def test_the_sentinel_ends_a_refused_request_without_an_answer(bench: Benc
     flow = await bench.asked()
     await check(flow)  # it has its page
     flow.response = None
-    with pytest.raises(Unstamped):
+    with pytest.raises(Violation):
         await check(flow)
     flow.error = mitm_flow.Error("malformed")  # mitmproxy answers
     await check(flow)

@@ -7,8 +7,8 @@ from cryptography import x509
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.admission import Admission
 from gateway.full.contexts import certified
-from gateway.full.gate import Admission
 from gateway.translate import Refused, RequestParts, translate
 from policy.decision import AllowRequest
 from policy.facts import FlowFacts, Scheme

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -222,8 +223,7 @@ def _names() -> None:
 def _requests() -> None:
     """One request: its form, its judgement, its record, its secret."""
     from audit.client import AuditClient
-    from gateway import hello, ports, translate
-    from gateway.full import gate
+    from gateway import exchange, hello, ports, translate
     from policy.decision import AllowRequest, Deny
     from vault.client import Lease
 
@@ -240,9 +240,9 @@ def _requests() -> None:
     replaced(ports, "decide_request", "per-request check", any_request)
     replaced(Lease, "check", "scope check of a lease", lambda real, *_: None)
     replaced(AuditClient, "accept", "audit acceptance", unrecorded)
-    replaced(gate.Scrubber, "feed", "response scrub", lambda real, self, data: data)
-    replaced(gate.Scrubber, "finish", "response scrub", lambda real, self: b"")
-    replaced(gate, "scrub_header", "response scrub", lambda real, patterns, text: text)
+    replaced(exchange.Scrubber, "feed", "response scrub", lambda real, self, data: data)
+    replaced(exchange.Scrubber, "finish", "response scrub", lambda real, self: b"")
+    replaced(exchange, "scrub_header", "response scrub", lambda real, patterns, text: text)
     agreement = "host, SNI and certificate agreement"
     replaced(translate, "_check_authority", agreement, lambda real, *_: None)
     split = hello.split_absolute
@@ -259,24 +259,22 @@ def _requests() -> None:
         return framing(parts, {name: value for name, value in named.items() if name != b"content-length"})
 
     replaced(translate, "_check_framing", "framing check", lax)
-    _forwarding(gate)
+    _forwarding(exchange)
 
 
-def _forwarding(gate: Any) -> None:
+def _forwarding(exchange: Any) -> None:
     """What of a judged request is written as it was judged, not as it came."""
 
-    def same_target(real: Any, self: Any, flow: Any, *arguments: Any) -> None:
-        came = flow.request.data.path
-        real(self, flow, *arguments)
-        flow.request.data.path = came
+    def same_target(real: Any, self: Any, parts: Any, *arguments: Any) -> Any:
+        return replace(real(self, parts, *arguments), target=parts.target)
 
-    def same_host(real: Any, self: Any, flow: Any, *arguments: Any) -> None:
-        came = flow.request.headers["Host"]
-        real(self, flow, *arguments)
-        flow.request.headers["Host"] = came
+    def same_host(real: Any, self: Any, parts: Any, *arguments: Any) -> Any:
+        head = real(self, parts, *arguments)
+        came = next(value for name, value in parts.headers if name.lower() == b"host")
+        return replace(head, headers=tuple((name, came if name == b"Host" else value) for name, value in head.headers))
 
-    replaced(gate.Gate, "_forward", "origin form", same_target)
-    replaced(gate.Gate, "_forward", "Host from the flow", same_host)
+    replaced(exchange.Exchange, "_head", "origin form", same_target)
+    replaced(exchange.Exchange, "_head", "Host from the flow", same_host)
 
 
 def _engine() -> None:

@@ -1,0 +1,682 @@
+"""One HTTP exchange of an inspected flow: what becomes of its request, and what of its response goes on.
+
+    request head, and where it would go  ->  Forward(head, scrub) | Answer(status, headers, body)
+    the connection that carries it       ->  recorded
+    response head                        ->  Relay(status, headers, buffered) | Answer
+    pieces of the body, trailers         ->  what of them goes to the client
+
+Order of a request:
+translate -> decide -> admit -> count -> allow record accepted -> lease -> use record accepted -> inject -> learn what
+to look for -> decide again -> `Forward`.
+
+- `Exchange.request` calls its effects itself, in that order. An engine gets a value when the order is complete, and an
+  exception or an `Answer` otherwise; it has no step to skip.
+- Each method belongs to one stage of the exchange. A call in another stage is a `Violation`.
+- Each request is judged alone, whatever came before it on its connection.
+- A denial is an answer with a reason; one request too many is a 429, a failure of log or vault a 503, and so is one
+  that an overloaded worker does not take on. Any other exception means that the engine must end the flow.
+- The allow record has the connection that the request goes on, where there is one already. For any other connection a
+  `connect` record says so before the first byte of the request.
+- What a host can be sent of secrets is taken out of each of its responses, whichever request it is for: values, header
+  names, body, trailers. What that is is decided when the response begins. Encoded bodies are decoded up to a limit
+  first; what cannot be searched (a part of a document, an unknown charset) is withheld. Requests to such hosts ask for
+  `identity` and for the whole document (no `Range`).
+
+Pure: its effects are ports (`gateway.effects`). It frames nothing, opens no connection and knows no engine. (Over 400
+lines: the order of one exchange, read from top to bottom.)
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from gateway import pages
+from gateway.charsets import searchable
+from gateway.decode import decode
+from gateway.effects import Effects, Over, SecretRefused
+from gateway.hello import Refused
+from gateway.inject import InjectionError, inject
+from gateway.messages import BrokenFraming, MessageScrubber
+from gateway.scrub import Scrubber, scrub_header
+from gateway.sought import KnownPatterns, Sought, Withheld, too_short
+from gateway.translate import Headers, RequestParts, Translated, translate
+from policy.decision import AllowRequest, Deny
+from policy.facts import FlowFacts, RequestFacts
+from policy.injection import render
+
+HTTP2 = 20
+MAX_RECORDED_PATH = 2048
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te"}
+    | {b"trailer", b"upgrade", b"alt-svc", b"http2-settings"}
+)
+_NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
+_OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
+_GRPC = re.compile(r"application/grpc(?:[+; ]|\Z)")
+_WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+
+class Violation(Exception):
+    """A step out of order, or one that would break an invariant. The engine ends the flow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The flow that exchanges belong to.
+
+    Attributes:
+        destination: where the sandbox's packets were addressed. For the record only.
+        peer: the sandbox's address and port, for the record.
+        engine: the engine's name in records.
+    """
+
+    facts: FlowFacts
+    flow_id: str
+    destination: str
+    peer: tuple[str, int]
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A connection to the server: the address it reaches, and the certificate's name that was verified, for TLS."""
+
+    address: str
+    peer_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The request head to send, as it was judged.
+
+    Attributes:
+        authority: the `:authority` of HTTP/2; empty for HTTP/1, whose `Host` is the first header.
+        headers: all of them, in order. No framing but what the client sent.
+    """
+
+    target: bytes
+    authority: bytes
+    headers: Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The request may be sent, with this head. Its body goes through `Exchange.request_chunk`; trailers are dropped.
+
+    `scrub`: the response will be searched for secrets; the server was asked for a whole document as it is.
+    """
+
+    head: Head
+    scrub: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response in the place of the server's."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """The final response head as received; header names and values without their line ends."""
+
+    status: int
+    http2: bool
+    headers: Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """The head of the response that goes to the client.
+
+    `buffered`: the engine collects the encoded body, up to the limit, and gives it to `Exchange.response_whole`.
+    Otherwise each piece goes through `Exchange.response_chunk`.
+    """
+
+    status: int
+    reason: str
+    headers: Headers
+    buffered: bool
+
+
+class Session:
+    """What the exchanges of one flow share. `max_decoded` bounds a decoded body, in bytes."""
+
+    def __init__(self, origin: Origin, effects: Effects, known: KnownPatterns, max_decoded: int) -> None:
+        self.facts = origin.facts
+        self.effects = effects
+        self.max_decoded = max_decoded
+        self.sought = Sought(origin.facts.host, effects, known)
+        self.sensitive: set[bytes] = set()
+        """Names, in lower case, of the headers that secrets were sent in."""
+        self.active: dict[str, Exchange] = {}
+        """Allowed requests that are not both sent and answered whole."""
+        self.over = False
+        """Whether the flow was aborted. Set by the engine, which may still finish what was under way."""
+        self.where: dict[str, object] = {
+            "host": origin.facts.host,
+            "port": origin.facts.port,
+            "scheme": origin.facts.scheme.value,
+            "flow": origin.flow_id,
+            "destination": origin.destination,
+            "peer": f"{origin.peer[0]}:{origin.peer[1]}",
+            "engine": origin.engine,
+        }
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the secrets that were sent on this flow, or may come back on it."""
+        return self.sought.names
+
+    def may_connect(self) -> bool:
+        """Whether an upstream connection has a reason to exist now."""
+        return any(exchange.allowed for exchange in self.active.values())
+
+    def still_allowed(self) -> bool:
+        """Whether policy, as it is now, allows every request in progress."""
+        for exchange in self.active.values():
+            if exchange.facts is None or isinstance(self.effects.decider.decide_request(exchange.facts), Deny):
+                return False
+            if exchange.begun and not self.sought.complete():
+                return False  # its server can be sent what is not looked for in the response that is under way
+        return True
+
+    def finished(self, request_id: str) -> None:
+        """Nothing of this request goes on in either direction any more."""
+        self.active.pop(request_id, None)
+
+    def refused(self, refused: Refused) -> None:
+        """Record a request that never became one."""
+        asked = {} if refused.asked_host is None else {"asked_host": refused.asked_host}
+        self.deny("protocol", refused.reason, **asked)
+
+    def deny(self, rule: str, reason: str, **more: object) -> None:
+        """Record a denial without waiting."""
+        self.effects.recorder.note("request", "deny", rule=rule, reason=reason, **self.where, **more)
+
+
+class _Stage(Enum):
+    NEW = auto()
+    JUDGING = auto()
+    ANSWERED = auto()
+    FORWARDED = auto()
+    CONNECTED = auto()
+    HEADED = auto()
+    STREAMED = auto()
+    BUFFERED = auto()
+    WITHHELD = auto()
+    COMPLETE = auto()
+    FINISHED = auto()
+
+
+_IN_BODY = frozenset({_Stage.STREAMED, _Stage.BUFFERED, _Stage.WITHHELD, _Stage.COMPLETE})
+
+
+class Exchange:
+    """One request of `session` and its response. `request_id` names it in the records."""
+
+    def __init__(self, session: Session, request_id: str) -> None:
+        self.session = session
+        self.request_id = request_id
+        self.allowed = False
+        """Whether the request may be sent."""
+        self.facts: RequestFacts | None = None
+        """None where none could be made."""
+        self.scrub = False
+        """The server was asked for a whole document as it is."""
+        self.begun = False
+        """The server's response goes on to the client."""
+        self._stage = _Stage.NEW
+        self._http2 = False
+        self._websocket_key: bytes | None = None
+        self._route: Route | None = None
+        self._sent = False
+        self._status = 0
+        self._relayed: Headers = ()
+        self._page = b""
+        self._scrubber: Scrubber | MessageScrubber | None = None
+        self._started = 0.0
+        self._bytes_up = 0
+        self._bytes_down = 0
+
+    # The request.
+
+    def malformed(self, reason: str) -> None:
+        """The engine itself refused this request, and answers it."""
+        self._next({_Stage.NEW}, _Stage.ANSWERED)
+        self.session.refused(Refused(reason))
+
+    async def request(
+        self, parts: RequestParts, destination: tuple[str, int, bytes], route: Route | None
+    ) -> Answer | Forward:
+        """Judge one request, and prepare it.
+
+        Args:
+            destination: host, port and scheme that the engine would send it to.
+            route: the connection that is there for it already.
+
+        Raises:
+            Exception: the flow must end.
+        """
+        self._next({_Stage.NEW}, _Stage.JUDGING)
+        session, effects = self.session, self.session.effects
+        facts = session.facts
+        if destination != (facts.host, facts.port, facts.scheme.value.encode("ascii")):
+            raise Violation("a request is about to leave for another destination")
+        translated = translate(parts, facts)
+        if isinstance(translated, Refused):
+            session.refused(translated)
+            return self._answer(parts, translated.status, pages.refusal(translated.status, translated.reason))
+        self.facts = translated.facts
+        decision = self._decide(translated)
+        if isinstance(decision, Deny):
+            return await self._deny(parts, translated, decision)
+        wait = effects.admission.retry_after()
+        if wait is not None:
+            return self._turn_away(parts, translated.facts, wait)
+        over = effects.allowance.request()
+        if over is not None:
+            return await self._deny_over(parts, translated, over)
+        with effects.admission.under_way():
+            headers = await self._permit(parts, translated, decision, route)
+        if isinstance(headers, Answer):
+            return headers
+        if self._decide(translated) != decision:
+            # Policy was replaced while log and vault were asked; what was decided under the old one is void.
+            changed = Deny(decision.rule, "the policy changed while this request was waiting")
+            return await self._deny(parts, translated, changed)
+        if not session.sought.covers(decision.injections):
+            raise Violation("a secret that is not looked for is about to be sent")
+        self._http2 = parts.version == HTTP2
+        self._route = route
+        self._started = effects.clock()
+        self.scrub = session.sought.patterns is not None
+        forward = Forward(self._head(parts, translated, headers), self.scrub)
+        self._next({_Stage.JUDGING}, _Stage.FORWARDED)
+        self.allowed = True
+        session.active[self.request_id] = self
+        return forward
+
+    def _decide(self, translated: Translated) -> AllowRequest | Deny:
+        sought = self.session.sought
+        decision = self.session.effects.decider.decide_request(translated.facts)
+        if isinstance(decision, AllowRequest) and translated.websocket and sought.bound():
+            return Deny(decision.rule, "WebSocket is off for hosts that are sent secrets")
+        if isinstance(decision, AllowRequest) and (reason := sought.refusal()) is not None:
+            return Deny("reflection", reason)
+        if not isinstance(decision, AllowRequest | Deny):
+            raise TypeError("a decision is AllowRequest or Deny")
+        return decision
+
+    async def _permit(
+        self, parts: RequestParts, translated: Translated, allowed: AllowRequest, route: Route | None
+    ) -> Headers | Answer:
+        """The headers to forward, or the answer to a request that cannot be."""
+        session, effects = self.session, self.session.effects
+        facts, observed = translated.facts, allowed.observed
+        asked: str | None = None
+        try:
+            await effects.recorder.accept(
+                "request",
+                "allow" if observed is None else "observe",
+                **self._fields(
+                    facts,
+                    request_id=self.request_id,
+                    rule=allowed.rule,
+                    observed=None if observed is None else observed.rule,
+                    reason=None if observed is None else observed.reason,
+                    websocket=translated.websocket or None,
+                    injections=[plan.binding for plan in allowed.injections] or None,
+                    **_routed(route),
+                ),
+            )
+            rendered: list[tuple[str, str]] = []
+            # Before the first wait, so that a revocation that happens meanwhile finds this flow.
+            session.used.update(plan.secret for plan in allowed.injections)
+            session.sensitive.update(plan.slot.encode("ascii") for plan in allowed.injections)
+            for plan in allowed.injections:
+                asked = plan.secret
+                value = await effects.secrets.lease(plan, facts)
+                if session.over:  # the secret may have been called back meanwhile
+                    raise ConnectionAbortedError
+                if (short := too_short(plan, value)) is not None:
+                    raise SecretRefused(short)
+                rendered.append(render(plan, value.reveal()))
+                used = self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
+                await effects.recorder.accept("secret.use", "allow", **used)
+            headers = inject(translated.headers, rendered)
+            await session.sought.learn()
+            if session.over:
+                raise ConnectionAbortedError
+        except SecretRefused as error:
+            return await self._deny(parts, translated, Deny(allowed.rule, error.reason), secret=asked)
+        except Exception as error:  # noqa: BLE001 - denies: whichever port failed, the request goes no further
+            reason = "a secret cannot be sent" if isinstance(error, InjectionError | ValueError) else "not available"
+            session.deny(allowed.rule, reason)
+            return self._answer(parts, 503, pages.failure(503))
+        return headers
+
+    def _head(self, parts: RequestParts, translated: Translated, headers: Headers) -> Head:
+        fields = list(headers)
+        if self.scrub:
+            fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
+            fields.append((b"accept-encoding", b"identity"))
+        if translated.websocket:
+            self._websocket_key = _joined(headers, b"sec-websocket-key")
+        if parts.version == HTTP2:
+            return Head(translated.target, translated.host_header, tuple(fields))
+        fields.insert(0, (b"Host", translated.host_header))
+        if translated.websocket:
+            fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
+        elif translated.close:
+            fields.append((b"Connection", b"close"))
+        return Head(translated.target, b"", tuple(fields))
+
+    async def connection(self, route: Route) -> None:
+        """Record the connection that the request goes on. Awaited before the first byte of the request is sent.
+
+        Raises:
+            Exception: nothing may be sent on it.
+        """
+        self._next({_Stage.FORWARDED, _Stage.CONNECTED}, _Stage.CONNECTED)
+        session = self.session
+        if route != self._route:
+            fields = {**session.where, **_routed(route), "request_id": self.request_id}
+            await session.effects.recorder.accept("connect", "info", **fields)
+        self._route = route
+
+    def request_chunk(self, data: bytes) -> bytes:
+        """What of a piece of the request's body is sent: all."""
+        self._require(self.allowed)
+        self._bytes_up += len(data)
+        return data
+
+    def request_sent(self) -> None:
+        """The request is sent whole."""
+        self._sent = True
+        self._settle()
+
+    # Answers to requests that are not forwarded.
+
+    def _answer(self, parts: RequestParts, status: int, page: tuple[pages.Fields, bytes]) -> Answer:
+        self._next({_Stage.JUDGING}, _Stage.ANSWERED)
+        fields, body = page
+        return Answer(status, tuple(fields), b"" if parts.method == b"HEAD" else body)
+
+    async def _deny(
+        self, parts: RequestParts, translated: Translated, denied: Deny, *, secret: str | None = None
+    ) -> Answer:
+        facts = translated.facts
+        what = f"{facts.method} {facts.scheme.value}://{translated.host_header.decode('ascii')}{facts.path[:512]}"
+        accepts = [value for name, value in translated.headers if name.lower() == b"accept"]
+        await self._record_denial(facts, denied, secret)
+        return self._answer(parts, 403, pages.denial(denied.rule, denied.reason, what, accepts))
+
+    async def _deny_over(self, parts: RequestParts, translated: Translated, over: Over) -> Answer:
+        denied = Deny(over.rule, over.reason)
+        if over.retry_after is None:
+            return await self._deny(parts, translated, denied)
+        await self._record_denial(translated.facts, denied, None)
+        return self._answer(parts, 429, pages.over(over.reason, over.retry_after))
+
+    def _turn_away(self, parts: RequestParts, facts: RequestFacts, wait: int) -> Answer:
+        reason = "the worker has too many requests under way"
+        self.session.deny("overload", reason, method=facts.method, path=facts.path)
+        return self._answer(parts, 503, pages.busy(wait))
+
+    async def _record_denial(self, facts: RequestFacts, denied: Deny, secret: str | None) -> None:
+        try:
+            fields = self._fields(facts, rule=denied.rule, reason=denied.reason, secret=secret)
+            await self.session.effects.recorder.accept("request", "deny", **fields)
+        except Exception:  # noqa: BLE001 - it is a denial already; a log that does not answer changes nothing
+            self.session.deny(denied.rule, denied.reason, method=facts.method, path=facts.path)
+
+    # The response.
+
+    async def response(self, head: ResponseHead) -> Answer | Relay:
+        """Judge the head of the server's response.
+
+        After an `Answer` the client gets its head, and of the body what `response_chunk` and `response_end` return.
+
+        Raises:
+            Exception: the flow must end.
+        """
+        self._next({_Stage.CONNECTED}, _Stage.HEADED)
+        self._status = head.status
+        if head.status == 101 and not self._accepts(head):
+            raise Violation("101 without a valid WebSocket handshake")
+        if [value.lower() for value in _values(head.headers, b"transfer-encoding")] not in ([], [b"chunked"]):
+            raise Violation("a response in a transfer coding that is not chunked")
+        reason = await self._unsearchable(head)
+        if reason is not None:
+            return self._withhold(reason)
+        self.begun = True
+        patterns = self.session.sought.patterns
+        self._relayed = self._cleaned(head)
+        buffered = patterns is not None and _encodings(self._relayed) not in ([], ["identity"])
+        self._next({_Stage.HEADED}, _Stage.BUFFERED if buffered else _Stage.STREAMED)
+        if patterns is not None and not buffered:
+            grpc = _GRPC.match(_text(_joined(head.headers, b"content-type")).lower())
+            both = grpc and self._http2 and head.http2
+            self._scrubber = MessageScrubber(patterns) if both else Scrubber(patterns)
+        return Relay(head.status, pages.reason_phrase(head.status), self._relayed, buffered)
+
+    async def _unsearchable(self, head: ResponseHead) -> str | None:
+        """Why the response must not go on, None if what must be kept out of it can be found in it."""
+        session = self.session
+        try:
+            await session.sought.learn()
+        except Exception:  # noqa: BLE001 - withholds: what is not known cannot be kept out
+            return "what must be kept out of the response is not known"
+        if session.over:
+            raise ConnectionAbortedError
+        if session.sought.patterns is None:
+            return None
+        if head.status == 101:
+            raise Violation("a tunnel to a host that is sent secrets")
+        if not self.scrub and head.status == 206:
+            return "a part of a document cannot be searched for secrets"
+        if not searchable(map(_text, _values(head.headers, b"content-type"))):
+            return "a response in this charset cannot be searched for secrets"
+        if _values(head.headers, b"grpc-encoding") not in ([], [b"identity"]):
+            return "compressed messages cannot be searched for secrets"
+        return session.sought.refusal()
+
+    def _withhold(self, reason: str) -> Answer:
+        """Answer 502 in the place of the server; what it still sends is thrown away."""
+        self._next({_Stage.HEADED}, _Stage.WITHHELD)
+        self.session.deny("scrub", reason)
+        self._status = 502
+        fields, page = pages.refusal(502, f"The answer was withheld: {reason}.")
+        self._page = b"" if self.facts is not None and self.facts.method == "HEAD" else page
+        return Answer(502, tuple(fields), b"")
+
+    def response_chunk(self, data: bytes) -> bytes:
+        """What can go on of the body, as far as it is known with this piece.
+
+        Raises:
+            Exception: the flow must end; nothing of this piece may be shown.
+        """
+        if self._stage is _Stage.WITHHELD:
+            return self._take_page()
+        self._require(self._stage is _Stage.STREAMED)
+        self._bytes_down += len(data)
+        return data if self._scrubber is None else self._scrubbed(self._scrubber, data)
+
+    def response_end(self) -> bytes:
+        """The rest of the body, at its end. There is none in the place of a body that ended abruptly.
+
+        Raises:
+            Exception: the flow must end.
+        """
+        if self._stage is _Stage.WITHHELD:
+            return self._take_page()
+        self._next({_Stage.STREAMED}, _Stage.COMPLETE)
+        return b"" if self._scrubber is None else self._scrubbed(self._scrubber, b"")
+
+    def response_whole(self, body: bytes) -> Answer | tuple[Headers, bytes]:
+        """What goes on of a buffered response: headers and body.
+
+        Raises:
+            Exception: the flow must end.
+        """
+        self._next({_Stage.BUFFERED}, _Stage.COMPLETE)
+        if not body:
+            return self._relayed, body
+        decoded = decode(_encodings(self._relayed), body, self.session.max_decoded)
+        patterns = self.session.sought.patterns
+        if decoded is None or patterns is None:
+            self._status = 502
+            fields, page = pages.failure(502)
+            return Answer(502, tuple(fields), page)
+        scrubber = Scrubber(patterns)
+        shown = self._scrubbed(scrubber, decoded) + self._scrubbed(scrubber, b"")
+        kept = [one for one in self._relayed if one[0].lower() not in _OF_ENCODED_BODY]
+        return (*kept, (b"content-length", str(len(shown)).encode("ascii"))), shown
+
+    def response_trailers(self, fields: Headers) -> Headers:
+        """What goes on of the response's trailers.
+
+        Raises:
+            Exception: the flow must end.
+        """
+        self._require(self._stage in _IN_BODY)
+        return () if self._stage is _Stage.WITHHELD else self._without_secrets(fields)
+
+    def finish(self) -> None:
+        """The response is whole, or a tunnel is open: record the outcome."""
+        self._next(_IN_BODY, _Stage.FINISHED)
+        self._settle()
+        self._outcome(self._status)
+
+    def failed(self) -> None:
+        """The client's or the server's connection failed: record the outcome."""
+        self.session.finished(self.request_id)
+        if self.allowed:
+            self._outcome(None)
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the server's response does not go on."""
+        return self._stage is _Stage.WITHHELD
+
+    @property
+    def tunnel(self) -> bool:
+        """Whether the response opened a tunnel, which is in progress until the flow ends."""
+        return self._websocket_key is not None and self._status == 101
+
+    def _accepts(self, head: ResponseHead) -> bool:
+        """Whether a 101 completes the WebSocket handshake of an allowed request."""
+        if self._websocket_key is None:
+            return False
+        digest = hashlib.sha1(self._websocket_key + _WEBSOCKET_GUID, usedforsecurity=False).digest()
+        return _joined(head.headers, b"upgrade").lower() == b"websocket" and _values(
+            head.headers, b"sec-websocket-accept"
+        ) == [base64.b64encode(digest)]
+
+    def _cleaned(self, head: ResponseHead) -> Headers:
+        closes = b"close" in _joined(head.headers, b"connection").lower()
+        fields: list[tuple[bytes, bytes]] = []
+        for name, raw in head.headers:
+            if name.lower() in _HOP_BY_HOP:
+                continue
+            value = b" ".join(raw.replace(b"\0", b" ").split(None) if b"\r" in raw or b"\n" in raw else [raw])
+            fields.append((name, value.replace(b"\0", b"")))
+        out = self._without_secrets(tuple(fields))
+        if head.status == 101:
+            return (*out, (b"Connection", b"Upgrade"), (b"Upgrade", b"websocket"))
+        return (*out, (b"Connection", b"close")) if closes else out
+
+    def _without_secrets(self, fields: Headers) -> Headers:
+        """Headers or trailers with values scrubbed; those with a secret in their name are left out."""
+        patterns = self.session.sought.patterns
+        if patterns is None:
+            return fields
+        kept = tuple((name, scrub_header(patterns, value)) for name, value in fields if not patterns.spans(name))
+        if kept != fields:
+            self.session.sought.match(self.session.where)
+        return kept
+
+    def _scrubbed(self, scrubber: Scrubber | MessageScrubber, data: bytes) -> bytes:
+        """What of the body goes on; no data is its end. What may not be shown ends the flow."""
+        session = self.session
+        try:
+            return session.sought.counted(
+                scrubber, lambda: scrubber.feed(data) if data else scrubber.finish(), session.where
+            )
+        except (Withheld, BrokenFraming) as error:
+            session.deny("scrub", str(error))
+            raise
+
+    def _take_page(self) -> bytes:
+        page, self._page = self._page, b""
+        return page
+
+    # Stages and records.
+
+    def _next(self, stages: frozenset[_Stage] | set[_Stage], following: _Stage) -> None:
+        self._require(self._stage in stages)
+        self._stage = following
+
+    def _require(self, held: bool) -> None:
+        if not held:
+            raise Violation(f"a step out of order, in the stage {self._stage.name}")
+
+    def _settle(self) -> None:
+        if self._sent and self._stage is _Stage.FINISHED and not self.tunnel:
+            self.session.finished(self.request_id)
+
+    def _fields(self, facts: RequestFacts, **more: object) -> dict[str, object]:
+        # `path` may be cut by the log; `path_sha256` is of all of it.
+        fields: dict[str, object] = {**self.session.where, "method": facts.method, "path": facts.path}
+        if len(facts.path) > MAX_RECORDED_PATH:
+            fields["path_sha256"] = hashlib.sha256(facts.path.encode()).hexdigest()
+            fields["path"] = facts.path[:MAX_RECORDED_PATH]
+        fields.update((name, value) for name, value in more.items() if value is not None)
+        return fields
+
+    def _outcome(self, status: int | None) -> None:
+        effects = self.session.effects
+        fields: dict[str, object] = {
+            **self.session.where,
+            **{name: value for name, value in _routed(self._route).items() if value is not None},
+            "request_id": self.request_id,
+            "bytes_up": self._bytes_up,
+            "bytes_down": self._bytes_down,
+            "duration_ms": int((effects.clock() - self._started) * 1000),
+        }
+        if status is None:
+            fields["error"] = "upstream or client failed"
+        else:
+            fields["status"] = status
+        if self.facts is not None:
+            fields["method"] = self.facts.method
+            fields["path"] = self.facts.path[:MAX_RECORDED_PATH]
+        effects.recorder.note("request", "info", **fields)
+
+
+def _routed(route: Route | None) -> dict[str, str | None]:
+    return {} if route is None else {"address": route.address, "peer_name": route.peer_name}
+
+
+def _values(headers: Headers, name: bytes) -> list[bytes]:
+    return [value for one, value in headers if one.lower() == name]
+
+
+def _joined(headers: Headers, name: bytes) -> bytes:
+    return b", ".join(_values(headers, name))
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+def _encodings(headers: Sequence[tuple[bytes, bytes]]) -> list[str]:
+    values = map(_text, _values(tuple(headers), b"content-encoding"))
+    return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]
