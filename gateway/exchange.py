@@ -26,123 +26,42 @@ Pure: its effects are ports (`gateway.effects`). It frames nothing, opens no con
 lines: the order of one exchange, read from top to bottom.)
 """
 
-import base64
 import hashlib
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Set
 from enum import Enum, auto
 
 from gateway import pages
-from gateway.charsets import searchable
 from gateway.decode import decode
 from gateway.effects import Effects, Over, SecretRefused
 from gateway.hello import Refused
 from gateway.inject import InjectionError, inject
 from gateway.messages import BrokenFraming, MessageScrubber
+from gateway.response_head import (
+    accepts_websocket,
+    encodings,
+    end_to_end,
+    is_grpc,
+    joined,
+    own_fields,
+    plainly_framed,
+    unsearchable,
+)
 from gateway.scrub import Scrubber, scrub_header
 from gateway.sought import KnownPatterns, Sought, Withheld, too_short
 from gateway.translate import Headers, RequestParts, Translated, translate
+from gateway.verdicts import Answer, Forward, Head, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
-from policy.facts import FlowFacts, RequestFacts
+from policy.facts import RequestFacts
 from policy.injection import render
 
 HTTP2 = 20
 MAX_RECORDED_PATH = 2048
-_HOP_BY_HOP = frozenset(
-    {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te"}
-    | {b"trailer", b"upgrade", b"alt-svc", b"http2-settings"}
-)
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
-_GRPC = re.compile(r"application/grpc(?:[+; ]|\Z)")
-_WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
 class Violation(Exception):
     """A step out of order, or one that would break an invariant. The engine ends the flow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The flow that exchanges belong to.
-
-    Attributes:
-        destination: where the sandbox's packets were addressed. For the record only.
-        peer: the sandbox's address and port, for the record.
-        engine: the engine's name in records.
-    """
-
-    facts: FlowFacts
-    flow_id: str
-    destination: str
-    peer: tuple[str, int]
-    engine: str
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A connection to the server: the address it reaches, and the certificate's name that was verified, for TLS."""
-
-    address: str
-    peer_name: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The request head to send, as it was judged.
-
-    Attributes:
-        authority: the `:authority` of HTTP/2; empty for HTTP/1, whose `Host` is the first header.
-        headers: all of them, in order. No framing but what the client sent.
-    """
-
-    target: bytes
-    authority: bytes
-    headers: Headers
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """The request may be sent, with this head. Its body goes through `Exchange.request_chunk`; trailers are dropped.
-
-    `scrub`: the response will be searched for secrets; the server was asked for a whole document as it is.
-    """
-
-    head: Head
-    scrub: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A response in the place of the server's."""
-
-    status: int
-    headers: tuple[tuple[bytes, bytes], ...]
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
-    """The final response head as received; header names and values without their line ends."""
-
-    status: int
-    http2: bool
-    headers: Headers
-
-
-@dataclass(frozen=True, slots=True)
-class Relay:
-    """The head of the response that goes to the client.
-
-    `buffered`: the engine collects the encoded body, up to the limit, and gives it to `Exchange.response_whole`.
-    Otherwise each piece goes through `Exchange.response_chunk`.
-    """
-
-    status: int
-    reason: str
-    headers: Headers
-    buffered: bool
 
 
 class Session:
@@ -215,6 +134,8 @@ class _Stage(Enum):
     FINISHED = auto()
 
 
+_NOT_ALLOWED = frozenset({_Stage.NEW, _Stage.JUDGING, _Stage.ANSWERED})
+_BEFORE_RESPONSE = frozenset({_Stage.FORWARDED, _Stage.CONNECTED})
 _IN_BODY = frozenset({_Stage.STREAMED, _Stage.BUFFERED, _Stage.WITHHELD, _Stage.COMPLETE})
 
 
@@ -224,8 +145,6 @@ class Exchange:
     def __init__(self, session: Session, request_id: str) -> None:
         self.session = session
         self.request_id = request_id
-        self.allowed = False
-        """Whether the request may be sent."""
         self.facts: RequestFacts | None = None
         """None where none could be made."""
         self.scrub = False
@@ -244,6 +163,11 @@ class Exchange:
         self._started = 0.0
         self._bytes_up = 0
         self._bytes_down = 0
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the request may be sent."""
+        return self._stage not in _NOT_ALLOWED
 
     # The request.
 
@@ -299,7 +223,6 @@ class Exchange:
         self.scrub = session.sought.patterns is not None
         forward = Forward(self._head(parts, translated, headers), self.scrub)
         self._next({_Stage.JUDGING}, _Stage.FORWARDED)
-        self.allowed = True
         session.active[self.request_id] = self
         return forward
 
@@ -368,7 +291,7 @@ class Exchange:
             fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
             fields.append((b"accept-encoding", b"identity"))
         if translated.websocket:
-            self._websocket_key = _joined(headers, b"sec-websocket-key")
+            self._websocket_key = joined(headers, b"sec-websocket-key")
         if parts.version == HTTP2:
             return Head(translated.target, translated.host_header, tuple(fields))
         fields.insert(0, (b"Host", translated.host_header))
@@ -384,16 +307,19 @@ class Exchange:
         Raises:
             Exception: nothing may be sent on it.
         """
-        self._next({_Stage.FORWARDED, _Stage.CONNECTED}, _Stage.CONNECTED)
+        self._require(self._stage in _BEFORE_RESPONSE)
         session = self.session
         if route != self._route:
             fields = {**session.where, **_routed(route), "request_id": self.request_id}
             await session.effects.recorder.accept("connect", "info", **fields)
+            if session.over:
+                raise ConnectionAbortedError
+        self._next(_BEFORE_RESPONSE, _Stage.CONNECTED)
         self._route = route
 
     def request_chunk(self, data: bytes) -> bytes:
-        """What of a piece of the request's body is sent: all."""
-        self._require(self.allowed)
+        """What of a piece of the request's body is sent on the recorded connection: all."""
+        self._require(self.allowed and self._stage is not _Stage.FORWARDED)
         self._bytes_up += len(data)
         return data
 
@@ -449,22 +375,21 @@ class Exchange:
         """
         self._next({_Stage.CONNECTED}, _Stage.HEADED)
         self._status = head.status
-        if head.status == 101 and not self._accepts(head):
+        if head.status == 101 and not accepts_websocket(head, self._websocket_key):
             raise Violation("101 without a valid WebSocket handshake")
-        if [value.lower() for value in _values(head.headers, b"transfer-encoding")] not in ([], [b"chunked"]):
+        if not plainly_framed(head):
             raise Violation("a response in a transfer coding that is not chunked")
         reason = await self._unsearchable(head)
         if reason is not None:
             return self._withhold(reason)
         self.begun = True
         patterns = self.session.sought.patterns
-        self._relayed = self._cleaned(head)
-        buffered = patterns is not None and _encodings(self._relayed) not in ([], ["identity"])
+        self._relayed = (*self._without_secrets(end_to_end(head)), *own_fields(head))
+        buffered = patterns is not None and encodings(self._relayed) not in ([], ["identity"])
         self._next({_Stage.HEADED}, _Stage.BUFFERED if buffered else _Stage.STREAMED)
         if patterns is not None and not buffered:
-            grpc = _GRPC.match(_text(_joined(head.headers, b"content-type")).lower())
-            both = grpc and self._http2 and head.http2
-            self._scrubber = MessageScrubber(patterns) if both else Scrubber(patterns)
+            by_message = self._http2 and head.http2 and is_grpc(head)
+            self._scrubber = MessageScrubber(patterns) if by_message else Scrubber(patterns)
         return Relay(head.status, pages.reason_phrase(head.status), self._relayed, buffered)
 
     async def _unsearchable(self, head: ResponseHead) -> str | None:
@@ -482,11 +407,7 @@ class Exchange:
             raise Violation("a tunnel to a host that is sent secrets")
         if not self.scrub and head.status == 206:
             return "a part of a document cannot be searched for secrets"
-        if not searchable(map(_text, _values(head.headers, b"content-type"))):
-            return "a response in this charset cannot be searched for secrets"
-        if _values(head.headers, b"grpc-encoding") not in ([], [b"identity"]):
-            return "compressed messages cannot be searched for secrets"
-        return session.sought.refusal()
+        return unsearchable(head) or session.sought.refusal()
 
     def _withhold(self, reason: str) -> Answer:
         """Answer 502 in the place of the server; what it still sends is thrown away."""
@@ -529,7 +450,7 @@ class Exchange:
         self._next({_Stage.BUFFERED}, _Stage.COMPLETE)
         if not body:
             return self._relayed, body
-        decoded = decode(_encodings(self._relayed), body, self.session.max_decoded)
+        decoded = decode(encodings(self._relayed), body, self.session.max_decoded)
         patterns = self.session.sought.patterns
         if decoded is None or patterns is None:
             self._status = 502
@@ -571,28 +492,6 @@ class Exchange:
         """Whether the response opened a tunnel, which is in progress until the flow ends."""
         return self._websocket_key is not None and self._status == 101
 
-    def _accepts(self, head: ResponseHead) -> bool:
-        """Whether a 101 completes the WebSocket handshake of an allowed request."""
-        if self._websocket_key is None:
-            return False
-        digest = hashlib.sha1(self._websocket_key + _WEBSOCKET_GUID, usedforsecurity=False).digest()
-        return _joined(head.headers, b"upgrade").lower() == b"websocket" and _values(
-            head.headers, b"sec-websocket-accept"
-        ) == [base64.b64encode(digest)]
-
-    def _cleaned(self, head: ResponseHead) -> Headers:
-        closes = b"close" in _joined(head.headers, b"connection").lower()
-        fields: list[tuple[bytes, bytes]] = []
-        for name, raw in head.headers:
-            if name.lower() in _HOP_BY_HOP:
-                continue
-            value = b" ".join(raw.replace(b"\0", b" ").split(None) if b"\r" in raw or b"\n" in raw else [raw])
-            fields.append((name, value.replace(b"\0", b"")))
-        out = self._without_secrets(tuple(fields))
-        if head.status == 101:
-            return (*out, (b"Connection", b"Upgrade"), (b"Upgrade", b"websocket"))
-        return (*out, (b"Connection", b"close")) if closes else out
-
     def _without_secrets(self, fields: Headers) -> Headers:
         """Headers or trailers with values scrubbed; those with a secret in their name are left out."""
         patterns = self.session.sought.patterns
@@ -620,7 +519,7 @@ class Exchange:
 
     # Stages and records.
 
-    def _next(self, stages: frozenset[_Stage] | set[_Stage], following: _Stage) -> None:
+    def _next(self, stages: Set[_Stage], following: _Stage) -> None:
         self._require(self._stage in stages)
         self._stage = following
 
@@ -663,20 +562,3 @@ class Exchange:
 
 def _routed(route: Route | None) -> dict[str, str | None]:
     return {} if route is None else {"address": route.address, "peer_name": route.peer_name}
-
-
-def _values(headers: Headers, name: bytes) -> list[bytes]:
-    return [value for one, value in headers if one.lower() == name]
-
-
-def _joined(headers: Headers, name: bytes) -> bytes:
-    return b", ".join(_values(headers, name))
-
-
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", "surrogateescape")
-
-
-def _encodings(headers: Sequence[tuple[bytes, bytes]]) -> list[str]:
-    values = map(_text, _values(tuple(headers), b"content-encoding"))
-    return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]

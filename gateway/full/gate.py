@@ -21,12 +21,13 @@ from gateway import pages
 from gateway.admission import Admission
 from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets
 from gateway.engine import EngineLimits, InspectedFlow
-from gateway.exchange import Answer, Exchange, Forward, Origin, ResponseHead, Route, Session, Violation
+from gateway.exchange import Exchange, Session, Violation
 from gateway.full.contexts import certified
 from gateway.hello import Refused
 from gateway.ledger import Ledger
 from gateway.sought import KnownPatterns
 from gateway.translate import Headers, RequestParts
+from gateway.verdicts import Answer, Forward, Origin, ResponseHead, Route
 from policy.facts import FlowFacts
 
 STAMP = "sallyport"

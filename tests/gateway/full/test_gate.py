@@ -8,7 +8,6 @@ import base64
 import gzip
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -20,85 +19,28 @@ from mitmproxy.proxy.layers.http import _hooks
 
 from gateway.admission import Admission
 from gateway.budget import Over
-from gateway.effects import SecretRefused
 from gateway.engine import EngineLimits, InspectedFlow
 from gateway.exchange import Exchange, Violation
 from gateway.full.gate import STAMP, Gate, Sentinel
 from gateway.hello import Refused
 from gateway.ledger import Ledger
 from gateway.sought import MATCHES_FORGOTTEN, MAX_MATCHES, MAX_PARTIAL, KnownPatterns, Withheld
-from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
-from policy.facts import RequestFacts, Scheme
-from policy.injection import InjectionKind, InjectionPlan
-from policy.rules import Endpoint
-from vault.secret import Secret
-
-HOST = "good.test"
-SECRET = "tok/en+3v4l-UE_9~x"
-PLAN = InjectionPlan("api", "api-token", InjectionKind.API_KEY, "X-Api-Key")
-USE = SecretAt(PLAN, HOST, Endpoint(443, Scheme.HTTPS))
-ALLOWED = AllowRequest("r", (PLAN,))
-OPEN = AllowRequest("r")
-
-ORDER = ["decide", "count", "request allow", "lease", "secret.use allow", "sought", "decide"]
-"""Of a request that is sent a secret."""
-
-UPGRADE = (b"Upgrade", b"websocket")
-KEY = (b"Sec-WebSocket-Key", b"dGhlIHNhbXBsZSBub25jZQ==")
-ACCEPT = (b"Sec-WebSocket-Accept", b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo=")
-HANDSHAKE = (UPGRADE, (b"Connection", b"Upgrade"), (b"Sec-WebSocket-Version", b"13"), KEY)
-
-
-@dataclass
-class Ports:
-    """Policy, budget, vault and log of one gate."""
-
-    decision: object = ALLOWED
-    uses: tuple[SecretAt, ...] = (USE,)
-    over: Over | None = None
-    secret: str = SECRET
-    refused: str | None = None
-    steps: list[str] = field(default_factory=list)
-    records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
-    on_step: Callable[[int, str], None] = lambda _number, _step: None
-    """Called with the number and name of each step, before it ends; may raise."""
-
-    def _step(self, name: str) -> None:
-        self.steps.append(name)
-        self.on_step(len(self.steps) - 1, name)
-
-    def decide_request(self, _facts: RequestFacts) -> AllowRequest | Deny:
-        self._step("decide")
-        return self.decision  # type: ignore[return-value]  # a test returns something else
-
-    def secrets_to(self, _host: str) -> tuple[SecretAt, ...]:
-        return self.uses
-
-    def request(self) -> Over | None:
-        self._step("count")
-        return self.over
-
-    async def lease(self, plan: InjectionPlan, _facts: RequestFacts) -> Secret:
-        assert plan == PLAN
-        self._step("lease")
-        if self.refused is not None:
-            raise SecretRefused(self.refused)
-        return Secret(self.secret)
-
-    async def sought(self, _use: SecretAt) -> tuple[Secret, ...]:
-        self._step("sought")
-        return (Secret(self.secret),)
-
-    async def accept(self, kind: str, decision: str, **fields: object) -> None:
-        self._step(f"{kind} {decision}")
-        self.records.append((kind, decision, fields))
-
-    def note(self, kind: str, decision: str, **fields: object) -> None:
-        self.records.append((kind, decision, fields))
-
-    def denials(self) -> list[object]:
-        return [fields["rule"] for _, decision, fields in self.records if decision == "deny"]
+from policy.facts import Scheme
+from tests.gateway.exchange_cases import (
+    ACCEPT,
+    ALLOWED,
+    HANDSHAKE,
+    HOST,
+    KEY,
+    OPEN,
+    ORDER,
+    PLAN,
+    SECRET,
+    UPGRADE,
+    USE,
+    Ports,
+)
 
 
 @dataclass
@@ -721,7 +663,9 @@ async def test_an_answer_of_which_it_is_not_known_what_to_take_out_does_not_begi
     ports.uses = (USE,)
 
     def late(_number: int, step: str) -> None:
-        if step == "sought" and failure == "unknown":
+        if step != "sought":
+            return
+        if failure == "unknown":
             raise ConnectionError("gone")
         bench.gate.over = True
 

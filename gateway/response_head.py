@@ -1,0 +1,85 @@
+"""What a response head says about itself, and what of it goes between neighbours only.
+
+Pure. It knows no secret.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable
+
+from gateway.charsets import searchable
+from gateway.translate import Headers
+from gateway.verdicts import ResponseHead
+
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te"}
+    | {b"trailer", b"upgrade", b"alt-svc", b"http2-settings"}
+)
+_GRPC = re.compile(r"application/grpc(?:[+; ]|\Z)")
+_WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+
+def accepts_websocket(head: ResponseHead, key: bytes | None) -> bool:
+    """Whether a 101 completes the WebSocket handshake that was sent with `key`; None: none was sent."""
+    if key is None:
+        return False
+    digest = hashlib.sha1(key + _WEBSOCKET_GUID, usedforsecurity=False).digest()
+    accepted = _values(head.headers, b"sec-websocket-accept") == [base64.b64encode(digest)]
+    return accepted and joined(head.headers, b"upgrade").lower() == b"websocket"
+
+
+def plainly_framed(head: ResponseHead) -> bool:
+    """Whether its body is in no transfer coding but `chunked`."""
+    return [value.lower() for value in _values(head.headers, b"transfer-encoding")] in ([], [b"chunked"])
+
+
+def unsearchable(head: ResponseHead) -> str | None:
+    """Why the body that the head announces cannot be searched for a text, None if it can."""
+    if not searchable(map(_text, _values(head.headers, b"content-type"))):
+        return "a response in this charset cannot be searched for secrets"
+    if _values(head.headers, b"grpc-encoding") not in ([], [b"identity"]):
+        return "compressed messages cannot be searched for secrets"
+    return None
+
+
+def is_grpc(head: ResponseHead) -> bool:
+    """Whether the body is gRPC messages."""
+    return _GRPC.match(_text(joined(head.headers, b"content-type")).lower()) is not None
+
+
+def encodings(headers: Headers) -> list[str]:
+    """The content codings of a body, in the order in which they were applied."""
+    values = map(_text, _values(headers, b"content-encoding"))
+    return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]
+
+
+def end_to_end(head: ResponseHead) -> Headers:
+    """The headers that are meant for the client, each value on one line."""
+    return tuple((name, _one_line(value)) for name, value in head.headers if name.lower() not in _HOP_BY_HOP)
+
+
+def own_fields(head: ResponseHead) -> Headers:
+    """The headers that say how the client's own connection goes on."""
+    if head.status == 101:
+        return (b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")
+    closes = b"close" in joined(head.headers, b"connection").lower()
+    return ((b"Connection", b"close"),) if closes else ()
+
+
+def joined(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """All values of one header, as one; empty if there is none."""
+    return b", ".join(_values(headers, name))
+
+
+def _one_line(value: bytes) -> bytes:
+    lines = value.replace(b"\0", b" ").split(None) if b"\r" in value or b"\n" in value else [value]
+    return b" ".join(lines).replace(b"\0", b"")
+
+
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    return [value for one, value in headers if one.lower() == name]
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")

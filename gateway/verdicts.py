@@ -1,0 +1,91 @@
+"""What an engine and an exchange give each other, beside `gateway.translate.RequestParts`.
+
+Pure values. Names and values of headers are bytes as on the wire, in order.
+"""
+
+from dataclasses import dataclass
+
+from gateway.translate import Headers
+from policy.facts import FlowFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The flow that exchanges belong to.
+
+    Attributes:
+        destination: where the sandbox's packets were addressed. For the record only.
+        peer: the sandbox's address and port, for the record.
+        engine: the engine's name in records.
+    """
+
+    facts: FlowFacts
+    flow_id: str
+    destination: str
+    peer: tuple[str, int]
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A connection to the server: the address it reaches, and the certificate's name that was verified, for TLS."""
+
+    address: str
+    peer_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The request head to send, as it was judged.
+
+    Attributes:
+        authority: the `:authority` of HTTP/2; empty for HTTP/1, whose `Host` is the first header.
+        headers: all of them, in order. No framing but what the client sent.
+    """
+
+    target: bytes
+    authority: bytes
+    headers: Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The request may be sent, with this head. Its body goes through `Exchange.request_chunk`; trailers are dropped.
+
+    `scrub`: the response will be searched for secrets; the server was asked for a whole document as it is.
+    """
+
+    head: Head
+    scrub: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response in the place of the server's."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """The final response head as received; header names and values without their line ends."""
+
+    status: int
+    http2: bool
+    headers: Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """The head of the response that goes to the client.
+
+    `buffered`: the engine collects the encoded body, up to the limit, and gives it to `Exchange.response_whole`.
+    Otherwise each piece goes through `Exchange.response_chunk`.
+    """
+
+    status: int
+    reason: str
+    headers: Headers
+    buffered: bool

@@ -1,0 +1,619 @@
+"""What becomes of a request and its response, whichever engine carries them: one table of cases.
+
+A driver carries a case out and returns what the ports, the server and the client saw. `test_exchange` drives the pure
+exchange; each engine has a driver of its own beside its tests. `check` is the same for all of them.
+"""
+
+import base64
+import gzip
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gateway.effects import Over, SecretRefused
+from gateway.ledger import Ledger
+from gateway.sought import MAX_PARTIAL
+from policy.compiled import SecretAt
+from policy.decision import AllowRequest, Deny
+from policy.facts import RequestFacts, Scheme
+from policy.injection import InjectionKind, InjectionPlan
+from policy.rules import Endpoint
+from vault.secret import Secret
+
+HOST = "good.test"
+SECRET = "tok/en+3v4l-UE_9~x"
+PLAN = InjectionPlan("api", "api-token", InjectionKind.API_KEY, "X-Api-Key")
+USE = SecretAt(PLAN, HOST, Endpoint(443, Scheme.HTTPS))
+ALLOWED = AllowRequest("r", (PLAN,))
+OPEN = AllowRequest("r")
+MAX_DECODED = 4096
+"""Bytes of an encoded body, and of the decoded one, that are searched."""
+
+ORDER = ["decide", "count", "request allow", "lease", "secret.use allow", "sought", "decide"]
+"""Of a request that is sent a secret. `connect info` follows."""
+PLAIN = ["decide", "count", "request allow", "decide"]
+"""Of a request to a host that is sent none."""
+
+UPGRADE = (b"Upgrade", b"websocket")
+KEY = (b"Sec-WebSocket-Key", b"dGhlIHNhbXBsZSBub25jZQ==")
+ACCEPT = (b"Sec-WebSocket-Accept", b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo=")
+HANDSHAKE = (UPGRADE, (b"Connection", b"Upgrade"), (b"Sec-WebSocket-Version", b"13"), KEY)
+
+UPGRADE_SENT = (b"upgrade", b"websocket")
+
+type Fields = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass
+class Ports:
+    """Policy, budget, vault and log of one flow. They keep the order in which they are asked."""
+
+    decision: object = ALLOWED
+    uses: tuple[SecretAt, ...] = (USE,)
+    over: Over | None = None
+    secret: str = SECRET
+    refused: str | None = None
+    steps: list[str] = field(default_factory=list)
+    records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
+    on_step: Callable[[int, str], None] = lambda _number, _step: None
+    """Called with the number and name of each step, before it ends; may raise."""
+    revoke: Callable[[], object] = lambda: None
+    """Calls the secret back: set by what drives a flow."""
+    ledger: Ledger = field(default_factory=Ledger.fresh)
+
+    def _step(self, name: str) -> None:
+        self.steps.append(name)
+        self.on_step(len(self.steps) - 1, name)
+
+    def decide_request(self, _facts: RequestFacts) -> AllowRequest | Deny:
+        self._step("decide")
+        return self.decision  # type: ignore[return-value]  # a test returns something else
+
+    def secrets_to(self, _host: str) -> tuple[SecretAt, ...]:
+        return self.uses
+
+    def request(self) -> Over | None:
+        self._step("count")
+        return self.over
+
+    async def lease(self, plan: InjectionPlan, _facts: RequestFacts) -> Secret:
+        assert plan == PLAN
+        self._step("lease")
+        if self.refused is not None:
+            raise SecretRefused(self.refused)
+        return Secret(self.secret)
+
+    async def sought(self, _use: SecretAt) -> tuple[Secret, ...]:
+        self._step("sought")
+        return (Secret(self.secret),)
+
+    async def accept(self, kind: str, decision: str, **fields: object) -> None:
+        self._step(f"{kind} {decision}")
+        self.records.append((kind, decision, fields))
+
+    def note(self, kind: str, decision: str, **fields: object) -> None:
+        self.records.append((kind, decision, fields))
+
+    def denials(self) -> list[object]:
+        return [fields["rule"] for kind, decision, fields in self.records if (kind, decision) == ("request", "deny")]
+
+
+@dataclass
+class Seen:
+    """What came of a case. Header names are in lower case; what frames a message is left out.
+
+    Attributes:
+        target, authority, sent, body_sent: what the server got; `sent` is None where it got no byte.
+        status: of the response that the client got, None where it got none.
+        whole: the client can tell that it has all of the response.
+    """
+
+    ports: Ports
+    target: bytes = b""
+    authority: bytes = b""
+    sent: Fields | None = None
+    body_sent: bytes = b""
+    status: int | None = None
+    reason: bytes = b""
+    headers: Fields = ()
+    body: bytes = b""
+    trailers: Fields = ()
+    whole: bool = False
+
+
+type Action = Callable[[Ports], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request, what the server answers, and what must come of it.
+
+    Attributes:
+        during: what happens during the step of that number.
+        pieces: the response's body, as it arrives.
+        steps: of the ports, exactly.
+        sent: headers that the server gets, exactly but for `Host` and framing; None: not a byte.
+        shown: the client's status; None: the flow ends without a response.
+        got: headers that the client gets, exactly but for framing; None: those of a page.
+        text: the body that the client gets.
+        page: a part of the body, where it is a page.
+        whole: False where the flow ends within the response.
+        denied: rules of the denials in the log.
+    """
+
+    name: str
+    steps: list[str]
+    shown: int | None
+    decision: object = ALLOWED
+    uses: tuple[SecretAt, ...] = (USE,)
+    over: Over | None = None
+    secret: str = SECRET
+    refused: str | None = None
+    during: Mapping[int, Action] = field(default_factory=dict)
+    http2: bool = False
+    method: bytes = b"GET"
+    path: bytes = b"/v1"
+    host: bytes = HOST.encode()
+    headers: Fields = ()
+    body: bytes = b""
+    status: int = 200
+    answer: Fields = ()
+    pieces: tuple[bytes, ...] = (b"ok",)
+    trailers: Fields = ()
+    sent: Fields | None = None
+    target: bytes = b"/v1"
+    got: Fields | None = None
+    text: bytes | None = None
+    page: bytes = b""
+    got_trailers: Fields = ()
+    whole: bool = True
+    denied: tuple[str, ...] = ()
+
+    def ports(self) -> Ports:
+        """Ports that behave as the case says."""
+        ports = Ports(self.decision, self.uses, self.over, self.secret, self.refused)
+
+        def act(number: int, _step: str) -> None:
+            if number in self.during:
+                self.during[number](ports)
+
+        ports.on_step = act
+        return ports
+
+
+def check(case: Case, seen: Seen) -> None:
+    """Compare what came of a case with what must."""
+    assert case.steps == seen.ports.steps
+    assert list(case.denied) == seen.ports.denials()
+    assert case.sent == seen.sent
+    if case.sent is not None:
+        assert (case.target, HOST.encode(), case.body) == (seen.target, seen.authority, seen.body_sent)
+    # What is on its way when a flow ends may be lost.
+    assert case.shown == seen.status or (seen.status is None and not case.whole)
+    shown = b"\n".join([seen.reason, seen.body, *(b"%s: %s" % one for one in (*seen.headers, *seen.trailers))])
+    for form in (SECRET.encode(), SECRET.encode().hex().encode(), base64.b64encode(SECRET.encode())):
+        assert form not in shown
+    if case.shown is None:
+        return
+    assert case.whole is seen.whole
+    if case.got is not None and seen.status is not None:
+        assert case.got == seen.headers
+    if case.text is not None:
+        assert case.text == seen.body or (case.text.startswith(seen.body) and not case.whole)
+    assert case.page in seen.body
+    assert case.got_trailers == seen.trailers
+
+
+def fail(_ports: Ports) -> None:
+    """The port is gone."""
+    raise ConnectionError("gone")
+
+
+def revoke(ports: Ports) -> None:
+    """The secret is called back."""
+    ports.revoke()
+
+
+def spend(ports: Ports) -> None:
+    """Responses have told enough."""
+    ports.ledger.reflections = MAX_PARTIAL
+
+
+def decided(decision: AllowRequest | Deny) -> Action:
+    """Policy is replaced."""
+
+    def replace(ports: Ports) -> None:
+        ports.decision = decision
+
+    return replace
+
+
+def bind(ports: Ports) -> None:
+    """Policy lets the host be sent its first secret."""
+    ports.uses = (USE,)
+
+
+def split(data: bytes, *at: int) -> tuple[bytes, ...]:
+    """`data` in pieces that end at these places."""
+    places = [0, *at, len(data)]
+    return tuple(data[begin:end] for begin, end in itertools.pairwise(places))
+
+
+INJECTED = ((b"x-api-key", SECRET.encode()), (b"accept-encoding", b"identity"))
+CONNECTED = [*ORDER, "connect info"]
+PLAIN_CONNECTED = [*PLAIN, "connect info"]
+STARS = b"*" * len(SECRET)
+BODY = b"a " + SECRET.encode() + b" b"
+MASKED = b"a " + STARS + b" b"
+HEX = SECRET.encode().hex().encode()
+GRPC = (b"content-type", b"application/grpc")
+MESSAGE = b"\0\0\0\0\2ok"
+
+REQUESTS = [
+    Case("denied", ["decide", "request deny"], 403, decision=Deny("no", "closed"), page=b"closed", denied=("no",)),
+    Case(
+        "denied, and the log is gone",
+        ["decide", "request deny"],
+        403,
+        decision=Deny("no", "closed"),
+        during={1: fail},
+        denied=("no",),
+    ),
+    Case(
+        "denied to HEAD",
+        ["decide", "request deny"],
+        403,
+        decision=Deny("no", "closed"),
+        method=b"HEAD",
+        text=b"",
+        denied=("no",),
+    ),
+    Case("allowed", PLAIN_CONNECTED, 200, decision=OPEN, uses=(), sent=(), got=(), text=b"ok"),
+    Case(
+        "allowed with a body",
+        PLAIN_CONNECTED,
+        200,
+        decision=OPEN,
+        uses=(),
+        method=b"POST",
+        body=b"x=1",
+        sent=(),
+        got=(),
+        text=b"ok",
+    ),
+    Case("injected", CONNECTED, 200, sent=INJECTED, got=(), text=b"ok"),
+    Case("injected over HTTP/2", CONNECTED, 200, http2=True, sent=INJECTED, got=(), text=b"ok"),
+    Case(
+        "the binding owns its header",
+        CONNECTED,
+        200,
+        headers=((b"x-api-KEY", b"mine"), (b"X_Api_Key", b"mine"), (b"X-Own", b"1")),
+        sent=((b"x-own", b"1"), *INJECTED),
+        text=b"ok",
+    ),
+    Case(
+        "whole and plain documents are asked for",
+        CONNECTED,
+        200,
+        headers=((b"Accept-Encoding", b"gzip"), (b"Range", b"bytes=3-8"), (b"If-Range", b"x")),
+        sent=INJECTED,
+        text=b"ok",
+    ),
+    Case(
+        "hop-by-hop headers of the client stay behind",
+        PLAIN_CONNECTED,
+        200,
+        decision=OPEN,
+        uses=(),
+        headers=((b"Keep-Alive", b"1"), (b"Proxy-Authorization", b"x"), (b"X-Forwarded-For", b"x"), (b"X-Own", b"1")),
+        sent=((b"x-own", b"1"),),
+        text=b"ok",
+    ),
+    Case(
+        "what was judged is sent",
+        PLAIN_CONNECTED,
+        200,
+        decision=OPEN,
+        uses=(),
+        path=b"https://GOOD.test:443/v1?q=1",
+        host=b"Good.test:443",
+        sent=(),
+        target=b"/v1?q=1",
+        text=b"ok",
+    ),
+    Case("another host", [], 421, host=b"evil.test", denied=("protocol",)),
+    Case("a method that is never relayed", [], 405, method=b"TRACE", denied=("protocol",)),
+    Case(
+        "observed",
+        ["decide", "count", "request observe", "decide", "connect info"],
+        200,
+        decision=AllowRequest("observe:p", (), Deny("p/no", "would be denied")),
+        uses=(),
+        sent=(),
+        text=b"ok",
+    ),
+    Case(
+        "over the budget for now",
+        ["decide", "count", "request deny"],
+        429,
+        over=Over("too many", 7),
+        denied=("limits",),
+    ),
+    Case("over the budget", ["decide", "count", "request deny"], 403, over=Over("all sent", None), denied=("limits",)),
+    Case("responses have told enough", ["decide", "request deny"], 403, during={0: spend}, denied=("reflection",)),
+    Case(
+        "the lease is refused",
+        [*ORDER[:4], "request deny"],
+        403,
+        refused="not on this path",
+        page=b"not on this path",
+        denied=("r",),
+    ),
+    Case("a secret that could not be taken out", [*ORDER[:4], "request deny"], 403, secret="short", denied=("r",)),
+    Case("a value that is no header value", ORDER[:4], 503, secret="with a\nline break", denied=("r",)),
+    Case("a secret that is not looked for", [*ORDER[:5], "decide"], None, uses=()),
+    Case("no decision", ["decide"], None, decision=None),
+    Case("the decision fails", ORDER[:1], None, during={0: fail}),
+    Case("the count fails", ORDER[:2], None, during={1: fail}),
+    Case("the record is refused", ORDER[:3], 503, during={2: fail}, denied=("r",)),
+    Case("the lease fails", ORDER[:4], 503, during={3: fail}, denied=("r",)),
+    Case("the record of the use is refused", ORDER[:5], 503, during={4: fail}, denied=("r",)),
+    Case("what to look for is not known", ORDER[:6], 503, during={5: fail}, denied=("r",)),
+    Case("the second decision fails", ORDER, None, during={6: fail}),
+    Case("the record of the connection is refused", CONNECTED, None, during={7: fail}),
+    Case("revoked during the lease", ORDER[:4], None, during={3: revoke}, denied=("r",)),
+    Case("revoked during the record of the use", ORDER[:6], None, during={4: revoke}, denied=("r",)),
+    Case("revoked while it is asked what to look for", ORDER[:6], None, during={5: revoke}, denied=("r",)),
+    Case("revoked during the record of the connection", CONNECTED, None, during={7: revoke}),
+    *(
+        Case(
+            f"policy becomes {name} during {ORDER[number]}",
+            [*ORDER, "request deny"],
+            403,
+            during={number: decided(decision)},
+            page=b"the policy changed",
+            denied=("r",),
+        )
+        for number in (2, 3, 4, 5)
+        for name, decision in (("another rule", AllowRequest("new", (PLAN,))), ("another plan", OPEN))
+    ),
+    Case(
+        "policy denies during the lease",
+        [*ORDER, "request deny"],
+        403,
+        during={3: decided(Deny("new", "closed"))},
+        denied=("r",),
+    ),
+]
+
+UPGRADES = [
+    Case(
+        "an upgrade for a host that is sent secrets",
+        ["decide", "request deny"],
+        403,
+        decision=OPEN,
+        headers=HANDSHAKE,
+        denied=("r",),
+    ),
+    Case(
+        "an upgrade",
+        PLAIN_CONNECTED,
+        101,
+        decision=OPEN,
+        uses=(),
+        headers=HANDSHAKE,
+        status=101,
+        answer=(UPGRADE, (b"Connection", b"Upgrade"), ACCEPT),
+        pieces=(),
+        sent=(
+            (b"sec-websocket-version", b"13"),
+            (b"sec-websocket-key", KEY[1]),
+            UPGRADE_SENT,
+        ),
+        got=((b"sec-websocket-accept", ACCEPT[1]), UPGRADE_SENT),
+    ),
+    *(
+        Case(
+            f"an upgrade with {name}",
+            PLAIN_CONNECTED,
+            None,
+            decision=OPEN,
+            uses=(),
+            headers=HANDSHAKE,
+            status=101,
+            answer=answer,
+            pieces=(),
+            sent=((b"sec-websocket-version", b"13"), (b"sec-websocket-key", KEY[1]), UPGRADE_SENT),
+        )
+        for name, answer in {
+            "another key": (UPGRADE, (b"Connection", b"Upgrade"), (ACCEPT[0], base64.b64encode(bytes(20)))),
+            "two keys": (UPGRADE, (b"Connection", b"Upgrade"), ACCEPT, ACCEPT),
+            "another protocol": ((b"Upgrade", b"h2c"), (b"Connection", b"Upgrade"), ACCEPT),
+        }.items()
+    ),
+    Case(
+        "an upgrade that nobody asked for",
+        PLAIN_CONNECTED,
+        None,
+        decision=OPEN,
+        uses=(),
+        headers=(KEY,),
+        status=101,
+        answer=(UPGRADE, (b"Connection", b"Upgrade"), ACCEPT),
+        pieces=(),
+        sent=((b"sec-websocket-key", KEY[1]),),
+    ),
+    Case(
+        "a secret is bound after the handshake was sent",
+        [*PLAIN_CONNECTED, "sought"],
+        None,
+        decision=OPEN,
+        uses=(),
+        headers=HANDSHAKE,
+        status=101,
+        answer=(UPGRADE, (b"Connection", b"Upgrade"), ACCEPT),
+        pieces=(),
+        during={4: bind},
+        sent=((b"sec-websocket-version", b"13"), (b"sec-websocket-key", KEY[1]), UPGRADE_SENT),
+    ),
+]
+
+
+def _response(name: str, shown: int = 200, **more: object) -> Case:
+    """A response to a request that was sent a secret."""
+    return Case(name, CONNECTED, shown, sent=INJECTED, **more)  # type: ignore[arg-type]
+
+
+RESPONSES = [
+    _response(
+        "secrets in the head",
+        answer=((b"x-seen", b"a " + SECRET.encode() + b" b"), (b"x-" + HEX, b"1"), (b"x-other", b"1")),
+        got=((b"x-seen", b"a [REDACTED] b"), (b"x-other", b"1")),
+        text=b"ok",
+    ),
+    _response("a secret in the body", pieces=(BODY,), got=(), text=MASKED),
+    _response("a secret in one-byte pieces", pieces=tuple(bytes([one]) for one in BODY), text=MASKED),
+    *(
+        _response(f"a secret in pieces cut at {at}", pieces=split(BODY, at), text=MASKED)
+        for at in (1, 2, 3, 11, 19, 20, 21)
+    ),
+    _response("two secrets over three pieces", pieces=split(BODY + BODY, 5, 30), text=MASKED + MASKED),
+    _response(
+        "another form of a secret",
+        pieces=split(b"a " + HEX + b" b", 9),
+        text=b"a " + b"*" * len(HEX) + b" b",
+    ),
+    _response("the beginning of a secret at the end", pieces=split(b"a tok/en+3v", 4), text=b"a *********"),
+    _response("a secret over HTTP/2", http2=True, pieces=split(BODY, 7), got=(), text=MASKED),
+    Case(
+        "a secret that this request was not sent",
+        ["decide", "count", "request allow", "sought", "decide", "connect info"],
+        200,
+        decision=OPEN,
+        pieces=split(BODY, 7),
+        sent=((b"accept-encoding", b"identity"),),
+        text=MASKED,
+    ),
+    Case(
+        "a secret that was bound after the request was sent",
+        [*PLAIN_CONNECTED, "sought"],
+        200,
+        decision=OPEN,
+        uses=(),
+        during={4: bind},
+        pieces=split(BODY, 7),
+        sent=(),
+        text=MASKED,
+    ),
+    _response(
+        "headers between neighbours",
+        answer=(
+            (b"Alt-Svc", b'h3=":443"'),
+            (b"Proxy-Authenticate", b"Basic"),
+            (b"Keep-Alive", b"1"),
+            (b"X-Other", b"1"),
+        ),
+        got=((b"x-other", b"1"),),
+        text=b"ok",
+    ),
+    _response(
+        "compressed",
+        answer=((b"content-encoding", b"gzip"), (b"x-other", b"1")),
+        pieces=split(gzip.compress(BODY), 3, 12),
+        got=((b"x-other", b"1"),),
+        text=MASKED,
+    ),
+    _response("compressed and cut", 502, answer=((b"content-encoding", b"gzip"),), pieces=(gzip.compress(BODY)[:-4],)),
+    _response("compressed in an unknown way", 502, answer=((b"content-encoding", b"compress"),), pieces=(b"zzzz",)),
+    _response(
+        "compressed to more than is searched",
+        502,
+        answer=((b"content-encoding", b"gzip"),),
+        pieces=(gzip.compress(bytes(MAX_DECODED + 1)),),
+    ),
+    _response(
+        "an unknown charset",
+        502,
+        answer=((b"content-type", b"text/plain; charset=utf-7"),),
+        pieces=split(BODY, 7),
+        page=b"charset",
+        denied=("scrub",),
+    ),
+    Case(
+        "a part of a document",
+        [*PLAIN_CONNECTED, "sought"],
+        502,
+        decision=OPEN,
+        uses=(),
+        during={4: bind},
+        headers=((b"Range", b"bytes=3-8"),),
+        status=206,
+        sent=((b"range", b"bytes=3-8"),),
+        page=b"a part of a document",
+        denied=("scrub",),
+    ),
+    Case(
+        "what to take out is not known",
+        [*PLAIN_CONNECTED, "sought"],
+        502,
+        decision=OPEN,
+        uses=(),
+        during={4: bind, 5: fail},
+        pieces=(BODY,),
+        sent=(),
+        page=b"is not known",
+        denied=("scrub",),
+    ),
+    Case(
+        "revoked before the response begins",
+        [*PLAIN_CONNECTED, "sought"],
+        None,
+        decision=OPEN,
+        uses=(),
+        during={4: bind, 5: revoke},
+        pieces=(BODY,),
+        sent=(),
+    ),
+    _response("responses have told enough meanwhile", 502, during={7: spend}, pieces=(BODY,), denied=("scrub",)),
+]
+
+GRPC_CALLS = [
+    _response(
+        "messages and trailers",
+        http2=True,
+        answer=(GRPC,),
+        pieces=(MESSAGE, MESSAGE),
+        trailers=((b"grpc-status", b"0"), (b"grpc-message", b"for " + SECRET.encode()), (b"x-" + HEX, b"1")),
+        got=(GRPC,),
+        text=MESSAGE + MESSAGE,
+        got_trailers=((b"grpc-status", b"0"), (b"grpc-message", b"for [REDACTED]")),
+    ),
+    _response(
+        "a secret in a message",
+        http2=True,
+        answer=(GRPC,),
+        pieces=split(b"\0\0\0\0" + bytes([len(BODY)]) + BODY, 3, 9, 20),
+        text=b"\0\0\0\0" + bytes([len(BODY)]) + MASKED,
+    ),
+    _response(
+        "a compressed message",
+        http2=True,
+        answer=(GRPC,),
+        pieces=(MESSAGE, b"\1\0\0\0\4zzzz"),
+        text=MESSAGE,
+        whole=False,
+        denied=("scrub",),
+    ),
+    _response(
+        "compression that the head announces",
+        502,
+        http2=True,
+        answer=(GRPC, (b"grpc-encoding", b"gzip")),
+        pieces=(b"\1\0\0\0\4zzzz",),
+        trailers=((b"x-token", SECRET.encode()),),
+        page=b"compressed messages",
+        denied=("scrub",),
+    ),
+]
+
+CASES = [*REQUESTS, *UPGRADES, *RESPONSES, *GRPC_CALLS]

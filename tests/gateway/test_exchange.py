@@ -1,0 +1,385 @@
+"""The pure exchange carries out each case, in its order and no other; no event loop runs."""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.admission import Admission
+from gateway.effects import Effects
+from gateway.exchange import Exchange, Session, Violation
+from gateway.sought import MATCHES_FORGOTTEN, MAX_MATCHES, KnownPatterns, Withheld
+from gateway.translate import Headers, RequestParts
+from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
+from policy.decision import Deny
+from policy.facts import FlowFacts, Scheme
+from tests.gateway.exchange_cases import (
+    ALLOWED,
+    BODY,
+    CASES,
+    CONNECTED,
+    GRPC,
+    HOST,
+    MASKED,
+    MAX_DECODED,
+    OPEN,
+    ORDER,
+    SECRET,
+    USE,
+    Case,
+    Ports,
+    Seen,
+    check,
+)
+
+DESTINATION = (HOST, 443, b"https")
+ROUTE = Route("198.51.100.7", HOST)
+PARTS = RequestParts(11, b"GET", b"/v1", b"", b"", ((b"Host", HOST.encode()),))
+_FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection"})
+
+
+def ended[T](work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, which waits for nothing but ports that answer at once."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+    raise AssertionError("an exchange waits for something that is no port")
+
+
+def session_of(ports: Ports, now: Callable[[], float] = lambda: 0.0) -> Session:
+    effects = Effects(ports, ports, ports, ports, ports.ledger, Admission(now), now)
+    origin = Origin(FlowFacts(HOST, 443, Scheme.HTTPS), "f1", "203.0.113.9", ("192.0.2.2", 40000), "pure")
+    session = Session(origin, effects, KnownPatterns(), MAX_DECODED)
+
+    def revoke() -> None:
+        session.over = session.over or "api-token" in session.used
+
+    ports.revoke = revoke
+    return session
+
+
+def fields(headers: Headers) -> Headers:
+    return tuple((name.lower(), value) for name, value in headers if name.lower() not in _FRAMING)
+
+
+def parts_of(case: Case) -> RequestParts:
+    framing = ((b"content-length", str(len(case.body)).encode()),) if case.body else ()
+    if case.http2:
+        return RequestParts(20, case.method, case.path, b"https", case.host, (*case.headers, *framing))
+    return RequestParts(11, case.method, case.path, b"", b"", ((b"Host", case.host), *case.headers, *framing))
+
+
+def drive(case: Case) -> Seen:
+    """What an engine does that frames nothing and connects at once."""
+    ports = case.ports()
+    seen, session = Seen(ports), session_of(ports)
+    exchange = Exchange(session, "q1")
+    try:
+        _request(case, seen, session, exchange)
+    except Exception:  # noqa: BLE001 - as an engine: the flow ends
+        seen.whole = False
+    if seen.sent is None:
+        assert not exchange.begun
+    if session.over and not exchange.begun:
+        seen.status, seen.body, seen.headers = None, b"", ()
+    return seen
+
+
+def _request(case: Case, seen: Seen, session: Session, exchange: Exchange) -> None:
+    verdict = ended(exchange.request(parts_of(case), DESTINATION, None))
+    assert exchange.allowed is session.may_connect() is isinstance(verdict, Forward)
+    if isinstance(verdict, Answer):
+        seen.status, seen.headers, seen.body, seen.whole = verdict.status, fields(verdict.headers), verdict.body, True
+        return
+    ended(exchange.connection(ROUTE))
+    head = verdict.head
+    host = [value for name, value in head.headers if name.lower() == b"host"]
+    seen.target, seen.authority, seen.sent = head.target, head.authority or host[0], fields(head.headers)
+    seen.body_sent = exchange.request_chunk(case.body)
+    exchange.request_sent()
+    answered = ended(exchange.response(ResponseHead(case.status, case.http2, case.answer)))
+    seen.status, seen.headers = answered.status, fields(answered.headers)
+    if isinstance(answered, Relay) and answered.buffered:
+        whole = exchange.response_whole(b"".join(case.pieces))
+        if isinstance(whole, Answer):
+            seen.status, seen.headers, seen.body = whole.status, fields(whole.headers), whole.body
+        else:
+            seen.headers, seen.body = fields(whole[0]), whole[1]
+    elif not exchange.tunnel:
+        for piece in case.pieces:
+            seen.body += exchange.response_chunk(piece)
+        seen.body += exchange.response_end()
+        seen.trailers = fields(exchange.response_trailers(case.trailers))
+    exchange.finish()
+    assert exchange.tunnel is session.may_connect()
+    seen.whole = True
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_case(case: Case) -> None:
+    check(case, drive(case))
+
+
+def test_the_names_of_cases_are_distinct() -> None:
+    assert len(CASES) == len({case.name for case in CASES})
+
+
+# The order is the exchange's own.
+
+
+def forwarded(ports: Ports | None = None) -> Exchange:
+    """An exchange whose request may be sent."""
+    exchange = Exchange(session_of(ports or Ports()), "q1")
+    assert isinstance(ended(exchange.request(PARTS, DESTINATION, None)), Forward)
+    return exchange
+
+
+def connected(ports: Ports | None = None) -> Exchange:
+    exchange = forwarded(ports)
+    ended(exchange.connection(ROUTE))
+    return exchange
+
+
+def streaming(ports: Ports | None = None) -> Exchange:
+    exchange = connected(ports)
+    ended(exchange.response(ResponseHead(200, False, ())))
+    return exchange
+
+
+def refused() -> Exchange:
+    """An exchange that was answered."""
+    exchange = Exchange(session_of(Ports(Deny("no", "closed"))), "q1")
+    assert isinstance(ended(exchange.request(PARTS, DESTINATION, None)), Answer)
+    return exchange
+
+
+def failed() -> Exchange:
+    """An exchange whose judgement raised."""
+    exchange = Exchange(session_of(Ports(None)), "q1")
+    with pytest.raises(TypeError):
+        ended(exchange.request(PARTS, DESTINATION, None))
+    return exchange
+
+
+STEPS: dict[str, Callable[[Exchange], object]] = {
+    "malformed": lambda one: one.malformed("no"),
+    "request": lambda one: ended(one.request(PARTS, DESTINATION, None)),
+    "connection": lambda one: ended(one.connection(ROUTE)),
+    "request_chunk": lambda one: one.request_chunk(b"x"),
+    "response": lambda one: ended(one.response(ResponseHead(200, False, ()))),
+    "response_chunk": lambda one: one.response_chunk(b"x"),
+    "response_end": lambda one: one.response_end(),
+    "response_whole": lambda one: one.response_whole(b"x"),
+    "response_trailers": lambda one: one.response_trailers(()),
+    "finish": lambda one: one.finish(),
+}
+
+
+def unrecorded() -> Exchange:
+    """An exchange whose connection the log did not accept."""
+    ports = Ports()
+    exchange = forwarded(ports)
+
+    def broken(_number: int, _step: str) -> None:
+        raise ConnectionError("gone")
+
+    ports.on_step = broken
+    with pytest.raises(ConnectionError):
+        ended(exchange.connection(ROUTE))
+    ports.on_step = lambda _number, _step: None
+    return exchange
+
+
+POSSIBLE: dict[str, tuple[Callable[[], Exchange], set[str]]] = {
+    "new": (lambda: Exchange(session_of(Ports()), "q1"), {"malformed", "request"}),
+    "failed": (failed, set()),
+    "answered": (refused, set()),
+    "forwarded": (forwarded, {"connection"}),
+    "unrecorded": (unrecorded, {"connection"}),
+    "connected": (connected, {"connection", "request_chunk", "response"}),
+    "streaming": (
+        streaming,
+        {"request_chunk", "response_chunk", "response_end", "response_trailers", "finish"},
+    ),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("stage", POSSIBLE)
+def test_a_step_out_of_order_is_a_violation(stage: str, step: str) -> None:
+    """An engine that leaves a step out, or takes one twice, gets no further."""
+    make, possible = POSSIBLE[stage]
+    exchange = make()
+    if step in possible:
+        STEPS[step](exchange)
+        return
+    with pytest.raises(Violation):
+        STEPS[step](exchange)
+
+
+@pytest.mark.parametrize(
+    "destination",
+    [("evil.test", 443, b"https"), (HOST, 80, b"https"), (HOST, 443, b"http")],
+    ids=["host", "port", "scheme"],
+)
+def test_a_request_is_judged_for_the_destination_of_its_flow_only(destination: tuple[str, int, bytes]) -> None:
+    ports = Ports()
+    exchange = Exchange(session_of(ports), "q1")
+    with pytest.raises(Violation):
+        ended(exchange.request(PARTS, destination, None))
+    assert ([], False) == (ports.steps, exchange.allowed)
+
+
+def test_nothing_may_be_sent_before_the_last_step() -> None:
+    ports = Ports()
+    session = session_of(ports)
+    exchange = Exchange(session, "q1")
+    early: list[bool] = []
+    ports.on_step = lambda _number, _step: early.append(exchange.allowed or session.may_connect())
+    ended(exchange.request(PARTS, DESTINATION, None))
+    assert (ORDER, [False] * len(ORDER)) == (ports.steps, early)
+    assert exchange.allowed and session.may_connect()
+
+
+def test_a_revocation_finds_the_session_before_its_secret_is_there() -> None:
+    ports = Ports()
+    session = session_of(ports)
+    found: list[str] = []
+    ports.on_step = lambda _number, step: found.append(step) if "api-token" in session.used else None
+    ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
+    assert ["lease", "secret.use allow", "sought", "decide"] == found
+    assert {b"x-api-key"} == session.sensitive
+
+
+def test_a_connection_that_the_record_has_is_not_recorded_again() -> None:
+    ports = Ports()
+    session = session_of(ports)
+    exchange = Exchange(session, "q1")
+    ended(exchange.request(PARTS, DESTINATION, ROUTE))
+    ended(exchange.connection(ROUTE))
+    assert ORDER == ports.steps
+    assert [ROUTE.address, HOST] == [ports.records[0][2][name] for name in ("address", "peer_name")]
+    ended(exchange.connection(replace(ROUTE, address="198.51.100.8")))
+    assert CONNECTED == ports.steps
+
+
+def test_an_overloaded_worker_counts_and_asks_nothing() -> None:
+    ports, now = Ports(), 0.0
+    session = session_of(ports, lambda: now)
+    with session.effects.admission.under_way():
+        now = 30.0
+        answer = ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
+    assert isinstance(answer, Answer)
+    assert (503, (b"retry-after", b"30")) == (answer.status, answer.headers[-1])
+    assert (["decide"], ["overload"]) == (ports.steps, ports.denials())
+
+
+# What is shown.
+
+
+def test_a_match_beyond_the_bound_is_not_shown() -> None:
+    ports = Ports()
+    exchange = streaming(ports)
+    for _ in range(MAX_MATCHES):
+        ports.ledger.match(1.0, MATCHES_FORGOTTEN)
+    with pytest.raises(Withheld):
+        exchange.response_chunk(BODY + b"x" * 400)
+    with pytest.raises(Withheld):
+        exchange.response_trailers(((b"x-token", SECRET.encode()),))
+    assert ["scrub"] == ports.denials()
+
+
+def test_what_is_held_back_of_a_body_that_ends_abruptly_is_not_shown() -> None:
+    exchange = streaming()
+    assert b"" == exchange.response_chunk(b"a " + SECRET.encode()[:7])
+    exchange.failed()
+    assert not exchange.session.may_connect()
+
+
+@pytest.mark.parametrize("both", [(True, False), (False, True)], ids=["server HTTP/1.1", "client HTTP/1.1"])
+def test_messages_of_grpc_are_taken_one_by_one_over_http2_only(both: tuple[bool, bool]) -> None:
+    case = Case("", [], 200, http2=both[0])
+    exchange = Exchange(session_of(Ports()), "q1")
+    ended(exchange.request(parts_of(case), DESTINATION, None))
+    ended(exchange.connection(ROUTE))
+    ended(exchange.response(ResponseHead(200, both[1], (GRPC,))))
+    assert b"" == exchange.response_chunk(b"\0\0\0\0\2ok")
+    assert b"\0\0\0\0\2ok" == exchange.response_end()
+
+
+def test_a_withheld_response_shows_its_page_once_and_nothing_else() -> None:
+    exchange = connected()
+    answer = ended(exchange.response(ResponseHead(200, False, ((b"content-type", b"text/html; charset=utf-7"),))))
+    assert isinstance(answer, Answer) and exchange.withheld
+    pieces = [exchange.response_chunk(BODY), exchange.response_chunk(BODY), exchange.response_end()]
+    assert [True, False, False] == [b"withheld" in piece for piece in pieces]
+    assert b"" == b"".join(pieces[1:])
+    assert () == exchange.response_trailers(((b"x-token", b"1"),))
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"gzip, chunked", b"identity"])
+def test_a_response_in_another_transfer_coding_ends_the_flow(coding: bytes) -> None:
+    with pytest.raises(Violation, match="transfer coding"):
+        ended(connected().response(ResponseHead(200, False, ((b"Transfer-Encoding", coding),))))
+
+
+def test_a_header_value_is_one_line() -> None:
+    head = ResponseHead(200, False, ((b"X-Folded", b"a\r\n b\0c"), (b"X-Nul", b"a\0b")))
+    relay = ended(connected().response(head))
+    assert ((b"X-Folded", b"a b c"), (b"X-Nul", b"ab")) == relay.headers
+
+
+# What is in progress.
+
+
+def test_a_request_is_in_progress_until_it_is_sent_and_answered() -> None:
+    first, second = streaming(), streaming()
+    first.request_sent()
+    assert first.session.may_connect()
+    first.finish()
+    assert not first.session.may_connect()
+    second.finish()
+    assert second.session.may_connect()
+    second.request_sent()
+    assert not second.session.may_connect()
+
+
+def test_what_is_in_progress_is_judged_by_the_policy_in_force() -> None:
+    ports = Ports()
+    exchange = streaming(ports)
+    assert exchange.session.still_allowed()
+    ports.uses = (USE, replace(USE, plan=replace(USE.plan, secret="other-token")))
+    assert not exchange.session.still_allowed()  # its host may be sent what is not looked for
+    ports.uses, ports.decision = (USE,), Deny("new", "closed")
+    assert not exchange.session.still_allowed()
+    ports.decision = ALLOWED
+    assert exchange.session.still_allowed()
+    exchange.failed()
+    ports.decision = Deny("new", "closed")
+    assert exchange.session.still_allowed()
+
+
+def test_the_outcome_is_in_the_log() -> None:
+    now = 1.0
+    ports = Ports(OPEN, ())
+    session = session_of(ports, lambda: now)
+    exchange = Exchange(session, "q1")
+    ended(exchange.request(PARTS, DESTINATION, ROUTE))
+    ended(exchange.connection(ROUTE))
+    exchange.request_chunk(b"up")
+    ended(exchange.response(ResponseHead(204, False, ())))
+    exchange.response_chunk(MASKED)
+    now = 1.5
+    exchange.finish()
+    kind, decision, outcome = ports.records[-1]
+    assert ("request", "info") == (kind, decision)
+    expected = {"status": 204, "bytes_up": 2, "bytes_down": len(MASKED), "duration_ms": 500, "method": "GET"}
+    assert expected == {name: outcome[name] for name in expected}
+    assert ("f1", "q1", "pure", "198.51.100.7", HOST) == tuple(
+        outcome[name] for name in ("flow", "request_id", "engine", "address", "peer_name")
+    )
+    failure = connected(ports)
+    failure.failed()
+    assert "upstream or client failed" == ports.records[-1][2]["error"]
