@@ -30,7 +30,7 @@ from mitmproxy.tls import ClientHelloData, TlsData
 
 from gateway.engine import Dialler, EngineLimits, Identity, InspectedFlow
 from gateway.full.contexts import ClientContexts, UpstreamContext, verified
-from gateway.full.gate import Gate, Sentinel
+from gateway.full.gate import ENGINE, Gate, Sentinel
 from gateway.full.layers import OrderlyClientTls, Root, StrictHttpLayer
 from gateway.full.pin import Pin
 from gateway.splice import reset
@@ -426,5 +426,5 @@ def describe(flow: InspectedFlow) -> Mapping[str, object]:
         "scheme": flow.scheme.value,
         "flow": flow.flow_id,
         "destination": flow.original_destination[0],
-        "engine": "full",
+        "engine": ENGINE,
     }

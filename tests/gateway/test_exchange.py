@@ -276,6 +276,22 @@ def test_an_overloaded_worker_counts_and_asks_nothing() -> None:
     assert (["decide"], ["overload"]) == (ports.steps, ports.denials())
 
 
+@pytest.mark.parametrize("step", ["request allow", "lease", "secret.use allow", "sought"])
+def test_a_request_is_under_way_until_it_may_be_forwarded(step: str) -> None:
+    ports, now, waits = Ports(), 0.0, []
+    session = session_of(ports, lambda: now)
+
+    def look(_number: int, name: str) -> None:
+        nonlocal now
+        if name == step:
+            now += 1e6
+            waits.append(session.effects.admission.retry_after())
+
+    ports.on_step = look
+    ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
+    assert ([60], None) == (waits, session.effects.admission.retry_after())
+
+
 # What is shown.
 
 

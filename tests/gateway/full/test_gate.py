@@ -502,6 +502,25 @@ async def test_a_request_goes_on_a_recorded_connection(bench: Bench) -> None:
     assert "connect info" == bench.ports.steps[-1]
 
 
+async def test_a_connection_that_its_server_has_half_closed_is_recorded_too(bench: Bench) -> None:
+    """The server still reads what is sent."""
+    flow = await bench.asked()
+    connected(flow)
+    flow.server_conn.state = ConnectionState.CAN_WRITE
+    await bench.gate.sallyport_route(flow)
+    assert "connect info" == bench.ports.steps[-1]
+    await bench.asked()
+    assert "address" not in bench.ports.records[-2][2]  # no other request goes on it
+
+
+async def test_a_connection_without_an_address_carries_no_request(bench: Bench) -> None:
+    flow = await bench.asked()
+    connected(flow)
+    flow.server_conn.peername = None
+    with pytest.raises(Violation):
+        await bench.gate.sallyport_route(flow)
+
+
 @pytest.mark.parametrize("made", ["nothing", "a denial", "something else"])
 async def test_a_request_without_an_allowance_is_not_routed(bench: Bench, made: str) -> None:
     flow = request()
