@@ -1,28 +1,28 @@
-"""One HTTP exchange of an inspected flow: what becomes of its request, and what of its response goes on.
+"""One HTTP exchange of an inspected flow: judges the request, and takes secrets out of the response. Sans-IO.
 
-    request head, and where it would go  ->  Forward(head, scrub) | Answer(status, headers, body)
-    the connection that carries it       ->  recorded
-    response head                        ->  Relay(status, headers, buffered) | Answer
-    pieces of the body, trailers         ->  what of them goes to the client
+    request head, intended destination  ->  Forward(head, scrub) | Answer(status, headers, body)
+    connection for the request          ->  recorded
+    response head                       ->  Relay(status, headers, buffered) | Answer
+    body chunks, trailers               ->  scrubbed bytes
 
 Order of a request:
 translate -> decide -> admit -> count -> allow record accepted -> lease -> use record accepted -> inject -> learn what
 to look for -> decide again -> `Forward`.
 
-- `Exchange.request` calls its effects itself, in that order. An engine gets a value when the order is complete, and an
-  exception or an `Answer` otherwise; it has no step to skip.
-- Each method belongs to one stage of the exchange. A call in another stage is a `Violation`.
-- Each request is judged alone, whatever came before it on its connection.
-- A denial is an answer with a reason; one request too many is a 429, a failure of log or vault a 503, and so is one
-  that an overloaded worker does not take on. Any other exception means that the engine must end the flow.
-- The allow record has the connection that the request goes on, where there is one already. For any other connection a
-  `connect` record says so before the first byte of the request.
-- What a host can be sent of secrets is taken out of each of its responses, whichever request it is for: values, header
-  names, body, trailers. What that is is decided when the response begins. Encoded bodies are decoded up to a limit
-  first; what cannot be searched (a part of a document, an unknown charset) is withheld. Requests to such hosts ask for
-  `identity` and for the whole document (no `Range`).
+- The exchange awaits its effects itself, in this order. The engine receives `Forward` after the last step, otherwise
+  an `Answer` or an exception. It has no step to skip.
+- Each method is valid in certain stages of the exchange. In any other stage it raises `Violation`.
+- Each request is judged on its own, independently of earlier requests on its connection.
+- A denial is a 403 with a reason, a request above the rate limit a 429. A failure of the log or the vault is a 503,
+  and so is an overloaded worker. On any other exception the engine ends the flow.
+- The allow record names the connection that carries the request, if it exists already. Otherwise a `connect` record
+  names it before the first byte of the request is sent.
+- If policy can send a secret to a host, every response of that host is searched for it: header names and values,
+  body, trailers. The values to look for are fixed when the response begins. Encoded bodies are decoded up to a limit.
+  A response that cannot be searched (part of a document, unknown charset) is withheld. Requests to such a host ask
+  for `identity` and for the whole document (no `Range`).
 
-Pure: its effects are ports (`gateway.effects`). It frames nothing, opens no connection and knows no engine. (Over 400
+Effects are ports (`gateway.effects`). The module does no framing, opens no connection and knows no engine. (Over 400
 lines: the order of one exchange, read from top to bottom.)
 """
 
@@ -65,7 +65,7 @@ class Violation(Exception):
 
 
 class Session:
-    """What the exchanges of one flow share. `max_decoded` bounds a decoded body, in bytes."""
+    """State that the exchanges of one flow share. `max_decoded` is the limit of a decoded body, in bytes."""
 
     def __init__(self, origin: Origin, effects: Effects, known: KnownPatterns, max_decoded: int) -> None:
         self.facts = origin.facts
@@ -107,11 +107,11 @@ class Session:
         return True
 
     def finished(self, request_id: str) -> None:
-        """Nothing of this request goes on in either direction any more."""
+        """The request is complete or was aborted: it is not in progress any more."""
         self.active.pop(request_id, None)
 
     def refused(self, refused: Refused) -> None:
-        """Record a request that never became one."""
+        """Record a request that is malformed or for another host."""
         asked = {} if refused.asked_host is None else {"asked_host": refused.asked_host}
         self.deny("protocol", refused.reason, **asked)
 
@@ -318,7 +318,7 @@ class Exchange:
         self._route = route
 
     def request_chunk(self, data: bytes) -> bytes:
-        """What of a piece of the request's body is sent on the recorded connection: all."""
+        """Return what of a request body chunk is sent on the recorded connection: all of it."""
         self._require(self.allowed and self._stage is not _Stage.FORWARDED)
         self._bytes_up += len(data)
         return data
@@ -393,7 +393,7 @@ class Exchange:
         return Relay(head.status, pages.reason_phrase(head.status), self._relayed, buffered)
 
     async def _unsearchable(self, head: ResponseHead) -> str | None:
-        """Why the response must not go on, None if what must be kept out of it can be found in it."""
+        """Return why the response cannot be searched for secrets, None if it can or need not be."""
         session = self.session
         try:
             await session.sought.learn()
@@ -419,10 +419,10 @@ class Exchange:
         return Answer(502, tuple(fields), b"")
 
     def response_chunk(self, data: bytes) -> bytes:
-        """What can go on of the body, as far as it is known with this piece.
+        """Return what of the response body can be sent after this chunk.
 
         Raises:
-            Exception: the flow must end; nothing of this piece may be shown.
+            Exception: the flow must end; nothing of this chunk may be sent.
         """
         if self._stage is _Stage.WITHHELD:
             return self._take_page()
@@ -431,7 +431,7 @@ class Exchange:
         return data if self._scrubber is None else self._scrubbed(self._scrubber, data)
 
     def response_end(self) -> bytes:
-        """The rest of the body, at its end. There is none in the place of a body that ended abruptly.
+        """Return the rest of the response body at its end. Not called if the body was cut off.
 
         Raises:
             Exception: the flow must end.
@@ -442,7 +442,7 @@ class Exchange:
         return b"" if self._scrubber is None else self._scrubbed(self._scrubber, b"")
 
     def response_whole(self, body: bytes) -> Answer | tuple[Headers, bytes]:
-        """What goes on of a buffered response: headers and body.
+        """Return headers and body of a buffered response.
 
         Raises:
             Exception: the flow must end.
@@ -462,7 +462,7 @@ class Exchange:
         return (*kept, (b"content-length", str(len(shown)).encode("ascii"))), shown
 
     def response_trailers(self, fields: Headers) -> Headers:
-        """What goes on of the response's trailers.
+        """Return the response trailers to send.
 
         Raises:
             Exception: the flow must end.
@@ -503,7 +503,7 @@ class Exchange:
         return kept
 
     def _scrubbed(self, scrubber: Scrubber | MessageScrubber, data: bytes) -> bytes:
-        """What of the body goes on; no data is its end. What may not be shown ends the flow."""
+        """Scrub a chunk; an empty one is the end of the body."""
         session = self.session
         try:
             return session.sought.counted(
