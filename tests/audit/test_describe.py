@@ -1,0 +1,134 @@
+"""docs/audit-records.md and its table say what the code writes."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from audit.describe import document, type_of
+from audit.kinds import COMMON, DESCRIBED, FIELDS, SIGNED, undescribed
+from audit.producers import KINDS
+from audit.records import record
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("vault", "gateway", "lifecycle", "runtimes", "audit")
+WRITERS = {"accept", "note", "count", "record", "_record", "_note", "_accept"}
+type Functions = dict[str, list[ast.AST]]
+
+
+def test_the_document_is_what_the_table_says() -> None:
+    assert document() == (ROOT / "docs" / "audit-records.md").read_text()
+
+
+def test_each_kind_is_described_once() -> None:
+    assert frozenset().union(*KINDS.values()) == DESCRIBED.keys()
+
+
+def test_each_field_of_a_kind_has_one_type_and_one_meaning() -> None:
+    used = frozenset().union(*(kind.fields for kind in DESCRIBED.values()))
+    assert used == FIELDS.keys() | SIGNED.keys()
+    assert not (COMMON.keys() & used)
+    assert {} == {name: meaning for name, meaning in FIELDS.items() if not (meaning and type_of(name))}
+
+
+@pytest.mark.parametrize("kind", [name for name in DESCRIBED if name != "checkpoint"])
+def test_an_example_is_a_record(kind: str) -> None:
+    described = DESCRIBED[kind]
+    written = record(kind, described.decision, **described.example)
+    assert described.example == {name: written[name] for name in described.example}
+    assert frozenset() == undescribed(kind, frozenset(written))
+
+
+def test_a_field_of_another_kind_is_not_described() -> None:
+    assert {"lease_seconds"} == undescribed("dns", frozenset({"host", "host_sha256", "sandbox", "lease_seconds"}))
+
+
+def functions(*paths: Path) -> Functions:
+    """The functions and methods of some modules by name."""
+    found: Functions = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def calls(package: str) -> Iterator[tuple[str, set[str]]]:
+    """Kind and fields of each call in a package that writes a record of a kind it names."""
+    paths = sorted((ROOT / package).rglob("*.py"))
+    everywhere = functions(*paths)
+    for path in paths:
+        here = functions(path)
+        for function in (node for nodes in here.values() for node in nodes):
+            for node in ast.walk(function):
+                match node:
+                    case ast.Call(func=ast.Attribute(attr=name), args=[ast.Constant(value=str(kind)), *_]):
+                        if name in WRITERS and kind in DESCRIBED:
+                            yield kind, set(_fields(node, function, everywhere | here)) - {"durable", "timeout"}
+
+
+def _fields(call: ast.Call, function: ast.AST, known: Functions) -> Iterator[str]:
+    """The keywords of a call, and the keys of what it expands: a dict of the function's, or of one that it calls."""
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            yield keyword.arg
+            continue
+        for node in ast.walk(keyword.value):
+            match node:
+                case ast.Name(id=name):
+                    yield from _assigned(name, function, known)
+                case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+                    for called in known.get(name, []) if name != "to_json" else []:
+                        yield from _keys(called)
+
+
+def _assigned(name: str, function: ast.AST, known: Functions) -> Iterator[str]:
+    """The keys of what a function assigns to a variable."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                yield from _keys(value)
+                for called in ast.walk(value):
+                    if isinstance(called, ast.Call):
+                        attr = called.func.attr if isinstance(called.func, ast.Attribute) else ""
+                        yield from (key for one in known.get(attr, []) for key in _keys(one) if attr != "to_json")
+            case ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value) if target == name:
+                yield from _keys(value)
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=target), slice=ast.Constant(value=str(key)))]):
+                if target == name:
+                    yield key
+
+
+def _keys(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            yield from (key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def test_each_field_that_is_written_is_described() -> None:
+    written = [call for package in PACKAGES for call in calls(package)]
+
+    assert len(written) > 40
+    assert [] == [(kind, more) for kind, fields in written if (more := undescribed(kind, frozenset(fields)))]
+
+
+def test_each_field_that_is_described_is_written() -> None:
+    """Some package of a producer names it: as a keyword, or as the key of a dict. auditd writes two itself."""
+    named = {
+        name
+        for package in PACKAGES[:-1]
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _named(node)
+    }
+    assert {"torn", "state"} == FIELDS.keys() - named | {"torn", "state"}
+
+
+def _named(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Call):
+        yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
+    elif isinstance(node, ast.Dict):
+        yield from _keys(node)
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        yield str(node.slice.value)
