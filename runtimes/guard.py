@@ -39,8 +39,9 @@ class Guard:
     """
 
     def __init__(self, rules_file: Path, upstream: Path | None, changed: Callable[[int], Awaitable[None]]) -> None:
-        """Keep what is needed; process notes go beside `rules_file`."""
+        """Keep what is needed; process notes go beside `rules_file`, which lies in `config/` of the run directory."""
         self.rules_file = rules_file
+        self._run_dir = rules_file.parent.parent
         self._upstream = upstream
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
@@ -61,7 +62,7 @@ class Guard:
         # A former hostd's guard ends with it, but the table is its own until it has.
         await asyncio.to_thread(predecessor.end, self.rules_file.parent, "guard")
         self.rules_file.write_text(nft.render_guard(plan))
-        self._floor = nft.render_floor(plan)
+        self._floor = nft.render_floor(plan, str(self._run_dir))
         await self._spawn()
         self._monitor = asyncio.create_task(self._keep(), name="guard")
 
