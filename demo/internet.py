@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demo import namespaces
 from demo.pki import Authority, make_authority, write_host_certificate
 from demo.with_parent import with_parent
 from lifecycle.posture import attempts, capture, ways_out
@@ -58,10 +59,7 @@ PREFIX = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
 """How the names of namespaces begin; `./run` gives each home a prefix of its own."""
 
 in_namespace = capture.in_namespace
-
-
-class InternetError(Exception):
-    """The internet could not be set up; the message says which command failed and why."""
+InternetError, ip = namespaces.InternetError, namespaces.ip
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
@@ -80,13 +78,6 @@ def received_field(note: dict[str, Any], name: str) -> str | None:
     if len(values) > 1:
         raise InternetError(f"{name} was received {len(values)} times")
     return str(values[0]) if values else None
-
-
-def ip(*arguments: str) -> None:
-    """Run `ip`, or raise `InternetError` with what it said."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise InternetError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 @dataclass
@@ -152,7 +143,7 @@ class Internet:
         for host in ADDRESSES:
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):
-            ip("netns", "add", namespace)
+            namespaces.make(namespace)
             in_namespace(self.path(namespace), self._hush)
             ip("-n", namespace, "link", "set", "lo", "up")
         in_namespace(self.path(self.net), lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1"))
@@ -223,8 +214,7 @@ class Internet:
                     process.stdout.close()
         self._servers = self._canary = None
         for namespace in (self.up, self.net, self.control):
-            if os.path.exists(self.path(namespace)):
-                ip("netns", "del", namespace)
+            namespaces.remove(namespace)
 
     def open_socket(self, namespace: str, family: int, kind: int, protocol: int = 0) -> socket.socket:
         """Make a socket that lives in `namespace`."""

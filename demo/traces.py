@@ -5,14 +5,12 @@ network namespace is never given again.
 """
 
 import os
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from demo.internet import in_namespace
-
-SO_NETNS_COOKIE = 71
+from demo.namespaces import cookie
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +90,7 @@ def mounted_namespaces() -> dict[int, str]:
 
 def cookie_of(path: str) -> int:
     """What tells the network namespace at `path` from every other since the machine started."""
-
-    def ask() -> int:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), "little")
-
-    return in_namespace(path, ask)
+    return in_namespace(path, cookie)
 
 
 def alive(inode: int, cookie: int) -> bool:

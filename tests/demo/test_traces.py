@@ -3,10 +3,10 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from demo import namespaces
 from demo.internet import ip
 from demo.traces import cookie_of, take
 
@@ -17,10 +17,9 @@ NAME = f"{os.environ.get('SALLYPORT_TEST_INTERNET', 'spdemo')}-traces"
 
 @pytest.fixture(name="namespace")
 def _namespace() -> Iterator[str]:
-    ip("netns", "add", NAME)
+    namespaces.make(NAME)
     yield f"/run/netns/{NAME}"
-    if Path("/run/netns", NAME).exists():
-        ip("netns", "delete", NAME)
+    namespaces.remove(NAME)
 
 
 def test_a_namespace_is_left_as_long_as_something_keeps_it(namespace: str) -> None:

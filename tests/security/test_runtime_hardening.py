@@ -23,6 +23,7 @@ from opensandbox.models.filesystem import SearchEntry
 from opensandbox.models.isolated import BindMount, CreateIsolatedSessionRequest, IsolatedWorkspaceSpec
 from opensandbox.sync.sandbox import SandboxSync
 
+from demo import namespaces
 from demo.internet import Internet, ip
 from demo.privileged import privileged
 from demo.sandboxes import DemoSandbox
@@ -119,13 +120,13 @@ def _answers() -> dict[str, dict[str, str]]:
     finally:
         child.rmdir()
     name = f"{INTERNET}-doors"
-    ip("netns", "add", name)
+    namespaces.make(name)
     try:
         ip("-n", name, "link", "set", "lo", "up")
         with privileged("runsc", PROBE, netns=Internet.path(name)) as command:
             opened = subprocess.run(command, capture_output=True, text=True, check=True)
     finally:
-        ip("netns", "del", name)
+        namespaces.remove(name)
     return {"host": json.loads(host.stdout)["doors"], "opened": json.loads(opened.stdout)["doors"]}
 
 

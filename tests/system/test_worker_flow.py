@@ -31,6 +31,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from demo.internet import whole_lines
+from demo.namespaces import make as make_namespace
+from demo.namespaces import remove as remove_namespace
 from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
@@ -278,7 +280,7 @@ def namespaces() -> Iterator[None]:
     sbx, gw, up = names
     try:
         for name in names:
-            run("ip", "netns", "add", name)
+            make_namespace(name)
             run("ip", "-n", name, "link", "set", "lo", "up")
         run(
             *("ip", "-n", sbx, "link", "add", "eth0", "address", PLAN.inside_mac, "type", "veth"),
@@ -301,7 +303,7 @@ def namespaces() -> Iterator[None]:
         yield
     finally:
         for name in names:
-            subprocess.run(("ip", "netns", "del", name), capture_output=True, timeout=30)
+            remove_namespace(name)
 
 
 @pytest.fixture(scope="module")
