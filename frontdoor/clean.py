@@ -1,0 +1,127 @@
+"""`./run clean`: ends and removes what this home made, and only what is provably its own.
+
+- Processes: see `processes`. A process that only has a file of ours open is not ended.
+- Network namespaces: those that the demo noted in the home (demo/namespaces.py), by name, number and cookie.
+- The nft table under the guard: if its comment names our run directory.
+- Mounts and files below the home, the run directories and `.venv`.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from frontdoor import processes
+from frontdoor.places import Places
+from frontdoor.steps import Failure, call, say
+
+_PATIENCE_SECONDS = 10.0
+_TICK_SECONDS = 0.2
+_FLOOR = ("inet", "sallyport_floor")
+_CLONE_NEWNET = 0x40000000
+_SO_NETNS_COOKIE = 71
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def run(places: Places) -> None:
+    """Remove everything; Debian packages stay.
+
+    Raises:
+        Failure: something could not be removed.
+    """
+    _end_processes(places)
+    for home in (places.home, places.beside_home):
+        _remove_namespaces(Path(home, "namespaces"))
+    _remove_floor((places.run_dir, places.beside))
+    directories = (places.run_dir, places.beside, places.home)
+    for mount in mounts_below(Path("/proc/self/mountinfo").read_text(), directories):
+        subprocess.run(("umount", mount), check=False)
+    call("rm", "-rf", "--one-file-system", *directories, ".venv")
+    say(f"removed {places.home}, {places.run_dir} and .venv; Debian packages stay installed")
+
+
+def mounts_below(table: str, directories: tuple[str, ...]) -> list[str]:
+    """Return the mount points below `directories` in a mountinfo table, the innermost first."""
+    ours = tuple(f"{directory}/" for directory in directories)
+    points = (_unescaped(line.split()[4]) for line in table.splitlines())
+    return sorted((point for point in points if point.startswith(ours)), reverse=True)
+
+
+def _unescaped(point: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)
+
+
+def _end_processes(places: Places) -> None:
+    home = processes.read_home(places)  # once: what ends removes its notes
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes.own(processes.read_all(), home, os.getpid()):
+            _send(process, number)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            if not processes.own(processes.read_all(), home, os.getpid()):
+                return
+            time.sleep(_TICK_SECONDS)
+
+
+def _send(process: processes.Process, number: int) -> None:
+    """Send a signal to this very process, not to one that was given its number."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        now = processes.read(process.pid)
+        if now is not None and now.started == process.started:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _remove_namespaces(notes: Path) -> None:
+    for note in notes.glob("*"):
+        place = f"/run/netns/{note.name}"
+        if os.path.exists(place) and note.read_text().split() == identity(place).split():
+            call("ip", "netns", "del", note.name)
+
+
+def identity(path: str) -> str:
+    """Return what tells the network namespace at `path` from all others: boot, inode number, cookie."""
+    found: list[int] = []
+
+    def enter() -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            joined = ctypes.CDLL(None).setns(descriptor, _CLONE_NEWNET) == 0  # os.setns is not in Python 3.11
+            inode = os.fstat(descriptor).st_ino
+        finally:
+            os.close(descriptor)
+        if joined:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                cookie = probe.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+            found.extend((inode, int.from_bytes(cookie, "little")))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    if not found:
+        raise Failure(f"cannot join the network namespace {path}")
+    return f"{_BOOT_ID.read_text().strip()} {found[0]} {found[1]}"
+
+
+def _remove_floor(run_dirs: tuple[str, ...]) -> None:
+    """Remove the floor of a server that was killed, if a server of ours laid it."""
+    listed = subprocess.run(("nft", "-t", "list", "table", *_FLOOR), capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        return
+    comment = re.search(r'^\tcomment "([^"]*)"$', listed.stdout, re.MULTILINE)
+    if comment and comment[1] in run_dirs:
+        call("nft", "delete", "table", *_FLOOR)
+    else:
+        say("left the nft table sallyport_floor: another server laid it")

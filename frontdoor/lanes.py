@@ -1,0 +1,130 @@
+"""The test suite in lanes, each a session of pytest with a JUnit report; and the static checks beside them.
+
+System tests mostly wait: two sessions run beside each other, each with a Sallyport of its own, and the static checks
+beside them. The tests that judge times come after, alone.
+"""
+
+import os
+import signal
+import subprocess
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from frontdoor import builds, lock
+from frontdoor.places import Places
+from frontdoor.steps import Beside, call, step
+
+_STATICCHECK = "honnef.co/go/tools/cmd/staticcheck@v0.8.2"
+_FUZZED = (
+    "account.FuzzAccounts",
+    "files.FuzzUpload",
+    "isolate.FuzzRunReport",
+    "server.FuzzPaths",
+    "session.FuzzSessionState",
+    "stream.FuzzStreamFraming",
+    "terminal.FuzzTerminalFrames",
+)
+_NICE = 5
+_TESTS_FAILED = 1  # of pytest; above: interrupted, or not run at all
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How sessions of pytest are started: `selected` are options of each, `kept` descriptors that each holds open."""
+
+    python: str
+    reports: str
+    selected: tuple[str, ...] = ()
+    kept: tuple[int, ...] = ()
+
+    def command(self, name: str, *options: str) -> list[str]:
+        """Return the command line of a lane. A shell's background work ignores interrupts; pytest must not."""
+        report = f"--junitxml={self.reports}/{name}.xml"
+        pytest = (self.python, "-m", "pytest", "-q", "--durations=15", report, *self.selected, *options)
+        return ["env", "--default-signal=INT", *pytest]
+
+    def lane(self, name: str, *options: str) -> int:
+        """Run a lane and return its exit status. An interrupted lane ends in order before this returns."""
+        process = subprocess.Popen(self.command(name, *options), pass_fds=self.kept)
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            status = process.wait()
+            return status if status > _TESTS_FAILED else 128 + signal.SIGINT
+        return status if status >= 0 else 128 - status
+
+
+def sessions() -> int:
+    """How many sessions run the fast tests: half of their time they wait."""
+    return len(os.sched_getaffinity(0)) * 2
+
+
+def fast_options() -> tuple[str, ...]:
+    """The options of pytest that select and spread the fast tests."""
+    return ("-m", "not system", "-n", str(sessions()), "--dist", "worksteal")
+
+
+def split(arguments: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what holds for each lane, and the arguments that select tests instead of the lanes."""
+    return (("--all",), tuple(arguments[1:])) if arguments[:1] == ["--all"] else ((), tuple(arguments))
+
+
+def run(places: Places, arguments: list[str]) -> int:
+    """Run all lanes, or with arguments of pytest only the tests that they select; return the exit status."""
+    selected, options = split(arguments)
+    suite = Suite(places.python, f"{places.home}/reports", selected, kept=(lock.DESCRIPTOR,))
+    os.makedirs(suite.reports, exist_ok=True)
+    builds.for_tests(places)
+    go = builds.go(places)
+    if options:
+        return suite.lane("selected", *options)
+    with ExitStack() as stack:
+        checks = Beside("checks", lambda: static_checks(go))
+        stack.callback(checks.end)
+        status = suite.lane("fast", *fast_options())
+        if status > _TESTS_FAILED:
+            return status
+        security = Beside("security", lambda: _security(places, suite))
+        stack.callback(security.end)
+        status = suite.lane("system", "-m", "system and not timed", "--ignore", "tests/security") or status
+        status = security.wait() or status
+        status = checks.wait() or status
+        if status > _TESTS_FAILED:
+            return status
+        return suite.lane("timed", "-m", "system and timed") or status
+
+
+def _security(places: Places, suite: Suite) -> int:
+    os.environ["SALLYPORT_HOME"], os.environ["SALLYPORT_RUN_DIR"] = places.beside_home, places.beside
+    os.environ["SALLYPORT_TEST_INTERNET"] = f"{places.internet}-b"
+    return suite.lane("security", "-m", "system and not timed", "tests/security")
+
+
+def static_checks(go: tuple[str, ...]) -> int:
+    """Run linters, type checker and Go's tests, after the tests in rank.
+
+    Raises:
+        Failure: one of them failed; its output has been printed.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+    call(".venv/bin/ruff", "check", ".")
+    call(".venv/bin/ruff", "format", "--check", ".")
+    call(".venv/bin/lint-imports")
+    call(".venv/bin/mypy")
+    _execd_tests(go)
+    return 0
+
+
+def _execd_tests(go: tuple[str, ...]) -> None:
+    """Races, what a linter finds, and for a moment what hostile input does to the parsers."""
+    call(*go, "vet", "./...", cwd="execd")
+    call(*go, "test", "-race", "./...", cwd="execd", CGO_ENABLED="1")
+    call(*go, "run", _STATICCHECK, "./...", cwd="execd")
+    for name in _FUZZED:
+        step(name, *go, *fuzz_arguments(name), cwd="execd")
+
+
+def fuzz_arguments(name: str) -> tuple[str, ...]:
+    """Return the arguments of `go` that fuzz PACKAGE.FUNCTION for a second."""
+    package, _, function = name.partition(".")
+    return ("test", "-run", "^$", "-fuzz", f"^{function}$", "-fuzztime", "1s", f"./internal/{package}")

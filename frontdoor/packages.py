@@ -1,0 +1,28 @@
+"""Debian packages: what is missing is named, then installed."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from frontdoor.steps import say, step
+
+PACKAGES = tuple(Path(__file__).with_name("packages.txt").read_text().split())
+TEST_PACKAGES = ("gcc", "libc6-dev")
+"""The race detector of Go is a C library."""
+
+
+def install(names: tuple[str, ...]) -> None:
+    """Install those packages that are missing. A dockerd from elsewhere does for `docker.io`."""
+    missing = [name for name in names if not _installed(name)]
+    if missing:
+        say(f"about to install Debian packages: {' '.join(missing)}")
+        step("apt-get update", "apt-get", "update", "-q")
+        options = ("-q", "-y", "--no-install-recommends")
+        step("apt-get install", "apt-get", "install", *options, *missing, DEBIAN_FRONTEND="noninteractive")
+
+
+def _installed(name: str) -> bool:
+    if name == "docker.io" and shutil.which("dockerd"):
+        return True
+    query = ("dpkg-query", "-W", "-f", "${db:Status-Status}", name)
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout == "installed"

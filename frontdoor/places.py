@@ -1,0 +1,100 @@
+"""Where everything lies that `./run` makes, and what it exports for the processes that it starts."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DEFAULT_HOME = "/var/lib/sallyport"
+_DEFAULT_RUN = "/run/sallyport"
+_POLYNOMIAL = 0x04C11DB7
+
+
+@dataclass(frozen=True)
+class Places:
+    """The directories of one `./run`: the checkout, the home, the cache, the run directory."""
+
+    checkout: str
+    home: str
+    cache: str
+    run_dir: str
+    internet: str
+    """How the names of the namespaces begin that the demo makes: those of another home begin otherwise."""
+    caller: str
+    """The directory that `./run` was called in: the user may name files from there."""
+    uv: str
+
+    @property
+    def beside(self) -> str:
+        """The run directory of a second session of tests."""
+        return f"{self.run_dir}-beside"
+
+    @property
+    def beside_home(self) -> str:
+        """The home of a second session of tests."""
+        return f"{self.home}/beside"
+
+    @property
+    def python(self) -> str:
+        """The Python of the checkout's environment."""
+        return f"{self.checkout}/.venv/bin/python"
+
+    @property
+    def built(self) -> str:
+        """The settings file that names what was built."""
+        return f"{self.home}/built.toml"
+
+    @property
+    def exported(self) -> dict[str, str]:
+        """What every process is started with. Tools keep their own files below the home, where `clean` removes them."""
+        return {
+            "SALLYPORT_TEST_INTERNET": self.internet,
+            "UV_CACHE_DIR": f"{self.cache}/uv-cache",
+            "UV_PYTHON_INSTALL_DIR": f"{self.cache}/python",
+            "GOCACHE": f"{self.cache}/go-build",
+            "GOMODCACHE": f"{self.cache}/go-mod",
+        }
+
+
+def find(environment: Mapping[str, str], checkout: str, user: int) -> Places:
+    """Return the places for `user` (numeric) with these variables; an empty variable counts as none."""
+    home = environment.get("SALLYPORT_HOME") or DEFAULT_HOME
+    own = environment.get("XDG_CACHE_HOME") or f"{environment.get('HOME', '')}/.cache"
+    cache = f"{home}/cache" if user == 0 else f"{own}/sallyport"
+    return Places(
+        checkout=checkout,
+        home=home,
+        cache=cache,
+        run_dir=environment.get("SALLYPORT_RUN_DIR") or _DEFAULT_RUN,
+        internet=environment.get("SALLYPORT_TEST_INTERNET") or internet_prefix(home),
+        caller=environment.get("RUN_CALLER") or checkout,
+        uv=environment.get("RUN_UV") or "uv",
+    )
+
+
+def enter(environment: "os._Environ[str]") -> Places:
+    """Return this process's places; take the bootstrap's variables out of its environment and put ours in."""
+    places = find(environment, os.getcwd(), os.getuid())
+    for name in ("RUN_CALLER", "RUN_UV"):
+        environment.pop(name, None)
+    environment.update(places.exported)
+    return places
+
+
+def internet_prefix(home: str) -> str:
+    """Return how the names of a home's namespaces begin."""
+    return "spdemo" if home == DEFAULT_HOME else f"sp{checksum(home.encode())}"
+
+
+def checksum(data: bytes) -> int:
+    """Return the checksum that `cksum` prints.
+
+    Source: POSIX, cksum.
+    """
+    length = len(data)
+    counted = data + length.to_bytes((length.bit_length() + 7) // 8, "little")
+    value = 0
+    for byte in counted:
+        value ^= byte << 24
+        for _ in range(8):
+            value = (value << 1 ^ (_POLYNOMIAL if value & 0x80000000 else 0)) & 0xFFFFFFFF
+    return value ^ 0xFFFFFFFF

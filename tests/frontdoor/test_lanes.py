@@ -1,0 +1,70 @@
+"""The command lines of the lanes; a lane's end and an interrupt reach the caller as an exit status."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frontdoor.lanes import Suite, fast_options, fuzz_arguments, split
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_lane_is_a_session_of_pytest_with_a_report() -> None:
+    suite = Suite("/c/.venv/bin/python", "/h/reports", ("--all",))
+    assert [
+        *("env", "--default-signal=INT", "/c/.venv/bin/python", "-m", "pytest", "-q", "--durations=15"),
+        *("--junitxml=/h/reports/timed.xml", "--all", "-m", "system and timed"),
+    ] == suite.command("timed", "-m", "system and timed")
+
+
+def test_arguments_select_lanes_or_tests() -> None:
+    assert ((), ()) == split([])
+    assert (("--all",), ()) == split(["--all"])
+    assert (("--all",), ("-k", "x")) == split(["--all", "-k", "x"])
+    assert ((), ("tests/policy", "--all")) == split(["tests/policy", "--all"])
+
+
+def test_the_fast_tests_are_those_without_the_marker_system() -> None:
+    assert ("-m", "not system", "-n") == fast_options()[:3]
+
+
+def test_a_fuzz_test_is_named_by_package_and_function() -> None:
+    assert "-fuzz ^FuzzPaths$ -fuzztime 1s ./internal/server" == " ".join(fuzz_arguments("server.FuzzPaths")[3:])
+
+
+@pytest.mark.parametrize(("code", "status"), [("", 0), ("raise SystemExit(1)", 1), ("import os; os.abort()", 134)])
+def test_the_status_of_a_lane_is_that_of_its_session(tmp_path: Path, code: str, status: int) -> None:
+    assert status == _Program(tmp_path, code).lane("x")
+
+
+def test_an_interrupted_lane_ends_before_its_caller_goes_on(tmp_path: Path) -> None:
+    """The session gets the signal, too, although its starter's starter ignored it, and ends in order."""
+    session = (
+        "import time\ntry:\n print('up', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n print('ended')\n"
+    )
+    program = (
+        f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"from tests.frontdoor.test_lanes import _Program; from pathlib import Path\n"
+        f"print(_Program(Path({str(tmp_path)!r}), {session!r}).lane('x'), flush=True)"
+    )
+    command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", sys.executable, "-u", "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert "up\n" == process.stdout.readline()
+        subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
+        assert ["ended\n", f"{128 + signal.SIGINT}\n"] == process.stdout.readlines()
+
+
+class _Program(Suite):
+    """A suite whose sessions run a program of the test instead of pytest."""
+
+    def __init__(self, directory: Path, code: str) -> None:
+        super().__init__(sys.executable, str(directory))
+        (directory / "session.py").write_text(code)
+
+    def command(self, name: str, *options: str) -> list[str]:
+        head = super().command(name, *options)
+        return [*head[: head.index("-m")], f"{self.reports}/session.py"]
