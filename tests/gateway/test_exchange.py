@@ -101,6 +101,7 @@ def _request(case: Case, seen: Seen, session: Session, exchange: Exchange) -> No
     exchange.request_sent()
     answered = ended(exchange.response(ResponseHead(case.status, case.http2, case.answer)))
     seen.status, seen.headers = answered.status, fields(answered.headers)
+    seen.reason = answered.reason.encode() if isinstance(answered, Relay) else b""
     if isinstance(answered, Relay) and answered.buffered:
         whole = exchange.response_whole(b"".join(case.pieces))
         if isinstance(whole, Answer):
