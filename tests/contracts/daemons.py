@@ -1,7 +1,7 @@
-"""What the control plane may rely on in hostd, vaultd and auditd: one table of calls each.
+"""What a client may rely on in each daemon: one table of calls for each kind of client.
 
-The stand-ins of `tests/lifecycle/standins.py` and the real daemons have to give the same answers. The calls are made in
-their order, at a daemon at which none was made before.
+The stand-ins of the tests and the real daemons have to give the same answers. The calls are made in their order, at a
+daemon at which none was made before.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,6 +11,7 @@ from typing import Any
 import wire
 
 type Call = Callable[..., Awaitable[wire.Message]]
+type Answers = dict[str, frozenset[str] | str]
 
 NAME = f"sbx-{'c' * 24}"
 OTHER = f"sbx-{'d' * 24}"
@@ -20,7 +21,10 @@ INLINE = "inline:token"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call. `answer`: the keys that its answer has at least, or the code of its error."""
+    """One call. `answer`: the keys that its answer has at least, or the code of its error.
+
+    `a.b` is a key of the object `a`.
+    """
 
     what: str
     op: str
@@ -134,13 +138,39 @@ HOSTD = (
     _step("a launch of nothing", "launch", "invalid"),
 )
 
+AUDIT_CHANNEL = (
+    _step("ping", "ping", set()),
+    _step("an unknown operation", "attach", "unknown_op"),
+    _step("a record", "record", {"seq"}, **_record("vault.open", "info", sandbox=NAME)),
+    _step("a durable one", "record", {"seq"}, **(_record("vault.close", "info", sandbox=NAME) | {"durable": True})),
+    _step("some records", "records", {"seq"}, entries=[_record("gap", "info", reason="r")["entry"]]),
+    _step("no records", "records", "invalid", entries=[]),
+    _step("a record of another producer's kind", "record", "invalid", **_record("request", "allow")),
+    _step("a record with no decision", "record", "invalid", **_record("vault.open", "maybe")),
+    _step("a record of a value", "record", "invalid", **_record("vault.open", "info", value="v")),
+)
+"""What vaultd relies on in its audit channel."""
 
-def expected(steps: tuple[Step, ...]) -> dict[str, frozenset[str] | str]:
+SELECTION = {"policy_name": None, "network_policy": None, "bindings": []}
+
+COMPILER = (
+    _step("ping", "ping", set()),
+    _step("an unknown operation", "no-such-operation", "unknown_op"),
+    _step("a question without a selection", "compile", "unknown_op"),
+    _step("no selection", "compile", "invalid", selection=None),
+    _step("a selection", "compile", {"policy", "policy.digest"}, selection=SELECTION),
+)
+"""What hostd relies on in the compiler."""
+
+
+def expected(steps: tuple[Step, ...]) -> Answers:
     """The answers that the table says."""
-    return {step.what: step.answer for step in steps}
+    found = {step.what: step.answer for step in steps}
+    assert len(steps) == len(found), "two steps have one name"
+    return found
 
 
-async def answers(call: Call, steps: tuple[Step, ...]) -> dict[str, frozenset[str] | str]:
+async def answers(call: Call, steps: tuple[Step, ...]) -> Answers:
     """Make the calls; return the expected keys that each answer has, or the code of its error."""
     return {step.what: await _answer(call, step) for step in steps}
 
@@ -150,4 +180,10 @@ async def _answer(call: Call, step: Step) -> frozenset[str] | str:
         answer = await call(step.op, **step.parameters)
     except wire.RemoteError as error:
         return error.code
-    return step.answer & answer.keys() if isinstance(step.answer, frozenset) else frozenset(answer)
+    keys = _keys(answer)
+    return step.answer & keys if isinstance(step.answer, frozenset) else keys
+
+
+def _keys(answer: wire.Message) -> frozenset[str]:
+    inner = (f"{key}.{part}" for key, value in answer.items() if isinstance(value, dict) for part in value)
+    return frozenset((*answer, *inner))

@@ -1,7 +1,9 @@
-"""The stand-ins of the control plane's tests answer as the real daemons do: one table of calls, made at both."""
+"""The stand-ins of the tests answer as the real daemons do: one table of calls for each, made at both."""
 
 import asyncio
+import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -14,8 +16,8 @@ import pytest
 import wire
 from demo.stack import Stack
 from tests.audit.conftest import Auditd
-from tests.contracts.daemons import AUDITD, HOSTD, VAULTD, Step, answers, expected
-from tests.vault.conftest import InProcess
+from tests.contracts.daemons import AUDIT_CHANNEL, AUDITD, COMPILER, HOSTD, VAULTD, Step, answers, expected
+from tests.vault.conftest import InProcess, Log
 
 sys.path.append(str(Path(__file__).parent.parent / "lifecycle"))
 
@@ -33,6 +35,15 @@ async def _served(daemon: StandIn, directory: Path) -> AsyncIterator[wire.Client
         await client.close()
         server.cancel()
         await asyncio.gather(server, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _answered(sock: socket.socket, handler: Any) -> AsyncIterator[wire.Client]:
+    client = await wire.serve_connection(sock, handler)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 @pytest.fixture(name="place")
@@ -73,6 +84,52 @@ async def test_auditd_answers_as_the_table_says(place: Path) -> None:
         assert expected(AUDITD) == await answers(auditd.control.call, AUDITD)
     finally:
         await auditd.stop()
+
+
+async def test_the_vaults_stand_in_for_an_audit_channel_answers_as_the_table_says() -> None:
+    near, far = socket.socketpair()
+    async with _answered(far, Log().handle), _answered(near, None) as client:
+        assert expected(AUDIT_CHANNEL) == await answers(client.call, AUDIT_CHANNEL)
+
+
+async def test_an_audit_channel_of_auditd_answers_as_the_table_says(place: Path) -> None:
+    auditd = await Auditd(place).start()
+    try:
+        near = socket.socket(fileno=await auditd.attach_fd(None))
+        async with _answered(near, None) as client:
+            assert expected(AUDIT_CHANNEL) == await answers(client.call, AUDIT_CHANNEL)
+    finally:
+        await auditd.stop()
+
+
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [("policy.compiler", {"policy_file": None}), ("tests.runtimes.standin", {"kind": "compiler"})],
+    ids=["compiler", "stand-in"],
+)
+async def test_a_compiler_answers_as_the_table_says(module: str, config: dict[str, Any], place: Path) -> None:
+    """Both also say `changed` when they are started."""
+    (place / "c.json").write_text(json.dumps(config))
+    near, far = socket.socketpair()
+    changed = asyncio.Event()
+
+    async def told(_client: wire.Client, op: str, _parameters: wire.Message, _fds: list[int]) -> None:
+        assert "changed" == op
+        changed.set()
+
+    async with _answered(near, told) as client:
+        with far:
+            arguments, env = ("-m", module, str(place / "c.json")), {"SALLYPORT_CONTROL_FD": str(far.fileno())}
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, pass_fds=[far.fileno()], env=os.environ | env
+            )
+        try:
+            async with asyncio.timeout(60):
+                await changed.wait()
+            assert expected(COMPILER) == await answers(client.call, COMPILER)
+        finally:
+            process.kill()
+            await process.wait()
 
 
 @pytest.mark.system

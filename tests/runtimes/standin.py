@@ -1,7 +1,8 @@
-"""Small stand-ins for Sallyport's other daemons: `python -m tests.runtimes.standin CONFIG.json`.
+"""Small stand-ins for compiler, zygote and worker: `python -m tests.runtimes.standin CONFIG.json`.
 
-The configuration's `kind` says which. They speak the same operations as the real ones and do nothing else; what hostd's
-tests need to see, they see at the far end (a listener in the gateway namespace, a kernel, Docker).
+The configuration's `kind` says which. They speak the same operations as the real ones, with which
+`tests/contracts/daemons.py` compares them, and do nothing else; what hostd's tests need to see, they see at the far end
+(a listener in the gateway namespace, a kernel, Docker).
 """
 
 import asyncio
@@ -18,34 +19,9 @@ import wire
 from runtimes.netplan import PLAN
 from wire.frames import close_all
 
-_CHANNELS: list[wire.Client] = []
-
 
 def _inherited(name: str) -> socket.socket:
     return socket.socket(fileno=int(os.environ[name]))
-
-
-async def _socket_daemon(config: dict[str, Any]) -> None:
-    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
-        if op == "attach" and len(fds) == 1:
-            if Path(config["brittle"]).exists():
-                os._exit(1)
-            _CHANNELS.append(await wire.serve_connection(socket.socket(fileno=fds[0]), handle))
-            return {}
-        if op == "ping":
-            return {}
-        if op == "record":
-            return {"seq": len(_CHANNELS)}
-        raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
-
-    uids = frozenset(config["uids"])
-    server = await wire.serve_unix(wire.inherited_listener(), handle, allowed_uids=uids, descriptors_from=uids)
-    if "SALLYPORT_AUDIT_FD" in os.environ:
-        audit = await wire.serve_connection(_inherited("SALLYPORT_AUDIT_FD"), handle)
-        await audit.call("ping")
-        await audit.closed.wait()
-        return
-    await server
 
 
 def digest(selection: dict[str, Any]) -> str:
@@ -54,20 +30,23 @@ def digest(selection: dict[str, Any]) -> str:
 
 
 async def _compiler() -> None:
-    """Compiles nothing: a selection and its digest are the policy; or, with `answer`, the whole answer."""
+    """Compiles nothing: any object and its digest are the policy; or, with `answer`, the whole answer."""
 
     async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
         close_all(fds)
         match op:
             case "ping":
                 return {}
-            case "compile":
+            case "compile" if parameters.keys() == {"selection"}:
                 selection: dict[str, Any] = parameters["selection"]
+                if not isinstance(selection, dict):
+                    raise wire.RequestError(wire.Code.INVALID, "selection: not an object")
                 answer: dict[str, Any] = selection.get("answer", {"policy": selection | {"digest": digest(selection)}})
                 return answer
         raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
 
     control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle)
+    await control.notify("changed")
     await control.closed.wait()
 
 
@@ -83,8 +62,10 @@ async def _zygote() -> None:
         try:
             if op == "ping":
                 return {"pid": os.getpid()}
-            if op != "fork" or len(fds) != 8:
+            if op != "fork":
                 raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
+            if len(fds) != 8:
+                raise wire.RequestError(wire.Code.INVALID, "fork takes 8 descriptors")
             order = parameters | {"fds": fds}
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tests.runtimes.standin", "worker", json.dumps(order), pass_fds=fds
@@ -132,16 +113,32 @@ async def _worker(order: dict[str, Any]) -> None:
 
     async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
         close_all(fds)
-        if op == "configure":
-            if parameters["gateway"]["policy"].get("refuse"):
-                raise wire.RequestError(wire.Code.FORBIDDEN, "told to refuse")
-            said["gateway"] = parameters["gateway"]
-            return {"digest": parameters["gateway"].get("policy", {}).get("digest", "")}
-        if op in ("audit", "vault"):
-            if said["gateway"]["policy"].get("deaf"):
-                raise wire.RequestError(wire.Code.FORBIDDEN, "told to be deaf")
-            channels.append(op)
-        return {"digest": "standin", "flows": 0}
+        match op:
+            case "audit" | "vault" | "guard" if len(fds) == 1 and not parameters:
+                if op != "guard" and said and said["gateway"]["policy"].get("deaf"):
+                    raise wire.RequestError(wire.Code.FORBIDDEN, "told to be deaf")
+                channels.append(op)
+                return {}
+            case _ if fds:
+                raise wire.RequestError(wire.Code.INVALID, "descriptors do not belong to this operation")
+            case "configure":
+                return {"digest": configure(parameters)}
+            case "ping":
+                return {"digest": said["gateway"]["policy"].get("digest") if said else None, "flows": 0}
+        raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
+
+    def configure(parameters: wire.Message) -> str:
+        if parameters.keys() != {"gateway"}:
+            raise wire.RequestError(wire.Code.INVALID, "configure takes gateway")
+        gateway = parameters["gateway"]
+        if not isinstance(gateway, dict) or not isinstance(gateway.get("policy"), dict):
+            raise wire.RequestError(wire.Code.INVALID, "gateway has no policy")
+        if any(gateway[key] != order[key] for key in ("sandbox", "generation")):
+            raise wire.RequestError(wire.Code.INVALID, "this configuration is of another sandbox or generation")
+        if gateway["policy"].get("refuse"):
+            raise wire.RequestError(wire.Code.FORBIDDEN, "told to refuse")
+        said["gateway"] = gateway
+        return str(gateway["policy"].get("digest", ""))
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         original = writer.get_extra_info("socket").getsockopt(socket.SOL_IP, 80, 16)
@@ -168,8 +165,6 @@ def main(arguments: list[str]) -> None:
             asyncio.run(_zygote())
         case "compiler":
             asyncio.run(_compiler())
-        case _:
-            asyncio.run(_socket_daemon(config))
 
 
 if __name__ == "__main__":

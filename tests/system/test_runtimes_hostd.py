@@ -1,4 +1,4 @@
-"""hostd with a real dockerd, runc and runsc; the daemons beside it are stand-ins (`tests/runtimes/standin.py`).
+"""hostd with a real dockerd, runc, runsc, auditd and vaultd; compiler, zygote and worker are `runtimes/standin.py`.
 
 `./run test` names a root file system as tar (SALLYPORT_BASE_IMAGE) and a current runsc (SALLYPORT_RUNSC).
 It tests `runtimes/sandbox.py` and `runtimes/sandboxes.py`.
@@ -30,9 +30,11 @@ from runtimes import netns
 from runtimes.cgroups import Cgroups
 from runtimes.docker import LABEL
 from runtimes.slot_pool import AHEAD
+from runtimes.spec import Uids
 from tests.conftest import ONE_RUNTIME
 from tests.runtimes.standin import digest
 from tests.system.test_watch_cuts_off import guards
+from vault import keyring
 
 pytestmark = pytest.mark.system
 
@@ -51,14 +53,30 @@ class Hostd:
         self.directory = directory
         """A daemon ends when a worker is attached to it while `NAME.brittle` is here."""
         netns.create(self.upstream, {})
+        state, uids = directory / "state", Uids()
+        for part, owner in (("audit", uids.auditd), ("vault", uids.vaultd)):
+            (state / part).mkdir(mode=0o700, parents=True)
+            os.chown(state / part, owner, owner)
+        keyring.create(directory / "master-key", (uids.vaultd, uids.vaultd))
+        configs: dict[str, dict[str, Any]] = {
+            "auditd": {"directory": str(state / "audit"), "uids": [0]},
+            "vaultd": {
+                "directory": str(state / "vault"),
+                "uids": [0],
+                "master_key_file": str(directory / "master-key"),
+            },
+            "compiler": {"kind": "compiler"},
+            "zygote": {"kind": "zygote"},
+        }
         processes = []
-        for name in ("auditd", "vaultd", "compiler", "zygote"):
+        for name, content in configs.items():
             config = directory / f"{name}.json"
-            config.write_text(json.dumps({"kind": name, "uids": [0], "brittle": str(directory / f"{name}.brittle")}))
-            processes.append({"name": name, "module": "tests.runtimes.standin", "config": str(config)})
+            config.write_text(json.dumps(content))
+            module = "tests.runtimes.standin" if "kind" in content else "tests.runtimes.brittle"
+            processes.append({"name": name, "module": module, "config": str(config)})
         host = {
             "run_dir": str(self.run),
-            "state_dir": str(directory / "state"),
+            "state_dir": str(state),
             "python": sys.executable,
             "upstream_netns": str(self.upstream),
             "docker_socket": str(self.run / "docker.sock"),
@@ -101,31 +119,33 @@ class Hostd:
         deadline = time.monotonic() + 300
         while True:
             assert self.process.poll() is None, self.log.read_text()
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(60)
             try:
-                sock.connect(str(self.run / "hostd.sock"))
+                self._sock = _connected(self.run / "hostd.sock")
             except OSError:
-                sock.close()
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.1)
                 continue
-            self._sock = sock
             assert {} == self.call("ping")
             return
 
     def call(self, op: str, **parameters: Any) -> dict[str, Any]:
         assert self._sock is not None
-        wire.send(self._sock, {"id": next(_ids), "op": op, **parameters})
-        answer = wire.receive(self._sock)
-        assert answer is not None
-        if "error" in answer[0]:
-            raise wire.RemoteError(answer[0]["error"]["code"], answer[0]["error"]["message"])
-        result: dict[str, Any] = answer[0]["ok"]
-        return result
+        return _asked(self._sock, op, **parameters)
+
+    def vault(self, op: str, **parameters: Any) -> dict[str, Any]:
+        """A call to vaultd, as serve makes it; waits while vaultd is started again."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                with _connected(self.run / "vault.sock") as sock:
+                    return _asked(sock, op, **parameters)
+            except OSError:
+                assert time.monotonic() < deadline, self.log.read_text()
+                time.sleep(0.05)
 
     def launch(self, runtime: str, **changes: Any) -> str:
         sandbox = f"sbx-{runtime}-{next(_ids)}"
+        opened = self.vault("open_sandbox", sandbox=sandbox, lineage=sandbox, grants=[], inline={}, names=[])
         message = {
             "sandbox": sandbox,
             "runtime": runtime,
@@ -136,7 +156,7 @@ class Hostd:
             "memory_bytes": 2**28,
             "pids": 64,
             "disk_bytes": 64 << 20,
-            "ca_root": "-----\n",
+            "ca_root": opened["root_pem"],
             "execd_token_sha256": "0" * 64,
             "selection": {"note": "first"},
         }
@@ -169,16 +189,16 @@ class Hostd:
                 former, since = ready, time.monotonic()
         return former
 
-    def daemon(self, module: str, config: str) -> int:
+    def daemon(self, name: str) -> int:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
                     words = (entry / "cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if module.encode() in words and str(self.run / "config" / config).encode() in words:
+                if str(self.run / "config" / f"{name}.json").encode() in words:
                     return int(entry.name)
-        raise AssertionError(f"{module} is not running")
+        raise AssertionError(f"{name} is not running")
 
     def close(self) -> None:
         if self._sock is not None:
@@ -187,6 +207,28 @@ class Hostd:
             self.process.send_signal(signal.SIGTERM)
         self.process.wait(timeout=180)
         netns.delete(self.upstream)
+
+
+def _connected(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(60)
+    try:
+        sock.connect(str(path))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _asked(sock: socket.socket, op: str, **parameters: Any) -> dict[str, Any]:
+    wire.send(sock, {"id": next(_ids), "op": op, **parameters})
+    answer = wire.receive(sock)
+    if answer is None:
+        raise ConnectionError(f"no answer to {op}")
+    if "error" in answer[0]:
+        raise wire.RemoteError(answer[0]["error"]["code"], answer[0]["error"]["message"])
+    result: dict[str, Any] = answer[0]["ok"]
+    return result
 
 
 class Engine:
@@ -361,7 +403,7 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
 def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
     """A stopped one never ends by itself; its sandbox's worker lives on, and gets a channel to the next one."""
     worker = hostd.state(sandbox)["worker_pid"]
-    former = hostd.daemon("tests.runtimes.standin", f"{stopped}.json")
+    former = hostd.daemon(stopped)
     os.kill(former, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -423,7 +465,7 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
 ) -> None:
     """Without auditd vaultd ends, too. The worker's own word tells which channels it was given."""
     before = hostd.state(sandbox)
-    os.kill(hostd.daemon("tests.runtimes.standin", f"{killed}.json"), signal.SIGKILL)
+    os.kill(hostd.daemon(killed), signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE
     said = ""
     while sorted(said.partition(" first ")[2].split(", ")) != expected.split(", "):  # they come back in either order
@@ -442,13 +484,13 @@ def test_a_worker_outlives_a_daemon_that_dies_again_and_again(
     brittle = hostd.directory / f"{name}.brittle"
     brittle.touch()
     try:
-        former = killed = hostd.daemon("tests.runtimes.standin", f"{name}.json")
+        former = killed = hostd.daemon(name)
         os.kill(killed, signal.SIGKILL)
         deadline, deaths = time.monotonic() + PATIENCE, 0
         while deaths < 3:
             assert time.monotonic() < deadline, hostd.log.read_text()
             with contextlib.suppress(AssertionError):
-                found = hostd.daemon("tests.runtimes.standin", f"{name}.json")
+                found = hostd.daemon(name)
                 deaths, former = deaths + (found != former), found
             time.sleep(0.02)
     finally:
@@ -469,7 +511,7 @@ def _wait_for_channel(engine: Engine, sandbox: str, channel: str) -> None:
 def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     deaf = {"deaf": True, "note": "first"}
     assert {"policy": digest(deaf)} == hostd.call("configure", sandbox=sandbox, selection=deaf)
-    os.kill(hostd.daemon("tests.runtimes.standin", "auditd.json"), signal.SIGKILL)
+    os.kill(hostd.daemon("auditd"), signal.SIGKILL)
     assert "running" == hostd.wait_generation(sandbox, 2)["state"]
     deadline = time.monotonic() + PATIENCE
     said = ""

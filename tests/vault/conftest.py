@@ -18,11 +18,14 @@ import pytest
 
 import wire
 from audit.client import AuditClient
+from audit.producers import KINDS, VAULT
+from audit.records import RecordError, record
 from vault.broker import Vault
 from vault.channels import Channels
 from vault.client import AdminClient, OnRevoke, VaultClient
 from vault.keyring import create, load
 from vault.operations import Operations
+from wire.api import auditd
 from wire.sockets import LISTEN_FD
 
 SERVE, VAULTD = 700000001, 700000002
@@ -35,7 +38,10 @@ LAUNCH = (  # imports first: the interpreter of a developer's machine may lie wh
 
 
 class Log:
-    """The far end of an audit channel: keeps the records, and confirms them only while `open` is set."""
+    """The far end of an audit channel: keeps the records, and confirms them only while `open` is set.
+
+    `tests/contracts/test_daemons.py` compares its answers with those of auditd.
+    """
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -45,8 +51,22 @@ class Log:
 
     async def handle(self, _client: wire.Client, op: str, parameters: wire.Message, _fds: list[int]) -> wire.Message:
         """Accept records as auditd does."""
-        items = parameters["entries"] if op == "records" else [parameters["entry"]]
-        self.records += [{**item["fields"], **{key: item[key] for key in ("kind", "decision")}} for item in items]
+        request = auditd.CHANNEL.read(op, parameters)
+        match request:
+            case wire.Ping():
+                return {}
+            case auditd.Record(entry):
+                items = (entry,)
+            case auditd.Records(entries):
+                items = entries
+            case _:
+                raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
+        if any(item.kind not in KINDS[VAULT] for item in items):
+            raise wire.RequestError(wire.Code.INVALID, "one of another producer's kind")
+        try:
+            self.records += [record(item.kind, item.decision, **item.fields) for item in items]
+        except RecordError as error:
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         self.records[-1]["durable"] = parameters.get("durable", False)
         self.asked.set()
         await self.open.wait()

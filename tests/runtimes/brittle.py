@@ -1,0 +1,34 @@
+"""auditd and vaultd as they are; but while there is a file NAME.brittle, one ends when a channel is attached to it.
+
+`python -m tests.runtimes.brittle RUN/config/NAME.json`; the file is expected beside RUN. NAME is auditd or vaultd.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from audit import writer
+from vault import broker
+from vault.operations import Operations
+
+
+def main(arguments: list[str]) -> int:
+    config = Path(arguments[0])
+    service: Any = {"auditd": writer.Service, "vaultd": Operations}[config.stem]
+    service._attach = _ends_while(config.parents[2] / f"{config.stem}.brittle", service._attach)
+    return writer.main(arguments) if config.stem == "auditd" else broker.main(arguments)
+
+
+def _ends_while(there: Path, attach: Callable[..., Any]) -> Callable[..., Any]:
+    def attached(*arguments: Any) -> Any:
+        if there.exists():
+            os._exit(1)
+        return attach(*arguments)
+
+    return attached
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
