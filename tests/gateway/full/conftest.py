@@ -4,7 +4,7 @@ import asyncio
 import datetime
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -352,6 +352,12 @@ _SOON, _FIRST = 0.1, 10.0
 _REQUEST = re.compile(rb"^([A-Z]+) \S+ HTTP/1\.[01]\r\n", re.MULTILINE)
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
+
+
+def only(headers: Iterable[tuple[bytes, bytes]] | None, name: bytes) -> bytes:
+    """The value of a field that is there exactly once."""
+    (value,) = [value for found, value in headers or () if found == name]
+    return value
 
 
 def answered(asked: bytes, data: bytes) -> bool:

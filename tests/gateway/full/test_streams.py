@@ -29,7 +29,7 @@ from gateway.full.http2 import MAX_RESETS, WINDOW, StrictHttp2Client, StrictHttp
 from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme
 
-from .conftest import Rig
+from .conftest import Rig, only
 
 GET = [(":method", "GET"), (":scheme", "https"), (":authority", "good.test"), (":path", "/open/x")]
 POST = [(":method", "POST"), *GET[1:]]
@@ -238,7 +238,7 @@ async def test_a_server_that_goes_away_still_ends_what_it_has_begun(last, over_h
         await caller.hear(h2.events.StreamEnded, 5)
         await caller.hear(h2.events.TrailersReceived, 1)
         answers = {
-            one.stream_id: dict(one.headers)[b":status"]
+            one.stream_id: only(one.headers, b":status")
             for one in caller.heard
             if isinstance(one, h2.events.ResponseReceived)
         }
