@@ -1,4 +1,4 @@
-"""docs/operations.md says what the code does: its table of settings is compared with it."""
+"""docs/configuration.md says what the code does: its table of settings is compared with it."""
 
 import re
 import tomllib
@@ -10,7 +10,7 @@ from lifecycle import launch
 from lifecycle.setting_keys import KEYS, NOT_APPLICABLE
 from lifecycle.settings import parse
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
 ROWS: list[tuple[str, str]] = re.findall(r"^\| `([a-z_]+\.[a-z_.]+)` \| (\S[^|]*) \| \S[^|]* \|$", TEXT, re.MULTILINE)
 PLACES = {"state_dir/": "/var/lib/sallyport/state/", "run_dir/": "/run/sallyport/"}
 
