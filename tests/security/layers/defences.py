@@ -153,13 +153,13 @@ DEFENCES = (
         "a container without our profile",
         ("seccomp profile",),
     ),
-    Defence("sentinel", "a flow without a stamped decision is ended", "worker", "a request nobody judged"),
+    Defence("sentinel", "a flow without a stamped decision is ended", "worker", "a request without a decision"),
     Defence("hook wrapper", "an exception while judging ends the flow", "worker", "a judge that fails"),
     Defence(
         "no connection without an allowed request",
         "the engine dials only while an allowed request waits",
         "worker",
-        "a request nobody judged arrives",
+        "a request without a decision arrives",
         ("sentinel",),
     ),
     Defence(
