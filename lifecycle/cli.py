@@ -1,6 +1,7 @@
 """The command `sallyport`: thin; every subcommand is a call into the package it belongs to.
 
 sallyport serve | doctor [--probe]
+sallyport init-config [--output FILE]
 sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [--path P] [--policy NAME]
 sallyport vault init | put | list | rotate | delete
 sallyport audit tail | verify [--anchor FILE] | anchor [--output FILE] [DIRECTORY]
@@ -22,7 +23,7 @@ import vault.cli
 import vault.keyring
 from gateway.names import over_bounds
 from gateway.translate import refusal_of_form
-from lifecycle import about, console, doctor, launch, running, settings
+from lifecycle import about, console, doctor, launch, running, settings, settings_reference
 from lifecycle.settings import Settings, SettingsError
 from runtimes import api_listener
 from runtimes.kept_lines import ANCHORS_NAME
@@ -60,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--write-only", action="store_true", help="write the daemons' configuration and stop there")
     check_host = commands.add_parser("doctor", parents=[after], help="say what this host lacks, and how to mend it")
     check_host.add_argument("--probe", action="store_true", help="start sandboxes here and try to get out of them")
+    init = commands.add_parser("init-config", parents=[after], help="print a settings file with every key as a comment")
+    init.add_argument("--output", type=Path, help="write it to this new file instead")
     policies = commands.add_parser("policy", parents=[after], help="check and explain policy files").add_subparsers(
         dest="action", required=True
     )
@@ -105,6 +108,8 @@ def _run(options: argparse.Namespace) -> int:
         case "doctor", _:
             configured = _configured(options)
             return _probe(configured) if options.probe else _doctor(configured)
+        case "init-config", _:
+            return _init_config(options.output)
         case "policy", "check":
             return policy.cli.check(_policy_file(options))
         case "policy", "explain":
@@ -174,7 +179,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     if write_only:
         print(host)
         return OK
-    python = str(configured.get("sallyport.python", sys.executable))
+    python = str(configured.get("sallyport.python") or sys.executable)
     os.chdir(doctor.PROJECT)  # what `-m` finds must not depend on where an operator stands
     console.flush()
     try:
@@ -182,6 +187,22 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     except OSError as error:
         print(f"sallyport: cannot run: {python}: {error.strerror}; run: sallyport doctor", file=sys.stderr)
     return FAILED
+
+
+def _init_config(output: Path | None) -> int:
+    if output is None:
+        print(settings_reference.toml(), end="")
+        return OK
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(settings_reference.toml())
+    except FileExistsError:
+        print(f"sallyport: {output} exists and is not replaced; name another file with --output", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        print(f"sallyport: {output}: {error.strerror}", file=sys.stderr)
+        return FAILED
+    return OK
 
 
 def _master_key(configured: Settings) -> None:
@@ -256,8 +277,8 @@ def _explain(options: argparse.Namespace) -> int:
         options.method,
         options.path,
         address=options.address,
-        exceptions=() if configured is None else configured.get("sallyport.allowed_addresses", ()),
-        mapped={} if configured is None else configured.get("sallyport.host_addresses", {}),
+        exceptions=() if configured is None else configured.get("sallyport.allowed_addresses"),
+        mapped={} if configured is None else configured.get("sallyport.host_addresses"),
         form=refusal_of_form,
         bounds=over_bounds,
     )

@@ -17,24 +17,16 @@ from lifecycle import auth
 from lifecycle.creation import Limits
 from lifecycle.quantities import Resources
 from lifecycle.serve_config import ServeConfig
-from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings, SettingsError
 from lifecycle.transaction import Bounds
-from runtimes.spec import DaemonMemory
 
-_UIDS = {
-    "serve": 700000001,
-    "vaultd": 700000002,
-    "auditd": 700000003,
-    "compiler": 700000004,
-    "worker_base": 700001000,
-    "workers": 4094,
-}
+_UIDS = ("serve", "vaultd", "auditd", "compiler", "worker_base", "workers")
+_DAEMONS = ("auditd", "vaultd", "zygote", "compiler", "serve")
 
 
 def uids(settings: Settings) -> dict[str, int]:
     """The uids of daemons and workers."""
-    return {name: int(settings.get(f"sallyport.uids.{name}", default)) for name, default in _UIDS.items()}
+    return {name: int(settings.get(f"sallyport.uids.{name}")) for name in _UIDS}
 
 
 def api_keys(settings: Settings) -> tuple[str, ...]:
@@ -85,70 +77,69 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
             key.removeprefix("sha256:").lower() if key.startswith("sha256:") else auth.digest(key) for key in keys
         ),
         limits=Limits(
-            runtimes=tuple(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
+            runtimes=tuple(settings.get("sallyport.allowed_runtimes")),
             default_runtime=settings.default_runtime,
             defaults=Resources(
-                min(settings.get("sallyport.default_cpu", 1_000_000_000), most.cpu_nanos),
-                min(settings.get("sallyport.default_memory", 2 << 30), most.memory_bytes),
-                min(settings.get("sallyport.default_pids", 1024), most.pids),
-                min(settings.get("sallyport.default_disk", 2 << 30), most.disk_bytes) if most.disk_bytes else None,
+                min(settings.get("sallyport.default_cpu"), most.cpu_nanos),
+                min(settings.get("sallyport.default_memory"), most.memory_bytes),
+                min(settings.get("sallyport.default_pids"), most.pids),
+                min(settings.get("sallyport.default_disk"), most.disk_bytes) if most.disk_bytes else None,
             ),
             maxima=most,
             max_timeout=settings.get("server.max_sandbox_timeout_seconds"),
-            env=settings.get("docker.sandbox_env", {}),
+            env=settings.get("docker.sandbox_env"),
         ),
         daemon_uids={"hostd": 0, **{name: uids(settings)[name] for name in ("vaultd", "auditd")}},
         bounds=Bounds(
             launches=launch_concurrency(settings),
-            pending=settings.get("sallyport.max_pending", 128),
+            pending=settings.get("sallyport.max_pending"),
             sandboxes=max_sandboxes(settings),
-            answer_seconds=float(settings.get("sallyport.create_answer_seconds", 20)),
+            answer_seconds=float(settings.get("sallyport.create_answer_seconds")),
         ),
-        allowed_hosts=tuple(settings.get("server.allowed_hosts", ())),
+        allowed_hosts=tuple(settings.get("server.allowed_hosts")),
         external_base=external_base(settings),
-        ignored_fields=tuple(settings.get("sallyport.ignored_request_fields", ())),
-        proxy_connections=settings.get("sallyport.proxy_connections", 128),
+        ignored_fields=tuple(settings.get("sallyport.ignored_request_fields")),
+        proxy_connections=settings.get("sallyport.proxy_connections"),
         renew_interval=(
-            float(settings.get("renew_intent.min_interval_seconds", 60))
-            if settings.get("renew_intent.enabled", False)
-            else None
+            float(settings.get("renew_intent.min_interval_seconds")) if settings.get("renew_intent.enabled") else None
         ),
-        keep_alive=settings.get("server.timeout_keep_alive", 30),
-        concurrency=settings.get("server.limit_concurrency", 1024) or None,
-        backlog=settings.get("server.backlog", 2048),
-        graceful_shutdown=settings.get("server.timeout_graceful_shutdown", 5),
-        log_level=settings.get("log.level", "INFO"),
+        keep_alive=settings.get("server.timeout_keep_alive"),
+        concurrency=settings.get("server.limit_concurrency") or None,
+        backlog=settings.get("server.backlog"),
+        graceful_shutdown=settings.get("server.timeout_graceful_shutdown"),
+        log_level=settings.get("log.level"),
     )
 
 
 def maxima(settings: Settings) -> Resources:
     """The most that one sandbox may have."""
     return Resources(
-        settings.get("sallyport.max_cpu", (os.cpu_count() or 1) * 1_000_000_000),
-        settings.get("sallyport.max_memory", _physical_memory()),
-        settings.get("docker.pids_limit", 4096),
-        settings.get("sallyport.max_disk", 16 << 30) if disk_limits(settings) else None,
+        settings.get("sallyport.max_cpu") or (os.cpu_count() or 1) * 1_000_000_000,
+        settings.get("sallyport.max_memory") or _physical_memory(),
+        settings.get("docker.pids_limit"),
+        settings.get("sallyport.max_disk") if disk_limits(settings) else None,
     )
 
 
 def max_sandboxes(settings: Settings) -> int:
     """How many sandboxes there may be."""
-    return int(settings.get("sallyport.max_sandboxes", 1000))
+    return int(settings.get("sallyport.max_sandboxes"))
 
 
 def launch_concurrency(settings: Settings) -> int:
     """How many launches may be under way at once; `serve` and hostd each keep this bound."""
-    return int(settings.get("sallyport.launch_concurrency", 4))
+    return int(settings.get("sallyport.launch_concurrency"))
 
 
 def disk_limits(settings: Settings) -> bool:
     """Whether each sandbox has a disk of its own and no other; only an explicit word of the operator's lifts it."""
-    return bool(settings.get("sallyport.disk_limits", True))
+    return bool(settings.get("sallyport.disk_limits"))
 
 
 def external_base(settings: Settings) -> str:
     """The public base of endpoints, scheme removed; `server.eip` is taken for it where nothing better is said."""
-    base = str(settings.get("server.external_base", settings.get("server.eip", "")))
+    own = settings.get("server.external_base")
+    base = str(settings.get("server.eip") if own is None else own)
     return base.removeprefix("https://").removeprefix("http://").rstrip("/")
 
 
@@ -157,13 +148,13 @@ def audit_config(settings: Settings) -> dict[str, Any]:
     return {
         "directory": str(settings.state_dir / "audit"),
         "uids": [0, uids(settings)["serve"]],
-        "sync": settings.get("sallyport.audit.sync", "group"),
-        "max_file_bytes": settings.get("sallyport.audit.max_file_bytes", 64 * 1024 * 1024),
-        "max_files": settings.get("sallyport.audit.max_files", 0),
-        "sandbox_share": settings.get("sallyport.audit.sandbox_share", 8 << 20),
-        "control_share": settings.get("sallyport.audit.control_share", 256 << 20),
-        "closed_sandboxes": settings.get("sallyport.audit.closed_sandboxes", 1000),
-        "sandbox_bytes_per_second": settings.get("sallyport.audit.sandbox_bytes_per_second", 8 << 20),
+        "sync": settings.get("sallyport.audit.sync"),
+        "max_file_bytes": settings.get("sallyport.audit.max_file_bytes"),
+        "max_files": settings.get("sallyport.audit.max_files"),
+        "sandbox_share": settings.get("sallyport.audit.sandbox_share"),
+        "control_share": settings.get("sallyport.audit.control_share"),
+        "closed_sandboxes": settings.get("sallyport.audit.closed_sandboxes"),
+        "sandbox_bytes_per_second": settings.get("sallyport.audit.sandbox_bytes_per_second"),
     }
 
 
@@ -184,15 +175,15 @@ def compiler_config(settings: Settings) -> dict[str, Any]:
 def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
     """What hostd is told; `directory` holds the other files."""
     netns = settings.get("sallyport.upstream_netns")
-    managed = bool(settings.get("sallyport.docker.managed", False))
+    managed = bool(settings.get("sallyport.docker.managed"))
     docker_state = settings.state_dir.parent / "docker"
     default_socket = settings.run_dir / "docker.sock" if managed else "/var/run/docker.sock"
     dockerd = {
-        "binary": str(settings.get("sallyport.docker.binary", "/usr/sbin/dockerd")),
-        "data_root": str(settings.get("sallyport.docker.data_root", docker_state / "data")),
-        "exec_root": str(settings.get("sallyport.docker.exec_root", settings.run_dir / "docker")),
-        "pidfile": str(settings.get("sallyport.docker.pidfile", settings.run_dir / "docker.pid")),
-        "log": str(settings.get("sallyport.docker.log", docker_state / "dockerd.log")),
+        "binary": str(settings.get("sallyport.docker.binary")),
+        "data_root": str(settings.get("sallyport.docker.data_root") or docker_state / "data"),
+        "exec_root": str(settings.get("sallyport.docker.exec_root") or settings.run_dir / "docker"),
+        "pidfile": str(settings.get("sallyport.docker.pidfile") or settings.run_dir / "docker.pid"),
+        "log": str(settings.get("sallyport.docker.log") or docker_state / "dockerd.log"),
     }
     modules = {
         "auditd": "audit.writer",
@@ -204,13 +195,11 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
     return {
         "run_dir": str(settings.run_dir),
         "state_dir": str(settings.state_dir),
-        "python": str(settings.get("sallyport.python", sys.executable)),
+        "python": str(settings.get("sallyport.python") or sys.executable),
         "upstream_netns": None if netns is None else str(netns),
-        "docker_socket": str(settings.get("sallyport.docker.socket", default_socket)),
+        "docker_socket": str(settings.get("sallyport.docker.socket") or default_socket),
         "dockerd": dockerd if managed else None,
-        "images": [
-            {"name": name, "tar": tar, "env": dict(env)} for name, tar, env in settings.get("sallyport.images", ())
-        ],
+        "images": [{"name": name, "tar": tar, "env": dict(env)} for name, tar, env in settings.get("sallyport.images")],
         "runsc": settings.program("runsc", "/usr/local/bin/runsc"),
         "runc": settings.program("runc", "/usr/sbin/runc"),
         "execd": settings.execd(),
@@ -218,16 +207,16 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "uids": uids(settings),
         "listen": {"host": settings.host, "port": settings.port},
         "dns_upstreams": list(settings.dns_upstreams),
-        "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
+        "allowed_addresses": list(settings.get("sallyport.allowed_addresses")),
         "host_addresses": {
-            host: list(addresses) for host, addresses in settings.get("sallyport.host_addresses", {}).items()
+            host: list(addresses) for host, addresses in settings.get("sallyport.host_addresses").items()
         },
-        "gateway_limits": dict(settings.get("sallyport.gateway_limits", {})),
+        "gateway_limits": dict(settings.get("sallyport.gateway_limits")),
         "maxima": {**asdict(maxima(settings)), "sandboxes": max_sandboxes(settings)},
         "launch_concurrency": launch_concurrency(settings),
-        "runtimes": list(settings.get("sallyport.allowed_runtimes", RUNTIMES)),
+        "runtimes": list(settings.get("sallyport.allowed_runtimes")),
         "disk_limits": disk_limits(settings),
-        "memory": {name: settings.get(f"sallyport.memory.{name}", default) for name, default in DaemonMemory()},
+        "memory": {name: settings.get(f"sallyport.memory.{name}") for name in _DAEMONS},
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}
             for name, module in modules.items()

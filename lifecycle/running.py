@@ -41,10 +41,8 @@ def note(settings: Settings) -> None:
             "policy_file": str(settings.policy_file or ""),
             "vault": {"master_key_file": str(settings.master_key_file)},
             "uids": launch.uids(settings),
-            "allowed_addresses": list(settings.get("sallyport.allowed_addresses", ())),
-            "host_addresses": {
-                host: list(found) for host, found in settings.get("sallyport.host_addresses", {}).items()
-            },
+            "allowed_addresses": list(settings.get("sallyport.allowed_addresses")),
+            "host_addresses": {host: list(found) for host, found in settings.get("sallyport.host_addresses").items()},
         },
     }
     document = {"pid": os.getpid(), "started": start_time(os.getpid()), "origin": settings.origin, "settings": known}

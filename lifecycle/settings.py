@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from lifecycle.setting_keys import KEYS, NOT_APPLICABLE, RUNTIMES
+from lifecycle.setting_keys import KEYS, NOT_APPLICABLE, SettingError, converted, defaults
 from policy.problems import meant
 from wire.endpoints import parse_endpoint, routed
 
@@ -43,35 +43,34 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     insecure: bool = False
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default` where the file says nothing."""
-        assert key in KEYS, key  # noqa: S101 - a typing error of ours
-        return self.values.get(key, default)
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or its default where the file says nothing."""
+        return self.values[key] if key in self.values else defaults()[key]
 
     @property
     def host(self) -> str:
         """Listen address."""
-        return str(self.get("server.host", "127.0.0.1"))
+        return str(self.get("server.host"))
 
     @property
     def port(self) -> int:
         """Listen port."""
-        return int(self.get("server.port", 8080))
+        return int(self.get("server.port"))
 
     @property
     def run_dir(self) -> Path:
         """Sockets and what lives as long as the host is up."""
-        return Path(self.get("sallyport.run_dir", "/run/sallyport"))
+        return Path(self.get("sallyport.run_dir"))
 
     @property
     def state_dir(self) -> Path:
         """What survives."""
-        return Path(self.get("sallyport.state_dir", "/var/lib/sallyport/state"))
+        return Path(self.get("sallyport.state_dir"))
 
     @property
     def default_runtime(self) -> str:
         """Runtime of a create call that names none."""
-        return str(self.get("sallyport.default_runtime", self.get("secure_runtime.type", "runc")))
+        return str(self.get("sallyport.default_runtime") or self.get("secure_runtime.type"))
 
     @property
     def policy_file(self) -> Path | None:
@@ -82,7 +81,7 @@ class Settings:
     @property
     def master_key_file(self) -> Path:
         """The vault's master key."""
-        return Path(self.get("sallyport.vault.master_key_file", self.state_dir / "vault" / "master-key"))
+        return Path(self.get("sallyport.vault.master_key_file") or self.state_dir / "vault" / "master-key")
 
     @property
     def upstream_roots(self) -> Path:
@@ -104,7 +103,7 @@ class Settings:
 
     def execd(self) -> str:
         """Path of execd's static binary."""
-        return str(self.get("sallyport.execd", _PROJECT / "execd" / "bin" / "execd"))
+        return str(self.get("sallyport.execd") or _PROJECT / "execd" / "bin" / "execd")
 
 
 def read(path: Path | None, environment: Mapping[str, str], defaults: Path | None = None) -> Settings:
@@ -145,7 +144,7 @@ def parse(
     Raises:
         SettingsError: what is wrong, and at which key.
     """
-    values: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     remarks: list[str] = []
     for key, value in _flatten(document, ""):
         if key in NOT_APPLICABLE:
@@ -153,14 +152,16 @@ def parse(
             continue
         if key not in KEYS:
             raise SettingsError(f"{origin}: unknown key {key}{meant(key, (*KEYS, *NOT_APPLICABLE))}")
-        try:
-            values[key] = KEYS[key](value)
-        except ValueError as error:
-            raise SettingsError(f"{origin}: {key} {error}") from None
+        given[key] = value
+    try:
+        values = converted(given)
+    except SettingError as error:
+        raise SettingsError(f"{origin}: {error.key} {error}") from None
     if under is not None:
         values = {**under.values, **values}
         remarks = [*under.remarks, *remarks]
-    keys = tuple(key for key in (values.get("server.api_key", ""), *values.get("server.api_keys", ())) if key)
+    read_ = Settings(values, origin)
+    keys = tuple(key for key in (read_.get("server.api_key"), *read_.get("server.api_keys")) if key)
     if API_KEY in environment:
         keys = (environment[API_KEY],) if environment[API_KEY] else ()
     if any(len(key) < 16 and not key.startswith("sha256:") for key in keys):
@@ -186,12 +187,12 @@ def _flatten(table: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 def _check_whole(settings: Settings) -> None:
-    allowed = settings.get("sallyport.allowed_runtimes", RUNTIMES)
+    allowed = settings.get("sallyport.allowed_runtimes")
     if settings.default_runtime not in allowed:
         raise SettingsError(f"{settings.origin}: sallyport.default_runtime is not in sallyport.allowed_runtimes")
     if settings.insecure and settings.host not in ("127.0.0.1", "::1", "localhost"):
         raise SettingsError(f"{settings.origin}: without an API key server.host must be a loopback address")
-    for endpoint in settings.get("sallyport.dns_upstreams", ()):
+    for endpoint in settings.get("sallyport.dns_upstreams") or ():
         try:
             parse_endpoint(endpoint)
         except ValueError as error:

@@ -23,7 +23,6 @@ from lifecycle.posture.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, Prob
 from lifecycle.posture.capture import Capture
 from lifecycle.posture.ground import ALLOWED, ALLOWED_ADDRESS, GATEWAY_PORTS, Counter, Ground, GroundError
 from lifecycle.posture.server import Sandbox, Server, ServerError
-from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings, SettingsError
 
 _SETTLE_SECONDS = 0.2
@@ -81,7 +80,7 @@ def _probe(operator: Settings, directory: Path, say: Callable[[str], None]) -> b
             raise ServerError("no way was tried: a layer is missing")
         controls = {attempt.probe: _control(ground, attempt) for attempt in ATTEMPTS}
         with server.running(own, directory) as private:
-            for runtime in operator.get("sallyport.allowed_runtimes", RUNTIMES):
+            for runtime in operator.get("sallyport.allowed_runtimes"):
                 for line in _try_runtime(ground, private, runtime, controls):
                     good &= line.outcome is Outcome.HELD
                     say(line.text())

@@ -26,7 +26,6 @@ from lifecycle import doctor, launch
 from lifecycle.posture import interrupts, ways_out
 from lifecycle.posture.attempts import Report, report
 from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
-from lifecycle.setting_keys import RUNTIMES
 from lifecycle.settings import Settings
 from wire import frames
 from wire.sockets import ROOT, check_server
@@ -57,7 +56,7 @@ def private(operator: Settings, directory: Path, upstream: str) -> Settings:
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     taken = {key: operator.values[key] for key in _TAKEN if key in operator.values}
-    runtimes = operator.get("sallyport.allowed_runtimes", RUNTIMES)
+    runtimes = operator.get("sallyport.allowed_runtimes")
     own = {
         "server.port": port,
         "sallyport.run_dir": str(directory / "run"),
@@ -77,7 +76,7 @@ class Server:
     def __init__(self, own: Settings) -> None:
         self.run_dir = own.run_dir
         self._key = own.api_keys[0]
-        self._image = next((name for name, _, _ in own.get("sallyport.images", ())), "")
+        self._image = next((name for name, _, _ in own.get("sallyport.images")), "")
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{own.port}", timeout=_SANDBOX_SECONDS, trust_env=False)
 
     def answers(self) -> bool:
@@ -227,7 +226,7 @@ def running(own: Settings, directory: Path) -> Iterator[Server]:
     vault.keyring.create(own.master_key_file, (launch_key, launch_key))
     host = launch.write_all(own, own.api_keys)
     log = directory / "server.log"
-    python = str(own.get("sallyport.python", sys.executable))
+    python = str(own.get("sallyport.python") or sys.executable)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [python, "-m", HOSTD, str(host)],

@@ -51,8 +51,8 @@ NEEDED = {
 
 def test_every_command_is_known_here() -> None:
     """The control of the tests below: they see the whole command line."""
-    assert {"serve", "doctor", "policy", "vault", "audit"} == {words[0] for words in LEAVES}
-    assert 13 == len(LEAVES)
+    assert {"serve", "doctor", "init-config", "policy", "vault", "audit"} == {words[0] for words in LEAVES}
+    assert 14 == len(LEAVES)
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

@@ -1,58 +1,83 @@
-"""docs/configuration.md says what the code does: its table of settings is compared with it."""
+"""The documents and `init-config` say what the model of the settings says, and nothing else has a default."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from lifecycle import launch
-from lifecycle.setting_keys import KEYS, NOT_APPLICABLE
-from lifecycle.settings import parse
+from lifecycle import cli, launch, settings_reference
+from lifecycle.setting_keys import KEYS, NOT_APPLICABLE, allowed, defaults
+from lifecycle.settings import Settings, parse, read
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
-ROWS: list[tuple[str, str]] = re.findall(r"^\| `([a-z_]+\.[a-z_.]+)` \| (\S[^|]*) \| \S[^|]* \|$", TEXT, re.MULTILINE)
-PLACES = {"state_dir/": "/var/lib/sallyport/state/", "run_dir/": "/run/sallyport/"}
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def _defaults() -> dict[str, str]:
-    """The defaults that are values, as TOML; those said in words are not here."""
-    found = {}
-    for key, text in ROWS:
-        written = re.fullmatch(r"`([^`]*)`", text.split(";")[0].strip())
-        if written is None:
-            continue
-        value = written[1]
-        for short, place in PLACES.items():
-            value = value.replace(short, place)
-        try:
-            tomllib.loads(f"x = {value}")
-        except tomllib.TOMLDecodeError:
-            value = f'"{value}"'
-        found[key] = value
+def uncommented(text: str) -> str:
+    """The file with each key in force."""
+    return re.sub(r"^#(?=[a-z_]+ = )", "", text, flags=re.MULTILINE)
+
+
+def flat(table: dict[str, object], prefix: str = "") -> set[str]:
+    """The keys of a file."""
+    found: set[str] = set()
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        found |= {key} if key in KEYS or not isinstance(value, dict) else flat(value, f"{key}.")
     return found
 
 
-def test_every_key_is_explained_in_the_order_of_the_code() -> None:
-    """One row each, none for a key that does not exist or has no effect."""
-    assert list(KEYS) == [key for key, _ in ROWS]
+def test_the_table_is_the_one_of_the_model() -> None:
+    """Replace it with what `python -m lifecycle.settings_reference` prints."""
+    assert f"\n\n{settings_reference.table()}\n" in (ROOT / "docs" / "configuration.md").read_text()
     assert frozenset() == NOT_APPLICABLE & set(KEYS)
 
 
-@pytest.mark.parametrize(("key", "value"), _defaults().items())
-def test_a_default_is_a_value_of_its_key(key: str, value: str) -> None:
-    """Written into a file it would be accepted."""
-    KEYS[key](tomllib.loads(f"x = {value}")["x"])
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_is_described(key: str) -> None:
+    """A description, and a bound for each number."""
+    assert KEYS[key].description
+    assert not isinstance(defaults()[key], int) or isinstance(defaults()[key], bool) or allowed(key)
 
 
-def test_the_defaults_are_those_of_the_code() -> None:
-    """Every daemon is told the same with the table's defaults written into a file as with an empty one."""
-    assert len(_defaults()) > 45
-    written = parse(tomllib.loads("\n".join(f"{key} = {value}" for key, value in _defaults().items())), "x", {})
-    empty = parse({}, "x", {})
-    place = Path("/launch")
-    assert launch.serve_config(empty, ()) == launch.serve_config(written, ())
-    assert launch.host_config(empty, place) == launch.host_config(written, place)
-    assert launch.audit_config(empty) == launch.audit_config(written)
-    assert launch.vault_config(empty) == launch.vault_config(written)
-    assert launch.compiler_config(empty) == launch.compiler_config(written)
+def test_a_new_file_changes_nothing(tmp_path: Path) -> None:
+    """It has every key, all as comments."""
+    path = tmp_path / "new.toml"
+    assert 0 == cli.main(["init-config", "--output", str(path)])
+    assert {} == read(path, {}).values
+    assert set(KEYS) == flat(tomllib.loads(uncommented(path.read_text())))
+
+
+def test_a_new_file_is_accepted_with_every_key_in_force(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every daemon is told the same as without a file, apart from the keys that only have an example."""
+    assert 0 == cli.main(["init-config"])
+    text = uncommented(capsys.readouterr().out)
+    written = parse(tomllib.loads(text), "new.toml", {})
+    assert set(KEYS) == set(written.values)
+    constant = {key: value for key, value in written.values.items() if defaults()[key] is not None}
+    assert len(constant) > 50
+    assert constant == {key: defaults()[key] for key in constant}
+    empty, place = parse({}, "x", {}), Path("/launch")
+    same = Settings(constant, "x")
+    assert launch.serve_config(empty, ()) == launch.serve_config(same, ())
+    assert launch.host_config(empty, place) == launch.host_config(same, place)
+    assert launch.audit_config(empty) == launch.audit_config(same)
+
+
+def test_no_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("[server]\nport = 1\n")
+    assert 0 != cli.main(["init-config", "--output", str(path)])
+    assert "[server]\nport = 1\n" == path.read_text()
+    assert f"{path} exists" in capsys.readouterr().err
+
+
+def test_a_default_stands_in_the_model_only() -> None:
+    """No call for the value of a key brings a default of its own."""
+    for path in sorted((ROOT / "lifecycle").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "get" == node.func.attr:
+                first = node.args[0] if node.args else None
+                key = first.value if isinstance(first, ast.Constant) else None
+                assert key not in KEYS or len(node.args) == 1, f"{path.name}:{node.lineno}"
