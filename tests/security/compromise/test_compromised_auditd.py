@@ -134,7 +134,7 @@ import asyncio
 async def attempt(kind, **fields):
     try:
         client = process._audit._client
-        entry = {"kind": kind, "decision": "allow", "fields": fields}
+        entry = {{"kind": kind, "decision": "allow", "fields": fields}}
         await client.call("record", timeout=10, entry=entry, durable=False)
     except Exception as error:
         return "AuditUnavailable" if type(error).__name__ == "RemoteError" else type(error).__name__
