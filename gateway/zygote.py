@@ -17,7 +17,6 @@ import gc
 import json
 import logging
 import os
-import re
 import select
 import signal
 import socket
@@ -28,24 +27,14 @@ from typing import Any
 
 import wire.frames as frames
 from gateway import birth
-from wire.errors import Code
+from wire.api.zygote import DESCRIPTORS, OPERATIONS, Exited, Fork, Forked, Identify, Identity
+from wire.errors import Code, RequestError
 from wire.frames import FrameError, Message, close_all
+from wire.operations import Done, operation, parameters
 
 CONTROL_ENV = "SALLYPORT_CONTROL_FD"
-_FDS = 8
-_SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_MIN_UID = 1000
 
 _log = logging.getLogger("gateway.zygote")
-
-
-class RefusedError(Exception):
-    """A request of hostd's that is not one; code and sentence as it is told."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,34 +99,34 @@ class Zygote:
             if pid == 0:
                 return
             self._children.discard(pid)
-            frames.send(self._control, {"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+            exited = Exited(pid, os.waitstatus_to_exitcode(status))
+            frames.send(self._control, {"op": operation(exited), **parameters(exited)})
 
     def _answer(self, message: Message, fds: list[int]) -> None:
-        ident = message.get("id")
+        ident, op = message.pop("id", None), message.pop("op", None)
         try:
-            result = self._handle(message, fds)
-            answer: Message = {"id": ident, "ok": result}
-        except RefusedError as error:
+            answer: Message = {"id": ident, "ok": parameters(self._handle(OPERATIONS.read(str(op), message), fds))}
+        except RequestError as error:
             answer = {"id": ident, "error": {"code": error.code, "message": error.message}}
         except OSError as error:
-            answer = {"id": ident, "error": {"code": "internal", "message": type(error).__name__}}
+            answer = {"id": ident, "error": {"code": Code.INTERNAL, "message": type(error).__name__}}
         finally:
             close_all(fds)
         if ident is not None:
             frames.send(self._control, answer)
 
-    def _handle(self, message: Message, fds: list[int]) -> Message:
-        match message.get("op"):
-            case "ping":
-                return {"pid": os.getpid(), "children": len(self._children)}
-            case "fork":
-                return {"pid": self._fork(parse_fork(message, fds))}
-            case op:
-                raise RefusedError(Code.UNKNOWN_OP, f"unknown operation {str(op)[:64]!r}")
+    def _handle(self, message: object, fds: list[int]) -> Done | Forked | Identity:
+        match message:
+            case Fork():
+                return Forked(self._fork(order(message, fds)))
+            case Identify():
+                return Identity(os.getpid())
+            case _:
+                return Done()  # a ping
 
-    def _fork(self, order: birth.Order) -> int:
+    def _fork(self, made: birth.Order) -> int:
         if len(os.listdir("/proc/self/task")) != 1:
-            raise RefusedError(Code.UNAVAILABLE, "the zygote has threads and must be renewed")
+            raise RequestError(Code.UNAVAILABLE, "the zygote has threads and must be renewed")
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -146,35 +135,24 @@ class Zygote:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                code = birth.become_worker(order)
+                code = birth.become_worker(made)
             except BaseException as error:  # noqa: BLE001 - the child never returns into the zygote's loop
-                _log.error("worker %s was not born: %s: %s", order.sandbox, type(error).__name__, error)
+                _log.error("worker %s was not born: %s: %s", made.sandbox, type(error).__name__, error)
             finally:
                 os._exit(code)
         self._children.add(pid)
         return pid
 
 
-def parse_fork(message: Message, fds: list[int]) -> birth.Order:
-    """Read a `fork` request.
+def order(fork: Fork, fds: list[int]) -> birth.Order:
+    """Return the order for a worker, with the descriptors that came with a request.
 
     Raises:
-        RefusedError: anything missing, extra, of another type or out of range.
+        RequestError: there are not as many descriptors as a worker has.
     """
-    if set(message) - {"id", "op", "sandbox", "generation", "uid", "gid", "cgroup"}:
-        raise RefusedError(Code.INVALID, "fork has unknown parameters")
-    if len(fds) != _FDS:
-        raise RefusedError(Code.INVALID, f"fork takes {_FDS} descriptors")
-    sandbox, cgroup = message.get("sandbox"), message.get("cgroup")
-    numbers = [message.get(name) for name in ("generation", "uid", "gid")]
-    if not isinstance(sandbox, str) or not _SANDBOX.fullmatch(sandbox):
-        raise RefusedError(Code.INVALID, "sandbox is not a sandbox id")
-    if not isinstance(cgroup, list) or not all(isinstance(item, str) and item.startswith("/") for item in cgroup):
-        raise RefusedError(Code.INVALID, "cgroup is not a list of absolute directories")
-    generation, uid, gid = (item if isinstance(item, int) and not isinstance(item, bool) else -1 for item in numbers)
-    if generation < 1 or not _MIN_UID <= uid < 2**32 - 1 or not _MIN_UID <= gid < 2**32 - 1:
-        raise RefusedError(Code.INVALID, "generation, uid or gid is not one of a worker")
-    return birth.Order(sandbox, generation, uid, gid, tuple(cgroup), birth.Descriptors(*fds))
+    if len(fds) != DESCRIPTORS:
+        raise RequestError(Code.INVALID, f"fork takes {DESCRIPTORS} descriptors")
+    return birth.Order(fork.sandbox, fork.generation, fork.uid, fork.gid, fork.cgroup, birth.Descriptors(*fds))
 
 
 def main(arguments: list[str]) -> int:

@@ -44,6 +44,7 @@ from runtimes.supervisor import (
     ping,
 )
 from wire.api import auditd
+from wire.api.zygote import REPORTS, Exited, Identify
 from wire.frames import close_all
 from wire.sockets import LISTEN_FD
 
@@ -346,11 +347,9 @@ class Daemons:
         self._changed()
 
     async def _zygote_ready(self) -> None:
-        client = wire.Client(self._controls.pop("zygote"), self._from_zygote, takes=wire.NARROW)
+        client = wire.Client(self._controls.pop("zygote"), REPORTS.handler(self._from_zygote), takes=wire.NARROW)
         client.start()
-        pid = (await client.call("ping", timeout=None)).get("pid")
-        if type(pid) is not int or pid <= 1:
-            raise ConnectionError("the zygote does not say which process it is")
+        pid = (await client.ask(Identify(), timeout=None)).pid
         previous = self._clients.get("zygote")
         self._clients["zygote"], self._zygote_pid = client, pid
         self._look_after("zygote", pid, client)
@@ -379,16 +378,11 @@ class Daemons:
         finally:
             transport.close()
 
-    async def _from_zygote(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)
-        if op != "exited":
-            raise wire.RequestError(wire.Code.UNKNOWN_OP, "unknown operation")
-        pid, status = parameters.get("pid"), parameters.get("status")
-        if isinstance(pid, int) and isinstance(status, int):
-            if status < 0 and pid not in self._killed:
-                self._renew_zygote()
-            self._killed.discard(pid)
+    async def _from_zygote(self, _client: wire.Client, exited: Exited, fds: list[int]) -> None:
+        close_all(fds)
+        if exited.status < 0 and exited.pid not in self._killed:
+            self._renew_zygote()
+        self._killed.discard(exited.pid)
 
     def killed(self, pid: int) -> None:
         """Say that we ended this worker ourselves: its death is no reason for a new zygote."""

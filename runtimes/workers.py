@@ -36,6 +36,7 @@ from runtimes.guard import Guard
 from runtimes.liveness import within
 from runtimes.output import WORKER, Output, pipe
 from wire.api import auditd, vaultd
+from wire.api.zygote import Fork
 
 _BIRTH_SECONDS = 20.0
 _CONFIGURE_SECONDS = 20.0
@@ -201,7 +202,6 @@ async def birth(
     Raises:
         ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
     """
-    who = {"sandbox": identity.sandbox, "generation": identity.generation}
     zygote, parent = daemons.zygote()
     with contextlib.ExitStack() as stack:
         # closed when done: each end is then with its new owner, and the death of that owner is seen at once
@@ -222,26 +222,14 @@ async def birth(
                     attach(daemons, "auditd", audit_there, identity), attach(daemons, "vaultd", vault_there, identity)
                 ),
             )
-            answer = await zygote.call(
-                "fork",
-                fds=[
-                    control_there.fileno(),
-                    audit_here.fileno(),
-                    vault_here.fileno(),
-                    netns_fd,
-                    guard.pidfd,
-                    ingress.fileno(),
-                    ledger,
-                    errors,
-                ],
-                timeout=_BIRTH_SECONDS,
-                **who,
-                uid=identity.uid,
-                gid=identity.uid,
-                cgroup=[str(directory) for directory in group],
+            fork = Fork(
+                identity.sandbox, identity.generation, identity.uid, identity.uid, tuple(str(path) for path in group)
             )
+            given = (control_there, audit_here, vault_here, netns_fd, guard.pidfd, ingress, ledger, errors)
+            fds = [one.fileno() if isinstance(one, socket.socket) else one for one in given]
+            forked = await zygote.ask(fork, fds=fds, timeout=_BIRTH_SECONDS)
             control.start()
-            pid = _child(answer.get("pid"), parent)
+            pid = _child(forked.pid, parent)
             return Worker(identity, pid, control, daemons, cgroups, ledger, output)
         except BaseException:
             output.close()
@@ -268,13 +256,13 @@ def policy_digest(gateway: dict[str, Any]) -> str:
     return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else ""
 
 
-def _child(pid: object, parent: int) -> int:
+def _child(pid: int, parent: int) -> int:
     """Return `pid` if it is a process that the zygote has made.
 
     Raises:
         ConnectionError: it is not.
         OSError: there is no such process.
     """
-    if type(pid) is int and pid > 1 and f"\nPPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text():
+    if f"\nPPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text():
         return pid
     raise ConnectionError("the zygote names a process that is not its own")

@@ -82,15 +82,11 @@ def _answer_type(kind: Any) -> type:
     raise TypeError(f"{kind.__name__} does not say how it is answered")
 
 
-def parameters(message: Message) -> dict[str, codec.Json]:
-    """Return the parameters of a request or notification as they are sent."""
-    return _object(message)
-
-
-def _object(value: object) -> dict[str, codec.Json]:
-    encoded = codec.encode(value)
+def parameters(message: object) -> dict[str, codec.Json]:
+    """Return the members of a request, notification or answer as they are sent."""
+    encoded = codec.encode(message)
     if not isinstance(encoded, dict):  # its only field is called `text`
-        raise TypeError(f"{type(value).__name__} has no members")
+        raise TypeError(f"{type(message).__name__} has no members")
     return encoded
 
 
@@ -145,6 +141,6 @@ class Operations:
                 return {}
             if not isinstance(answer, kind):
                 raise TypeError(f"{op} was answered with a {type(answer).__name__}")
-            return _object(answer)
+            return parameters(answer)
 
         return serve

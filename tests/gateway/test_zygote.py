@@ -5,23 +5,25 @@ from typing import Any
 import pytest
 
 from gateway.birth import Descriptors, Order
-from gateway.zygote import RefusedError, parse_fork
+from gateway.zygote import order
+from wire import Code, RequestError
+from wire.api.zygote import OPERATIONS, Fork
 
 REQUEST: dict[str, Any] = {
-    "id": 1,
-    "op": "fork",
     "sandbox": "sbx-1",
     "generation": 1,
     "uid": 700001000,
     "gid": 700001000,
     "cgroup": ["/sys/fs/cgroup/x"],
 }
+FORK = Fork("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",))
 FDS = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def test_a_whole_request_is_an_order() -> None:
     expected = Order("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",), Descriptors(*FDS))
-    assert expected == parse_fork(REQUEST, FDS)
+    assert FORK == OPERATIONS.read("fork", REQUEST)
+    assert expected == order(FORK, FDS)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +45,13 @@ def test_a_whole_request_is_an_order() -> None:
     ],
 )
 def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(RefusedError):
-        parse_fork(REQUEST | changes, FDS)
+    with pytest.raises(RequestError) as refused:
+        OPERATIONS.read("fork", REQUEST | changes)
+    assert Code.INVALID is refused.value.code
 
 
 @pytest.mark.parametrize("fds", [[], FDS[:7], [*FDS, 18]])
 def test_another_number_of_descriptors_is_refused(fds: list[int]) -> None:
-    with pytest.raises(RefusedError):
-        parse_fork(REQUEST, fds)
+    with pytest.raises(RequestError) as refused:
+        order(FORK, fds)
+    assert Code.INVALID is refused.value.code

@@ -17,7 +17,9 @@ from typing import Any
 
 import wire
 from runtimes.netplan import PLAN
+from wire.api import zygote
 from wire.frames import close_all
+from wire.operations import parameters
 
 
 def _inherited(name: str) -> socket.socket:
@@ -56,28 +58,29 @@ async def _zygote() -> None:
     async def watch(client: wire.Client, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
         if not client.closed.is_set():
-            await client.notify("exited", pid=process.pid, status=status)
+            await client.tell(zygote.Exited(process.pid, status))
 
-    async def handle(client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
+    async def handle(
+        client: wire.Client, request: zygote.Fork | zygote.Identify, fds: list[int]
+    ) -> zygote.Forked | zygote.Identity:
         try:
-            if op == "ping":
-                return {"pid": os.getpid()}
-            if op != "fork":
-                raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
-            if len(fds) != 8:
+            if isinstance(request, zygote.Identify):
+                return zygote.Identity(os.getpid())
+            if len(fds) != zygote.DESCRIPTORS:
                 raise wire.RequestError(wire.Code.INVALID, "fork takes 8 descriptors")
-            order = parameters | {"fds": fds}
+            order = {**parameters(request), "fds": fds}
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tests.runtimes.standin", "worker", json.dumps(order), pass_fds=fds
             )
             task = asyncio.create_task(watch(client, process))
             children.add(task)
             task.add_done_callback(children.discard)
-            return {"pid": process.pid}
+            return zygote.Forked(process.pid)
         finally:
             close_all(fds)
 
-    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle, descriptors=True)
+    serve = zygote.OPERATIONS.handler(handle)
+    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), serve, descriptors=True)
     await control.closed.wait()
     os._exit(0)  # as the real one ends: its workers live on, whom an orderly end of asyncio would kill
 

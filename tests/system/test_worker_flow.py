@@ -766,7 +766,7 @@ def mounts_of(pid: int, thread: str) -> list[list[str]]:
 def test_no_thread_of_a_worker_sees_a_file_system(gate: Gate) -> None:
     """One mount, read-only, closed and empty; the zygote it was forked from still has all of its own."""
     gate.configure(policy("good.example.com"))
-    zygote = int(gate.rig.zygote.call("ping")["pid"])
+    zygote = int(gate.rig.zygote.call("identify")["pid"])
     assert len(mounts_of(zygote, str(zygote))) > 1
     assert [] != os.listdir(f"/proc/{zygote}/root")
     for thread in os.listdir(f"/proc/{gate.pid}/task"):

@@ -15,11 +15,11 @@ import pytest
 
 import wire.api
 from wire import codec
-from wire.api import auditd, states, vaultd
+from wire.api import auditd, states, vaultd, zygote
 from wire.codec import CodecError
 from wire.operations import Request, operation
 
-MODULES = (auditd, states, vaultd)
+MODULES = (auditd, states, vaultd, zygote)
 TYPES = sorted(
     {
         kind
@@ -29,8 +29,8 @@ TYPES = sorted(
     },
     key=lambda kind: (kind.__module__, kind.__name__),
 )
-TEXTS = ("", "a", "sbx-1", "0" * 64, "gateway", "vault", "é\ud800", "x" * 70)
-NUMBERS = (-1, 0, 1, 2**31, 2**53 - 1, 2**53)
+TEXTS = ("", "a", "sbx-1", "0" * 64, "gateway", "vault", "é\ud800", "x" * 70, "/x")
+NUMBERS = (-1, 0, 1, 5000, 2**31, 2**53 - 1, 2**53)
 
 
 class Colour(StrEnum):
