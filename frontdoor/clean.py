@@ -2,7 +2,7 @@
 
 - Processes: see `processes`. A process that only has a file of ours open is not ended.
 - Network namespaces: those that the demo noted in the home (demo/namespaces.py), by name, number and cookie.
-- The nft table under the guard: if its comment names our run directory.
+- The nft table under the guard: if a server noted this very table in our run directory.
 - Mounts and files below the home, the run directories and `.venv`.
 """
 
@@ -37,7 +37,7 @@ def run(places: Places) -> None:
     _end_processes(places)
     for home in (places.home, places.beside_home):
         _remove_namespaces(Path(home, "namespaces"))
-    _remove_floor((places.run_dir, places.beside))
+    _remove_floor(tuple(Path(run_dir, "config", "floor") for run_dir in (places.run_dir, places.beside)))
     directories = (places.run_dir, places.beside, places.home)
     for mount in mounts_below(Path("/proc/self/mountinfo").read_text(), directories):
         subprocess.run(("umount", mount), check=False)
@@ -115,13 +115,14 @@ def identity(path: str) -> str:
     return f"{_BOOT_ID.read_text().strip()} {found[0]} {found[1]}"
 
 
-def _remove_floor(run_dirs: tuple[str, ...]) -> None:
-    """Remove the floor of a server that was killed, if a server of ours laid it."""
-    listed = subprocess.run(("nft", "-t", "list", "table", *_FLOOR), capture_output=True, text=True, check=False)
-    if listed.returncode != 0:
+def _remove_floor(notes: tuple[Path, ...]) -> None:
+    """Remove the floor of a server that was killed, if a server of ours laid this very table (runtimes/guard.py)."""
+    listed = subprocess.run(("nft", "-a", "-t", "list", "table", *_FLOOR), capture_output=True, text=True, check=False)
+    handle = re.search(r"# handle (\d+)$", listed.stdout, re.MULTILINE)
+    if handle is None:
         return
-    comment = re.search(r'^\tcomment "([^"]*)"$', listed.stdout, re.MULTILINE)
-    if comment and comment[1] in run_dirs:
+    table = [_BOOT_ID.read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino), handle[1]]
+    if any(note.is_file() and note.read_text().split() == table for note in notes):
         call("nft", "delete", "table", *_FLOOR)
     else:
         say("left the nft table sallyport_floor: another server laid it")

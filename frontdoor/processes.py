@@ -109,7 +109,7 @@ def own(processes: Iterable[Process], home: Home, spared: int) -> list[Process]:
         kept.add(spared)
         spared = known[spared].parent
     found = {pid for pid, process in known.items() if pid not in kept and home.owns(process)}
-    while more := {pid for pid, one in known.items() if one.parent in found and pid not in found | kept}:
+    while more := {pid for pid, one in known.items() if one.parent in found and pid not in found}:
         found |= more
     return [known[pid] for pid in sorted(found)]
 

@@ -22,6 +22,7 @@ from runtimes import netns, netstate, nft, predecessor
 _READY_SECONDS = 10.0
 _BACKOFF = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)
 _CALM_SECONDS = 10.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger(__name__)
 
@@ -39,9 +40,9 @@ class Guard:
     """
 
     def __init__(self, rules_file: Path, upstream: Path | None, changed: Callable[[int], Awaitable[None]]) -> None:
-        """Keep what is needed; process notes go beside `rules_file`, which lies in `config/` of the run directory."""
+        """Keep what is needed; process notes go beside `rules_file`."""
         self.rules_file = rules_file
-        self._run_dir = rules_file.parent.parent
+        self._floor_note = rules_file.with_name("floor")
         self._upstream = upstream
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
@@ -62,7 +63,7 @@ class Guard:
         # A former hostd's guard ends with it, but the table is its own until it has.
         await asyncio.to_thread(predecessor.end, self.rules_file.parent, "guard")
         self.rules_file.write_text(nft.render_guard(plan))
-        self._floor = nft.render_floor(plan, str(self._run_dir))
+        self._floor = nft.render_floor(plan)
         await self._spawn()
         self._monitor = asyncio.create_task(self._keep(), name="guard")
 
@@ -115,6 +116,16 @@ class Guard:
 
     async def _lay_floor(self) -> None:
         await asyncio.to_thread(netns.load_rules, self._upstream, self._floor)
+        await asyncio.to_thread(self._note_floor)
+
+    def _note_floor(self) -> None:
+        """Note which table is ours: `./run clean` removes no other. A namespace never gives a handle again.
+
+        The note has the boot, the number of the namespace and the table's handle.
+        """
+        listed = netns.list_rules(self._upstream, "-a", "-t", "table", "inet", nft.FLOOR_TABLE)
+        handle = listed.partition("# handle ")[2].partition("\n")[0]
+        self._floor_note.write_text(f"{_BOOT_ID.read_text().strip()} {netns.inode(self._upstream)} {handle}\n")
 
     async def remove_floor(self) -> None:
         """Remove the floor, if we have laid it. No worker may be left.
@@ -125,6 +136,7 @@ class Guard:
         if self.lives:
             rules = f"table inet {nft.FLOOR_TABLE} {{\n}}\ndelete table inet {nft.FLOOR_TABLE}\n"
             await asyncio.to_thread(netns.load_rules, self._upstream, rules)
+            self._floor_note.unlink(missing_ok=True)
 
     async def _list(self, table: str) -> str:
         return await asyncio.to_thread(netns.list_rules, self._upstream, "-t", "table", "inet", table)

@@ -258,22 +258,17 @@ table inet {GUARD_TABLE} {{
 """
 
 
-def render_floor(plan: GuardPlan, owner: str) -> str:
+def render_floor(plan: GuardPlan) -> str:
     """Return what lies under the guard: nothing of a worker leaves without the guard's word for that very packet.
 
-    The table has no owner process, so it stands while guard or hostd is dead. It takes the place of one that is there.
-
-    Args:
-        owner: the run directory of the server. It becomes the table's comment, so that `./run clean` removes no other.
+    The table has no owner, so it stands while guard or hostd is dead. It takes the place of one that is there.
     """
     workers, cleared = f"meta skuid {plan.first_uid}-{plan.last_uid}", 0xFFFFFFFF & ~_ACCEPTED
-    comment = owner.replace('"', "")  # nft has no way to quote it
     return f"""\
 table inet {FLOOR_TABLE} {{
 }}
 delete table inet {FLOOR_TABLE}
 table inet {FLOOR_TABLE} {{
-	comment "{comment}"
 	chain before {{
 		type filter hook output priority filter - 1; policy accept;
 		{workers} meta mark set meta mark and {cleared:#010x}

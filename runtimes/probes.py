@@ -157,7 +157,7 @@ def guard(config: HostConfig) -> str:
         netns.create_gateway(path)
         try:
             netns.load_rules(path, nft.render_guard(plan))
-            netns.load_rules(path, nft.render_floor(plan, directory))
+            netns.load_rules(path, nft.render_floor(plan))
         finally:
             netns.delete(path)
     return "nft has owner tables, socket uid, fib and connection counts"

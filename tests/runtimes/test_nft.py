@@ -61,7 +61,7 @@ def test_a_slot_has_no_rule_that_accepts_what_is_forwarded() -> None:
 
 
 def test_the_floor_ruleset_is_the_reviewed_one() -> None:
-    _compare("floor.nft", render_floor(_GUARD, "/run/sallyport"))
+    _compare("floor.nft", render_floor(_GUARD))
 
 
 def test_pinholes_and_allowed_ranges_come_before_the_closed_ones() -> None:

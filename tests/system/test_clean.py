@@ -6,6 +6,7 @@ Real processes, namespaces, mounts and tables. It runs in a copy of the front do
 own Python.
 """
 
+import asyncio
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from demo.internet import Internet
 from demo.stack import EMPTY_IMAGE
 from demo.traces import Traces, alive, left_by_server, start_time
 from runtimes import netns, nft, predecessor
+from runtimes.guard import Guard
 from runtimes.nft import GuardPlan
 from tests.stacks import INTERNET, Second
 
@@ -31,7 +33,6 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; print('runs', flush=True); time.sleep(300)"
 PLAN = GuardPlan(700001000, 700005095, (), ())
-FLOOR = ("list", "table", "inet", nft.FLOOR_TABLE)
 
 
 class Place:
@@ -148,17 +149,30 @@ def test_only_namespaces_that_the_home_noted_are_removed(place: Place) -> None:
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_the_floor_is_removed_only_if_a_server_of_the_home_laid_it(place: Place, ours: bool) -> None:
-    """In a namespace of the test, where the copy runs."""
+    """A real guard laid it in a namespace of the test, where the copy of the front door runs."""
     name = f"{INTERNET}-cfloor"
     namespaces.make(name, place.checkout)
     try:
         path = Path("/run/netns", name)
-        netns.load_rules(path, nft.render_floor(PLAN, str(place.run) if ours else f"{place.run}-2"))
+        asyncio.run(_leave_floor(place.run / "config", path))
+        if not ours:  # as when another server comes up after ours was killed
+            asyncio.run(_leave_floor(place.checkout, path))
         done = place.clean("nsenter", f"--net={path}", "--")
         assert ours == (nft.FLOOR_TABLE not in netns.list_rules(path, "tables"))
         assert ours != ("left the nft table sallyport_floor" in done.stderr)
     finally:
         namespaces.remove(name, place.checkout)
+
+
+async def _leave_floor(notes: Path, upstream: Path) -> None:
+    """Start a guard that notes in `notes`, and end it as a kill would: the floor stays."""
+
+    async def changed(pidfd: int) -> None:
+        pass
+
+    guard = Guard(notes / "guard.nft", upstream, changed)
+    await guard.start(PLAN)
+    await guard.stop()
 
 
 def test_mounts_and_files_are_removed_and_packages_stay(place: Place) -> None:

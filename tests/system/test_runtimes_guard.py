@@ -99,8 +99,8 @@ except OSError as error:
 
 def _load(path: Path, plan: GuardPlan, *layers: str) -> None:
     for layer in layers:
-        guard, floor = render_guard(plan).replace("flags owner;", ""), render_floor(plan, "/run/sallyport")
-        netns.load_rules(path, guard if layer == "guard" else floor)
+        text = render_guard(plan).replace("flags owner;", "") if layer == "guard" else render_floor(plan)
+        netns.load_rules(path, text)
 
 
 def _as(uid: int, code: str, *arguments: object) -> list[str]:
