@@ -23,15 +23,16 @@ import pytest
 from demo.capture import Capture
 from demo.census import Census, command_lines, daemons, take
 from demo.internet import ADDRESSES, ATTACKER, STATUS, Internet
-from demo.sandboxes import Secrets
+from demo.sandboxes import CUT_OFF_SECONDS, Secrets
 from demo.stack import EMPTY_IMAGE, Stack
 from runtimes import netns
 from tests.stacks import beside, put_secrets
 
 pytestmark = pytest.mark.system
 
-SECONDS = 10.0
 PATIENCE = 60.0
+ALIKE = 10
+"""So many creations of a sandbox take no longer than `CUT_OFF_SECONDS`, unless the machine is busy."""
 _TRIES = (
     f"while :; do (echo sallyport-probe-marker >/dev/tcp/{ADDRESSES[ATTACKER]}/22) 2>/dev/null; "
     f"(echo sallyport-probe-marker >/dev/udp/{ADDRESSES[ATTACKER]}/9999) 2>/dev/null; "
@@ -192,7 +193,10 @@ def test_each_change_around_a_sandbox_is_an_alarm_and_cuts_it_off(
         "entrypoint": ["bash", "-c", _TRIES],
         "extensions": {"sallyport.runtime": runtime, "sallyport.policy": "agents"},
     }
+    began = time.monotonic()
     names = {change: created(stack, runtime, **busy) for change in (*CHANGES, "untouched")}
+    # Making a slot is the work of comparing one, and more: where ALIKE take longer, their time is the bound.
+    bound = max(CUT_OFF_SECONDS, ALIKE * (time.monotonic() - began) / len(names))
     try:
         places = {change: place_of(stack, name) for change, name in names.items()}
         with Capture(internet.path(internet.net), "net0") as wire:
@@ -212,9 +216,9 @@ def test_each_change_around_a_sandbox_is_an_alarm_and_cuts_it_off(
                 return set(CHANGES) <= set(seen)
 
             assert until(all_told, PATIENCE), f"no alarm for {set(CHANGES) - set(seen)}"
-            assert {} == {c: t - changed[c] for c, t in seen.items() if c in changed and t - changed[c] > SECONDS}
+            assert {} == {c: t - changed[c] for c, t in seen.items() if c in changed and t - changed[c] > bound}
             assert {change: f"isolation.{rule}" for change, (rule, _) in CHANGES.items()} == rules
-            until(lambda: len(_cut(stack, names)) == len(CHANGES), SECONDS)
+            until(lambda: len(_cut(stack, names)) == len(CHANGES), PATIENCE)
             assert set(CHANGES) == _cut(stack, names)
             mark = wire.mark()
             going_on = until(lambda: any(f.destination == ADDRESSES[STATUS] for f in wire.since(mark)), PATIENCE)
