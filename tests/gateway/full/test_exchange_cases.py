@@ -17,7 +17,7 @@ from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
 from policy.injection import InjectionPlan
 from tests.gateway.exchange_cases import CASES, HOST, MAX_DECODED, SECRET, Case, Fields, Ports, Seen, check
-from tests.gateway.full.conftest import Authority, Rig, Upstream, running, server_context
+from tests.gateway.full.conftest import Authority, Rig, Upstream, only, running, server_context
 from tests.gateway.full.test_streams import Caller, Server
 from vault.secret import Secret
 
@@ -137,7 +137,7 @@ async def ask_http2(rig: Rig, case: Case, seen: Seen) -> None:
         seen.whole = True
     for event in caller.heard:
         if isinstance(event, h2.events.ResponseReceived):
-            seen.status, seen.headers = int(dict(event.headers)[b":status"]), fields(event.headers)
+            seen.status, seen.headers = int(only(event.headers, b":status")), fields(event.headers)
         elif isinstance(event, h2.events.TrailersReceived):
             seen.trailers = fields(event.headers)
     seen.body = caller.body(1)
