@@ -1,4 +1,4 @@
-"""The README's first example works as it is written, but for the names of hosts, which are the demo internet's."""
+"""The README's example works as it is written, but for the names of hosts, which are the demo internet's."""
 
 import os
 import re
@@ -20,8 +20,14 @@ def _block(language: str, holding: str) -> str:
     return next(block for block in blocks if holding in block)
 
 
-def test_the_first_example_installs_the_sdk_and_runs(stack: Stack, tmp_path: Path) -> None:
-    """In an environment of its own, as Debian's Python wants it; the sandbox's request is answered as authenticated."""
+def _shape(line: str) -> str:
+    """A line of `audit tail` without what differs in each run."""
+    line = re.sub(r"^\S+Z", "TIME", line)
+    return re.sub(r"sbx-[0-9a-f]{24}#\d+", "SANDBOX", line)
+
+
+def test_the_example_installs_the_sdk_and_runs_to_a_denial_and_its_record(stack: Stack, tmp_path: Path) -> None:
+    """In an environment of its own, as Debian's Python wants it: one request is answered, one denied."""
     install, *_, start = _block("console", "OPEN_SANDBOX_DOMAIN").splitlines()
     assert "pip install" in install
     (tmp_path / "example.py").write_text(_block("python", "opensandbox").replace("api.example.com", API))
@@ -42,5 +48,12 @@ def test_the_first_example_installs_the_sdk_and_runs(stack: Stack, tmp_path: Pat
         timeout=300,
     )
     assert 0 == done.returncode, done.stderr
-    assert "Denied" not in done.stdout
-    assert done.stdout.strip(), done.stderr
+    answered, _, denied = done.stdout.partition("Denied by policy")
+    assert answered.strip(), done.stderr
+    page = _block("text", "Denied by policy").replace("api.example.com", API)
+    assert page.strip() == f"Denied by policy{denied}".strip()
+
+    shown = _block("text", "DENY").replace("api.example.com", API).strip()
+    begins, _, ends = _shape(shown).partition(" ... ")
+    tail = [_shape(line) for line in stack.sallyport("audit", "tail", "--denied").splitlines()]
+    assert [line for line in tail if line.startswith(begins) and line.endswith(ends)], tail

@@ -1,0 +1,113 @@
+"""The documents are in plain technical English, and their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "execd").glob("*.md"))
+)
+FORBIDDEN = {
+    r"who|whoever|nobody|somebody": "a component has a name; a person is the caller, the operator, the user",
+    r"told|tells? (?:of|it|them)": "components send, report, record",
+    r"anew|mend(?:s|ed|ing)?|whilst|farewell|birth|born": "again, repair, while, refusal, spawn",
+    r"keepers?|R\d{1,2}|section \d+": "watchdog; requirements and sections of documents outside of the repository",
+}
+ALLOWED = {
+    "the user who": "a person",
+    "the operator who": "a person",
+    "people who": "persons",
+}
+"""Phrases that hold a forbidden word, and why they may."""
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)", re.DOTALL)
+_QUOTED = re.compile(r'"[^"\n]*"|“[^”\n]*”')
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def prose(text: str) -> str:
+    """A document without code, quotes, targets of links and phrases that are allowed."""
+    text = _QUOTED.sub('""', _CODE.sub("``", text))
+    for phrase in ALLOWED:
+        text = re.sub(rf"\b{phrase}\b", "", text, flags=re.IGNORECASE)
+    return text
+
+
+def problems(text: str) -> list[str]:
+    """The sentences' forbidden words, each with the words around it."""
+    text = re.sub(r"\s+", " ", prose(text))
+    return [
+        text[max(0, match.start() - 40) : match.end() + 20]
+        for words in FORBIDDEN
+        for match in re.finditer(rf"\b(?:{words})\b", text, re.IGNORECASE)
+    ]
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that a document's headings have."""
+    headings = (heading.replace("`", "").lower() for heading in _HEADING.findall(text))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def dead_links(path: Path, text: str) -> list[str]:
+    """The relative links of a document that lead nowhere."""
+    dead = []
+    for link in _LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, fragment = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        exists = target.exists() and target.is_relative_to(ROOT)
+        if not exists or (fragment and fragment not in anchors(target.read_text())):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_document_is_in_plain_language(document: str) -> None:
+    if document != "docs/glossary.md":  # it names the words that are not used
+        assert [] == problems((ROOT / document).read_text())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    assert [] == dead_links(path, path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Whoever dies is restarted.", 1),
+        ("The log is told, and nobody\nwaits.", 2),
+        ('The user `nobody`, and `whoever` "who" asks.', 0),
+        ("Ask the user who made it.", 0),
+        ("As R33 demands, see section 6.", 2),
+        ("```\nwho\n```\n", 0),
+    ],
+)
+def test_forbidden_words_are_found_in_prose_only(text: str, found: int) -> None:
+    assert found == len(problems(text))
+
+
+def test_a_dead_link_is_found() -> None:
+    path = ROOT / "README.md"
+    assert ["docs/none.md", "docs/glossary.md#none"] == dead_links(
+        path, "[a](docs/none.md) [b](docs/glossary.md#none) [c](docs/glossary.md#audit-log) [d](https://example.com)"
+    )
+
+
+def test_each_document_is_reached_from_the_readme() -> None:
+    waiting, reached = [ROOT / "README.md"], set()
+    while waiting:
+        path = waiting.pop()
+        if path in reached or path.suffix != ".md":
+            continue
+        reached.add(path)
+        links = (link.partition("#")[0] for link in _LINK.findall(path.read_text()) if not re.match(r"[a-z]+:", link))
+        for target in ((path.parent / link).resolve() for link in links if link):
+            waiting += sorted(target.glob("*.md")) if target.is_dir() else [target]
+    assert set() == {path for path in map(ROOT.joinpath, DOCUMENTS) if path not in reached}
