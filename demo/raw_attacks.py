@@ -24,6 +24,8 @@ from demo.stack import Stack
 MARK = "@@"
 SCRIPT = "/tmp/raw_client.py"
 _SETTLE_SECONDS = 10.0
+_ARRIVES_SECONDS = 5.0
+"""For a request behind an answer: a client that hangs up before it is forwarded takes it back."""
 _STILL_SECONDS, _STILL_AT_MOST = 0.3, 5.0
 """Without a frame before a batch begins: what earlier flows still say to each other is none of it. Others may go on."""
 
@@ -58,6 +60,8 @@ class Attack:
         case: dict[str, Any] = {"address": address, "port": self.port, "send": send, **self.options}
         if self.tls is not None:
             case["sni"] = self.tls
+        if self.arrives:
+            case.setdefault("quiet", _ARRIVES_SECONDS)
         return case
 
 

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.system
 README = str(metadata.metadata("opensandbox-code-interpreter").get_payload())
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 MIB = 1024 * 1024
-FLOOD_MIB = 120
+FLOOD_MIB = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +483,8 @@ def test_a_flood_arrives_whole_where_it_is_read(box: Box) -> None:
     assert (None, 10_000 * 1000) == (done.error, received)
     done = box.run(f"print('x' * {40 * MIB})", context=context)
 
-    assert (True, 0) == ("dropped" in text(done, "stderr"), len(text(done)))
+    assert "dropped" in text(done, "stderr")
+    assert "" == text(done).strip()  # the end of its line may be a message of its own
     assert "1" == box.run("1", context=context).result[0].text
 
 

@@ -207,7 +207,7 @@ class Daemons:
         """Start vaultd with a fresh audit channel."""
         near, far = socket.socketpair()
         with near, far:
-            await self.audit.call("attach", (far.fileno(),), sandbox=None, generation=None, producer="vault")
+            await self.audit.ask(auditd.Attach(auditd.Producer.VAULT, None, 1), (far.fileno(),))
             self.vaultd = self.spawn_vaultd(near.fileno())
         self.admin = await eventually(lambda: AdminClient.connect(self.path / "run" / "vault.sock", self.uid))
         await self.admin.call("ping")

@@ -94,8 +94,8 @@ class CompromisedStack(SubstitutedStack):
         if self._listener is None:
             return
         self._listener.close()
-        self._listener = None
         with self._lock:
+            self._listener = None
             for waiting in self._agents.values():
                 while not waiting.empty():
                     waiting.get().close()
@@ -111,10 +111,15 @@ class CompromisedStack(SubstitutedStack):
             except OSError:
                 return
             name = b""
-            while not name.endswith(b"\n"):
-                name += sock.recv(1)
-            pid, uid, _ = _credentials(sock)
-            self._of(name.decode().strip()).put(Hostile(sock, pid, uid))
+            while not name.endswith(b"\n") and (part := sock.recv(1)):
+                name += part
+            agents = self._of(name.decode().strip())
+            with self._lock:
+                if self._listener is not listener or not name.endswith(b"\n"):  # stopped meanwhile, or it has ended
+                    sock.close()
+                    continue
+                pid, uid, _ = _credentials(sock)
+                agents.put(Hostile(sock, pid, uid))
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
