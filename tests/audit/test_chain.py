@@ -85,6 +85,8 @@ def test_a_checkpoint_is_signed_over_all_it_says() -> None:
         changed = {**parsed, name: "other"}
         assert not check_signature(KEY.public_key(), changed), name
     assert not check_signature(Ed25519PrivateKey.generate().public_key(), parsed)
+    for noise in (" ", "\n", "!"):  # a signature has one text
+        assert not check_signature(KEY.public_key(), parsed | {"signature": parsed["signature"] + noise})
 
 
 def test_an_anchor_reads_back_and_any_change_voids_it() -> None:

@@ -149,3 +149,14 @@ def test_canonical_bytes_do_not_depend_on_order() -> None:
 def test_canonical_bytes_have_no_floats_that_are_not_numbers() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical({"a": float("nan")})
+
+
+def test_a_list_is_kept_in_its_order_and_cut_to_its_bound() -> None:
+    hosts = [f"{number}.example" for number in range(70)]
+    assert {"hosts": ["b.example", "a.example"]} == bounded({"hosts": ("b.example", "a.example")})
+    assert {"hosts": hosts[:64], "hosts_length": 70} == bounded({"hosts": hosts})
+
+
+def test_an_unknown_kind_is_named_in_the_refusal() -> None:
+    with pytest.raises(RecordError, match="unknown record kind 'none'"):
+        record("none", "info")
