@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -158,17 +159,25 @@ QUOTAS: dict[str, tuple[Callable[[], None], int]] = {
 }
 """What uses each quota once, and how often at most it is taken: more than the kernel gives one user, by default."""
 TAKING = sys.argv[1:2] == ["take"]
+_REFUSALS, _PAUSE_SECONDS = 10, 0.03
 
 
 def _take(name: str) -> int:
-    """Use a quota until it is used up; return how often."""
+    """Use a quota until it is used up; return how often.
+
+    It is used up when it is refused for a while: what other processes of the user had for a moment comes back.
+    """
     use, most = QUOTAS[name]
-    for count in range(most):
+    taken = refused = 0
+    while taken < most and refused < _REFUSALS:
         try:
             use()
         except OSError:
-            return count
-    return most
+            refused += 1
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            taken, refused = taken + 1, 0
+    return taken
 
 
 def main() -> None:
