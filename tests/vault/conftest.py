@@ -180,6 +180,8 @@ class Daemons:
         self.path = path
         self.uid = VAULTD if os.geteuid() == 0 else os.geteuid()
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.admin: Any = None
+        self.audit: Any = None
         for part in ("audit", "vault", "run"):
             (path / part).mkdir(mode=0o700)
         (path / "run").chmod(0o755)
@@ -218,9 +220,10 @@ class Daemons:
         return self._spawn("vaultd", arguments, self.path / "run" / "vault.sock", audit_fd)
 
     async def stop(self) -> None:
-        """End both."""
-        await self.admin.close()
-        await self.audit.close()
+        """End both, also where only a part was started."""
+        for client in (self.admin, self.audit):
+            if client is not None:
+                await client.close()
         for process in reversed(self.processes):
             if process.poll() is None:
                 process.kill()
@@ -256,6 +259,8 @@ class Daemons:
 async def daemons(short_path: Path) -> AsyncIterator[Daemons]:
     """Running daemons; vaultd under an unprivileged uid. Only uid 0 is an administrator, so this needs root."""
     running = Daemons(short_path)
-    await running.start()
-    yield running
-    await running.stop()
+    try:
+        await running.start()
+        yield running
+    finally:
+        await running.stop()
