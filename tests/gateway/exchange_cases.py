@@ -340,7 +340,13 @@ REQUESTS = [
         denied=("limits",),
     ),
     Case("over the budget", ["decide", "count", "request deny"], 403, over=Over("all sent", None), denied=("limits",)),
-    Case("responses have told enough", ["decide", "request deny"], 403, during={0: spend}, denied=("reflection",)),
+    Case(
+        "the limit of reflected values is reached",
+        ["decide", "request deny"],
+        403,
+        during={0: spend},
+        denied=("reflection",),
+    ),
     Case(
         "the lease is refused",
         [*ORDER[:4], "request deny"],
@@ -574,7 +580,9 @@ RESPONSES = [
         pieces=(BODY,),
         sent=(),
     ),
-    _response("responses have told enough meanwhile", 502, during={7: spend}, pieces=(BODY,), denied=("scrub",)),
+    _response(
+        "the limit of reflected values is reached meanwhile", 502, during={7: spend}, pieces=(BODY,), denied=("scrub",)
+    ),
 ]
 
 GRPC_CALLS = [
