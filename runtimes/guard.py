@@ -10,6 +10,7 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -116,7 +117,10 @@ class Guard:
 
     async def _lay_floor(self) -> None:
         await asyncio.to_thread(netns.load_rules, self._upstream, self._floor)
-        await asyncio.to_thread(self._note_floor)
+        try:
+            await asyncio.to_thread(self._note_floor)
+        except (OSError, netns.NftError) as error:  # only `./run clean` reads it, and leaves a floor without a note
+            _log.warning("the floor is not noted: %s", error)
 
     def _note_floor(self) -> None:
         """Note which table is ours: `./run clean` removes no other. A namespace never gives a handle again.
@@ -136,7 +140,8 @@ class Guard:
         if self.lives:
             rules = f"table inet {nft.FLOOR_TABLE} {{\n}}\ndelete table inet {nft.FLOOR_TABLE}\n"
             await asyncio.to_thread(netns.load_rules, self._upstream, rules)
-            self._floor_note.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._floor_note.unlink(missing_ok=True)
 
     async def _list(self, table: str) -> str:
         return await asyncio.to_thread(netns.list_rules, self._upstream, "-t", "table", "inet", table)

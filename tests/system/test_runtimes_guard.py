@@ -3,6 +3,7 @@
 It tests `runtimes/guard.py`.
 """
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from runtimes import netns
+from runtimes.guard import Guard
 from runtimes.nft import GuardPlan, render_floor, render_guard
 
 pytestmark = pytest.mark.system
@@ -212,3 +214,20 @@ def test_a_floor_takes_the_place_of_one_that_is_there(upstream: Path) -> None:
     _load(upstream, GuardPlan(_FIRST, _LAST), "floor")
     listed = netns.list_rules(upstream, "ruleset")
     assert (1, 2) == (listed.count("table inet"), listed.count(f"{_FIRST}-{_LAST}"))
+
+
+async def test_a_floor_that_cannot_be_noted_is_laid_and_the_guard_renewed(upstream: Path, tmp_path: Path) -> None:
+    """Only `./run clean` reads the note."""
+    announced: asyncio.Queue[int] = asyncio.Queue()
+    (tmp_path / "floor").mkdir()
+    guard = Guard(tmp_path / "guard.nft", upstream, announced.put)
+    await guard.start(GuardPlan(_FIRST, _LAST))
+    try:
+        await guard.renew()
+        async with asyncio.timeout(30):
+            await announced.get()
+        assert (2, True) == (guard.lives, guard.in_force)
+        assert "sallyport_floor" in await guard.listed()
+    finally:
+        await guard.stop()
+        await guard.remove_floor()
