@@ -16,7 +16,6 @@ their times; that is signed as long as a file is there as it was written.
 
 import json
 import os
-import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -30,6 +29,7 @@ from audit.chain import CHECKPOINT, CONTROL, Head, LineError, fingerprint, parse
 from audit.keys import sync_directory, write_atomically
 from audit.records import canonical
 from audit.ring import Ring
+from wire.ids import SANDBOX_ID
 
 SHARES_NAME: Final = "chains.json"
 DIRECTORY: Final = "chains"
@@ -40,7 +40,6 @@ SMALL: Final = 64 * 1024
 """Bytes below which lines are joined with those that come after them."""
 _CONTEXT: Final = b"sallyport-audit-chains-v1\0"
 _CHAIN: Final = b'"chain":"'
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _BUFFER: Final = 64 * 1024
 
 
@@ -121,7 +120,7 @@ def parse_kept(data: bytes) -> Kept:
         chains: dict[str, Share] = {}
         for chain, one in body["chains"].items():
             chains[chain] = Share(one["seq"], one["hash"], tuple(Segment(**part) for part in one["segments"]))
-            if not _NAME.fullmatch(chain) or not chains[chain].segments:
+            if not SANDBOX_ID.fullmatch(chain) or not chains[chain].segments:
                 raise ValueError("not a chain's share")
             if not all(type(number) is int for part in chains[chain].segments for number in (part.file, part.size)):
                 raise ValueError("not a segment")
@@ -198,7 +197,7 @@ def _most(chain: str, retention: Retention) -> int:
 def _chain(line: bytes) -> str:
     begin = line.find(_CHAIN) + len(_CHAIN)
     chain = line[begin : line.find(b'"', begin)].decode("ascii")
-    if not _NAME.fullmatch(chain):
+    if not SANDBOX_ID.fullmatch(chain):
         raise LineError("a line is of no chain")
     return chain
 

@@ -6,7 +6,6 @@
 - Values are frozen; a change is a new `GatewayConfig`.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -16,8 +15,8 @@ from gateway.resolver import Upstream
 from policy.compiled import CompiledPolicy
 from policy.names import InvalidName, canonical_host
 from wire.endpoints import parse_endpoint
+from wire.ids import SANDBOX_ID
 
-_SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _REQUIRED = frozenset({"sandbox", "generation", "policy", "upstream_roots", "dns_upstreams", "inside"})
 _OPTIONAL = frozenset({"allowed_addresses", "host_addresses", "limits"})
 _MAX_LIST = 256
@@ -96,7 +95,7 @@ class GatewayConfig:
         if _REQUIRED - keys:
             raise ConfigError(f"missing key {min(_REQUIRED - keys)!r}")
         sandbox = _text(data["sandbox"], "sandbox")
-        if not _SANDBOX.fullmatch(sandbox):
+        if not SANDBOX_ID.fullmatch(sandbox):
             raise ConfigError("sandbox is not a sandbox id")
         try:
             policy = CompiledPolicy.from_json(_object(data["policy"], "policy"))

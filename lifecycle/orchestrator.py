@@ -11,7 +11,6 @@ It knows no HTTP; refusals are `ApiError`s because their codes are the contract'
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,9 +24,9 @@ from lifecycle.labels import patched
 from lifecycle.peers import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.policies import Policies
 from lifecycle.registry import Registry, RegistryError, Sandbox, State
+from wire.ids import SANDBOX_ID
 
 _log = logging.getLogger(__name__)
-_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
 
 
 class Orchestrator:
@@ -67,7 +66,7 @@ class Orchestrator:
         Raises:
             ApiError: 404.
         """
-        row = await self.registry.get(sandbox) if _ID.fullmatch(sandbox) else None
+        row = await self.registry.get(sandbox) if SANDBOX_ID.fullmatch(sandbox) else None
         if row is None or self._is_over(row):
             raise unknown_sandbox(sandbox)
         return row
@@ -88,7 +87,7 @@ class Orchestrator:
         Raises:
             ApiError: 404, 409, or 500 if something of it is left; the reaper will then go on.
         """
-        if not _ID.fullmatch(sandbox):
+        if not SANDBOX_ID.fullmatch(sandbox):
             raise unknown_sandbox(sandbox)
         async with self.lock(sandbox):
             now = self.clock()

@@ -51,11 +51,12 @@ from runtimes.nft import GuardPlan
 from runtimes.operator import Operator
 from runtimes.records import Records
 from runtimes.sandboxes import Sandboxes
-from runtimes.spec import IMAGE_NAME, SANDBOX_ID, HostConfig, LaunchSpec
+from runtimes.spec import IMAGE_NAME, HostConfig, LaunchSpec
 from runtimes.supervisor import NotReady
 from runtimes.watch import Watch
 from runtimes.yielding import Yielding
 from wire.frames import close_all
+from wire.ids import SANDBOX_ID
 
 _LISTED_IMAGES = 100
 _GATED_SECONDS = 5.0

@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from runtimes.disk import SMALLEST
 from runtimes.own_users import RANGE
 from wire.endpoints import parse_endpoint
+from wire.ids import SANDBOX_ID
 
 IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z0-9_:@-])*")
 """What Docker may be asked for as an image: part of a path there, so nothing that leads elsewhere in it."""
-SANDBOX_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
 _IMAGE_TEXT = re.compile(r"[ !#%-\[\]-~]{0,1024}")  # what Docker's ENV takes as it is: no quote, dollar or backslash
 _MAX_TEXT = 128 * 1024

@@ -37,12 +37,12 @@ from vault.store import (
     with_former,
 )
 from wire import Code
+from wire.ids import SANDBOX_ID
 
 MAX_SANDBOXES = 8192
 MAX_LEASE = timedelta(seconds=300)
 MAX_FORMER_INLINE = 16
 """Replaced or removed inline secrets of a sandbox that are still looked for, at each host."""
-_SANDBOX = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
 _LINEAGE = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Custody:
         Raises:
             CustodyError: bad_request, exists, full, unknown_secret, not_bound, expired, name_taken.
         """
-        if not _SANDBOX.fullmatch(sandbox) or not _LINEAGE.fullmatch(lineage):
+        if not SANDBOX_ID.fullmatch(sandbox) or not _LINEAGE.fullmatch(lineage):
             raise CustodyError(Code.INVALID, "not a sandbox's or lineage's name")
         if sandbox in self._sandboxes or self._files.exists(sandbox):
             raise CustodyError(Code.EXISTS, "the sandbox is open already")
@@ -254,7 +254,7 @@ class Custody:
         Raises:
             CustodyError: bad_request; residue: something is still there, call again.
         """
-        if not _SANDBOX.fullmatch(sandbox):
+        if not SANDBOX_ID.fullmatch(sandbox):
             raise CustodyError(Code.INVALID, "not a sandbox's name")
         state = self._sandboxes.get(sandbox)
         if state is not None:

@@ -15,7 +15,7 @@ A request is a frozen dataclass that says with which one it is answered; its ope
 import re
 import typing
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _MOST_TEXT: Final = 300
+_RESERVED: Final = frozenset({"id", "op", "fds", "timeout"})
+"""What a frame has beside the parameters, and what `Client.call` has: no message has a field of this name."""
 
 
 class Request[Answer]:
@@ -99,8 +101,15 @@ class Operations:
     """A closed set of requests and notifications."""
 
     def __init__(self, *kinds: type[Message]) -> None:
-        """Take exactly `kinds`, and `Ping`."""
+        """Take exactly `kinds`, and `Ping`.
+
+        Raises:
+            TypeError: a field of one of them would take the place of a part of the frame.
+        """
         taken: tuple[Any, ...] = (Ping, *kinds)
+        for kind in taken:
+            if wrong := _RESERVED & {field.name for field in fields(kind)}:
+                raise TypeError(f"{kind.__name__} has a field that is reserved: {min(wrong)}")
         self._kinds: Final = {_operation(kind): kind for kind in taken}
 
     def __contains__(self, kind: object) -> bool:

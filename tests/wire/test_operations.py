@@ -130,6 +130,22 @@ async def test_an_answer_that_is_not_exactly_one_counts_as_no_answer(answer: dic
     await there.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Overwrites(Request[Done]):
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Renames(Notification):
+    op: str
+
+
+@pytest.mark.parametrize("kind", [_Overwrites, _Renames])
+def test_no_field_takes_the_place_of_a_part_of_the_frame(kind: type[Any]) -> None:
+    with pytest.raises(TypeError, match="reserved"):
+        Operations(kind)
+
+
 async def test_a_code_that_is_not_in_the_list_is_malformed() -> None:
     async def handle(_client: Client, _op: str, _parameters: dict[str, Any], _fds: list[int]) -> dict[str, Any]:
         raise NotImplementedError
