@@ -1,4 +1,4 @@
-"""What happened: the tamper-evident log of every decision, its one writer (auditd), and its readers.
+"""The audit log: a tamper-evident log of every decision, its only writer (auditd), and its readers.
 
-Producers use `audit.client`; the closed list of what a record may say is `audit.records`.
+Producers use `audit.client`. `audit.records` has the closed list of the fields of a record.
 """

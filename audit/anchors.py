@@ -1,12 +1,13 @@
-"""Anchors: what is kept of a log where its writer cannot write, and the comparison with it.
+"""Anchors: copies of the log's state, kept where auditd cannot write, and the comparison of a log with them.
 
 Pure. `wire.anchors` has the text form.
 
-- `log` is the hash over all lines up to byte `offset` of file `file`. As long as that file is there, no byte before
-  that place can have changed. A log that ends before it was cut.
-- `heads` says where open chains stood (all of them, or those that moved since the anchor before). A head binds every
-  line of its chain before it, also when the file is retired and only the chain's own share is left.
-- `identity` is the log's first key, `key` the one in use: another log in the place of this one is found by the first.
+- `log` is the hash over all lines up to byte `offset` of file `file`. While that file exists, the comparison detects a
+  change of any byte before that place. A log that ends before that place was truncated.
+- `heads` has the last sequence numbers and hashes of the open chains (of all, or of those that grew since the anchor
+  before). A head covers every earlier line of its chain, also after the file is retired and only the chain's share is
+  left.
+- `identity` is the log's first key, `key` the key in use. A different `identity` means that the log was replaced.
 """
 
 from collections.abc import Mapping
@@ -20,34 +21,34 @@ MAX_LINE: Final = 4 * 1024 * 1024
 
 
 def read_anchors(data: bytes) -> list[Anchor]:
-    """Return the anchors in `data`, one in each line. A last line without its end is what a killed writer leaves.
+    """Return the anchors in `data`, one per line. A last line without its end is ignored.
 
     Raises:
-        AnchorError: there is none, or a line is no anchor.
+        AnchorError: there is no anchor, or a line is invalid.
     """
     lines = data.split(b"\n")
     whole = [line for line in lines[:-1] if line] or [line for line in lines if line]
     if not whole:
-        raise AnchorError("there is no anchor in it")
+        raise AnchorError("there is no anchor in the file")
     return [read_line(line) for line in whole]
 
 
 @dataclass(slots=True)
 class Pins:
-    """Anchors that a log is compared with while it is read."""
+    """The anchors with which a log is compared during the read."""
 
     logs: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
-    """Time by log hash, by the place where it was so."""
+    """For each place in the log: log hash -> time of the anchor."""
     heads: dict[tuple[str, int], dict[str, tuple[str, int]]] = field(default_factory=dict)
-    """Time and newest file by hash, by chain and sequence number."""
+    """For each chain and sequence number: hash -> time and newest file of the anchor."""
     identities: dict[str, str] = field(default_factory=dict)
-    """Time by first key."""
+    """First key -> time of the anchor."""
     found: set[tuple[str, int, str]] = field(default_factory=set)
     other: dict[tuple[str, int], str] = field(default_factory=dict)
     count: int = 0
 
     def add(self, anchor: Anchor) -> None:
-        """Compare with this anchor, too."""
+        """Add an anchor to compare with."""
         self.count += 1
         self.identities.setdefault(anchor.identity, anchor.ts)
         self.logs.setdefault((anchor.file, anchor.offset), {}).setdefault(anchor.log, anchor.ts)
@@ -55,12 +56,12 @@ class Pins:
             self.heads.setdefault((chain, head.seq), {}).setdefault(head.hash, (anchor.ts, anchor.file))
 
     def reached(self, file: int, offset: int, log: str) -> None:
-        """The log hash is `log` at this place."""
+        """Note the log hash at a place."""
         if (wanted := self.logs.get((file, offset))) is not None:
             wanted.pop(log, None)
 
     def seen(self, chain: str, seq: int, digest: str) -> None:
-        """The log has this line."""
+        """Note a line of the log."""
         if (wanted := self.heads.get((chain, seq))) is not None:
             if digest in wanted:
                 self.found.add((chain, seq, digest))
@@ -68,13 +69,13 @@ class Pins:
                 self.other[chain, seq] = digest
 
     def findings(self, identity: str, first: int, split: int, retired: Mapping[str, int]) -> list[str]:
-        """Say what is not as it was anchored, once the whole log was read.
+        """Return the differences from the anchors, after the whole log was read.
 
         Args:
             identity: the fingerprint of the log's first key.
-            first: the oldest file that is there as it was written.
-            split: the oldest file that was not split by chain; 0 if none was.
-            retired: for each chain that is there from its middle on, how far it was retired.
+            first: the oldest file that still exists unchanged.
+            split: the oldest file that was not split by chain; 0 if none was split.
+            retired: for each chain without its beginning, the last retired sequence number.
         """
         out = [
             f"the log anchored at {ts} was another one: its first key was {other}"

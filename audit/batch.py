@@ -1,9 +1,9 @@
-"""Records on their way into the log: what is written together, and where the chains stand once it is.
+"""A batch of records for the log: the lines to write together, and the state of the chains after them.
 
-Pure. A batch changes nothing of the state it began from; the log takes the new state over when the lines are written,
-and drops the batch when they are not.
+Pure. A batch does not change the state from which it starts. The log adopts the new state after the lines are written,
+and drops the batch if the write fails.
 
-- A time before the previous line's is not hidden: the line says so in `clock_back`.
+- If the time is before that of the previous line, the line has the field `clock_back`.
 """
 
 import hashlib
@@ -13,46 +13,48 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from audit.chain import CHECKPOINT, CONTROL, Head, extend_log, seal, seal_checkpoint
+from audit.chain import CHECKPOINT, CONTROL, ChainHead, extend_log, seal, seal_checkpoint
 from audit.records import Fields, bounded, escaped
 
 _TORN_KEPT: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One record to append. `record` lacks only ts, chain, seq, prev and hash."""
+class ChainEntry:
+    """One record to append, without ts, chain, seq, prev and hash."""
 
     chain: str
     record: Fields
 
 
 class Batch:
-    """Lines to be written together, and the state of the chains once they are."""
+    """Lines to write together, and the state of the chains after the write."""
 
-    def __init__(self, key: Ed25519PrivateKey, *, heads: Mapping[str, Head], log: str, ts: str, last_ts: str) -> None:
-        """Begin at time `ts` from a log that stands at `heads` and `log` and whose last line is of `last_ts`."""
+    def __init__(
+        self, key: Ed25519PrivateKey, *, heads: Mapping[str, ChainHead], log: str, ts: str, last_ts: str
+    ) -> None:
+        """Begin at time `ts`, from the heads `heads`, the log hash `log` and the last line's time `last_ts`."""
         self._key = key
         self._old = heads
         self.ts = ts
         self._last_ts = last_ts
-        self.heads: dict[str, Head | None] = {}  # None: the chain is closed
+        self.heads: dict[str, ChainHead | None] = {}  # None: the chain is closed
         self.since: dict[str, int] = {}
         self.log = log
         self.lines: list[bytes] = []
         self.grown: dict[str, int] = {}  # bytes by chain
 
-    def _head(self, chain: str) -> Head:
-        return (self.heads[chain] if chain in self.heads else self._old.get(chain)) or Head()
+    def _head(self, chain: str) -> ChainHead:
+        return (self.heads[chain] if chain in self.heads else self._old.get(chain)) or ChainHead()
 
-    def add(self, entry: Entry) -> int:
+    def add(self, entry: ChainEntry) -> int:
         """Add one record; return its sequence number."""
         line, head = seal(self._dated(entry.chain, entry.record), self._head(entry.chain))
         self._push(line, entry.chain, head)
         return head.seq
 
     def checkpoint(self, chain: str, extra: Fields) -> int:
-        """Add a signed checkpoint that also says `extra`; return its sequence number."""
+        """Add a signed checkpoint with the fields `extra`; return its sequence number."""
         record: Fields = {"kind": CHECKPOINT, "decision": "info", "producer": "auditd", **extra}
         if chain != CONTROL:
             record["sandbox"] = chain
@@ -67,27 +69,27 @@ class Batch:
         self._last_ts = self.ts
         return dated
 
-    def _push(self, line: bytes, chain: str, head: Head | None) -> None:
+    def _push(self, line: bytes, chain: str, head: ChainHead | None) -> None:
         self.lines.append(line)
         self.grown[chain] = self.grown.get(chain, 0) + len(line)
         self.log = extend_log(self.log, line)
         self.heads[chain] = head
 
 
-def gap_entry(chain: str, reason: str, count: int | None = None) -> Entry:
-    """Return auditd's statement that records are missing from `chain`; `count` None: nobody knows how many."""
+def gap_entry(chain: str, reason: str, count: int | None = None) -> ChainEntry:
+    """Return a `gap` record of auditd: records of `chain` are missing. `count` is None if the number is unknown."""
     record: Fields = {"kind": "gap", "decision": "info", "producer": "auditd", "reason": reason}
     if count is not None:
         record["count"] = count
     if chain != CONTROL:
         record["sandbox"] = chain
-    return Entry(chain, record)
+    return ChainEntry(chain, record)
 
 
 def torn_record(torn: bytes) -> Fields:
-    """Return the record of what was cut off the end of a log."""
+    """Return the `gap` record for bytes that were truncated at the end of a log."""
     text = torn[:_TORN_KEPT].decode("utf-8", "surrogateescape")
-    fields: dict[str, Any] = {"torn": text, "reason": "a torn last line was cut off", "count": 1}
+    fields: dict[str, Any] = {"torn": text, "reason": "an incomplete last line was truncated", "count": 1}
     if len(torn) > _TORN_KEPT:
         fields |= {"torn_sha256": hashlib.sha256(torn).hexdigest(), "torn_length": len(torn)}
     return {"kind": "gap", "decision": "info", "producer": "auditd", **escaped(bounded(fields))}

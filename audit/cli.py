@@ -1,7 +1,7 @@
-"""`sallyport audit tail`, `verify` and `anchor`: reading the log, never changing it.
+"""`sallyport audit tail`, `verify` and `anchor`: they read the log and never change it.
 
-- Exit codes: 0 fine, 1 the log is not what was written, 2 it cannot be read (or was asked for wrongly).
-- `tail` shows lines whose own hash holds; others are shown as damaged, never silently left out.
+- Exit codes: 0 no problem, 1 the log was changed, 2 the log cannot be read or an argument is invalid.
+- `tail` prints a line with an invalid hash as damaged. It omits no line silently.
 """
 
 import heapq
@@ -44,10 +44,10 @@ def verify(
     """Check the whole log and print a report; return the exit code.
 
     Args:
-        key: a copy of the log's first public key kept elsewhere; by default the one beside the log, whose fingerprint
-            is printed so that it can be compared.
-        anchors: files of anchors that the log is compared with; each must be readable.
-        kept: where hostd keeps anchors; those that exist are used.
+        key: a copy of the log's first public key from another place. The default is the key beside the log; its
+            fingerprint is printed for comparison.
+        anchors: files of anchors to compare with; each must be readable.
+        kept: the files in which hostd keeps anchors; missing ones are ignored.
     """
     out = out or sys.stdout
     try:
@@ -70,7 +70,7 @@ def anchor(
     output: Path | None = None,
     out: TextIO | None = None,
 ) -> int:
-    """Verify the log and print an anchor of it, to be kept on another machine; return the exit code.
+    """Verify the log and print an anchor, to be kept on another machine; return the exit code.
 
     Args:
         key: as for `verify`.
@@ -109,7 +109,7 @@ def _anchors(paths: Iterable[Path]) -> Iterator[Anchor]:
 
 
 def _verified(directory: Path, key: str | Path | None, anchors: Sequence[Anchor]) -> Verifier | None:
-    """Read the whole log; None if it cannot be read, for a reason that was printed."""
+    """Read the whole log. None if it cannot be read; the reason is printed."""
     for attempt in (1, 2, 3):
         try:
             if not file_numbers(directory) and not (directory / HEADS_NAME).exists():
@@ -120,7 +120,7 @@ def _verified(directory: Path, key: str | Path | None, anchors: Sequence[Anchor]
             verifier = read_verifier(directory, identity, anchors)
             if verifier.ok or attempt == 3 or before == signature(directory):
                 return verifier
-        except FileNotFoundError as error:  # a live writer has just retired its oldest file
+        except FileNotFoundError as error:  # auditd has just retired its oldest file
             if attempt == 3:
                 _unusable(directory, error)
                 return None
@@ -131,7 +131,7 @@ def _verified(directory: Path, key: str | Path | None, anchors: Sequence[Anchor]
 
 
 def _unusable(directory: Path, error: Exception) -> int:
-    """Say why the log cannot be read, and what to do."""
+    """Print why the log cannot be read, and what to do."""
     reason = str(error)
     if isinstance(error, PermissionError):
         reason = "may be read by root only: run this command as root, or on a copy that you may read"
@@ -172,10 +172,10 @@ def tail(
     """Print records, oldest first; return the exit code.
 
     Args:
-        denied: only denials, and what mode `observe` would have denied.
-        sandbox: only this sandbox's, control-plane records about it included.
-        follow: go on printing as records arrive, until interrupted or `until()`.
-        output: a line for people, the record as it is, or ECS; the latter two one JSON object per line.
+        denied: print only denials, also those that mode `observe` did not enforce.
+        sandbox: print only records of this sandbox, also those of the control plane about it.
+        follow: continue with new records, until interrupted or `until()` is true.
+        output: a readable line, the record as JSON, or ECS as JSON.
     """
     out = out or sys.stdout
     directory = Path(directory)
@@ -219,7 +219,7 @@ def _shown(record: dict[str, Any], output: Output) -> str:
 
 
 def _retired(directory: Path, sandbox: str | None) -> Iterator[tuple[str, bytes]]:
-    """Yield what is kept of retired files, in the order of its times."""
+    """Yield the kept lines of retired files, in the order of their times."""
     kept = share_chains(directory)
     wanted = [name for name in kept.chains if sandbox in (None, name) or name == CONTROL]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -238,7 +238,7 @@ def _time(line: bytes) -> bytes:
 
 
 def _lines(directory: Path, *, follow: bool, until: Callable[[], bool]) -> Iterator[tuple[str, bytes]]:
-    """Yield whole lines of all files; with `follow`, wait for more."""
+    """Yield the complete lines of all files; with `follow`, wait for more."""
     first = share_chains(directory).file
     number = min(number for number in file_numbers(directory) if number >= first)
     while True:
@@ -254,7 +254,7 @@ def _lines(directory: Path, *, follow: bool, until: Callable[[], bool]) -> Itera
                 later = [n for n in file_numbers(directory) if n > number]
                 if last_round or (later and not follow):
                     break
-                if later:  # once more: what was written between the last read and the rotation
+                if later:  # read again: lines written between the last read and the rotation
                     last_round = True
                     continue
                 if not follow or until():

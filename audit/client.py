@@ -1,19 +1,18 @@
-"""The producers' side of the audit log: ask auditd to accept a record, and know whether it did.
+"""The client of auditd: sends records, and learns whether auditd has accepted them.
 
     audit = AuditClient.from_fd(fd)                      # inside a running loop
     await audit.accept("request", "allow", host=..., rule=...)     # returns: it is in the log
     audit.note("request", "info", host=..., status=200)            # an outcome; never blocks, never raises on load
 
-- `accept` returns only after auditd has confirmed the record; everything else is `AuditUnavailable`, and whoever
-  gets that must deny. A record may be in the log although `accept` raised (the answer came too late): the log may
-  show a decision that was then not carried out, never the reverse.
-- `note` is for what happened after a decision. Its queue is bounded, in notes and in bytes. What does not fit, and what
-  was on its way when a connection ended, is counted, and the count goes into the log as a `gap` record before anything
-  later.
-- `count` is for what comes in floods: the same event many times in a second is one note, with their number.
-- Who this producer is was fixed when its channel was attached; nothing sent here can change it.
+- `accept` returns only after auditd has confirmed the record. Otherwise it raises `AuditUnavailable`: the caller must
+  deny. If only the answer was late, the record is in the log although `accept` raised. So the log may contain a
+  decision that was not carried out. No decision is carried out without its record.
+- `note` is for outcomes after a decision. Its queue is limited in notes and bytes. Notes that do not fit, and notes
+  under way when a connection ended, are counted. A `gap` record with the count precedes all later records.
+- `count` is for floods: equal events within a second become one note with their number.
+- The producer is fixed when its channel is attached. No message can change it.
 
-It does not reconnect by itself: the owner of the channel calls `rebind` with a new one.
+The client does not reconnect: the owner of the channel calls `rebind` with a new one.
 """
 
 import asyncio
@@ -39,18 +38,18 @@ _log = logging.getLogger(__name__)
 
 
 class AuditUnavailable(Exception):
-    """The log did not accept the record (in time). What it was to permit must not happen."""
+    """The log did not accept the record in time. The recorded action must not happen."""
 
 
 type _Event = tuple[str, str, tuple[tuple[str, object], ...]]
-"""Kind, decision and fields of what is counted."""
+"""Kind, decision and fields of a counted event."""
 
 
 class AuditClient:
     """One producer's channel to auditd. Make it inside a running loop."""
 
     def __init__(self, client: Client, *, timeout: float = ACCEPT_TIMEOUT, queue: int = NOTE_QUEUE) -> None:
-        """Take over `client`, already started; `timeout` (seconds) bounds each `accept`, `queue` the notes held."""
+        """Use `client`, which is started. `timeout` limits each `accept` in seconds, `queue` the held notes."""
         self._client = client
         self._timeout = timeout
         self._capacity = queue
@@ -68,17 +67,17 @@ class AuditClient:
 
     @classmethod
     def from_fd(cls, fd: int, *, timeout: float = ACCEPT_TIMEOUT, queue: int = NOTE_QUEUE) -> "AuditClient":
-        """Take over `fd`, one end of a socket pair whose other end was attached to auditd."""
+        """Use `fd`, one end of a socket pair. Its other end is attached to auditd."""
         return cls(_started(fd), timeout=timeout, queue=queue)
 
     @property
     def available(self) -> bool:
-        """Whether the channel is open. False is certain; True is a hope that `accept` settles."""
+        """Whether the channel is open. False is certain; True can be outdated."""
         return not self._client.closed.is_set()
 
     @property
     def lost(self) -> int:
-        """How many notes were dropped and not yet accounted for in the log."""
+        """The number of dropped notes that no `gap` record has reported yet."""
         return sum(self._lost.values())
 
     async def wait_closed(self) -> None:
@@ -89,12 +88,12 @@ class AuditClient:
         """Have one record accepted into the log; return its sequence number.
 
         Args:
-            durable: return only once the record is also on disk (fdatasync).
-            fields: see `audit.records`; None values are left out.
+            durable: return only after the record is on disk (fdatasync).
+            fields: see `audit.records`; fields with the value None are omitted.
 
         Raises:
-            AuditUnavailable: not confirmed: the caller must deny.
-            audit.records.RecordError: no such kind, decision or field (a programming error).
+            AuditUnavailable: auditd has not confirmed the record; the caller must deny.
+            audit.records.RecordError: kind, decision or a field does not exist (a programming error).
         """
         request = Record(entry(record(kind, decision, **fields)), durable)
         try:
@@ -103,7 +102,7 @@ class AuditClient:
             raise AuditUnavailable(f"{kind} was not recorded: {_why(error)}") from error
 
     def note(self, kind: str, decision: Decision | str = Decision.INFO, **fields: object) -> None:
-        """Queue one outcome record; when the queue is full it is counted instead and the log will say so.
+        """Queue one outcome record. If the queue is full, the record is dropped and counted for a `gap` record.
 
         Raises:
             audit.records.RecordError: as for `accept`.
@@ -111,9 +110,9 @@ class AuditClient:
         self._queue(record(kind, decision, **fields), 1)
 
     def count(self, kind: str, decision: Decision | str, **fields: object) -> None:
-        """Count one more of the same event; the first is noted at once, the rest of each second with their `count`.
+        """Count one event. The first is noted at once, the others of each second in one note with their `count`.
 
-        `fields` are constants of the program or few: each combination is kept for a second.
+        `fields` must have few different values: each combination is kept for a second.
 
         Raises:
             audit.records.RecordError: as for `accept`.
@@ -149,7 +148,7 @@ class AuditClient:
             self._sender = asyncio.get_running_loop().create_task(self._send_notes(), name="audit-notes")
 
     async def drain(self, timeout: float = ACCEPT_TIMEOUT) -> bool:
-        """Wait until all notes are in the log; False if they are not within `timeout` seconds."""
+        """Wait until all notes are in the log. False after `timeout` seconds."""
         self._note_counts()
         try:
             async with asyncio.timeout(timeout):
@@ -159,13 +158,13 @@ class AuditClient:
         return True
 
     async def rebind(self, fd: int) -> None:
-        """Go on over a new channel (auditd was restarted); queued notes and counts are kept."""
+        """Use a new channel, after a restart of auditd. Queued notes and counts are kept."""
         await self._client.close()
         self._client = _started(fd)
         self._bound.set()
 
     async def close(self, timeout: float = 1.0) -> None:
-        """Send what is queued if that takes no longer than `timeout` seconds, and end the channel."""
+        """Send the queued notes, for at most `timeout` seconds, and end the channel."""
         if self.available:
             await self.drain(timeout)
         if self._counting is not None:
@@ -179,7 +178,7 @@ class AuditClient:
         self._lost[reason] = self._lost.get(reason, 0) + count
 
     def _batch(self) -> list[Fields]:
-        """Take the next notes from the queue, as many as fit into one request."""
+        """Take the next notes from the queue, as many as one request can have."""
         notes: list[Fields] = []
         size = 0
         while self._notes and len(notes) < NOTE_BATCH and (not notes or size + _size(self._notes[0]) <= BATCH_BYTES):
@@ -196,10 +195,10 @@ class AuditClient:
                 await self._unsent.wait()
             await self._bound.wait()
             client = self._client
-            if client.closed.is_set():  # nothing was sent yet: what waits goes over the next channel
+            if client.closed.is_set():  # nothing was sent; the notes wait for the next channel
                 self._bound.clear()
                 continue
-            # The gap record goes first: it stands where the missing notes would have stood, or earlier.
+            # The gap record is sent first, so its place is that of the missing notes or earlier.
             lost, self._lost = self._lost, {}
             gaps = [record("gap", Decision.INFO, count=count, reason=reason) for reason, count in lost.items()]
             notes = self._batch()
@@ -208,12 +207,12 @@ class AuditClient:
             except (RemoteError, OSError) as error:
                 for reason, count in lost.items():
                     self._lose(reason, count)
-                if isinstance(error, RemoteError):  # refused as a whole: nothing of it was written
+                if isinstance(error, RemoteError):  # refused as a whole; no record of it was written
                     self._notes.extendleft(reversed(notes))
                     self._held += sum(map(_size, notes))
                 elif notes:
                     self._lose(IN_FLIGHT, len(notes))
-                _log.warning("audit notes not recorded: %s", _why(error))
+                _log.warning("auditd did not record a batch of notes: %s", _why(error))
                 if client.closed.is_set():
                     if client is self._client:
                         self._bound.clear()
@@ -228,12 +227,12 @@ def _started(fd: int) -> Client:
 
 
 def _size(item: Fields) -> int:
-    """About as many bytes as a note holds."""
+    """Return the approximate size of a note in bytes."""
     return 256 + sum(len(value) if isinstance(value, str | list) else 16 for value in item.values())
 
 
 def entry(item: Fields) -> Entry:
-    """Return a record as it is sent to auditd."""
+    """Return a record in the form that is sent to auditd."""
     fields = {name: _value(value) for name, value in item.items() if name not in ("kind", "decision")}
     return Entry(str(item["kind"]), str(item["decision"]), fields)
 

@@ -1,15 +1,15 @@
 """Group commit: the queue between many producers and one log.
 
-- An answer is given only after write(2) has put the record into the file; `durable` ones, and all with `always`, are
-  answered after fdatasync.
-- What was written is synced within 50 ms. If the disk takes so long that this cannot hold, records are refused.
-- What cannot be written is refused and counted, and the count enters the log as a `gap` record as soon as it can be
-  written again, by itself.
-- Producers are served in turn, a bounded number of records each: a flood waits for itself.
-- Each sandbox's chain has a budget of bytes, refilled evenly; beyond it its requests wait, nobody else's. Nothing is
-  dropped: what is waited for is bounded by `wire`, and a decision that is not recorded in time is a denial.
+- A request is answered after write(2) has put its record into the file. `durable` records, and all records if `always`
+  is set, are answered after fdatasync.
+- Written records are synced within 50 ms. If the disk is too slow for this, records are refused.
+- Records that cannot be written are refused and counted. When the log can be written again, a `gap` record has the
+  count.
+- Producers are served in turn, with a limited number of records each. So a flood delays only its own producer.
+- Each sandbox's chain has a budget of bytes, refilled evenly. Above it the requests of this sandbox wait, and no
+  others. No request is dropped: `wire` limits how many can wait, and a decision that is not recorded in time is denied.
 
-It runs on one event loop. Syncing has a thread; anchoring, retiring files and changing keys share another.
+The queue runs on one event loop. Syncing has a thread; anchoring, retiring files and changing keys share another one.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
-from audit.batch import Entry, gap_entry
-from audit.file_sink import Log, LogUnwritable, Mark, sync
+from audit.batch import ChainEntry, gap_entry
 from audit.pace import Pace
+from audit.sinks.file import Log, LogUnwritable, Mark, sync
 from wire import Code, RequestError
 from wire.api import auditd
 
-SYNC_SECONDS: Final = 0.02  # from a write to the start of its sync; with the sync itself below 50 ms
+SYNC_SECONDS: Final = 0.02  # from a write to the start of its sync; with the sync less than 50 ms
 STALL_SECONDS: Final = 2.0
 ANCHOR_SECONDS: Final = 0.25
 CHECKPOINT_SECONDS: Final = 60.0
 EPOCH_SECONDS: Final = 600.0
-TURN: Final = 64  # records taken from one producer before it is another's turn
+TURN: Final = 64  # records of one producer per turn
 REFUSED: Final = "refused: the log could not be written"
 
 _log = logging.getLogger("auditd")
@@ -41,7 +41,7 @@ _log = logging.getLogger("auditd")
 
 @dataclass(slots=True)
 class _Request:
-    entries: list[Entry]
+    entries: list[ChainEntry]
     durable: bool
     done: asyncio.Future[list[int]]
     seqs: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class GroupCommit:
     """Takes requests from all producers' queues in turn, writes them in batches, syncs, anchors."""
 
     def __init__(self, log: Log, *, always: bool, pace: int = 0) -> None:
-        """Write to `log`; `pace` is what one sandbox may write, in bytes a second, 0 for any amount."""
+        """Write to `log`. `pace` is the limit of one sandbox in bytes per second, 0 for no limit."""
         self._log = log
         self._always = always
         self._pace = Pace(pace, time.monotonic)
@@ -71,17 +71,17 @@ class GroupCommit:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to sync, anchor and checkpoint."""
+        """Start syncing, anchoring and checkpoints."""
         loop = asyncio.get_running_loop()
         self._to_anchor.set()  # there may be files to retire
         for name, work in (("sync", self._sync), ("anchor", self._anchor), ("checkpoint", self._checkpoint)):
             self._tasks.append(loop.create_task(work(), name=f"audit-{name}"))
 
-    async def submit(self, producer: object, entries: Iterable[Entry], *, durable: bool) -> list[int]:
-        """Write `entries`, completely or not at all; return their sequence numbers.
+    async def submit(self, producer: object, entries: Iterable[ChainEntry], *, durable: bool) -> list[int]:
+        """Write all of `entries`, or none; return their sequence numbers.
 
         Raises:
-            RequestError: `unavailable`: they are not in the log (or, if durable, perhaps not on disk).
+            RequestError: `unavailable`: the records are not in the log, or durable ones may not be on disk.
         """
         loop = asyncio.get_running_loop()
         request = _Request(list(entries), durable or self._always, loop.create_future())
@@ -90,8 +90,8 @@ class GroupCommit:
         return await request.done
 
     async def close_chain(self, sandbox: str) -> int:
-        """End a sandbox's chain after everything that waits for it is written."""
-        self._closing = True  # for this one turn nobody is paced
+        """End a sandbox's chain, after all its waiting records are written."""
+        self._closing = True  # no budgets in this last turn
         try:
             while self._queues:
                 self._flush()
@@ -106,10 +106,10 @@ class GroupCommit:
         return seq
 
     async def state(self) -> auditd.Anchor:
-        """Return where the log stands, once that much of it is on disk.
+        """Return an anchor of the log, after the log up to there is on disk.
 
         Raises:
-            RequestError: `unavailable`.
+            RequestError: `unavailable`: the log cannot be synced.
         """
         state = self._log.state()
         request = _Request([], True, asyncio.get_running_loop().create_future())
@@ -119,7 +119,7 @@ class GroupCommit:
         return state
 
     async def close(self) -> None:
-        """Write what waits, and sign off."""
+        """Write the waiting records, and sign the orderly end."""
         self._closing = True
         while self._queues:
             self._flush()
@@ -157,7 +157,7 @@ class GroupCommit:
         for chain, size in self._log.grown.items():
             self._pace.charge(chain, size)
         if gaps:
-            _log.warning("the log can be written again; %d records had been refused", sum(self._refused.values()))
+            _log.warning("the log can be written again; %d records were refused before", sum(self._refused.values()))
             self._refused.clear()
         place = len(gaps)
         for request in requests:
@@ -168,7 +168,7 @@ class GroupCommit:
         self._touched()
 
     def _schedule_next(self) -> None:
-        """Come back at once, or when the first of those that wait has something to spend again."""
+        """Schedule the next turn: at once, or when the first waiting chain has budget again."""
         if self._closing:
             return
         wait = min(self._pace.wait(queue[0].entries[0].chain) for queue in self._queues.values())
@@ -202,7 +202,7 @@ class GroupCommit:
 
     def _refuse(self, requests: list[_Request], why: str) -> None:
         if not self._refused:
-            _log.error("records are refused: %s", why)
+            _log.error("the log refuses records until it can be written again: %s", why)
         for request in requests:
             for entry in request.entries:
                 self._refused[entry.chain] = self._refused.get(entry.chain, 0) + 1
@@ -223,7 +223,7 @@ class GroupCommit:
                 mark = self._log.mark()
                 await loop.run_in_executor(self._sync_thread, sync, mark)
             except OSError as error:
-                _log.error("sync failed: %s", type(error).__name__)
+                _log.error("cannot sync the log: %s", type(error).__name__)
                 self._log.distrust("the disk failed to sync: records accepted just before may be missing")
                 _fail(waiting, "sync failed")
                 self._unsynced_since = None
@@ -232,7 +232,7 @@ class GroupCommit:
                 self._waiting = waiting + self._waiting
                 raise
             _resolve(waiting)
-            # What was written while the sync ran has waited since then at the earliest.
+            # Records written during the sync have waited since its start at most.
             self._unsynced_since = started if self._dirty.is_set() else None
             self._synced = mark
             self._to_anchor.set()
@@ -248,13 +248,13 @@ class GroupCommit:
                 try:
                     await loop.run_in_executor(self._anchor_thread, self._log.write_anchor, mark)
                 except OSError as error:
-                    _log.warning("heads.json was not written: %s", type(error).__name__)
+                    _log.warning("cannot write heads.json: %s", type(error).__name__)
                     self._to_anchor.set()
             while self._log.retirable and time.monotonic() >= retry:
                 try:
                     await loop.run_in_executor(self._anchor_thread, self._log.retire)
                 except (OSError, ValueError) as error:
-                    _log.error("the oldest file was not retired: %s", error or type(error).__name__)
+                    _log.error("cannot retire the oldest file of the log: %s", error or type(error).__name__)
                     retry = time.monotonic() + CHECKPOINT_SECONDS
             await asyncio.sleep(ANCHOR_SECONDS)
 
@@ -274,7 +274,7 @@ class GroupCommit:
                 signed = self._log.position
 
     async def _change_epoch(self) -> None:
-        """Sign with a new key from here on, and destroy the former one."""
+        """Change to a new signing key, and destroy the former one."""
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._anchor_thread, self._log.prepare_epoch)
@@ -283,7 +283,7 @@ class GroupCommit:
             await loop.run_in_executor(self._sync_thread, sync, self._log.mark())
             await loop.run_in_executor(self._anchor_thread, self._log.destroy_former)
         except (OSError, LogUnwritable) as error:
-            _log.error("the signing key was not changed, or not destroyed: %s", type(error).__name__)
+            _log.error("cannot change the signing key, or destroy the former one: %s", type(error).__name__)
 
 
 def _resolve(requests: Iterable[_Request]) -> None:

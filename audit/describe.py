@@ -17,9 +17,9 @@ _HEAD = f"""\
 This page is generated: `python -m audit.describe >docs/audit-records.md`. A test compares it with the code.
 
 The log is JSON Lines, one record a line. A record has the fields of every record, and those of its kind that apply.
-A text over its bound is cut; `<field>_sha256` and `<field>_length` then describe the whole of it. A list has at most
-{MAX_ITEMS} items; `<field>_length` is there if it had more. Control and invisible characters are written
-as `\\u{{hex}}`. No field holds the value of a secret.
+A text above its bound is truncated; `<field>_sha256` and `<field>_length` then describe the whole text. A list has at
+most {MAX_ITEMS} items; a longer one also has `<field>_length`. Control and invisible characters are written as
+`\\u{{hex}}`. No field contains the value of a secret.
 """
 
 
@@ -29,7 +29,7 @@ def document() -> str:
 
 
 def type_of(name: str) -> str:
-    """Return the type of a field as the document says it, with its bound.
+    """Return the type of a field in the words of the document, with its bound.
 
     Raises:
         KeyError: there is no such field.

@@ -3,14 +3,14 @@
     keys/signing.key    the private key in use, 32 bytes       keys/public.pem    the first public key: the identity
     keys/next.key       the one that will replace it           keys/epochs.jsonl  certificates (`audit.ring`)
 
-- Private keys are readable by auditd alone. In a later epoch auditd has no key of an earlier one: on disk it was
-  overwritten before its successor took its name, and the buffer it was read into was wiped.
-- The steps of an epoch's end, each on disk before the next: `next.key`; its certificate; the log's own statement, the
-  last thing the old key signs; `signing.key` overwritten; `next.key` renamed to it. After a crash between them `load`
-  goes on where they ended: a next key with a certificate will be used, one without is destroyed.
-- A log of the former format has its one key in `keys/signing.pem`: it is the key of the first epoch, which ends when
-  the log is opened.
-- A log directory that already has records but no key is an error: a new key would disown them.
+- Only auditd can read private keys. In a later epoch auditd has no key of an earlier one: the file was overwritten
+  before the next key took its name, and the buffer in memory was wiped.
+- An epoch ends in these steps, each on disk before the next: `next.key`; its certificate; the checkpoint in the log,
+  which the old key signs last; `signing.key` overwritten; `next.key` renamed to it. After a crash `load` continues: a
+  next key with a certificate is used, one without is destroyed.
+- A log of the former format has one key in `keys/signing.pem`. It is the key of the first epoch, which ends at the
+  next `open`.
+- A log directory with records but without a key is an error: a new key could not verify them.
 
 A file system or a device may keep overwritten blocks; auditd cannot read those.
 """
@@ -48,7 +48,7 @@ class Keys:
     def __init__(
         self, directory: Path, key: Ed25519PrivateKey, ring: Ring, following: Ed25519PrivateKey | None
     ) -> None:
-        """Sign with `key`; `following` is certified and will replace it. Make it with `load`."""
+        """Sign with `key`; `following` is the certified next key. Use `load` to make an object."""
         self._directory = directory
         self.key = key
         self.ring = ring
@@ -57,15 +57,15 @@ class Keys:
 
     @classmethod
     def load(cls, directory: Path, *, create: bool) -> "Keys":
-        """Return the keys of the log in `directory`; with `create`, make them if there are none.
+        """Return the keys of the log in `directory`; with `create`, make missing ones.
 
         Raises:
-            KeyUnusable: there are none, or they cannot be used.
-            OSError: they cannot be read or written.
+            KeyUnusable: there are no keys, or they are invalid.
+            OSError: the files cannot be read or written.
         """
         key = _read(directory / _SIGNING_NAME) or _read_former(directory / _FORMER_NAME)
         following = _read(directory / _NEXT_NAME)
-        if key is None and following is not None and not create:  # the former one is destroyed
+        if key is None and following is not None and not create:  # the former key is destroyed
             (directory / _NEXT_NAME).replace(directory / _SIGNING_NAME)
             sync_directory(directory / "keys")
             key, following = following, None
@@ -92,7 +92,7 @@ class Keys:
         return keys
 
     def stand_at(self, epoch: int) -> bool:
-        """Sign with the key of the epoch of the log's last line: a crash may have come before it was used.
+        """Use the key of the epoch of the log's last line: a crash may have interrupted the change of keys.
 
         Returns False if that is neither the key in use nor the following one.
         """
@@ -103,14 +103,14 @@ class Keys:
 
     @property
     def switched(self) -> bool:
-        """Whether a former key is still to be destroyed."""
+        """Whether a former key must still be destroyed."""
         return self._destroy
 
     def prepare(self) -> None:
-        """Make the key of the following epoch and its certificate, unless there is one.
+        """Make the key of the next epoch and its certificate, unless they exist.
 
         Raises:
-            OSError: they are not on disk; the key in use stays.
+            OSError: they could not be written; the key in use does not change.
         """
         if self._destroy:
             self.destroy_former()
@@ -123,17 +123,17 @@ class Keys:
         self.following = following
 
     def switch(self) -> None:
-        """Sign with the key of the following epoch from now on: the former one has certified it in the log."""
+        """Sign with the key of the next epoch from now on. The former key has certified it in the log."""
         if self.following is None:
             raise ValueError("no key was prepared")
         self.key, self.following = self.following, None
         self._destroy = True
 
     def destroy_former(self) -> None:
-        """Destroy the former private key; the statement in the log must be on disk.
+        """Destroy the former private key. The checkpoint with the next key must be on disk.
 
         Raises:
-            OSError: it may still be there; try again.
+            OSError: the key may still exist; try again.
         """
         if not self._destroy:
             return
@@ -149,8 +149,8 @@ def load_public(path: Path) -> Ed25519PublicKey:
     """Return the public key in `path`.
 
     Raises:
-        KeyUnusable: it is missing or not an Ed25519 public key.
-        PermissionError: it may not be read.
+        KeyUnusable: the file is missing, or no Ed25519 public key.
+        PermissionError: the process may not read it.
     """
     try:
         key = load_pem_public_key(path.read_bytes())
@@ -167,7 +167,7 @@ def _read_epochs(directory: Path) -> Ring:
     path = directory / EPOCHS_NAME
     data = path.read_bytes() if path.exists() else b""
     whole = data.rfind(b"\n") + 1
-    if whole != len(data):  # a certificate that was not finished: its key was never used
+    if whole != len(data):  # an incomplete certificate: its key was never used
         os.truncate(path, whole)
     ring, problem = read_ring(load_public(directory / PUBLIC_NAME), data, check=False)
     if problem is not None:
@@ -176,7 +176,7 @@ def _read_epochs(directory: Path) -> Ring:
 
 
 def _read(path: Path) -> Ed25519PrivateKey | None:
-    """Return the private key in `path`; None if it is missing, unfinished or destroyed."""
+    """Return the private key in `path`. None if the file is missing, incomplete or overwritten."""
     seed = bytearray(_LENGTH)
     try:
         with open(path, "rb", buffering=0) as file:
@@ -203,12 +203,12 @@ def _read_former(path: Path) -> Ed25519PrivateKey | None:
 
 
 def _create(path: Path) -> Ed25519PrivateKey:
-    """Make a private key; it is on disk. The one buffer of its bytes is wiped."""
+    """Make a private key and write it to disk. The buffer of its bytes is wiped."""
     seed = bytearray(_LENGTH)
     try:
         with open("/dev/urandom", "rb", buffering=0) as source:
             if source.readinto(seed) != _LENGTH:
-                raise OSError("no random bytes")
+                raise OSError("the kernel returned too few random bytes")
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if os.write(fd, seed) != _LENGTH:
@@ -252,10 +252,10 @@ def _wipe(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int) -> None:
-    """Replace `path` by `data`, on disk before its name is.
+    """Replace the file at `path` atomically by `data`.
 
     Raises:
-        OSError: it could not; what was there is still there.
+        OSError: the write failed; the old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
@@ -271,7 +271,7 @@ def write_atomically(path: Path, data: bytes, mode: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Put the names in a directory on disk."""
+    """Sync a directory to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

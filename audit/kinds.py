@@ -1,4 +1,4 @@
-"""What each kind of record means and which fields it may carry: the table behind docs/audit-records.md.
+"""The meaning and the fields of each kind of record. docs/audit-records.md is generated from this table.
 
 Pure.
 
@@ -18,7 +18,7 @@ class Kind:
 
     meaning: str
     fields: frozenset[str]
-    """Beside those of every record. A record leaves out what does not apply."""
+    """Names of the fields, beside those of every record. A record omits fields that do not apply."""
     decision: str
     example: Mapping[str, Any]
 
@@ -36,7 +36,7 @@ COMMON: Final[Mapping[str, tuple[str, str]]] = {
     "generation": ("integer", "the generation of the gateway worker that wrote the record"),
     "clock_back": ("time", "the time of the previous line, if the clock was set back since"),
 }
-"""Type and meaning of the fields that auditd itself puts into records of every kind; `sandbox` is also a producer's."""
+"""Type and meaning of the fields that auditd adds to every record. `sandbox` can also come from a producer."""
 
 SIGNED: Final[Mapping[str, tuple[str, str]]] = {
     "key": ("SHA-256", "fingerprint of the key that signed the checkpoint"),
@@ -51,8 +51,8 @@ SIGNED: Final[Mapping[str, tuple[str, str]]] = {
 """Type and meaning of the fields that only a checkpoint has."""
 
 FIELDS: Final[Mapping[str, str]] = {
-    "action": "`scrub`: the secret is looked for in responses and not sent",
-    "actor": "the uid of the process that asked for the change, for example `uid:0`",
+    "action": "`scrub`: responses are searched for the secret, which is not sent",
+    "actor": "the uid of the process that requested the change, for example `uid:0`",
     "address": "the address that the worker dials; of an `ingress` record, the sandbox's own",
     "addresses": "the addresses that the answer shows to the sandbox",
     "asked_host": "the name that a refused request had in place of `host`, in Host, `:authority` or its target",
@@ -97,7 +97,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "state": "`restarted`: auditd went on with an existing log",
     "status": "the response's status code",
     "target_generation": "the generation of the worker that the secret or certificate is for",
-    "torn": "what auditd cut off the end of the log after a crash",
+    "torn": "the bytes that auditd truncated at the end of the log after a crash",
     "treatment": "`splice` (relayed unread) or `inspect`",
     "websocket": "the request asks for a WebSocket",
 }
@@ -310,7 +310,7 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         target_generation=1,
     ),
     "secret.release": _kind(
-        "A worker asked for a secret. `allow` is on disk before the value leaves vaultd.",
+        "A worker requested a secret. `allow` is on disk before the value leaves vaultd.",
         (
             *("target_generation", "secret", "host", "port", "scheme", "method", "path"),
             *("action", "code", "reason", "lease_seconds"),
@@ -330,7 +330,7 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         "Records are missing here: `count` of them, or an unknown number without `count`.",
         ("reason", "count", "torn"),
         "info",
-        reason="a torn last line was cut off",
+        reason="an incomplete last line was truncated",
         count=1,
         torn='{"chain":"control","dec',
     ),
@@ -348,7 +348,7 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
 
 
 def undescribed(kind: str, fields: frozenset[str]) -> frozenset[str]:
-    """Return those of `fields` that a record of `kind` is not described with."""
+    """Return those of `fields` that the table does not list for `kind`."""
     known = DESCRIBED[kind].fields | COMMON.keys()
     return frozenset(
         name for name in fields - known if not (name.endswith(("_sha256", "_length")) and name[:-7] in known)

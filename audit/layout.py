@@ -1,6 +1,6 @@
-"""Where the log lies in its directory, and how a reader finds its way through it.
+"""The files of the log in its directory, for readers.
 
-Reads only; safe beside a live writer.
+The module only reads. It is safe beside a running auditd.
 """
 
 import re
@@ -32,16 +32,16 @@ def file_numbers(directory: Path) -> list[int]:
 
 
 def read_verifier(directory: Path, identity: Ed25519PublicKey, anchors: Iterable[Anchor] = ()) -> Verifier:
-    """Return a verifier of the log in `directory` that has read it all.
+    """Return a verifier that has read the whole log in `directory`.
 
     Args:
         identity: the log's first public key.
-        anchors: what was kept of it outside.
+        anchors: anchors that were kept outside of the log.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the log cannot be read.
     """
-    # Before the files: a live writer then only ever has written more than these say.
+    # Read before the files: a running auditd can then only have written more than this state.
     heads, shares = _content(directory / HEADS_NAME), _content(directory / SHARES_NAME)
     ring, problem = read_ring(identity, _content(directory / EPOCHS_NAME) or b"")
     verifier = Verifier(ring)
@@ -59,7 +59,7 @@ def read_verifier(directory: Path, identity: Ed25519PublicKey, anchors: Iterable
         else:
             first = kept.file
             _read_shares(directory, verifier, kept)
-    numbers = [number for number in file_numbers(directory) if number >= first]  # one before it is split already
+    numbers = [number for number in file_numbers(directory) if number >= first]  # earlier files are split already
     if shares is None and numbers and numbers[0] > 1 and verifier.anchor is not None and verifier.anchor.version > 1:
         verifier.finding(f"{SHARES_NAME}, which says what is kept of the files before {numbers[0]}, is missing")
     for number in numbers:
@@ -77,12 +77,12 @@ def _read_shares(directory: Path, verifier: Verifier, kept: Kept) -> None:
 
 
 def signature(directory: Path) -> tuple[bytes | None, list[int]]:
-    """Return what changes when a live writer retires a file."""
+    """Return a value that changes when auditd retires a file."""
     return _content(directory / SHARES_NAME), file_numbers(directory)[:1]
 
 
 def share_chains(directory: Path) -> Kept:
-    """Return what is kept of retired files, its signature unchecked: for readers that only show it."""
+    """Return the state of retired files without a check of its signature, for display only."""
     data = _content(directory / SHARES_NAME)
     return Kept() if data is None else parse_kept(data)
 

@@ -1,7 +1,8 @@
-"""How much each sandbox may write into the log: a bucket of bytes for each chain. Pure.
+"""Limits how many bytes each sandbox writes into the log: a token bucket for each chain. Pure.
 
-- A chain may write while its bucket is not empty; what it wrote is taken afterwards, and may leave a debt to wait for.
-- The control chain is never paced: it is written by root's and `serve`'s own actions.
+- A chain may write while its bucket is not empty. Its bytes are taken afterwards. If the bucket is then negative, the
+  chain waits.
+- The control chain has no limit: only root and `serve` write to it.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ class Pace:
     """The buckets of all chains.
 
     Args:
-        rate: bytes a second for each chain, `BURST_SECONDS` of it at once; 0 for any amount.
+        rate: bytes per second for each chain, with bursts of `BURST_SECONDS`; 0 for no limit.
         clock: monotonic seconds.
     """
 
@@ -37,7 +38,7 @@ class Pace:
             self._buckets[chain] = (self._held(chain) - size, self._clock())
 
     def forget(self, chain: str) -> None:
-        """`chain` has ended."""
+        """Drop the bucket of `chain`, which has ended."""
         self._buckets.pop(chain, None)
 
     def _held(self, chain: str) -> float:

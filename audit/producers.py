@@ -1,9 +1,9 @@
-"""Which component writes which kinds of record: the closed set that auditd enforces and `verify` judges.
+"""The kinds of records that each component may write. auditd enforces this, and `verify` checks it.
 
 Pure.
 
-- A producer is named by auditd, from the channel a record arrives on, never by the record.
-- A kind that a producer does not write is refused: a component that is taken over cannot write another one's records.
+- auditd names the producer by the channel of the record. The record cannot name it.
+- auditd refuses other kinds, so a compromised component cannot write the records of another one.
 - `gateway` writes into the chain of its sandbox only, all others into the control chain; auditd writes into any.
 """
 
@@ -39,14 +39,14 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
-"""Kinds by producer. `gap` of a producer says how many of its own notes it lost."""
+"""Kinds by producer. A producer's `gap` has the number of its own lost notes."""
 
 WRITABLE: Final = frozenset[str]().union(*(kinds for producer, kinds in KINDS.items() if producer != AUDITD))
 """Kinds that some producer may send to auditd."""
 
 
 def misplaced(record: Mapping[str, Any], control: str) -> str | None:
-    """Say why auditd cannot have accepted `record` from its producer into its chain; None if it can have.
+    """Return why auditd cannot have accepted `record` from its producer into its chain; None if it can.
 
     Args:
         control: the name of the control chain.

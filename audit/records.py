@@ -1,18 +1,18 @@
-"""What one audit record may say, and the bytes it is written as.
+"""The fields of an audit record, and their canonical bytes.
 
 Pure: no IO, no clock, no randomness.
 
-- The field names are a closed list, each with a type and a bound. An unknown name or a wrong type is a mistake of
-  the caller's (`RecordError`); a *value* taken from traffic, however hostile, never raises: it is cut and escaped.
-- A text over its bound is cut, and `<field>_sha256` and `<field>_length` describe the whole of it.
-- A path never carries its query.
-- `bounded` is idempotent, so the client (which must keep frames small) and auditd (which trusts no client) both
-  apply it. `escape` is applied once, by auditd, when a record becomes a line.
-- A written value holds no control, bidi, zero-width, private or surrogate character: those become `\\u{hex}`. A
+- The field names are a closed list, each with a type and a limit. An unknown name or a wrong type is an error of the
+  caller (`RecordError`). A *value* from traffic never raises: it is truncated and escaped.
+- A text above its limit is truncated. `<field>_sha256` and `<field>_length` then describe the whole text.
+- A path has no query.
+- `bounded` is idempotent. The client applies it to keep frames small, and auditd applies it because it trusts no
+  client. auditd applies `escape` once, when a record becomes a line.
+- A written value has no control, bidi, zero-width, private or surrogate character: these become `\\u{hex}`. A
   literal `\\u{` becomes `\\u{5c}u{`, so the form is unambiguous and `unescape` gives back the exact value.
 - Canonical bytes are ASCII JSON with sorted keys, no spaces, no floats, integers within 2**53.
 
-It does not know secrets: callers pass a secret's name, never its value.
+Records contain no secrets: callers pass a secret's name, never its value.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ MAX_ITEMS = 64
 
 
 class RecordError(ValueError):
-    """The caller named a kind, decision or field that does not exist, or gave a field another type's value."""
+    """A kind, decision or field does not exist, or a field has a value of the wrong type."""
 
 
 class Decision(StrEnum):
-    """What was decided. `OBSERVE`: let through, but an enforcing policy would have denied it."""
+    """The decision of a record. `OBSERVE`: allowed only because the policy is in mode observe."""
 
     ALLOW = "allow"
     DENY = "deny"
@@ -46,11 +46,11 @@ class Decision(StrEnum):
 
 
 TEXTS: Mapping[str, int] = {
-    # what was decided, and by what
+    # the decision and its rule
     "rule": 256,
     "reason": 512,
     "observed": 256,  # the rule that would have denied, in mode observe
-    "entry": 255,  # the operator's own, of always_deny or always_allow
+    "entry": 255,  # of the operator's always_deny or always_allow
     "policy": 128,  # digest
     "policy_name": 128,
     "mode": 32,
@@ -58,23 +58,23 @@ TEXTS: Mapping[str, int] = {
     "engine": 32,
     "action": 64,
     "actor": 128,
-    # who
-    "sandbox": 64,  # from control-plane producers only; of a sandbox's own channel auditd fills it in
+    # sandbox and request
+    "sandbox": 64,  # from producers of the control plane; for a sandbox's own channel auditd adds it
     "lineage": 64,
     "peer": 128,
-    "flow": 64,  # our own id of a connection
-    "request_id": 64,  # our own id of a request
-    "client_request_id": 128,  # what the client called it: untrusted
+    "flow": 64,  # the worker's id of a connection
+    "request_id": 64,  # the gateway's id of a request
+    "client_request_id": 128,  # the client's id of a request: untrusted
     "client_trace": 128,
-    # where to; `gateway.described` says what each of these means
+    # the destination; `gateway.described` defines these names
     "host": 255,
     "asked_host": 255,
     "peer_name": 255,
     "scheme": 16,
     "method": 32,
     "path": 2048,
-    "destination": 64,  # the packet's
-    "address": 64,  # the one that is dialled
+    "destination": 64,  # of the packet
+    "address": 64,  # the dialled one
     "sni": 255,
     "alpn": 64,
     "protocol": 32,
@@ -96,7 +96,7 @@ TEXTS: Mapping[str, int] = {
     "error": 512,
     "digest": 128,
     "detail": 512,
-    "torn": 2048,  # what auditd cut off the end of a log after a crash
+    "torn": 2048,  # bytes that auditd truncated at the end of a log after a crash
 }
 INTEGERS = frozenset(
     {
@@ -122,10 +122,10 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def check_kind(kind: str) -> str:
-    """Return `kind` if some producer may write it; `audit.producers` says which.
+    """Return `kind` if a producer may write it (see `audit.producers`).
 
     Raises:
-        RecordError: it may not.
+        RecordError: the kind does not exist.
     """
     if kind in WRITABLE:
         return kind
@@ -133,10 +133,10 @@ def check_kind(kind: str) -> str:
 
 
 def bounded(fields: Mapping[str, object]) -> Fields:
-    """Check names and types of `fields`, strip and cut their values; fields that are None are left out.
+    """Check names and types of `fields`, and truncate their values. Fields with the value None are omitted.
 
     Raises:
-        RecordError: an unknown name, or a value of another type than the name's.
+        RecordError: a name is unknown, or a value has the wrong type.
     """
     out: Fields = {}
     for name, value in fields.items():
@@ -158,10 +158,10 @@ def bounded(fields: Mapping[str, object]) -> Fields:
 
 
 def record(kind: str, decision: str, **fields: object) -> Fields:
-    """Return the record a producer hands to auditd: kind, decision, and bounded fields.
+    """Return the record that a producer sends to auditd: kind, decision, and bounded fields.
 
     Raises:
-        RecordError: see `check_kind` and `bounded`; or `decision` is not a `Decision`.
+        RecordError: see `check_kind` and `bounded`, or `decision` is no `Decision`.
     """
     return {"kind": check_kind(kind), "decision": check_decision(decision), **bounded(fields)}
 
@@ -196,7 +196,7 @@ def _list(out: Fields, name: str, value: list[object] | tuple[object, ...]) -> N
     items: list[str] = []
     for item in value[:MAX_ITEMS]:
         if not isinstance(item, str):
-            raise RecordError(f"field {name!r} holds texts, not a {type(item).__name__}")
+            raise RecordError(f"field {name!r} is a list of texts, and cannot hold a {type(item).__name__}")
         items.append(str(item)[: LISTS[name]])
     out[name] = items
     if len(value) > MAX_ITEMS:
@@ -204,7 +204,7 @@ def _list(out: Fields, name: str, value: list[object] | tuple[object, ...]) -> N
 
 
 def _companion(out: Fields, name: str, value: object) -> bool:
-    """Take over `<field>_sha256` and `<field>_length`, which `bounded` itself made at the other end."""
+    """Copy `<field>_sha256` and `<field>_length`, which `bounded` made in the client."""
     match = _COMPANION.fullmatch(name)
     if match is None or not (match[1] in TEXTS or (match[1] in LISTS and match[2] == "length")):
         return False
@@ -224,7 +224,7 @@ _ESCAPED = re.compile(r"\\u\{([0-9a-f]{1,6})\}")
 
 
 def escape(value: str) -> str:
-    """Return `value` with every character that could act on a terminal or hide from a reader made visible."""
+    """Return `value` with an escape for every character that is invisible or could control a terminal."""
     if _INERT.fullmatch(value):
         return value
     out: list[str] = []
@@ -239,7 +239,7 @@ def escape(value: str) -> str:
 
 
 def unescape(value: str) -> str:
-    """Return the exact value that `escape` was given."""
+    """Return the original value of an escaped text."""
     return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), value)
 
 
@@ -260,5 +260,5 @@ _encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, sort_keys=True, s
 
 
 def canonical(value: Mapping[str, Any]) -> bytes:
-    """Return the one byte string that stands for `value`."""
+    """Return the canonical JSON of `value`."""
     return _encode(value).encode("ascii")

@@ -1,6 +1,6 @@
-"""Records for readers: one line for a person, and the Elastic Common Schema for a SIEM.
+"""Renders records: as one readable line, and in the Elastic Common Schema for a SIEM.
 
-Pure. Values are already escaped in the record, and stay so: a rendered line cannot act on a terminal.
+Pure. Values are escaped in the record and stay escaped, so a rendered line cannot control a terminal.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ _ECS_OUTCOME: Final[Mapping[str, str]] = {"allow": "success", "observe": "succes
 
 
 def line(record: Mapping[str, Any]) -> str:
-    """Return one line: time, decision, who, what, where, and every other field as name=value."""
+    """Return one line: time, decision, chain, kind, destination, and every other field as name=value."""
     who = record.get("sandbox") or record["producer"]
     parts = [str(record["ts"]), f"{record['decision'].upper():<7}", f"{who}#{record['seq']}", str(record["kind"])]
     target = _target(record)
@@ -75,13 +75,13 @@ def _value(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """A text that nobody takes for several: quoted where it has blanks, and quotes in it as the log writes others."""
+    """Return an unambiguous text: quoted if it has blanks, with escaped quotes."""
     text = str(value).replace('"', r"\u{22}")
     return f'"{text}"' if " " in text else text
 
 
 def ecs(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record as an ECS 8 event with dotted names; what ECS has no name for is under `sallyport.`."""
+    """Return the record as an ECS 8 event with dotted names. Fields that ECS does not have are below `sallyport.`."""
     kind = str(record["kind"])
     event: dict[str, Any] = {
         "@timestamp": record["ts"],

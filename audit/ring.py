@@ -2,9 +2,9 @@
 
 Pure.
 
-- The first key is the identity of the log: it is all that a verifier has to know.
-- A certificate is one line of `keys/epochs.jsonl`: a key signs the next one, and is then destroyed. A signature that
-  verifies under the key of an epoch was made before the end of that epoch.
+- The first key is the identity of the log. A verifier needs no other key.
+- A certificate is one line of `keys/epochs.jsonl`: a key signs the next key, and is then destroyed. A valid signature
+  of an epoch's key was made before the end of that epoch.
 - The certificates stay when the files of their epochs are retired: about 250 bytes for each epoch.
 """
 
@@ -23,12 +23,12 @@ _CONTEXT: Final = b"sallyport-audit-epoch-v1\0"
 
 
 def hexadecimal(key: Ed25519PublicKey) -> str:
-    """Return the raw public key as certificates and records name it."""
+    """Return the raw public key in hexadecimal, as in certificates and records."""
     return key.public_bytes_raw().hex()
 
 
 def certificate(key: Ed25519PrivateKey, following: Ed25519PublicKey) -> bytes:
-    """Return the line by which `key` certifies the key of the following epoch."""
+    """Return the line with which `key` certifies the key of the next epoch."""
     body = {"version": 1, "key": fingerprint(key.public_key()), "next": hexadecimal(following)}
     signature = b64encode(key.sign(_CONTEXT + canonical(body))).decode("ascii")
     return canonical({**body, "signature": signature}) + b"\n"
@@ -36,7 +36,7 @@ def certificate(key: Ed25519PrivateKey, following: Ed25519PublicKey) -> bytes:
 
 @dataclass(slots=True)
 class Ring:
-    """Public keys, the oldest first. An epoch is named by its place."""
+    """Public keys, the oldest first. The number of an epoch is the position of its key."""
 
     keys: list[Ed25519PublicKey]
     places: dict[str, int] = field(default_factory=dict)
@@ -45,13 +45,13 @@ class Ring:
         self.places = {fingerprint(key): place for place, key in enumerate(self.keys)}
 
     def key(self, name: str | None) -> Ed25519PublicKey | None:
-        """Return the key with this fingerprint, None if it is not here; of None, the first key."""
+        """Return the key with this fingerprint, None if it is unknown. For None, return the first key."""
         if name is None:
             return self.keys[0]
         return self.keys[self.places[name]] if name in self.places else None
 
     def add(self, key: Ed25519PublicKey) -> None:
-        """Add the key of the following epoch; one that is here already is refused with a ValueError."""
+        """Add the key of the next epoch. Raises ValueError for a known key."""
         if fingerprint(key) in self.places:
             raise ValueError("a key is certified twice")
         self.places[fingerprint(key)] = len(self.keys)
@@ -59,11 +59,11 @@ class Ring:
 
 
 def read_ring(identity: Ed25519PublicKey, data: bytes, *, check: bool = True) -> tuple[Ring, str | None]:
-    """Return the keys that `data` certifies, beginning with `identity`, and what is wrong with the rest of it.
+    """Return the keys that `data` certifies, beginning with `identity`, and the problem with the rest of `data`.
 
     Args:
-        data: certificates; what follows the last line end is what a killed writer leaves, and is left out.
-        check: verify signatures. The log's writer, which reads its own file, does not: there may be many.
+        data: certificates. Bytes after the last line end come from a killed writer and are ignored.
+        check: verify signatures. auditd does not verify its own file, which may have many.
     """
     ring = Ring([identity])
     lines = data.split(b"\n")[:-1]
@@ -74,7 +74,7 @@ def read_ring(identity: Ed25519PublicKey, data: bytes, *, check: bool = True) ->
             if body.keys() != {"version", "key", "next"} or body["version"] != 1:
                 raise ValueError("not a certificate")
             if ring.places.get(body["key"]) != len(ring.keys) - 1:
-                raise ValueError("not by the key before it")
+                raise ValueError("not signed by the key before it")
             if check:
                 ring.keys[-1].verify(signature, _CONTEXT + canonical(body))
             ring.add(public_key(body["next"]))

@@ -1,17 +1,17 @@
-"""Each chain's own share of the records that outlive the files they were written into.
+"""Shares: the records of each chain that are kept after their file of the log is retired.
 
     chains/<chain>.<file>.jsonl   lines of one chain, the newest of them from file <file>
-    chains.json                   signed: which of these exist, and where each begins and ends
+    chains.json                   signed: the list of these files, with the begin and end of each
 
-- A file of the log that is retired is split by chain. Of each chain the newest lines are kept, as many as fill its
-  share: a chain that grows fast pushes out its own old lines, and no other chain's.
-- A chain always loses its oldest lines first, so that what is left still ends at the head that others have signed.
-- Chains that were closed go as a whole, the one that was closed first before the others, beyond a number of them.
-- Lines are on disk, and `chains.json` names them, before the file they came from is deleted. After a crash the split of
-  a file is repeated, with the same result.
+- A retired file of the log is split by chain. The newest lines of each chain are kept, up to its share. So a chain that
+  grows fast displaces only its own old lines.
+- A chain loses its oldest lines first, so the rest still ends at the signed head.
+- Above a number of closed chains, the chain that was closed first is deleted as a whole.
+- Lines are on disk, and `chains.json` lists them, before their original file is deleted. After a crash the split of a
+  file is repeated, with the same result.
 
-It does not decide which files are retired, nor when. The order between lines of different chains is lost here but for
-their times; that is signed as long as a file is there as it was written.
+`sinks.file` decides which files are retired. The order between lines of different chains is lost, except for their
+times. It is signed while the original file exists.
 """
 
 import json
@@ -25,7 +25,7 @@ from typing import Any, Final
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from audit.chain import CHECKPOINT, CONTROL, Head, LineError, fingerprint, parse_line
+from audit.chain import CHECKPOINT, CONTROL, ChainHead, LineError, fingerprint, parse_line
 from audit.keys import sync_directory, write_atomically
 from audit.records import canonical
 from audit.ring import Ring
@@ -37,7 +37,7 @@ SANDBOX_SHARE: Final = 8 * 1024 * 1024
 CONTROL_SHARE: Final = 256 * 1024 * 1024
 CLOSED_SANDBOXES: Final = 1000
 SMALL: Final = 64 * 1024
-"""Bytes below which lines are joined with those that come after them."""
+"""A segment below this size, in bytes, is joined with the following one."""
 _CONTEXT: Final = b"sallyport-audit-chains-v1\0"
 _CHAIN: Final = b'"chain":"'
 _BUFFER: Final = 64 * 1024
@@ -45,7 +45,7 @@ _BUFFER: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept: so many files as they were written (0: all), and of the others these shares."""
+    """The retention: the number of unchanged files (0: all), and the shares of the retired ones."""
 
     max_files: int = 0
     sandbox_share: int = SANDBOX_SHARE
@@ -55,7 +55,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file of a chain's lines; the chain stands at `seq` and `hash` after it (0 and zeros: it was closed)."""
+    """One file of a chain's lines. `seq` and `hash` are those of its last line (0 and zeros: the chain is closed)."""
 
     file: int
     size: int
@@ -65,7 +65,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What is kept of one chain: it stood at `seq` and `hash` before the oldest line of its segments."""
+    """The kept lines of one chain. `seq` and `hash` are those of the line before its oldest segment."""
 
     seq: int
     hash: str
@@ -73,22 +73,22 @@ class Share:
 
     @property
     def closed(self) -> bool:
-        """Whether its last line closes it."""
+        """Whether the last line closes the chain."""
         return self.segments[-1].seq == 0
 
     @property
-    def head(self) -> Head:
-        """Where the chain stands after its last line."""
-        return Head(self.segments[-1].seq, self.segments[-1].hash)
+    def head(self) -> ChainHead:
+        """The head of the chain after its last line."""
+        return ChainHead(self.segments[-1].seq, self.segments[-1].hash)
 
 
 @dataclass(slots=True)
 class Kept:
-    """What `chains.json` says."""
+    """The content of `chains.json`."""
 
-    file: int = 1  # the oldest file that is not split yet
+    file: int = 1  # the oldest file that is not split
     began: int = 1  # the first file that was split; those before it were deleted by a former version
-    expired: int = 0  # closed chains that went as a whole
+    expired: int = 0  # the number of closed chains that were deleted
     policy: dict[str, int] = field(default_factory=dict)
     chains: dict[str, Share] = field(default_factory=dict)
 
@@ -99,7 +99,7 @@ def segment_name(chain: str, file: int) -> str:
 
 
 def read_kept(ring: Ring, data: bytes) -> Kept | None:
-    """Return what `data` says, None if it is not signed by a key of this log."""
+    """Return the content of `data`, None if no key of this log has signed it."""
     try:
         body = json.loads(data)
         signature = b64decode(body.pop("signature"), validate=True)
@@ -110,10 +110,10 @@ def read_kept(ring: Ring, data: bytes) -> Kept | None:
 
 
 def parse_kept(data: bytes) -> Kept:
-    """Return what `data` says; its signature is not checked.
+    """Return the content of `data` without a check of its signature.
 
     Raises:
-        ValueError: it says nothing of the kind.
+        ValueError: `data` is malformed.
     """
     try:
         body = json.loads(data)
@@ -136,10 +136,10 @@ def _written(key: Ed25519PrivateKey, kept: Kept) -> bytes:
 
 
 def split(directory: Path, file: int, path: Path, kept: Kept, retention: Retention, key: Ed25519PrivateKey) -> Kept:
-    """Split `path`, which is file `file`, by chain, and return what is kept now: it is on disk.
+    """Split `path`, the log's file number `file`, by chain. Return the new shares, which are on disk.
 
     Raises:
-        OSError, LineError: it is not; what was kept before still is.
+        OSError, LineError: the split failed; the old shares are unchanged.
     """
     place = directory / DIRECTORY
     place.mkdir(mode=0o700, exist_ok=True)
@@ -173,7 +173,7 @@ def write_kept(directory: Path, key: Ed25519PrivateKey, kept: Kept) -> None:
 
 
 def sweep(directory: Path, kept: Kept) -> None:
-    """Delete what is in no chain's share."""
+    """Delete the files that are in no chain's share."""
     place = directory / DIRECTORY
     if not place.exists():
         return
@@ -184,7 +184,7 @@ def sweep(directory: Path, kept: Kept) -> None:
 
 
 def share_lines(directory: Path, chain: str, share: Share) -> Iterator[bytes]:
-    """Yield the lines that are kept of a chain, oldest first."""
+    """Yield the kept lines of a chain, oldest first."""
     for segment in share.segments:
         with open(directory / DIRECTORY / segment_name(chain, segment.file), "rb") as file:
             yield from file
@@ -198,60 +198,60 @@ def _chain(line: bytes) -> str:
     begin = line.find(_CHAIN) + len(_CHAIN)
     chain = line[begin : line.find(b'"', begin)].decode("ascii")
     if not SANDBOX_ID.fullmatch(chain):
-        raise LineError("a line is of no chain")
+        raise LineError("a line has no chain")
     return chain
 
 
 class _Part:
-    """The lines of one chain in the file that is split, on their way into a segment."""
+    """The lines of one chain in a file that is being split, and their segment."""
 
     def __init__(self, place: Path, chain: str, file: int, total: int, most: int) -> None:
         self._path = place / segment_name(chain, file)
         self._place, self._chain, self._file, self._most = place, chain, file, most
-        self._skip = max(0, total - most)  # bytes of this file that are more than the share holds
+        self._skip = max(0, total - most)  # bytes of this file above the share
         self._full = total >= most
         self._before: tuple[Segment, ...] = ()
-        self._begin: Head | None = None
+        self._begin: ChainHead | None = None
         self._last = b""
         self._buffer = bytearray()
         self._size = 0
         self._path.unlink(missing_ok=True)
 
     def join(self, share: Share) -> None:
-        """Continue what is kept of the chain; a small last segment becomes the beginning of this one."""
+        """Continue the kept lines of the chain. A small last segment becomes the beginning of this one."""
         if self._full:
             return
-        self._before, self._begin = share.segments, Head(share.seq, share.hash)
+        self._before, self._begin = share.segments, ChainHead(share.seq, share.hash)
         if share.segments[-1].size < SMALL:
             self._before = share.segments[:-1]
             small = self._place / segment_name(self._chain, share.segments[-1].file)
             self._buffer += small.read_bytes()
 
     def add(self, line: bytes) -> None:
-        """Take a line."""
+        """Add a line."""
         if self._skip >= len(line):
             self._skip -= len(line)
             return
         self._skip = 0
         if self._begin is None:
             record = parse_line(line)
-            self._begin = Head(record["seq"] - 1, record["prev"])
+            self._begin = ChainHead(record["seq"] - 1, record["prev"])
         self._last = line
         self._buffer += line
         if len(self._buffer) >= _BUFFER:
             self._flush(sync=False)
 
     def end(self) -> Share:
-        """Put all of it on disk, and leave older segments out as far as the share does not hold them."""
+        """Write the segment to disk, and drop older segments above the share."""
         self._flush(sync=True)
         record = parse_line(self._last)
         closed = record["kind"] == CHECKPOINT and record.get("closed") is True
-        head = Head() if closed else Head(record["seq"], record["hash"])
+        head = ChainHead() if closed else ChainHead(record["seq"], record["hash"])
         segments = [*self._before, Segment(self._file, self._size, head.seq, head.hash)]
-        begin = self._begin or Head()
+        begin = self._begin or ChainHead()
         while len(segments) > 1 and sum(segment.size for segment in segments[1:]) >= self._most:
             dropped = segments.pop(0)
-            begin = Head(dropped.seq, dropped.hash)
+            begin = ChainHead(dropped.seq, dropped.hash)
         return Share(begin.seq, begin.hash, tuple(segments))
 
     def _flush(self, *, sync: bool) -> None:

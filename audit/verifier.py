@@ -1,6 +1,6 @@
-"""The check of a log, line by line.
+"""Verifies a log, line by line.
 
-Pure: it is given lines, keys and anchors, and gives back findings, notes and the state that a writer continues from.
+Pure: from lines, keys and anchors to findings, notes, and the state from which a writer continues.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from audit.chain import (
     CHECKPOINT,
     CONTROL,
     ZERO,
-    Anchor,
-    Head,
+    ChainHead,
     LineError,
+    SignedAnchor,
     check_signature,
     extend_log,
     fingerprint,
@@ -26,50 +26,50 @@ from audit.ring import Ring, hexadecimal, public_key
 from audit.shares import DIRECTORY, Kept, Share
 from wire.api import auditd
 
-_CHAIN: Final = b'"chain":"'  # keys are sorted and a text's quotes escaped: its first place is the chain's name
-_NEXT: Final = b'"next":"'  # for the same reason: only a checkpoint that says so has it
+_CHAIN: Final = b'"chain":"'  # keys are sorted and quotes in texts escaped, so the first match is the key
+_NEXT: Final = b'"next":"'  # likewise: only a checkpoint with this key matches
 MAX_FINDINGS: Final = 50
 
 
 @dataclass(slots=True)
 class Verifier:
-    """Reads a log line by line and collects what is wrong with it.
+    """Reads a log line by line and collects the problems.
 
     Feed each file in order: `begin_file`, `line` for each line (the last may lack its newline), then `finish`.
     `heads` and `log` are then the state a writer continues from.
     """
 
     ring: Ring
-    anchor: Anchor | None = None
+    anchor: SignedAnchor | None = None
     findings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     suppressed: int = 0
-    heads: dict[str, Head] = field(default_factory=dict)
+    heads: dict[str, ChainHead] = field(default_factory=dict)
     log: str = ZERO
     boot: str = ""
     torn: bytes = b""
     records: int = 0
     checkpoints: int = 0
-    offset: int = 0  # bytes of whole lines of the present file
+    offset: int = 0  # bytes of complete lines of the present file
     _file: int = 0
     _first: int = 0
     _line: int = 0
     last_ts: str = ""
-    anchored: bool = False  # everything up to the anchor has been seen
-    epoch: int = -1  # place of the key that signs here; the log may begin in any epoch once files were retired
+    anchored: bool = False  # all lines up to the anchor were read
+    epoch: int = -1  # number of the present epoch; after retired files the log can begin in any epoch
     pins: Pins = field(default_factory=Pins)
-    _place: str = ""  # of what is kept of a retired file, the chain
+    _place: str = ""  # the chain of a share
     _kept: Kept | None = None
-    _open: dict[str, Head] = field(default_factory=dict)  # where the chains stood when the newest retired file ended
+    _open: dict[str, ChainHead] = field(default_factory=dict)  # the heads at the end of the newest retired file
     _stated: dict[tuple[str, int], str] = field(default_factory=dict)  # hashes in checkpoints of retired files
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no findings."""
         return not self.findings
 
     def state(self) -> auditd.Anchor:
-        """Return where the log stands, as an anchor."""
+        """Return an anchor of the present state of the log."""
         return auditd.Anchor(
             version=auditd.ANCHOR_VERSION,
             ts=self.last_ts,
@@ -82,14 +82,14 @@ class Verifier:
         )
 
     def finding(self, text: str) -> None:
-        """Add a reason to distrust the log."""
+        """Add a finding: a reason not to trust the log."""
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(text)
         else:
             self.suppressed += 1
 
     def begin_shares(self, kept: Kept) -> None:
-        """Begin with what is kept of retired files: call `share` for the control chain, then for each other one."""
+        """Begin with the shares of retired files: call `share` for the control chain, then for each other chain."""
         self._kept = kept
         policy = ", ".join(f"{name} {value}" for name, value in sorted(kept.policy.items()))
         self.notes.append(f"files before {kept.file} were retired: of each chain its share is kept ({policy})")
@@ -112,10 +112,10 @@ class Verifier:
                 self.finding(f"chain {chain}: only {size} bytes are kept, and the share of it is {least}")
 
     def share(self, chain: str, share: Share, lines: Iterable[bytes]) -> None:
-        """Check what is kept of one chain."""
+        """Check the share of one chain."""
         self._place = f"{DIRECTORY}/{chain}"
         self._line = 0
-        head, epoch, sizes = Head(share.seq, share.hash), -1, 0
+        head, epoch, sizes = ChainHead(share.seq, share.hash), -1, 0
         for line in lines:
             self._line += 1
             sizes += len(line)
@@ -130,7 +130,7 @@ class Verifier:
                 self._bad(f"this is a line of chain {record['chain']}")
                 continue
             epoch = self._shared(record, epoch)
-            head = self.heads.get(chain, Head())
+            head = self.heads.get(chain, ChainHead())
         self.heads = {}
         if (head, sizes) != (share.head, sum(part.size for part in share.segments)):
             self.finding(f"chain {chain}: what is kept of it is not what was signed")
@@ -140,7 +140,7 @@ class Verifier:
             self._open[chain] = head
 
     def _shared(self, record: dict[str, Any], epoch: int) -> int:
-        """Check a line outside of its file; return the epoch after it."""
+        """Check a line of a share; return the epoch after it."""
         signed = False
         if record["kind"] == CHECKPOINT:
             self.checkpoints += 1
@@ -164,7 +164,7 @@ class Verifier:
         return epoch
 
     def begin_file(self, number: int) -> None:
-        """Go on to file `number`."""
+        """Continue with file `number`."""
         self._place = ""
         if self.torn:
             self._bad("ends in the middle of a line but is not the newest file")
@@ -203,11 +203,11 @@ class Verifier:
             self._pass_anchor()
 
     def trust(self, lines: Iterable[bytes]) -> bool:
-        """Take over the lines up to the anchor if they are the very ones it was signed for; the header was fed before.
+        """Accept the lines up to the anchor if the signed log hash covers exactly these. The header was fed before.
 
-        The signed log hash binds every byte of them: what was right when it was written is right, and only where each
-        chain stands is read. A log of millions of lines is continued in seconds so, not minutes. Returns False, with
-        nothing changed, if they are others: then `line` finds out what is wrong with them.
+        The hash covers every byte of them, so they are unchanged since they were written. Only the heads of the chains
+        are read. With this a log of millions of lines is opened in seconds, not minutes. Returns False, without a
+        change of state, if the hash differs: `line` then finds the problem.
         """
         anchor = self.anchor
         if anchor is None or self._file != anchor.file or self._line != 1 or self.anchored or self.findings:
@@ -236,7 +236,7 @@ class Verifier:
         if any(record["chain"] != name for name, record in records.items()):
             return False
         for name, record in records.items():
-            self.heads[name] = Head(record["seq"], record["hash"])
+            self.heads[name] = ChainHead(record["seq"], record["hash"])
             if record["kind"] == CHECKPOINT and record.get("closed") is True:
                 del self.heads[name]
         self.log, self.offset, self.last_ts, self.anchored = log.hex(), offset, last_ts, True
@@ -246,7 +246,7 @@ class Verifier:
         return True
 
     def finish(self) -> None:
-        """Compare with the anchors once all lines were fed."""
+        """Compare with the anchors, after all lines were fed."""
         retired = {} if self._kept is None else {chain: share.seq for chain, share in self._kept.chains.items()}
         split = 0 if self._kept is None else self._kept.file
         for text in self.pins.findings(fingerprint(self.ring.keys[0]), self._first, split, retired):
@@ -254,7 +254,7 @@ class Verifier:
         if self.anchor is None:
             self.finding("heads.json is missing or not signed by this log's key")
             return
-        # A writer killed between signing and deleting leaves files older than `first`: harmless, they chain.
+        # A writer that was killed between signature and deletion leaves files older than `first`. They are valid.
         first = self.anchor.first if self._kept is None else max(self.anchor.first, self._kept.file)
         if self._first > first or self._first == 0:
             self.finding(f"file {first} is missing: the log begins with file {self._first}")
@@ -269,11 +269,11 @@ class Verifier:
             if self.anchor.clean:
                 self._bad("half a line follows after the signed end of an orderly shutdown")
             else:
-                self.notes.append(f"torn last line of {len(self.torn)} bytes: the writer was killed while writing it")
+                self.notes.append(f"incomplete last line of {len(self.torn)} bytes: auditd was killed during the write")
 
     def _pass_anchor(self) -> None:
         anchor = self.anchor
-        assert anchor is not None  # noqa: S101 - for the type checker; callers have looked
+        assert anchor is not None  # noqa: S101 - for mypy; callers have checked it
         self.anchored = True
         if self.offset != anchor.offset or self.log != anchor.log:
             self.finding(f"the log up to byte {anchor.offset} of file {anchor.file} is not the one that was signed")
@@ -303,18 +303,18 @@ class Verifier:
                 self._next_epoch(str(record["next"]))
 
     def _check_chain(self, record: dict[str, Any]) -> None:
-        """Check the place of a line in its chain, and the chain's records of its producer."""
+        """Check the place of a line in its chain, and whether its producer may write it there."""
         if (why := misplaced(record, CONTROL)) is not None:
             self._bad(why)
         chain = record["chain"]
-        head = self.heads.get(chain, Head())
+        head = self.heads.get(chain, ChainHead())
         if record["seq"] != head.seq + 1:
             self._bad(f"chain {chain}: sequence {record['seq']} follows {head.seq}")
         elif record["prev"] != head.hash:
             self._bad(f"chain {chain}: sequence {record['seq']} does not continue the line before it")
         if chain not in (CONTROL, record.get("sandbox")):
             self._bad(f"chain {chain} holds a record of sandbox {record.get('sandbox')}")
-        self.heads[chain] = Head(record["seq"], record["hash"])
+        self.heads[chain] = ChainHead(record["seq"], record["hash"])
         self.pins.seen(chain, record["seq"], record["hash"])
         if record["kind"] == CHECKPOINT:
             if record.get("closed") is True:
@@ -327,13 +327,13 @@ class Verifier:
             del self.notes[MAX_FINDINGS:]
 
     def _signed(self, record: dict[str, Any]) -> bool:
-        """Whether a checkpoint is signed by the key of its epoch, and no other."""
+        """Whether a checkpoint is signed by the key of its epoch."""
         place = self.ring.places.get(str(record.get("key")))
         if place is None or not check_signature(self.ring.keys[place], record):
             self._bad("checkpoint is not signed by this log's key")
             return False
         if self.epoch < 0:
-            self.epoch = place if self._first > 1 else 0  # after what is kept of retired files, it is known
+            self.epoch = place if self._first > 1 else 0  # the shares of retired files determine it
         if place != self.epoch:
             self._bad(f"checkpoint is signed by the key of epoch {place + 1}, in epoch {self.epoch + 1}")
             return False
@@ -341,7 +341,7 @@ class Verifier:
 
     def _next_epoch(self, key: str) -> None:
         self.epoch += 1
-        if self.epoch == len(self.ring.keys):  # its certificate is not there, or was not when it was read
+        if self.epoch == len(self.ring.keys):  # its certificate is missing, or was missing when the ring was read
             try:
                 self.ring.add(public_key(key))
             except ValueError as error:
@@ -350,12 +350,12 @@ class Verifier:
             self._bad("the key of the next epoch is not the one in keys/epochs.jsonl")
 
     def _header(self, record: dict[str, Any], *, signed: bool) -> None:
-        """Check the first line of a file: what it says of all lines before it."""
+        """Check the first line of a file: its heads and log hash must equal those of the lines before it."""
         if not signed or not {"heads", "log", "file"} <= record.keys():
             self._bad("a file must begin with a signed checkpoint of all chains")
             return
         log = str(record["log"])
-        stated = {chain: Head(int(seq), str(digest)) for chain, (seq, digest) in record["heads"].items()}
+        stated = {chain: ChainHead(int(seq), str(digest)) for chain, (seq, digest) in record["heads"].items()}
         if record["file"] != self._file:
             self._bad(f"this is the content of file {record['file']}")
         if "mismatch" in record:
@@ -366,7 +366,7 @@ class Verifier:
             for chain, head in self._open.items():
                 if stated.get(chain) != head:
                     self._bad(f"chain {chain} did not stand where what is kept of it ends")
-            if self._kept is not None and self._kept.began == 1:  # a chain goes as a whole only once it is closed
+            if self._kept is not None and self._kept.began == 1:  # only a closed chain is deleted as a whole
                 for chain in sorted(stated.keys() - self._open.keys()):
                     self._bad(f"nothing is kept of chain {chain}, which was open")
         elif log != self.log:

@@ -1,4 +1,4 @@
-"""What of a call is the SDK's own: the same calls, answered at once with what the server has just answered to them.
+"""The SDK's own share of a call: the same calls, answered at once with the server's previous answers.
 
 Calls are first passed on to the real server, and its answers kept; from then on a server in a thread here gives those,
 byte for byte, with nothing behind it. An answer belongs to the first line of its request; the last one counts.

@@ -23,9 +23,9 @@ import docker
 
 from bench.figures import Figure, Goal
 from bench.ground import BenchError, Ground, wait_until
-from demo.stack import IMAGE
-from runtimes import seccomp
-from runtimes.shim_install import RUNSC_FLAGS
+from runtimes.engine import seccomp
+from runtimes.engine.profile import RUNSC
+from testbed.stack import IMAGE
 
 PLAIN = {"runc": "runc", "runsc": "plain-runsc"}
 WHOLE = {"runc": 400.0, "runsc": 600.0}
@@ -144,7 +144,7 @@ def add_plain_runsc(ground: Ground, api: Any) -> None:
     """Make runsc without our shim known to the benchmark's own dockerd."""
     path = ground.stack.run / "config" / "daemon.json"
     known = json.loads(path.read_text())
-    known["runtimes"][PLAIN["runsc"]] = {"path": os.environ["SALLYPORT_RUNSC"], "runtimeArgs": list(RUNSC_FLAGS)}
+    known["runtimes"][PLAIN["runsc"]] = {"path": os.environ["SALLYPORT_RUNSC"], "runtimeArgs": list(RUNSC.flags)}
     path.write_text(json.dumps(known))
     os.kill(int((ground.stack.run / "docker.pid").read_text()), signal.SIGHUP)
     wait_until(lambda: PLAIN["runsc"] in api.info()["Runtimes"], "dockerd learns of another runtime")

@@ -29,9 +29,9 @@ from bench.canned import canned
 from bench.create import PLAIN, add_plain_runsc
 from bench.figures import Figure, Goal
 from bench.ground import BenchError, Ground
-from demo.stack import IMAGE
-from runtimes.docker import CAPABILITIES
-from runtimes.shim_install import RUNSC_FLAGS
+from runtimes.engine.docker import CAPABILITIES
+from runtimes.engine.profile import RUNSC
+from testbed.stack import IMAGE
 
 ECHO = {"runc": 6.0, "runsc": 15.0}
 START = {"runc": 60.0, "runsc": 150.0}
@@ -51,7 +51,7 @@ for _ in range({rounds}):
 print(json.dumps(samples))
 """
 _PORT = 24790
-"""Below the range that connects take their own port from: one of ours could connect to itself there."""
+"""Below the ephemeral range, in which a client could connect to itself."""
 
 
 def measure(ground: Ground, rounds: int) -> list[Figure]:
@@ -111,7 +111,7 @@ def _runtime(
 
 
 def _not_ours(ground: Ground, runtime: str, rounds: int) -> list[Figure]:
-    """The parts of the small calls in which nothing of ours has a share."""
+    """The parts of the small calls that are not Sallyport's."""
     sandbox = ground.create(runtime)
     try:
         printed = sandbox.commands.run(f"python3 -c '{_BASH.format(rounds=rounds)}'").logs.stdout
@@ -193,7 +193,7 @@ def _start(runtime: str, directory: Path) -> float:
     program, flags = "runc", [f"--root={bundle / 'state'}"]
     if runtime == "runsc":
         program = os.environ["SALLYPORT_RUNSC"]
-        flags += [flag for flag in RUNSC_FLAGS if not flag.startswith("--network")]
+        flags += [flag for flag in RUNSC.flags if not flag.startswith("--network")]
         flags += ["--network=host", "--ignore-cgroups"]
     name = f"bench-{secrets.token_hex(4)}"
 

@@ -11,7 +11,7 @@ from code_interpreter import CodeInterpreterSync
 
 from bench.figures import Figure, Goal
 from bench.ground import BenchError, Ground
-from demo.stack import CODE_ENTRYPOINT, CODE_IMAGE
+from testbed.stack import CODE_ENTRYPOINT, CODE_IMAGE
 
 RUNTIMES = ("runc", "runsc")
 LIMIT = 1200.0

@@ -13,9 +13,9 @@ from typing import Any
 
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.internet import Internet, InternetError, ip, whole_lines
-from demo.pki import write_host_certificate
-from demo.stack import Stack, code_image
+from testbed.internet import Internet, InternetError, ip, whole_lines
+from testbed.pki import write_host_certificate
+from testbed.stack import Stack, code_image
 
 CLIENT = Path(__file__).with_name("load.py")
 _INSIDE = "/tmp/load.py"  # noqa: S108 - inside a sandbox
@@ -30,7 +30,7 @@ class BenchError(Exception):
 
 
 class BenchStack(Stack):
-    """The demo's server, which also knows the addresses of our hosts."""
+    """The demo's server, with the addresses of the benchmarks' hosts."""
 
     @property
     def settings(self) -> str:

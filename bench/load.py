@@ -5,7 +5,7 @@
 
 The first sends one GET after another on each of `connections` kept connections, one thread each; with `proxy`
 ([address, port]) it asks for a tunnel to `address` first. The second opens one flow to each host, uses it once, and
-says when it was cut: times of the monotonic clock, which a runc sandbox shares with its host. Both print one JSON
+prints when it was aborted: times of the monotonic clock, which a runc sandbox shares with its host. Both print one JSON
 object.
 """
 
@@ -101,11 +101,11 @@ class Load:
 
 
 class Hold:
-    """Keeps flows open until somebody else ends them."""
+    """Keeps flows open until the other side ends them."""
 
     def __init__(self, hosts: list[str]) -> None:
         self._hosts = hosts
-        # Each once: what a sandbox may ask for in a second is bounded, and names are not what is measured.
+        # Resolve each name once: the rate of queries is limited, and names are not measured.
         self._addresses = {host: socket.gethostbyname(host) for host in set(hosts)}
         self.ended: list[float] = []
         self.failures: list[str] = []

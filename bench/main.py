@@ -14,8 +14,8 @@ from types import FrameType
 from bench import create, execd, first_code, policy_change, requests
 from bench.figures import Figure, describe, machine, table
 from bench.ground import BenchError, Ground, ground
-from demo.internet import PREFIX, InternetError
-from demo.stack import StackError
+from testbed.internet import PREFIX, InternetError
+from testbed.stack import StackError
 
 BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
     "create": create.measure,

@@ -22,7 +22,7 @@ _EVERYTHING: dict[str, Any] = {"defaultAction": "allow", "egress": []}
 
 
 def measure(ground: Ground, rounds: int) -> list[Figure]:
-    """Cut all flows `rounds` times."""
+    """Abort all flows `rounds` times."""
     sandbox = ground.create("runc")  # it shares the host's monotonic clock
     key = {"OPEN-SANDBOX-API-KEY": ground.stack.api_key}
     try:

@@ -32,7 +32,7 @@ from bench.ground import (
     run_client,
     wait_until,
 )
-from demo.internet import UP_ADDRESS
+from testbed.internet import UP_ADDRESS
 
 CONNECTIONS = 8
 SECONDS = 1.0
@@ -90,7 +90,7 @@ def _outside(ground: Ground, host: str, **more: object) -> dict[str, Any]:
 
 
 def _checked(ground: Ground, mark: int, way: str, result: dict[str, Any], *, with_header: bool) -> dict[str, Any]:
-    """Believe the client only as far as the far end confirms it."""
+    """Compare the client's count with the far end's."""
     if result["failures"] or not result["requests"]:
         raise BenchError(f"{way}: {result['failures']}")
 

@@ -14,14 +14,14 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-from demo.attempts import ATTEMPTS
-from demo.control import run_controls
-from demo.far_end import FarEndWatch
-from demo.internet import API, ATTACKER, GIT, INDEX, PREFIX, Internet
 from demo.sandboxes import Controls, DemoSandbox, Secrets, empty_image_works
-from demo.stack import Stack
 from demo.table import Row, print_table
-from demo.traces import left_by_server
+from lifecycle.posture.attempts import ATTEMPTS
+from testbed.control import run_controls
+from testbed.far_end import FarEndWatch
+from testbed.internet import API, ATTACKER, GIT, INDEX, PREFIX, Internet
+from testbed.stack import Stack
+from testbed.traces import left_by_server
 
 RUNTIMES = ("runsc", "runc")
 SHOWN_DENIALS = 40
@@ -37,7 +37,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def make_secrets() -> Secrets:
-    """Three fresh secrets; nothing but the upstreams and the vault is ever told them."""
+    """Three fresh secrets; only the upstreams and the vault get them."""
     return Secrets(
         git=f"ledger-bot:{secrets.token_hex(20)}",
         index=f"index-bot:{secrets.token_hex(20)}",
@@ -49,7 +49,7 @@ _BEGAN = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Progress, for a reader who waits."""
+    """Print progress with the time since the start."""
     print(f"demo: {time.monotonic() - _BEGAN:5.1f} s  {text}", flush=True)
 
 

@@ -13,16 +13,16 @@ from typing import Any
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
 
-from demo import collect
-from demo.attempts import Attempt, Control, ProbeError, Report, arrived, refused, report
-from demo.capture import Capture
-from demo.far_end import FarEndWatch, probe_environment, sandbox_targets
-from demo.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, STATUS, Internet
-from demo.leaks import forms_of, leaks_in
-from demo.privileged import Ended, PrivilegedContainer
-from demo.stack import EMPTY_IMAGE, Stack
 from demo.table import Row
 from lifecycle.posture import ways_out
+from lifecycle.posture.attempts import Attempt, Control, ProbeError, Report, arrived, refused, report
+from lifecycle.posture.capture import Capture
+from testbed import collect
+from testbed.far_end import FarEndWatch, probe_environment, sandbox_targets
+from testbed.internet import ADDRESSES, API, ATTACKER, GIT, INDEX, STATUS, Internet
+from testbed.leaks import forms_of, leaks_in
+from testbed.privileged import Ended, PrivilegedContainer
+from testbed.stack import EMPTY_IMAGE, Stack
 
 REPLACEMENT_SECONDS = 2.0
 REPLACEMENT_REQUESTS = 10
@@ -275,14 +275,6 @@ class DemoSandbox:
 def _nsenter(netns: str, *arguments: str) -> bool:
     done = subprocess.run(["nsenter", f"--net={netns}", "ip", *arguments], capture_output=True, check=False)
     return done.returncode == 0
-
-
-def wait_for(count: Callable[[], int], seconds: float = 20.0) -> int:
-    """Ask `count` until it is positive or `seconds` have passed; returns its last answer."""
-    deadline = time.monotonic() + seconds
-    while (result := count()) == 0 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return result
 
 
 def empty_image_works(stack: Stack, runtime: str) -> Row:

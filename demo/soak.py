@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from demo.census import Census, daemons, descriptors, take
-from demo.internet import PREFIX, Internet
-from demo.stack import EMPTY_IMAGE, Stack
+from testbed.census import Census, daemons, descriptors, take
+from testbed.internet import PREFIX, Internet
+from testbed.stack import EMPTY_IMAGE, Stack
 
 PARALLEL = 4
 WARM = 24

@@ -1,11 +1,11 @@
 package main
 
-// Flags and environment (contract 17).
+// Flags and environment.
 //
 // Invariants
 //   - A flag wins over its variable; an unknown flag ends the start with a message.
-//   - A token given in clear is replaced by its hash by executing ourselves again,
-//     so that it is in neither /proc/PID/cmdline nor /proc/PID/environ.
+//   - For a token given in clear, the daemon executes its own program again with the hash
+//     instead, so that the token is in neither /proc/PID/cmdline nor /proc/PID/environ.
 
 import (
 	"errors"
@@ -62,8 +62,8 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	initMode := flags.Bool("init", false, "be PID 1: reap, forward signals, run the entrypoint after --")
 	jupyterHost := flags.String("jupyter-host", getenv("JUPYTER_HOST"), "address of the Jupyter server (JUPYTER_HOST)")
 	jupyterToken := flags.String("jupyter-token", getenv("JUPYTER_TOKEN"), "its token (JUPYTER_TOKEN)")
-	runtimeInit := flags.Bool("runtime-init", truthy(getenv("EXECD_RUNTIME_INIT")), "serve nobody before POST /internal/init (EXECD_RUNTIME_INIT)")
-	launchFile := flags.String("launch-file", "", "file that is another one after a restore: then serve nobody before POST /internal/init")
+	runtimeInit := flags.Bool("runtime-init", truthy(getenv("EXECD_RUNTIME_INIT")), "serve no request before POST /internal/init (EXECD_RUNTIME_INIT)")
+	launchFile := flags.String("launch-file", "", "file whose content changes with a restore; after a restore, serve no request before POST /internal/init")
 	for _, name := range []string{"jupyter-idle-poll-interval", "log-level", "isolation-config"} {
 		flags.String(name, "", "accepted for compatibility, without effect")
 	}
@@ -153,7 +153,7 @@ func forgetClearToken(config Config) error {
 			environ = append(environ, name+"="+value)
 		}
 	}
-	// Not the path of the file, at which there may be another one by now.
+	// Not the path of the file: it may name another file by now.
 	return syscall.Exec("/proc/self/exe", append([]string{os.Args[0]}, config.arguments()...), environ)
 }
 

@@ -214,7 +214,7 @@ func TestAnInitDoesNotUndoTheEnd(t *testing.T) {
 	testkit.Equal(t, 1, strings.Count(stderr(), "up\n"))
 }
 
-// Nobody waits for another's preStart: neither who may not ask, nor who may.
+// No caller waits for another caller's preStart, with or without permission to call init.
 func TestInitsDoNotQueue(t *testing.T) {
 	process, url, _ := testhost.Daemon(t, nil, "--runtime-init")
 	post := func(token, hook string) int {

@@ -67,8 +67,8 @@ func (f *rotatingFile) Write(line []byte) (int, error) {
 	return n, err
 }
 
-// rotate begins anew: with another file, or where that cannot be, as with a file that
-// is a mount, with this one.
+// rotate continues in a new file. Where the file cannot be renamed, for example because
+// it is a mount, rotate truncates this one.
 func (f *rotatingFile) rotate() {
 	next, err := f.next()
 	if err != nil {

@@ -1,7 +1,7 @@
 """`./run clean`: ends and removes what this home made, and only what is provably its own.
 
 - Processes: see `processes`. A process that only has a file of ours open is not ended.
-- Network namespaces: those that the demo noted in the home (demo/namespaces.py), by name, number and cookie.
+- Network namespaces: those that the demo noted in the home (testbed/namespaces.py), by name, number and cookie.
 - The nft table under the guard: if a server noted this very table in our run directory.
 - Mounts and files below the home, the run directories and `.venv`.
 """
@@ -35,10 +35,10 @@ def run(places: Places) -> None:
         Failure: something could not be removed.
     """
     _end_processes(places)
-    for home in (places.home, places.beside_home):
+    for home in places.homes:
         _remove_namespaces(Path(home, "namespaces"))
-    _remove_floor(tuple(Path(run_dir, "config", "floor") for run_dir in (places.run_dir, places.beside)))
-    directories = (places.run_dir, places.beside, places.home)
+    _remove_floor(tuple(Path(run_dir, "config", "floor") for run_dir in places.run_dirs))
+    directories = (*places.run_dirs, places.home)
     for mount in mounts_below(Path("/proc/self/mountinfo").read_text(), directories):
         subprocess.run(("umount", mount), check=False)
     call("rm", "-rf", "--one-file-system", *directories, ".venv")
@@ -92,7 +92,7 @@ def _remove_namespaces(notes: Path) -> None:
 
 
 def identity(path: str) -> str:
-    """Return what tells the network namespace at `path` from all others: boot, inode number, cookie."""
+    """Return what identifies the network namespace at `path`: boot, inode number, cookie."""
     found: list[int] = []
 
     def enter() -> None:
@@ -116,7 +116,7 @@ def identity(path: str) -> str:
 
 
 def _remove_floor(notes: tuple[Path, ...]) -> None:
-    """Remove the floor of a server that was killed, if a server of ours laid this very table (runtimes/guard.py)."""
+    """Remove the floor of a killed server, if a server of ours laid this very table (`runtimes/net/guard.py`)."""
     listed = subprocess.run(("nft", "-a", "-t", "list", "table", *_FLOOR), capture_output=True, text=True, check=False)
     handle = re.search(r"# handle (\d+)$", listed.stdout, re.MULTILINE)
     if handle is None:

@@ -1,6 +1,6 @@
 """The test suite in lanes, each a session of pytest with a JUnit report; and the static checks beside them.
 
-System tests mostly wait: two sessions run beside each other, each with a Sallyport of its own, and the static checks
+System tests mostly wait: three sessions run beside each other, each with a Sallyport of its own, and the static checks
 beside them. The tests that judge times come after, alone.
 """
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from frontdoor import builds, lock
 from frontdoor.places import Places
@@ -24,6 +25,14 @@ _FUZZED = (
     "stream.FuzzStreamFraming",
     "terminal.FuzzTerminalFrames",
 )
+LANES = {
+    "fast": ("-m", "not system"),
+    "system": ("-m", "system and not (timed or faults)", "--ignore", "tests/security"),
+    "security": ("-m", "system and not (timed or faults)", "tests/security"),
+    "faults": ("-m", "system and faults and not timed"),
+    "timed": ("-m", "system and timed"),
+}
+"""The options of pytest that select the tests of each lane; each test is in one lane."""
 _NICE = 5
 _TESTS_FAILED = 1  # of pytest; above: interrupted, or not run at all
 
@@ -61,7 +70,7 @@ def sessions() -> int:
 
 def fast_options() -> tuple[str, ...]:
     """The options of pytest that select and spread the fast tests."""
-    return ("-m", "not system", "-n", str(sessions()), "--dist", "worksteal")
+    return (*LANES["fast"], "-n", str(sessions()), "--dist", "worksteal")
 
 
 def split(arguments: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -84,20 +93,21 @@ def run(places: Places, arguments: list[str]) -> int:
         status = suite.lane("fast", *fast_options())
         if status > _TESTS_FAILED:
             return status
-        security = Beside("security", lambda: _security(places, suite))
-        stack.callback(security.end)
-        status = suite.lane("system", "-m", "system and not timed", "--ignore", "tests/security") or status
-        status = security.wait() or status
-        status = checks.wait() or status
+        sessions = [Beside(name, partial(_session, own, suite, name)) for name, own in places.sessions.items()]
+        for session in sessions:
+            stack.callback(session.end)
+        status = suite.lane("system", *LANES["system"]) or status
+        for work in (*sessions, checks):
+            status = work.wait() or status
         if status > _TESTS_FAILED:
             return status
-        return suite.lane("timed", "-m", "system and timed") or status
+        return suite.lane("timed", *LANES["timed"]) or status
 
 
-def _security(places: Places, suite: Suite) -> int:
-    os.environ["SALLYPORT_HOME"], os.environ["SALLYPORT_RUN_DIR"] = places.beside_home, places.beside
-    os.environ["SALLYPORT_TEST_INTERNET"] = f"{places.internet}-b"
-    return suite.lane("security", "-m", "system and not timed", "tests/security")
+def _session(places: Places, suite: Suite, name: str) -> int:
+    os.environ["SALLYPORT_HOME"], os.environ["SALLYPORT_RUN_DIR"] = places.home, places.run_dir
+    os.environ["SALLYPORT_TEST_INTERNET"] = places.internet
+    return suite.lane(name, *LANES[name])
 
 
 def static_checks(go: tuple[str, ...]) -> int:

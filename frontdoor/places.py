@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_HOME = "/var/lib/sallyport"
 _DEFAULT_RUN = "/run/sallyport"
@@ -24,14 +24,27 @@ class Places:
     uv: str
 
     @property
-    def beside(self) -> str:
-        """The run directory of a second session of tests."""
-        return f"{self.run_dir}-beside"
+    def sessions(self) -> dict[str, "Places"]:
+        """The places of each session of tests that runs beside the first one, by the name of its lane."""
+        return {
+            name: replace(
+                self,
+                home=f"{self.home}/{name}",
+                run_dir=f"{self.run_dir}-{name}",
+                internet=f"{self.internet}-{name[0]}",
+            )
+            for name in ("faults", "security")
+        }
 
     @property
-    def beside_home(self) -> str:
-        """The home of a second session of tests."""
-        return f"{self.home}/beside"
+    def homes(self) -> tuple[str, ...]:
+        """The home, and those of the sessions."""
+        return (self.home, *(session.home for session in self.sessions.values()))
+
+    @property
+    def run_dirs(self) -> tuple[str, ...]:
+        """The run directory, and those of the sessions."""
+        return (self.run_dir, *(session.run_dir for session in self.sessions.values()))
 
     @property
     def python(self) -> str:

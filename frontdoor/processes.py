@@ -2,7 +2,7 @@
 
 A process is a home's own if one of these holds:
 
-- hostd noted it in the run directory, with its start time (`config/*.pid`, see runtimes/predecessor.py);
+- hostd noted it in the run directory, with its start time (`config/*.pid`, see runtimes/process/predecessor.py);
 - it is in the control group of a container of the home's dockerd;
 - its program lies below the home or the run directory (the first argument says so: uv, the Python of mutation);
 - it is a program that the product starts, with a configuration, socket or directory of the run directory
@@ -116,15 +116,14 @@ def own(processes: Iterable[Process], home: Home, spared: int) -> list[Process]:
 
 def read_home(places: Places) -> Home:
     """Read what the home and its run directories know."""
-    run_dirs = (places.run_dir, places.beside)
     noted, containers = set(), set()
-    for directory in map(Path, run_dirs):
+    for directory in map(Path, places.run_dirs):
         for note in directory.glob("config/*.pid"):
             words = note.read_text().split()
             if len(words) > 1 and words[0].isdigit():
                 noted.add((int(words[0]), words[1]))
         containers |= {path.name for path in directory.glob(f"{_CONTAINERS}/*")}
-    return Home((places.home, places.beside_home), run_dirs, frozenset(noted), frozenset(containers))
+    return Home(places.homes, places.run_dirs, frozenset(noted), frozenset(containers))
 
 
 def read_all() -> list[Process]:

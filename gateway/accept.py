@@ -1,18 +1,18 @@
-"""Takes the sandbox's redirected TCP connections and decides each of them.
+"""Accepts the sandbox's redirected TCP connections and judges each of them.
 
-First bytes -> what the client really speaks -> facts -> verdict -> audit -> and only then anything upstream.
+Order: first bytes -> protocol -> facts -> verdict -> audit record -> upstream connection.
 
-- The protocol is read from the bytes, the port from the packet (SO_ORIGINAL_DST); the packet's destination is
-  recorded and never dialled, but for a literal address that policy allows by name of that address.
-- A connection whose first bytes are neither a strict ClientHello nor a strict request head is reset. A client that
-  waits for the server to speak first gets nothing until its deadline, and nothing upstream happens meanwhile.
-- Each verdict is one record, accepted by the audit log before it takes effect; without the log the verdict is deny,
-  and its record is sent when the log is back. Each address that is dialled is one more (`connect`), accepted before the
-  dial; `gateway.described` has the names of its fields.
-- A denial is seen: 403 with rule and reason in HTTP, an alert in TLS, a reset elsewhere.
-- A spliced flow counts as one request of the sandbox's budget, and each byte it sends up is counted before it goes.
-- A flow that is spliced hides no name: with ECH, or without a name, it is not spliced.
-- Every connection ends closed, whatever fails.
+- The protocol comes from the bytes and the port from the packet (SO_ORIGINAL_DST). The packet's destination address is
+  recorded. The worker dials it only if the client sends no server name and policy allows that literal address.
+- A connection is reset if its first bytes are neither a strict ClientHello nor a strict request head. A client that
+  waits for the server's first byte gets nothing until its deadline, and causes nothing upstream.
+- Each verdict is one record, which the audit log accepts before the verdict takes effect. If the log does not answer,
+  the flow is denied, and its record is sent when the log is back. Each dialled address is one more record (`connect`),
+  accepted before the dial. `gateway.described` defines its fields.
+- The client sees a denial: a 403 with rule and reason in HTTP, an alert in TLS, a reset otherwise.
+- A spliced flow counts as one request of the sandbox's budget. Each byte that it sends is counted before it is sent.
+- A flow with ECH is not spliced. A flow without a name is spliced only to a literal address that policy allows.
+- Every connection is closed at the end, also after an error.
 """
 
 import asyncio
@@ -28,12 +28,14 @@ from audit.client import AuditClient, AuditUnavailable
 from gateway.budget import RULE, Budget
 from gateway.config import GatewayConfig
 from gateway.described import Announce, of_address, of_policy
-from gateway.engine import Engine, InspectedFlow
-from gateway.farewell import ACCESS_DENIED, DECODE_ERROR, UNRECOGNIZED_NAME, alert, farewell, http_answer
+from gateway.engines.port import InspectedFlow
 from gateway.flows import FlowRegistry, LiveFlow
-from gateway.hello import Hello, NeedMore, NoSni, NotTls, Refused, RequestHead, read_head, read_hello
+from gateway.inspection import Inspection
+from gateway.refusal import ACCESS_DENIED, DECODE_ERROR, UNRECOGNIZED_NAME, alert, http_answer, refuse
 from gateway.splice import Traffic, relay, reset
-from gateway.upstream import Connection, DialError, Dialler, judge, literal
+from gateway.state import WorkerState
+from gateway.tls.hello import Hello, NeedMore, NoSni, NotTls, Refused, RequestHead, read_head, read_hello
+from gateway.upstream import DialError, UpstreamConnection, UpstreamDialler, judge, literal
 from policy.decision import AllowAddress, AllowFlow, Deny, Treatment, decide_flow
 from policy.facts import FlowFacts, Scheme
 from wire.patience import Patience
@@ -47,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """An accepted connection and what the kernel says of it."""
+    """An accepted connection and its addresses: the client's, and the one that the client dialled."""
 
     sock: socket.socket
     peer: tuple[str, int]
@@ -56,7 +58,7 @@ class _Client:
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """What a client said first."""
+    """The first bytes of a connection, and what they are."""
 
     data: bytes
     verdict: Hello | NoSni | RequestHead | Refused
@@ -66,40 +68,40 @@ class Acceptor:
     """Serves the proxy listener of one worker.
 
     Args:
-        config: the active configuration, None before the first one: every connection is reset then.
-        engine: what inspects flows to a host (None: without TLS); None while there is none: they are denied.
-        budget: what the sandbox may use in all.
-        bounded: counts a name that is about to be resolved; returns the bound on names that it is over.
+        state: while it has no configuration, every connection is reset.
+        inspection: while it has no engine, flows that need one are denied.
+        budget: the sandbox's limits of requests and bytes.
+        bounded: counts a name before it is resolved; returns a denial if the name exceeds a bound.
     """
 
     def __init__(
         self,
         audit: AuditClient,
-        dialler: Dialler,
+        dialler: UpstreamDialler,
         registry: FlowRegistry,
-        config: Callable[[], GatewayConfig | None],
-        engine: Callable[[str | None], Awaitable[Engine | None]],
+        state: WorkerState,
+        inspection: Inspection,
         budget: Budget,
         bounded: Callable[[str], Deny | None],
     ) -> None:
         self._audit = audit
         self._dialler = dialler
         self._registry = registry
-        self._config = config
-        self._engine = engine
+        self._state = state
+        self._inspection = inspection
         self._budget = budget
         self._bounded = bounded
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept for ever."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, peer = await loop.sock_accept(listener)
-            except OSError:  # no descriptors left, or the client is gone already
+            except OSError:  # no descriptors are left, or the client has disconnected
                 await asyncio.sleep(0.05)
                 continue
-            config = self._config()
+            config = self._state.config
             if config is None or len(self._registry) >= _connections(config):
                 if config is not None:
                     self._audit.count("flow", "deny", rule="connections", reason="too many connections at once")
@@ -120,23 +122,23 @@ class Acceptor:
             except asyncio.CancelledError:
                 reset(sock)
                 raise
-            except Exception as error:  # noqa: BLE001 - closes: the connection is reset, nothing of it goes on
+            except Exception as error:  # noqa: BLE001 - fails closed: the connection is reset
                 reset(sock)
                 _log.error("flow failed: %s", type(error).__name__)
 
     async def _flow(self, client: _Client, live: LiveFlow) -> None:
-        config = self._config()
+        config = self._state.config
         if config is None or client.destination == client.sock.getsockname():
-            reset(client.sock)  # unconfigured, or dialled the proxy itself
+            reset(client.sock)  # no configuration, or the client dialled the proxy itself
             return
         try:
             async with Patience(config.limits.first_bytes):
                 opening = await read_opening(client.sock)
         except TimeoutError:
-            await self._deny_quietly(client, live, "first-bytes", "client did not say in time what it wants")
+            await self._deny_quietly(client, live, "first-bytes", "no complete ClientHello or request head in time")
             return
         if opening is None:
-            await self._deny_quietly(client, live, "first-bytes", "client left or speaks neither TLS nor HTTP")
+            await self._deny_quietly(client, live, "first-bytes", "the client left, or sent neither TLS nor HTTP")
             return
         match opening.verdict:
             case Hello() as hello:
@@ -158,7 +160,7 @@ class Acceptor:
         facts = FlowFacts(hello.sni, client.destination[1], Scheme.HTTPS)
         decision = self._decide(config, facts)
         if isinstance(decision, AllowFlow) and decision.treatment is Treatment.SPLICE and hello.ech:
-            decision = Deny("ech", "encrypted ClientHello hides the name of a flow that is not inspected")
+            decision = Deny("ech", "an encrypted ClientHello hides the server name, and this flow is not inspected")
         if isinstance(decision, Deny):
             await self._deny(client, live, decision, alert(UNRECOGNIZED_NAME), facts)
             return
@@ -167,7 +169,7 @@ class Acceptor:
             if await self._over(client, live, facts):
                 return
             if not await self._allow(client, live, decision, facts):
-                await farewell(client.sock, alert(ACCESS_DENIED))
+                await refuse(client.sock, alert(ACCESS_DENIED))
                 return
             await self._splice(
                 client,
@@ -180,7 +182,7 @@ class Acceptor:
             await self._inspect(client, live, data, facts, decision, hello)
 
     async def _nameless(self, client: _Client, live: LiveFlow, data: bytes) -> None:
-        """TLS without a server name: only a literal address that policy names may be spliced."""
+        """Judge TLS without a server name: it is spliced if policy allows its literal address, otherwise denied."""
         config = self._active()
         address, port = IPv4Address(client.destination[0]), client.destination[1]
         judged = judge(config, literal(address, port))
@@ -197,7 +199,7 @@ class Acceptor:
             return
         decision = AllowFlow(judged.rule, Treatment.SPLICE, judged.observed)
         if not await self._allow(client, live, decision, facts):
-            await farewell(client.sock, alert(ACCESS_DENIED))
+            await refuse(client.sock, alert(ACCESS_DENIED))
             return
         await self._splice(
             client, live, data, facts, lambda announce: self._dialler.dial_address(address, port, announce)
@@ -216,17 +218,17 @@ class Acceptor:
     async def _inspect(
         self, client: _Client, live: LiveFlow, data: bytes, facts: FlowFacts, decision: AllowFlow, hello: Hello | None
     ) -> None:
-        engine = await self._engine(None if hello is None else facts.host)
+        engine = await self._inspection.ready(None if hello is None else facts.host)
         if engine is None:
-            denial = Deny("engine", "no inspecting engine is ready")
+            denial = Deny("engine", "the gateway has no engine or no certificate for this host yet")
             answer = http_answer(503, denial) if hello is None else alert(ACCESS_DENIED)
             await self._deny(client, live, denial, answer, facts)
             return
         if not await self._allow(client, live, decision, facts):
             denial = Deny("audit", "the audit log does not accept records")
-            await farewell(client.sock, http_answer(503, denial) if hello is None else alert(ACCESS_DENIED))
+            await refuse(client.sock, http_answer(503, denial) if hello is None else alert(ACCESS_DENIED))
             return
-        # The streams take the descriptor over: when the engine closes them the client sees it at once.
+        # The streams own the descriptor from here on: when the engine closes them, the client sees it at once.
         owned = socket.socket(fileno=client.sock.detach())
         owned.setblocking(False)
         try:
@@ -260,24 +262,24 @@ class Acceptor:
         live: LiveFlow,
         data: bytes,
         facts: FlowFacts,
-        dial: Callable[[Announce], Awaitable[Connection]],
+        dial: Callable[[Announce], Awaitable[UpstreamConnection]],
     ) -> None:
         traffic = Traffic()
         fields = self._fields(client, live, facts)
 
         async def announce(address: IPv4Address | IPv6Address, allowed: AllowAddress | None) -> None:
             decision, verdict = of_address(allowed)
-            policy = of_policy(self._config(), verdict.get("rule"))
+            policy = of_policy(self._state.config, verdict.get("rule"))
             await self._audit.accept("connect", decision, address=str(address), **verdict, **fields, **policy)
 
         end: str | None = "cut"
-        upstream: Connection | None = None
+        upstream: UpstreamConnection | None = None
         try:
             try:
                 upstream = await dial(announce)
             except AuditUnavailable:
                 end = None
-                await farewell(client.sock, alert(ACCESS_DENIED))
+                await refuse(client.sock, alert(ACCESS_DENIED))
                 return
             except DialError as error:
                 end = None
@@ -312,21 +314,21 @@ class Acceptor:
                 )
 
     async def _over(self, client: _Client, live: LiveFlow, facts: FlowFacts) -> bool:
-        """Take a request for a flow that is about to be spliced; True when there was none, and the client was told."""
+        """Count a request before a flow is spliced. True if the budget is used up; the flow is then denied."""
         over = self._budget.request()
         if over is not None:
             await self._deny(client, live, Deny(RULE, over.reason), alert(ACCESS_DENIED), facts)
         return over is not None
 
     def _decide(self, config: GatewayConfig, facts: FlowFacts) -> AllowFlow | Deny:
-        """Judge a flow, and hold the name of an allowed one to the bounds that its DNS question has."""
+        """Judge a flow. The name of an allowed flow has the same bounds as the name of a DNS query."""
         decision = decide_flow(config.policy, facts)
         if isinstance(decision, Deny):
             return decision
         return self._bounded(facts.host) or decision
 
     def _active(self) -> GatewayConfig:
-        config = self._config()
+        config = self._state.config
         if config is None:
             raise ConnectionResetError
         return config
@@ -338,8 +340,8 @@ class Acceptor:
 
         return still
 
-    def _still_reachable(self, flow: Callable[[], bool] | None, upstream: Connection) -> Callable[[], bool]:
-        """Whether policy, as it is now, allows the flow and the address that it is connected to."""
+    def _still_reachable(self, flow: Callable[[], bool] | None, upstream: UpstreamConnection) -> Callable[[], bool]:
+        """Return a function: does the policy in force allow the flow and the address that it is connected to?"""
 
         def still() -> bool:
             allowed = isinstance(judge(self._active(), upstream.destination), AllowAddress)
@@ -348,7 +350,7 @@ class Acceptor:
         return still
 
     async def _allow(self, client: _Client, live: LiveFlow, decision: AllowFlow, facts: FlowFacts) -> bool:
-        """Record an allowed flow; False when the log did not accept it: then the flow is over."""
+        """Record an allowed flow. False if the log does not accept the record, or policy no longer allows the flow."""
         observed = decision.observed
         try:
             await self._audit.accept(
@@ -359,11 +361,11 @@ class Acceptor:
                 reason=None if observed is None else observed.reason,
                 treatment=decision.treatment.value,
                 **self._fields(client, live, facts),
-                **of_policy(self._config(), decision.rule),
+                **of_policy(self._state.config, decision.rule),
             )
         except AuditUnavailable:
             return False
-        # The policy may have changed while the record was on its way.
+        # The policy may have changed during the wait for the record.
         return live.still_allowed is not None and live.still_allowed()
 
     async def _deny(
@@ -376,7 +378,7 @@ class Acceptor:
         asked_host: str | None = None,
     ) -> None:
         await self._record_denial(client, live, denial, facts, asked_host)
-        await farewell(client.sock, answer)
+        await refuse(client.sock, answer)
 
     async def _deny_quietly(self, client: _Client, live: LiveFlow, rule: str, reason: str) -> None:
         await self._record_denial(client, live, Deny(rule, reason), None)
@@ -385,13 +387,15 @@ class Acceptor:
     async def _record_denial(
         self, client: _Client, live: LiveFlow, denial: Deny, facts: FlowFacts | None, asked_host: str | None = None
     ) -> None:
-        policy = of_policy(self._config(), denial.rule)
+        policy = of_policy(self._state.config, denial.rule)
         fields = {"rule": denial.rule, "reason": denial.reason, **self._fields(client, live, facts), **policy}
         fields["asked_host"] = asked_host
         try:
             await self._audit.accept("flow", "deny", **fields)
         except AuditUnavailable:
-            self._audit.note("flow", "deny", **fields)  # it is denied all the same; the log is told when it is back
+            self._audit.note(
+                "flow", "deny", **fields
+            )  # denied without the log; the record is sent when the log is back
 
     def _fields(self, client: _Client, live: LiveFlow, facts: FlowFacts | None) -> dict[str, Any]:
         return {
@@ -408,7 +412,7 @@ def _connections(config: GatewayConfig) -> int:
 
 
 def original_destination(sock: socket.socket) -> tuple[str, int]:
-    """Where the client's packets were addressed before the redirect.
+    """Return the IPv4 address and the port that the client dialled, before the redirect.
 
     Raises:
         OSError: the connection was not redirected.
@@ -419,7 +423,7 @@ def original_destination(sock: socket.socket) -> tuple[str, int]:
 
 
 async def read_opening(sock: socket.socket) -> _Opening | None:
-    """Read until the first bytes have a verdict; None when they are of no protocol we know or end too early."""
+    """Read until the first bytes have a verdict; None if the protocol is unknown or the stream ends."""
     loop = asyncio.get_running_loop()
     data = b""
     wanted = 1
@@ -445,5 +449,5 @@ async def read_opening(sock: socket.socket) -> _Opening | None:
 
 
 def _looks_like_http(data: bytes) -> bool:
-    """Whether an HTTP answer makes sense to this client: its first line says HTTP/1."""
+    """Whether the client understands an HTTP answer: its first line names HTTP/1."""
     return b" HTTP/1." in data.split(b"\n", 1)[0][:_READ]

@@ -1,11 +1,11 @@
-"""How many requests a worker takes on, so that those it has taken on end well.
+"""Limits how many requests a worker prepares at once, so that admitted requests succeed under overload.
 
-- A request is under way from its decision to the moment in which it may be forwarded: that time is the worker's own
-  and that of log and vault. How long a server takes does not count, nor how long a stream lasts.
-- While the oldest request under way has waited for `PATIENCE`, or `MOST` are under way, a new one is not taken on: it
-  is answered with 503 and a time to wait. Those under way are left alone.
+- A request is under way from its decision until it may be forwarded. This is the time of the worker, the log and the
+  vault. The server's time and the length of a stream do not count.
+- A new request is refused (503 with `Retry-After`) while `MOST` requests are under way, or while the oldest of them
+  has waited for `PATIENCE` seconds. Requests under way continue.
 
-It measures waiting with the clock on the wall: how long a client waits is what overload means.
+Waiting is measured in elapsed time, not processor time: the client's wait is the sign of overload.
 """
 
 import math
@@ -27,7 +27,7 @@ class Admission:
         self._next = 0
 
     def retry_after(self) -> int | None:
-        """None when another request can be taken on, else in how many seconds it is worth asking again."""
+        """Return None if another request can be admitted, otherwise the seconds after which to try again."""
         if not self._began:
             return None
         waited = self._clock() - next(iter(self._began.values()))
@@ -37,7 +37,7 @@ class Admission:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """A request that was taken on, as long as this lasts."""
+        """Count one admitted request as under way inside this context."""
         self._next += 1
         number = self._next
         self._began[number] = self._clock()

@@ -1,18 +1,19 @@
-"""What policy lets one sandbox use in all: requests a minute, and bytes sent to the outside. Pure.
+"""The limits that policy sets for one sandbox: requests per minute, and bytes sent upstream. Pure.
 
-- Requests are tokens of one bucket: `requests_per_minute` at once, refilled evenly over each minute. A spliced flow is
-  one request, an inspected flow one for each that policy allows.
-- Bytes are counted as they go up on the wire, TLS included. The chunk that would go beyond `bytes_out` is not sent, and
-  from then on nothing is, until a policy allows more. What was sent is never forgotten, neither by a change of policy
-  nor by the end of a worker: the counts are in the sandbox's ledger.
-- The limits are those in force at each call. No policy is no request and no byte.
+- Requests are tokens of one bucket. It holds `requests_per_minute` tokens and refills evenly over each minute. A
+  spliced flow takes one token. An inspected flow takes one for each allowed request.
+- Bytes are counted as they are sent, TLS included. A chunk that would exceed `bytes_out` is not sent. After it nothing
+  is sent until a policy allows more. The counts are in the sandbox's ledger, so a change of policy or the end of a
+  worker does not reset them.
+- Each call uses the limits in force. Without a policy no request and no byte is allowed.
 
-It knows no flow and cuts none: `on_spent` is called once each time the bytes have run out. DNS queries are not counted,
-they have budgets of their own.
+The module aborts no flow. It calls `on_spent` once each time the bytes run out. DNS queries have their own budget
+(`gateway.dns.names`).
 """
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 from gateway.effects import Over
 from gateway.ledger import Ledger
@@ -21,31 +22,40 @@ from policy.rules import Limits
 RULE = Over.rule
 
 
+class InForce(Protocol):
+    """Access to the limits in force."""
+
+    @property
+    def limits(self) -> Limits | None:
+        """Return the limits of the policy in force, None before the first policy."""
+        ...
+
+
 class Budget:
-    """What one sandbox may use.
+    """The budget of one sandbox.
 
     Args:
-        ledger: what it has used.
-        limits: those of the policy in force, None before there is one.
+        ledger: the counts of requests and bytes used.
+        state: gives the limits in force.
         clock: monotonic seconds.
-        on_spent: must not raise.
+        on_spent: called when the bytes run out; must not raise.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        limits: Callable[[], Limits | None],
+        state: InForce,
         clock: Callable[[], float],
         on_spent: Callable[[], None],
     ) -> None:
         self._ledger = ledger
-        self._limits = limits
+        self._state = state
         self._clock = clock
         self._on_spent = on_spent
 
     def request(self) -> Over | None:
-        """Take one request, or say why there is none."""
-        limits = self._limits()
+        """Take one request. Return None, or the limit that it exceeds."""
+        limits = self._state.limits
         if limits is None:
             return Over("no policy is active yet", None)
         if self._spent(limits):
@@ -55,7 +65,7 @@ class Budget:
             self._ledger.refill(None, 0.0)
             return None
         now = self._clock()
-        held = self._ledger.tokens  # the first limit begins with a full bucket
+        held = self._ledger.tokens  # the bucket is full when the first limit comes into force
         full = float(rate)
         tokens = full if held is None else min(full, held + max(0.0, now - self._ledger.refilled) * rate / 60)
         over = tokens < 1
@@ -65,8 +75,8 @@ class Budget:
         return Over(f"more than {rate} requests in a minute", max(1, math.ceil((1 - tokens) * 60 / rate)))
 
     def send(self, count: int) -> bool:
-        """Whether `count` bytes more may be sent; if so they are counted as sent."""
-        limits = self._limits()
+        """Count `count` bytes as sent and return True, or return False if they exceed the limit."""
+        limits = self._state.limits
         if limits is None:
             return False
         most = limits.bytes_out

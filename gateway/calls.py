@@ -1,22 +1,22 @@
-"""The system calls of a confined worker, and the filter (classic BPF) that has no other. Pure.
+"""The system calls of a confined worker, and the filter (classic BPF) that permits only these. Pure.
 
-The list is what workers were seen to call on the way of each kind of traffic, and beside it what another C library or
-kernel takes for the same: memory, threads, clocks. `tests/system/calls.py` notes calls; the worker's system tests fail
-when a call of an honest worker is refused. Doors are closed by argument:
+The list was measured: the calls of workers under each kind of traffic, and the equivalent calls of other C libraries
+and kernels for memory, threads and clocks. `tests/system/calls.py` records calls. The worker's system tests fail if the
+filter refuses a call that a worker needs. Arguments are restricted as follows:
 
-- A socket is TCP or UDP over IPv4 or IPv6. Nothing is bound and nothing listens: listeners are older than the filter.
-- A datagram goes to the address that its socket is connected to. Only the DNS listener answers anyone: its descriptor
-  is pinned, it can be neither closed nor replaced.
-- No message has control data: a worker cannot pass a descriptor on.
-- `clone` makes threads only. A filter cannot read the flags of `clone3`: it is absent, and C libraries fall back.
-- Socket options are those of a relay: no mark, no transparency, no lingering.
-- There is no call for namespaces, programs, other processes, files by path, new kernel interfaces.
+- A socket is TCP or UDP over IPv4 or IPv6. `bind` and `listen` are refused: the listeners exist before the filter.
+- A datagram can be sent only to the address that its socket is connected to. The DNS listener is the exception. Its
+  descriptor is pinned: it can be neither closed nor replaced.
+- A message has no control data, so a worker cannot send a descriptor.
+- `clone` makes threads only. A filter cannot read the flags of `clone3`, so `clone3` fails with ENOSYS. C libraries
+  then use `clone`.
+- Socket options are those that a relay needs: no mark, no transparent proxying, no SO_LINGER.
+- No call is permitted for namespaces, programs, other processes, files by path, or new kernel interfaces.
 
-Linux 5.11 and later knows which calls have no argument check, and does not run the filter for them.
+Linux 5.11 and later caches which calls need no check of arguments, and does not run the filter for them.
 """
 
 import errno
-import socket
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 _LD_W_ABS, _AND, _JEQ, _JGE, _RET = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 REFUSE = _ERRNO | errno.EPERM
-"""What becomes of any other call: an error, so that a mistake shows as one and not as a lost worker."""
+"""The action for any other call: EPERM. A call missing from the list then causes an error, not the worker's death."""
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 _X32 = 0x40000000
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
-# name -> number on x86-64, on aarch64 (None: does not exist there)
+# name -> (number on x86-64, number on aarch64); None if the call does not exist there
 _PLAIN: dict[str, tuple[int, int | None]] = {
     # the event loop
     "read": (0, 63),
@@ -45,7 +45,7 @@ _PLAIN: dict[str, tuple[int, int | None]] = {
     "ppoll": (271, 73),
     "dup": (32, 23),
     "fstat": (5, 80),
-    # sockets that are there
+    # existing sockets
     "accept": (43, 202),
     "accept4": (288, 242),
     "connect": (42, 203),
@@ -81,7 +81,7 @@ _PLAIN: dict[str, tuple[int, int | None]] = {
     "sched_yield": (24, 124),
     "set_robust_list": (273, 99),
     "set_tid_address": (218, 96),
-    # its own signals
+    # signals to itself
     "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139),
@@ -93,7 +93,7 @@ _PLAIN: dict[str, tuple[int, int | None]] = {
     "gettimeofday": (96, 169),
     "nanosleep": (35, 101),
     "time": (201, None),
-    # what it is
+    # its own identity
     "getegid": (108, 177),
     "geteuid": (107, 175),
     "getgid": (104, 176),
@@ -122,10 +122,17 @@ _CHECKED = {
     "tgkill": (234, 131),
 }
 _ABSENT = {"clone3": (435, 435)}
-"""Answered as by a kernel that does not have it."""
+"""These calls fail with ENOSYS, as on a kernel without them."""
 _CONFINING = {"seccomp": (317, 277), "pivot_root": (155, 41), "io_uring_setup": (425, 425)}
 
-_TYPE = 0xFFFFFFFF & ~(socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+# Linux's numbers, equal on both architectures
+AF_INET, AF_INET6 = 2, 10
+SOCK_STREAM, SOCK_DGRAM, SOCK_NONBLOCK, SOCK_CLOEXEC = 1, 2, 0o4000, 0o2000000
+SOL_SOCKET, SO_KEEPALIVE, SO_BINDTODEVICE = 1, 9, 25
+IPPROTO_TCP, IPPROTO_UDP = 6, 17
+TCP_NODELAY, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT, TCP_USER_TIMEOUT = 1, 4, 5, 6, 18
+
+_TYPE = 0xFFFFFFFF & ~(SOCK_NONBLOCK | SOCK_CLOEXEC)
 _FIONREAD, _FIONBIO, _FIOCLEX = 0x541B, 0x5421, 0x5451
 _F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_SETFL, _F_DUPFD_CLOEXEC = 0, 1, 2, 3, 4, 1030
 _AT_EMPTY_PATH = 0x1000
@@ -133,14 +140,17 @@ _SO_PASSRIGHTS = 83
 _THREAD = 0x10F00  # CLONE_VM, FS, FILES, SIGHAND, THREAD
 _OF_A_THREAD = 0x017C0000  # CLONE_SYSVSEM, SETTLS, PARENT_SETTID, CHILD_CLEARTID, DETACHED, CHILD_SETTID
 _PR_SET_NAME, _PR_GET_NAME, _PR_SET_VMA = 15, 16, 0x53564D41
-_IPPROTO_TCP, _SOL_SOCKET = socket.IPPROTO_TCP, socket.SOL_SOCKET
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument, counted from 0: its lower half, of which `mask`, is one of `values`; or, `unlike`, none of them.
+    """A condition on one argument of a call.
 
-    A pointer is compared whole (`wide`) with the only value NULL.
+    Attributes:
+        index: the argument's position, from 0.
+        values: the lower 32 bits of the argument, after `mask`, must equal one of these.
+        unlike: they must equal none of `values`.
+        wide: all 64 bits must be 0; for a pointer that must be NULL.
     """
 
     index: int
@@ -151,29 +161,29 @@ class Argument:
 
 
 type Rule = tuple[Argument, ...]
-"""What has to be true of a call's arguments, all of it."""
+"""Conditions on the arguments of one call. All of them must hold."""
 
 
 def checks(pid: int, pinned: int) -> Mapping[str, tuple[Rule, ...]]:
-    """Return the rules of each call that has any; one of them has to be true.
+    """Return the rules of each call whose arguments are checked. At least one rule of a call must hold.
 
     Args:
-        pid: of the worker; it may send signals to itself.
+        pid: the worker's process id; it may send signals to itself.
         pinned: the descriptor of the DNS listener.
     """
-    inet = Argument(0, (socket.AF_INET, socket.AF_INET6))
-    relay = (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+    inet = Argument(0, (AF_INET, AF_INET6))
+    relay = (TCP_NODELAY, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT, TCP_USER_TIMEOUT)
     return {
         "sendto": ((Argument(4, (0,), wide=True),), (Argument(0, (pinned,)),)),
         "close": ((Argument(0, (pinned,), unlike=True),),),
         "ioctl": ((Argument(1, (_FIONBIO, _FIOCLEX, _FIONREAD)),),),
         "socket": (
-            (inet, Argument(1, (socket.SOCK_STREAM,), _TYPE), Argument(2, (0, socket.IPPROTO_TCP))),
-            (inet, Argument(1, (socket.SOCK_DGRAM,), _TYPE), Argument(2, (0, socket.IPPROTO_UDP))),
+            (inet, Argument(1, (SOCK_STREAM,), _TYPE), Argument(2, (0, IPPROTO_TCP))),
+            (inet, Argument(1, (SOCK_DGRAM,), _TYPE), Argument(2, (0, IPPROTO_UDP))),
         ),
         "setsockopt": (
-            (Argument(1, (_IPPROTO_TCP,)), Argument(2, relay)),
-            (Argument(1, (_SOL_SOCKET,)), Argument(2, (socket.SO_KEEPALIVE, socket.SO_BINDTODEVICE, _SO_PASSRIGHTS))),
+            (Argument(1, (IPPROTO_TCP,)), Argument(2, relay)),
+            (Argument(1, (SOL_SOCKET,)), Argument(2, (SO_KEEPALIVE, SO_BINDTODEVICE, _SO_PASSRIGHTS))),
         ),
         "fcntl": ((Argument(1, (_F_GETFL, _F_SETFL, _F_GETFD, _F_SETFD, _F_DUPFD, _F_DUPFD_CLOEXEC)),),),
         "newfstatat": ((Argument(3, (_AT_EMPTY_PATH,)),),),
@@ -185,11 +195,11 @@ def checks(pid: int, pinned: int) -> Mapping[str, tuple[Rule, ...]]:
 
 
 def number(name: str, machine: str) -> int:
-    """Return the number of a call that the filter or the confinement knows.
+    """Return the number of the call `name` on `machine` (as `platform.machine()` names it).
 
     Raises:
-        OSError: nothing is known of that machine.
-        KeyError: the call is not known, or does not exist there.
+        OSError: the machine is not supported.
+        KeyError: the call is not in the tables, or does not exist on that machine.
     """
     column = _machine(machine)[1]
     found = ({**_PLAIN, **_CHECKED, **_ABSENT, **_CONFINING})[name][column]
@@ -200,7 +210,7 @@ def number(name: str, machine: str) -> int:
 
 def _machine(name: str) -> tuple[int, int]:
     if name not in _MACHINES:
-        raise OSError(errno.ENOSYS, f"no system call filter for {name}")
+        raise OSError(errno.ENOSYS, f"there is no system call filter for the machine {name}; use x86_64 or aarch64")
     return _MACHINES[name]
 
 
@@ -213,8 +223,8 @@ def assemble(machine: str, pid: int, pinned: int, refuse: int = REFUSE) -> bytes
 
     Args:
         machine: as `platform.machine()` names it.
-        pid, pinned: as of `checks`.
-        refuse: what becomes of calls that are not on the list.
+        pid, pinned: see `checks`.
+        refuse: the action for calls that are not on the list.
 
     Raises:
         OSError: there is no filter for that machine.
@@ -235,7 +245,7 @@ def assemble(machine: str, pid: int, pinned: int, refuse: int = REFUSE) -> bytes
 
 
 def without_rings(machine: str) -> bytes:
-    """Return a filter that refuses io_uring alone: it stands before the event loop is made, which would use it.
+    """Return a filter that refuses only io_uring. Install it before the event loop is made, which would use io_uring.
 
     Raises:
         OSError: there is no filter for that machine.
@@ -245,7 +255,7 @@ def without_rings(machine: str) -> bytes:
 
 
 def _head(machine: str) -> list[bytes]:
-    """Kill what is called by another architecture's numbers, and load the number."""
+    """Kill the process for a call of another architecture, and load the call's number."""
     return [
         _instruction(_LD_W_ABS, _ARCH),
         _instruction(_JEQ, _machine(machine)[0], 1, 0),
@@ -257,7 +267,7 @@ def _head(machine: str) -> list[bytes]:
 
 
 def _rule(rule: Rule) -> Iterable[bytes]:
-    """Allow the call if the rule is true; else go on behind it."""
+    """Allow the call if the rule holds, otherwise continue after the rule."""
     code = [_instruction(_RET, _ALLOW)]
     for argument in reversed(rule):
         code = [*_argument(argument, len(code)), *code]
@@ -265,7 +275,7 @@ def _rule(rule: Rule) -> Iterable[bytes]:
 
 
 def _argument(argument: Argument, behind: int) -> list[bytes]:
-    """Go on with the next instruction if it is as it has to be, else `behind` instructions farther."""
+    """Continue if the condition holds, otherwise skip the next `behind` instructions."""
     low = _ARGUMENTS + 8 * argument.index
     code = []
     if argument.wide:

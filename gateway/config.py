@@ -1,29 +1,23 @@
-"""What hostd tells a worker to enforce, read strictly.
+"""What hostd tells a worker to enforce, checked strictly.
 
-- Every key of the wire form is known and of its type; an unknown or missing one refuses the whole configuration, and
-  whoever had an older one keeps it.
+- A part that cannot be refuses the whole configuration. The worker keeps the one that it had.
 - Limits have defaults and ceilings here; a configuration can narrow or widen them within the ceilings only.
 - Values are frozen; a change is a new `GatewayConfig`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Any
 
-from gateway.resolver import Upstream
+from gateway.dns.queries import Upstream
 from policy.compiled import CompiledPolicy
 from policy.names import InvalidName, canonical_host
+from wire.api.worker import Configure
 from wire.endpoints import parse_endpoint
-from wire.ids import SANDBOX_ID
+from wire.errors import ConfigError
 
-_REQUIRED = frozenset({"sandbox", "generation", "policy", "upstream_roots", "dns_upstreams", "inside"})
-_OPTIONAL = frozenset({"allowed_addresses", "host_addresses", "limits"})
 _MAX_LIST = 256
-
-
-class ConfigError(ValueError):
-    """The configuration is not one; the message names the key, never a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,106 +76,78 @@ class GatewayConfig:
     limits: GatewayLimits = GatewayLimits()
 
     @classmethod
-    def from_json(cls, document: object) -> "GatewayConfig":
-        """Read the wire form.
+    def of(cls, request: Configure) -> "GatewayConfig":
+        """Return what `request` says.
 
         Raises:
-            ConfigError: anything unknown, missing, of another type or out of range.
+            ConfigError: some part of it cannot be, or is out of range.
         """
-        data = _object(document, "gateway")
-        keys = frozenset(data)
-        if keys - _REQUIRED - _OPTIONAL:
-            raise ConfigError(f"unknown key {min(keys - _REQUIRED - _OPTIONAL)[:64]!r}")
-        if _REQUIRED - keys:
-            raise ConfigError(f"missing key {min(_REQUIRED - keys)!r}")
-        sandbox = _text(data["sandbox"], "sandbox")
-        if not SANDBOX_ID.fullmatch(sandbox):
-            raise ConfigError("sandbox is not a sandbox id")
+        given = request.configuration
         try:
-            policy = CompiledPolicy.from_json(_object(data["policy"], "policy"))
-        except (ValueError, TypeError, KeyError) as error:
+            policy = CompiledPolicy.from_json(json.loads(given.policy))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"policy is not a compiled policy: {type(error).__name__}") from error
         return cls(
-            sandbox=sandbox,
-            generation=_integer(data["generation"], "generation", 1, 2**53),
+            sandbox=request.sandbox,
+            generation=request.generation,
             policy=policy,
-            upstream_roots=_text(data["upstream_roots"], "upstream_roots"),
-            dns_upstreams=tuple(parse_upstream(item) for item in _list(data["dns_upstreams"], "dns_upstreams")),
-            inside=_inside(data["inside"]),
-            allowed_addresses=tuple(
-                _network(item) for item in _list(data.get("allowed_addresses", []), "allowed_addresses")
-            ),
-            host_addresses=_host_addresses(data.get("host_addresses", {})),
-            limits=_limits(data.get("limits", {})),
+            upstream_roots=given.upstream_roots,
+            dns_upstreams=tuple(parse_upstream(item) for item in _list(given.dns_upstreams, "dns_upstreams")),
+            inside=_inside(given.inside),
+            allowed_addresses=tuple(_network(item) for item in _list(given.allowed_addresses, "allowed_addresses")),
+            host_addresses=_host_addresses(given.host_addresses),
+            limits=_limits(given.limits),
         )
 
 
-def parse_upstream(item: object) -> Upstream:
+def parse_upstream(item: str) -> Upstream:
     """Read `ip:port`, an IPv6 address in brackets.
 
     Raises:
         ConfigError: it is something else.
     """
     try:
-        return Upstream(*parse_endpoint(_text(item, "dns_upstreams")))
+        return Upstream(*parse_endpoint(item))
     except ValueError:
         raise ConfigError("dns_upstreams holds something that is not ip:port") from None
 
 
-def _object(value: object, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{key} is not an object")
-    return value
-
-
-def _list(value: object, key: str) -> list[object]:
-    if not isinstance(value, list) or len(value) > _MAX_LIST:
+def _list(items: tuple[str, ...], key: str) -> tuple[str, ...]:
+    if len(items) > _MAX_LIST:
         raise ConfigError(f"{key} is not a list of at most {_MAX_LIST}")
-    return value
+    return items
 
 
-def _text(value: object, key: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{key} is not a text")
-    return value
-
-
-def _integer(value: object, key: str, low: int, high: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{key} is not an integer from {low} to {high}")
-    return value
-
-
-def _inside(value: object) -> IPv4Address:
+def _inside(text: str) -> IPv4Address:
     try:
-        return IPv4Address(_text(value, "inside"))
+        return IPv4Address(text)
     except ValueError:
         raise ConfigError("inside is not an IPv4 address") from None
 
 
-def _network(value: object) -> IPv4Network | IPv6Network:
+def _network(text: str) -> IPv4Network | IPv6Network:
     try:
-        return ip_network(_text(value, "allowed_addresses"))
+        return ip_network(text)
     except ValueError:
         raise ConfigError("allowed_addresses holds something that is not a network") from None
 
 
-def _host_addresses(value: object) -> dict[str, tuple[IPv4Address | IPv6Address, ...]]:
+def _host_addresses(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[IPv4Address | IPv6Address, ...]]:
     result: dict[str, tuple[IPv4Address | IPv6Address, ...]] = {}
-    for name, addresses in _object(value, "host_addresses").items():
+    for name, addresses in given.items():
         try:
-            host = canonical_host(name)
-            result[host] = tuple(ip_address(_text(item, "host_addresses")) for item in _list(addresses, name))
+            result[canonical_host(name)] = tuple(ip_address(item) for item in _list(addresses, "host_addresses"))
         except (InvalidName, ValueError):
             raise ConfigError("host_addresses holds something that is not a host and its addresses") from None
     return result
 
 
-def _limits(value: object) -> GatewayLimits:
-    given = _object(value, "limits")
+def _limits(given: Mapping[str, int]) -> GatewayLimits:
     known = {item.name for item in fields(GatewayLimits)}
-    if set(given) - known:
-        raise ConfigError(f"unknown limit {min(set(given) - known)[:64]!r}")
-    return GatewayLimits(
-        **{name: _integer(number, f"limits.{name}", 1, getattr(_CEILINGS, name)) for name, number in given.items()}
-    )
+    if unknown := set(given) - known:
+        raise ConfigError(f"unknown limit {min(unknown)[:64]!r}")
+    for name, number in given.items():
+        most = getattr(_CEILINGS, name)
+        if not 1 <= number <= most:
+            raise ConfigError(f"limits.{name} is not an integer from 1 to {most}")
+    return GatewayLimits(**given)

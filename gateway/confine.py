@@ -1,12 +1,13 @@
-"""What a gateway worker does not need is not there: no file system, and few system calls.
+"""Confines a gateway worker: an empty file system, and few system calls.
 
-`empty_root` leaves a mount namespace with one mount, an empty read-only directory that only root may enter: no path
-leads anywhere, /proc and /dev neither. What is to be imported must have been before.
+`empty_root` leaves a mount namespace with one mount: an empty read-only directory that only root may enter. No path
+exists, also not /proc and /dev. Every import must have happened before.
 
-`install` has the kernel refuse every system call but those of `gateway.calls`, in all threads. A refused call fails
-with EPERM; a call of another architecture kills. `refuse_rings` comes before the event loop is made.
+`install` makes the kernel refuse every system call that `gateway.calls` does not list, in all threads. A refused call
+fails with EPERM; a call of another architecture kills the process. `refuse_rings` comes before the event loop.
 
-They are layers more: the worker is unprivileged without them. x86-64 and aarch64; elsewhere installing fails.
+Both are additional layers: the worker is unprivileged without them. They work on x86-64 and aarch64, and raise OSError
+elsewhere.
 """
 
 import ctypes
@@ -24,9 +25,9 @@ _MNT_DETACH = 2
 
 
 def empty_root() -> None:
-    """Put this process, and the threads it makes from now on, into an empty mount namespace of its own.
+    """Move this process, and the threads that it makes later, into its own empty mount namespace.
 
-    Call it with one thread, as root, with no directory open. Nothing of it shows in the namespace it was called in.
+    Call it with one thread, as root, with no directory open. The caller's old namespace does not change.
 
     Raises:
         OSError: the kernel refused; the worker must not run. EINVAL on a host whose root is the initial ramdisk.
@@ -42,11 +43,11 @@ def empty_root() -> None:
     os.unshare(os.CLONE_NEWNS)
     call("mount", libc.mount, None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
     flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    # Any directory would do, it is only where the new root stands for a moment; /proc is always there.
+    # The mount point is needed for a moment only. /proc always exists.
     call("mount", libc.mount, b"empty", b"/proc", b"tmpfs", ctypes.c_ulong(flags), b"mode=0,nr_inodes=1,size=4096")
     os.chdir("/proc")
     call("pivot_root", libc.syscall, ctypes.c_long(pivot_root), b".", b".")
-    call("umount", libc.umount2, b".", _MNT_DETACH)  # the old root lies upon the new one
+    call("umount", libc.umount2, b".", _MNT_DETACH)  # the old root is mounted over the new one
     os.chdir("/")
 
 
@@ -55,7 +56,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_rings() -> None:
-    """Take io_uring from this process: its requests would not come by the filter of `install`. Needs no_new_privs.
+    """Refuse io_uring to this process: its requests would bypass the filter of `install`. Needs no_new_privs.
 
     Raises:
         OSError: the kernel refused; the worker must not run.
@@ -64,10 +65,10 @@ def refuse_rings() -> None:
 
 
 def install(pinned: int) -> None:
-    """Bind every thread of this process for ever. Needs no_new_privs.
+    """Install the filter in every thread of this process, permanently. Needs no_new_privs.
 
     Args:
-        pinned: the one descriptor that datagrams may be sent from to any address; it stays open for ever.
+        pinned: the only descriptor that may send datagrams to any address. It cannot be closed.
 
     Raises:
         OSError: the kernel refused; the worker must not run.

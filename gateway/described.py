@@ -1,12 +1,12 @@
-"""What records say of the policy that decided, under the same names everywhere. Pure.
+"""Fields of a worker's records about policy, hosts and addresses. Every record uses these names. Pure.
 
 The names of addresses and hosts in a worker's records:
 
-- `destination`: where the sandbox addressed its packets. It decides nothing but a literal address.
-- `address`: where the worker dials, its own choice.
-- `host`: the name that the flow or request is for, in wire form; policy judged it.
-- `peer_name`: the name in the server's verified certificate that `host` matched (a wildcard, perhaps).
-- `asked_host`: what Host, :authority or the target of a refused request named instead of `host`.
+- `destination`: the address that the sandbox dialled. Policy judges it only for a flow without a name.
+- `address`: the address that the worker dials; the worker chooses it.
+- `host`: the name of the flow or request, in wire form, which policy judged.
+- `peer_name`: the name in the server's verified certificate that matches `host`; it can be a wildcard.
+- `asked_host`: the other name in Host, :authority or the target of a request that was refused for it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -17,13 +17,13 @@ from gateway.config import GatewayConfig
 from policy.decision import AllowAddress
 
 type Announce = Callable[[IPv4Address | IPv6Address, AllowAddress | None], Awaitable[None]]
-"""Records that this address is dialled next; raising means that it is not."""
+"""Records the address before it is dialled. If it raises, the address is not dialled."""
 
 
 def of_policy(config: GatewayConfig | None, rule: object) -> dict[str, Any]:
-    """The policy in force, and the operator's entry that `rule` names (None if it names none).
+    """Return the fields of the policy in force, and the operator's entry that `rule` names (None if it names none).
 
-    Called where the decision is made, before anything is waited for: the entry is that of the list that decided.
+    Call it at the decision, before any wait. Then the entry belongs to the policy that decided.
     """
     if config is None:
         return {}
@@ -33,7 +33,7 @@ def of_policy(config: GatewayConfig | None, rule: object) -> dict[str, Any]:
 
 
 def of_address(allowed: AllowAddress | None) -> tuple[str, dict[str, Any]]:
-    """Decision and fields of the record of a dial: what policy said of the address a name resolved to."""
+    """Return decision and fields of a dial's record: the verdict of policy on the resolved address."""
     if allowed is None:
         return "allow", {}
     if allowed.observed is None:

@@ -1,10 +1,10 @@
-"""The effects that an exchange asks for: policy, budget, vault, log, counts and time.
+"""The ports of an exchange: policy, budget, vault, log, counts and time.
 
-`gateway.exchange` calls these ports in its own order. The worker binds them to the channels of its sandbox
-(`gateway.ports`); an engine passes them on and calls none of them for a request.
+`gateway.exchange` calls these ports in a fixed order. The worker binds them to the channels of its sandbox
+(`gateway.ports`). An engine passes them on, and calls none of them for a request.
 
-- A port that fails refuses: an exception from `Decider`, `Secrets` or `Recorder` never lets a byte out.
-- `Recorder.accept` returns before the first upstream byte of what it records.
+- An exception from `Decider`, `Secrets` or `Recorder` means refusal: no byte is sent.
+- `Recorder.accept` returns before the first byte of the recorded request is sent upstream.
 
 Pure: types only.
 """
@@ -23,7 +23,7 @@ from vault.secret import Secret
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A request that is one too many. `retry_after` is in whole seconds, None where waiting does not help."""
+    """A request above a limit. `retry_after` is in whole seconds, None if waiting does not help."""
 
     rule: ClassVar[str] = "limits"
     reason: str
@@ -31,19 +31,19 @@ class Over:
 
 
 class Decider(Protocol):
-    """The policy in force, as of the call."""
+    """The policy in force at the time of the call."""
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
-        """Judge one request. Raising means deny."""
+        """Judge one request. An exception means deny."""
         ...
 
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
-        """Every use of a secret that requests to this host can make. Raising means deny."""
+        """Return every secret that a request to this host can carry, with its binding. An exception means deny."""
         ...
 
 
 class SecretRefused(Exception):
-    """A secret must not go into this request. `reason` is a sentence for the client, and holds no value."""
+    """A secret must not be sent in this request. `reason` is a sentence for the client, without the secret."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -51,62 +51,67 @@ class SecretRefused(Exception):
 
 
 class Secrets(Protocol):
-    """The secrets this sandbox's worker may have."""
+    """The secrets that this sandbox's worker may have."""
 
     async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
         """Return the secret of `plan` for this one request: its destination, method and path.
 
-        Asked before each use; an answer is for no other request. `SecretRefused` means that the request is denied
-        (403), any other exception that it is refused (503).
+        Called before each use. The answer is valid for this request only.
+
+        Raises:
+            SecretRefused: the request is denied (403).
+            Exception: the secret is not available; the request is refused (503).
         """
         ...
 
     async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
-        """Return what is looked for in responses of the host of `use`: its value, and former ones.
+        """Return the values to search for in responses of the host of `use`: the current one and former ones.
 
-        `SecretRefused` means that the sandbox has no such secret there, any other exception that this is not known.
+        Raises:
+            SecretRefused: the sandbox has no such secret at that host.
+            Exception: the values are not available.
         """
         ...
 
 
 class Allowance(Protocol):
-    """What the sandbox may still use."""
+    """The remaining budget of the sandbox."""
 
     def request(self) -> Over | None:
-        """Take one allowed request, or say why there is none: it is answered with 429, or 403 if waiting is no use."""
+        """Count one allowed request. Return None, or the exceeded limit, which is answered with 429 or 403."""
         ...
 
 
 class Recorder(Protocol):
-    """This sandbox's way into the audit log."""
+    """The audit log of this sandbox."""
 
     async def accept(self, kind: str, decision: str, **fields: object) -> None:
-        """Return once the record is accepted. Raising means the request is refused (503)."""
+        """Return when the log has accepted the record. An exception means that the request is refused (503)."""
         ...
 
     def note(self, kind: str, decision: str, **fields: object) -> None:
-        """Record an outcome, best effort, without waiting."""
+        """Record an outcome without waiting; the record can be lost."""
         ...
 
 
 class Disclosures(Protocol):
-    """What the responses to this sandbox have told about secrets so far. See `gateway.ledger.Ledger`."""
+    """Counts of what responses to this sandbox have revealed about secrets. See `gateway.ledger.Ledger`."""
 
     reflections: int
-    """Responses that ended with what looks like the beginning of a secret."""
+    """Responses that ended with the apparent beginning of a secret."""
 
     def matches(self, now: float, forgotten: float) -> float:
-        """Pieces of responses in which a secret was found; `forgotten` of them are dropped in a second."""
+        """Return the pieces of responses in which a secret was found, less `forgotten` of them per second."""
         ...
 
     def match(self, now: float, forgotten: float) -> None:
-        """Count one piece more."""
+        """Count one more piece."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """All that the exchanges of one flow can cause or ask. `clock` gives monotonic seconds."""
+    """The ports of all exchanges of one flow. `clock` gives monotonic seconds."""
 
     decider: Decider
     allowance: Allowance

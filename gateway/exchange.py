@@ -11,7 +11,8 @@ to look for -> decide again -> `Forward`.
 
 - The exchange awaits its effects itself, in this order. The engine receives `Forward` after the last step, otherwise
   an `Answer` or an exception. It has no step to skip.
-- Each method is valid in certain stages of the exchange. In any other stage it raises `Violation`.
+- Each method is valid in certain stages of the exchange. In any other stage it raises `RuntimeError`, and so does
+  a step that would break an invariant. The engine then aborts the flow.
 - Each request is judged on its own, independently of earlier requests on its connection.
 - A denial is a 403 with a reason, a request above the rate limit a 429. A failure of the log or the vault is a 503,
   and so is an overloaded worker. On any other exception the engine ends the flow.
@@ -31,11 +32,8 @@ from collections.abc import Set
 from enum import Enum, auto
 
 from gateway import pages
-from gateway.decode import decode
 from gateway.effects import Effects, Over, SecretRefused
-from gateway.hello import Refused
-from gateway.inject import InjectionError, inject
-from gateway.messages import BrokenFraming, MessageScrubber
+from gateway.inject import inject
 from gateway.response_head import (
     accepts_websocket,
     encodings,
@@ -46,10 +44,13 @@ from gateway.response_head import (
     plainly_framed,
     unsearchable,
 )
-from gateway.scrub import Scrubber, scrub_header
-from gateway.sought import KnownPatterns, Sought, Withheld, too_short
+from gateway.scrub.decode import decode
+from gateway.scrub.grpc import MessageScrubber
+from gateway.scrub.sought import KnownPatterns, Sought, too_short
+from gateway.scrub.stream import Scrubber, Withheld, scrub_header
+from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts, Translated, translate
-from gateway.verdicts import Answer, Forward, Head, Origin, Relay, ResponseHead, Route
+from gateway.verdicts import Answer, Forward, ForwardHead, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
 from policy.injection import render
@@ -58,10 +59,6 @@ HTTP2 = 20
 MAX_RECORDED_PATH = 2048
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
-
-
-class Violation(Exception):
-    """A step out of order, or one that would break an invariant. The engine ends the flow."""
 
 
 class Session:
@@ -98,12 +95,12 @@ class Session:
         return any(exchange.allowed for exchange in self.active.values())
 
     def still_allowed(self) -> bool:
-        """Whether policy, as it is now, allows every request in progress."""
+        """Whether the policy in force allows every request in progress."""
         for exchange in self.active.values():
             if exchange.facts is None or isinstance(self.effects.decider.decide_request(exchange.facts), Deny):
                 return False
             if exchange.begun and not self.sought.complete():
-                return False  # its server can be sent what is not looked for in the response that is under way
+                return False  # policy now permits a secret that this response is not searched for
         return True
 
     def finished(self, request_id: str) -> None:
@@ -146,11 +143,11 @@ class Exchange:
         self.session = session
         self.request_id = request_id
         self.facts: RequestFacts | None = None
-        """None where none could be made."""
+        """None while the request is not translated, or if its form was refused."""
         self.scrub = False
-        """The server was asked for a whole document as it is."""
+        """The server was asked for the whole document, without content coding."""
         self.begun = False
-        """The server's response goes on to the client."""
+        """The response head was allowed, and its body is relayed to the client."""
         self._stage = _Stage.NEW
         self._http2 = False
         self._websocket_key: bytes | None = None
@@ -172,7 +169,7 @@ class Exchange:
     # The request.
 
     def malformed(self, reason: str) -> None:
-        """The engine itself refused this request, and answers it."""
+        """Record a request that the engine refused as malformed. The engine answers it."""
         self._next({_Stage.NEW}, _Stage.ANSWERED)
         self.session.refused(Refused(reason))
 
@@ -182,8 +179,8 @@ class Exchange:
         """Judge one request, and prepare it.
 
         Args:
-            destination: host, port and scheme that the engine would send it to.
-            route: the connection that is there for it already.
+            destination: host, port and scheme to which the engine would send the request.
+            route: an existing connection that would carry it, None if there is none.
 
         Raises:
             Exception: the flow must end.
@@ -192,7 +189,7 @@ class Exchange:
         session, effects = self.session, self.session.effects
         facts = session.facts
         if destination != (facts.host, facts.port, facts.scheme.value.encode("ascii")):
-            raise Violation("a request is about to leave for another destination")
+            raise RuntimeError("the engine would send this request to another destination than the flow's")
         translated = translate(parts, facts)
         if isinstance(translated, Refused):
             session.refused(translated)
@@ -212,11 +209,11 @@ class Exchange:
         if isinstance(headers, Answer):
             return headers
         if self._decide(translated) != decision:
-            # Policy was replaced while log and vault were asked; what was decided under the old one is void.
+            # Policy changed during the waits for log and vault. The decision under the old policy is void.
             changed = Deny(decision.rule, "the policy changed while this request was waiting")
             return await self._deny(parts, translated, changed)
         if not session.sought.covers(decision.injections):
-            raise Violation("a secret that is not looked for is about to be sent")
+            raise RuntimeError("a secret would be sent that responses are not searched for")
         self._http2 = parts.version == HTTP2
         self._route = route
         self._started = effects.clock()
@@ -240,7 +237,7 @@ class Exchange:
     async def _permit(
         self, parts: RequestParts, translated: Translated, allowed: AllowRequest, route: Route | None
     ) -> Headers | Answer:
-        """The headers to forward, or the answer to a request that cannot be."""
+        """Return the headers to forward, or the answer to a request that is not forwarded."""
         session, effects = self.session, self.session.effects
         facts, observed = translated.facts, allowed.observed
         asked: str | None = None
@@ -260,13 +257,13 @@ class Exchange:
                 ),
             )
             rendered: list[tuple[str, str]] = []
-            # Before the first wait, so that a revocation that happens meanwhile finds this flow.
+            # Set before the first wait: a revocation during the wait then finds this flow.
             session.used.update(plan.secret for plan in allowed.injections)
             session.sensitive.update(plan.slot.encode("ascii") for plan in allowed.injections)
             for plan in allowed.injections:
                 asked = plan.secret
                 value = await effects.secrets.lease(plan, facts)
-                if session.over:  # the secret may have been called back meanwhile
+                if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
                 if (short := too_short(plan, value)) is not None:
                     raise SecretRefused(short)
@@ -279,13 +276,13 @@ class Exchange:
                 raise ConnectionAbortedError
         except SecretRefused as error:
             return await self._deny(parts, translated, Deny(allowed.rule, error.reason), secret=asked)
-        except Exception as error:  # noqa: BLE001 - denies: whichever port failed, the request goes no further
-            reason = "a secret cannot be sent" if isinstance(error, InjectionError | ValueError) else "not available"
+        except Exception as error:  # noqa: BLE001 - fails closed: the request is not sent, whichever port failed
+            reason = "a secret cannot be sent" if isinstance(error, ValueError) else "not available"
             session.deny(allowed.rule, reason)
             return self._answer(parts, 503, pages.failure(503))
         return headers
 
-    def _head(self, parts: RequestParts, translated: Translated, headers: Headers) -> Head:
+    def _head(self, parts: RequestParts, translated: Translated, headers: Headers) -> ForwardHead:
         fields = list(headers)
         if self.scrub:
             fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
@@ -293,16 +290,16 @@ class Exchange:
         if translated.websocket:
             self._websocket_key = joined(headers, b"sec-websocket-key")
         if parts.version == HTTP2:
-            return Head(translated.target, translated.host_header, tuple(fields))
+            return ForwardHead(translated.target, translated.host_header, tuple(fields))
         fields.insert(0, (b"Host", translated.host_header))
         if translated.websocket:
             fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
         elif translated.close:
             fields.append((b"Connection", b"close"))
-        return Head(translated.target, b"", tuple(fields))
+        return ForwardHead(translated.target, b"", tuple(fields))
 
     async def connection(self, route: Route) -> None:
-        """Record the connection that the request goes on. Awaited before the first byte of the request is sent.
+        """Record the connection that carries the request. The engine awaits this before it sends the first byte.
 
         Raises:
             Exception: nothing may be sent on it.
@@ -318,13 +315,13 @@ class Exchange:
         self._route = route
 
     def request_chunk(self, data: bytes) -> bytes:
-        """Return what of a request body chunk is sent on the recorded connection: all of it."""
+        """Return the bytes to send for this chunk of the request body: all of it."""
         self._require(self.allowed and self._stage is not _Stage.FORWARDED)
         self._bytes_up += len(data)
         return data
 
     def request_sent(self) -> None:
-        """The request is sent whole."""
+        """The request is sent completely."""
         self._sent = True
         self._settle()
 
@@ -360,7 +357,7 @@ class Exchange:
         try:
             fields = self._fields(facts, rule=denied.rule, reason=denied.reason, secret=secret)
             await self.session.effects.recorder.accept("request", "deny", **fields)
-        except Exception:  # noqa: BLE001 - it is a denial already; a log that does not answer changes nothing
+        except Exception:  # noqa: BLE001 - the request is denied with or without the log
             self.session.deny(denied.rule, denied.reason, method=facts.method, path=facts.path)
 
     # The response.
@@ -368,7 +365,7 @@ class Exchange:
     async def response(self, head: ResponseHead) -> Answer | Relay:
         """Judge the head of the server's response.
 
-        After an `Answer` the client gets its head, and of the body what `response_chunk` and `response_end` return.
+        After an `Answer` the engine sends its head, and then the bytes that `response_chunk` and `response_end` return.
 
         Raises:
             Exception: the flow must end.
@@ -376,9 +373,9 @@ class Exchange:
         self._next({_Stage.CONNECTED}, _Stage.HEADED)
         self._status = head.status
         if head.status == 101 and not accepts_websocket(head, self._websocket_key):
-            raise Violation("101 without a valid WebSocket handshake")
+            raise RuntimeError("101 without a valid WebSocket handshake")
         if not plainly_framed(head):
-            raise Violation("a response in a transfer coding that is not chunked")
+            raise RuntimeError("a response in a transfer coding other than chunked")
         reason = await self._unsearchable(head)
         if reason is not None:
             return self._withhold(reason)
@@ -393,24 +390,24 @@ class Exchange:
         return Relay(head.status, pages.reason_phrase(head.status), self._relayed, buffered)
 
     async def _unsearchable(self, head: ResponseHead) -> str | None:
-        """Return why the response cannot be searched for secrets, None if it can or need not be."""
+        """Return why the response cannot be searched for secrets; None if it can, or has no need to be."""
         session = self.session
         try:
             await session.sought.learn()
-        except Exception:  # noqa: BLE001 - withholds: what is not known cannot be kept out
-            return "what must be kept out of the response is not known"
+        except Exception:  # noqa: BLE001 - fails closed: an unknown secret cannot be removed
+            return "the gateway does not know which secrets to remove from it"
         if session.over:
             raise ConnectionAbortedError
         if session.sought.patterns is None:
             return None
         if head.status == 101:
-            raise Violation("a tunnel to a host that is sent secrets")
+            raise RuntimeError("a tunnel to a host that can be sent secrets")
         if not self.scrub and head.status == 206:
             return "a part of a document cannot be searched for secrets"
         return unsearchable(head) or session.sought.refusal()
 
     def _withhold(self, reason: str) -> Answer:
-        """Answer 502 in the place of the server; what it still sends is thrown away."""
+        """Answer 502 in place of the server; the rest of its response is discarded."""
         self._next({_Stage.HEADED}, _Stage.WITHHELD)
         self.session.deny("scrub", reason)
         self._status = 502
@@ -419,7 +416,7 @@ class Exchange:
         return Answer(502, tuple(fields), b"")
 
     def response_chunk(self, data: bytes) -> bytes:
-        """Return what of the response body can be sent after this chunk.
+        """Take a chunk of the response body; return the bytes that can be sent now.
 
         Raises:
             Exception: the flow must end; nothing of this chunk may be sent.
@@ -431,7 +428,7 @@ class Exchange:
         return data if self._scrubber is None else self._scrubbed(self._scrubber, data)
 
     def response_end(self) -> bytes:
-        """Return the rest of the response body at its end. Not called if the body was cut off.
+        """Return the rest of the response body at its end. Not called if the body is incomplete.
 
         Raises:
             Exception: the flow must end.
@@ -471,7 +468,7 @@ class Exchange:
         return () if self._stage is _Stage.WITHHELD else self._without_secrets(fields)
 
     def finish(self) -> None:
-        """The response is whole, or a tunnel is open: record the outcome."""
+        """The response is complete, or a tunnel is open: record the outcome."""
         self._next(_IN_BODY, _Stage.FINISHED)
         self._settle()
         self._outcome(self._status)
@@ -484,7 +481,7 @@ class Exchange:
 
     @property
     def withheld(self) -> bool:
-        """Whether the server's response does not go on."""
+        """Whether the server's response is withheld from the client."""
         return self._stage is _Stage.WITHHELD
 
     @property
@@ -509,7 +506,7 @@ class Exchange:
             return session.sought.counted(
                 scrubber, lambda: scrubber.feed(data) if data else scrubber.finish(), session.where
             )
-        except (Withheld, BrokenFraming) as error:
+        except Withheld as error:
             session.deny("scrub", str(error))
             raise
 
@@ -525,14 +522,14 @@ class Exchange:
 
     def _require(self, held: bool) -> None:
         if not held:
-            raise Violation(f"a step out of order, in the stage {self._stage.name}")
+            raise RuntimeError(f"a step out of order, in the stage {self._stage.name}")
 
     def _settle(self) -> None:
         if self._sent and self._stage is _Stage.FINISHED and not self.tunnel:
             self.session.finished(self.request_id)
 
     def _fields(self, facts: RequestFacts, **more: object) -> dict[str, object]:
-        # `path` may be cut by the log; `path_sha256` is of all of it.
+        # The log may truncate `path`; `path_sha256` covers the whole path.
         fields: dict[str, object] = {**self.session.where, "method": facts.method, "path": facts.path}
         if len(facts.path) > MAX_RECORDED_PATH:
             fields["path_sha256"] = hashlib.sha256(facts.path.encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""The live flows of a worker, so that a change can reach them.
+"""The registry of a worker's live flows.
 
-- A flow is in the registry from its accept to its end; the registry's size is the connection cap.
-- Cutting a flow cancels its task, and the task resets its sockets: the sandbox sees a reset at once.
-- After a new policy every flow is judged again with the facts it was allowed for; one that would now be denied, or
-  treated otherwise, is cut.
+- A flow is in the registry from its accept to its end. The acceptor limits the registry's size.
+- To abort a flow, the registry cancels its task. The task resets its sockets, so the sandbox sees a reset at once.
+- After a change of policy every flow is judged again with its original facts. A flow is aborted if it would now be
+  denied or get another treatment.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ class LiveFlow:
     """One connection of the sandbox.
 
     Attributes:
-        still_allowed: judges the flow under the policy in force; None until it was decided.
+        still_allowed: judges the flow under the policy in force; None before the first decision.
     """
 
     flow_id: str
@@ -35,18 +35,18 @@ class FlowRegistry:
         return len(self._flows)
 
     def enter(self, task: asyncio.Task[None]) -> LiveFlow:
-        """Register the flow that `task` serves; it leaves by itself when the task ends."""
+        """Register the flow that `task` serves. The end of the task removes it."""
         flow = LiveFlow(secrets.token_hex(8), task)
         self._flows[flow.flow_id] = flow
         task.add_done_callback(lambda _done: self._flows.pop(flow.flow_id, None))
         return flow
 
     def recheck(self) -> int:
-        """Cut the flows that the policy in force would not let begin; returns how many."""
+        """Abort the flows that the policy in force does not allow; return their number."""
         return self._cut([flow for flow in self._flows.values() if flow.still_allowed and not flow.still_allowed()])
 
     def cut_all(self) -> int:
-        """Cut every flow; returns how many."""
+        """Abort every flow; return their number."""
         return self._cut(list(self._flows.values()))
 
     def _cut(self, flows: list[LiveFlow]) -> int:

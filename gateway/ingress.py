@@ -1,29 +1,28 @@
-"""The way in: connections from the control plane to a port of this sandbox.
+"""Ingress: connections from the control plane to a port of this sandbox.
 
-A peer connects to the unix listener this worker was born with, writes a port (2 bytes, big-endian), reads one byte
-(0 connected, 1 refused), and is then relayed to that port of the sandbox.
+A client connects to the worker's unix listener, writes a port (2 bytes, big-endian) and reads one byte (0 connected,
+1 refused). Its bytes are then relayed to that port of the sandbox.
 
-- The destination is the configured inside address and nothing a peer can choose; the socket is tied to the link.
-- Each connection is accepted into the audit log before it is dialled; without the log it is refused. How many requests
-  go over it is the peer's business.
-- Connections are counted and bounded, the preamble and the dial have deadlines. An established relay has no idle
-  limit: terminals and event streams are silent for hours.
+- The destination address is the configured inside address; a client cannot choose it. The socket is bound to the link.
+- Each connection is accepted by the audit log before it is dialled; without the log it is refused. Requests on a
+  connection are not counted.
+- The number of connections is limited. The preamble and the dial have deadlines. An established relay has no idle
+  limit: terminals and event streams can be silent for hours.
 """
 
 import asyncio
 import socket
-from collections.abc import Callable
 
 from audit.client import AuditClient, AuditUnavailable
-from gateway.config import GatewayConfig
 from gateway.inside import InsideSockets
 from gateway.splice import Traffic, relay
+from gateway.state import WorkerState
 from wire.patience import Patience
 
 MAX_CONNECTIONS = 256
 PREAMBLE_SECONDS = 5.0
 DIAL_SECONDS = 5.0
-CHUNK = 256 * 1024  # a transfer is big and alone, where flows out of a sandbox are many
+CHUNK = 256 * 1024  # larger than for egress: an ingress transfer is large, and few run at once
 _CONNECTED = b"\x00"
 _REFUSED = b"\x01"
 
@@ -32,7 +31,7 @@ class Ingress:
     """Serves the ingress listener of one worker.
 
     Args:
-        config: the active configuration, None before the first one: everything is refused then.
+        state: while it has no configuration, every connection is refused.
     """
 
     def __init__(
@@ -40,16 +39,16 @@ class Ingress:
         listener: socket.socket,
         inside: InsideSockets,
         audit: AuditClient,
-        config: Callable[[], GatewayConfig | None],
+        state: WorkerState,
     ) -> None:
         self._listener = listener
         self._inside = inside
         self._audit = audit
-        self._config = config
+        self._state = state
         self._connections: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Accept for ever."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         while True:
@@ -88,8 +87,8 @@ class Ingress:
                     self._audit.note("ingress", "info", port=port, bytes_up=traffic.up, bytes_down=traffic.down)
 
     async def _dial(self, port: int) -> socket.socket | None:
-        """A connection to the sandbox's port, or None when it is refused or cannot be recorded."""
-        config = self._config()
+        """Connect to the sandbox's port. None if the connection fails or cannot be recorded."""
+        config = self._state.config
         if config is None:
             return None
         try:

@@ -1,16 +1,17 @@
-"""Put secrets into the head of a request that policy allowed to have them.
+"""Injects secrets into the head of a request that policy allows to carry them.
 
-- The binding owns its slot: every copy the client sent is removed, in any case and with `_` for `-`, then exactly
-  one header is added.
-- A secret never enters a framing, routing or hop-by-hop header, and never with CR, LF or NUL in it.
-- Two plans for one slot are an error, never a choice.
+- The binding owns its slot. Every copy of the header from the client is removed, in any letter case and with `_` in
+  place of `-`. Then exactly one header is added.
+- A secret is never put into a framing, routing or hop-by-hop header. A value with CR, LF, NUL or another control
+  character is refused.
+- Two injections into one slot are an error.
 
-Pure. It does not decide, lease or remember anything.
+Pure. The module does not decide, lease or store anything.
 """
 
 from collections.abc import Sequence
 
-from gateway.hello import TOKEN
+from gateway.tls.hello import TOKEN
 
 type Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -21,12 +22,8 @@ FORBIDDEN_SLOTS = frozenset(
 )
 
 
-class InjectionError(Exception):
-    """The rendered headers cannot be applied; the text holds no value."""
-
-
 def slot(name: str | bytes) -> str:
-    """The identity of a header name for the purpose of owning it."""
+    """Return the slot of a header name: lower case, with `-` in place of `_`."""
     text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
     return text.lower().replace("_", "-")
 
@@ -37,18 +34,18 @@ def inject(headers: Headers, rendered: Sequence[tuple[str, str]]) -> Headers:
     Values are sent as UTF-8. Proxy credentials of the client are removed in any case.
 
     Raises:
-        InjectionError: a name or value must not be sent, or two of them claim one slot.
+        ValueError: a name or value must not be sent, or two of them have the same slot. The text contains no secret.
     """
     owned = {slot(name) for name, _ in rendered}
     if len(owned) != len(rendered):
-        raise InjectionError("two injections claim one header")
+        raise ValueError("two injections have the same header")
     added: list[tuple[bytes, bytes]] = []
     for name, value in rendered:
         if slot(name) in FORBIDDEN_SLOTS or TOKEN.fullmatch(name.encode("utf-8", "replace")) is None:
-            raise InjectionError("a secret cannot be sent in this header")
+            raise ValueError("a secret cannot be sent in this header")
         encoded = value.encode("utf-8", "surrogateescape")
         if not encoded or any((byte < 0x20 and byte != 0x09) or byte == 0x7F for byte in encoded):
-            raise InjectionError("the value cannot be a header value")
+            raise ValueError("the secret is empty or has a control character, so it cannot be sent in a header")
         added.append((name.encode("ascii"), encoded))
     removed = owned | {"proxy-authorization"}
     return (*((name, value) for name, value in headers if slot(name) not in removed), *added)

@@ -1,12 +1,12 @@
-"""Sockets that live in the gateway namespace, made for a process that lives in the upstream namespace.
+"""Makes the worker's sockets in the gateway namespace. The worker itself runs in the upstream namespace.
 
-A socket belongs for ever to the network namespace of the thread that made it. One thread of the worker enters the
-gateway namespace, makes the listeners while the process is still root (port 53), and stays there to make the sockets
-that dial into the sandbox. All other threads remain in the upstream namespace.
+A socket stays in the network namespace of the thread that made it. One thread of the worker enters the gateway
+namespace. It makes the listeners while the process is still root (port 53). Later it makes the sockets that connect to
+the sandbox. All other threads remain in the upstream namespace.
 
-- Every socket of the inner side comes from `InsideSockets`; nothing else of the worker can reach the sandbox.
-- Dialling sockets are tied to the inner interface, so they reach this sandbox or nobody.
-- Upstream sockets are never made here.
+- Every socket towards the sandbox comes from `InsideSockets`. No other part of the worker can reach the sandbox.
+- Sockets that connect are bound to the inner interface, so they reach only this sandbox.
+- This module makes no upstream socket.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _BACKLOG = 512
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """What the sandbox's traffic is redirected to."""
+    """The listeners to which the rules redirect the sandbox's traffic."""
 
     proxy: socket.socket
     dns_udp: socket.socket
@@ -33,7 +33,7 @@ class InsideSockets:
     """The thread in the gateway namespace.
 
     Args:
-        namespace: descriptor of the gateway namespace; needs CAP_SYS_ADMIN now, never again.
+        namespace: descriptor of the gateway namespace. Only the constructor needs CAP_SYS_ADMIN.
         interface: the gateway's end of the sandbox's link.
 
     Raises:
@@ -46,11 +46,11 @@ class InsideSockets:
         self._thread.submit(os.setns, namespace, os.CLONE_NEWNET).result()
 
     def listen(self) -> Listeners:
-        """Make the three listeners; blocking, called once before privileges are dropped."""
+        """Make the three listeners. Blocks. Call it once, before the process drops its privileges."""
         return self._thread.submit(_listeners).result()
 
     async def dialling_socket(self) -> socket.socket:
-        """A fresh non-blocking TCP socket towards the sandbox."""
+        """Return a new non-blocking TCP socket towards the sandbox."""
         return await asyncio.wrap_future(self._thread.submit(_dialling, self._interface))
 
 
@@ -63,9 +63,9 @@ def _listeners() -> Listeners:
 
 
 def _tune(sock: socket.socket) -> None:
-    """For a relay: no waiting for more to send, and no waiting for a sandbox whose network stack is gone.
+    """Set the options of a relayed connection: no delay of small segments, and keep-alive probes.
 
-    runsc's stack ends with the sandbox, without a FIN: only probes tell. They must be missed for half a minute.
+    runsc's network stack ends with the sandbox, without a FIN. Only probes detect this, after half a minute.
     """
     for option, value in (
         (socket.TCP_NODELAY, 1),
@@ -81,7 +81,7 @@ def _tune(sock: socket.socket) -> None:
 def _tcp_listener(port: int, backlog: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _tune(sock)  # what is accepted inherits it
+    _tune(sock)  # accepted sockets inherit the options
     sock.bind(("0.0.0.0", port))  # noqa: S104 - every address of a namespace that has one interface
     sock.listen(backlog)
     return sock

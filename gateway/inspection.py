@@ -1,22 +1,22 @@
-"""Keeps this worker's inspecting engine: its certificate authority, and the engine built for the configuration.
+"""Owns this worker's engine and the certificates that the engine presents.
 
-- There is an engine only while a configuration is active and an intermediate is at hand; without one, flows that need
-  inspection are denied.
-- New upstream roots or limits hold for flows that begin after them.
+- The engine exists from the first configuration on. A TLS flow also needs a certificate for its host. Without either,
+  a flow that needs inspection is denied.
+- New upstream roots or limits apply to flows that begin after the change.
 """
 
 from collections.abc import Callable
 
-from gateway.certificates import Certificates
 from gateway.config import GatewayConfig
 from gateway.effects import Allowance, Decider, Recorder, Secrets
-from gateway.engine import Dialler, Engine, EngineLimits, MakeEngine
+from gateway.engines.port import Dialler, Engine, EngineLimits, MakeEngine
 from gateway.ledger import Ledger
-from vault.client import VaultClient
+from gateway.state import WorkerState
+from gateway.tls.authority import Certificates
 
 
 class Inspection:
-    """The engine of one worker and what it needs."""
+    """The engine of one worker, and its certificates."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Inspection:
         secrets: Secrets,
         recorder: Recorder,
         dialler: Dialler,
-        vault: Callable[[], VaultClient],
+        state: WorkerState,
         ledger: Ledger,
     ) -> None:
         self._make_engine = make_engine
@@ -36,7 +36,7 @@ class Inspection:
         self._secrets = secrets
         self._recorder = recorder
         self._dialler = dialler
-        self._certificates = Certificates(vault)
+        self._certificates = Certificates(state)
         self._built_for: tuple[str, EngineLimits] | None = None
         self._engine: Engine | None = None
 
@@ -46,16 +46,16 @@ class Inspection:
         return self._engine
 
     async def ready(self, host: str | None) -> Engine | None:
-        """The engine, None when there is none; for a TLS flow also none without a certificate for its `host`."""
+        """Return the engine, or None. For a TLS flow to `host` also None if there is no certificate for that host."""
         if host is not None and not await self._certificates.ready(host):
             return None
         return self._engine
 
     def prepare(self, config: GatewayConfig) -> Callable[[], None]:
-        """Build what `config` needs; the returned call puts it in place.
+        """Build the engine that `config` needs; the returned function puts it in force.
 
         Raises:
-            ValueError: its upstream roots cannot be read.
+            ValueError: the upstream roots cannot be read.
         """
         wanted = (
             config.upstream_roots,
@@ -84,11 +84,11 @@ class Inspection:
             self._built_for = wanted
             if self._engine is None:
                 self._engine = candidate
-            else:  # its live flows stay within reach of a revocation
+            else:  # keep the engine: revocations must find its live flows
                 self._engine.reconfigure(upstream_roots=roots, limits=limits)
 
         return swap
 
     async def keep(self) -> None:
-        """Have a valid intermediate, for ever."""
+        """Keep a valid intermediate certificate until cancelled."""
         await self._certificates.keep()

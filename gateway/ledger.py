@@ -1,18 +1,19 @@
-"""What one sandbox has used up, kept outside its worker: numbers in a page of shared memory.
+"""The ledger of one sandbox: counts in a page of shared memory, which outlives the worker.
 
-- The page is a file of hostd's that each worker of the sandbox maps: a count is kept the moment it is made, without a
-  message, and a worker that dies in the next instruction has not forgotten it.
-- hostd makes the page once, at launch. A worker that gets none, or one of another size, is not born: nothing is let
-  out by a worker that does not know what was used before it.
-- Each number is one aligned word, written by one store: it is never half written.
-- hostd takes any change of the page for a sign of life (`runtimes.liveness`), and knows no word of it.
+- The page is a file of hostd that each worker of the sandbox maps. A count is stored at once, without a message, so it
+  survives the death of the worker in the next instruction.
+- hostd makes the page once, at launch. A worker without a page of the right size is not started: it would not know
+  the counts of earlier generations.
+- Each number is one aligned word, written by one store, so it is never half written.
+- hostd treats any change of the page as a sign of life (`runtimes.process.liveness`). It does not read the counts.
 
-Times are of the host's monotonic clock, which all generations share. What a worker that is taken over writes here
-counts for its own sandbox alone.
+Times are seconds of the host's monotonic clock, which all generations share. A compromised worker can falsify only the
+counts of its own sandbox.
+
+Pure: `gateway.ledger_page` maps the page.
 """
 
-import mmap
-import os
+from collections.abc import Buffer
 from typing import Final
 
 SIZE: Final = 4096
@@ -20,41 +21,27 @@ _REFLECTIONS, _SENT, _REFUSED, _TOKENS, _REFILLED, _NAMES, _NAMES_SINCE, _BEATS,
 
 
 class Ledger:
-    """The numbers of one sandbox; all are 0 at its launch."""
+    """The counts of one sandbox. All are 0 at its launch."""
 
-    def __init__(self, memory: bytearray | mmap.mmap) -> None:
-        """Use `memory`, which has `SIZE` bytes.
+    def __init__(self, memory: Buffer) -> None:
+        """Use `memory` of `SIZE` bytes.
 
         Raises:
-            ValueError: it has not.
+            ValueError: it has another size.
         """
-        if len(memory) != SIZE:
-            raise ValueError("a ledger is one page")
         view = memoryview(memory)
+        if view.nbytes != SIZE:
+            raise ValueError("a ledger is one page")
         self._counts, self._values = view.cast("Q"), view.cast("d")
 
     @classmethod
     def fresh(cls) -> "Ledger":
-        """A ledger that ends with this process."""
+        """Return a ledger in private memory, which ends with this process."""
         return cls(bytearray(SIZE))
-
-    @classmethod
-    def from_fd(cls, fd: int) -> "Ledger":
-        """Map the file `fd`, and close it.
-
-        Raises:
-            OSError, ValueError: it is not a ledger.
-        """
-        try:
-            if os.fstat(fd).st_size != SIZE:
-                raise ValueError("a ledger is one page")
-            return cls(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE))
-        finally:
-            os.close(fd)
 
     @property
     def reflections(self) -> int:
-        """Responses that ended with what looks like the beginning of a secret."""
+        """Responses that ended with the apparent beginning of a secret."""
         return self._counts[_REFLECTIONS]
 
     @reflections.setter
@@ -62,17 +49,17 @@ class Ledger:
         self._counts[_REFLECTIONS] = value
 
     def matches(self, now: float, forgotten: float) -> float:
-        """Pieces of responses in which a secret was found; so many of them are forgotten in a second."""
+        """Return the pieces of responses in which a secret was found, less `forgotten` of them per second."""
         return max(0.0, self._values[_MATCHES] - max(0.0, now - self._values[_MATCHED_AT]) * forgotten)
 
     def match(self, now: float, forgotten: float) -> None:
-        """Count one piece more. Dying between both writes errs to more of them."""
+        """Count one more piece. A death between the two writes leaves a higher count, not a lower one."""
         count = self.matches(now, forgotten) + 1
         self._values[_MATCHED_AT], self._values[_MATCHES] = now, count
 
     @property
     def sent(self) -> int:
-        """Bytes that went up."""
+        """Bytes sent upstream."""
         return self._counts[_SENT]
 
     @sent.setter
@@ -81,7 +68,7 @@ class Ledger:
 
     @property
     def exhausted_at(self) -> int:
-        """The limit of bytes that was found too small, -1 for none."""
+        """The limit of bytes that was reached, -1 if none was."""
         return self._counts[_REFUSED] - 1
 
     @exhausted_at.setter
@@ -90,16 +77,16 @@ class Ledger:
 
     @property
     def tokens(self) -> float | None:
-        """Requests left in the bucket at `refilled`; None while none was ever taken under a limit."""
+        """Requests left in the bucket at the time `refilled`; None before the first request under a limit."""
         return self._values[_TOKENS] if self._values[_REFILLED] else None
 
     @property
     def refilled(self) -> float:
-        """When `tokens` was true."""
+        """The time of the value `tokens`, in seconds."""
         return self._values[_REFILLED]
 
     def refill(self, tokens: float | None, at: float) -> None:
-        """Set `tokens` and when they were so many; None forgets them. Dying between both errs to fewer tokens."""
+        """Set `tokens` and their time; None resets them. A death between the writes leaves fewer tokens, not more."""
         if tokens is None:
             self._values[_REFILLED] = 0.0
             return
@@ -109,21 +96,21 @@ class Ledger:
             self._values[_REFILLED], self._values[_TOKENS] = at, tokens
 
     def beat(self) -> None:
-        """Change the page: the worker's loop does something."""
+        """Change the page, as a sign that the worker's event loop runs."""
         self._counts[_BEATS] = (self._counts[_BEATS] + 1) & 0xFFFF_FFFF_FFFF_FFFF
 
     @property
     def names(self) -> int:
-        """Distinct DNS names since `names_since`, all generations together."""
+        """Distinct DNS names since `names_since`, over all generations."""
         return self._counts[_NAMES]
 
     @property
     def names_since(self) -> float:
-        """When the counting of names began."""
+        """The start of the window in which names are counted, in seconds."""
         return self._values[_NAMES_SINCE]
 
     def name(self, now: float, window: float) -> None:
-        """Count one distinct name more; what is older than `window` seconds is forgotten as a whole."""
+        """Count one more distinct name. The count starts at 0 again after `window` seconds."""
         if now - self._values[_NAMES_SINCE] >= window:
             self._counts[_NAMES] = 0
             self._values[_NAMES_SINCE] = now

@@ -1,7 +1,7 @@
-"""What a sandbox is told when the gateway answers in the place of the server.
+"""Pages that the gateway sends in place of the server's response.
 
-- A denial says which rule, why, and what to ask for. Failures say nothing but that they happened.
-- No page holds a secret, a query, a header value, an address or a word about the software behind it.
+- A denial names the rule, the reason and the access to ask for. A failure gives no details.
+- No page contains a secret, a query, a header value, an address or the name of a software.
 """
 
 import json
@@ -20,7 +20,7 @@ _GENERIC = {
 
 
 def reason_phrase(status: int) -> str:
-    """The standard phrase of `status`, or nothing."""
+    """Return the standard phrase of `status`, or an empty string."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:
@@ -28,17 +28,17 @@ def reason_phrase(status: int) -> str:
 
 
 def failure(status: int) -> tuple[Fields, bytes]:
-    """Headers and body of an answer that explains nothing."""
+    """Return headers and body of an answer without details."""
     return _page("text/plain; charset=utf-8", f"{_GENERIC.get(status, reason_phrase(status))}\n".encode())
 
 
 def refusal(status: int, reason: str) -> tuple[Fields, bytes]:
-    """Headers and body for a request whose form is refused. `reason` is a fixed sentence, not the client's words."""
+    """Return headers and body for a malformed request. `reason` is a fixed sentence and quotes nothing."""
     return _page("text/plain; charset=utf-8", f"{reason}\n".encode())
 
 
 def denial(rule: str, reason: str, what: str, accepts: Iterable[bytes]) -> tuple[Fields, bytes]:
-    """Headers and body of a 403. `what` names the request: method, host and path."""
+    """Return headers and body of a 403. `what` names the request: method, host and path."""
     ask = f"To get access, ask the operator of this sandbox to allow: {what}"
     if any(b"json" in value.lower() for value in accepts):
         body = json.dumps({"error": "denied by policy", "rule": rule, "reason": reason, "request": what, "help": ask})
@@ -47,19 +47,19 @@ def denial(rule: str, reason: str, what: str, accepts: Iterable[bytes]) -> tuple
 
 
 def over(reason: str, retry_after: int) -> tuple[Fields, bytes]:
-    """Headers and body of a 429."""
+    """Return headers and body of a 429. `retry_after` is in seconds."""
     fields, body = _page("text/plain; charset=utf-8", f"Over the limits of this sandbox: {reason}\n".encode())
     return [*fields, (b"retry-after", str(retry_after).encode())], body
 
 
 def busy(retry_after: int) -> tuple[Fields, bytes]:
-    """Headers and body of a 503 for a request that was not taken on."""
+    """Return headers and body of a 503 for an overloaded worker. `retry_after` is in seconds."""
     fields, body = _page("text/plain; charset=utf-8", b"The gateway of this sandbox has too many requests under way.\n")
     return [*fields, (b"retry-after", str(retry_after).encode())], body
 
 
 def http1(status: int, page: tuple[Fields, bytes]) -> bytes:
-    """A whole HTTP/1.1 response after which the connection is closed."""
+    """Return a complete HTTP/1.1 response that announces the end of the connection."""
     fields, body = page
     head = f"HTTP/1.1 {status} {reason_phrase(status)}\r\n".encode()
     lines = b"".join(b"%s: %s\r\n" % field for field in [*fields, (b"connection", b"close")])

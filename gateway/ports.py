@@ -1,27 +1,28 @@
-"""The ports of `gateway.effects` and `gateway.engine`, bound to the channels of one sandbox.
+"""The ports of `gateway.effects` and `gateway.engines.port`, bound to the channels of one sandbox.
 
 - A lease is used only while `VaultClient.current` says so, and is asked for again when it is over; nothing is kept
   beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
   paths before it gets the value.
-- A dial goes through the worker's `Dialler`; its refusals are recorded and become `ConnectionError` with the reason,
-  and each address is recorded (`connect`) before it is dialled. A connection ends when policy no longer allows its
-  address. What is written to it is counted first: the write that goes beyond the sandbox's bytes ends it instead.
+- A dial goes through the worker's `UpstreamDialler`; its refusals are recorded and become `ConnectionError` with the
+  reason, and each address is recorded (`connect`) before it is dialled. A connection ends when policy no longer
+  allows its address. What is written to it is counted first: the write that goes beyond the sandbox's bytes ends it
+  instead.
 - The decider reads the policy in force at each call.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from audit.client import AuditClient
 from gateway.budget import Budget
-from gateway.config import GatewayConfig
 from gateway.described import of_address, of_policy
 from gateway.effects import Recorder, SecretRefused
-from gateway.upstream import DialError, Dialler
+from gateway.state import WorkerState
+from gateway.upstream import DialError, UpstreamDialler
 from policy.compiled import SecretAt, secrets_to
 from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
 from policy.facts import Destination, RequestFacts, Scheme
@@ -29,6 +30,7 @@ from policy.injection import InjectionPlan
 from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.secret import Secret
 from wire import Code
+from wire.api.vaultd import ReleasePurpose
 
 _STREAM_LIMIT = 64 * 1024
 _ABSENT_SECONDS = 10.0
@@ -41,28 +43,28 @@ type _Key = tuple[str, str, int, Scheme]
 class PolicyDecider:
     """`gateway.effects.Decider` over the active configuration."""
 
-    def __init__(self, config: Callable[[], GatewayConfig | None]) -> None:
-        self._config = config
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
         """Judge one request under the policy in force."""
-        config = self._config()
+        config = self._state.config
         if config is None:
             return Deny("unconfigured", "no policy is active yet")
         return decide_request(config.policy, facts)
 
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
         """Every use of a secret that the policy in force can make at a host."""
-        config = self._config()
+        config = self._state.config
         return () if config is None else secrets_to(config.policy, host)
 
 
 class AuditRecorder:
     """`gateway.effects.Recorder` over the worker's audit channel; adds to decisions what policy made them."""
 
-    def __init__(self, audit: AuditClient, config: Callable[[], GatewayConfig | None]) -> None:
+    def __init__(self, audit: AuditClient, state: WorkerState) -> None:
         self._audit = audit
-        self._config = config
+        self._state = state
 
     async def accept(self, kind: str, decision: str, **fields: Any) -> None:
         """Return once the record is accepted.
@@ -70,19 +72,19 @@ class AuditRecorder:
         Raises:
             AuditUnavailable: it was not.
         """
-        await self._audit.accept(kind, decision, **of_policy(self._config(), fields.get("rule")), **fields)
+        await self._audit.accept(kind, decision, **of_policy(self._state.config, fields.get("rule")), **fields)
 
     def note(self, kind: str, decision: str, **fields: object) -> None:
         """Record an outcome, or a denial that waits for nothing, best effort."""
-        policy = {} if decision == "info" else of_policy(self._config(), fields.get("rule"))
+        policy = {} if decision == "info" else of_policy(self._state.config, fields.get("rule"))
         self._audit.note(kind, decision, **policy, **fields)
 
 
 class LeasedSecrets:
     """`gateway.effects.Secrets` over the worker's vault channel."""
 
-    def __init__(self, vault: Callable[[], VaultClient]) -> None:
-        self._vault = vault
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
         self._leases: dict[_Key, Lease] = {}
         self._sought: dict[_Key, Lease] = {}
         self._absent: dict[_Key, tuple[float, str]] = {}
@@ -97,7 +99,7 @@ class LeasedSecrets:
         """
         key = (plan.secret, facts.host, facts.port, facts.scheme)
         async with self._locks.setdefault(key, asyncio.Lock()):
-            vault = self._vault()
+            vault = self._state.vault
             held = self._leases.get(key)
             if held is None or not vault.current(held):
                 self._leases.pop(key, None)
@@ -121,7 +123,7 @@ class LeasedSecrets:
         """
         key = (use.plan.secret, use.host, use.endpoint.port, use.endpoint.scheme)
         async with self._locks.setdefault(key, asyncio.Lock()):
-            vault = self._vault()
+            vault = self._state.vault
             for held in (self._leases.get(key), self._sought.get(key)):
                 if held is not None and vault.current(held):
                     return (held.value, *held.former)
@@ -129,7 +131,7 @@ class LeasedSecrets:
             if time.monotonic() < until:
                 raise SecretRefused(reason)
             try:
-                held = await self._release(vault, *key, purpose="scrub")
+                held = await self._release(vault, *key, purpose=ReleasePurpose.SCRUB)
             except SecretRefused as refused:
                 self._absent[key] = (time.monotonic() + _ABSENT_SECONDS, refused.reason)
                 raise
@@ -146,7 +148,7 @@ class LeasedSecrets:
         *,
         method: str | None = None,
         path: str | None = None,
-        purpose: str | None = None,
+        purpose: ReleasePurpose | None = None,
     ) -> Lease:
         try:
             return await vault.release(secret, host, port, scheme.value, method=method, path=path, purpose=purpose)
@@ -163,9 +165,9 @@ class LeasedSecrets:
 
 
 class StreamDialler:
-    """`gateway.engine.Dialler` over the worker's dialler and its budget."""
+    """`gateway.engines.port.UpstreamDialler` over the worker's dialler and its budget."""
 
-    def __init__(self, dialler: Dialler, budget: Budget, recorder: Recorder) -> None:
+    def __init__(self, dialler: UpstreamDialler, budget: Budget, recorder: Recorder) -> None:
         self._dialler = dialler
         self._budget = budget
         self._recorder = recorder

@@ -1,4 +1,4 @@
-"""What a response head says about itself, and what of it goes between neighbours only.
+"""Reads a response head: framing, charset and encodings, and which headers are hop-by-hop.
 
 Pure. It knows no secret.
 """
@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-from gateway.charsets import searchable
+from gateway.scrub.charsets import searchable
 from gateway.translate import Headers
 from gateway.verdicts import ResponseHead
 
@@ -21,7 +21,7 @@ _WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
 def accepts_websocket(head: ResponseHead, key: bytes | None) -> bool:
-    """Whether a 101 completes the WebSocket handshake that was sent with `key`; None: none was sent."""
+    """Whether a 101 completes the WebSocket handshake with `key` (None if the request was no handshake)."""
     if key is None:
         return False
     digest = hashlib.sha1(key + _WEBSOCKET_GUID, usedforsecurity=False).digest()
@@ -30,12 +30,12 @@ def accepts_websocket(head: ResponseHead, key: bytes | None) -> bool:
 
 
 def plainly_framed(head: ResponseHead) -> bool:
-    """Whether its body is in no transfer coding but `chunked`."""
+    """Whether the body has no transfer coding other than `chunked`."""
     return [value.lower() for value in _values(head.headers, b"transfer-encoding")] in ([], [b"chunked"])
 
 
 def unsearchable(head: ResponseHead) -> str | None:
-    """Why the body that the head announces cannot be searched for a text, None if it can."""
+    """Return why the body cannot be searched for a text, None if it can."""
     if not searchable(map(_text, _values(head.headers, b"content-type"))):
         return "a response in this charset cannot be searched for secrets"
     if _values(head.headers, b"grpc-encoding") not in ([], [b"identity"]):
@@ -44,23 +44,23 @@ def unsearchable(head: ResponseHead) -> str | None:
 
 
 def is_grpc(head: ResponseHead) -> bool:
-    """Whether the body is gRPC messages."""
+    """Whether the body consists of gRPC messages."""
     return _GRPC.match(_text(joined(head.headers, b"content-type")).lower()) is not None
 
 
 def encodings(headers: Headers) -> list[str]:
-    """The content codings of a body, in the order in which they were applied."""
+    """Return the content codings of a body, in the order in which they were applied."""
     values = map(_text, _values(headers, b"content-encoding"))
     return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]
 
 
 def end_to_end(head: ResponseHead) -> Headers:
-    """The headers that are meant for the client, each value on one line."""
+    """Return the end-to-end headers, each value on one line."""
     return tuple((name, _one_line(value)) for name, value in head.headers if name.lower() not in _HOP_BY_HOP)
 
 
 def own_fields(head: ResponseHead) -> Headers:
-    """The headers that say how the client's own connection goes on."""
+    """Return the hop-by-hop headers for the client's connection: upgrade, close or none."""
     if head.status == 101:
         return (b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")
     closes = b"close" in joined(head.headers, b"connection").lower()
@@ -68,7 +68,7 @@ def own_fields(head: ResponseHead) -> Headers:
 
 
 def joined(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
-    """All values of one header, as one; empty if there is none."""
+    """Return all values of one header, joined by commas; empty if there is none."""
     return b", ".join(_values(headers, name))
 
 

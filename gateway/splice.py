@@ -1,14 +1,14 @@
-"""Relays bytes between two connected sockets, untouched.
+"""Relays bytes between two connected sockets, unchanged.
 
-- What one side sent is what the other gets, in order; an end of stream travels alone (half-close).
-- A reset or error of either side resets both; nothing is buffered beyond one chunk per direction (back-pressure).
-- Nothing goes to the second socket that `may_send` refuses: the relay ends there, and neither side gets more.
-- With `idle` the relay ends when neither direction moved for that long, with `total` at that age.
-- A byte is counted when the kernel has taken it for the receiver. Of a relay that ended in order the receiver has each
-  of them; of one that was reset it may have fewer, never more.
-- The sockets stay the caller's; it closes them.
+- Each side gets the bytes of the other in order. An end of stream is passed on for its direction only (half-close).
+- A reset or an error of one side resets both. At most one chunk per direction is buffered (back-pressure).
+- If `may_send` refuses a chunk, the chunk is not sent and the relay ends.
+- The relay ends after `idle` seconds without a byte in either direction, and after `total` seconds.
+- A byte is counted when the kernel accepts it for sending. After an orderly end the receiver has exactly this number of
+  bytes. After a reset it may have fewer, never more.
+- The caller owns the sockets and closes them.
 
-It decides nothing and reads nothing of what it carries.
+The module does not read the bytes that it relays.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class End(StrEnum):
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes relayed so far; `up` is towards the second socket."""
+    """Bytes relayed so far; `up` is towards the second socket. `moved` is the loop time of the last byte."""
 
     up: int = 0
     down: int = 0
@@ -54,15 +54,15 @@ async def relay(
     may_send: Callable[[int], bool] | None = None,
     chunk: int = _CHUNK,
 ) -> End:
-    """Relay until both directions ended.
+    """Relay until both directions have ended.
 
     Args:
-        traffic: updated as bytes move, so that a cancelled relay can still be accounted for.
-        first: what was read from the first socket already; it goes ahead of the rest.
-        idle: seconds without a byte in either direction; None never ends for that.
-        total: seconds the relay may last; None never ends for that.
-        may_send: asked with the size of each chunk before it goes to the second socket; None never refuses.
-        chunk: how many bytes are held per direction at most.
+        traffic: updated with each byte, so its counts are valid after a cancelled relay.
+        first: bytes already read from the first socket; they are sent first.
+        idle: seconds without a byte in either direction; None means no limit.
+        total: seconds that the relay may last; None means no limit.
+        may_send: called with the size of each chunk before it is sent to the second socket; None permits all.
+        chunk: the largest number of bytes buffered per direction.
     """
     loop = asyncio.get_running_loop()
     traffic.moved = loop.time()
@@ -121,7 +121,7 @@ async def relay(
 
 
 async def _send(sock: socket.socket, data: memoryview) -> int:
-    """Give the kernel some of `data`, waiting until it takes any; returns how much."""
+    """Wait until the kernel accepts some of `data`; return the number of accepted bytes."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -141,17 +141,17 @@ def _resolve(waiting: "asyncio.Future[None]") -> None:
 
 
 class _IdleError(Exception):
-    """Neither direction moved for too long."""
+    """No byte moved in either direction for `idle` seconds."""
 
 
 class _OverError(Exception):
-    """A chunk was refused by `may_send`."""
+    """`may_send` refused a chunk."""
 
 
 def reset(*sockets: socket.socket) -> None:
-    """End these connections now with a reset (RST), whatever is still unsent. The sockets stay the caller's to close.
+    """End these connections now with a reset (RST); unsent bytes are dropped. The caller closes the sockets.
 
-    It is what the kernel does at a close with SO_LINGER zero, without the option, which a worker does not have.
+    The effect is that of a close with SO_LINGER zero. The filter of a worker refuses that option.
     """
     for sock in sockets:
         if sock.fileno() >= 0:

@@ -1,22 +1,23 @@
-"""Turn the head of one HTTP request, of either version, into what policy judges and what may be forwarded.
+"""Translates the head of one HTTP/1 or HTTP/2 request into the facts for policy and the head to forward.
 
-    RequestParts, where it arrived (FlowFacts)  ->  Translated(facts, headers, ...) | Refused(status, reason)
+    RequestParts, FlowFacts of its flow  ->  Translated(facts, headers, ...) | Refused(status, reason)
 
-- The authority of every request equals the flow's host and port; a mismatch is 421, whatever came before on the flow.
-- One reading only: framing that two parsers could read differently is refused, never repaired.
-- The path in the facts is byte for byte the one that is forwarded (`Translated.target`).
-- On plain HTTP an offer to go on in HTTP/2 (h2c), which Java's client makes, is not passed on; the request stands.
-- Hop-by-hop headers, trailers' announcements, proxy credentials and headers that rewrite method or path for some
-  servers are removed; names that turn into framing or routing headers when `_` is read as `-` are refused.
+- The authority of every request must equal the flow's host and port. A mismatch is a 421.
+- Framing that two parsers could read differently is refused, never corrected.
+- The path in the facts equals the forwarded path (`Translated.target`) byte for byte.
+- On plain HTTP an offer to change to HTTP/2 (h2c), as Java's client makes, is removed. The request continues as
+  HTTP/1.1.
+- Removed headers: hop-by-hop, `Trailer`, proxy credentials, and headers with which some servers replace method or path.
+  A name that becomes a framing or routing header when `_` is read as `-` is refused.
 
-Pure. It does not decide whether the request is allowed, and knows no secret.
+Pure. The module does not decide whether the request is allowed, and handles no secret.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.hello import (
+from gateway.tls.hello import (
     MAX_HEAD,
     MAX_HEADERS,
     TOKEN,
@@ -57,7 +58,7 @@ class RequestParts:
 
     Attributes:
         version: 10, 11 or 20.
-        target: the request target as written (HTTP/1), or `:path`.
+        target: the request target as received (HTTP/1), or `:path` (HTTP/2).
         scheme, authority: the pseudo-headers of HTTP/2; empty for HTTP/1.
         headers: in order, without pseudo-headers.
     """
@@ -76,10 +77,10 @@ class Translated:
 
     Attributes:
         target: origin-form target to forward.
-        headers: what to forward, in order, without Host and without anything hop-by-hop.
-        host_header: the Host to forward, rebuilt from the flow.
+        headers: the headers to forward, in order, without Host and hop-by-hop headers.
+        host_header: the Host to forward, made from the flow's host and port.
         close: the client asked for its connection to be closed after this request.
-        websocket: this is a well-formed WebSocket handshake; its Upgrade headers are left out of `headers`.
+        websocket: the request is a well-formed WebSocket handshake; `headers` lacks its Upgrade headers.
         expect_continue: the client waits for `100 Continue`.
     """
 
@@ -93,7 +94,7 @@ class Translated:
 
 
 def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
-    """Judge the form of one request that arrived on `flow`."""
+    """Judge the form of one request that arrived on `flow`. Refused has the status and a fixed reason."""
     refusal = _check_limits(parts)
     if refusal is not None:
         return refusal
@@ -109,13 +110,13 @@ def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
         return refusal
     connection = _list(parts.headers, b"connection")
     if any(option in _FRAMING for option in connection):
-        return Refused("Connection names a framing header")
+        return Refused("Connection lists a framing header")
     websocket = _is_websocket(parts, named, connection, flow)
     if isinstance(websocket, Refused):
         return websocket
     expect = named.get(b"expect")
     if expect is not None and expect.lower() != b"100-continue":
-        return Refused("expectation not supported", 417)
+        return Refused("only the expectation 100-continue is supported", 417)
     path, _, query = target.partition(b"?")
     authority = flow.host if flow.port == _DEFAULT_PORT[flow.scheme] else f"{flow.host}:{flow.port}"
     return Translated(
@@ -137,9 +138,9 @@ def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
 
 
 def refusal_of_form(request: RequestFacts) -> str | None:
-    """Return why a gateway refuses a request with this method, path and query before policy is asked; None if not.
+    """Return why a gateway refuses the form of a request with this method, path and query; None if it does not.
 
-    The request is written as HTTP/1.1 with the one Host it may have, and read as it is read from a sandbox.
+    The function writes the request as HTTP/1.1 with a correct Host, and reads it as if it came from a sandbox.
     """
     authority = request.host if request.port == _DEFAULT_PORT[request.scheme] else f"{request.host}:{request.port}"
     target = request.path + (f"?{request.query}" if request.query else "")
@@ -153,12 +154,12 @@ def refusal_of_form(request: RequestFacts) -> str | None:
     if isinstance(head, Refused):
         return head.reason
     if (head.length, head.method, head.target) != (len(raw), request.method.encode("ascii"), target.encode("ascii")):
-        return "method and target are read as something else"
+        return "the gateway reads another method or target from this request line"
     translated = translate(RequestParts(11, head.method, head.target, b"", b"", head.headers), request.flow)
     if isinstance(translated, Refused):
         return translated.reason
     if (translated.facts.path, translated.facts.query) != (request.path, request.query):
-        return "the target is read as something else"
+        return "the gateway reads another path or query from this target"
     return None
 
 
@@ -268,7 +269,7 @@ def _is_websocket(
 
 
 def _list(headers: Headers, wanted: bytes) -> tuple[bytes, ...]:
-    """The lower-case elements of a comma-separated header, over all its copies."""
+    """Return the elements of a comma-separated header in lower case, over all its copies."""
     return tuple(
         element.strip(b" \t").lower()
         for name, value in headers

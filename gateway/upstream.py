@@ -1,17 +1,17 @@
-"""The only place that opens connections to the outside.
+"""Opens upstream connections. Only this module does.
 
-- A name is resolved here and now: the operator's own map first, else the gateway's resolver. What the sandbox was
-  told in DNS, or which address it dialled, does not matter.
-- Every address, wherever it comes from, is judged by `policy.destination` before it is dialled, by what is in force
-  then, and again once it is connected. The socket is connected to that very address: nothing resolves again in between.
-- The host's own addresses, public ones too, are not dialled unless the operator opened or mapped them.
-- Sockets are made by the unprivileged worker, so the guard's rules by user id bind them.
-- While the guard is gone nothing is dialled. Dials are counted and rate-limited per worker and have deadlines. One that
-  is too early waits for its turn, and is refused when that would take longer than a connection may.
-- The judgement includes the flow of the name or the literal address itself: a caller that forgot to ask, or asked about
-  another name, dials nothing that policy names nowhere.
-- A caller's verdict must be in the audit log before it calls. Each address is announced to the caller before it is
-  dialled, with what policy says of it; the caller records that, and the dial waits for the record.
+- A name is resolved at the dial: first in the operator's fixed addresses, then by the gateway's resolver. Earlier DNS
+  answers and the address that the sandbox dialled are not used.
+- `policy.destination` judges every address before the dial and again after the connection, each time under the policy
+  in force. The socket connects to exactly the judged address; no name is resolved in between.
+- The host's own addresses, also public ones, are dialled only if the operator has excepted or mapped them.
+- The unprivileged worker makes the sockets, so the guard's rules by uid apply to them.
+- Without a living guard nothing is dialled. Dials have a limit, a rate per worker and deadlines. A dial above the rate
+  waits for its turn. It is refused if the wait would exceed the connection timeout.
+- The judgement includes the flow itself (name or literal address). So a caller with a missing or wrong check cannot
+  dial a destination that policy does not name.
+- The caller's verdict must be in the audit log before the call. Each address, with the verdict of policy, is announced
+  to the caller before the dial. The caller records it, and the dial waits for the record.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ from ipaddress import IPv4Address, IPv6Address
 
 from gateway.config import GatewayConfig, GatewayLimits
 from gateway.described import Announce
-from gateway.dns_logic import Outcome
-from gateway.resolver import Resolver
+from gateway.dns.queries import Outcome
+from gateway.dns.resolver import Resolver
+from gateway.state import WorkerState
 from policy.decision import AllowAddress, Deny
 from policy.destination import decide_address, decide_answer
 from policy.facts import AddressSource, Destination, Scheme
@@ -36,7 +37,7 @@ _TOO_MANY = "too many upstream connections are being opened"
 
 
 class DialFailure(StrEnum):
-    """Why there is no connection; the value is the rule id of its audit record."""
+    """Why a dial failed. The value is the rule id of its audit record."""
 
     GUARD = "guard"
     UNCONFIGURED = "unconfigured"
@@ -48,7 +49,7 @@ class DialFailure(StrEnum):
 
 
 class DialError(Exception):
-    """No connection was made. `rule` is what refused it: one of policy's, or the failure's own."""
+    """A dial failed. `rule` is the rule of policy that refused it, otherwise the value of `failure`."""
 
     def __init__(self, failure: DialFailure, reason: str, rule: str | None = None) -> None:
         super().__init__(reason)
@@ -58,11 +59,8 @@ class DialError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """A connected non-blocking socket and the address it is connected to.
-
-    `destination` is what policy allowed.
-    """
+class UpstreamConnection:
+    """A connected non-blocking socket, and the destination that policy allowed."""
 
     sock: socket.socket
     destination: Destination
@@ -72,35 +70,31 @@ class Connection:
         return self.destination.address
 
 
-class Dialler:
+class UpstreamDialler:
     """Opens upstream connections for one worker.
 
     Args:
-        config: the active configuration, None before the first one.
-        guarded: False while the guard of the upstream namespace is gone.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         resolver: Resolver,
-        config: Callable[[], GatewayConfig | None],
-        guarded: Callable[[], bool],
+        state: WorkerState,
         clock: Callable[[], float],
     ) -> None:
         self._resolver = resolver
-        self._config = config
-        self._guarded = guarded
+        self._state = state
         self._clock = clock
         self._tokens: float | None = None
         self._refilled = 0.0
         self._places = asyncio.Semaphore(_MAX_DIALS)
 
-    async def dial(self, host: str, port: int, scheme: Scheme, announce: Announce) -> Connection:
-        """Connect to `host`, a checked name that policy allowed. What `announce` raises is raised here.
+    async def dial(self, host: str, port: int, scheme: Scheme, announce: Announce) -> UpstreamConnection:
+        """Connect to `host`, a canonical name that policy allowed. Exceptions of `announce` propagate.
 
         Raises:
-            DialError: no address of it could or may be reached.
+            DialError: no address of the host is allowed, or none could be connected.
         """
         config = await self._ready()
         mapped = config.host_addresses.get(host)
@@ -109,18 +103,20 @@ class Dialler:
         destinations = [Destination(host, address, port, scheme, source) for address in addresses]
         return await self._connect(destinations, announce)
 
-    async def dial_address(self, address: IPv4Address | IPv6Address, port: int, announce: Announce) -> Connection:
-        """Connect to an address that policy allowed literally.
+    async def dial_address(
+        self, address: IPv4Address | IPv6Address, port: int, announce: Announce
+    ) -> UpstreamConnection:
+        """Connect to a literal address that policy allowed.
 
         Raises:
-            DialError: it may not or cannot be reached.
+            DialError: the address is not allowed, or could not be connected.
         """
         await self._ready()
         return await self._connect([literal(address, port)], announce)
 
     def permits(self, destination: Destination) -> bool:
-        """Whether an open connection to `destination` may stay, by what is in force now."""
-        config = self._config()
+        """Whether the policy in force still allows an open connection to `destination`."""
+        config = self._state.config
         return config is not None and isinstance(judge(config, destination), AllowAddress)
 
     async def _resolved(self, host: str) -> tuple[IPv4Address, ...]:
@@ -129,14 +125,14 @@ class Dialler:
             case Outcome.ADDRESSES:
                 return resolution.addresses
             case Outcome.NXDOMAIN | Outcome.NODATA:
-                raise DialError(DialFailure.NAME, "name has no address")
+                raise DialError(DialFailure.NAME, "the name has no IPv4 address")
             case Outcome.FAILED | Outcome.REFUSED_ADDRESS:
                 if resolution.denied is not None:
                     raise DialError(DialFailure.POLICY, resolution.denied.reason, resolution.denied.rule)
-                raise DialError(DialFailure.NAME, "name could not be resolved")
+                raise DialError(DialFailure.NAME, "the resolvers gave no answer for the name that may be used")
 
     async def _ready(self) -> GatewayConfig:
-        """The configuration in force, once it is this dial's turn."""
+        """Wait for this dial's turn; return the configuration in force then."""
         config = self._usable()
         wait = self._turn(config.limits)
         if wait > 0:
@@ -145,15 +141,15 @@ class Dialler:
         return config
 
     def _usable(self) -> GatewayConfig:
-        config = self._config()
+        config = self._state.config
         if config is None:
             raise DialError(DialFailure.UNCONFIGURED, "no policy is active yet")
-        if not self._guarded():
+        if not self._state.guarded:
             raise DialError(DialFailure.GUARD, "the guard of the upstream namespace is not running")
         return config
 
     def _turn(self, limits: GatewayLimits) -> float:
-        """Take the next place in the rate; returns in how many seconds it comes."""
+        """Take one token of the dial rate; return the seconds to wait for it."""
         rate = limits.dial_rate
         now = self._clock()
         held = 2.0 * rate if self._tokens is None else self._tokens + (now - self._refilled) * rate
@@ -165,8 +161,8 @@ class Dialler:
         self._tokens -= 1
         return wait
 
-    async def _connect(self, destinations: list[Destination], announce: Announce) -> Connection:
-        """Connect to the first destination that is allowed and answers; what is only observed is tried last."""
+    async def _connect(self, destinations: list[Destination], announce: Announce) -> UpstreamConnection:
+        """Connect to the first allowed destination that accepts. Those allowed only by observe mode come last."""
         limits = self._usable().limits
         try:
             async with Patience(limits.connect):
@@ -176,7 +172,7 @@ class Dialler:
         try:
             for destination in self._allowed_first(destinations)[:_MAX_TRIES]:
                 await announce(destination.address, self._judged(destination))
-                self._judged(destination)  # time has passed
+                self._judged(destination)  # policy or guard may have changed during the wait
                 try:
                     async with Patience(limits.connect):
                         sock = await _connected(destination.address, destination.port)
@@ -184,19 +180,19 @@ class Dialler:
                     continue
                 try:
                     self._judged(destination)
-                    return Connection(sock, destination)
+                    return UpstreamConnection(sock, destination)
                 except BaseException:
                     sock.close()
                     raise
         finally:
             self._places.release()
-        raise DialError(DialFailure.CONNECT, "no address of the host could be reached")
+        raise DialError(DialFailure.CONNECT, "no address of the host accepted a connection")
 
     def _allowed_first(self, destinations: list[Destination]) -> list[Destination]:
-        """The destinations that may be dialled, those without an observed denial first.
+        """Return the allowed destinations, those with an observed denial last.
 
         Raises:
-            DialError: there is none.
+            DialError: none is allowed.
         """
         config = self._usable()
         answers = [(one, judge(config, one)) for one in destinations]
@@ -207,7 +203,7 @@ class Dialler:
         return [one for one, answer in sorted(allowed, key=lambda pair: pair[1].observed is not None)]
 
     def _judged(self, destination: Destination) -> AllowAddress:
-        """Policy's word as of now: it may have been replaced, and the guard may be gone, since the last wait."""
+        """Judge the destination under the present policy and guard; both can change at each wait."""
         answer = judge(self._usable(), destination)
         if isinstance(answer, Deny):
             raise _refusal(answer)
@@ -215,12 +211,12 @@ class Dialler:
 
 
 def literal(address: IPv4Address | IPv6Address, port: int) -> Destination:
-    """The destination of a TLS flow without a server name."""
+    """Return the destination of a TLS flow without a server name."""
     return Destination(None, address, port, Scheme.HTTPS, AddressSource.LITERAL)
 
 
 def judge(config: GatewayConfig, destination: Destination) -> AllowAddress | Deny:
-    """Whether a flow may be opened to `destination`: brings the operator's exceptions and what this kernel knows."""
+    """Judge `destination` with the operator's exceptions and this host's own addresses."""
     own = own_address(destination.address)
     return decide_address(config.policy, replace(destination, own=own), config.allowed_addresses)
 
@@ -228,21 +224,21 @@ def judge(config: GatewayConfig, destination: Destination) -> AllowAddress | Den
 def judge_answer(
     config: GatewayConfig, host: str, address: IPv4Address | IPv6Address, source: AddressSource
 ) -> AllowAddress | Deny:
-    """Whether a DNS answer for `host` may show this address."""
+    """Judge whether a DNS answer for `host` may contain this address."""
     return decide_answer(config.policy, host, address, source, config.allowed_addresses, own=own_address(address))
 
 
 def own_address(address: IPv4Address | IPv6Address) -> bool:
-    """Whether this is an address of the host itself, be it a public one.
+    """Whether the address belongs to the host itself, also if it is public.
 
-    Asked of the kernel's routing: to reach itself it takes the very same address as source. Nothing is sent.
+    The kernel's routing decides: towards an own address it chooses that address as source. No packet is sent.
     """
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect((str(address), 9))
         except OSError:
-            return False  # no way there, for a dial neither
+            return False  # there is no route, so a dial fails too
         return bool(probe.getsockname()[0] == str(address))
 
 

@@ -1,4 +1,4 @@
-"""What an engine and an exchange give each other, beside `gateway.translate.RequestParts`.
+"""Values that an engine and an exchange pass to each other, beside `gateway.translate.RequestParts`.
 
 Pure values. Names and values of headers are bytes as on the wire, in order.
 """
@@ -14,7 +14,7 @@ class Origin:
     """The flow that exchanges belong to.
 
     Attributes:
-        destination: where the sandbox's packets were addressed. For the record only.
+        destination: the address that the sandbox dialled. For the record only.
         peer: the sandbox's address and port, for the record.
         engine: the engine's name in records.
     """
@@ -28,19 +28,19 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A connection to the server: the address it reaches, and the certificate's name that was verified, for TLS."""
+    """A connection to the server: its address, and for TLS the verified name of the certificate."""
 
     address: str
     peer_name: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ForwardHead:
     """The request head to send, as it was judged.
 
     Attributes:
         authority: the `:authority` of HTTP/2; empty for HTTP/1, whose `Host` is the first header.
-        headers: all of them, in order. No framing but what the client sent.
+        headers: all headers, in order. Framing headers are those of the client.
     """
 
     target: bytes
@@ -52,16 +52,16 @@ class Head:
 class Forward:
     """The request may be sent, with this head. Its body goes through `Exchange.request_chunk`; trailers are dropped.
 
-    `scrub`: the response will be searched for secrets; the server was asked for a whole document as it is.
+    `scrub`: the response will be searched for secrets, so the request asks for the whole document without coding.
     """
 
-    head: Head
+    head: ForwardHead
     scrub: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response in the place of the server's."""
+    """A response that the gateway sends in place of the server's."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -79,7 +79,7 @@ class ResponseHead:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """The head of the response that goes to the client.
+    """The response head to send to the client.
 
     `buffered`: the engine collects the encoded body, up to the limit, and gives it to `Exchange.response_whole`.
     Otherwise each piece goes through `Exchange.response_chunk`.

@@ -8,15 +8,14 @@
 - The sandbox sent as many bytes as its policy allows: all flows are cut, and nothing more is sent.
 - hostd's channel ended: the worker exits, and its listeners with it.
 
-Operations on the control channel: `configure`, `ping`, `guard` (1 fd), `audit` (1 fd: a new channel to auditd),
-`vault` (1 fd: a new channel to vaultd). The worker asks for one of the last two with `channel` when its own has ended.
+`wire.api.worker` has the requests on hostd's channel. The worker asks for a new channel to a daemon when its own has
+ended.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import select
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -28,47 +27,34 @@ import wire
 from audit.client import AuditClient, AuditUnavailable
 from gateway import confine
 from gateway.accept import Acceptor
-from gateway.birth import Order
 from gateway.budget import RULE, Budget
-from gateway.config import ConfigError, GatewayConfig
+from gateway.config import GatewayConfig
 from gateway.described import of_policy
-from gateway.dns_server import DnsServer
-from gateway.engine import MakeEngine
+from gateway.dns.names import NameBudget
+from gateway.dns.resolver import Resolver
+from gateway.dns.server import DnsServer
+from gateway.engines.port import MakeEngine
 from gateway.flows import FlowRegistry
 from gateway.ingress import Ingress
 from gateway.inside import InsideSockets, Listeners
 from gateway.inspection import Inspection
-from gateway.ledger import Ledger
-from gateway.names import NameBudget
+from gateway.ledger_page import map_ledger
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
-from gateway.resolver import Resolver
-from gateway.upstream import Dialler
+from gateway.spawn import Order
+from gateway.state import Guard, WorkerState
+from gateway.upstream import UpstreamDialler
 from policy.decision import Deny, decide_name
-from policy.rules import Limits
 from vault.client import VaultClient
+from wire.api import worker
+from wire.api.worker import ChannelName
+from wire.errors import ConfigError
 from wire.frames import close_all
+from wire.serving import handler
 
 _DRAIN_SECONDS = 0.5
 _ASK_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-class Guard:
-    """Whether the guard of the upstream namespace lives, by its pidfd."""
-
-    def __init__(self, fd: int) -> None:
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
-        self.fd = fd
-        self._gone = False
-
-    @property
-    def alive(self) -> bool:
-        """Asked of the kernel at each call, so there is no moment between its death and our knowing."""
-        if not self._gone and self._poll.poll(0):
-            self._gone = True
-        return not self._gone
 
 
 class Worker:
@@ -78,38 +64,35 @@ class Worker:
         fds = order.descriptors
         self._order = order
         self._listeners = listeners
-        self._config: GatewayConfig | None = None
         self._configuring = asyncio.Lock()
-        self._guard = Guard(fds.guard)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._registry = FlowRegistry()
         self._audit = AuditClient.from_fd(fds.audit)
-        self._vault = VaultClient.from_fd(fds.vault, self._revoked)
+        state = self._state = WorkerState(Guard(fds.guard), VaultClient.from_fd(fds.vault, self._revoked))
         control = socket.socket(fileno=fds.control)
-        self._control = wire.Client(control, self._handle, gives=wire.NARROW, descriptors=True)
-        ledger = self._ledger = Ledger.from_fd(fds.ledger)
+        served = handler(worker.CONTROL, self._handle)
+        self._control = wire.Client(control, served, gives=wire.NARROW, descriptors=True)
+        ledger = self._ledger = map_ledger(fds.ledger)
         self._names = NameBudget(ledger)
-        self._resolver = Resolver((), time.monotonic, lambda: self._guard.alive, self._may_ask, self._turn)
-        dialler = Dialler(self._resolver, self._active, lambda: self._guard.alive, time.monotonic)
-        self._dns = DnsServer(self._resolver, self._audit, self._active, time.monotonic, self._names)
-        self._secrets = LeasedSecrets(lambda: self._vault)
-        budget = Budget(ledger, self._limits, time.monotonic, self._spent)
-        recorder = AuditRecorder(self._audit, self._active)
+        self._resolver = Resolver((), time.monotonic, lambda: state.guarded, self._may_ask, self._turn)
+        dialler = UpstreamDialler(self._resolver, state, time.monotonic)
+        self._dns = DnsServer(self._resolver, self._audit, state, time.monotonic, self._names)
+        self._secrets = LeasedSecrets(state)
+        budget = Budget(ledger, state, time.monotonic, self._spent)
+        recorder = AuditRecorder(self._audit, state)
         self._streams = StreamDialler(dialler, budget, recorder)
         self._inspection = Inspection(
             make_engine,
-            PolicyDecider(self._active),
+            PolicyDecider(state),
             budget,
             self._secrets,
             recorder,
             self._streams,
-            lambda: self._vault,
+            state,
             ledger,
         )
-        self._acceptor = Acceptor(
-            self._audit, dialler, self._registry, self._active, self._inspection.ready, budget, self._bounded
-        )
-        self._ingress = Ingress(socket.socket(fileno=fds.ingress), inside, self._audit, self._active)
+        self._acceptor = Acceptor(self._audit, dialler, self._registry, state, self._inspection, budget, self._bounded)
+        self._ingress = Ingress(socket.socket(fileno=fds.ingress), inside, self._audit, state)
 
     async def run(self) -> None:
         """Serve until hostd's channel ends."""
@@ -121,8 +104,8 @@ class Worker:
             self._spawn(self._ingress.serve(), "ingress-accept"),
             self._spawn(self._inspection.keep(), "identity"),
         ]
-        self._spawn(self._keep("audit", lambda: self._audit.wait_closed()), "keep-audit")
-        self._spawn(self._keep("vault", lambda: self._vault.closed.wait()), "keep-vault")
+        self._spawn(self._keep(ChannelName.AUDIT, lambda: self._audit.wait_closed()), "keep-audit")
+        self._spawn(self._keep(ChannelName.VAULT, lambda: self._state.vault.closed.wait()), "keep-vault")
         self._control.start()
         ended = self._spawn(self._control.closed.wait(), "control")
         await asyncio.wait([ended, *services], return_when=asyncio.FIRST_COMPLETED)
@@ -132,12 +115,12 @@ class Worker:
         self._registry.cut_all()
         await self._audit.close(_DRAIN_SECONDS)
 
-    async def _keep(self, channel: str, ended: Callable[[], Awaitable[object]]) -> None:
+    async def _keep(self, channel: ChannelName, ended: Callable[[], Awaitable[object]]) -> None:
         """Ask hostd for a new channel to auditd or vaultd whenever the present one has ended."""
         while True:
             await ended()
             with contextlib.suppress(ConnectionError, wire.RemoteError, TimeoutError):
-                await self._control.call("channel", name=channel)
+                await self._control.ask(worker.RequestChannel(channel))
             await asyncio.sleep(_ASK_SECONDS)
 
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -146,25 +129,19 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _active(self) -> GatewayConfig | None:
-        return self._config
-
     def _may_ask(self, host: str) -> Deny | None:
-        if self._config is None:
+        if self._state.config is None:
             return Deny("unconfigured", "no policy is active yet")
-        decision = decide_name(self._config.policy, host)
+        decision = decide_name(self._state.config.policy, host)
         return decision if isinstance(decision, Deny) else self._bounded(host)
 
     def _bounded(self, host: str) -> Deny | None:
-        if self._config is None:
+        if self._state.config is None:
             return Deny("unconfigured", "no policy is active yet")
-        return self._names.admit(self._config.policy, host, time.monotonic())
+        return self._names.admit(self._state.config.policy, host, time.monotonic())
 
     def _turn(self) -> float | None:
-        return None if self._config is None else self._names.take(self._config.policy.dns, time.monotonic())
-
-    def _limits(self) -> Limits | None:
-        return self._config.policy.limits if self._config is not None else None
+        return None if self._state.config is None else self._names.take(self._state.config.policy.dns, time.monotonic())
 
     def _spent(self) -> None:
         cut = self._registry.cut_all()
@@ -172,11 +149,11 @@ class Worker:
         self._audit.note("flow", "deny", rule=RULE, reason=reason, count=cut)
 
     def _watch_guard(self) -> None:
-        asyncio.get_running_loop().add_reader(self._guard.fd, self._guard_gone)
+        asyncio.get_running_loop().add_reader(self._state.guard.fd, self._guard_gone)
 
     def _guard_gone(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._guard.fd)
-        if self._guard.alive:
+        asyncio.get_running_loop().remove_reader(self._state.guard.fd)
+        if self._state.guard.alive:
             self._watch_guard()
             return
         cut = self._registry.cut_all()
@@ -190,45 +167,42 @@ class Worker:
             engine.revoke(secrets)
 
     async def _handle(
-        self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
-    ) -> wire.Message | None:
-        if op in ("guard", "audit", "vault") and len(fds) == 1 and not parameters:
-            await self._replace(op, fds[0])
-            return None
-        close_all(fds)
-        if fds:
-            raise wire.RequestError(wire.Code.INVALID, "descriptors do not belong to this operation")
-        match op:
-            case "configure":
+        self,
+        _client: wire.Client,
+        request: worker.Beat | worker.Configure | worker.Rebind | worker.Guarded,
+        fds: list[int],
+    ) -> worker.Pulse | worker.Confirmed | None:
+        expected = 1 if isinstance(request, worker.Rebind | worker.Guarded) else 0
+        if len(fds) != expected:
+            close_all(fds)
+            raise wire.RequestError(wire.Code.INVALID, f"{expected} descriptors belong to this request")
+        match request:
+            case worker.Beat():
+                self._ledger.beat()
+                digest = self._state.config.policy.digest if self._state.config is not None else None
+                return worker.Pulse(digest, len(self._registry))
+            case worker.Configure():
                 async with self._configuring:
-                    return {"digest": await self._configure(parameters)}
-            case "ping":
-                self._ledger.beat()  # seen by hostd even while hostd cannot read the answer
-                digest = self._config.policy.digest if self._config is not None else None
-                return {"digest": digest, "flows": len(self._registry)}
-            case _:
-                raise wire.RequestError(wire.Code.UNKNOWN_OP, "not an operation of a worker")
-
-    async def _replace(self, op: str, fd: int) -> None:
-        match op:
-            case "guard":
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(self._guard.fd)
-                os.close(self._guard.fd)
-                self._guard = Guard(fd)
-                self._watch_guard()
-            case "audit":
-                await self._audit.rebind(fd)
-            case _:
-                former, self._vault = self._vault, VaultClient.from_fd(fd, self._revoked)
+                    return worker.Confirmed(await self._configure(request))
+            case worker.Guarded():
+                self._guarded(fds[0])
+            case worker.Rebind(ChannelName.AUDIT):
+                await self._audit.rebind(fds[0])
+            case worker.Rebind():
+                former, self._state.vault = self._state.vault, VaultClient.from_fd(fds[0], self._revoked)
                 await self._revoked(None)
                 await former.close()
+        return None
 
-    async def _configure(self, parameters: wire.Message) -> str:
-        if set(parameters) != {"gateway"}:
-            raise wire.RequestError(wire.Code.INVALID, "configure takes gateway")
+    def _guarded(self, fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._state.guard.fd)
+        os.close(self._state.guard.fd)
+        self._state.guard = Guard(fd)
+        self._watch_guard()
+
+    async def _configure(self, request: worker.Configure) -> str:
         try:
-            config = GatewayConfig.from_json(parameters["gateway"])
+            config = GatewayConfig.of(request)
         except ConfigError as error:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from error
         if (config.sandbox, config.generation) != (self._order.sandbox, self._order.generation):
@@ -241,7 +215,7 @@ class Worker:
             await self._audit.accept("gateway.configure", "info", **of_policy(config, None))
         except AuditUnavailable as error:
             raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the change could not be recorded") from error
-        self._config = config
+        self._state.config = config
         put_in_place()
         self._resolver.discard()
         self._resolver.set_upstreams(config.dns_upstreams)

@@ -1,16 +1,17 @@
-"""Imports everything once and forks one worker per sandbox.
+"""The zygote: imports all modules of a worker once, and forks one worker per sandbox.
 
     python -m gateway.zygote CONFIG.json         root, in the upstream network namespace, SALLYPORT_CONTROL_FD set
 
-Single-threaded and blocking: a fork of a process with other threads or a running event loop is a fork of their locks.
+The zygote is single-threaded and blocking: a fork would copy the locked locks of other threads or of an event loop.
 
-- It opens nothing of a sandbox and keeps nothing: descriptors that come with `fork` are closed here once the child has
-  them, and the child closes all others.
-- Children share its user and network namespace until they drop privileges, before they read a byte of a sandbox.
-- It shares one PID namespace with all workers: generators are reseeded by pid, and no two workers may have the same.
-- hostd's channel ended: it exits. Workers then see their own channels end.
+- The zygote holds nothing of a sandbox. It closes the descriptors of a `fork` request after the fork. The child closes
+  all other descriptors.
+- A child shares the zygote's user and network namespace until it drops its privileges. It reads no byte of a sandbox
+  before.
+- The zygote shares one PID namespace with all workers: generators are reseeded by pid, so each pid must be unique.
+- The zygote exits when hostd's channel ends. Workers then see the end of their own channels.
 
-It does not restart workers and holds no policy or secret.
+The zygote does not restart workers, and holds no policy or secret.
 """
 
 import gc
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import wire.frames as frames
-from gateway import birth
+from gateway import spawn
 from wire.api.zygote import DESCRIPTORS, OPERATIONS, Exited, Fork, Forked, Identify, Identity
 from wire.errors import Code, RequestError
 from wire.frames import FrameError, Message, close_all
@@ -48,7 +49,7 @@ class ZygoteConfig:
         """Read the file.
 
         Raises:
-            ValueError: it is not exactly a configuration.
+            ValueError: it is no JSON, or has unknown keys.
         """
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or set(data) - {"worker_defaults"}:
@@ -60,7 +61,7 @@ class ZygoteConfig:
 
 
 class Zygote:
-    """The loop: requests of hostd in, exits of children out."""
+    """The loop of the zygote: serves requests of hostd, and reports exits of children."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -124,9 +125,9 @@ class Zygote:
             case _:
                 return Done()  # a ping
 
-    def _fork(self, made: birth.Order) -> int:
+    def _fork(self, made: spawn.Order) -> int:
         if len(os.listdir("/proc/self/task")) != 1:
-            raise RequestError(Code.UNAVAILABLE, "the zygote has threads and must be renewed")
+            raise RequestError(Code.UNAVAILABLE, "the zygote has more than one thread and cannot fork: restart it")
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -135,28 +136,28 @@ class Zygote:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                code = birth.become_worker(made)
+                code = spawn.become_worker(made)
             except BaseException as error:  # noqa: BLE001 - the child never returns into the zygote's loop
-                _log.error("worker %s was not born: %s: %s", made.sandbox, type(error).__name__, error)
+                _log.error("worker of sandbox %s failed to start: %s: %s", made.sandbox, type(error).__name__, error)
             finally:
                 os._exit(code)
         self._children.add(pid)
         return pid
 
 
-def order(fork: Fork, fds: list[int]) -> birth.Order:
-    """Return the order for a worker, with the descriptors that came with a request.
+def order(fork: Fork, fds: list[int]) -> spawn.Order:
+    """Return the order for a worker, from a request and its descriptors.
 
     Raises:
-        RequestError: there are not as many descriptors as a worker has.
+        RequestError: the number of descriptors is wrong.
     """
     if len(fds) != DESCRIPTORS:
         raise RequestError(Code.INVALID, f"fork takes {DESCRIPTORS} descriptors")
-    return birth.Order(fork.sandbox, fork.generation, fork.uid, fork.gid, fork.cgroup, birth.Descriptors(*fds))
+    return spawn.Order(fork.sandbox, fork.generation, fork.uid, fork.gid, fork.cgroup, spawn.Descriptors(*fds))
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point: `arguments` is the one configuration path."""
+    """Entry point. `arguments` is the path of the configuration file."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(levelname)s: %(message)s")
     if len(arguments) != 1:
         _log.error("usage: python -m gateway.zygote CONFIG.json")
@@ -165,13 +166,13 @@ def main(arguments: list[str]) -> int:
     control = socket.socket(fileno=int(os.environ.pop(CONTROL_ENV)))
     control.set_inheritable(False)
     control.setblocking(True)
-    birth.preload()
+    spawn.preload()
     gc.collect()
     gc.freeze()
     try:
         Zygote(control).run()
     except (FrameError, OSError) as error:
-        _log.error("control channel: %s", type(error).__name__)
+        _log.error("control channel to hostd failed: %s", type(error).__name__)
         return 1
     return 0
 

@@ -21,12 +21,13 @@ import audit.cli
 import policy.cli
 import vault.cli
 import vault.keyring
-from gateway.names import over_bounds
+from gateway.dns.names import over_bounds
 from gateway.translate import refusal_of_form
-from lifecycle import about, console, doctor, launch, running, settings, settings_reference
-from lifecycle.settings import Settings, SettingsError
-from runtimes import api_listener
-from runtimes.kept_lines import ANCHORS_NAME
+from lifecycle import about, console, doctor, running
+from lifecycle.config import launch, reference, settings
+from lifecycle.config.settings import Settings, SettingsError
+from runtimes.process import api_listener
+from runtimes.process.bounded_log import ANCHORS_NAME
 
 OK, FAILED, WRONG = 0, 1, 2
 
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", parents=[after], help="run the server and everything it needs (as root)")
     serve.add_argument("--write-only", action="store_true", help="write the daemons' configuration and stop there")
-    check_host = commands.add_parser("doctor", parents=[after], help="say what this host lacks, and how to mend it")
+    check_host = commands.add_parser("doctor", parents=[after], help="say what this host lacks and how to provide it")
     check_host.add_argument("--probe", action="store_true", help="start sandboxes here and try to get out of them")
     init = commands.add_parser("init-config", parents=[after], help="print a settings file with every key as a comment")
     init.add_argument("--output", type=Path, help="write it to this new file instead")
@@ -117,7 +118,9 @@ def _run(options: argparse.Namespace) -> int:
         case "vault", _:
             configured = _configured(options)
             owner = launch.uids(configured)["vaultd"]
-            places = vault.cli.Places(configured.run_dir / "vault.sock", configured.master_key_file, (owner, owner))
+            places = vault.cli.VaultPlaces(
+                configured.run_dir / "vault.sock", configured.master_key_file, (owner, owner)
+            )
             return vault.cli.run(options, places)
         case "audit", "tail":
             return audit.cli.tail(
@@ -183,7 +186,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     os.chdir(doctor.PROJECT)  # what `-m` finds must not depend on where an operator stands
     console.flush()
     try:
-        os.execv(python, [python, "-m", "runtimes.keeper", str(host)])  # noqa: S606 - no shell is meant
+        os.execv(python, [python, "-m", "runtimes.process.watchdog", str(host)])  # noqa: S606 - no shell is meant
     except OSError as error:
         print(f"sallyport: cannot run: {python}: {error.strerror}; run: sallyport doctor", file=sys.stderr)
     return FAILED
@@ -191,11 +194,11 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
 
 def _init_config(output: Path | None) -> int:
     if output is None:
-        print(settings_reference.toml(), end="")
+        print(reference.toml(), end="")
         return OK
     try:
         with output.open("x", encoding="utf-8") as file:
-            file.write(settings_reference.toml())
+            file.write(reference.toml())
     except FileExistsError:
         print(f"sallyport: {output} exists and is not replaced; name another file with --output", file=sys.stderr)
         return FAILED

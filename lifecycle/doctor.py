@@ -1,10 +1,10 @@
-"""`sallyport doctor`: what this machine lacks, and how to mend it; with or without a running server.
+"""`sallyport doctor`: what this machine lacks, and how to provide it; with or without a running server.
 
 - A running hostd is asked: it sees what it works with. Else its checks run in a process of their own, on the files that
   `serve` would write, but in a temporary place.
 - What only the control plane knows (the policy file, the address it listens on) is added here.
 
-The checks of the host itself are `runtimes.doctor`'s. Nothing is changed.
+The checks of the host itself are `runtimes.checks.doctor`'s. Nothing is changed.
 """
 
 import asyncio
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wire
-from lifecycle import console, launch
-from lifecycle.settings import Settings, SettingsError
+from lifecycle import console
+from lifecycle.config import launch
+from lifecycle.config.settings import Settings, SettingsError
 from policy.load import PolicyError, load
-from runtimes import api_listener
+from runtimes.process import api_listener
 from wire.sockets import ROOT
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,9 @@ def diagnose(settings: Settings) -> list[Finding]:
         running = [Finding("host", False, "the running server answers root only", "run this command as root")]
     except wire.WrongServer as error:
         running = [Finding("host", False, str(error), "find out which program has made that socket")]
-    own = [_attempt("policy", "mend the policy file; `sallyport policy check` says where", lambda: _policy(settings))]
+    own = [
+        _attempt("policy", "correct the policy file; `sallyport policy check` says where", lambda: _policy(settings))
+    ]
     if running is not None:
         return [Finding("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"
@@ -87,7 +90,7 @@ def ask_process(settings: Settings) -> list[Finding]:
     remedy = "run it with the Python environment that Sallyport is installed in"
     with tempfile.TemporaryDirectory(prefix="sallyport-doctor-") as directory:
         host = launch.write_host(settings, Path(directory))
-        command = [sys.executable, "-m", "runtimes.doctor", "--json", str(host)]
+        command = [sys.executable, "-m", "runtimes.checks.doctor", "--json", str(host)]
         try:
             done = subprocess.run(
                 command, cwd=PROJECT, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False

@@ -1,6 +1,6 @@
 """Where the running server has its files: noted by `serve`, read by commands that are given no settings.
 
-- `serve` becomes the keeper, which keeps its process id. A note whose process is gone, or is another one by its start
+- `serve` becomes the watchdog, which keeps its process id. A note whose process is gone, or is another one by its start
   time, is of a former server and counts for nothing.
 - A note is believed only if root or the reader owns it and its directory, and no other user can write to it or take its
   place.
@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lifecycle import launch
-from lifecycle.settings import Settings, SettingsError, parse
-from runtimes.predecessor import lock, start_time
+from lifecycle.config import launch
+from lifecycle.config.settings import Settings, SettingsError, parse
+from runtimes.process.predecessor import lock, start_time
 
 NAME = "serving.json"
 _MAX_BYTES = 65536

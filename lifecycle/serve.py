@@ -1,7 +1,7 @@
 """`python -m lifecycle.serve serve.json`: the HTTP server, as an unprivileged user.
 
-Started by hostd, under its own user and with the socket that it listens on: that outlives it (`runtimes.api_listener`),
-so connections wait in it while this process is started again. It exits 78 on a configuration or
+hostd starts it under its own user and passes the listening socket (`runtimes/process/api_listener.py`). The socket
+outlives the process, so connections wait in it while the process is started again. It exits 78 on a configuration or
 a state database that cannot work: starting it again would not help.
 """
 
@@ -16,14 +16,15 @@ import uvicorn
 import uvloop
 
 import wire
-from lifecycle.app import build
-from lifecycle.auth import Tokens
-from lifecycle.connections import UVICORN_LOG_LEVEL, Connection, expect_silence
-from lifecycle.edge import Edge
-from lifecycle.policies import Policies
-from lifecycle.schema import SchemaError
-from lifecycle.serve_config import ConfigError, ServeConfig
+from lifecycle.api.app import build
+from lifecycle.api.connections import UVICORN_LOG_LEVEL, ApiConnection, expect_silence
+from lifecycle.api.credentials import Tokens
+from lifecycle.api.edge import Edge
+from lifecycle.config.serve import ServeConfig
+from lifecycle.egress.policies import Policies
+from lifecycle.sandboxes.schema import SchemaError
 from policy.load import PolicyError
+from wire.errors import ConfigError
 
 EXIT_CONFIG = 78
 READY_FD = "SALLYPORT_READY_FD"
@@ -65,7 +66,7 @@ def prepare(listener: socket.socket) -> None:
 
 
 def say_ready() -> None:
-    """Tell who started us, if he asked, that we listen: one byte on the descriptor he left us."""
+    """Report to the parent, if it asked, that the API listens: write one byte to the parent's descriptor."""
     number = os.environ.pop(READY_FD, "")
     if number.isdigit():
         with os.fdopen(int(number), "wb", buffering=0) as pipe:
@@ -76,7 +77,7 @@ def http_settings(edge: Edge, config: ServeConfig) -> uvicorn.Config:
     """How uvicorn is run: nothing of a request is believed that the connection does not show."""
     return uvicorn.Config(
         edge,
-        http=Connection,
+        http=ApiConnection,
         log_level=UVICORN_LOG_LEVEL,
         ws="websockets-sansio",
         ws_max_size=64 * 1024 * 1024,

@@ -1,14 +1,13 @@
-"""Which IP addresses a gateway may dial: our own table, since the standard library's "global" is not a guard's.
+"""Classifies IP addresses, to decide which a gateway may dial. `is_global` of `ipaddress` is not strict enough.
 
-- Every address has exactly one class, and only PUBLIC is dialled without an exception. Of IPv6 only 2000::/3 can be
-  public.
-- An IPv4 address inside an IPv6 one is judged as itself. An IPv4-mapped address *is* its IPv4 address; the other
-  wrappings (NAT64, 6to4, Teredo, compatible, translated, ISATAP) stay TRANSLATED even around a public one.
-- An exception opens an address only when it is no wider than the table entry that refuses it: `0.0.0.0/0` opens
-  nothing, and `169.254.0.0/16` does not open the metadata service inside it.
+- Every address has exactly one class. Only PUBLIC is dialled without an exception. IPv6 is public only in 2000::/3.
+- An IPv4 address inside an IPv6 address is judged, too. An IPv4-mapped address *is* its IPv4 address. The other
+  embeddings (NAT64, 6to4, Teredo, compatible, translated, ISATAP) are TRANSLATED, also around a public address.
+- An exception permits an address only if it is no wider than the table entry that refuses the address. `0.0.0.0/0`
+  permits nothing, and `169.254.0.0/16` does not permit the metadata service inside it.
 
-Sources: IANA special-purpose registries, RFC 6890, 5737, 9637, 6052, 3056, 4380; metadata services of the egress
-contract 3.4.
+Sources: IANA special-purpose registries, RFC 6890, 5737, 9637, 6052, 3056, 4380; metadata services that
+OpenSandbox's egress specification lists.
 """
 
 from enum import StrEnum
@@ -19,7 +18,7 @@ type IPNetwork = IPv4Network | IPv6Network
 
 
 class AddressClass(StrEnum):
-    """What kind of place an address is."""
+    """The class of an address."""
 
     PUBLIC = "public"
     LOOPBACK = "loopback"
@@ -63,7 +62,7 @@ _SPECIAL = (
     ("255.255.255.255/32", AddressClass.MULTICAST),  # broadcast
     ("::/128", AddressClass.UNSPECIFIED),
     ("::1/128", AddressClass.LOOPBACK),
-    ("64:ff9b:1::/48", AddressClass.TRANSLATED),  # local NAT64: what it embeds, and where, is not ours to know
+    ("64:ff9b:1::/48", AddressClass.TRANSLATED),  # local NAT64: the position of the embedded address is not known
     ("2001::/23", AddressClass.RESERVED),
     ("2001:db8::/32", AddressClass.DOCUMENTATION),
     ("3fff::/20", AddressClass.DOCUMENTATION),
@@ -77,7 +76,7 @@ _SPECIAL = (
     ("ff00::/8", AddressClass.MULTICAST),
 )
 
-# The longest prefix first, so that the first hit is the most specific entry.
+# The longest prefix first: the first match is the most specific entry.
 _V4: list[tuple[IPv4Network, AddressClass]] = sorted(
     ((n, c) for n, c in ((ip_network(t), c) for t, c in _SPECIAL) if isinstance(n, IPv4Network)),
     key=lambda entry: -entry[0].prefixlen,
@@ -112,7 +111,7 @@ def classify(ip: IPAddress | str) -> AddressClass:
 
 
 def dialable(ip: IPAddress | str, exceptions: tuple[IPNetwork, ...] = ()) -> AddressClass | None:
-    """Return None when the address may be dialled, else the class that refuses it.
+    """Return None if the address may be dialled, otherwise the class that refuses it.
 
     Raises:
         ValueError: a text that is not one address.
@@ -125,14 +124,14 @@ def dialable(ip: IPAddress | str, exceptions: tuple[IPNetwork, ...] = ()) -> Add
         return refused
     if not any(_opens(exception, address, entry) for exception in exceptions):
         return refused
-    # The wrapping was excepted; what it wraps must be dialable in its own right.
+    # The outer address has an exception. The embedded address must be permitted, too.
     return dialable(inner, exceptions) if inner is not None else None
 
 
 def faces(ip: IPAddress | str) -> tuple[IPAddress, ...]:
-    """Return every address that this one stands for: itself, and the IPv4 address inside it.
+    """Return the address and the IPv4 address embedded in it, if there is one.
 
-    A denial of any of them is a denial of all: a packet to the outer one arrives at the inner one.
+    A denial of one of them denies both: a packet to the outer address arrives at the inner one.
 
     Raises:
         ValueError: a text that is not one address.
@@ -154,14 +153,14 @@ def _parse(ip: IPAddress | str) -> IPAddress:
 
 
 def _judge(address: IPAddress) -> tuple[AddressClass, IPNetwork, IPv4Address | None]:
-    """Return the class, the table entry it comes from, and the embedded IPv4 address of a wrapping."""
+    """Return the class, its table entry, and the embedded IPv4 address (None if there is none)."""
     if isinstance(address, IPv4Address):
         for network4, kind in _V4:
             if address in network4:
                 return kind, network4, None
         return AddressClass.PUBLIC, IPv4Network((address, 32)), None
     if address.scope_id is not None:
-        # A zone names an interface of this machine: nothing that has one is a public place.
+        # A zone names an interface of this machine, so the address is not public.
         return AddressClass.LINK_LOCAL, _EVERYTHING_V6, None
     number = int(address)
     if number > 1:  # :: and ::1 look like IPv4-compatible addresses and are not

@@ -1,11 +1,11 @@
-"""The OpenSandbox `networkPolicy`: parsing, the patch operations, and the wire form (egress contract 2 and 10).
+"""The OpenSandbox `networkPolicy`: parsing, patch operations, and the JSON form.
 
-- A policy remembers each target as the client wrote it and compares targets in canonical form.
-- Nothing weakens: `{}`, a `null` document and an absent `defaultAction` mean deny; an unknown action or default is
-  refused, and so is an unknown key or a null at any depth (see `strict`).
-- Error texts are the contract's, since clients show them.
+- A policy keeps each target as the client wrote it, and compares targets in canonical form.
+- `{}`, a `null` document and an absent `defaultAction` mean deny. An unknown action, default or key is refused, and so
+  is a null at any depth (see `strict`).
+- The error texts are those of OpenSandbox, because its clients show them.
 
-What the rules mean is settled by `compile_api`; this module only knows their form.
+This module handles the form of rules; `compile_api` gives them their meaning.
 """
 
 import json
@@ -18,7 +18,7 @@ from policy.rules import MAX_RULES, Action, network_text
 from policy.strict import Path, StrictError, decode, members, said
 
 INERT = "*"
-"""The bare wildcard: accepted, kept, and matching nothing."""
+"""The bare wildcard: it is accepted and kept, but matches nothing."""
 
 MAX_TARGET = 1024
 
@@ -46,7 +46,7 @@ class NetworkRule:
 
     @property
     def is_inert(self) -> bool:
-        """Whether the rule can never match; worth a warning to whoever wrote it."""
+        """Whether the rule can never match; the API then returns a warning."""
         return self.canonical == INERT
 
     def to_wire(self) -> dict[str, str]:
@@ -73,10 +73,10 @@ class ApiPolicy:
 
 
 def decode_json(body: bytes, prefix: str) -> object:
-    """Parse a request body; a key that is given twice in one object is refused.
+    """Parse a request body. A duplicate key in an object is refused.
 
     Raises:
-        ApiPolicyError: not JSON; the text begins with `prefix`.
+        ApiPolicyError: the body is not JSON, or has a duplicate key. The text begins with `prefix`.
     """
     try:
         return decode(body)
@@ -128,10 +128,10 @@ def parse_delete(value: object) -> tuple[str, ...]:
 
 
 def merge_patch(policy: ApiPolicy, patch: Iterable[NetworkRule]) -> ApiPolicy:
-    """Put the patch's rules in front; of rules with one canonical target the first stays.
+    """Put the patch's rules first. Of several rules with one canonical target, only the first is kept.
 
     Raises:
-        ApiPolicyError: more rules than allowed.
+        ApiPolicyError: the result has too many rules.
     """
     merged: dict[str, NetworkRule] = {}
     for rule in (*patch, *policy.rules):
@@ -140,7 +140,7 @@ def merge_patch(policy: ApiPolicy, patch: Iterable[NetworkRule]) -> ApiPolicy:
 
 
 def delete_targets(policy: ApiPolicy, targets: Iterable[str]) -> ApiPolicy:
-    """Remove every rule for one of the targets; unknown and blank ones are ignored (the result may equal `policy`)."""
+    """Remove every rule for one of the targets. Unknown and blank targets are ignored."""
     gone = set()
     for target in targets:
         try:
@@ -154,7 +154,7 @@ def canonical_target(target: str) -> str:
     """Return the canonical form of a trimmed target: `*`, a host pattern, or a CIDR.
 
     Raises:
-        ValueError: of no accepted class.
+        ValueError: the target is none of these.
     """
     if target == INERT:
         return INERT

@@ -1,11 +1,12 @@
-"""Credential bindings of the API: parsing, defaults, and the conflicts that are refused (egress contract 5).
+"""Credential bindings of the API: parsing, defaults and conflicts.
 
-- A binding names credentials; the secret values never come here. In plans a credential is the secret `inline:<name>`.
-- Whatever is unknown is refused, at any depth; substitutions are refused until they exist.
-- Only an absent list of `match` means its default. A null or an empty list is refused: neither may mean "all".
-- Two bindings that could match one request are refused when they are given, exact against wildcard hosts excepted.
+- A binding names credentials; this module handles no secret values. In plans a credential is the secret
+  `inline:<name>`.
+- Unknown keys are refused at any depth. Substitutions are not supported and refused.
+- An absent list of `match` means its default. A null or an empty list is refused, so that neither means "all".
+- Two bindings that can match one request are refused, except an exact host beside a wildcard host.
 
-Whether a host is allowed, and by which operator switch, is settled by `compile_api`.
+`compile_api` decides whether a host is allowed, and which operator switch it needs.
 """
 
 import json
@@ -24,7 +25,7 @@ from policy.strict import Path, StrictError, members
 
 MAX_BINDINGS = 256
 MAX_PLACES = 8192
-"""Hosts, methods and paths of all bindings together: each is compared with those of the others."""
+"""The limit of hosts, methods and paths in all bindings together. It bounds the cost of the comparison."""
 DEFAULT_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _DEFAULTS = {"schemes": ("https",), "methods": DEFAULT_METHODS, "paths": ("/*",)}
 INLINE = "inline:"
@@ -44,11 +45,11 @@ class ApiBinding:
 
     @property
     def credentials(self) -> tuple[str, ...]:
-        """The names of the credentials it uses, each once."""
+        """The names of the credentials that the binding uses, each once."""
         return tuple(dict.fromkeys(credential for _, credential in self.headers))
 
     def to_wire(self) -> dict[str, Any]:
-        """Return `match` and `auth` as BindingMetadata shows them."""
+        """Return `match` and `auth` in the JSON form of BindingMetadata."""
         auth = {"type": self.auth_type}
         if self.auth_type == "apiKey":
             auth["name"] = self.headers[0][0]
@@ -61,7 +62,7 @@ class ApiBinding:
         return {"name": self.name, "match": match, "auth": auth}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form that `parse_binding` reads: as `to_wire`, with the credentials."""
+        """Return the form that `parse_binding` reads: that of `to_wire`, and the credentials."""
         match self.auth_type:
             case "bearer" | "basic":
                 auth: dict[str, Any] = {"credential": self.headers[0][1]}
@@ -74,7 +75,7 @@ class ApiBinding:
         return self.to_wire() | {"auth": {"type": self.auth_type, **auth}}
 
     def compiled(self) -> Binding:
-        """Return the form that decides."""
+        """Return the compiled form, which decisions use."""
         kind = {"bearer": InjectionKind.BEARER, "basic": InjectionKind.BASIC_RAW}.get(
             self.auth_type, InjectionKind.API_KEY
         )
@@ -92,7 +93,7 @@ class ApiBinding:
 
 
 def parse_bindings(values: object) -> tuple[ApiBinding, ...]:
-    """Read a list of Binding objects and refuse those that compete.
+    """Read a list of Binding objects and refuse conflicting ones.
 
     Raises:
         ApiPolicyError: with the contract's text.
@@ -158,8 +159,8 @@ def number_of_places(bindings: tuple[ApiBinding, ...]) -> int:
 
 
 def check_conflicts(bindings: tuple[ApiBinding, ...]) -> None:
-    """Refuse two bindings that could match one request. Exact against wildcard hosts is no conflict: the exact one
-    wins.
+    """Refuse two bindings that can match one request. An exact host beside a wildcard host is no conflict: the exact
+    host wins.
 
     Raises:
         ApiPolicyError: naming the two in sorted order.
@@ -169,7 +170,7 @@ def check_conflicts(bindings: tuple[ApiBinding, ...]) -> None:
 
 
 def conflicts(bindings: tuple[ApiBinding, ...]) -> Iterator[tuple[str, str]]:
-    """Find each two bindings that could match one request; their names are in sorted order."""
+    """Find each pair of bindings that can match one request. The names of a pair are sorted."""
     reaches = sorted((_Reach.of(binding) for binding in bindings), key=lambda reach: reach.name)
     for position, first in enumerate(reaches):
         for second in reaches[position + 1 :]:
@@ -179,19 +180,19 @@ def conflicts(bindings: tuple[ApiBinding, ...]) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """What a binding matches, arranged to be compared with another's without comparing each name with each."""
+    """The matches of a binding, indexed so that a comparison does not test each pair of names."""
 
     name: str
     methods: frozenset[str]
     schemes: frozenset[str]
     hosts: frozenset[str]
     suffixes: frozenset[str]
-    """Of wildcards."""
+    """The suffixes of wildcards."""
     above: frozenset[str]
-    """The suffixes and all names above them."""
+    """The suffixes of wildcards, and all parent domains of them."""
     paths: frozenset[str]
     stems: tuple[str, ...]
-    """Of prefixes, sorted; none begins with another."""
+    """The path prefixes, sorted. None begins with another."""
 
     @classmethod
     def of(cls, binding: ApiBinding) -> "_Reach":
@@ -213,7 +214,7 @@ class _Reach:
         )
 
     def meets(self, other: "_Reach") -> bool:
-        """Tell whether one request could match both."""
+        """Whether one request can match both."""
         return (
             not self.methods.isdisjoint(other.methods)
             and not self.schemes.isdisjoint(other.schemes)
@@ -226,7 +227,7 @@ class _Reach:
         )
 
     def _covers(self, other: "_Reach") -> bool:
-        """Tell whether a path or prefix of the other begins with a prefix of this one."""
+        """Whether a path or prefix of the other begins with a prefix of this one."""
         return bool(self.stems) and any(
             (place := bisect_right(self.stems, text)) > 0 and text.startswith(self.stems[place - 1])
             for texts in (other.paths, other.stems)

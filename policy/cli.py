@@ -1,8 +1,8 @@
-"""`sallyport policy check` and `sallyport policy explain`: print, and return an exit code.
+"""`sallyport policy check` and `sallyport policy explain`: they print a result and return an exit code.
 
-- 0: the file is good, or the request is allowed. 1: the request is denied. 2: the file or the question is wrong.
-- `explain` asks the same functions as the gateway, in the same order, and shows each answer (`policy.explain`). A
-  host that is an address means TLS without a server name to it. It resolves no name: `address` says where a name is.
+- 0: the file is valid, or the request is allowed. 1: the request is denied. 2: the file or an argument is invalid.
+- `explain` calls the same functions as the gateway, in the same order, and prints each answer (`policy.explain`). If
+  the host is an address, it judges TLS without a server name. It resolves no name: `address` gives the address.
 """
 
 import sys
@@ -28,7 +28,7 @@ OK, DENIED, WRONG = 0, 1, 2
 
 
 def check(path: Path | str) -> int:
-    """Say whether a policy file is good, and what is in it."""
+    """Check a policy file, and print a summary or its problems."""
     document = _load(path)
     if document is None:
         return WRONG
@@ -61,15 +61,16 @@ def explain(
     form: Form | None = None,
     bounds: Bounds | None = None,
 ) -> int:
-    """Say what would happen to one request of a sandbox under a policy of the file, and why.
+    """Print the gateway's verdict on one request under a policy of the file, with the reasons.
 
     Args:
-        policy: its name; None means the file's default, or its only policy where the default is deny-all.
-        address: what the host resolves to; it is judged too.
-        exceptions: networks that the operator opened beyond public ones.
-        mapped: the operator's own addresses of names.
-        form: says what the gateway refuses of a request's form; without it the answer says that this was not checked.
-        bounds: says which bound a name that is resolved is over.
+        policy: the name of the policy; None means the file's default, or its only policy if the default is deny-all.
+        address: the address of the host; it is judged, too.
+        exceptions: networks that the operator permits in addition to public ones.
+        mapped: the operator's fixed addresses of names.
+        form: returns why the gateway refuses the form of a request. Without it the output says that the form was not
+            checked.
+        bounds: returns the limit that a resolved name exceeds.
     """
     document = _load(file)
     if document is None:
@@ -117,7 +118,7 @@ def _literal(host: str, port: int, scheme: str) -> Destination | None:
 
 
 def _explain_addresses(policy: CompiledPolicy, places: list[Destination], opened: tuple[IPNetwork, ...]) -> int:
-    """Print the answer to each address; the flow is opened if one of them is allowed."""
+    """Print the verdict on each address. One allowed address is enough for the flow."""
     answers = [decide_address(policy, place, opened) for place in places]
     for place, answer in zip(places, answers, strict=True):
         if isinstance(answer, Deny):

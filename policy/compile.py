@@ -1,12 +1,12 @@
-"""From documents and API requests to `CompiledPolicy`.
+"""Compiles the operator's document and API requests into a `CompiledPolicy`.
 
-- A named policy has its bases' rules and its own, denials winning; settings of the policy itself outrank its bases'.
-- An API policy is a first-match list under the operator's ceiling. The operator's lists outrank both kinds.
-- `narrow` keeps both policies side by side, and both must allow: the caller of the API can only take away.
-- A credential binding needs an explicit allow rule for each of its hosts, and what the operator keeps behind a switch
-  (plain HTTP, wildcard hosts) it gets only with the switch.
-- `enforce` compiles what was admitted once, under whatever document is in force now: it never refuses. It leaves out
-  each part that the document does not allow, and returns those parts with the reason.
+- A named policy has the rules of its bases and its own; denials win. Its own settings override those of its bases.
+- An API policy is a first-match list under the operator's ceiling. The operator's lists override both kinds.
+- `narrow` keeps both policies, and both must allow. So a caller of the API can only remove access.
+- A credential binding needs an explicit allow rule for each of its hosts. Plain HTTP and wildcard hosts also need an
+  operator switch.
+- `enforce` compiles an admitted selection under the document in force. It never refuses: it omits each part that the
+  document does not allow, and returns these parts with the reasons.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class UnknownPolicy(ValueError):
 
 
 class Part(StrEnum):
-    """What can be left out of a sandbox's policy."""
+    """The parts of a sandbox's policy that `enforce` can omit."""
 
     POLICY = "policy"
     NETWORK_POLICY = "network-policy"
@@ -55,7 +55,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A part that is not in force, and why. `name` is that of the named policy or binding, else empty."""
+    """An omitted part and the reason. `name` is the name of the policy or binding, otherwise empty."""
 
     part: Part
     name: str
@@ -63,10 +63,10 @@ class Dropped:
 
 
 def compile_named(document: PolicyDocument, name: str) -> CompiledPolicy:
-    """Compile one of the document's policies; `deny-all` always exists.
+    """Compile one of the document's policies. `deny-all` always exists.
 
     Raises:
-        UnknownPolicy: no such policy.
+        UnknownPolicy: the document has no policy of this name.
     """
     if name == DENY_ALL_NAME:
         return _with_operator(document, name, RuleList(name, Precedence.DENY_WINS))
@@ -90,7 +90,7 @@ def compile_named(document: PolicyDocument, name: str) -> CompiledPolicy:
 
 
 def compile_default(document: PolicyDocument) -> CompiledPolicy:
-    """Compile the policy of sandboxes whose creator asked for none."""
+    """Compile the default policy, for sandboxes without a named policy and network policy."""
     return compile_named(document, document.default)
 
 
@@ -100,7 +100,7 @@ def compile_api(
     """Compile a caller's network policy and credential bindings under the operator's document.
 
     Raises:
-        ApiPolicyError: a binding that the policy or the operator does not allow.
+        ApiPolicyError: the policy or the operator does not allow a binding.
     """
     policy, dropped = _compile_api(document, network_policy, bindings)
     if dropped:
@@ -111,14 +111,14 @@ def compile_api(
 def enforce(
     document: PolicyDocument, name: str | None, network_policy: ApiPolicy | None, bindings: tuple[ApiBinding, ...] = ()
 ) -> tuple[CompiledPolicy, tuple[Dropped, ...]]:
-    """Compile what a sandbox was given, without the parts that the document refuses.
+    """Compile the selection of a sandbox, without the parts that the document refuses.
 
-    Without its named policy a sandbox has `deny-all` and the operator's lists.
+    If its named policy no longer exists, the sandbox gets `deny-all` and the operator's lists.
 
     Args:
-        name: the named policy; None if it was given none.
-        network_policy: the caller's; None if there is none.
-        bindings: the caller's; each needs a rule of `network_policy`.
+        name: the named policy, None if there is none.
+        network_policy: the caller's network policy, None if there is none.
+        bindings: the caller's bindings; each needs a rule of `network_policy`.
     """
     try:
         named = compile_default(document) if name is None else compile_named(document, name)
@@ -132,10 +132,10 @@ def enforce(
 
 
 def narrow(named: CompiledPolicy, api: CompiledPolicy) -> CompiledPolicy:
-    """Return the policy that allows what both allow. The named policy takes the ceiling's place.
+    """Return the policy that allows what both policies allow. The named policy replaces the ceiling.
 
-    What the operator always allows stays allowed; the lists of both come from one document and are joined if they
-    differ.
+    The operator's `always_allow` stays in force. The lists of both policies come from one document; different lists are
+    joined.
     """
     return replace(
         named,
@@ -194,13 +194,13 @@ def _without(bindings: tuple[ApiBinding, ...], reason: str) -> list[Dropped]:
 
 
 def _heirs(bindings: tuple[ApiBinding, ...], refusals: Mapping[str, str]) -> dict[str, str]:
-    """Refuse the wildcard bindings that would take the place of a refused exact one.
+    """Refuse the wildcard bindings that would match the hosts of a refused exact binding.
 
-    Else the secret of the wildcard went to a host that had another one, or none, because less is allowed.
+    Otherwise a host would get the wildcard's secret as the effect of a stricter document.
     """
     heirs: dict[str, str] = {}
     while True:
-        above: dict[str, str] = {}  # suffixes that hold a host of a refused binding, and that binding
+        above: dict[str, str] = {}  # suffixes above a host of a refused binding -> that binding
         for binding in bindings:
             if binding.name in refusals or binding.name in heirs:
                 for host in binding.hosts:
@@ -220,7 +220,7 @@ def _heirs(bindings: tuple[ApiBinding, ...], refusals: Mapping[str, str]) -> dic
 
 
 def _refusal(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBinding) -> str | None:
-    """Say why a binding is refused: the policy does not explicitly allow a host, or an operator switch is missing."""
+    """Return why a binding is refused: a host has no explicit allow rule, or an operator switch is off."""
     compiled = binding.compiled()
     for pattern in compiled.hosts:
         refusal = f'binding "{binding.name}" host "{pattern.text}" is not allowed by egress policy'
@@ -235,7 +235,7 @@ def _refusal(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBindi
             plain = endpoint.port == 80
             if plain and compiled.injections and pattern.text not in document.plaintext_secrets:
                 return f'binding "{binding.name}": scheme http is not enabled by the operator for host "{pattern.text}"'
-            # A name below the suffix stands for them all: no rule ahead of the covering one reaches into the suffix.
+            # One name below the suffix is enough: no rule before the covering one matches a part of the suffix.
             host = f"any.{pattern.suffix}" if pattern.wildcard else pattern.text
             if isinstance(decide_flow(policy, FlowFacts(host, endpoint.port, endpoint.scheme)), Deny):
                 return refusal
@@ -243,13 +243,13 @@ def _refusal(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBindi
 
 
 def _explicitly_allowed(policy: CompiledPolicy, host: str) -> bool:
-    """Tell whether a rule, not a default, allows the host; the caller's policy has one list."""
+    """Whether a rule, not a default, allows the host. The caller's policy has one list."""
     matching = policy.lists[0].of_host(host)
     return bool(matching) and matching[0].action is Action.ALLOW
 
 
 def _wildcard_covered(policy: CompiledPolicy, wanted: HostPattern) -> bool:
-    """Tell whether one allow rule covers the whole wildcard with no denial inside it ahead."""
+    """Whether one allow rule covers the whole wildcard, without a denial inside it before that rule."""
     if any(wanted.matches(target.removeprefix("*.")) or target == wanted.text for target in policy.always_deny):
         return False
     for rule in policy.lists[0].rules:

@@ -1,9 +1,9 @@
-"""`CompiledPolicy`: everything a gateway needs to decide about one sandbox, as one frozen value.
+"""`CompiledPolicy`: all data for the decisions about one sandbox, as one frozen value.
 
-- Two policies are the same policy if and only if their digests are equal: the digest is the SHA-256 of the canonical
-  JSON of everything else, and it is computed, never given.
-- `from_json` accepts exactly what `to_json` makes, and checks the digest.
-- A policy has at least one rule list, and what any of its lists denies is denied. `DENY_ALL` has one empty list.
+- Two policies are equal if and only if their digests are equal. The digest is the SHA-256 of the canonical JSON of all
+  other fields. It is always computed, never set.
+- `from_json` accepts exactly the output of `to_json`, and checks the digest.
+- A policy has at least one rule list. A denial of any list is a denial. `DENY_ALL` has one empty list.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ FORMAT = 1
 
 
 class Targets:
-    """Host patterns and networks of one operator list, findable; positions count from 1 as in the list."""
+    """The index of one operator list of host patterns and networks. Positions count from 1."""
 
     __slots__ = ("_host_positions", "_index", "_networks")
 
@@ -57,13 +57,13 @@ class Targets:
         return self._host_positions[found[0]] if found else None
 
     def find_address(self, address: IPAddress) -> int | None:
-        """Return the position of the first target that holds an address."""
+        """Return the position of the first target that contains an address."""
         return next((position for position, network in self._networks if address in network), None)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPolicy:
-    """The policy of one sandbox. `lists` must all allow; `bindings` only add headers to what is allowed."""
+    """The policy of one sandbox. All `lists` must allow. `bindings` only add headers to allowed requests."""
 
     name: str
     lists: tuple[RuleList, ...]
@@ -89,7 +89,7 @@ class CompiledPolicy:
 
     @property
     def mode(self) -> Mode:
-        """OBSERVE only if no list enforces."""
+        """The mode: OBSERVE only if no list enforces."""
         return Mode.ENFORCE if any(rules.mode is Mode.ENFORCE for rules in self.lists) else Mode.OBSERVE
 
     @property
@@ -99,7 +99,7 @@ class CompiledPolicy:
 
     @property
     def default_action(self) -> Action:
-        """What happens to a public name that no rule speaks of."""
+        """The action for a public name without a rule."""
         return Action.DENY if any(rules.default_action is Action.DENY for rules in self.lists) else Action.ALLOW
 
     def operator_entry(self, rule: str) -> str | None:
@@ -119,7 +119,7 @@ class CompiledPolicy:
         """Return the policy of a JSON form.
 
         Raises:
-            codec.CodecError: anything that `to_json` did not make.
+            codec.CodecError: the value is not an output of `to_json`.
         """
         if not isinstance(document, dict):
             raise codec.CodecError("$: expected an object")
@@ -129,18 +129,18 @@ class CompiledPolicy:
             raise codec.CodecError(f"$.format: expected {FORMAT}")
         policy: CompiledPolicy = codec.decode(cls, body)
         if claimed != policy.digest:
-            raise codec.CodecError("$.digest: does not belong to this policy")
+            raise codec.CodecError("$.digest: does not match the policy")
         return policy
 
     def _body(self) -> dict[str, Any]:
         body = codec.encode(self)
-        assert isinstance(body, dict)  # noqa: S101 - tells mypy what a dataclass encodes to
+        assert isinstance(body, dict)  # noqa: S101 - for mypy: a dataclass encodes to an object
         return {**body, "format": FORMAT}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SecretUse:
-    """One place where a policy wants one secret; what the vault must agree to. A wildcard `host` begins with `*.`."""
+    """One secret at one host of a policy, which needs a grant of the vault. A wildcard `host` begins with `*.`."""
 
     secret: str
     host: str
@@ -152,12 +152,12 @@ class SecretUse:
 
 
 def secrets_of(policy: CompiledPolicy) -> tuple[SecretUse, ...]:
-    """Return every use of a secret that the policy could ever make, sorted, each once."""
+    """Return every use of a secret that the policy can make, sorted, each once."""
     return uses_of((*policy.rules, *policy.bindings))
 
 
 def uses_of(sources: Iterable[Rule | Binding]) -> tuple[SecretUse, ...]:
-    """Return every use of a secret that these could ever make, sorted, each once."""
+    """Return every use of a secret that these rules and bindings can make, sorted, each once."""
     uses = {
         SecretUse(plan.secret, pattern.text, endpoint.port, endpoint.scheme, plan.kind, plan.header, plan.binding)
         for source in sources
@@ -169,14 +169,14 @@ def uses_of(sources: Iterable[Rule | Binding]) -> tuple[SecretUse, ...]:
 
 
 def inspected(policy: CompiledPolicy) -> tuple[str, ...]:
-    """Return every host, or `*.` and suffix, whose TLS flows the policy could have opened, sorted, each once."""
+    """Return every host, or `*.` and suffix, whose TLS flows the policy can inspect, sorted, each once."""
     sources: tuple[Rule | Binding, ...] = (*(rule for rule in policy.rules if rule.inspects), *policy.bindings)
     return tuple(sorted({pattern.text for source in sources for pattern in source.hosts}))
 
 
 @dataclass(frozen=True, slots=True)
 class SecretAt:
-    """One plan that some request to one host carries out; the host is exact."""
+    """One plan that a request to one exact host can use."""
 
     plan: InjectionPlan
     host: str
@@ -184,7 +184,7 @@ class SecretAt:
 
 
 def secrets_to(policy: CompiledPolicy, host: str) -> tuple[SecretAt, ...]:
-    """Return every plan that a request to this host could ever carry out, each once."""
+    """Return every plan that a request to this host can use, each once."""
     rules = (rule for rules in policy.lists for rule in rules.of_host(host))
     bindings = (binding for binding in policy.bindings if any(pattern.matches(host) for pattern in binding.hosts))
     sources: tuple[Rule | Binding, ...] = (*rules, *bindings)
@@ -198,7 +198,7 @@ def secrets_to(policy: CompiledPolicy, host: str) -> tuple[SecretAt, ...]:
 
 
 def is_network(target: str) -> bool:
-    """Tell whether an operator target is an address or CIDR; no host pattern can be mistaken for one."""
+    """Whether an operator target is an address or CIDR. No host pattern has that form."""
     try:
         network_text(target)
     except ValueError:

@@ -6,7 +6,8 @@ write and must not decide. So this process, under a user of its own, reads the o
 - The file is looked at again at each request: a policy is never compiled under an older document than `serve` has seen.
 - A file that can no longer be read keeps the last good document in force. Without one at the start nothing is allowed,
   until there is one.
-- hostd is told of each new document, and has every policy compiled again: a tighter document does not wait for `serve`.
+- The compiler reports each new document to hostd, which has every policy compiled again: a tighter document does not
+  wait for `serve`.
 - Work is done in the event loop, one piece at a time: one that does not end is noticed, and the process replaced.
 - It speaks to hostd only and ends with its channel. It holds no secret.
 """
@@ -18,7 +19,6 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import wire
 from policy.api import ApiPolicyError
@@ -27,7 +27,10 @@ from policy.load import PolicyError
 from policy.operator_file import OperatorFile
 from policy.rules import Ceiling
 from policy.selection import Selection
+from wire.api.compiler import CONTROL, Changed, Compile, CompiledText
 from wire.frames import FrameError, close_all, encode
+from wire.operations import parameters
+from wire.serving import handler
 
 CONTROL_ENV = "SALLYPORT_CONTROL_FD"
 CLOSED = PolicyDocument(origin="(none)", ceiling=Ceiling(hosts=(), ports=()))
@@ -66,18 +69,10 @@ class Compiler:
         self._file = file
         self._told: PolicyDocument = CLOSED
 
-    async def handle(
-        self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
-    ) -> wire.Message | None:
+    async def handle(self, _client: wire.Client, request: Compile, fds: list[int]) -> CompiledText:
         """Answer one request."""
         close_all(fds)
-        match op:
-            case "ping":
-                return None
-            case "compile" if parameters.keys() == {"selection"}:
-                return self._compile(parameters["selection"])
-            case _:
-                raise wire.RequestError(wire.Code.UNKNOWN_OP, "not an operation of the compiler")
+        return self._compile(request.selection)
 
     async def follow(self, client: wire.Client) -> None:
         """Tell hostd of each document that comes into force, the one of the start too, until cancelled."""
@@ -85,18 +80,22 @@ class Compiler:
             self._file.reload()
             if self._file.document is not self._told:
                 self._told = self._file.document
-                await client.notify("changed")
+                await client.tell(Changed())
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _compile(self, selection: object) -> dict[str, Any]:
+    def _compile(self, text: str) -> CompiledText:
         self._file.reload()
+        try:
+            selection = json.loads(text)
+        except (ValueError, RecursionError):
+            raise wire.RequestError(wire.Code.INVALID, "selection: not a JSON text") from None
         try:
             policy, _ = Selection.from_json(selection).compiled(self._file.document)
         except ApiPolicyError as error:
             raise wire.RequestError(wire.Code.INVALID, f"selection: {error}"[:300]) from None
-        answer = {"policy": policy.to_json()}
+        answer = CompiledText(json.dumps(policy.to_json()))
         try:
-            encode({"id": _LONGEST_ID, "ok": answer}, wire.WHOLE)
+            encode({"id": _LONGEST_ID, "ok": parameters(answer)}, wire.WHOLE)
         except FrameError:
             raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for a gateway") from None
         return answer
@@ -105,7 +104,7 @@ class Compiler:
 async def run(control: socket.socket, file: OperatorFile) -> None:
     """Answer until the channel ends."""
     compiler = Compiler(file)
-    client = await wire.serve_connection(control, compiler.handle)
+    client = await wire.serve_connection(control, handler(CONTROL, compiler.handle))
     following = asyncio.create_task(compiler.follow(client), name="follow")
     ended = asyncio.create_task(client.closed.wait(), name="ended")
     await asyncio.wait((following, ended), return_when=asyncio.FIRST_COMPLETED)  # without either it is started again

@@ -1,26 +1,24 @@
-"""The decisions: facts and a compiled policy in, an allow or a denial with its reason out. Pure and total.
+"""The decisions: from facts and a compiled policy to an allow, or to a denial with its reason. Pure and total.
 
-Order of authority, the first that speaks decides:
+Order of authority; the first match decides:
 
-1. Facts that make no sense (a name not in wire form, a method that is no token) and methods that are never relayed:
-   denied.
-2. Operator `always_deny`: names and addresses, on any port, wherever the address comes from.
-3. The built-in address classes: an address that is not public, or is the gateway host's own, unless the operator
-   excepted it or mapped the host to it. Neither lifts an `always_deny`.
-4. Operator `always_allow`, on port 80 as HTTP and on 443 as HTTPS, over all that follows.
-5. The rule lists; each must allow. In a `DENY_WINS` list any matching denial beats any allow; in a `FIRST_MATCH` list
-   the first matching rule decides. An API list is held under the operator's ceiling first.
+1. Invalid facts (a name not in wire form, a method that is no token) and methods that are never relayed: denied.
+2. Operator `always_deny`: names and addresses, on any port, for every source of the address.
+3. The built-in address classes: an address that is not public, or is the gateway host's own, is denied, unless the
+   operator has excepted it or mapped the host to it. Neither overrides an `always_deny`.
+4. Operator `always_allow`: HTTP on port 80 and HTTPS on port 443. It overrides all that follows.
+5. The rule lists; each must allow. In a `DENY_WINS` list a matching denial overrides each allow. In a `FIRST_MATCH`
+   list the first matching rule decides; before it the operator's ceiling is applied.
 
-- A flow is decided without its requests: rules with methods or paths make it INSPECT, and `decide_request` then judges
-  each request from the beginning, the flow included.
-- `destination.decide_address` judges by this order every address that a flow would be opened to.
-- A name rule never authorises a bare address, and an address rule never authorises a name.
-- Injections of one request never compete for a header: two different plans for one slot are a denial.
-- Mode observe turns a list's denial into an allow that carries it (`observed`); such a request gets no injection, from
-  no list and no binding. Facts that make no sense, `always_deny`, the ceiling, competing injections and bare addresses
-  are denied all the same.
+- A flow is judged without its requests. Rules with methods or paths make it INSPECT. `decide_request` then judges each
+  request completely, the flow included.
+- `destination.decide_address` applies this order to every address of a flow.
+- A name rule never allows a bare address, and an address rule never allows a name.
+- Two different injections into one header of a request are a denial.
+- Mode observe turns a list's denial into an allow with the denial as `observed`. Such a request gets no injection.
+  Invalid facts, `always_deny`, the ceiling, conflicting injections and bare addresses are denied in this mode, too.
 
-A `Deny` is the only negative answer. An exception from here means that a decision could not be made: the caller denies.
+The only negative answer is a `Deny`. An exception means that no decision was possible; the caller then denies.
 """
 
 from dataclasses import dataclass
@@ -46,14 +44,14 @@ from policy.rules import (
 
 @dataclass(frozen=True, slots=True)
 class Deny:
-    """Refused: by which rule, and why in a sentence that people and agents can read. Neither ever holds a query."""
+    """A denial: the rule, and the reason as a sentence. Neither contains a query."""
 
     rule: str
     reason: str
 
 
 class Treatment(StrEnum):
-    """What a gateway does with an allowed flow."""
+    """How a gateway handles an allowed flow."""
 
     INSPECT = "inspect"
     SPLICE = "splice"
@@ -61,7 +59,7 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllowName:
-    """The name may be resolved. It opens nothing by itself."""
+    """The name may be resolved. This permits no connection."""
 
     rule: str
     observed: Deny | None = None
@@ -86,12 +84,12 @@ class AllowRequest:
 
     def __post_init__(self) -> None:
         if self.injections and self.observed is not None:
-            raise ValueError("a request that rules would have denied gets no secret")
+            raise ValueError("a request with an observed denial gets no secret")
 
 
 @dataclass(frozen=True, slots=True)
 class AllowAddress:
-    """The address is permitted."""
+    """A flow may be opened to the address."""
 
     rule: str
     observed: Deny | None = None
@@ -99,7 +97,7 @@ class AllowAddress:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What one rule list answers when it does not deny."""
+    """The answer of one rule list that does not deny."""
 
     rule: str
     injections: tuple[InjectionPlan, ...] = ()
@@ -107,7 +105,7 @@ class _Pass:
 
 
 def decide_name(policy: CompiledPolicy, host: str) -> AllowName | Deny:
-    """Decide whether a name may be resolved: whether any flow to it could be allowed."""
+    """Decide whether a name may be resolved: it may if policy can allow a flow to it."""
     early = _operator_on_host(policy, host)
     if isinstance(early, Deny):
         return early
@@ -118,7 +116,7 @@ def decide_name(policy: CompiledPolicy, host: str) -> AllowName | Deny:
 
 
 def decide_flow(policy: CompiledPolicy, facts: FlowFacts) -> AllowFlow | Deny:
-    """Decide about a flow whose server name is known, and how it is treated."""
+    """Decide about a flow with a known server name, and choose its treatment."""
     passed = _flow(policy, facts)
     if isinstance(passed, Deny):
         return passed
@@ -132,7 +130,7 @@ def decide_flow(policy: CompiledPolicy, facts: FlowFacts) -> AllowFlow | Deny:
 
 
 def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest | Deny:
-    """Decide about one request on an inspected flow, from the beginning, and plan its injections."""
+    """Decide about one request on an inspected flow, flow included, and plan its injections."""
     if not is_token(facts.method):
         return Deny("invalid-method", "The request's method is not a valid HTTP method.")
     if facts.method.upper() in FORBIDDEN_METHODS:
@@ -158,7 +156,7 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
 
 
 def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
-    """Decide about a flow; the treatment is the caller's."""
+    """Decide about a flow without its treatment."""
     early = _operator_on_host(policy, facts.host)
     if isinstance(early, Deny):
         return early
@@ -172,7 +170,7 @@ def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
 
 
 def _operator_on_host(policy: CompiledPolicy, host: str) -> str | Deny | None:
-    """Return the operator's denial, the id of the operator's allow, or None when neither list names the host."""
+    """Return the operator's denial, the id of the operator's allow, or None if neither list has the host."""
     if not is_canonical(host):
         return Deny("invalid-name", "The host name is not in canonical form.")
     position = policy.denied.find_host(host)
@@ -183,7 +181,7 @@ def _operator_on_host(policy: CompiledPolicy, host: str) -> str | Deny | None:
 
 
 def _operator_override(policy: CompiledPolicy, facts: FlowFacts) -> str | None:
-    """Return the id of the operator's allow when it covers this flow."""
+    """Return the id of the operator's allow if it covers this flow, otherwise None."""
     if (facts.port, facts.scheme) not in {(endpoint.port, endpoint.scheme) for endpoint in STANDARD}:
         return None
     position = policy.allowed.find_host(facts.host)
@@ -197,7 +195,7 @@ def _observing(rules: RuleList, answer: _Pass | Deny) -> _Pass | Deny:
 
 
 def _through_lists(answers: list[_Pass | Deny]) -> _Pass | Deny:
-    """Return the first denial, or all passes as one."""
+    """Return the first denial, or all passes combined."""
     passes = []
     for answer in answers:
         if isinstance(answer, Deny):
@@ -305,7 +303,7 @@ def _settle(
     rule: str,
     plans: tuple[InjectionPlan, ...],
 ) -> AllowRequest | Deny:
-    """Check that the plans can be carried out together on this flow."""
+    """Check that the plans have no conflict with each other or with this flow."""
     slots: dict[str, InjectionPlan] = {}
     for plan in plans:
         other = slots.setdefault(plan.slot, plan)

@@ -1,13 +1,13 @@
-"""The one decision about an address that a flow would be opened to: literal, resolved and mapped by the operator alike.
+"""The decision about the address of a flow. The same function judges literal, resolved and mapped addresses.
 
-- It follows the order of authority of `decision`: `always_deny` for the name and the address on any port, the built-in
-  address classes, `always_allow` on its two ports, the rule lists.
-- An exception or a mapping of the operator lifts an address class and nothing else.
-- A denial of an IPv4 address also denies the IPv6 addresses that stand for it (`addresses.faces`).
-- A host answers for its own flow here too: an address of a host that policy does not allow on this port is denied.
-- A literal address needs an address rule or an `always_allow` network. No default and no mode opens one.
+- It uses the order of authority of `decision`: `always_deny` for name and address on any port, the built-in address
+  classes, `always_allow` on its two ports, the rule lists.
+- An exception or a mapping of the operator overrides an address class, and nothing else.
+- A denial of an IPv4 address also denies the IPv6 addresses in which it is embedded (`addresses.faces`).
+- The decision includes the flow: if policy does not allow the host on this port, its addresses are denied.
+- A literal address needs an address rule or an `always_allow` network. No default and no mode allows it.
 
-Pure. Whether an address is one of the gateway's own machine is a fact that the caller brings.
+Pure. The caller determines whether an address belongs to the gateway's own host.
 """
 
 from ipaddress import ip_network
@@ -25,7 +25,7 @@ def decide_address(
 ) -> AllowAddress | Deny:
     """Decide whether a flow may be opened to an address.
 
-    `exceptions` are the networks that the operator opened beyond public ones.
+    `exceptions` are the networks that the operator permits in addition to public ones.
     """
     host, source = destination.host, destination.source
     if (host is None) is not (source is AddressSource.LITERAL):
@@ -68,7 +68,7 @@ def decide_answer(
     *,
     own: bool = False,
 ) -> AllowAddress | Deny:
-    """Decide whether a DNS answer may show an address: whether a flow to the host could be opened to it on any port."""
+    """Decide whether a DNS answer may contain an address: it may if policy allows it for the host on some port."""
     endpoints = dict.fromkeys(STANDARD)
     for rules in policy.lists:
         if rules.ceiling is not None:
@@ -89,7 +89,7 @@ def decide_answer(
 
 
 def _excepted(address: IPAddress, exceptions: tuple[IPNetwork, ...]) -> bool:
-    """Whether the operator opened an address of the host's own: by its class, or, a public one, by exactly itself."""
+    """Whether the operator permits an own address of the host: by its class, or a public one by itself."""
     return classify(address) is not AddressClass.PUBLIC or ip_network(address) in exceptions
 
 
@@ -129,7 +129,7 @@ def _literal(
 def _resolved(
     policy: CompiledPolicy, destination: Destination, every: tuple[IPAddress, ...], endpoint: Endpoint
 ) -> AllowAddress | Deny:
-    """Decide by the lists about an address of a host whose flow is allowed."""
+    """Judge an address of a host by the rule lists. The flow to the host is allowed."""
     watched: AllowAddress | None = None
     for rules in policy.lists:
         denial = _denying(rules, every, endpoint)
@@ -143,7 +143,7 @@ def _resolved(
 
 
 def _denying(rules: RuleList, every: tuple[IPAddress, ...], endpoint: Endpoint) -> Rule | None:
-    """Return a rule that denies one face of an address, whatever its place in the list."""
+    """Return a rule that denies one face of an address, at any place in the list."""
     return next(
         (
             rule

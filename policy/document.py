@@ -1,6 +1,6 @@
-"""The operator's document after reading: values and references checked, nothing compiled yet.
+"""The operator's document after reading, before compilation. Its values and references are checked.
 
-- Every reference (a default, an `extends`) names something that exists, and no chain of `extends` runs in a circle.
+- Every reference (a default, an `extends`) exists, and `extends` has no cycles.
 - `PolicyDocument()` is the shipped default: no policies, deny-all, the standard ceiling.
 """
 
@@ -15,7 +15,7 @@ DENY_ALL_NAME: Final = "deny-all"
 
 @dataclass(frozen=True, slots=True)
 class PolicySource:
-    """One named policy as written: its own rules, and the policies whose rules it takes too."""
+    """One named policy as written: its own rules, and the policies that it extends."""
 
     name: str
     extends: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class PolicySource:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something worth telling the author that is no error. `line` and `column` count from 1."""
+    """A warning for the author of the file. `line` and `column` count from 1."""
 
     line: int
     column: int
@@ -49,7 +49,7 @@ class PolicyDocument:
     remarks: tuple[Remark, ...] = ()
 
     def lineage(self, name: str) -> tuple[PolicySource, ...]:
-        """Return the policies whose rules `name` has, bases first, each once, itself last."""
+        """Return the policies whose rules `name` has: bases first, each once, itself last."""
         ordered: dict[str, PolicySource] = {}
 
         def visit(current: str) -> None:

@@ -1,11 +1,11 @@
-"""What a gateway does with one request, as far as policy and the request alone can tell. Pure.
+"""Predicts the gateway's verdict on one request from the policy and the request alone. Pure.
 
-- The functions of the gateway are asked, in the gateway's order: name, flow, then the form of the request and the
-  request itself where the flow is inspected.
-- The strongest answer is "sent, if": what is known only at the time (addresses, certificates, budgets, the vault) is
-  part of the answer, never left out.
+- It calls the gateway's functions in the gateway's order: name, flow, and for an inspected flow the form of the request
+  and the request.
+- The strongest answer is "sent, if": it lists as conditions what is known only at run time (addresses, certificates,
+  budgets, the vault).
 
-It prints nothing and resolves nothing.
+The module prints and resolves nothing.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ from policy.decision import (
 from policy.facts import RequestFacts, Scheme
 
 type Form = Callable[[RequestFacts], str | None]
-"""Says why a gateway refuses the form of a request, None if it does not; it belongs to the gateway."""
+"""Returns why a gateway refuses the form of a request, None if it does not. The gateway implements it."""
 
 type Bounds = Callable[[CompiledPolicy, str], Deny | None]
-"""Says which of the bounds on names a host is over, None if none; it belongs to the gateway, too."""
+"""Returns the bound on names that a host exceeds, None if it exceeds none. The gateway implements it."""
 
 FORM_RULE = "protocol"
-"""What the gateway's records call a refusal of form."""
+"""The rule of a refused form in the gateway's records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The answers, up to the first denial. `conditions` are those under which the request is sent."""
+    """The verdicts, up to the first denial. The request is sent if all `conditions` hold."""
 
     name: AllowName | Deny
     flow: AllowFlow | Deny | None = None
@@ -54,9 +54,11 @@ class Explanation:
 def explain(
     policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None = None
 ) -> Explanation:
-    """Ask everything that can be asked; without `form` that the form is fine is one of the conditions.
+    """Return all verdicts on one request.
 
-    `bounds` None means that the name is not resolved: the operator has mapped it.
+    Args:
+        form: judges the form of the request; if None, a valid form is one of the conditions.
+        bounds: judges the name; None if the name is not resolved because the operator has mapped it.
     """
     name = decide_name(policy, request.host)
     over = None if bounds is None else bounds(policy, request.host)

@@ -1,10 +1,10 @@
-"""What a decision is about: one flow, one request on a flow, or one address that a flow would be opened to.
+"""The subjects of decisions: one flow, one request on a flow, or one address of a flow.
 
-- `host` is in wire form (see `names.wire_host`); `port` is the one the packet was addressed to, never one a client
-  wrote into a header; `scheme` is what is really spoken, never what the port suggests.
-- `path` is the raw request path: it begins with `/` and has no `?`. `query` is what followed the `?`, without it.
+- `host` is in wire form (see `names.wire_host`). `port` is the destination port of the packet, never that of a header.
+  `scheme` is the protocol of the bytes, never a guess from the port.
+- `path` is the raw request path: it begins with `/` and has no `?`. `query` is the text after the `?`, without it.
 
-These are plain values. Whether they make sense is judged by `decision`, which denies what it cannot understand.
+These are plain values. `decision` checks them, and denies invalid ones.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class FlowFacts:
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """One HTTP request. The query is never shown by `repr`: it may carry somebody's secret."""
+    """One HTTP request. Its `repr` does not show the query, which may contain a secret."""
 
     host: str
     port: int
@@ -50,20 +50,20 @@ class AddressSource(StrEnum):
     """Where the address of a destination comes from."""
 
     LITERAL = "literal"
-    """The packet: a TLS flow without a server name is opened to the address that the client dialled."""
+    """The packet: a TLS flow without a server name goes to the address that the client dialled."""
     RESOLVED = "resolved"
     """A DNS answer for the host."""
     MAPPED = "mapped"
-    """The operator's own name to address map."""
+    """The operator's map from names to fixed addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One address and port that a flow would be opened to.
+    """One address and port to which a flow would be opened.
 
     Attributes:
-        host: the name that was allowed; None exactly for a literal address.
-        own: the address is one of the gateway's own machine, which only its kernel knows.
+        host: the allowed name; None exactly for a literal address.
+        own: whether the address belongs to the gateway's own host, according to its kernel.
     """
 
     host: str | None

@@ -1,8 +1,8 @@
 """How a secret becomes a header: the plan (no secret in it) and the rendering (pure).
 
-- A plan names the secret; the value exists only in the arguments and the result of `render`.
+- A plan names the secret. The value exists only in the arguments and the result of `render`.
 - No error message contains the value or a part of it.
-- The binding owns its slot: whoever applies a plan first removes every header of that name from the request.
+- The binding owns its slot: the caller removes every header of that name from the request before it applies a plan.
 """
 
 import base64
@@ -16,7 +16,7 @@ _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHI
 
 _RESERVED = frozenset(
     {
-        # egress contract 5.2
+        # reserved by the OpenSandbox egress API
         "host",
         "content-length",
         "content-type",
@@ -31,7 +31,7 @@ _RESERVED = frozenset(
         "x-forwarded-for",
         "x-forwarded-host",
         "x-forwarded-proto",
-        # framing, connection management and routing hints that a server may obey
+        # framing, connection management, and routing headers that a server may obey
         "expect",
         "keep-alive",
         "proxy-connection",
@@ -54,7 +54,7 @@ _RESERVED_PREFIXES = ("sec-websocket-", "opensandbox-", "open-sandbox-", "x-sall
 
 
 class InjectionKind(StrEnum):
-    """The rendered form. BASIC encodes `user:password`; BASIC_RAW takes what is already encoded."""
+    """The form of the header. BASIC encodes `user:password`; BASIC_RAW takes an encoded value."""
 
     BEARER = "bearer"
     BASIC = "basic"
@@ -64,9 +64,9 @@ class InjectionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InjectionPlan:
-    """One header to be set on one request from one secret.
+    """One header to set on one request from one secret.
 
-    `binding` is the id of the rule or credential binding that asked for it; `header` is in canonical case.
+    `binding` is the id of the rule or credential binding with this injection. `header` is in canonical case.
     """
 
     binding: str
@@ -79,7 +79,7 @@ class InjectionPlan:
         if self.header != header_name(self.header):
             raise ValueError(f"injection header {self.header!a} is not in canonical case")
         if self.kind is not InjectionKind.API_KEY and self.header != "Authorization":
-            raise ValueError(f"{self.kind} is sent in Authorization, not in {self.header!a}")
+            raise ValueError(f"{self.kind} is sent in the header Authorization, not in {self.header!a}")
         if self.username is not None:
             if self.kind is not InjectionKind.BASIC:
                 raise ValueError(f"{self.kind} takes no username")
@@ -88,7 +88,7 @@ class InjectionPlan:
 
     @property
     def slot(self) -> str:
-        """The header name in lower case: two plans with one slot cannot both act on a request."""
+        """The header name in lower case. A request can have only one plan per slot."""
         return self.header.lower()
 
 
@@ -96,12 +96,12 @@ def header_name(text: str) -> str:
     """Return a header name in canonical case (`x-api-key` -> `X-Api-Key`).
 
     Raises:
-        ValueError: not a token, or a name that frames, routes or authenticates the connection itself.
+        ValueError: the name is no token, or a framing, routing or connection header.
     """
     if not text or len(text) > 256 or not _TOKEN.issuperset(text):
         raise ValueError(f'invalid credential header name "{text[:300].encode("unicode_escape").decode("ascii")}"')
     lower = text.lower()
-    # Many servers read an underscore as a hyphen, so `content_length` is as dangerous as the name it imitates.
+    # Many servers read an underscore as a hyphen, so `content_length` is as dangerous as `content-length`.
     folded = lower.replace("_", "-")
     if folded in _RESERVED or folded.startswith(_RESERVED_PREFIXES):
         raise ValueError(f'reserved credential header name "{lower}"')
@@ -112,7 +112,7 @@ def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
     """Return the header's name and value for the secret `value`.
 
     Raises:
-        ValueError: the value cannot be carried in a header. The value is not in the message.
+        ValueError: the value cannot be sent in a header. The message does not contain it.
     """
     if not value or len(value) > MAX_VALUE:
         raise ValueError(f"the value of secret {plan.secret!a} is empty or too long to send")
@@ -137,7 +137,7 @@ def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
 
 
 def _header_text(plan: InjectionPlan, value: str) -> str:
-    # Blanks at the edge are dropped by receivers, other bytes are read in ways that differ: neither is sent.
+    # Receivers drop blanks at the edges, and read non-ASCII bytes differently. Neither is sent.
     if not value.isascii() or value != value.strip(" "):
         raise ValueError(f"the value of secret {plan.secret!a} has blanks at its edge or is not ASCII")
     return value
@@ -148,7 +148,7 @@ def _base64(text: str) -> str:
 
 
 def _is_clean(text: str) -> bool:
-    # A lone surrogate is no text: the codec's own error would quote it, and hold the whole value.
+    # The codec's own error for a lone surrogate would contain the whole value.
     return all(
         character >= " " and not "\x7f" <= character <= "\x9f" and not "\ud800" <= character <= "\udfff"
         for character in text

@@ -1,8 +1,8 @@
-"""Reading the operator's policy file. The only module of this package, with `cli`, that touches a file.
+"""Reads the operator's policy file.
 
 - At most `yaml_tree.MAX_BYTES` are read.
-- Whatever is wrong, the file's being unreadable included, is a `PolicyError` that names file, line and column. It has
-  all problems of the file, not only the first.
+- Every error, also for an unreadable file, is a `PolicyError` with file, line and column. It has all problems of the
+  file, not only the first.
 """
 
 from pathlib import Path
@@ -16,10 +16,10 @@ __all__ = ["PolicyDocument", "PolicyError", "load", "load_text"]
 
 
 def load(path: Path | str, origin: str | None = None) -> PolicyDocument:
-    """Return the document of a file; `origin` is the name that errors give it.
+    """Return the document of a file. `origin` is its name in errors.
 
     Raises:
-        PolicyError: the file cannot be read or is wrong.
+        PolicyError: the file cannot be read or is invalid.
     """
     name = origin if origin is not None else str(path)
     try:
@@ -34,7 +34,7 @@ def load_text(text: str | bytes, origin: str = "(text)") -> PolicyDocument:
     """Return the document of a text.
 
     Raises:
-        PolicyError: the text is wrong.
+        PolicyError: the text is invalid.
     """
     problems = Problems()
     return read_document(parse(text, origin, problems), origin, problems)

@@ -2,11 +2,11 @@
 
 - The canonical form is lower-case ASCII: letters, digits, `-` and `_` in labels of 1 to 63, joined by single dots, at
   most 253 in all, no dot at the end. Labels beginning `xn--` are canonical Punycode.
-- Folding is ASCII only. A wire name with any byte outside the set is refused, never repaired or truncated.
-- A name whose last label is a number (`127.1`, `0x7f.1`, `10.0.0.1`) is an address in disguise and refused.
-- `*.suffix` matches one or more labels in front of the suffix and never the suffix itself. Nothing else is a wildcard.
+- Folding is ASCII only. A wire name with another byte is refused, never corrected or truncated.
+- A name whose last label is a number (`127.1`, `0x7f.1`, `10.0.0.1`) is an address, and refused.
+- `*.suffix` matches one or more labels before the suffix, and never the suffix itself. There is no other wildcard.
 
-It resolves nothing and knows no policy. The public suffix list is the one pinned with the package `publicsuffixlist`.
+The module resolves nothing. The public suffix list is that of the pinned package `publicsuffixlist`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _ALLOWED = b"abcdefghijklmnopqrstuvwxyz0123456789-_."
 _DIGITS = frozenset("0123456789")
 _HEX = frozenset("0123456789abcdef")
 
-# Names that stand for this machine or for a private network, whatever a resolver says (RFC 6761, 6762, 8375, 9476).
+# Names of this machine or of private networks, for every resolver (RFC 6761, 6762, 8375, 9476).
 _LOCAL_SUFFIXES = (
     "localhost",
     "localdomain",
@@ -43,14 +43,14 @@ _LOCAL_SUFFIXES = (
 
 
 class InvalidName(ValueError):
-    """The text is not a host name we accept. The message quotes it with `ascii`, never raw."""
+    """The text is no accepted host name. The message quotes it with `ascii`, never raw."""
 
 
 def wire_host(raw: bytes) -> str:
     """Return the canonical form of a name received from the network.
 
     Raises:
-        InvalidName: anything but one clean name; IP literals included.
+        InvalidName: the text is not one clean name; IP literals are refused, too.
     """
     name = raw.translate(_LOWER)
     if name.endswith(b"."):
@@ -60,7 +60,7 @@ def wire_host(raw: bytes) -> str:
     if len(name) > MAX_HOST:
         raise InvalidName(f"host name is longer than {MAX_HOST} characters")
     if name.translate(None, _ALLOWED):
-        raise InvalidName(f"host name {_quote(raw)} has a character that no host name has")
+        raise InvalidName(f"host name {_quote(raw)} has a character that is not allowed in host names")
     host = name.decode("ascii")
     labels = host.split(".")
     for label in labels:
@@ -72,20 +72,20 @@ def wire_host(raw: bytes) -> str:
 
 
 def canonical_host(text: str) -> str:
-    """Return the canonical form of a name written by a person: as `wire_host`, and U-labels become A-labels.
+    """Return the canonical form of a name from a document or an API call: U-labels become A-labels.
 
     Raises:
-        InvalidName: not a host name; a label that IDNA 2008 does not allow (full-width letters, soft hyphens, ...).
+        InvalidName: the text is no host name, or IDNA 2008 does not allow a label (full-width letters, soft hyphens).
     """
     if text.isascii():
         return wire_host(text.encode("ascii"))
-    # A folded dot (U+3002, U+FF0E, U+FF61) stays inside a label, where IDNA refuses it: only "." separates labels.
+    # Only "." separates labels. A full-width dot (U+3002, U+FF0E, U+FF61) stays in a label, and IDNA refuses it.
     return wire_host(".".join(_a_label(label, text) for label in text.split(".")).encode("ascii"))
 
 
 @lru_cache(maxsize=4096)
 def is_canonical(host: str) -> bool:
-    """Tell whether `host` is already what `wire_host` would return."""
+    """Whether `host` is in canonical form, as `wire_host` returns it."""
     try:
         return host.isascii() and wire_host(host.encode("ascii")) == host
     except InvalidName:
@@ -93,7 +93,7 @@ def is_canonical(host: str) -> bool:
 
 
 def is_local_name(host: str) -> bool:
-    """Tell whether a canonical name can only mean this machine or a private network; single labels can."""
+    """Whether a canonical name belongs to this machine or a private network, as single labels do."""
     return "." not in host or any(host == suffix or host.endswith(f".{suffix}") for suffix in _LOCAL_SUFFIXES)
 
 
@@ -102,7 +102,7 @@ class HostPattern:
     """An exact canonical name, or `*.` and one.
 
     Raises:
-        InvalidName: when made of any other text; use `parse_pattern` for text that a person wrote.
+        InvalidName: the text is another one. Use `parse_pattern` for text of a document.
     """
 
     text: str
@@ -118,21 +118,21 @@ class HostPattern:
 
     @property
     def suffix(self) -> str:
-        """The name behind `*.`; of an exact pattern, the name itself."""
+        """The name after `*.`; for an exact pattern, the name itself."""
         return self.text.removeprefix("*.")
 
     def matches(self, host: str) -> bool:
-        """Tell whether the canonical name `host` is matched."""
+        """Whether the pattern matches the canonical name `host`."""
         if self.wildcard:
             return host.endswith(self.text[1:]) and len(host) > len(self.text) - 1
         return host == self.text
 
 
 def parse_pattern(text: str) -> HostPattern:
-    """Read a pattern that gives access.
+    """Read a pattern of an allow rule.
 
     Raises:
-        InvalidName: not a pattern, or a wildcard that spans registrations of different owners.
+        InvalidName: the text is no pattern, or a wildcard over names of different owners.
     """
     pattern = parse_any_pattern(text)
     if pattern.wildcard and spans_owners(pattern.suffix):
@@ -141,10 +141,10 @@ def parse_pattern(text: str) -> HostPattern:
 
 
 def parse_any_pattern(text: str) -> HostPattern:
-    """Read a pattern for a purpose where width does no harm (denials, a ceiling) or is the contract's (the API).
+    """Read a pattern that may span a public suffix: in denials, a ceiling, or the API.
 
     Raises:
-        InvalidName: not a pattern.
+        InvalidName: the text is no pattern.
     """
     wildcard = text.startswith("*.")
     rest = text[2:] if wildcard else text
@@ -154,17 +154,17 @@ def parse_any_pattern(text: str) -> HostPattern:
 
 
 def spans_owners(suffix: str) -> bool:
-    """Tell whether names under a canonical `suffix` belong to unrelated owners: it is a public suffix, or above one."""
+    """Whether names below a canonical `suffix` have unrelated owners: it is a public suffix, or above one."""
     suffixes, ancestors = _public_suffixes()
     return suffix in ancestors or suffixes.publicsuffix(suffix) == suffix
 
 
 @cache
 def _public_suffixes() -> tuple[PublicSuffixList, frozenset[str]]:
-    """The pinned list (ICANN and private sections, unlisted single labels too) and the ancestors of its entries."""
+    """Return the pinned list (ICANN and private sections) and the parents of its entries."""
     suffixes = PublicSuffixList(accept_unknown=True)
     ancestors: set[str] = set()
-    # The package offers no iteration over its rules; a test holds this attribute to known entries.
+    # The package has no public iteration over its rules. A test checks this attribute for known entries.
     for rule in suffixes._publicsuffix:
         labels = rule.lstrip("!").split(".")
         ancestors.update(".".join(labels[start:]) for start in range(1, len(labels)))
@@ -194,7 +194,7 @@ def _a_label(label: str, text: str) -> str:
     folded = []
     for character in label:
         lower = character.lower()
-        # The Kelvin sign folds to an ASCII k: a foreign letter must never become an ASCII one.
+        # The Kelvin sign folds to an ASCII k. A non-ASCII letter must never become an ASCII letter.
         if len(lower) != 1 or (lower.isascii() and not character.isascii()):
             raise InvalidName(f"host name {text[:300]!a} has a letter that cannot be folded")
         folded.append(lower)

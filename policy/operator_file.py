@@ -1,8 +1,7 @@
-"""The operator's policy file as it is in force: read at the start, and again when it has changed.
+"""The operator's policy file: read at the start, and again after each change.
 
-- A file that can no longer be read keeps the last good document in force and is reported, never replaced by something
-  weaker.
-- Each process that compiles reads the file itself; none takes a document from another one.
+- If the file becomes unreadable or invalid, the last good document stays in force, and the problem is reported.
+- Each process that compiles policies reads the file itself. No process accepts a document from another one.
 """
 
 import logging
@@ -14,32 +13,32 @@ from policy.load import PolicyError, load
 _log = logging.getLogger(__name__)
 
 type Stamp = tuple[int, int, int, int]
-"""What distinguishes a changed file."""
+"""The identity of a version of the file: it differs after a change."""
 
 
 class OperatorFile:
-    """One file and the document in force. All methods block; not for several threads at once."""
+    """One file, and the document in force. All methods block. Not thread-safe."""
 
     def __init__(self, document: PolicyDocument, path: Path | None = None, seen: Stamp | None = None) -> None:
-        """Put `document` in force until `reload` reads another one; without a `path` for good."""
+        """Put `document` in force until `reload` reads another one; without a `path` permanently."""
         self.document = document
         self._path = path
         self._seen = seen
         self.problem = ""
-        """Why the file as it is now is not in force; empty if it is."""
+        """Why the present file is not in force; empty if it is."""
 
     @classmethod
     def read(cls, path: Path) -> "OperatorFile":
         """Load the file.
 
         Raises:
-            PolicyError: it cannot be read or is wrong.
+            PolicyError: the file cannot be read or is invalid.
         """
-        seen = _stamp(path)  # before the file is read: a change meanwhile is seen at the next look
+        seen = _stamp(path)  # taken before the read, so that the next call sees a change during the read
         return cls(load(path), path, seen)
 
     def reload(self) -> bool:
-        """Read the file again if it changed, or could not be read; tells whether there is a new document."""
+        """Read the file again if it has changed, or could not be read. True if there is a new document."""
         if self._path is None:
             return False
         stamp = _stamp(self._path)
@@ -47,8 +46,8 @@ class OperatorFile:
             return False
         try:
             document = load(self._path)
-        except Exception as error:  # noqa: BLE001 - closes: the last good document stays in force
-            # A file that cannot be opened may be readable later without a change that its stamp shows.
+        except Exception as error:  # noqa: BLE001 - fails closed: the last good document stays in force
+            # A file that cannot be opened may become readable without a change of its stamp.
             unreadable = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
             self._seen = None if unreadable else stamp
             problem = str(error) if isinstance(error, PolicyError | OSError) else type(error).__name__

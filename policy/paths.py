@@ -1,13 +1,12 @@
-"""Request paths: which are unambiguous, and which patterns match them.
+"""Request paths: detects ambiguous ones, and matches patterns.
 
-Servers normalise paths in different ways. A rule about paths is only worth something if the path it judges is the path
-every server sees, so on hosts with such rules a path is either canonical or refused; nothing is ever rewritten.
+Servers normalise paths in different ways. A path rule is reliable only if every server sees the path that the rule
+judged. On hosts with path rules a path must be canonical, otherwise it is refused. No path is rewritten.
 
-- After `ambiguity` returned None, decoding, collapsing slashes, resolving dot segments, cutting `;` parameters or
-  stripping trailing dots from a path changes none of its segment boundaries.
-- A pattern ending in `*` is a string prefix; `/v1/*` is therefore `/v1/` and all below it, by segment. Otherwise it
-  is exact.
-- Allow patterns match case-sensitively, deny patterns without regard to ASCII case: both err on the closed side.
+- If `ambiguity` returns None, none of these operations changes a segment boundary of the path: decoding, collapsing
+  slashes, resolving dot segments, removing `;` parameters, removing trailing dots.
+- A pattern that ends in `*` is a string prefix: `/v1/*` matches `/v1/` and all paths below. Other patterns are exact.
+- Allow patterns are case-sensitive. Deny patterns ignore ASCII case. In both cases the stricter result applies.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ _ASCII_LOWER = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrst
 
 
 def ambiguity(path: str) -> str | None:
-    """Return why a raw path could be read in two ways, in a few words, or None when it cannot."""
+    """Return why a raw path is ambiguous, in a few words, or None if it is not."""
     if not path.startswith("/"):
         return "does not begin with a slash"
     if len(path) > MAX_PATH:
@@ -46,7 +45,7 @@ class PathPattern:
     """An exact path, or a prefix and `*`.
 
     Raises:
-        ValueError: when made of text that could never match a canonical path, or that has an inner `*`.
+        ValueError: the text can never match a canonical path, or has a `*` before its end.
     """
 
     text: str
@@ -59,8 +58,7 @@ class PathPattern:
             raise ValueError(f"path pattern is longer than {MAX_PATTERN} characters")
         if "*" in stem:
             raise ValueError(f"path pattern {self.text!a}: `*` is allowed at the end only")
-        # An open prefix such as `/v1/a.` may end where a full path may not; a letter behind it completes its last
-        # segment.
+        # A prefix such as `/v1/a.` may end where a whole path may not, so a letter completes its last segment.
         problem = ambiguity(f"{stem}x" if self.prefix else stem)
         if problem is not None:
             raise ValueError(f"path pattern {self.text!a} never matches: {problem}")
@@ -76,16 +74,16 @@ class PathPattern:
         return self.prefix and not self.text.endswith("/*")
 
     def matches(self, path: str) -> bool:
-        """Tell whether an unambiguous path is matched."""
+        """Whether the pattern matches an unambiguous path."""
         return path.startswith(self.text[:-1]) if self.prefix else path == self.text
 
     def matches_any_case(self, path: str) -> bool:
-        """Tell whether an unambiguous path is matched when ASCII case is ignored; for denials."""
+        """Whether the pattern matches an unambiguous path without regard to ASCII case; for denials."""
         pattern, path = self.text.translate(_ASCII_LOWER), path.translate(_ASCII_LOWER)
         return path.startswith(pattern[:-1]) if self.prefix else path == pattern
 
     def overlaps(self, other: "PathPattern") -> bool:
-        """Tell whether some path is matched by both."""
+        """Whether both patterns match some path."""
         mine, theirs = self.text.removesuffix("*"), other.text.removesuffix("*")
         if self.prefix and other.prefix:
             return mine.startswith(theirs) or theirs.startswith(mine)
@@ -122,7 +120,7 @@ def _segment_problem(path: str) -> str | None:
     segments = path[1:].split("/")
     for position, segment in enumerate(segments):
         if not segment:
-            # One slash at the end is a path of its own; anywhere else two slashes stand together.
+            # A slash at the end makes another path. At any other place it would make two consecutive slashes.
             if position != len(segments) - 1:
                 return "empty segment"
         elif segment.replace("%20", ".").strip(".") == "":

@@ -1,8 +1,8 @@
-"""All that is wrong with one file, collected while reading goes on.
+"""Collects the problems of one file during reading.
 
-- A problem is noted once for a place: what follows from it at the same place is not said again.
-- At most `MAX_PROBLEMS` are kept. Reading ends with one `PolicyError` that has them all in the order of the file.
-- `meant` finds what the author probably wanted to write.
+- Only the first problem of a place is noted. Further problems there are usually consequences of it.
+- At most `MAX_PROBLEMS` are kept. Reading ends with one `PolicyError`, which has all of them in the order of the file.
+- `meant` finds the word that the author probably intended.
 """
 
 import difflib
@@ -13,7 +13,7 @@ _SHOWN = 100
 
 
 class PolicyError(ValueError):
-    """A policy file is wrong. `str()` is the first problem as `file:line:column: problem`; both count from 1.
+    """A policy file is invalid. `str()` is the first problem as `file:line:column: problem`. Both count from 1.
 
     `problems` has this one and all others, in the order of the file.
     """
@@ -30,7 +30,7 @@ class PolicyError(ValueError):
 
 
 class Problems:
-    """What was found in one file so far."""
+    """The problems of one file."""
 
     def __init__(self, found: Iterable[PolicyError] = ()) -> None:
         self._at: dict[tuple[int, int], PolicyError] = {}
@@ -41,14 +41,14 @@ class Problems:
         """Keep a problem, unless there is one at its place.
 
         Raises:
-            PolicyError: there are more than anybody reads; with all of them.
+            PolicyError: there are `MAX_PROBLEMS` problems; it has all of them.
         """
         self._at.setdefault((error.line, error.column), error)
         if len(self._at) >= MAX_PROBLEMS:
             self.check()
 
     def attempt[T](self, read: Callable[[], T], otherwise: T) -> T:
-        """Return what `read` returns; if that is wrong, note why and return `otherwise`."""
+        """Return the result of `read`; if it raises, note the problem and return `otherwise`."""
         try:
             return read()
         except PolicyError as error:
@@ -59,13 +59,13 @@ class Problems:
         return len(self._at)
 
     def check(self) -> None:
-        """Raise what was found, if anything was."""
+        """Raise the problems, if there are any."""
         if self._at:
             first, *others = (self._at[place] for place in sorted(self._at))
             raise PolicyError(first.origin, first.line, first.column, first.problem, tuple(others)) from None
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` for a word that is nearly one of those known, else nothing."""
+    """Return `; did you mean ...?` for a word similar to a known one, otherwise an empty string."""
     near = difflib.get_close_matches(word[:_SHOWN], list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!a}?" if near else ""

@@ -1,13 +1,13 @@
-"""The compiled form of a policy: frozen rules, and the index that finds those of a host.
+"""The compiled form of a policy: frozen rules, and the index that finds the rules of a host.
 
-- Every value here is canonical; a value that is not cannot be built (`__post_init__` refuses it).
-- A rule names hosts or addresses, never both. An allow rule names its endpoints (port and scheme). A deny rule without
-  endpoints covers every port, of its `schemes` where it has some, else of both schemes.
-- A rule list is either `DENY_WINS` (order and repetition mean nothing) or `FIRST_MATCH` (the OpenSandbox order), and
-  ends in its default action, which is deny unless somebody wrote otherwise.
-- Finding the rules of a host costs one dictionary lookup for each of its labels, however many rules there are.
+- Every value is canonical: `__post_init__` refuses other values.
+- A rule has hosts or addresses, never both. An allow rule has endpoints (port and scheme). A deny rule without
+  endpoints covers every port of its `schemes`; without schemes it covers both.
+- A rule list is `DENY_WINS` (order and repetition have no effect) or `FIRST_MATCH` (the OpenSandbox order). It ends in
+  its default action, which is deny unless the document or the caller sets another one.
+- The rules of a host are found with one dictionary lookup per label, for any number of rules.
 
-Nothing is decided here; see `decision`.
+`decision` makes the decisions.
 """
 
 from dataclasses import dataclass, field
@@ -29,12 +29,12 @@ _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHI
 
 
 def is_token(text: str) -> bool:
-    """Tell whether a text can be an HTTP method."""
+    """Whether a text is a valid HTTP method."""
     return 0 < len(text) <= 64 and _TOKEN.issuperset(text)
 
 
 def check_port(port: int) -> None:
-    """Raise ValueError for what is not a TCP port."""
+    """Raise ValueError unless the number is a TCP port."""
     if isinstance(port, bool) or not 1 <= port <= 65535:
         raise ValueError(f"{port} is not a port")
 
@@ -46,11 +46,11 @@ def check_range(name: str, value: int, most: int) -> None:
 
 
 def network_text(text: str) -> str:
-    """Return the canonical text of an address or CIDR: host bits masked, IPv4-mapped reduced, the length always
-    written.
+    """Return the canonical text of an address or CIDR: without host bits, IPv4-mapped as IPv4, always with a
+    length.
 
     Raises:
-        ValueError: not an address, a zone, or a mask that is not a plain prefix length.
+        ValueError: the text is no address or network, has a zone, or has a mask that is no prefix length.
     """
     address, slash, length = text.partition("/")
     if "%" in address or (slash and not (length.isascii() and length.isdigit() and str(int(length)) == length)):
@@ -67,21 +67,21 @@ def network_text(text: str) -> str:
 
 
 class Action(StrEnum):
-    """What a rule does."""
+    """The action of a rule."""
 
     DENY = "deny"
     ALLOW = "allow"
 
 
 class Mode(StrEnum):
-    """Whether denials of a rule list act, or are only reported."""
+    """Whether denials of a rule list are enforced, or only reported."""
 
     ENFORCE = "enforce"
     OBSERVE = "observe"
 
 
 class Precedence(StrEnum):
-    """How the rules of one list are weighed against one another."""
+    """How the rules of one list take precedence over each other."""
 
     DENY_WINS = "deny-wins"
     FIRST_MATCH = "first-match"
@@ -89,7 +89,7 @@ class Precedence(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Endpoint:
-    """A port and the scheme spoken there. Port 80 speaks HTTP, port 443 HTTPS; other ports either."""
+    """A port and its scheme. Port 80 has HTTP, port 443 HTTPS; other ports have either."""
 
     port: int
     scheme: Scheme
@@ -107,7 +107,7 @@ STANDARD = (Endpoint(80, Scheme.HTTP), Endpoint(443, Scheme.HTTPS))
 class Rule:
     """One rule. Empty `methods` or `paths` mean all; empty `endpoints` mean all (deny rules and API rules only).
 
-    `schemes` narrow a deny rule that names no port: it covers every port on which one of them is spoken.
+    `schemes` limit a deny rule without ports: it covers every port with one of these schemes.
     """
 
     id: str
@@ -141,27 +141,27 @@ class Rule:
 
     @property
     def narrow(self) -> bool:
-        """Whether the rule speaks of methods or paths, so that a flow alone cannot be judged by it."""
+        """Whether the rule has methods or paths, so that it cannot judge a flow without its requests."""
         return bool(self.methods or self.paths)
 
     @property
     def inspects(self) -> bool:
-        """Whether a flow that this rule matches must be opened."""
+        """Whether a flow that this rule matches must be inspected."""
         return self.inspect or self.narrow or bool(self.injections)
 
     @property
     def strict_paths(self) -> bool:
-        """Whether requests that this rule could match need unambiguous paths."""
+        """Whether requests that this rule can match need unambiguous paths."""
         return bool(self.paths or self.injections)
 
     def covers(self, endpoint: Endpoint) -> bool:
-        """Tell whether the rule is about this endpoint."""
+        """Whether the rule covers this endpoint."""
         if self.endpoints:
             return endpoint in self.endpoints
         return not self.schemes or endpoint.scheme in self.schemes
 
     def accepts(self, method: str, path: str) -> bool:
-        """Tell whether a request is matched. Denials match in any case, since some servers fold it."""
+        """Whether the rule matches a request. Denials ignore letter case, because some servers do."""
         if self.action is Action.DENY:
             return (not self.methods or method.upper() in {known.upper() for known in self.methods}) and (
                 not self.paths or any(pattern.matches_any_case(path) for pattern in self.paths)
@@ -173,7 +173,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The most that an API caller may be given: host patterns (or `any-public`) and ports."""
+    """The limit of what an API caller may allow: host patterns (or `any-public`) and ports."""
 
     hosts: tuple[str, ...] = (ANY_PUBLIC,)
     ports: tuple[int, ...] = (80, 443)
@@ -187,11 +187,11 @@ class Ceiling:
         )
 
     def admits_host(self, host: str) -> bool:
-        """Tell whether a caller may be given this name."""
+        """Whether a caller may allow this name."""
         return (ANY_PUBLIC in self.hosts and not is_local_name(host)) or bool(self._index.positions(host))
 
     def admits_port(self, port: int) -> bool:
-        """Tell whether a caller may be given this port."""
+        """Whether a caller may allow this port."""
         return port in self.ports
 
 
@@ -229,17 +229,17 @@ class RuleList:
         )
 
     def of_host(self, host: str) -> tuple[Rule, ...]:
-        """Return the rules about a host, each once, in the order of the list."""
+        """Return the rules of a host, each once, in the order of the list."""
         return tuple({id(rule): rule for rule in map(self._owners.__getitem__, self._index.positions(host))}.values())
 
     def of_address(self, address: IPAddress) -> tuple[Rule, ...]:
-        """Return the rules about an address in the order of the list."""
+        """Return the rules of an address in the order of the list."""
         return tuple(rule for network, rule in self._networks if address in network)
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A credential binding of the API, compiled: which requests get which headers."""
+    """A compiled credential binding of the API: requests, and the headers that they get."""
 
     name: str
     hosts: tuple[HostPattern, ...]
@@ -253,15 +253,15 @@ class Binding:
             raise ValueError(f"binding {self.name!a} needs hosts, schemes, methods and paths")
 
     def covers(self, host: str, endpoint: Endpoint) -> bool:
-        """Tell whether requests to this host on this endpoint can be matched."""
+        """Whether the binding can match requests to this host on this endpoint."""
         return endpoint in self.endpoints and any(pattern.matches(host) for pattern in self.hosts)
 
     def is_exact_for(self, host: str) -> bool:
-        """Tell whether the host is named in full."""
+        """Whether a pattern names the host exactly."""
         return any(pattern.text == host for pattern in self.hosts)
 
     def accepts(self, method: str, path: str) -> bool:
-        """Tell whether a request to a covered host is matched."""
+        """Whether the binding matches a request to a covered host."""
         return method in self.methods and any(pattern.matches(path) for pattern in self.paths)
 
     @property
@@ -272,29 +272,29 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class DnsSettings:
-    """Bounds on what a sandbox can carry out in the names that its gateway resolves. All are per sandbox.
+    """Limits of the data that a sandbox can encode in the names that its gateway resolves. All are per sandbox.
 
-    They hold for DNS questions and for the names of TLS and HTTP flows alike. A denial by one of them has the rule
-    `dns.` and the name of the bound. No rate can be more than the kernel lets through to the gateway at all.
+    They apply to DNS questions and to the names of TLS and HTTP flows. A denial by one of them has the rule `dns.` and
+    the name of the limit. A rate cannot exceed the one that the kernel enforces in front of the gateway.
     """
 
     query_rate: int = 50
-    """Names a second that are asked for, sustained: DNS questions, and names of flows that are not known yet."""
+    """Names per second, sustained: DNS questions, and uncached names of flows."""
     query_burst: int = 500
-    """Names at once. Those over both wait up to two seconds for their turn; others are refused."""
+    """Names in a burst. A name above the rate waits up to two seconds for its turn, or is refused."""
     max_label: int = 63
-    """Characters of a label in front of a wildcard's suffix."""
+    """Characters of a label before a wildcard's suffix."""
     max_labels: int = 4
-    """Labels in front of a wildcard's suffix."""
+    """Labels before a wildcard's suffix."""
     max_name: int = 100
-    """Characters in front of a wildcard's suffix in all, dots included."""
+    """Characters before a wildcard's suffix in all, dots included."""
     entropy: int = 410
     """Hundredths of a bit per character in a part of a label that is longer than 24 characters. Hyphens divide parts.
 
     Random hexadecimal digits have at most 400.
     """
     unique_names: int = 1000
-    """Distinct names under one wildcard in an hour."""
+    """Distinct names below one wildcard in an hour."""
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -311,13 +311,13 @@ class DnsSettings:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets of a sandbox's traffic. None means not limited by policy."""
+    """Budgets of a sandbox's traffic. None means that policy sets no limit."""
 
     connections: int = 512
-    """Flows open at once."""
+    """Concurrent flows."""
     requests_per_minute: int | None = None
     bytes_out: int | None = None
-    """Bytes sent by the sandbox in its life."""
+    """Bytes that the sandbox sends during its whole life."""
 
     def __post_init__(self) -> None:
         check_range("connections", self.connections, 65_536)

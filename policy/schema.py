@@ -1,15 +1,16 @@
-"""The operator's YAML, version 1: from a tree of nodes to a `PolicyDocument`, or one error with its line.
+"""Reads the operator's YAML, version 1: from a tree of nodes to a `PolicyDocument`, or to problems with lines.
 
-- Every key is known, every list says something, every reference exists. All problems are reported, in reading order;
-  what rules do to each other is looked at only when each of them is right by itself.
-- A rule that gives access never spans owners (`*.com`), a rule with a secret names exact hosts on https, unless the
-  operator wrote the pair into `plaintext_secrets`.
-- Two injections that provably meet in one header of one request are refused here and not left to a denial later.
+- Unknown keys, empty lists and missing references are refused. All problems are reported, in the order of the file.
+  Conflicts between rules are checked only if each rule is valid by itself.
+- An allow rule never spans names of different owners (`*.com`). A rule with a secret has exact hosts on https, or a
+  pair that the operator has written into `plaintext_secrets`.
+- Two injections that can have one header in one request are refused, if this is certain. The others are denied at the
+  request.
 
-`docs/policy-reference.md` is the reader's version of this module.
+`docs/policy-reference.md` describes this language.
 
-It is longer than our modules are, because the language is read in one pass by one reader: each key is checked next to
-the keys it depends on, and its error needs the node it came from.
+The module is long because one reader reads the language in one pass: it checks each key next to the keys on which it
+depends, and an error needs the node of its key.
 """
 
 from collections.abc import Callable
@@ -70,10 +71,10 @@ def read_document(root: Node, origin: str, problems: Problems | None = None) -> 
     """Return the document of a tree.
 
     Args:
-        problems: what was found in the text already.
+        problems: the problems that were found in the text.
 
     Raises:
-        PolicyError: with every node that is not as it must be.
+        PolicyError: it has all problems, each with its line.
     """
     noted = Problems() if problems is None else problems
     document = noted.attempt(lambda: _Reader(origin, noted).document(root), PolicyDocument(origin))
@@ -82,13 +83,13 @@ def read_document(root: Node, origin: str, problems: Problems | None = None) -> 
 
 
 class _Reader:
-    """Carries the file's name, the remarks, and the few facts that rules are checked against."""
+    """Reads one document. Holds the file's name, the remarks, and the parts that rules are checked against."""
 
     def __init__(self, origin: str, problems: Problems) -> None:
         self._origin = origin
         self._problems = problems
         self._remarks: list[Remark] = []
-        self._plaintext: tuple[str, ...] | None = ()  # None: the list is wrong, and nothing is held against it
+        self._plaintext: tuple[str, ...] | None = ()  # None: the list is invalid, so nothing is compared with it
         self._rule_places: dict[str, Node] = {}
 
     def document(self, root: Node) -> PolicyDocument:
@@ -231,7 +232,7 @@ class _Reader:
             return None
 
     def _survey(self, node: Node) -> None:
-        """Note what else is wrong with a rule that has a problem: each key is read by itself."""
+        """Note the other problems of an invalid rule: each key is read by itself."""
         if not isinstance(node.value, dict):
             return
         keys = {name: entry for name, entry in node.value.items() if name in _RULE_KEYS}
@@ -281,7 +282,7 @@ class _Reader:
             for host, place in zip(hosts, self._items(keys, "host", "hosts"), strict=True):
                 if host.wildcard:
                     self._fail(place, "a secret is bound to exact hosts, not to a wildcard")
-        # A denial of a scheme holds on every port, not only on the port that the scheme usually has.
+        # A denial of a scheme covers every port, not only the standard port of the scheme.
         everywhere = action is Action.DENY and "ports" not in keys
         endpoints = () if everywhere else self._endpoints(keys, action, bool(addresses), bool(injections))
         if injections and any(endpoint.scheme is Scheme.HTTP for endpoint in endpoints):
@@ -512,7 +513,7 @@ class _Reader:
             except PolicyError as error:
                 self._problems.note(error)
                 wrong = wrong or error
-        if wrong is not None:  # noted with the others; a list that lacks entries is not a result
+        if wrong is not None:  # noted already; an incomplete list is no result
             raise wrong
         return tuple(values)
 
@@ -563,7 +564,7 @@ class _Reader:
             self._fail(node, "a name is up to 63 of a-z, 0-9, `.`, `_` and `-`, beginning with a letter or digit")
 
     def _made[T](self, node: Node, make: Callable[[], T]) -> T:
-        """Return what `make` returns; its ValueError becomes an error at the node."""
+        """Return the result of `make`; its ValueError becomes an error at the node."""
         try:
             return make()
         except PolicyError:
@@ -572,7 +573,7 @@ class _Reader:
             raise PolicyError(self._origin, node.line, node.column, str(error)) from None
 
     def _note(self, node: Node, problem: str) -> None:
-        """Report a problem and go on."""
+        """Note a problem and continue."""
         self._problems.note(PolicyError(self._origin, node.line, node.column, problem))
 
     def _remark(self, node: Node, text: str) -> None:
@@ -583,7 +584,7 @@ class _Reader:
 
 
 def _meet(first: Rule, second: Rule) -> bool:
-    """Tell whether some request to a host of both rules is matched by both."""
+    """Whether both rules match some request to a host of both."""
     methods = not (first.methods and second.methods) or not set(first.methods).isdisjoint(second.methods)
     paths = not (first.paths and second.paths) or any(
         mine.overlaps(theirs) for mine in first.paths for theirs in second.paths

@@ -1,8 +1,7 @@
-"""What a sandbox was given, as it is sent to be compiled: it selects and narrows, and nothing in it is the operator's.
+"""The selection of a sandbox: the input for the compilation of its policy. It contains nothing of the operator.
 
-A selection names one of the operator's policies, or none, and has the caller's network policy and credential bindings.
-A binding names credentials of the sandbox's own vault only: the compiled secret is `inline:<credential>`, whatever the
-binding says.
+A selection can name one of the operator's policies. It has the caller's network policy and credential bindings. A
+binding refers only to credentials of the sandbox's own vault: the compiled secret is always `inline:<credential>`.
 """
 
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ _MAX_NAME = 1024
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What one sandbox was given. Without a name and a network policy it has the operator's default policy."""
+    """The selection of one sandbox. Without a name and a network policy it selects the operator's default policy."""
 
     policy_name: str | None = None
     network_policy: ApiPolicy | None = None
     bindings: tuple[ApiBinding, ...] = ()
 
     def compiled(self, document: PolicyDocument) -> tuple[CompiledPolicy, tuple[Dropped, ...]]:
-        """Compile it under the operator's document; parts that the document refuses are left out and returned."""
+        """Compile the selection under the operator's document. Refused parts are omitted and returned."""
         return enforce(document, self.policy_name, self.network_policy, self.bindings)
 
     def to_json(self) -> dict[str, Any]:
@@ -42,7 +41,7 @@ class Selection:
         """Read the JSON form.
 
         Raises:
-            ApiPolicyError: anything unknown, missing, of another type or beyond a bound.
+            ApiPolicyError: a member is unknown, missing, of another type or above a limit.
         """
         if not isinstance(value, dict) or value.keys() != _KEYS:
             raise ApiPolicyError("a selection has exactly policy_name, network_policy and bindings")
@@ -50,7 +49,7 @@ class Selection:
         if name is not None and not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME):
             raise ApiPolicyError("policy_name is not a name")
         if not isinstance(items, list) or len(items) > MAX_BINDINGS:
-            raise ApiPolicyError(f"bindings is not an array of at most {MAX_BINDINGS}")
+            raise ApiPolicyError(f"bindings is not an array of at most {MAX_BINDINGS} bindings")
         bindings = tuple(parse_binding(item, ("bindings", position)) for position, item in enumerate(items))
         if number_of_places(bindings) > MAX_PLACES:
             raise ApiPolicyError(f"at most {MAX_PLACES} hosts, methods and paths in all bindings")
@@ -58,4 +57,4 @@ class Selection:
 
 
 NOTHING = Selection(DENY_ALL_NAME)
-"""Selects what the operator always allows, and nothing else."""
+"""A selection with deny-all: only what the operator always allows."""

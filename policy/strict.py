@@ -1,8 +1,8 @@
-"""JSON of callers, read strictly: what the readers of request bodies share.
+"""A strict reader of callers' JSON, shared by the readers of request bodies.
 
-- Text is UTF-8. A key that one object has twice, NaN, Infinity and data after the document are refused.
-- `members` is the only way to the keys of an object: an unknown key, a null and a value that is no object are refused.
-- Errors name the place, such as `egress[0].methods`. They repeat keys, shortened and escaped, and never a value.
+- Text is UTF-8. Duplicate keys in an object, NaN, Infinity and data after the document are refused.
+- `members` reads the keys of an object. An unknown key, a null and a value that is no object are refused.
+- Errors name the place, such as `egress[0].methods`. They quote keys, shortened and escaped, and never a value.
 """
 
 import json
@@ -22,7 +22,7 @@ def decode(body: bytes) -> object:
     """Parse a JSON document.
 
     Raises:
-        StrictError: it is none, or an object in it has a key twice.
+        StrictError: the text is no JSON, or an object in it has a duplicate key.
     """
     try:
         return json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant)
@@ -36,12 +36,12 @@ def members(value: object, known: Iterable[str], path: Path = (), *, fold: bool 
     """Return the members of an object by their known names.
 
     Args:
-        known: the names an object may have here.
-        path: where the object is, for errors.
-        fold: accept a name in another case; two that differ in case only are refused.
+        known: the names that the object may have.
+        path: the place of the object, for errors.
+        fold: ignore letter case in names; two names that differ only in case are refused.
 
     Raises:
-        StrictError: no object, an unknown key, or a null.
+        StrictError: the value is no object, or has an unknown key or a null.
     """
     if not isinstance(value, dict):
         raise StrictError(said(path, "expected an object"))
@@ -76,7 +76,7 @@ def quoted(text: str) -> str:
 
 
 def said(path: Path, problem: str) -> str:
-    """Return the text of an error at a place; of the document itself it is the problem alone."""
+    """Return the text of an error at a place; for the document itself it is only the problem."""
     return f"{place(path)}: {problem}" if path else problem
 
 

@@ -1,13 +1,13 @@
-"""A small, strict reading of YAML: a tree whose every node knows its line.
+"""A strict reader of a subset of YAML. The result is a tree of nodes with line numbers.
 
-- Plain `true`/`false`, decimal integers and `null` are what they look like; every other scalar is text. There is no
-  YAML 1.1 surprise: `no`, `1:30`, `0443`, `2026-01-01` and `1.5` are text.
+- Plain `true`/`false`, decimal integers and `null` have their types. Every other scalar is text, also `no`, `1:30`,
+  `0443`, `2026-01-01` and `1.5`, unlike in YAML 1.1.
 - Refused, with the place: duplicate keys at any depth, keys that are not text, anchors, aliases, tags, merge keys,
-  several documents, control characters, and anything over the limits of size, depth and number of nodes.
+  several documents, control characters, and more than the limits of size, depth and number of nodes.
 - Time and memory are linear in the size of the text.
-- After a duplicate key, an anchor, a tag or an alias the rest is read all the same, for its own problems.
+- After a duplicate key, an anchor, a tag or an alias the reader continues, to find further problems.
 
-It knows nothing of policies.
+The module is independent of policies.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 200_000
 
-# libyaml where it is there (ten times faster); both report the same events and marks.
+# libyaml if it is installed (ten times faster). Both report the same events and marks.
 _LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and where it begins. A mapping's value keeps its keys as nodes too, in the order of the file."""
+    """A value and its position. The value of a mapping has its keys as nodes, too, in the order of the file."""
 
     value: "str | int | bool | tuple[Node, ...] | dict[str, tuple[Node, Node]] | None"
     line: int
@@ -41,10 +41,10 @@ def parse(text: str | bytes, origin: str, problems: Problems | None = None) -> N
     """Return the tree of one YAML document.
 
     Args:
-        problems: takes what is wrong with a tree that can be read nevertheless; None has it raised.
+        problems: collects problems after which reading can continue; if None, they are raised.
 
     Raises:
-        PolicyError: the text is not acceptable YAML.
+        PolicyError: the text is not YAML of this subset.
     """
     noted = Problems() if problems is None else problems
     root = _parse(text, origin, noted)

@@ -15,12 +15,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtimes import containers, netns, slots
-from runtimes.cgroups import Cgroups, remove_container_groups
-from runtimes.disk import Disks
-from runtimes.docker import Docker, DockerError, State
+from runtimes.engine import containers
+from runtimes.engine.disk import Disks
+from runtimes.engine.docker import ContainerState, Docker, DockerError
 from runtimes.ledgers import Ledgers
-from runtimes.records import Record, Records
+from runtimes.net import netns, slots
+from runtimes.process.cgroups import Cgroups, remove_container_groups
+from runtimes.records import RecordStore, SandboxRecord
 from runtimes.spec import Uids
 
 _REMOVE_SECONDS = 10.0
@@ -36,21 +37,23 @@ class Leavings:
     cgroups: Cgroups
     disks: Disks
     ledgers: Ledgers
-    records: Records
+    records: RecordStore
 
 
 class Unfit(Exception):
     """The sandbox is not what was written down; the text says in what."""
 
 
-async def adopt_or_remove(run: Path, uids: Uids, docker: Docker, leavings: Leavings) -> list[tuple[Record, slots.Slot]]:
+async def adopt_or_remove(
+    run: Path, uids: Uids, docker: Docker, leavings: Leavings
+) -> list[tuple[SandboxRecord, slots.Slot]]:
     """Return the sandboxes to adopt, with their slots; of all others nothing is left, or it is reported.
 
     Raises:
         docker.DockerError: Docker cannot say what there is; nothing was adopted.
     """
     present = dict(await docker.ours())
-    fit: list[tuple[Record, slots.Slot]] = []
+    fit: list[tuple[SandboxRecord, slots.Slot]] = []
     taken: set[int] = set()
     for record in leavings.records.read_all():
         try:
@@ -70,7 +73,7 @@ async def adopt_or_remove(run: Path, uids: Uids, docker: Docker, leavings: Leavi
     return fit
 
 
-def examine(record: Record, state: State | None, run: Path, uids: Uids) -> slots.Slot:
+def examine(record: SandboxRecord, state: ContainerState | None, run: Path, uids: Uids) -> slots.Slot:
     """Return the slot of a sandbox that may be adopted. Blocks for milliseconds.
 
     Raises:
@@ -99,7 +102,7 @@ async def _sweep(
     run: Path,
     docker: Docker,
     leavings: Leavings,
-    kept: Sequence[tuple[Record, slots.Slot]],
+    kept: Sequence[tuple[SandboxRecord, slots.Slot]],
     present: Sequence[str],
 ) -> list[str]:
     """Remove everything but what is kept; return what is left."""

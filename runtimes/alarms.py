@@ -1,7 +1,7 @@
 """Alarms on their way into the audit log.
 
-- Nobody waits for a record: what auditd does not take now it gets later, in the order of the events.
-- What can wait is bounded. How many alarms did not fit is told with the next one.
+- No caller waits for a record. A record that auditd does not accept is sent again later, in the order of the events.
+- The queue is bounded. The next alarm's record has the number of alarms that did not fit.
 - Each record names the moment at which the deviation was seen; its own time is that of its writing.
 """
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Breach:
     """One thing that is not as it should be. `rule` says what kind of thing, for the record."""
 
     rule: str
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Alarm:
-    finding: Finding
+    finding: Breach
     sandbox: str | None
     seen: str
 
@@ -75,8 +75,8 @@ class Alarms:
         for alarm in self._pending:
             _log.error("not in the audit log: %s: %s", alarm.finding.rule, alarm.finding.reason)
 
-    def tell(self, finding: Finding, sandbox: str | None = None) -> None:
-        """Tell of a finding. Never waits, never fails."""
+    def tell(self, finding: Breach, sandbox: str | None = None) -> None:
+        """Report a finding. Never waits, never fails."""
         _log.error("alarm: %s: %s: %s", sandbox or "host", finding.rule, finding.reason)
         if len(self._pending) >= _MOST_PENDING:
             self._lost += 1

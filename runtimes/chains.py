@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Final
 
 import wire
-from runtimes.alarms import Finding
+from runtimes.alarms import Breach
 from runtimes.daemons import Daemons
-from runtimes.finish import finished
-from runtimes.kept_lines import KeptLines
+from runtimes.process.bounded_log import BoundedLog
+from runtimes.process.finish import finished
 from wire import anchors
 from wire.api.auditd import CONTROL_CHAIN, Anchor, CloseSandbox, Heads
 
@@ -41,11 +41,11 @@ class Chains:
         daemons: Daemons,
         path: Path,
         known: Callable[[], Container[str]],
-        tell: Callable[[Finding], None],
+        tell: Callable[[Breach], None],
     ) -> None:
         """Keep anchors in `path`; `known` returns the sandboxes that exist, `tell` raises an alarm."""
         self._daemons = daemons
-        self._kept = KeptLines(path, MAX_BYTES)
+        self._kept = BoundedLog(path, MAX_BYTES)
         self._known = known
         self._tell = tell
         self._wake = asyncio.Event()
@@ -104,10 +104,10 @@ class Chains:
             self._last = await asyncio.to_thread(_newest, self._kept)
         last = self._last
         if last is not None and last.identity != anchor.identity:
-            self._tell(Finding("audit.replaced", "the audit log is not the one that was anchored before"))
+            self._tell(Breach("audit.replaced", "the audit log is not the one that was anchored before"))
             last = None
         elif last is not None and (anchor.file, anchor.offset) < (last.file, last.offset):
-            self._tell(Finding("audit.shortened", "the audit log is shorter than it was when it was anchored"))
+            self._tell(Breach("audit.shortened", "the audit log is shorter than it was when it was anchored"))
             last = None
         if last is not None and last.log == anchor.log:
             return
@@ -117,7 +117,7 @@ class Chains:
         self._last = anchor
 
 
-def _newest(kept: KeptLines) -> Anchor | None:
+def _newest(kept: BoundedLog) -> Anchor | None:
     """Return the newest anchor that was kept; its heads are those that changed then."""
     for line in reversed(kept.read()):
         with contextlib.suppress(anchors.AnchorError):

@@ -13,8 +13,8 @@
 - After auditd or vaultd came back, every worker gets a new channel: the former one ended with the old daemon.
 - One that hangs is ended like one that died, and started again. serve is asked over its own connection to us, from its
   first request on.
-- A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and nobody gets a
-  second guess at the same one.
+- A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and an
+  attacker gets no second guess at the same one.
 """
 
 import asyncio
@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import assert_never
 
 import wire
-from runtimes import api_listener, predecessor
-from runtimes.daemon_groups import DaemonGroups
-from runtimes.finish import together
-from runtimes.liveness import ended
-from runtimes.spec import HostConfig, ProcessConfig
-from runtimes.supervisor import (
+from runtimes.process import api_listener, predecessor
+from runtimes.process.daemon_groups import DaemonGroups
+from runtimes.process.finish import together
+from runtimes.process.liveness import ended
+from runtimes.process.supervisor import (
     Inheritance,
     Program,
     Supervised,
@@ -43,9 +42,11 @@ from runtimes.supervisor import (
     module_argv,
     ping,
 )
-from wire.api import auditd
+from runtimes.spec import HostConfig, ProcessConfig
+from wire.api import auditd, compiler, vaultd
 from wire.api.zygote import REPORTS, Exited, Identify
 from wire.frames import close_all
+from wire.serving import handler
 from wire.sockets import LISTEN_FD
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Daemons:
         self._run = Path(config.run_dir)
         self._reconnect = reconnect
         self._changed = changed
-        self._vault_generation = Counter(Path(config.state_dir) / "hostd" / "vault-generation")
+        self._vault_generation = FileCounter(Path(config.state_dir) / "hostd" / "vault-generation")
         self._groups = DaemonGroups(config.run_dir)
         self._vault_head = Path(config.state_dir) / "hostd" / "vault-head"
         self._clients: dict[str, wire.Client] = {}
@@ -108,7 +109,7 @@ class Daemons:
         return next(item for item in self._config.processes if item.name == name)
 
     def listen(self) -> None:
-        """Have the API's socket, from the keeper, or else made here. Before anything is started.
+        """Have the API's socket, from the watchdog, or else made here. Before anything is started.
 
         Raises:
             OSError: its address is taken, or not ours.
@@ -242,7 +243,7 @@ class Daemons:
         return self.client("zygote"), self._zygote_pid
 
     async def available(self, seconds: float = _UP_SECONDS) -> None:
-        """Wait, but no longer than `seconds`, until every daemon that a worker is born with can be reached."""
+        """Wait, but no longer than `seconds`, until every daemon that a new worker needs can be reached."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for name in ("auditd", "vaultd", "zygote"):
@@ -281,7 +282,7 @@ class Daemons:
         except OSError:  # it has ended
             return
         try:
-            if (hangs := await ended(pid, client)) is not None:
+            if (hangs := await ended(pid, client, wire.Ping())) is not None:
                 _log.error("%s hangs: %s", name, hangs)
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -331,30 +332,28 @@ class Daemons:
         return Inheritance({"SALLYPORT_CONTROL_FD": theirs.detach()})
 
     async def _compiler_ready(self) -> None:
-        client = wire.Client(self._controls.pop("compiler"), self._from_compiler)
+        client = wire.Client(self._controls.pop("compiler"), handler(compiler.REPORTS, self._from_compiler))
         client.start()
-        await client.call("ping", timeout=None)
+        await client.ask(wire.Ping(), timeout=None)
         previous = self._clients.get("compiler")
         self._clients["compiler"] = client
         self._look_after("compiler", self._supervised["compiler"].pid, client)  # its own word of its pid counts nothing
         if previous is not None:
             await previous.close()
 
-    async def _from_compiler(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
+    async def _from_compiler(self, _client: wire.Client, _changed: compiler.Changed, fds: list[int]) -> None:
         close_all(fds)
-        if op != "changed" or parameters:
-            raise wire.RequestError(wire.Code.UNKNOWN_OP, "unknown operation")
         self._changed()
 
     async def _zygote_ready(self) -> None:
-        client = wire.Client(self._controls.pop("zygote"), REPORTS.handler(self._from_zygote), takes=wire.NARROW)
+        client = wire.Client(self._controls.pop("zygote"), handler(REPORTS, self._from_zygote), takes=wire.NARROW)
         client.start()
         pid = (await client.ask(Identify(), timeout=None)).pid
         previous = self._clients.get("zygote")
         self._clients["zygote"], self._zygote_pid = client, pid
         self._look_after("zygote", pid, client)
         if previous is not None:
-            await previous.answered(_FORK_SECONDS)  # a birth that the former one has begun is its own to end
+            await previous.answered(_FORK_SECONDS)  # the former one completes the fork that it has begun
             await previous.close()
 
     async def _zygote_up(self, restarted: bool) -> None:
@@ -393,7 +392,7 @@ class Daemons:
             self._renewal = asyncio.create_task(self._renew(), name="renew-zygote")
 
     async def _renew(self) -> None:
-        """Start a fresh zygote beside the old one, then swap: births go on meanwhile."""
+        """Start a new zygote beside the old one, then exchange them: workers are spawned meanwhile."""
         old = self._supervised["zygote"]
         fresh = self._daemon(next(item for item in self._config.processes if item.name == "zygote"))
         await fresh.start()
@@ -409,12 +408,12 @@ class Daemons:
         """Have vaultd forget what it holds for sandboxes that are gone: `serve` is no longer there to say so."""
         for sandbox in sandboxes:
             try:
-                await self.client("vaultd").call("close_sandbox", sandbox=sandbox, timeout=_FORGET_SECONDS)
+                await self.client("vaultd").ask(vaultd.CloseSandbox(sandbox), timeout=_FORGET_SECONDS)
             except (ConnectionError, TimeoutError, wire.RemoteError) as error:
                 _log.error("vaultd did not forget %s: %s", sandbox, type(error).__name__)
 
     async def stop_serve(self) -> None:
-        """End serve first: nobody asks for sandboxes while they are removed."""
+        """End serve first: no client can ask for a sandbox while they are removed."""
         if (serve := self._supervised.pop("serve", None)) is not None:
             await serve.stop()
 
@@ -450,7 +449,7 @@ async def _nothing(_restarted: bool) -> None:
     return None
 
 
-class Counter:
+class FileCounter:
     """A number in a file that only grows, over the death of every process and of the host."""
 
     def __init__(self, path: Path) -> None:

@@ -4,11 +4,11 @@ This is the composition: directories, dockerd, guard, daemons, sandboxes, and th
 
 - Only root and serve may connect; parameters are validated strictly; an unknown operation is refused.
 - It speaks no HTTP to anybody but Docker, and holds no secret.
-- The socket of the API comes from the keeper and goes to each `serve`; a port that is taken ends the start at once.
+- The socket of the API comes from the watchdog and goes to each `serve`; a port that is taken ends the start at once.
 - SIGINT and SIGTERM remove all sandboxes and end everything it started.
 - After a SIGKILL workers, zygote and guard end by themselves (their channels end) and sandboxes are closed. The kernel
-  denies the workers everything from then on (`guard`), and `keeper` kills those that stay. The next start, which the
-  keeper sees to, adopts the daemons and sandboxes that are as they were written down, and removes everything else.
+  denies the workers everything from then on (`guard`), and `watchdog` kills those that stay. The next start, which the
+  watchdog sees to, adopts the daemons and sandboxes that are as they were written down, and removes everything else.
 - It starts side by side whatever does not need the other: what is back late is closed for as long.
 
 It is long because nothing else may know all parts: each operation here is a check and one call.
@@ -29,32 +29,33 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 import wire
-from runtimes import oci_shim, own_users, predecessor, shim_install
 from runtimes.adoption import Leavings, adopt_or_remove
 from runtimes.alarms import Alarms
-from runtimes.cgroups import Cgroups, Processor
 from runtimes.chains import Chains
+from runtimes.checks.doctor import StartRefused, diagnose, refusal, runtimes_known
+from runtimes.checks.watch import Watch
 from runtimes.daemons import ADOPTABLE, Daemons
-from runtimes.disk import Disks
-from runtimes.docker import Docker, DockerError, UnknownImage
-from runtimes.dockerd import Dockerd, DockerdError
-from runtimes.doctor import Refused, diagnose, refusal, runtimes_known
-from runtimes.drops import Drops
-from runtimes.finish import together
-from runtimes.guard import Guard, GuardError
-from runtimes.keeper import BEAT_SECONDS, READY_FD
-from runtimes.kept_files import KeptFiles
-from runtimes.kept_lines import ANCHORS_NAME
+from runtimes.engine import shim, user_namespace, wrappers
+from runtimes.engine.disk import Disks
+from runtimes.engine.docker import Docker, DockerError, UnknownImage
+from runtimes.engine.dockerd import Dockerd
 from runtimes.ledgers import Ledgers
-from runtimes.netns import NftError
-from runtimes.nft import GuardPlan
+from runtimes.net.drops import Drops
+from runtimes.net.guard import GuardError, NetGuard
+from runtimes.net.netns import NftError
+from runtimes.net.nft import GuardPlan
 from runtimes.operator import Operator
-from runtimes.records import Records
+from runtimes.process import predecessor
+from runtimes.process.bounded_log import ANCHORS_NAME
+from runtimes.process.cgroups import Cgroups, Processor
+from runtimes.process.cpu_weight import CpuWeight
+from runtimes.process.finish import together
+from runtimes.process.owned_files import OwnedFiles
+from runtimes.process.supervisor import NotReady
+from runtimes.process.watchdog import BEAT_SECONDS, READY_FD
+from runtimes.records import RecordStore
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import IMAGE_NAME, HostConfig, LaunchSpec
-from runtimes.supervisor import NotReady
-from runtimes.watch import Watch
-from runtimes.yielding import Yielding
 from wire.frames import close_all
 from wire.ids import SANDBOX_ID
 
@@ -116,10 +117,10 @@ class Host:
         self._run = Path(config.run_dir)
         upstream = Path(config.upstream_netns) if config.upstream_netns is not None else None
         self._cgroups = Cgroups(config.run_dir)
-        self._records = Records(self._run / "records")
+        self._records = RecordStore(self._run / "records")
         self._dockerd: Dockerd | None = None
         self._docker: Docker | None = None
-        self._guard = Guard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
+        self._guard = NetGuard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
         self._daemons = Daemons(config, self._reconnect, self._document_changed)
         self._operator = Operator(config, self._daemons)
         self._sandboxes: Sandboxes | None = None
@@ -128,7 +129,7 @@ class Host:
         self._watch: Watch | None = None
         self._watching = asyncio.Event()
         self._adopted = 0
-        self._yielding: Yielding | None = None
+        self._cpu_weight: CpuWeight | None = None
         self._wrappers: tuple[Path, ...] = ()
         self._server: asyncio.Task[None] | None = None
         self._lock = -1
@@ -154,7 +155,7 @@ class Host:
         """Start everything; at a first start the socket comes last but serve.
 
         Raises:
-            Refused, DockerdError, DockerError, GuardError, NftError, NotReady, OSError: it cannot run; call `stop`.
+            StartRefused, DockerError, GuardError, NftError, NotReady, OSError: it cannot run; call `stop`.
         """
         config, succeeds = self._config, self.succeeds
         if not succeeds:
@@ -163,10 +164,10 @@ class Host:
         try:
             self._lock = predecessor.lock(self._run)
         except BlockingIOError:
-            raise Refused(f"another server runs in {self._run}") from None
+            raise StartRefused(f"another server runs in {self._run}") from None
         self._daemons.listen()
         notes = self._run / "config"
-        spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended where it is started anew
+        spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended where its successor is started
         if ended := await asyncio.to_thread(predecessor.end_all, notes, spared, 0.0):
             _log.warning("ended what a predecessor left running: %s", ", ".join(ended))
         if succeeds:  # what runs is closed and the API is away: both come back side by side
@@ -203,8 +204,8 @@ class Host:
         self._chains = Chains(self._daemons, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.tell)
         self._sandboxes.gone = self._chains.wake
         self._chains.start()
-        self._yielding = Yielding(Processor(self._cgroups), self._sandboxes.computing)
-        self._yielding.start()
+        self._cpu_weight = CpuWeight(Processor(self._cgroups), self._sandboxes.computing)
+        self._cpu_weight.start()
         if watched:
             await self._import_images()
             await self._start_watch(self._sandboxes, docker)
@@ -217,9 +218,8 @@ class Host:
         Only one thing at a time: the reference slot and the checks would take the processors from those gates.
         """
         self._alarms.start()
-        files = KeptFiles(
-            (*self._wrappers, *map(Path, (oci_shim.__file__, own_users.__file__)), self._guard.rules_file)
-        )
+        programs = (Path(shim.__file__), Path(user_namespace.__file__))
+        files = OwnedFiles((*self._wrappers, *programs, self._guard.rules_file))
         drops = Drops(self._daemons)
         self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, drops, files)
         await self._watch.start(self._config.uids.workers)
@@ -235,26 +235,24 @@ class Host:
         try:
             await self._import_images()
             await refusal(self._config)
-        except (Refused, DockerError, OSError) as reason:
+        except (StartRefused, DockerError, OSError) as reason:
             if not adopted:
                 raise
             _log.error("this host lacks something: %s; run: sallyport doctor", reason)
 
     async def _start_docker(self) -> None:
         config = self._config
-        wrappers = shim_install.write_wrappers(
-            self._run / "runtimes", self._run / "plans", config.python, config.runc, config.runsc
-        )
-        self._wrappers = tuple(Path(entry["path"]) for entry in wrappers.values())
+        entries = wrappers.write_wrappers(self._run / "runtimes", self._run / "plans", config.python, config.programs)
+        self._wrappers = tuple(Path(entry["path"]) for entry in entries.values())
         if config.dockerd is not None:
             daemon_json = self._run / "config" / "daemon.json"
-            shim_install.write_daemon_json(daemon_json, wrappers)
+            wrappers.write_daemon_json(daemon_json, entries)
             self._dockerd = Dockerd(config.dockerd, config.docker_socket, daemon_json)
             await self._dockerd.start()
         self._docker = await asyncio.to_thread(Docker, config.docker_socket, self._cgroups.parent.name)
         known = await runtimes_known(config, self._docker)
         if not known.ok:
-            raise Refused(f"{known.detail}: {known.remedy}")
+            raise StartRefused(f"{known.detail}: {known.remedy}")
 
     async def _import_images(self) -> None:
         docker = self._connected()
@@ -281,8 +279,8 @@ class Host:
             (self._run / "hostd.sock").unlink(missing_ok=True)
         if self._watch is not None:
             await self._watch.stop()
-        if self._yielding is not None:
-            await self._yielding.stop()
+        if self._cpu_weight is not None:
+            await self._cpu_weight.stop()
         if self._sandboxes is not None:
             self._sandboxes.closing = True
             if remove:
@@ -351,12 +349,12 @@ class Host:
     async def _runtimes(self, parameters: wire.Message) -> dict[str, Any]:
         _exactly(parameters)
         known = await self._parts()[0].runtimes()
-        programs = {"runc": self._config.runc, "runsc": self._config.runsc}
+        programs = self._config.programs
         return {
             "runtimes": [
                 name
                 for name in self._config.runtimes
-                if shim_install.runtime_name(name) in known and os.access(programs[name], os.X_OK)
+                if wrappers.runtime_name(name) in known and os.access(programs[name], os.X_OK)
             ]
         }
 
@@ -433,12 +431,12 @@ def _sandbox(parameters: wire.Message) -> str:
 
 async def run(config: HostConfig) -> int:
     """Run until SIGINT or SIGTERM; return the exit status."""
-    keeper = _keeper()
+    watchdog = _watchdog()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the keeper has blocked them till now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # blocked by the watchdog until now
     try:
         host = Host(config)
     except (OSError, ValueError) as error:
@@ -455,12 +453,11 @@ async def run(config: HostConfig) -> int:
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         await starting
-        beating = None if keeper is None else asyncio.create_task(_beat(keeper), name="beat")
+        beating = None if watchdog is None else asyncio.create_task(_beat(watchdog), name="beat")
         await stopping
         del beating
     except (
-        Refused,
-        DockerdError,
+        StartRefused,
         DockerError,
         GuardError,
         NftError,
@@ -477,15 +474,15 @@ async def run(config: HostConfig) -> int:
     return 0
 
 
-async def _beat(keeper: BinaryIO) -> None:
-    """Tell the keeper that we are ready, and from then on that we live."""
+async def _beat(watchdog: BinaryIO) -> None:
+    """Tell the watchdog that we are ready, and from then on that we live."""
     while True:
-        keeper.write(b"1")  # into a pipe that never blocks
+        watchdog.write(b"1")  # into a pipe that never blocks
         await asyncio.sleep(BEAT_SECONDS)
 
 
-def _keeper() -> BinaryIO | None:
-    """Return where to tell the keeper, if there is one, that we are ready: from then on we are restarted."""
+def _watchdog() -> BinaryIO | None:
+    """Return where to tell the watchdog, if there is one, that we are ready: from then on we are restarted."""
     number = os.environ.pop(READY_FD, "")
     if not number.isdigit():
         return None

@@ -1,7 +1,7 @@
 """The pages that keep what each sandbox has used up while its workers come and go (`gateway.ledger` writes them).
 
-- A page is made once, at launch, and only opened for later workers: a page that is missing is not made anew, and
-  without one no worker is born.
+- A page is made once, at launch, and only opened for later workers: a page that is missing is not made again, and
+  without one no worker is spawned.
 - They are files, so that they outlive hostd, too; they are root's alone.
 """
 

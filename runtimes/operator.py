@@ -7,16 +7,22 @@
 """
 
 import asyncio
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import wire
 from runtimes.daemons import Daemons
-from runtimes.netplan import PLAN
+from runtimes.net.plan import PLAN
 from runtimes.spec import HostConfig, LaunchSpec
+from wire.api.compiler import Compile
+from wire.api.worker import Configuration
 
 type Policy = dict[str, Any]
 """A compiled policy, in its JSON form."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 MAX_ROOTS = 1024 * 1024
 COMPILE_SECONDS = 10.0
@@ -51,33 +57,35 @@ class Operator:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 await self._daemons.reachable("compiler")
             client = self._daemons.client("compiler")
-            answer = await client.call("compile", timeout=COMPILE_SECONDS, selection=selection)
+            answer = await client.ask(Compile(json.dumps(selection)), timeout=COMPILE_SECONDS)
+            policy = json.loads(answer.policy)
         except wire.FrameError:
             raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for the compiler") from None
         except wire.RemoteError as error:
             code = error.code if error.code in (wire.Code.INVALID, wire.Code.TOO_LARGE) else wire.Code.UNAVAILABLE
             raise wire.RequestError(code, error.message[:300]) from None
+        except (ValueError, RecursionError):
+            policy = None
         except OSError as error:  # ConnectionError and TimeoutError are OSErrors
             raise wire.RequestError(
                 wire.Code.UNAVAILABLE, f"no policy is compiled now: {type(error).__name__}"
             ) from None
-        policy = answer.get("policy")
-        if answer.keys() != {"policy"} or not isinstance(policy, dict):
+        if not isinstance(policy, dict):
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the compiler's answer is no policy")
         return policy
 
-    def configuration(self, policy: Policy) -> dict[str, Any]:
-        """Return a worker's configuration with a compiled policy; whose it is, is the worker's handle to say."""
+    def configuration(self, policy: Policy) -> Configuration:
+        """Return a worker's configuration with a compiled policy."""
         config = self._config
-        return {
-            "policy": policy,
-            "upstream_roots": self._roots,
-            "dns_upstreams": config.dns_upstreams,
-            "allowed_addresses": config.allowed_addresses,
-            "host_addresses": config.host_addresses,
-            "inside": str(PLAN.inside),
-            "limits": config.gateway_limits,
-        }
+        return Configuration(
+            policy=json.dumps(policy),
+            upstream_roots=self._roots,
+            dns_upstreams=tuple(config.dns_upstreams),
+            inside=str(PLAN.inside),
+            allowed_addresses=tuple(config.allowed_addresses),
+            host_addresses={name: tuple(addresses) for name, addresses in config.host_addresses.items()},
+            limits=config.gateway_limits,
+        )
 
     def ca_bundle(self, root: str) -> str:
         """Return what the programs in a sandbox trust: the operator's roots, and the sandbox's own."""
@@ -100,3 +108,9 @@ class Operator:
                 raise wire.RequestError(wire.Code.INVALID, f"{name}: {asked} is more than the {most} of this host")
         if others >= maxima.sandboxes:
             raise wire.RequestError(wire.Code.FULL, f"there are {maxima.sandboxes} sandboxes already")
+
+
+def policy_digest(policy: Policy) -> str:
+    """Return the digest that a compiled policy names, empty if it names none."""
+    digest = policy.get("digest")
+    return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else ""

@@ -1,6 +1,6 @@
 """What is written down of each sandbox, so that a hostd that was killed leaves enough to adopt it, or to remove it.
 
-- One file per sandbox in a directory of root's alone; replaced as a whole, before the step that it tells of.
+- One file per sandbox in a directory of root's alone; replaced as a whole, before the step that it describes.
 - It holds no secret: a policy, names and numbers.
 - A file that is not exactly a record counts as none: what it was about is then removed, not adopted.
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 type Phase = Literal["launching", "running", "removing"]
 
 
-class Record(BaseModel):
+class SandboxRecord(BaseModel):
     """One sandbox. Only one in phase `running` may be adopted; the others were half made or half removed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
@@ -40,13 +40,13 @@ class Record(BaseModel):
     compiled: dict[str, Any]
 
 
-class Records:
+class RecordStore:
     """All records of one hostd."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write(self, record: Record) -> None:
+    def write(self, record: SandboxRecord) -> None:
         """Write a record in place of the sandbox's former one.
 
         Raises:
@@ -62,12 +62,12 @@ class Records:
         for suffix in ("json", "new"):
             (self._directory / f"{sandbox}.{suffix}").unlink(missing_ok=True)
 
-    def read_all(self) -> tuple[Record, ...]:
+    def read_all(self) -> tuple[SandboxRecord, ...]:
         """Return every record; what is none is reported and left out."""
         found = []
         for path in sorted(self._directory.glob("*.json")):
             try:
-                record = Record.model_validate_json(path.read_bytes())
+                record = SandboxRecord.model_validate_json(path.read_bytes())
             except (ValidationError, OSError):
                 _log.error("%s is no record of a sandbox", path.name)
                 continue

@@ -1,4 +1,4 @@
-"""One sandbox as hostd knows it: its parts, what is written down of it, and what is told of it.
+"""One sandbox as hostd knows it: its parts, its record, and its description in answers.
 
 It changes nothing; `sandboxes` does.
 """
@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import wire
-from runtimes import netns, slots
-from runtimes.disk import DiskError
-from runtimes.docker import Docker, DockerError, UnknownImage, UnusableImage
-from runtimes.records import Phase, Record
+from runtimes.engine.disk import DiskError
+from runtimes.engine.docker import Docker, DockerError, UnknownImage, UnusableImage
+from runtimes.net import netns, slots
+from runtimes.records import Phase, SandboxRecord
 from runtimes.spec import Runtime
-from runtimes.workers import Worker
+from runtimes.workers import WorkerProcess
 from wire.api.states import HostState
 
 
 @dataclass(slots=True)
-class Sandbox:
+class HostSandbox:
     """What exists of one sandbox. Parts are None until made and after they are gone."""
 
     id: str
@@ -30,7 +30,7 @@ class Sandbox:
     slot: slots.Slot | None = None
     slot_index: int | None = None
     ingress: socket.socket | None = None
-    worker: Worker | None = None
+    worker: WorkerProcess | None = None
     watch: asyncio.Task[None] | None = None
     selection: dict[str, Any] = field(default_factory=dict)
     """What `compiled` was compiled from."""
@@ -43,15 +43,15 @@ class Sandbox:
     restarts: int = 0
     running: bool = False
     leaving: bool = False
-    unended: list[Worker] = field(default_factory=list)
+    unended: list[WorkerProcess] = field(default_factory=list)
     """Former workers that could not be cleared away when they were replaced."""
     alarm: str = ""
     """Why it was cut off, if it was; nothing of it is left then but this entry."""
 
-    def record(self, worker_base: int) -> Record:
+    def record(self, worker_base: int) -> SandboxRecord:
         """Return what is written down of it now."""
         slot, index = self.slot, self.slot_index
-        return Record(
+        return SandboxRecord(
             sandbox=self.id,
             runtime=self.runtime,
             phase=self.phase,
@@ -67,8 +67,8 @@ class Sandbox:
         )
 
 
-async def describe(sandbox: Sandbox, docker: Docker, running: Container[str] = ()) -> dict[str, Any]:
-    """Return the state of a sandbox, as `list` and `inspect` tell it; Docker is not asked of `running` containers."""
+async def describe(sandbox: HostSandbox, docker: Docker, running: Container[str] = ()) -> dict[str, Any]:
+    """Return the state of a sandbox, as `list` and `inspect` report it; Docker is not asked of `running` containers."""
     state, reason, exit_code, oom = HostState.CREATING, "", None, False
     if sandbox.alarm:
         state, reason = HostState.ALARM, sandbox.alarm
@@ -125,7 +125,7 @@ _CODES: tuple[tuple[type[BaseException], wire.Code, Callable[[BaseException], st
 
 
 def told(error: BaseException) -> BaseException:
-    """Return what the caller of `launch` is told."""
+    """Return the error that the caller of `launch` gets."""
     for kind, code, text in _CODES:
         if isinstance(error, kind):
             return wire.RequestError(code, text(error)[:500])

@@ -6,7 +6,7 @@
   namespace without a way out, until the next generation has the same configuration.
 - Each step is written down before it is taken (`records`), so that after our own death there is enough to adopt a
   sandbox that runs, or to remove one that was half made. What is adopted, and what is not, is `adoption`'s to say.
-- A generation is written down before a worker is born with it: no number is ever used twice.
+- A generation is written down before a worker is spawned with it: no number is ever used twice.
 - One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time. A launch or a removal
   that has begun comes to its end, whether or not anybody still waits for it.
 - Removal kills the worker first, so traffic ends, whichever task holds the lock and whatever else fails. It is judged
@@ -32,24 +32,25 @@ from pathlib import Path
 from typing import Any
 
 import wire
-from runtimes import containers, netns, slots
-from runtimes.cgroups import Cgroups, Limits, remove_container_groups
-from runtimes.containers import plan_container, write_files
 from runtimes.daemons import Daemons
-from runtimes.disk import Disks
-from runtimes.docker import ContainerPlan, Docker, DockerError, Layout, Mount
-from runtimes.finish import Endings, both, finished, taken
-from runtimes.guard import Guard
+from runtimes.engine import containers
+from runtimes.engine.containers import plan_container, write_files
+from runtimes.engine.disk import Disks
+from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, Mount
+from runtimes.engine.plans import Plans
 from runtimes.ledgers import Ledgers
-from runtimes.liveness import within
-from runtimes.operator import Operator, Policy
-from runtimes.plans import Plans
-from runtimes.records import Record, Records
-from runtimes.sandbox import Sandbox, describe, told
-from runtimes.slot_pool import SlotPool
+from runtimes.net import netns, slots
+from runtimes.net.guard import NetGuard
+from runtimes.net.slot_pool import SlotPool
+from runtimes.operator import Operator, Policy, policy_digest
+from runtimes.process.cgroups import Cgroups, GroupLimits, remove_container_groups
+from runtimes.process.cpu_weight import Computing
+from runtimes.process.finish import Endings, both, finished, taken
+from runtimes.process.liveness import within
+from runtimes.records import RecordStore, SandboxRecord
+from runtimes.sandbox import HostSandbox, describe, told
 from runtimes.spec import HostConfig, LaunchSpec, sandbox_users
-from runtimes.workers import Identity, NotAttached, Worker, birth, policy_digest
-from runtimes.yielding import Computing
+from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
 _CALM_SECONDS = 10.0
@@ -72,9 +73,9 @@ class Sandboxes:
         operator: Operator,
         docker: Docker,
         daemons: Daemons,
-        guard: Guard,
+        guard: NetGuard,
         cgroups: Cgroups,
-        records: Records,
+        records: RecordStore,
     ) -> None:
         self._config = config
         self._operator = operator
@@ -84,10 +85,10 @@ class Sandboxes:
         self._guard = guard
         self._cgroups = cgroups
         self._records = records
-        self._limits = Limits()
+        self._limits = GroupLimits()
         self._disks = Disks(Path(config.state_dir) / "hostd" / "disks")
         self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
-        self._known: dict[str, Sandbox] = {}
+        self._known: dict[str, HostSandbox] = {}
         self._launching = asyncio.Semaphore(config.launch_concurrency)
         self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
@@ -116,11 +117,11 @@ class Sandboxes:
         if spec.sandbox in self._known:
             raise wire.RequestError(wire.Code.EXISTS, "there is a sandbox of this id")
         self._operator.judge(spec, len(self._known))
-        sandbox = Sandbox(spec.sandbox, 1, spec.runtime)
+        sandbox = HostSandbox(spec.sandbox, 1, spec.runtime)
         self._known[spec.sandbox] = sandbox
         return await self._endings.whole(self._make(sandbox, spec))
 
-    async def _make(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
+    async def _make(self, sandbox: HostSandbox, spec: LaunchSpec) -> dict[str, Any]:
         async with sandbox.lock:
             try:
                 async with self._launching:
@@ -133,13 +134,13 @@ class Sandboxes:
                     _log.error("launch of %s left: %s", spec.sandbox, "; ".join(residue))
                 raise told(error) from error
 
-    def adopt(self, record: Record, slot: slots.Slot) -> None:
-        """Take over a sandbox that runs; its worker is born as soon as it can be, with what was in force.
+    def adopt(self, record: SandboxRecord, slot: slots.Slot) -> None:
+        """Take over a sandbox that runs; its worker is spawned as soon as possible, with the policy that was in force.
 
         Raises:
             OSError: its ingress cannot be made; nothing was taken over.
         """
-        sandbox = Sandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
+        sandbox = HostSandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
         sandbox.selection, sandbox.compiled, sandbox.policy = record.selection, record.compiled, record.policy
         sandbox.ingress = self._listen(record.sandbox)
@@ -155,10 +156,10 @@ class Sandboxes:
                 while any(sandbox.running and sandbox.worker is None for sandbox in self._known.values()):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
 
-    def _write_down(self, sandbox: Sandbox) -> None:
+    def _write_down(self, sandbox: HostSandbox) -> None:
         self._records.write(sandbox.record(self._config.uids.worker_base))
 
-    async def _launch(self, sandbox: Sandbox, spec: LaunchSpec) -> dict[str, Any]:
+    async def _launch(self, sandbox: HostSandbox, spec: LaunchSpec) -> dict[str, Any]:
         began = time.monotonic()
         sandbox.selection, sandbox.compiled = spec.selection, await self._operator.compile(spec.selection)
         self._write_down(sandbox)
@@ -183,7 +184,7 @@ class Sandboxes:
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         return {"started_at": started, "timing": timing, "policy": sandbox.policy}
 
-    async def _gate(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, float]:
+    async def _gate(self, sandbox: HostSandbox, spec: LaunchSpec) -> tuple[float, float]:
         """Take a slot, and then a worker for it that has confirmed its configuration; return when each was there."""
         sandbox.slot = await self.slots.take()
         sandbox.slot_index = sandbox.slot.index
@@ -192,10 +193,10 @@ class Sandboxes:
         self._write_down(sandbox)
         self._ledgers.create(spec.sandbox)
         await self._daemons.available(_PATIENCE_SECONDS)  # one that died is usually back in less
-        sandbox.worker = await self._birth(sandbox)
+        sandbox.worker = await self._spawn(sandbox)
         return slotted, time.monotonic()
 
-    async def _create(self, sandbox: Sandbox, spec: LaunchSpec) -> tuple[float, int | None, tuple[Mount, ...]]:
+    async def _create(self, sandbox: HostSandbox, spec: LaunchSpec) -> tuple[float, int | None, tuple[Mount, ...]]:
         """Create the container, which cannot start yet; return when it was there, its room on disk, and its mounts."""
         image = await self._docker.image(spec.image)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
@@ -204,7 +205,7 @@ class Sandboxes:
         room = await self._attach_disk(spec, layout.layer)
         return time.monotonic(), room, layout.mounts
 
-    async def _contain(self, sandbox: Sandbox, plan: ContainerPlan) -> Layout:
+    async def _contain(self, sandbox: HostSandbox, plan: ContainerPlan) -> Layout:
         sandbox.container = await self._docker.create(plan)
         self._write_down(sandbox)
         await self._docker.judge_users(sandbox.container, plan.image)
@@ -216,11 +217,11 @@ class Sandboxes:
         listener.listen(128)
         return listener
 
-    async def _birth(self, sandbox: Sandbox) -> Worker:
+    async def _spawn(self, sandbox: HostSandbox) -> WorkerProcess:
         """Return a worker that has confirmed its configuration; one that has not is ended again."""
         if sandbox.slot is None or sandbox.ingress is None or sandbox.slot_index is None:
             raise RuntimeError("no slot")
-        identity = Identity(
+        identity = WorkerIdentity(
             sandbox=sandbox.id,
             generation=sandbox.generation,
             uid=self._config.uids.worker_base + sandbox.slot_index,
@@ -228,7 +229,7 @@ class Sandboxes:
         )
         ledger, guard = self._ledgers.open(sandbox.id), self._guard.lives
         try:
-            worker = await birth(
+            worker = await spawn_worker(
                 identity,
                 sandbox.ingress,
                 ledger,
@@ -241,7 +242,8 @@ class Sandboxes:
         finally:
             os.close(ledger)
         try:
-            sandbox.policy = await worker.configure(self._operator.configuration(sandbox.compiled))
+            configuration = self._operator.configuration(sandbox.compiled)
+            sandbox.policy = await worker.configure(configuration, policy_digest(sandbox.compiled))
             while guard != self._guard.lives:  # `guard_changed` tells those that are there already
                 guard = self._guard.lives
                 await worker.guarded(self._guard.pidfd)
@@ -262,7 +264,7 @@ class Sandboxes:
             raise DockerError("the storage driver is not overlay2: what a sandbox writes cannot be bounded")
         return await asyncio.to_thread(self._disks.attach, spec.sandbox, layer)
 
-    def _plan(self, sandbox: Sandbox, spec: LaunchSpec, room: int | None, mounts: tuple[Mount, ...]) -> None:
+    def _plan(self, sandbox: HostSandbox, spec: LaunchSpec, room: int | None, mounts: tuple[Mount, ...]) -> None:
         """Write the launch plan: only now can the container start, and only once."""
         if sandbox.slot is None or sandbox.container is None:
             raise RuntimeError("no slot")
@@ -279,7 +281,7 @@ class Sandboxes:
         }
         self.plans.write(sandbox.container, plan)
 
-    async def _watch(self, sandbox: Sandbox) -> None:
+    async def _watch(self, sandbox: HostSandbox) -> None:
         """Give a sandbox a new worker whenever its worker has ended."""
         attempt = 0
         while True:
@@ -294,7 +296,7 @@ class Sandboxes:
                 await self._respawn(sandbox, attempt)
                 attempt += 1
 
-    async def _respawn(self, sandbox: Sandbox, attempt: int) -> None:
+    async def _respawn(self, sandbox: HostSandbox, attempt: int) -> None:
         old, sandbox.worker = sandbox.worker, None
         if old is not None:
             if left := await taken("gateway worker", finished(old.end())):
@@ -309,7 +311,7 @@ class Sandboxes:
         sandbox.restarts += 1
         try:
             self._write_down(sandbox)
-            sandbox.worker = await self._birth(sandbox)
+            sandbox.worker = await self._spawn(sandbox)
         except Exception as error:  # noqa: BLE001 - closes: it stays without a worker, and the next attempt comes
             _log.warning("no new worker for %s: %s", sandbox.id, type(error).__name__)
 
@@ -323,13 +325,13 @@ class Sandboxes:
         self._reconnecting.add(task)
         task.add_done_callback(self._reconnecting.discard)
 
-    def _channel_ended(self, sandbox: Sandbox, daemon: str) -> None:
+    def _channel_ended(self, sandbox: HostSandbox, daemon: str) -> None:
         """Give a worker that asks for it a new channel, one at a time; while the daemon is away all workers wait."""
         if sandbox.worker is not None and (sandbox.id, daemon) not in self._asked and self._daemons.connected(daemon):
             self._asked.add((sandbox.id, daemon))
             self._begin(self._renew_channel(sandbox, daemon, sandbox.worker.reconnects), f"channel-{sandbox.id}")
 
-    async def _renew_channel(self, sandbox: Sandbox, daemon: str, reconnects: int) -> None:
+    async def _renew_channel(self, sandbox: HostSandbox, daemon: str, reconnects: int) -> None:
         try:
             _log.warning("worker of %s has lost its channel to %s", sandbox.id, daemon)
             await self._reconnect(sandbox, daemon, reconnects)
@@ -337,8 +339,8 @@ class Sandboxes:
         finally:
             self._asked.discard((sandbox.id, daemon))
 
-    async def _reconnect(self, sandbox: Sandbox, daemon: str, reconnects: int | None = None) -> None:
-        # Under the lock: a worker that is being born may still have been attached to the former process.
+    async def _reconnect(self, sandbox: HostSandbox, daemon: str, reconnects: int | None = None) -> None:
+        # Under the lock: a worker that is being spawned may still have been attached to the former process.
         async with sandbox.lock:
             if (worker := sandbox.worker) is None or reconnects not in (None, worker.reconnects):
                 return  # it was given one meanwhile
@@ -348,7 +350,7 @@ class Sandboxes:
                 _log.warning("%s took no channel of %s: %s", daemon, sandbox.id, error)
             except (OSError, wire.RemoteError) as error:  # ConnectionError and TimeoutError are OSErrors
                 _log.warning("worker of %s has no channel to %s: %s", sandbox.id, daemon, type(error).__name__)
-                worker.kill()  # it is born again
+                worker.kill()  # another one is spawned
 
     async def guard_changed(self, pidfd: int) -> None:
         """Tell all workers of the new guard, side by side: one that does not read holds up no other."""
@@ -358,16 +360,17 @@ class Sandboxes:
     async def configure(self, name: str, selection: dict[str, Any], *, decided: bool = False) -> str:
         """Give a sandbox's worker another policy and return its digest; the old one stays when it is refused.
 
-        It is written down once the worker has confirmed it: whoever dies, afterwards one of the two is in force.
+        It is written down once the worker has confirmed it. Whichever process dies, one of the two policies is in
+        force afterwards.
 
         Args:
-            decided: it replaces what a worker would be born with at once, whether or not the present worker confirms
+            decided: it replaces what a new worker would get at once, whether or not the present worker confirms
                 it. A sandbox without a worker gets none with the former policy.
         """
         sandbox = self._get(name)
         while True:
             document, policy = self._documents, await self._operator.compile(selection)
-            if decided:  # before the lock: it may be held for the birth of a worker
+            if decided:  # before the lock: it may be held while a worker is spawned
                 sandbox.selection, sandbox.compiled = selection, policy
             async with self._turn(sandbox, decided=decided):
                 if self._get(name) is not sandbox:  # removed meanwhile, and made again
@@ -391,7 +394,7 @@ class Sandboxes:
                 if isinstance(outcome, Exception):
                     _log.error("a sandbox is not under the changed document: %s", type(outcome).__name__)
 
-    async def _recompile(self, sandbox: Sandbox) -> None:
+    async def _recompile(self, sandbox: HostSandbox) -> None:
         """Put in force what a sandbox was given, under the document of now; what cannot be compiled closes it."""
         async with self._turn(sandbox, decided=True):
             if not sandbox.running:
@@ -409,7 +412,9 @@ class Sandboxes:
             except wire.RequestError as error:
                 _log.warning("%s is not under the changed document yet: %s", sandbox.id, error.code)
 
-    async def _put_in_force(self, sandbox: Sandbox, selection: dict[str, Any], policy: Policy, *, decided: bool) -> str:
+    async def _put_in_force(
+        self, sandbox: HostSandbox, selection: dict[str, Any], policy: Policy, *, decided: bool
+    ) -> str:
         """Have the worker confirm a policy, and write it down; the caller holds the lock."""
         if decided:
             self._keep(sandbox, selection, policy)
@@ -417,7 +422,9 @@ class Sandboxes:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox has no gateway worker now")
         try:
             digest = await sandbox.worker.configure(
-                self._operator.configuration(policy), _DECIDED_SECONDS if decided else _CONFIRM_SECONDS
+                self._operator.configuration(policy),
+                policy_digest(policy),
+                _DECIDED_SECONDS if decided else _CONFIRM_SECONDS,
             )
         except wire.FrameError:
             if decided:
@@ -425,7 +432,7 @@ class Sandboxes:
             raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for a gateway") from None
         except wire.RemoteError as error:
             # With "internal" it does not say how far it came; and what it has must not stay if that is over.
-            unchanged = sandbox.policy == policy_digest({"policy": policy}) != ""
+            unchanged = sandbox.policy == policy_digest(policy) != ""
             if error.code == wire.Code.INTERNAL or (decided and not unchanged):
                 sandbox.worker.kill()
             code = error.code if error.code in _REFUSALS else wire.Code.GATEWAY
@@ -445,7 +452,7 @@ class Sandboxes:
         return digest
 
     @contextlib.asynccontextmanager
-    async def _turn(self, sandbox: Sandbox, *, decided: bool) -> AsyncIterator[None]:
+    async def _turn(self, sandbox: HostSandbox, *, decided: bool) -> AsyncIterator[None]:
         """Hold the lock. What was decided does not wait behind a worker that holds others up: that one is killed."""
         if decided and (worker := sandbox.worker) is not None:
             try:
@@ -460,7 +467,7 @@ class Sandboxes:
         finally:
             sandbox.lock.release()
 
-    def _keep(self, sandbox: Sandbox, selection: dict[str, Any], policy: Policy) -> None:
+    def _keep(self, sandbox: HostSandbox, selection: dict[str, Any], policy: Policy) -> None:
         """Have the next worker begin with a policy; one that cannot be written down is lost with hostd."""
         sandbox.selection, sandbox.compiled = selection, policy
         try:
@@ -468,7 +475,7 @@ class Sandboxes:
         except OSError as error:
             _log.error("the configuration of %s is not written down: %s", sandbox.id, error.strerror)
 
-    def _get(self, name: str) -> Sandbox:
+    def _get(self, name: str) -> HostSandbox:
         if (sandbox := self._known.get(name)) is None:
             raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, "there is no such sandbox")
         return sandbox
@@ -477,14 +484,14 @@ class Sandboxes:
         """Remove a sandbox; return what is left of it. One that is not known may still have a container."""
         sandbox = self._known.get(name)
         if sandbox is None:
-            sandbox = Sandbox(name, 1, self._config.runtimes[0])
+            sandbox = HostSandbox(name, 1, self._config.runtimes[0])
         sandbox.running, sandbox.leaving = False, True
         if sandbox.watch is not None:
-            sandbox.watch.cancel()  # a birth that is under way is given up, not waited for
+            sandbox.watch.cancel()  # a spawn that is under way is cancelled, not awaited
         _kill(sandbox)
         return await self._endings.whole(self._leave(sandbox))
 
-    async def _leave(self, sandbox: Sandbox) -> tuple[str, ...]:
+    async def _leave(self, sandbox: HostSandbox) -> tuple[str, ...]:
         async with sandbox.lock:
             return await self._unmake(sandbox)
 
@@ -545,7 +552,7 @@ class Sandboxes:
             if sandbox.worker is not None:
                 await sandbox.worker.end()
 
-    async def _unmake(self, sandbox: Sandbox, *, forget: bool = True) -> tuple[str, ...]:
+    async def _unmake(self, sandbox: HostSandbox, *, forget: bool = True) -> tuple[str, ...]:
         """Take everything back, in whatever state it is; the caller holds the lock."""
         _kill(sandbox)
         sandbox.running = False
@@ -583,7 +590,7 @@ class Sandboxes:
                 self.gone()
         return tuple(residue)
 
-    async def _remove_container(self, sandbox: Sandbox) -> list[str]:
+    async def _remove_container(self, sandbox: HostSandbox) -> list[str]:
         """Remove the container, and what Docker forgets: after its own death, or when a start has failed.
 
         Without Docker its processes are ended all the same; the container itself is left for the next attempt.
@@ -604,7 +611,7 @@ class Sandboxes:
         left += await asyncio.to_thread(self._disks.detach, sandbox.id)
         return left
 
-    def _remove_files(self, sandbox: Sandbox) -> list[str]:
+    def _remove_files(self, sandbox: HostSandbox) -> list[str]:
         paths = [self._run / "ingress" / f"{sandbox.id}.sock", self._run / "sandboxes" / sandbox.id]
         paths[0].unlink(missing_ok=True)
         shutil.rmtree(paths[1], ignore_errors=True)
@@ -632,7 +639,7 @@ class Sandboxes:
         return described
 
 
-def _kill(sandbox: Sandbox) -> None:
+def _kill(sandbox: HostSandbox) -> None:
     """Kill the workers of a sandbox, which ends its traffic; this waits for nothing."""
     for worker in (*sandbox.unended, *([] if sandbox.worker is None else [sandbox.worker])):
         worker.kill()

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from runtimes.disk import SMALLEST
-from runtimes.own_users import RANGE
+from runtimes.engine.disk import SMALLEST
+from runtimes.engine.profile import ISOLATED, PROFILES
+from runtimes.engine.user_namespace import RANGE
 from wire.endpoints import parse_endpoint
 from wire.ids import SANDBOX_ID
 
@@ -44,7 +45,7 @@ class LaunchSpec(_Strict):
 
     `selection` says which policy it has, and is read by the compiler alone. `ca_root` is what its programs trust beside
     the operator's roots: no worker does. `isolation` lets execd mount inside the sandbox, for isolated sessions: on
-    runsc only, whose kernel is its own.
+    a runtime only whose kernel is the sandbox's own.
     """
 
     sandbox: SandboxId
@@ -81,8 +82,8 @@ class LaunchSpec(_Strict):
 
     @model_validator(mode="after")
     def _isolated(self) -> "LaunchSpec":
-        if self.isolation and self.runtime != "runsc":
-            raise ValueError("isolated sessions need runsc")
+        if self.isolation and not PROFILES[self.runtime].isolation:
+            raise ValueError(f"isolated sessions need {ISOLATED}")
         return self
 
 
@@ -221,6 +222,11 @@ class HostConfig(_Strict):
     runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)
     disk_limits: bool = True
     memory: DaemonMemory = DaemonMemory()
+
+    @property
+    def programs(self) -> dict[Runtime, str]:
+        """The real program of each runtime."""
+        return {"runc": self.runc, "runsc": self.runsc}
 
     @model_validator(mode="after")
     def _check(self) -> "HostConfig":

@@ -1,14 +1,14 @@
-"""One gateway worker: born with its channels, configured before anybody is let in, watched by a pidfd.
+"""One gateway worker: spawned with its channels, configured before it lets a flow in, watched by a pidfd.
 
 - The order is fixed: audit and vault channels and cgroup, fork, configuration. A step that fails ends the child.
-- When auditd or vaultd is a new process, it gets a new channel and lives on; what it had to tell is told then. A daemon
-  that ends before it has the channel costs no worker: the worker refuses what needs the daemon, and asks again.
+- When auditd or vaultd is a new process, it gets a new channel and lives on; it sends what it had to record then. A
+  daemon that ends before it has the channel costs no worker: the worker refuses what needs the daemon, and asks again.
 - Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
 - Its standard error is a pipe of its own, logged within bounds under the sandbox's id.
 - A worker is ended through its pidfd: a number that was used again is never hit.
 - It may ask for a new channel when one has ended, and for nothing else.
 - What it answers is believed nowhere: it confirms exactly what it was given, or counts as one that does not.
-- A worker that hangs counts as ended. What tells so is its progress (answers to `ping`, changes of its ledger) and what
+- A worker that hangs counts as ended. The evidence is its progress (answers to `ping`, changes of its ledger) and what
   it does with the processor (`liveness`), never how long an answer takes.
 """
 
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import select
 import signal
 import socket
@@ -24,36 +23,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import wire
-from runtimes import liveness
-from runtimes.adopted import readable
-from runtimes.cgroups import Cgroups, Limits
 from runtimes.daemons import Daemons
-from runtimes.finish import both, finished, together
-from runtimes.guard import Guard
-from runtimes.liveness import within
-from runtimes.output import WORKER, Output, pipe
-from wire.api import auditd, vaultd
+from runtimes.net.guard import NetGuard
+from runtimes.process import liveness
+from runtimes.process.adopted import readable
+from runtimes.process.cgroups import Cgroups, GroupLimits
+from runtimes.process.finish import both, finished, together
+from runtimes.process.liveness import within
+from runtimes.process.output import WORKER, Output, pipe
+from wire.api import auditd, vaultd, worker
 from wire.api.zygote import Fork
+from wire.frames import close_all
+from wire.serving import handler
 
-_BIRTH_SECONDS = 20.0
+_SPAWN_SECONDS = 20.0
 _CONFIGURE_SECONDS = 20.0
 _END_SECONDS = 5.0
 _PAGE = 4096
 _RECONNECT_SECONDS = 5.0
-_CHANNELS = {"auditd": "audit", "vaultd": "vault"}
-"""What a worker calls its channel to a daemon."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHANNELS = {"auditd": worker.ChannelName.AUDIT, "vaultd": worker.ChannelName.VAULT}
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Who a worker works for, and where."""
+class WorkerIdentity:
+    """The sandbox of a worker, and where the worker runs."""
 
     sandbox: str
     generation: int
@@ -70,12 +67,12 @@ class NotAttached(Exception):
     """A daemon ended or did not answer while a worker's channel was handed to it; the worker is as it was."""
 
 
-class Worker:
-    """A running worker. Make one with `birth`."""
+class WorkerProcess:
+    """A running worker. Make one with `spawn_worker`."""
 
     def __init__(
         self,
-        identity: Identity,
+        identity: WorkerIdentity,
         pid: int,
         control: wire.Client,
         daemons: Daemons,
@@ -99,20 +96,22 @@ class Worker:
     def _page(self) -> bytes:
         return os.pread(self._ledger, _PAGE, 0)
 
-    async def configure(self, gateway: dict[str, Any], seconds: float = _CONFIGURE_SECONDS) -> str:
+    async def configure(
+        self, configuration: worker.Configuration, digest: str, seconds: float = _CONFIGURE_SECONDS
+    ) -> str:
         """Give it a configuration and wait for its word; return the digest of the policy that is in force now.
 
         Args:
+            digest: of the configuration's policy, which it has to confirm.
             seconds: what it gets for it, of its own time (`liveness.within`).
 
         Raises:
             wire.RemoteError: it refused; what it had stays in force.
             ConnectionError, TimeoutError: it is gone or stuck, or confirms something else.
         """
-        identity, digest = self.identity, policy_digest(gateway)
-        complete = gateway | {"sandbox": identity.sandbox, "generation": identity.generation}
-        answer = await within(self.pid, seconds, self.control.call("configure", timeout=None, gateway=complete))
-        if answer != {"digest": digest}:
+        request = worker.Configure(self.identity.sandbox, self.identity.generation, configuration)
+        answer = await within(self.pid, seconds, self.control.ask(request, timeout=None))
+        if answer.digest != digest:
             raise ConnectionError("the worker confirmed something else")
         return digest
 
@@ -129,20 +128,20 @@ class Worker:
                 await attach(self._daemons, daemon, there, self.identity)
             except OSError as error:  # ConnectionError and TimeoutError are OSErrors
                 raise NotAttached(type(error).__name__) from error
-            given = self.control.call(_CHANNELS[daemon], fds=[here.fileno()], timeout=None)
+            given = self.control.ask(worker.Rebind(_CHANNELS[daemon]), fds=[here.fileno()], timeout=None)
             await within(self.pid, _RECONNECT_SECONDS, given)
             self.reconnects += 1
 
     async def guarded(self, pidfd: int) -> None:
-        """Tell it of a new guard; one that does not take it is killed."""
+        """Give it the pidfd of a new guard. A worker that does not take it is killed."""
         try:
-            await within(self.pid, _RECONNECT_SECONDS, self.control.notify("guard", fds=[pidfd]))
+            await within(self.pid, _RECONNECT_SECONDS, self.control.tell(worker.Guarded(), fds=[pidfd]))
         except (ConnectionError, TimeoutError):
             self.kill()
 
     async def ended(self) -> None:
         """Wait until it has ended, or hangs."""
-        hangs = await liveness.ended(self.pid, self.control, self._page)
+        hangs = await liveness.ended(self.pid, self.control, worker.Beat(), self._page)
         if hangs is not None:
             _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
 
@@ -172,7 +171,7 @@ class Worker:
         return await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup)
 
 
-async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Identity) -> None:
+async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: WorkerIdentity) -> None:
     """Hand `end` to auditd or vaultd as the channel of the worker that is `identity`.
 
     Raises:
@@ -185,19 +184,19 @@ async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Id
     await daemons.attach(daemon, end, requests[daemon])
 
 
-async def birth(
-    identity: Identity,
+async def spawn_worker(
+    identity: WorkerIdentity,
     ingress: socket.socket,
     ledger: int,
     daemons: Daemons,
-    guard: Guard,
+    guard: NetGuard,
     cgroups: Cgroups,
-    limits: Limits,
+    limits: GroupLimits,
     ended: Callable[[str], None],
-) -> Worker:
+) -> WorkerProcess:
     """Make a worker that refuses everything until it is configured; `ledger` stays the caller's.
 
-    `ended` is told the name of the daemon to which the worker says it has no channel any more.
+    `ended` gets the name of the daemon to which the worker has no channel any more, as the worker reports.
 
     Raises:
         ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
@@ -214,7 +213,8 @@ async def birth(
         stack.callback(os.close, errors)
         output = Output(identity.sandbox, reading, WORKER)
         # Made before there is a worker: it can pass no descriptors to us.
-        control = wire.Client(control_here.dup(), partial(_asked, ended), takes=wire.NARROW)
+        asked = handler(worker.ASKED, partial(_asked, ended))
+        control = wire.Client(control_here.dup(), asked, takes=wire.NARROW)
         try:
             group, _ = await both(
                 asyncio.to_thread(cgroups.create, identity.cgroup, limits),
@@ -227,10 +227,10 @@ async def birth(
             )
             given = (control_there, audit_here, vault_here, netns_fd, guard.pidfd, ingress, ledger, errors)
             fds = [one.fileno() if isinstance(one, socket.socket) else one for one in given]
-            forked = await zygote.ask(fork, fds=fds, timeout=_BIRTH_SECONDS)
+            forked = await zygote.ask(fork, fds=fds, timeout=_SPAWN_SECONDS)
             control.start()
             pid = _child(forked.pid, parent)
-            return Worker(identity, pid, control, daemons, cgroups, ledger, output)
+            return WorkerProcess(identity, pid, control, daemons, cgroups, ledger, output)
         except BaseException:
             output.close()
             await control.close()
@@ -239,21 +239,11 @@ async def birth(
 
 
 async def _asked(
-    ended: Callable[[str], None], _control: wire.Client, op: str, parameters: wire.Message, _fds: list[int]
+    ended: Callable[[str], None], _control: wire.Client, request: worker.RequestChannel, fds: list[int]
 ) -> None:
     """Answer a worker."""
-    daemons = {channel: daemon for daemon, channel in _CHANNELS.items()}
-    name = parameters.get("name")
-    if op != "channel" or not isinstance(name, str) or name not in daemons:
-        raise wire.RequestError(wire.Code.UNKNOWN_OP, "a worker may ask for a channel")
-    ended(daemons[name])
-
-
-def policy_digest(gateway: dict[str, Any]) -> str:
-    """Return the digest of a configuration's policy, empty if it names none."""
-    policy = gateway.get("policy")
-    digest = policy.get("digest") if isinstance(policy, dict) else None
-    return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else ""
+    close_all(fds)
+    ended(next(daemon for daemon, channel in _CHANNELS.items() if channel is request.channel))
 
 
 def _child(pid: int, parent: int) -> int:

@@ -1,4 +1,4 @@
-"""Commands as a user who is nobody in particular: no root, no group, no home, none of our directories.
+"""Commands as an unprivileged user: no root, no group, no home, none of our directories.
 
 The interpreter of a development machine may lie below a closed directory, such as /root. Then the command has a mount
 namespace in which that directory is an open one with nothing but the interpreter in it.

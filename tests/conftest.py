@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # the fixtures import what they need: the fast tests start without it
-    from demo.internet import Internet
     from demo.sandboxes import Controls, DemoSandbox, Secrets
-    from demo.stack import Stack
+    from testbed.internet import Internet
+    from testbed.stack import Stack
     from tests.stacks import Governed
 
 RUNTIMES = ("runsc", "runc")
@@ -61,7 +61,7 @@ def _values() -> "Secrets":
 
 @pytest.fixture(scope="session", name="directory")
 def _directory() -> Iterator[Path]:
-    """Not below pytest's own directory: that is closed to everyone else, and our daemons are somebody else."""
+    """Not below pytest's own directory: that is closed to other users, and the daemons run as other users."""
     with tempfile.TemporaryDirectory(prefix="sallyport-test-") as name:
         Path(name).chmod(0o711)
         yield Path(name)
@@ -69,7 +69,7 @@ def _directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="session", name="internet")
 def _internet(directory: Path, values: "Secrets") -> "Iterator[Internet]":
-    from demo.internet import Internet
+    from testbed.internet import Internet
     from tests.stacks import INTERNET
 
     accounts = {"git": values.git, "index": values.index, "api": values.api}
@@ -79,7 +79,7 @@ def _internet(directory: Path, values: "Secrets") -> "Iterator[Internet]":
 
 @pytest.fixture(scope="session", name="controls")
 def _controls(internet: "Internet") -> "Controls":
-    from demo.control import run_controls
+    from testbed.control import run_controls
 
     return {runtime: run_controls(internet, runtime) for runtime in RUNTIMES}
 
@@ -87,7 +87,7 @@ def _controls(internet: "Internet") -> "Controls":
 @pytest.fixture(scope="session", name="code_image")
 def _code_image() -> str:
     """The name of the code-interpreter image, which the session's server has if some test asks for this."""
-    from demo.stack import CODE_IMAGE
+    from testbed.stack import CODE_IMAGE
 
     return CODE_IMAGE
 
@@ -96,8 +96,8 @@ def _code_image() -> str:
 def _stack(
     request: pytest.FixtureRequest, directory: Path, internet: "Internet", values: "Secrets"
 ) -> "Iterator[Stack]":
-    from demo.stack import POLICY, Stack
-    from tests.stacks import WithCode, put_secrets
+    from testbed.stack import POLICY, Stack
+    from tests.stacks import WithCode, put_secrets, undescribed_records
 
     policy = directory / "policies.yaml"  # a copy: tests change it while the server runs
     policy.write_text(POLICY.read_text())
@@ -106,6 +106,7 @@ def _stack(
     with kind(internet, directory / "sallyport", policy) as stack:
         put_secrets(stack, values)
         yield stack
+        assert set() == undescribed_records(stack.audit_records())
 
 
 @pytest.fixture(scope="session", name="sandboxes")

@@ -8,9 +8,11 @@ compiled from the operator's file, and the limits are those of the settings.
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 from runtimes import hostd, operator
+from wire.api.worker import Configuration
 
 
 class Governed(operator.Operator):
@@ -22,11 +24,12 @@ class Governed(operator.Operator):
             return {**selection["given"], "limits of the gateway": selection["limits"]}
         return await super().compile(selection)
 
-    def configuration(self, policy: operator.Policy) -> dict[str, Any]:
+    def configuration(self, policy: operator.Policy) -> Configuration:
         """As the product's, with the limits that were given."""
         policy = dict(policy)
         limits = policy.pop("limits of the gateway", None)
-        return super().configuration(policy) | ({} if limits is None else {"limits": limits})
+        made = super().configuration(policy)
+        return made if limits is None else replace(made, limits=limits)
 
 
 def main(config: str) -> int:

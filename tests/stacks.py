@@ -8,16 +8,18 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from demo.internet import API, GIT, INDEX, PREFIX, Internet
+from audit.kinds import DESCRIBED, undescribed
 from demo.sandboxes import Secrets
-from demo.stack import IMAGE, Stack, code_image
 from policy.compiled import CompiledPolicy
+from testbed.internet import API, GIT, INDEX, PREFIX, Internet
+from testbed.stack import IMAGE, Stack, code_image
 
 INTERNET = PREFIX
 
@@ -64,6 +66,16 @@ class Governed(Stack):
         with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
             database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))
         self.host("configure", sandbox=sandbox, selection={"given": policy.to_json(), "limits": limits})
+
+
+def undescribed_records(records: Iterable[Mapping[str, Any]]) -> set[tuple[str, frozenset[str]]]:
+    """Return the kind, and the fields, of each record that docs/audit-records.md does not describe."""
+    found = set()
+    for record in records:
+        kind, fields = str(record["kind"]), frozenset(record)
+        if more := undescribed(kind, fields) if kind in DESCRIBED else fields:
+            found.add((kind, more))
+    return found
 
 
 def put_secrets(stack: Stack, values: Secrets) -> None:

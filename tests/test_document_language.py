@@ -1,6 +1,10 @@
-"""The documents are in plain technical English, and their links lead somewhere."""
+"""Documents, comments and docstrings are in plain technical English, and the links of documents lead somewhere."""
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,20 @@ DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "execd").glob("*.md"))
 )
+FOLDERS = (
+    "audit",
+    "bench",
+    "demo",
+    "frontdoor",
+    "gateway",
+    "lifecycle",
+    "policy",
+    "runtimes",
+    "testbed",
+    "vault",
+    "wire",
+)
+"""Folders of Python files whose comments and docstrings are checked."""
 FORBIDDEN = {
     r"who|whoever|nobody|somebody": "a component has a name; a person is the caller, the operator, the user",
     r"told|tells? (?:of|it|them)": "components send, report, record",
@@ -46,6 +64,27 @@ def problems(text: str) -> list[str]:
     ]
 
 
+def comments(source: str) -> Iterator[str]:
+    """The docstrings of Python code, those of attributes too, and its comments; consecutive comments are one text."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+    block: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            block.append(token.string.lstrip("# "))
+        elif token.type != tokenize.NL:
+            yield " ".join(block)
+            block = []
+
+
+def code_problems(source: str) -> list[str]:
+    """The forbidden words in comments and docstrings. A source that has none anywhere is not parsed."""
+    if not re.search(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.sub(r"[\s#]+", " ", source), re.IGNORECASE):
+        return []
+    return [problem for text in comments(source) for problem in problems(text)]
+
+
 def anchors(text: str) -> set[str]:
     """The fragments that a document's headings have."""
     headings = (heading.replace("`", "").lower() for heading in _HEADING.findall(text))
@@ -72,6 +111,14 @@ def test_a_document_is_in_plain_language(document: str) -> None:
         assert [] == problems((ROOT / document).read_text())
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_comments_of_a_folder_are_in_plain_language(folder: str) -> None:
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / folder).rglob("*.py")}
+    assert sources
+    found = {name: code_problems(source) for name, source in sources.items()}
+    assert {} == {name: words for name, words in found.items() if words}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
     path = ROOT / document
@@ -91,6 +138,22 @@ def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
 )
 def test_forbidden_words_are_found_in_prose_only(text: str, found: int) -> None:
     assert found == len(problems(text))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('"""Whoever asks."""\n', 1),
+        ("limit = 1  # nobody needs more\n", 1),
+        ("# The log is\n# told of it.\nlimit = 1\n", 1),
+        ('class Limit:\n    most: int\n    """Who may\n    exceed it."""\n', 1),
+        ("def run():\n    '''It is born here, and mended.'''\n", 2),
+        ('who = "nobody"  # the user `nobody`\n', 0),
+        ('raise ValueError("who")\n', 0),
+    ],
+)
+def test_forbidden_words_are_found_in_comments_and_docstrings_only(source: str, found: int) -> None:
+    assert found == len(code_problems(source))
 
 
 def test_a_dead_link_is_found() -> None:

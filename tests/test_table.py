@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -119,6 +120,49 @@ def test_each_test_module_is_listed_and_exists() -> None:
 def test_each_listed_test_reaches_its_module() -> None:
     table = {module: tests for module, tests in rows().items() if module in PRODUCT}
     assert [] == [(module, test) for module, tests in table.items() for test in tests if not has_cause(test, module)]
+
+
+def pure_modules() -> list[str]:
+    """The modules and packages that the import contract on purity lists."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (modules,) = (one["source_modules"] for one in contracts if one["name"].startswith("pure modules "))
+    return list(modules)
+
+
+def of_its_name(module: str) -> bool:
+    """Whether `test_<module>.py` or `test_<folder>_<module>.py` of the package's tests imports the module."""
+    package, *folders, name = module.split(".")
+    names = {f"test_{name}.py", *(f"test_{folder}_{name}.py" for folder in folders[-1:])}
+    place = module.replace(".", "/")
+    return any(
+        one.startswith((f"{place}.py", f"{place}/"))
+        for path in (TESTS / package).rglob("test_*.py")
+        if path.name in names
+        for one in map(_name, imported(path))
+    )
+
+
+def test_each_pure_module_has_a_test_module_of_its_name() -> None:
+    assert [] == [module for module in pure_modules() if not of_its_name(module)]
+
+
+def public_classes() -> Iterator[tuple[str, str]]:
+    """Each public class of product and front door, with its module."""
+    for module in sorted(PRODUCT):
+        for node in ast.walk(ast.parse((ROOT / module).read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield node.name, module
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    """Requests of `wire.api` are named for their operations: two processes can have one of the same name."""
+    found: dict[str, list[str]] = {}
+    for name, module in public_classes():
+        found.setdefault(name, []).append(module)
+    repeated = {name: modules for name, modules in found.items() if len(modules) > 1}
+    assert {} == {
+        name: modules for name, modules in repeated.items() if not all(one.startswith("wire/api/") for one in modules)
+    }
 
 
 def test_the_root_conftest_imports_nothing_heavy() -> None:

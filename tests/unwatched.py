@@ -7,11 +7,12 @@ import subprocess
 import sys
 from typing import Any
 
-from runtimes import hostd, slot_pool
+from runtimes import hostd
+from runtimes.net import slot_pool
 
 
 class Unwatched:
-    """Stands where `runtimes.watch.Watch` stands. Nobody judges slots, so none are made ahead of need."""
+    """Stands where `runtimes.checks.watch.Watch` stands. It judges no slots, so none are made ahead."""
 
     def __init__(self, *_: Any) -> None:
         slot_pool.AHEAD = 0

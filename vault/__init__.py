@@ -1,8 +1,8 @@
-"""What must not leak: sealed secrets, who may have them, the sandboxes' certificate authorities, and vaultd over them.
+"""The vault: sealed secrets, grants, the sandboxes' certificate authorities, and the process vaultd.
 
-- A value leaves vaultd only to the one worker it was granted to, after the log has it on disk.
-- Pure: `secret`, `envelope`, `grants`. At rest: `keyring`, `sealed_directory`, `file_store`. State: `custody`.
-  Process: `broker` with `operations` and `channels`. Others use `client` (gateway, lifecycle) and `cli`.
+- vaultd sends a value only to the worker with its grant, after the record of the release is on disk.
+- Pure: `secret`, `envelope`, `grants`. On disk: `keyring`, `stores`. State: `custody`. Process: `vaultd` with
+  `operations` and `channels`. Other components use `client` (gateway, lifecycle) and `cli`.
 
-It does not know where a request goes; that a value is sent to its binding's verified peer only is the gateway's part.
+The gateway ensures that a value is sent only to the verified server of its binding.
 """

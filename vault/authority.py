@@ -1,14 +1,15 @@
 """The certificate authorities of sandboxes: a root per lineage, short-lived intermediates below it. No IO.
 
-- Every root and every intermediate has its own P-256 key, 159-bit random serial and random name; nothing in a
-  certificate says which host, sandbox or tenant it is of.
-- A root signs intermediates only (pathlen 1, critical), an intermediate signs leaves only (pathlen 0, critical).
-- An intermediate lives at most 12 hours and never longer than its root; both begin 5 minutes early, for slow clocks.
-- An intermediate signs for the names it was issued for, each with all names below it, and for no address: a critical
-  name constraint, where `permitted` has a list.
-- A root's key leaves this module only as PEM meant for sealing (`Root.key_pem`).
+- Every root and every intermediate has its own P-256 key, 159-bit random serial and random name. A certificate does not
+  reveal its host, sandbox or tenant.
+- A root signs intermediates only (pathlen 1, critical). An intermediate signs leaves only (pathlen 0, critical).
+- An intermediate is valid for at most 12 hours and never longer than its root. Both begin 5 minutes early, for slow
+  clocks.
+- An intermediate signs for its names, each with its subdomains, and for no address. A critical name constraint enforces
+  this if `permitted` returns a list.
+- A root's key leaves this module only as PEM for sealing (`Root.key_pem`).
 
-Time is an argument. Which names a worker needs is said by its caller.
+Time and the names that a worker needs are arguments.
 """
 
 import re
@@ -31,22 +32,25 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from vault.secret import Secret
 
-ROOT_LIFETIME = timedelta(days=3650)  # a restored process keeps the root it had loaded, so it must outlive sandboxes
+ROOT_LIFETIME = timedelta(
+    days=3650
+)  # a process in a restored sandbox keeps its loaded root, so the root must outlive sandboxes
 INTERMEDIATE_LIFETIME = timedelta(hours=12)
 BACKDATING = timedelta(minutes=5)
 ANY = "*"
-"""Stands for every name."""
+"""Means every name."""
 MAX_PERMITTED = 64
-"""Names in a certificate, which is sent in each handshake. An intermediate that would need more has no constraint."""
+"""The limit of names in a certificate, which each handshake contains. With more names there is no constraint."""
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 _ADDRESSES = [x509.IPAddress(IPv4Network("0.0.0.0/0")), x509.IPAddress(IPv6Network("::/0"))]
 
 
 def permitted(names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the suffixes that hold all of `names` (exact, or `*.suffix`), None where there is no such list.
+    """Return suffixes that cover all of `names` (exact, or `*.suffix`), None if there is no such list.
 
-    A constraint holds for a name and all below it: `*.suffix` permits the suffix, too. Labels that some clients refuse
-    in a constraint (an underscore) are left out, with what is before them. None at all permit only what does not exist.
+    A constraint covers a name and its subdomains, so `*.suffix` also permits the suffix. Some clients refuse a
+    label with an underscore in a constraint, so it is removed, with the labels before it. Without names the only
+    permitted name is one that cannot exist.
     """
     if ANY in names:
         return None
@@ -69,12 +73,12 @@ def _parents(name: str) -> list[str]:
 
 
 class AuthorityError(Exception):
-    """A root cannot be read, or can no longer issue."""
+    """A root is invalid, or not valid now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """An intermediate: certificate, itself followed by its root, and its private key, all PEM."""
+    """An intermediate: certificate, chain (the certificate and its root) and private key, all PEM."""
 
     certificate_pem: str
     chain_pem: str
@@ -104,10 +108,10 @@ class Root:
 
     @classmethod
     def load(cls, certificate_pem: str, key_pem: Secret) -> "Root":
-        """Read what `certificate_pem` and `key_pem` gave.
+        """Read a root from the values of `certificate_pem` and `key_pem`.
 
         Raises:
-            AuthorityError: they cannot be read or do not belong together.
+            AuthorityError: certificate or key is invalid, or they do not match.
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
@@ -125,14 +129,14 @@ class Root:
 
     @property
     def key_pem(self) -> Secret:
-        """The private key, to be sealed and nothing else."""
+        """The private key, only for sealing."""
         return _key_pem(self._key)
 
     def issue_intermediate(self, now: datetime, names: Collection[str] = (ANY,)) -> Issued:
         """Issue an intermediate with a new key, for `names` as in `permitted`.
 
         Raises:
-            AuthorityError: the root has expired or its clock was not reached.
+            AuthorityError: the root has expired, or is not valid yet.
         """
         begin, end = now - BACKDATING, min(now + INTERMEDIATE_LIFETIME, self._certificate.not_valid_after_utc)
         if not self._certificate.not_valid_before_utc <= now < end:

@@ -8,8 +8,8 @@ The order of a release (invariant I5), each step only after the former:
 Nothing can happen between steps 3 and 4: a later `revoke` follows the value on the same stream and finds the lease.
 
 - Without an audit record nothing is released: not a secret, not an intermediate.
-- A channel belongs to the sandbox and generation it was attached for; nothing said on it can change that.
-- Who calls a lease back is answered once the worker has dropped it and cut the flows that used it. A worker that has
+- A channel belongs to the sandbox and generation it was attached for; no message on it can change that.
+- A revocation is answered once the worker has dropped the lease and aborted the flows that used it. A worker that has
   not answered within `REVOKE_TIMEOUT` loses its channel, and with it all its leases.
 """
 
@@ -26,17 +26,20 @@ import wire
 from audit.client import AuditUnavailable
 from vault.custody import Consent, Custody, CustodyError
 from vault.grants import Grant, GrantError, Refusal
-from vault.store import StoreError
+from vault.stores.port import StoreError
+from wire.api import vaultd
+from wire.api.vaultd import IssuedAuthority, Released, ReleasePurpose, Value
+from wire.frames import close_all
 from wire.patience import Patience
+from wire.serving import handler
 
 REVOKE_TIMEOUT = 5.0
 RELEASES = (20.0, 200.0)  # a second, and at once: leases make more than a few a minute unusual
 INTERMEDIATES = (0.1, 8.0)
-SCRUB = "scrub"
-"""The purpose of a release whose value is only looked for in responses: for no request, so of no method or path."""
 
 _log = logging.getLogger(__name__)
 
+type Asked = vaultd.Intermediate | vaultd.Release
 type Monotonic = Callable[[], float]
 
 
@@ -108,15 +111,28 @@ class Channels:
         else:
             channel = Channel(sandbox, generation, Bucket(*RELEASES, now), Bucket(*INTERMEDIATES, now))
 
-        async def handle(_connection: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message:
-            wire.frames.close_all(fds)
-            return await self._handle(channel, op, parameters)
+        async def handle(_connection: wire.Client, request: Asked, fds: list[int]) -> IssuedAuthority | Released:
+            close_all(fds)
+            return await self.answer(channel, request)
 
         self._channels[sandbox] = channel  # from here on the former one is refused, even while it is being closed
-        channel.connection = wire.Client(sock, handle, takes=wire.NARROW)
+        channel.connection = wire.Client(sock, handler(vaultd.CHANNEL, handle), takes=wire.NARROW)
         channel.connection.start()
         if former is not None and former.connection is not None:
             await former.connection.close()
+
+    async def answer(self, channel: Channel, request: Asked) -> IssuedAuthority | Released:
+        """Answer one request of a worker.
+
+        Raises:
+            wire.RequestError: it is refused, or a newer channel has replaced this one.
+        """
+        self._check_current(channel)
+        match request:
+            case vaultd.Intermediate():
+                return await self._intermediate(channel)
+            case vaultd.Release():
+                return await self._release(channel, request)
 
     async def detach(self, sandbox: str) -> None:
         """Revoke all leases of a sandbox's worker and end its channel."""
@@ -156,28 +172,16 @@ class Channels:
             return
         try:
             async with Patience(REVOKE_TIMEOUT):  # whatever else it sends meanwhile
-                await channel.connection.call("revoke", (), None, secrets=names)
+                await channel.connection.ask(vaultd.Revoke(None if names is None else tuple(names)), timeout=None)
         except (ConnectionError, TimeoutError, wire.RemoteError):
             _log.warning("the worker of %s did not confirm a revocation: its channel is closed", channel.sandbox)
             await channel.connection.close()
-
-    async def _handle(self, channel: Channel, op: str, parameters: wire.Message) -> wire.Message:
-        self._check_current(channel)
-        match op:
-            case "ping":
-                return {}
-            case "intermediate":
-                return await self._intermediate(channel)
-            case "release":
-                return await self._release(channel, parameters)
-            case _:
-                raise wire.RequestError(wire.Code.UNKNOWN_OP, "a worker may ask for intermediate, release and ping")
 
     def _check_current(self, channel: Channel) -> None:
         if self._channels.get(channel.sandbox) is not channel:
             raise wire.RequestError(wire.Code.STALE_GENERATION, "this channel has been replaced")
 
-    async def _intermediate(self, channel: Channel) -> wire.Message:
+    async def _intermediate(self, channel: Channel) -> IssuedAuthority:
         if not channel.intermediates.take(self._now()):
             raise wire.RequestError(wire.Code.RATE_LIMITED, "too many intermediates")
         await self._accept("vault.intermediate", "allow", channel, {})
@@ -186,21 +190,20 @@ class Channels:
             issued = self._custody.issue(channel.sandbox)
         except CustodyError as error:
             raise wire.RequestError(error.code, str(error)) from None
-        return {
-            "certificate_pem": issued.certificate_pem,
-            "chain_pem": issued.chain_pem,
-            "key_pem": issued.key_pem.reveal(),
-        }
+        return IssuedAuthority(issued.certificate_pem, issued.chain_pem, Value(issued.key_pem.reveal()))
 
-    async def _release(self, channel: Channel, parameters: wire.Message) -> wire.Message:
+    async def _release(self, channel: Channel, request: vaultd.Release) -> Released:
+        method, path, scrub = request.method, request.path, request.purpose is ReleasePurpose.SCRUB
         try:
-            wanted, method, path, scrub = _wanted(parameters)
+            wanted = Grant.make(request.secret, request.host, request.port, request.scheme)
+            if wanted.wildcard:
+                raise GrantError("a release is for one exact host")
         except GrantError as error:
             self._audit.note("secret.release", "deny", **_who(channel), code=wire.Code.INVALID, reason=str(error))
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         about: dict[str, Any] = {**wanted.to_json(), "scheme": str(wanted.scheme), "method": method, "path": path}
         if scrub:
-            about["action"] = SCRUB
+            about["action"] = str(ReleasePurpose.SCRUB)
         if not channel.releases.take(self._now()):
             self._audit.note("secret.release", "deny", **_who(channel), **about, code=wire.Code.RATE_LIMITED)
             raise wire.RequestError(wire.Code.RATE_LIMITED, "too many releases")
@@ -222,15 +225,14 @@ class Channels:
             case Consent() as consent if self._channels.get(channel.sandbox) is channel:
                 try:
                     value = self._custody.value(channel.sandbox, wanted.secret)
-                    former = [one.reveal() for one in self._custody.former(channel.sandbox, wanted)]
+                    former = tuple(Value(one.reveal()) for one in self._custody.former(channel.sandbox, wanted))
                 except StoreError as error:
                     refused = Refusal(error.code, str(error))
                 else:
                     seconds = min(seconds, max(0, math.floor(consent.lease.total_seconds())))
                     end = max(channel.leases.get(wanted.secret, 0.0), self._now() + seconds)
                     channel.leases[wanted.secret] = end
-                    limits = {"lease_seconds": seconds, "scope": consent.scope.to_json()}
-                    return {"value": value.reveal(), "former": former, **limits}
+                    return Released(Value(value.reveal()), former, seconds, consent.scope.form)
             case Consent():
                 refused = Refusal(wire.Code.STALE_GENERATION, "this channel has been replaced")
         self._audit.note("secret.release", "deny", **_who(channel), **about, code=refused.code, reason=refused.reason)
@@ -247,18 +249,3 @@ class Channels:
 
 def _who(channel: Channel) -> dict[str, Any]:
     return {"sandbox": channel.sandbox, "target_generation": channel.generation}
-
-
-def _wanted(parameters: wire.Message) -> tuple[Grant, str | None, str | None, bool]:
-    if not set(parameters) <= {"secret", "host", "port", "scheme", "method", "path", "purpose"}:
-        raise GrantError("a release has secret, host, port, scheme, method, path and purpose")
-    if parameters.get("purpose") not in (None, SCRUB):
-        raise GrantError("a purpose is scrub, or there is none")
-    wanted = Grant.make(*(parameters.get(key) for key in ("secret", "host", "port", "scheme")))
-    if wanted.wildcard:
-        raise GrantError("a release is for one exact host")
-    method, path = parameters.get("method"), parameters.get("path")
-    for fact in (method, path):
-        if fact is not None and (not isinstance(fact, str) or len(fact) > 16384):
-            raise GrantError("method and path are texts")
-    return wanted, method, path, parameters.get("purpose") == SCRUB

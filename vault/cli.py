@@ -17,19 +17,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 import wire
 from vault.client import AdminClient
 from vault.grants import GrantError, SecretBinding, secret_name
 from vault.keyring import MasterKeyError, create, next_file, replace
 from vault.secret import MAX_SECRET_BYTES, Secret, value_problem
+from vault.stores.port import SecretInfo
 
 _FOR_ROOT = "the vault answers root only: run this command as root"
 
 
 class UsageError(Exception):
-    """What was asked cannot be done; the message is for the person who asked."""
+    """What was asked cannot be done; the message is for the operator."""
 
 
 class UnreachableError(Exception):
@@ -37,7 +38,7 @@ class UnreachableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class VaultPlaces:
     """Where things are on this host, as settings say; `owner` is the (uid, gid) vaultd runs as, None for one's own."""
 
     socket: Path
@@ -52,7 +53,7 @@ class Places:
 
 def main(
     arguments: Sequence[str],
-    places: Places,
+    places: VaultPlaces,
     *,
     stdin: BinaryIO | None = None,
     stdout: TextIO | None = None,
@@ -66,7 +67,7 @@ def main(
 
 def run(
     options: argparse.Namespace,
-    places: Places,
+    places: VaultPlaces,
     *,
     stdin: BinaryIO | None = None,
     stdout: TextIO | None = None,
@@ -121,7 +122,7 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
     put.add_argument("--expires", help="RFC 3339 time with zone")
 
 
-def _ask(options: argparse.Namespace, value: Secret | None, places: Places) -> str:
+def _ask(options: argparse.Namespace, value: Secret | None, places: VaultPlaces) -> str:
     try:
         return asyncio.run(_talk(options, value, places))
     except (FileNotFoundError, ConnectionRefusedError):
@@ -138,7 +139,7 @@ def _ask(options: argparse.Namespace, value: Secret | None, places: Places) -> s
         raise UnreachableError("the server ended the connection; its log says more") from None
 
 
-async def _talk(options: argparse.Namespace, value: Secret | None, places: Places) -> str:
+async def _talk(options: argparse.Namespace, value: Secret | None, places: VaultPlaces) -> str:
     if options.action not in ("list", "rekey"):
         secret_name(options.name)
     binding = _binding(options) if options.action == "put" else None
@@ -179,11 +180,12 @@ def _binding(options: argparse.Namespace) -> SecretBinding:
     )
 
 
-def _listed(secrets: list[dict[str, Any]], as_json: bool) -> str:
-    return json.dumps(secrets, indent=2) if as_json else "\n".join(map(_line, secrets))
+def _listed(secrets: Sequence[SecretInfo], as_json: bool) -> str:
+    return json.dumps([info.to_json() for info in secrets], indent=2) if as_json else "\n".join(map(_line, secrets))
 
 
-def _line(item: dict[str, Any]) -> str:
+def _line(info: SecretInfo) -> str:
+    item = info.to_json()
     where = ", ".join(f"{host}:{'/'.join(map(str, item['ports']))}" for host in item["hosts"])
     limits = [f"{key} {' '.join(item[key])}" for key in ("schemes", "methods", "paths") if item[key]]
     if item["expires"]:

@@ -9,16 +9,21 @@ It keeps no leases itself and never writes a value anywhere.
 """
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import wire
-from vault.grants import Grant, Refusal, RequestScope, SecretBinding
+from vault.grants import Grant, GrantError, Refusal, RequestScope, SecretBinding
 from vault.secret import Secret
+from vault.stores.port import SecretInfo
+from wire.api import vaultd
+from wire.api.vaultd import GrantForm, ReleasePurpose, Value
+from wire.frames import close_all
+from wire.operations import Request
+from wire.serving import handler
 
 type OnRevoke = Callable[[frozenset[str] | None], Awaitable[None]]
 """Called with the names whose leases ended, or None for all of them."""
@@ -63,7 +68,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Intermediate:
+class WorkerAuthority:
     """A worker's own certificate authority: PEM texts; `chain_pem` is the intermediate and then the root."""
 
     certificate_pem: str
@@ -75,7 +80,7 @@ class VaultClient:
     """The worker's end of its channel."""
 
     def __init__(self, sock: socket.socket, on_revoke: OnRevoke | None = None) -> None:
-        self._wire = wire.Client(sock, self._handle, gives=wire.NARROW)
+        self._wire = wire.Client(sock, handler(vaultd.WORKER, self._revoked), gives=wire.NARROW)
         self._on_revoke = on_revoke
         self._epochs: dict[str, int] = {}
         self._epoch_of_all = 0
@@ -100,16 +105,14 @@ class VaultClient:
         """End the channel."""
         await self._wire.close()
 
-    async def intermediate(self) -> Intermediate:
+    async def intermediate(self) -> WorkerAuthority:
         """Have a new certificate authority issued, below the root of this sandbox's lineage.
 
         Raises:
             VaultError: none was issued.
         """
-        answer = await self._call("intermediate")
-        return Intermediate(
-            _text(answer, "certificate_pem"), _text(answer, "chain_pem"), Secret(_text(answer, "key_pem"))
-        )
+        issued = await self._ask(vaultd.Intermediate())
+        return WorkerAuthority(issued.certificate_pem, issued.chain_pem, Secret(issued.key_pem.text))
 
     async def release(
         self,
@@ -120,15 +123,14 @@ class VaultClient:
         *,
         method: str | None = None,
         path: str | None = None,
-        purpose: str | None = None,
+        purpose: ReleasePurpose | None = None,
     ) -> Lease:
         """Have a secret released for one destination; on return its release is on disk in the audit log.
 
         Args:
             method, path: the request it is for. A secret that its owner bound to methods or paths is released only
                 when they are given and match; `Lease.check` must then be asked again for each further request.
-            purpose: `scrub` if the value is looked for in responses and sent in no request; methods and paths do not
-                matter then.
+            purpose: what it is released for, if not for a request.
 
         Raises:
             VaultError: the secret was not released.
@@ -136,17 +138,15 @@ class VaultClient:
         for _ in range(3):
             epoch = self._epoch(secret)
             asked = time.monotonic()
-            about = {"secret": secret, "host": host, "port": port, "scheme": scheme}
-            if purpose is not None:
-                about["purpose"] = purpose
-            answer = await self._call("release", **about, method=method, path=path)
+            released = await self._ask(vaultd.Release(secret, host, port, scheme, method, path, purpose))
             if epoch != self._epoch(secret):
                 continue  # revoked while the answer was under way: this value may be the old one
-            seconds = answer.get("lease_seconds")
-            if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds <= 300:
-                raise VaultUnavailableError("vaultd answered without a valid lease time")
-            scope = RequestScope.from_json(answer.get("scope"))
-            return Lease(secret, Secret(_text(answer, "value")), asked + seconds, scope, epoch, _former(answer))
+            try:
+                scope = RequestScope.of(released.scope)
+            except GrantError:
+                raise VaultUnavailableError("vaultd answered with a scope that cannot be") from None
+            former = tuple(Secret(value.text) for value in released.former)
+            return Lease(secret, Secret(released.value.text), asked + released.lease_seconds, scope, epoch, former)
         raise VaultUnavailableError("the secret kept changing while it was released")
 
     def current(self, lease: Lease) -> bool:
@@ -160,27 +160,23 @@ class VaultClient:
     def _epoch(self, secret: str) -> int:
         return self._epoch_of_all + self._epochs.get(secret, 0)
 
-    async def _call(self, op: str, **parameters: Any) -> wire.Message:
+    async def _ask[Answer](self, request: Request[Answer]) -> Answer:
         try:
-            return await self._wire.call(op, (), RELEASE_TIMEOUT, **parameters)
+            return await self._wire.ask(request, timeout=RELEASE_TIMEOUT)
         except wire.RemoteError as error:
             raise ReleaseRefusedError(error.code, error.message) from None
         except (ConnectionError, TimeoutError, wire.FrameError) as error:
             raise VaultUnavailableError(type(error).__name__) from None
 
-    async def _handle(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)
-        if op != "revoke":
-            raise wire.RequestError(wire.Code.UNKNOWN_OP, "a worker only answers revoke")
-        match parameters.get("secrets"):
-            case list() as names:
-                revoked: frozenset[str] | None = frozenset(str(name) for name in names)
-                for name in revoked or ():
-                    self._epochs[name] = self._epochs.get(name, 0) + 1
-            case _:  # null, and anything that cannot be read: all of them
-                revoked = None
-                self._epoch_of_all += 1
+    async def _revoked(self, _client: wire.Client, request: vaultd.Revoke, fds: list[int]) -> None:
+        close_all(fds)
+        if request.secrets is None:
+            revoked: frozenset[str] | None = None
+            self._epoch_of_all += 1
+        else:
+            revoked = frozenset(request.secrets)
+            for name in revoked:
+                self._epochs[name] = self._epochs.get(name, 0) + 1
         if self._on_revoke is not None:
             await self._on_revoke(revoked)
 
@@ -188,35 +184,30 @@ class VaultClient:
 class AdminClient(wire.Client):
     """The client of vaultd's own socket; `await AdminClient.connect(path, uid)`.
 
-    Which calls are answered depends on the uid of the caller: uid 0 all of them, serve those about sandboxes and `has`.
+    Which calls are answered depends on the uid of the caller: uid 0 all of them, serve those about sandboxes.
 
     All raise `wire.RemoteError` with vaultd's code, `ConnectionError` or `TimeoutError`.
     """
 
     async def put(self, name: str, value: Secret, binding: SecretBinding) -> None:
         """Store a new secret; an existing name is refused (`exists`)."""
-        await self.call("put", name=name, value=value.reveal(), **binding.to_json())
+        await self.ask(vaultd.Put(name, Value(value.reveal()), binding.form))
 
-    async def list_secrets(self) -> list[dict[str, Any]]:
-        """Metadata of all secrets: name, version, created, updated and the binding; never a value."""
-        secrets = (await self.call("list")).get("secrets", [])
-        return list(secrets)
+    async def list_secrets(self) -> tuple[SecretInfo, ...]:
+        """What may be known of all secrets; never a value."""
+        return tuple(map(SecretInfo.of, (await self.ask(vaultd.List())).secrets))
 
     async def rotate(self, name: str, value: Secret) -> int:
         """Replace a value, revoke its leases, return the new version."""
-        return int((await self.call("rotate", name=name, value=value.reveal()))["version"])
+        return (await self.ask(vaultd.Rotate(name, Value(value.reveal())))).version
 
     async def delete(self, name: str) -> None:
         """Delete a secret and revoke its leases."""
-        await self.call("delete", name=name)
+        await self.ask(vaultd.Delete(name))
 
     async def rekey(self) -> None:
         """Have everything sealed with the successor of the master key; refused with `master_key`."""
-        await self.call("rekey")
-
-    async def has(self, name: str) -> bool:
-        """Tell whether a secret of this name is stored."""
-        return bool((await self.call("has", name=name))["exists"])
+        await self.ask(vaultd.Rekey())
 
     async def open_sandbox(
         self,
@@ -227,22 +218,14 @@ class AdminClient(wire.Client):
         bounds: Sequence[Grant] | None = None,
         names: Sequence[str] | None = None,
     ) -> str:
-        """Register a sandbox; returns its root certificate (PEM). Refused with `unknown_secret` or `not_bound`.
-
-        Args:
-            bounds: where its inline secrets may ever be granted; None: where `grants` has them.
-            names: hosts (or `*.suffix`) that its worker may sign for; None: any.
-        """
-        answer = await self.call(
-            "open_sandbox",
-            sandbox=sandbox,
-            lineage=lineage,
-            grants=[grant.to_json() for grant in grants],
-            inline=_inline(inline or {}),
-            bounds=_bounds(bounds),
-            names=None if names is None else list(names),
-        )
-        return _text(answer, "root_pem")
+        """Register a sandbox (`wire.api.vaultd.OpenSandbox`); returns its root certificate (PEM)."""
+        return (
+            await self.ask(
+                vaultd.OpenSandbox(
+                    sandbox, lineage, _forms(grants), _values(inline or {}), _some(bounds), _texts(names)
+                )
+            )
+        ).root_pem
 
     async def regrant(
         self,
@@ -253,52 +236,36 @@ class AdminClient(wire.Client):
         bounds: Sequence[Grant] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """Replace a sandbox's grants and inline secrets; ended ones are revoked.
+        """Replace a sandbox's grants and inline secrets (`wire.api.vaultd.Regrant`); ended ones are revoked."""
+        values = None if inline is None else _values(inline)
+        await self.ask(vaultd.Regrant(sandbox, _forms(grants), values, _texts(keep), _some(bounds), _texts(names)))
 
-        Its inline secrets are `inline` then, and those of the former ones that `keep` names (`unknown_secret` if there
-        is no such). With neither, they stay as they are.
-
-        Args:
-            bounds: where its inline secrets may be granted; `not_bound` if `grants` goes beyond. A secret in `inline`
-                gets them all, another one keeps those that it had. None: those of `grants`, and as before.
-            names: hosts (or `*.suffix`) that its worker's next authority may sign for; None: as before.
-        """
-        await self.call(
-            "regrant",
-            sandbox=sandbox,
-            grants=[grant.to_json() for grant in grants],
-            inline=None if inline is None else _inline(inline),
-            keep=None if keep is None else list(keep),
-            bounds=_bounds(bounds),
-            names=None if names is None else list(names),
-        )
+    async def narrow(
+        self, sandbox: str, grants: Sequence[Grant], keep: Sequence[str] | None, bounds: Sequence[Grant] | None
+    ) -> None:
+        """Take grants and inline secrets away (`wire.api.vaultd.Narrow`)."""
+        await self.ask(vaultd.Narrow(sandbox, _forms(grants), _texts(keep), _some(bounds)))
 
     async def close_sandbox(self, sandbox: str) -> None:
         """Forget everything of a sandbox; succeeds if it is not known."""
-        await self.call("close_sandbox", sandbox=sandbox)
+        await self.ask(vaultd.CloseSandbox(sandbox))
 
     async def attach(self, sandbox: str, generation: int, fd: int) -> None:
         """Hand vaultd one end of a socket pair as the channel of a sandbox's worker; `fd` stays the caller's."""
-        await self.call("attach", (fd,), sandbox=sandbox, generation=generation)
+        await self.ask(vaultd.Attach(sandbox, generation), (fd,))
 
 
-def _bounds(bounds: Sequence[Grant] | None) -> list[dict[str, Any]] | None:
-    return None if bounds is None else [bound.to_json() for bound in bounds]
+def _forms(grants: Sequence[Grant]) -> tuple[GrantForm, ...]:
+    return tuple(grant.form for grant in grants)
 
 
-def _inline(inline: Mapping[str, Secret]) -> dict[str, str]:
-    return {name: value.reveal() for name, value in inline.items()}
+def _some(grants: Sequence[Grant] | None) -> tuple[GrantForm, ...] | None:
+    return None if grants is None else _forms(grants)
 
 
-def _former(answer: wire.Message) -> tuple[Secret, ...]:
-    values = answer.get("former", [])
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise VaultUnavailableError("vaultd answered without former values")
-    return tuple(map(Secret, values))
+def _texts(texts: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if texts is None else tuple(texts)
 
 
-def _text(answer: wire.Message, key: str) -> str:
-    value = answer.get(key)
-    if not isinstance(value, str) or not value:
-        raise VaultUnavailableError(f"vaultd answered without {key}")
-    return value
+def _values(inline: Mapping[str, Secret]) -> dict[str, Value]:
+    return {name: Value(value.reveal()) for name, value in inline.items()}

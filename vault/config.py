@@ -1,6 +1,6 @@
-"""vaultd's configuration file, as hostd hands it over.
+"""vaultd's configuration file, which hostd writes.
 
-Unknown keys are refused. It holds paths and uids, no secret.
+Unknown keys are refused. The file has paths and uids, and no secret.
 """
 
 import json
@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wire.errors import ConfigError
+
 _KEYS = frozenset({"directory", "uids", "master_key_file"})
-
-
-class ConfigError(Exception):
-    """The configuration cannot be read; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class VaultConfig:
-    """See the module. `uids`: who may connect; of these uid 0 may do everything.
+    """The configuration. `uids` may connect; of these uid 0 may do everything.
 
-    Read by hand: importing pydantic would take as long as everything else in vaultd, and nothing is released meanwhile.
+    Read without pydantic: its import would double the start time, in which no secret is released.
     """
 
     directory: Path
@@ -31,7 +29,7 @@ class VaultConfig:
         """Read the JSON file at `path`.
 
         Raises:
-            ConfigError: it is missing or is not a configuration.
+            ConfigError: the file is missing or invalid.
         """
         try:
             data = json.loads(path.read_bytes())

@@ -1,17 +1,18 @@
-"""What vaultd knows: stored secrets, sandboxes with their grants and inline secrets, lineage roots. And its decision.
+"""The state of vaultd (stored secrets, sandboxes with grants and inline secrets, lineage roots), and its decision.
 
-- Every change is on disk, sealed, before it counts, so a restarted vaultd continues where the former one ended. When
-  a change to a sandbox cannot be written, that sandbox has no grants until one can.
-- A release needs a grant of the sandbox *and*, for a stored secret, the consent of the secret's own binding; both are
-  looked at anew each time. An inline secret belongs to its one sandbox and cannot take a stored secret's name.
-- An inline secret is bound to destinations when its value is given (`bounds`). A later change can take destinations
-  away; it adds one only together with the value itself.
-- A generation only grows; a channel of an older one is refused, after a restart too.
-- Closing removes the sandbox's record and, with the last sandbox of a lineage, the root's; success means it was looked
-  for and is gone.
+- A change takes effect after it is sealed on disk. So a restarted vaultd has the state of the former one. If a change
+  to a sandbox cannot be written, the sandbox has no grants until a later change is written.
+- A release needs a grant of the sandbox. For a stored secret it also needs the consent of the secret's own binding.
+  Both are checked at each release. An inline secret belongs to one sandbox. It cannot have the name of a stored
+  secret.
+- An inline secret is bound to destinations when its value is given (`bounds`). A later change can remove destinations.
+  It can add one only together with the value.
+- A generation only grows. A channel of an older generation is refused, also after a restart.
+- Closing removes the sandbox's record, and with the last sandbox of a lineage the root's record. It succeeds only if
+  both are verified to be absent.
 
-Every method is synchronous and never yields: between a check and what follows from it nothing else can happen. It does
-no auditing; `broker` does, in the right order.
+Every method is synchronous, so no other code runs between a check and its effect. The module writes no audit records;
+`channels` and `operations` do.
 """
 
 import json
@@ -24,9 +25,9 @@ from typing import Any
 
 from vault.authority import ANY, AuthorityError, Issued, Root
 from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, check, inline_name, within
-from vault.sealed_directory import SealedDirectory, SealedRecordError
 from vault.secret import Secret, text_problem
-from vault.store import (
+from vault.stores.directory import SealedDirectory, SealedRecordError
+from vault.stores.port import (
     Clock,
     DamagedSecretError,
     Former,
@@ -42,14 +43,14 @@ from wire.ids import SANDBOX_ID
 MAX_SANDBOXES = 8192
 MAX_LEASE = timedelta(seconds=300)
 MAX_FORMER_INLINE = 16
-"""Replaced or removed inline secrets of a sandbox that are still looked for, at each host."""
+"""The limit of former values of inline secrets that are still searched for, per host."""
 _LINEAGE = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 _log = logging.getLogger(__name__)
 
 
 class CustodyError(Exception):
-    """A change that is refused; `code` is what the client is told."""
+    """A change is refused. The client receives `code`."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -58,7 +59,7 @@ class CustodyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SandboxState:
-    """What one sandbox has; `generation` 0 means that no worker was ever attached."""
+    """The state of one sandbox. `generation` 0 means that no worker was ever attached."""
 
     sandbox: str
     lineage: str
@@ -66,23 +67,23 @@ class SandboxState:
     grants: frozenset[Grant]
     inline: Mapping[str, Secret] = field(repr=False)
     former: Mapping[str, tuple[Former, ...]] = field(repr=False, default_factory=dict)
-    """Inline secrets it had, by the host (or pattern) they were granted for."""
+    """Former values of inline secrets, by the host (or pattern) of their grants."""
     bounds: frozenset[Grant] = frozenset()
-    """Where its inline secrets may be granted: the destinations that their values were given for, or fewer."""
+    """The destinations at which inline secrets may be granted: those given with their values, or fewer."""
     names: frozenset[str] = frozenset({ANY})
-    """What its worker's authority may sign, as `authority.permitted` takes it."""
+    """The names that its worker may sign, in the form of `authority.permitted`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """A release may happen: for how long, and limited to what."""
+    """Consent to a release: its duration and scope."""
 
     lease: timedelta
     scope: RequestScope
 
 
 class Custody:
-    """All of vaultd's state. One process, one thread."""
+    """The whole state of vaultd, for one process and one thread."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Custody:
         lineages: SealedDirectory,
         clock: Clock = lambda: datetime.now(UTC),
     ) -> None:
-        """Read back what a former process left; roots that no sandbox uses are deleted."""
+        """Read the state of the former process, and delete roots that no sandbox uses."""
         self.store = store
         self._files = sandboxes
         self._lineages = lineages
@@ -103,8 +104,8 @@ class Custody:
                 self._sandboxes[name] = _state(name, *sandboxes.read(name))
             except (SealedRecordError, GrantError):
                 damaged += 1
-                _log.error("the record of sandbox %s is damaged: nothing is released to it", name)
-        if not damaged:  # a damaged record does not say which lineage it needs
+                _log.error("the record of sandbox %s is damaged, so it gets no secret: delete the sandbox", name)
+        if not damaged:  # the lineage of a damaged record is unknown
             used = {state.lineage for state in self._sandboxes.values()}
             for lineage in lineages.names():
                 if lineage not in used:
@@ -127,11 +128,11 @@ class Custody:
         bounds: Iterable[Grant] | None = None,
         names: Iterable[str] | None = None,
     ) -> SandboxState:
-        """Check that a sandbox could be opened like this, and return its state; nothing changes.
+        """Check whether a sandbox can be opened with these values, and return its state. Nothing is changed.
 
         Args:
             bounds: the destinations of its inline secrets; None: those of `grants`.
-            names: what its worker's authority may sign, as `authority.permitted` takes it; None: any.
+            names: the names that its worker may sign, in the form of `authority.permitted`; None: any.
 
         Raises:
             CustodyError: bad_request, exists, full, unknown_secret, not_bound, expired, name_taken.
@@ -150,7 +151,7 @@ class Custody:
         return state
 
     def open(self, planned: SandboxState) -> str:
-        """Open a sandbox as planned; return its root certificate (PEM). Raises as `plan`."""
+        """Open a sandbox; return its root certificate (PEM). Raises like `plan`."""
         state = self.plan(
             planned.sandbox, planned.lineage, planned.grants, planned.inline, planned.bounds, planned.names
         )
@@ -171,17 +172,18 @@ class Custody:
         bounds: Iterable[Grant] | None = None,
         names: Iterable[str] | None = None,
     ) -> SandboxState:
-        """Check that a sandbox's grants could be replaced, and return its state then; nothing changes.
+        """Check whether a sandbox's grants can be replaced, and return the new state. Nothing is changed.
 
         Args:
-            inline: its inline secrets then; None leaves them as they are, unless `keep` is given.
-            keep: names of inline secrets it has now that stay beside `inline`; one in both has the value of `inline`.
-            bounds: the destinations of its inline secrets. A secret in `inline` gets those named here, any other one
-                keeps those of them that it had. None: those of `grants` for a secret in `inline`, else as before.
-            names: what the next authority of its worker may sign; None: as before.
+            inline: the new inline secrets; None leaves them unchanged, unless `keep` is given.
+            keep: names of present inline secrets that stay beside `inline`. A name in both has the value of `inline`.
+            bounds: the destinations of the inline secrets. A secret in `inline` gets these; another one keeps those of
+                its destinations that are among them. None: a secret in `inline` gets those of `grants`, others keep
+                theirs.
+            names: the names that the worker's next certificate may sign; None: as before.
 
         Raises:
-            CustodyError: unknown_sandbox, unknown_secret (a kept name it does not have), or as `plan`.
+            CustodyError: unknown_sandbox, unknown_secret (a name in `keep` does not exist), or as `plan`.
         """
         state = self._get(sandbox)
         granted, new = frozenset(grants), inline or {}
@@ -200,9 +202,9 @@ class Custody:
         keep: Iterable[str] | None,
         bounds: Iterable[Grant] | None = None,
     ) -> SandboxState:
-        """Return what is left of a sandbox's grants and inline secrets without all that is not in `grants` and `keep`.
+        """Return a sandbox's state with only those grants and inline secrets that are in `grants` and `keep`.
 
-        Nothing changes, and `regrant` takes it at any time: it asks for nothing that the sandbox does not have.
+        Nothing is changed. `regrant` accepts the result at any time, because it adds nothing.
 
         Args:
             keep: names of inline secrets; None keeps all.
@@ -221,7 +223,7 @@ class Custody:
         return replace(state, grants=kept - outside, inline=inline, bounds=bound)
 
     def narrows(self, planned: SandboxState) -> bool:
-        """Whether `planned` only takes away: such a change is never held up."""
+        """Whether `planned` only removes: such a change is never delayed."""
         state = self._get(planned.sandbox)
         kept = all(name in state.inline and state.inline[name] == value for name, value in planned.inline.items())
         same = all((grant.secret in planned.inline) == (grant.secret in state.inline) for grant in planned.grants)
@@ -234,7 +236,7 @@ class Custody:
 
         Raises:
             CustodyError: as `replan`.
-            OSError: it could not be written; the sandbox has no grants now.
+            OSError: the change could not be written; the sandbox has no grants now.
         """
         state = self._get(planned.sandbox)
         self._check(planned, state)
@@ -249,10 +251,10 @@ class Custody:
         return frozenset(ended)
 
     def close(self, sandbox: str) -> None:
-        """Forget a sandbox, known or not; its lineage's root too if it was the last.
+        """Remove a sandbox, known or not, and the root of its lineage if it was the last one.
 
         Raises:
-            CustodyError: bad_request; residue: something is still there, call again.
+            CustodyError: bad_request, or residue: a file still exists; call again.
         """
         if not SANDBOX_ID.fullmatch(sandbox):
             raise CustodyError(Code.INVALID, "not a sandbox's name")
@@ -271,7 +273,7 @@ class Custody:
         self._sandboxes.pop(sandbox, None)
 
     def advance(self, sandbox: str, generation: int) -> None:
-        """Take note that a worker of `generation` speaks for `sandbox` now.
+        """Set the generation of the sandbox's worker.
 
         Raises:
             CustodyError: unknown_sandbox, stale_generation.
@@ -285,10 +287,10 @@ class Custody:
     def decide(
         self, sandbox: str, wanted: Grant, method: str | None, path: str | None, *, scrub: bool = False
     ) -> Consent | Refusal:
-        """Say whether a secret may go to a sandbox's worker for this destination (and request, where it matters).
+        """Decide whether a secret may go to a sandbox's worker for this destination (and request, if that matters).
 
         Args:
-            scrub: it is to be looked for in responses of that destination, whichever request they answer.
+            scrub: the value is only for the search in responses of that destination, for any request.
         """
         state = self._sandboxes.get(sandbox)
         if state is None:
@@ -311,12 +313,12 @@ class Custody:
         return Consent(lease, binding.scope)
 
     def value(self, sandbox: str, secret: str) -> Secret:
-        """The value of a secret that `decide` consented to just before. Raises StoreError."""
+        """Return the value of a secret, directly after the consent of `decide`. Raises StoreError."""
         inline = self._get(sandbox).inline.get(secret)
         return self.store.value(secret) if inline is None else inline
 
     def former(self, sandbox: str, wanted: Grant) -> tuple[Secret, ...]:
-        """The values before it that its host may still send back. Raises StoreError."""
+        """Return the former values, which a host may still send back. Raises StoreError."""
         state = self._get(sandbox)
         now = self._clock()
         found = [
@@ -345,7 +347,7 @@ class Custody:
             raise CustodyError(Code.EXPIRED, str(error)) from None
 
     def users(self, secret: str) -> list[str]:
-        """The sandboxes for which `secret` means the stored one."""
+        """Return the sandboxes in which the name `secret` means the stored secret."""
         return [
             state.sandbox
             for state in self._sandboxes.values()
@@ -359,7 +361,7 @@ class Custody:
             raise CustodyError(Code.UNKNOWN_SANDBOX, "the sandbox is not open") from None
 
     def _check(self, state: SandboxState, former: SandboxState | None = None) -> None:
-        """Check `state`; grants that `former` had are not asked for again, so that taking others away always works."""
+        """Check `state`. Grants of `former` are not checked again, so that a removal of others always succeeds."""
         if max(len(state.grants), len(state.inline), len(state.bounds)) > MAX_GRANTS:
             raise CustodyError(Code.FULL, f"a sandbox has at most {MAX_GRANTS} grants, inline secrets and their places")
         for name, value in state.inline.items():
@@ -417,7 +419,7 @@ class Custody:
 
 
 def _former(state: SandboxState, inline: Mapping[str, Secret], now: datetime) -> Mapping[str, tuple[Former, ...]]:
-    """What is kept of a sandbox's inline secrets once it has `inline`."""
+    """Return the kept former values of a sandbox's inline secrets after a change to `inline`."""
     former = {host: tuple(one for one in values if one.until > now) for host, values in state.former.items()}
     for name, value in state.inline.items():
         if inline.get(name) == value:
@@ -428,12 +430,12 @@ def _former(state: SandboxState, inline: Mapping[str, Secret], now: datetime) ->
 
 
 def _given(inline: Mapping[str, Secret], bounds: Iterable[Grant]) -> frozenset[Grant]:
-    """The destinations of inline secrets whose values are given with them."""
+    """Return the destinations of inline secrets that are given with their values."""
     return frozenset(bound for bound in bounds if bound.secret in inline)
 
 
 def _left(state: SandboxState, names: Collection[str], bounds: Iterable[Grant] | None) -> frozenset[Grant]:
-    """What a sandbox has left of the destinations of some of its inline secrets."""
+    """Return the remaining destinations of inline secrets whose values are kept."""
     old = frozenset(bound for bound in state.bounds if bound.secret in names)
     return old if bounds is None else within(bounds, old)
 
@@ -442,7 +444,7 @@ def _kept(state: SandboxState, keep: Iterable[str]) -> dict[str, Secret]:
     try:
         return {name: state.inline[name] for name in keep}
     except KeyError:
-        raise CustodyError(Code.UNKNOWN_SECRET, "a name to be kept is of no inline secret") from None
+        raise CustodyError(Code.UNKNOWN_SECRET, "a name in `keep` is no inline secret of the sandbox") from None
 
 
 def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:
@@ -452,7 +454,7 @@ def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:
         raise SealedRecordError("a sandbox's record under another's name")
     grants = frozenset(Grant.from_json(item) for item in content["grants"])
     inline = {str(key): Secret(value) for key, value in content["inline"].items()}
-    bounds = content.get("bounds")  # a record from before there were any: its grants are what is known
+    bounds = content.get("bounds")  # an old record has no bounds: its grants are the bounds
     return SandboxState(
         name,
         str(about["lineage"]),

@@ -2,12 +2,12 @@
 
     version (1 byte) | salt (32 bytes) | ChaCha20-Poly1305 ciphertext and tag
 
-- Key and nonce of each envelope are derived from the key and its own 256-bit salt (HKDF-SHA256), so random salts may
-  be used without a bound on the number of envelopes.
-- The version byte, the salt and the caller's context are authenticated: an envelope opens only as what it is.
-- Every failure to open is the same `EnvelopeError`, whatever the cause.
+- Key and nonce of each envelope are derived from the key and its own 256-bit salt (HKDF-SHA256). So the number of
+  envelopes with random salts has no limit.
+- The version byte, the salt and the caller's context are authenticated: an envelope opens only with its own context.
+- Every failure to open is the same `EnvelopeError`.
 
-It does not know whether an envelope is the latest of its context: that is the index of `sealed_directory`.
+The index of `stores.directory` detects an older envelope of the same context.
 """
 
 from cryptography.exceptions import InvalidTag
@@ -30,8 +30,8 @@ def seal(key: bytes, context: bytes, plaintext: bytes, *, salt: bytes) -> bytes:
     """Encrypt `plaintext` so that it opens only with the same key and context.
 
     Args:
-        context: what this is and of what; not secret, not stored.
-        salt: 32 fresh random bytes; never the same twice with one key.
+        context: identifies kind and name of the content; neither secret nor stored.
+        salt: 32 random bytes, never used twice with one key.
     """
     if len(key) != KEY_BYTES or len(salt) != SALT_BYTES:
         raise ValueError("key and salt are 32 bytes each")
@@ -41,7 +41,7 @@ def seal(key: bytes, context: bytes, plaintext: bytes, *, salt: bytes) -> bytes:
 
 
 def unseal(key: bytes, context: bytes, envelope: bytes) -> bytes:
-    """Return what was sealed.
+    """Return the plaintext of an envelope.
 
     Raises:
         EnvelopeError: another key, another context, another version, or a changed envelope.

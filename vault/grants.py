@@ -1,4 +1,4 @@
-"""Who may have which secret, where and how: values and the decision over them. Pure.
+"""Which sandbox may have which secret, where and how: values and the decision over them. Pure.
 
 A `SecretBinding` is what the owner of a secret allows; a `Grant` is what one sandbox was given; a release needs both.
 
@@ -19,10 +19,10 @@ from typing import Any
 from policy.facts import Scheme
 from policy.names import InvalidName, canonical_host, parse_pattern
 from policy.paths import PathPattern, ambiguity
-from wire import Code
+from wire.api.vaultd import MOST_GRANTS, BindingForm, GrantForm, Scope
+from wire.errors import Code
 
-MAX_GRANTS = 512
-"""Of one sandbox: twice what a credential vault may have, as a change puts new ones beside the old ones first."""
+MAX_GRANTS = MOST_GRANTS
 MAX_LIST = 256
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _METHOD = re.compile(r"[A-Za-z!#$%&'*+.^_`|~0-9-]{1,32}", re.ASCII)
@@ -81,27 +81,29 @@ class RequestScope:
                 return Refusal(Code.NOT_BOUND, "the secret is not bound to this path")
         return None
 
+    @property
+    def form(self) -> Scope:
+        """The form in a message."""
+        return Scope(None if self.methods is None else tuple(sorted(self.methods)), self.paths)
+
+    @classmethod
+    def of(cls, form: Scope) -> "RequestScope":
+        """Return what `form` says.
+
+        Raises:
+            GrantError: some part of it cannot be.
+        """
+        return cls(
+            None if form.methods is None else frozenset(_each(form.methods, "methods", _method)),
+            None if form.paths is None else _each(form.paths, "paths", _path_pattern),
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """The wire and file form."""
+        """The file form."""
         return {
             "methods": None if self.methods is None else sorted(self.methods),
             "paths": None if self.paths is None else list(self.paths),
         }
-
-    @classmethod
-    def from_json(cls, document: object) -> "RequestScope":
-        """Read `to_json`'s form.
-
-        Raises:
-            GrantError: it is something else.
-        """
-        if not isinstance(document, Mapping):
-            raise GrantError("a request scope is an object")
-        methods, paths = document.get("methods"), document.get("paths")
-        return cls(
-            None if methods is None else frozenset(_each(methods, "methods", _method)),
-            None if paths is None else _each(paths, "paths", _path_pattern),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,24 @@ class SecretBinding:
             _moment(expires) if isinstance(expires, str) else expires,
         )
 
+    @property
+    def form(self) -> BindingForm:
+        """The form in a message."""
+        expires = None if self.expires is None else self.expires.astimezone(UTC).isoformat()
+        hosts, schemes = tuple(sorted(self.hosts)), tuple(sorted(map(str, self.schemes)))
+        return BindingForm(hosts, tuple(sorted(self.ports)), schemes, self.scope.form, expires)
+
+    @classmethod
+    def of(cls, form: BindingForm) -> "SecretBinding":
+        """Return what `form` says.
+
+        Raises:
+            GrantError: some part of it cannot be.
+        """
+        return cls.make(form.hosts, form.ports, form.schemes, form.scope.methods, form.scope.paths, form.expires)
+
     def to_json(self) -> dict[str, Any]:
-        """The wire and file form."""
+        """The file form."""
         return {
             "hosts": sorted(self.hosts),
             "ports": sorted(self.ports),
@@ -224,8 +242,22 @@ class Grant:
             return self == other or self.covers(other)
         return self.wildcard and self.covers(Grant(other.secret, other.host[2:], other.port, other.scheme))
 
+    @property
+    def form(self) -> GrantForm:
+        """The form in a message."""
+        return GrantForm(self.secret, self.host, self.port, str(self.scheme))
+
+    @classmethod
+    def of(cls, form: GrantForm) -> "Grant":
+        """Return what `form` says.
+
+        Raises:
+            GrantError: some part of it cannot be.
+        """
+        return cls.make(form.secret, form.host, form.port, form.scheme)
+
     def to_json(self) -> dict[str, Any]:
-        """The wire and file form."""
+        """The file form."""
         return {"secret": self.secret, "host": self.host, "port": self.port, "scheme": self.scheme}
 
     @classmethod
@@ -291,7 +323,7 @@ def host_pattern(text: object) -> str:
 
 
 def _each[T](items: object, what: str, parse: Callable[[object], T]) -> tuple[T, ...]:
-    if not isinstance(items, list) or not 0 < len(items) <= MAX_LIST:
+    if not isinstance(items, list | tuple) or not 0 < len(items) <= MAX_LIST:
         raise GrantError(f"{what} is a list of 1 to {MAX_LIST}")
     return tuple(parse(item) for item in items)
 

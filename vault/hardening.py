@@ -1,8 +1,8 @@
-"""What a process that holds keys does to itself before it reads the first one.
+"""Hardens a process that holds keys. Call it before the process reads the first key.
 
 - Not dumpable: no core, no ptrace or /proc/<pid>/mem by its own uid, `environ` readable by root only.
 - No core file, no new privileges.
-- Memory locked, where the limits allow it: best effort, and never so that a later allocation could fail for it.
+- Memory is locked if the limits allow it: best effort, and never so that a later allocation could fail.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ _MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4
 
 
 def harden() -> bool:
-    """Apply it; return whether memory is locked.
+    """Harden this process; return whether memory is locked.
 
     Raises:
-        OSError: the kernel refused one of the parts that are not best effort.
+        OSError: the kernel refused a required part.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -27,6 +27,6 @@ def harden() -> bool:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-    # Locking the future under a finite limit would turn reaching that limit into failed allocations.
+    # With a finite limit, MCL_FUTURE would make allocations above the limit fail.
     flags = _MCL_CURRENT | _MCL_ONFAULT | (_MCL_FUTURE if hard == resource.RLIM_INFINITY else 0)
     return bool(libc.mlockall(flags) == 0)

@@ -1,12 +1,13 @@
-"""How far each directory of the vault had come: a second place, which a restored copy of the vault does not bring back.
+"""The head of the vault: the number of the last change of each directory, kept outside of the vault's directory.
 
     two slots of 512 bytes, written in turn: SHA-256 of the text (64 characters) | text, JSON | blanks
 
-- The file belongs to root and lies outside of the vault's directory. hostd opens it and gives vaultd the descriptor.
-- A number is written after the change that it counts is on disk. A vault that is behind its number was put back.
-- A slot that was cut short by a crash is passed over: the other one is older by one change.
+- A restored older copy of the vault does not contain this file, so the head detects it. The file belongs to root. hostd
+  opens it and passes vaultd the descriptor.
+- A number is written after its change is on disk. A vault with a smaller number is an older copy.
+- A slot that a crash left incomplete is skipped; the other one is older by one change.
 
-It holds counters, no secret. Root can delete it: that is how a restored backup is accepted on purpose.
+The file has counters and no secret. To accept a restored backup, root deletes it.
 """
 
 import hashlib
@@ -22,26 +23,26 @@ _log = logging.getLogger(__name__)
 
 
 class HeadError(Exception):
-    """The file is not one of ours, or the vault is older than it says."""
+    """The file is invalid, or the vault is older than the file."""
 
 
-class Head:
-    """The numbers, and the descriptor they are kept behind; without one they are kept in memory only."""
+class StoreHead:
+    """The numbers and the descriptor of their file. Without a descriptor they are only in memory."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """Read what is there.
+        """Read the numbers.
 
         Raises:
-            HeadError: there is something, and neither slot can be read.
+            HeadError: the file is not empty, and neither slot is valid.
         """
         self._fd = fd
         self._turn, self._counters = (0, {}) if fd is None else _latest(os.pread(fd, 2 * _SLOT, 0))
 
     def check(self, purpose: str, counter: int) -> None:
-        """Compare where a directory stands with where it had come to.
+        """Compare the last change of a directory with the head.
 
         Raises:
-            HeadError: it is behind.
+            HeadError: the directory is an older copy.
         """
         reached = self._counters.get(purpose, 0)
         if counter < reached:
@@ -51,7 +52,7 @@ class Head:
             )
 
     def record(self, purpose: str, counter: int) -> None:
-        """Write down where a directory stands; a failure is reported and made good by the next call."""
+        """Write the last change of a directory. A failure is logged, and the next call repeats the write."""
         self._counters[purpose] = counter
         if self._fd is None:
             return
@@ -62,10 +63,10 @@ class Head:
             os.pwrite(self._fd, slot, _SLOT * (self._turn % 2))
             os.fdatasync(self._fd)
         except OSError as error:
-            _log.error("the vault's head is behind: %s", error.strerror)
+            _log.error("cannot write the vault's head, the next change tries again: %s", error.strerror)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         if self._fd is not None:
             os.close(self._fd)
 

@@ -1,14 +1,14 @@
-"""The master key: where it comes from, and how it is made.
+"""The master key: its sources, and its creation.
 
-- From a file (base64 of 32 bytes, mode 0600, owned by this process's user or root, no symlink, no second name), else
-  from a systemd credential, else from the environment. Exactly the first configured source counts: a bad file is an
-  error, never a reason to look further.
-- `create` never overwrites: a second key would make every sealed record unreadable.
-- No message holds a byte of the key.
+- The sources are a file (base64 of 32 bytes, mode 0600, owned by this process's user or root, no symlink, no second
+  name), a systemd credential, and the environment. Only the first configured source is used: an invalid file is an
+  error.
+- `create` never overwrites: a new key would make every sealed record unreadable.
+- No message contains a byte of the key.
 
-A change of the master key has a second key for a while, its successor: beside a file, the file with `.next` after its
-name; beside a credential or a variable, the one with `-next` or `_NEXT`. Records open with either, and all of them are
-sealed with the successor (`vault.broker`); then it takes the first one's place.
+During a change of the master key there is a second key, its successor: for a file, the file with `.next` after its
+name; for a credential or a variable, the one with `-next` or `_NEXT`. Records open with either key. vaultd seals all of
+them with the successor, which then replaces the first key.
 """
 
 import base64
@@ -27,11 +27,11 @@ NEXT_ENVIRONMENT = f"{ENVIRONMENT}_NEXT"
 
 
 class MasterKeyError(Exception):
-    """The master key is missing, unsafe or malformed; the message says where and why, without a byte of it."""
+    """The master key is missing, unsafe or malformed. The message names source and reason, never the key."""
 
 
 class Keyring:
-    """The master key, as keys for single purposes; `successor` is the key that is to take its place, if any."""
+    """The master key, as derived keys for single purposes. `successor` is the key that will replace it, if any."""
 
     __slots__ = ("_key", "successor")
 
@@ -42,7 +42,7 @@ class Keyring:
         self.successor = successor
 
     def purpose(self, name: str) -> bytes:
-        """The 32-byte key for one purpose."""
+        """Return the 32-byte key for one purpose."""
         return subkey(self._key, name)
 
     def __repr__(self) -> str:
@@ -53,10 +53,10 @@ class Keyring:
 
 
 def load(path: Path | None, environment: Mapping[str, str]) -> Keyring:
-    """Read the master key from `path`, or without one from the systemd credential or the environment.
+    """Read the master key from `path`; without a path, from the systemd credential or the environment.
 
     Raises:
-        MasterKeyError: there is none, or it is unsafe or malformed.
+        MasterKeyError: there is no key, or it is unsafe or malformed.
     """
     if path is not None:
         return _from_files(path, next_file(path))
@@ -68,19 +68,19 @@ def load(path: Path | None, environment: Mapping[str, str]) -> Keyring:
         following = environment.get(NEXT_ENVIRONMENT)
         successor = None if following is None else Keyring(_from_text(following, NEXT_ENVIRONMENT))
         return Keyring(_from_text(text, ENVIRONMENT), successor)
-    raise MasterKeyError("no master key: neither a key file, a systemd credential nor a variable is configured")
+    raise MasterKeyError("there is no master key: configure a key file, a systemd credential or a variable")
 
 
 def next_file(path: Path) -> Path:
-    """Where the successor of the key in `path` is."""
+    """Return the path of the successor of the key in `path`."""
     return path.with_name(f"{path.name}.next")
 
 
 def replace(path: Path) -> None:
-    """Put the successor of the key in `path` in its place, durably: the former key is gone.
+    """Replace the key in `path` by its successor, durably. The former key is lost.
 
     Raises:
-        MasterKeyError: it cannot be.
+        MasterKeyError: the file cannot be replaced.
     """
     try:
         os.rename(next_file(path), path)
@@ -93,7 +93,7 @@ def create(path: Path, owner: tuple[int, int] | None = None) -> None:
     """Make a new master key file, durable on return.
 
     Args:
-        owner: (uid, gid) that will read it; needs root.
+        owner: (uid, gid) of the process that reads it; needs root.
 
     Raises:
         MasterKeyError: the file exists, or cannot be made.

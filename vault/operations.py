@@ -1,8 +1,9 @@
-"""What vaultd answers on its socket, and to whom.
+"""What vaultd answers on its socket, and to which caller.
 
-- Who asks is told by the kernel: uid 0 may do everything, the other allowed uids (serve) only what concerns sandboxes.
-- Whatever gives more than before (a secret stored, replaced or granted) is on record first, or does not happen.
-  Whatever takes away happens even without a log, and is recorded when that is possible.
+- The kernel reports the uid of the caller: uid 0 may do everything, the other allowed uids (serve) only what concerns
+  sandboxes.
+- A change that gives more than before (a secret stored, replaced or granted) is recorded first, or does not happen.
+  A change that takes away happens even without a log, and is recorded when that is possible.
 - A check made before a record was awaited is made again after it.
 - No error message or record holds a value.
 """
@@ -10,7 +11,7 @@
 import os
 import socket
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import wire
@@ -18,16 +19,16 @@ from audit.client import AuditUnavailable
 from vault.authority import ANY
 from vault.channels import Audit, Channels
 from vault.custody import Custody, CustodyError, SandboxState
-from vault.grants import MAX_GRANTS, Grant, GrantError, SecretBinding, host_pattern, inline_name, secret_name
+from vault.grants import Grant, GrantError, SecretBinding, host_pattern, inline_name, secret_name
 from vault.keyring import MasterKeyError
 from vault.secret import Secret
-from vault.store import StoreError, check_value
+from vault.stores.port import StoreError, check_value
+from wire.api import vaultd
+from wire.frames import close_all
+from wire.operations import Message
 
-MAX_PATTERNS = 1024
-_SANDBOX_OPS = frozenset({"ping", "has", "open_sandbox", "regrant", "narrow", "close_sandbox"})
 
-
-class Operations:
+class VaultOperations:
     """Answers on vaultd's socket."""
 
     def __init__(
@@ -45,14 +46,12 @@ class Operations:
         self._rekey = rekey
         self._administrators = administrators
 
-    async def handle(self, connection: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message:
-        """Answer one request; see `wire.Handler`."""
+    async def handle(self, connection: wire.Client, request: Message, fds: list[int]) -> object:
+        """Answer one request of `wire.api.vaultd.CONTROL`; see `wire.serving.Handler`."""
         try:
-            if op not in _SANDBOX_OPS and connection.peer.uid not in self._administrators:
+            if not isinstance(request, vaultd.SANDBOX_REQUESTS) and connection.peer.uid not in self._administrators:
                 raise wire.RequestError(wire.Code.FORBIDDEN, f"uid {connection.peer.uid} may not do this")
-            if op == "attach":
-                return await self._attach(parameters, fds)
-            return await self._answer(op, parameters, f"uid:{connection.peer.uid}")
+            return await self._answer(request, f"uid:{connection.peer.uid}", fds)
         except GrantError as error:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         except (StoreError, CustodyError) as error:
@@ -64,102 +63,92 @@ class Operations:
         except OSError as error:
             raise wire.RequestError(wire.Code.STORAGE, f"the vault's files: {error.strerror}") from None
         finally:
-            wire.frames.close_all(fds)
+            close_all(fds)
 
-    async def _answer(self, op: str, parameters: wire.Message, actor: str) -> wire.Message:
-        match op:
-            case "ping":
-                return {}
-            case "has":
-                return {"exists": self._has(secret_name(_take(parameters, "name")["name"]))}
-            case "list":
-                _take(parameters)
-                return {"secrets": [info.to_json() for info in self._store.list_infos()]}
-            case "put":
-                return await self._put(parameters, actor)
-            case "rotate":
-                return await self._rotate(parameters, actor)
-            case "delete":
-                return await self._delete(parameters, actor)
-            case "rekey":
-                _take(parameters)
+    async def _answer(self, request: Message, actor: str, fds: list[int]) -> object:
+        match request:
+            case vaultd.List():
+                return vaultd.Listed(tuple(info.form for info in self._store.list_infos()))
+            case vaultd.Put():
+                return await self._put(request, actor)
+            case vaultd.Rotate():
+                return await self._rotate(request, actor)
+            case vaultd.Delete():
+                await self._delete(request, actor)
+            case vaultd.Rekey():
                 await self._audit.accept("vault.rekey", "info", durable=True, actor=actor)
                 self._rekey()
-                return {}
-            case "open_sandbox":
-                return await self._open(parameters, actor)
-            case "regrant":
-                return await self._regrant(parameters, actor)
-            case "narrow":
-                return await self._narrow(parameters, actor)
-            case "close_sandbox":
-                return await self._close(parameters, actor)
+            case vaultd.OpenSandbox():
+                return await self._open(request, actor)
+            case vaultd.Regrant():
+                await self._regrant(request, actor)
+            case vaultd.Narrow():
+                await self._narrow(request, actor)
+            case vaultd.CloseSandbox():
+                await self._close(request, actor)
+            case vaultd.Attach():
+                await self._attach(request, fds)
             case _:
-                raise wire.RequestError(wire.Code.UNKNOWN_OP, "no such operation")
+                raise TypeError(f"{type(request).__name__} is no request of vaultd's socket")
+        return None
 
-    async def _put(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = dict(parameters)
-        name, value = secret_name(parts.pop("name", None)), _secret(parts.pop("value", None))
-        binding = SecretBinding.from_json(parts)
+    async def _put(self, request: vaultd.Put, actor: str) -> vaultd.Version:
+        name, value = secret_name(request.name), Secret(request.value.text)
+        binding = SecretBinding.of(request.binding)
         check_value(value)
         if self._has(name):
             raise wire.RequestError(wire.Code.EXISTS, "a secret already has this name; rotate or delete it")
         await self._audit.accept(
             "vault.put", "info", durable=True, secret=name, hosts=sorted(binding.hosts), actor=actor
         )
-        return {"version": self._store.put(name, value, binding).version}
+        return vaultd.Version(self._store.put(name, value, binding).version)
 
-    async def _rotate(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "name", "value")
-        name, value = secret_name(parts["name"]), _secret(parts["value"])
+    async def _rotate(self, request: vaultd.Rotate, actor: str) -> vaultd.Version:
+        name, value = secret_name(request.name), Secret(request.value.text)
         self._store.info(name)
         check_value(value)
         await self._audit.accept("vault.rotate", "info", durable=True, secret=name, actor=actor)
         info = self._store.rotate(name, value)
         await self._channels.revoke_everywhere(name, self._custody.users(name))
-        return {"version": info.version}
+        return vaultd.Version(info.version)
 
-    async def _delete(self, parameters: wire.Message, actor: str) -> wire.Message:
-        name = secret_name(_take(parameters, "name")["name"])
+    async def _delete(self, request: vaultd.Delete, actor: str) -> None:
+        name = secret_name(request.name)
         self._store.delete(name)
         self._audit.note("vault.delete", "info", secret=name, actor=actor)
         await self._channels.revoke_everywhere(name, self._custody.users(name))
-        return {}
 
-    async def _open(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "lineage", optional=("grants", "inline", "bounds", "names"))
+    async def _open(self, request: vaultd.OpenSandbox, actor: str) -> vaultd.Opened:
         planned = self._custody.plan(
-            _text(parts["sandbox"]),
-            _text(parts["lineage"]),
-            _grants(parts["grants"]),
-            _inline(parts["inline"]) or {},
-            _bounds(parts["bounds"]),
-            _patterns(parts["names"]),
+            request.sandbox,
+            request.lineage,
+            _grants(request.grants),
+            _inline(request.inline) or {},
+            _bounds(request.bounds),
+            _patterns(request.names),
         )
         await self._audit.accept("vault.open", "info", **_about(planned), lineage=planned.lineage, actor=actor)
-        return {"root_pem": self._custody.open(planned)}
+        return vaultd.Opened(self._custody.open(planned))
 
-    async def _regrant(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "grants", optional=("inline", "keep", "bounds", "names"))
-        sandbox, grants, inline = _text(parts["sandbox"]), _grants(parts["grants"]), _inline(parts["inline"])
-        keep, bounds, names = _names(parts["keep"]), _bounds(parts["bounds"]), _patterns(parts["names"])
-        planned = self._custody.replan(sandbox, grants, inline, keep, bounds, names)
+    async def _regrant(self, request: vaultd.Regrant, actor: str) -> None:
+        grants, inline, keep = _grants(request.grants), _inline(request.inline), _names(request.keep)
+        wanted = (request.sandbox, grants, inline, keep, _bounds(request.bounds), _patterns(request.names))
+        planned = self._custody.replan(*wanted)
         if self._custody.narrows(planned):
             self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
         else:
             await self._audit.accept("vault.regrant", "info", durable=True, **_about(planned), actor=actor)
-            planned = self._custody.replan(sandbox, grants, inline, keep, bounds, names)
-        return await self._replace(planned)
+            planned = self._custody.replan(*wanted)
+        await self._replace(planned)
 
-    async def _narrow(self, parameters: wire.Message, actor: str) -> wire.Message:
-        parts = _take(parameters, "sandbox", "grants", optional=("keep", "bounds"))
+    async def _narrow(self, request: vaultd.Narrow, actor: str) -> None:
         planned = self._custody.narrowed(
-            _text(parts["sandbox"]), _grants(parts["grants"]), _names(parts["keep"]), _bounds(parts["bounds"])
+            request.sandbox, _grants(request.grants), _names(request.keep), _bounds(request.bounds)
         )
         self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
-        return await self._replace(planned)
+        await self._replace(planned)
 
-    async def _replace(self, planned: SandboxState) -> wire.Message:
+    async def _replace(self, planned: SandboxState) -> None:
         sandbox = planned.sandbox
         try:
             ended = self._custody.regrant(planned)
@@ -167,10 +156,9 @@ class Operations:
             await self._channels.revoke(sandbox, None)
             raise
         await self._channels.revoke(sandbox, ended)
-        return {}
 
-    async def _close(self, parameters: wire.Message, actor: str) -> wire.Message:
-        sandbox = _text(_take(parameters, "sandbox")["sandbox"])
+    async def _close(self, request: vaultd.CloseSandbox, actor: str) -> None:
+        sandbox = request.sandbox
         known = self._custody.known(sandbox)
         try:
             self._custody.close(sandbox)
@@ -178,21 +166,15 @@ class Operations:
             await self._channels.detach(sandbox)
         if known:
             self._audit.note("vault.close", "info", sandbox=sandbox, actor=actor)
-        return {}
 
-    async def _attach(self, parameters: wire.Message, fds: list[int]) -> wire.Message:
-        parts = _take(parameters, "sandbox", "generation")
-        generation = parts["generation"]
-        if not isinstance(generation, int) or isinstance(generation, bool) or not 1 <= generation < 2**31:
-            raise wire.RequestError(wire.Code.INVALID, "a generation is a number from 1")
+    async def _attach(self, request: vaultd.Attach, fds: list[int]) -> None:
         if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
             raise wire.RequestError(wire.Code.INVALID, "attach comes with one socket")
         sock = socket.socket(fileno=fds.pop())
         if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
             sock.close()
             raise wire.RequestError(wire.Code.INVALID, "attach comes with one unix stream socket")
-        await self._channels.attach(_text(parts["sandbox"]), generation, sock)
-        return {}
+        await self._channels.attach(request.sandbox, request.generation, sock)
 
     def _has(self, name: str) -> bool:
         try:
@@ -202,59 +184,24 @@ class Operations:
         return True
 
 
-def _take(parameters: wire.Message, *required: str, optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    missing = [key for key in required if key not in parameters]
-    if missing or not set(parameters) <= {*required, *optional}:
-        raise wire.RequestError(wire.Code.INVALID, f"parameters are {', '.join((*required, *optional)) or 'none'}")
-    return {key: parameters.get(key) for key in (*required, *optional)}
+def _grants(forms: Sequence[vaultd.GrantForm]) -> list[Grant]:
+    return [Grant.of(form) for form in forms]
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > 256:
-        raise wire.RequestError(wire.Code.INVALID, "a name is a text")
-    return value
+def _bounds(forms: Sequence[vaultd.GrantForm] | None) -> list[Grant] | None:
+    return None if forms is None else _grants(forms)
 
 
-def _secret(value: object) -> Secret:
-    if not isinstance(value, str):
-        raise wire.RequestError(wire.Code.INVALID, "a value is a text")
-    return Secret(value)
+def _patterns(names: Sequence[str] | None) -> list[str] | None:
+    return None if names is None else [ANY if name == ANY else host_pattern(name) for name in names]
 
 
-def _grants(items: object) -> list[Grant]:
-    if items is None:
-        return []
-    if not isinstance(items, list) or len(items) > MAX_GRANTS:
-        raise wire.RequestError(wire.Code.INVALID, f"grants are a list of at most {MAX_GRANTS}")
-    return [Grant.from_json(item) for item in items]
+def _inline(values: Mapping[str, vaultd.Value] | None) -> dict[str, Secret] | None:
+    return None if values is None else {inline_name(name): Secret(value.text) for name, value in values.items()}
 
 
-def _bounds(items: object) -> list[Grant] | None:
-    return None if items is None else _grants(items)
-
-
-def _patterns(items: object) -> list[str] | None:
-    if items is None:
-        return None
-    if not isinstance(items, list) or len(items) > MAX_PATTERNS:
-        raise wire.RequestError(wire.Code.INVALID, f"names to sign for are a list of at most {MAX_PATTERNS}")
-    return [ANY if item == ANY else host_pattern(item) for item in items]
-
-
-def _inline(items: object) -> dict[str, Secret] | None:
-    if items is None:
-        return None
-    if not isinstance(items, Mapping) or len(items) > MAX_GRANTS:
-        raise wire.RequestError(wire.Code.INVALID, f"inline secrets are an object of at most {MAX_GRANTS}")
-    return {inline_name(name): _secret(value) for name, value in items.items()}
-
-
-def _names(items: object) -> list[str] | None:
-    if items is None:
-        return None
-    if not isinstance(items, list) or len(items) > MAX_GRANTS:
-        raise wire.RequestError(wire.Code.INVALID, f"kept names are a list of at most {MAX_GRANTS}")
-    return [inline_name(name) for name in items]
+def _names(names: Sequence[str] | None) -> list[str] | None:
+    return None if names is None else [inline_name(name) for name in names]
 
 
 def _about(state: SandboxState) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""A secret value that does not slip out.
+"""A type for secret values, which prevents accidental disclosure.
 
-- `repr` and `str` show a fixed text; formatting into a string, pickling, copying and JSON encoding raise.
-- Equality takes time independent of where two values differ; a secret cannot be a dictionary key.
-- The one way to the text is `reveal()`, so that a search for that word finds every place where secrets are used.
+- `repr` and `str` return a fixed text. Formatting into a string, pickling, copying and JSON encoding raise.
+- Comparison takes constant time. A secret cannot be a dictionary key.
+- Only `reveal()` returns the text, so a search for that word finds every use of a secret.
 
-It does not wipe memory: Python strings are immutable and may have been copied by the interpreter. What limits the
-exposure is the process around it (no core dumps, not dumpable, pages locked where allowed).
+The type does not wipe memory: Python strings are immutable, and the interpreter may copy them. The process limits the
+exposure (no core dumps, not dumpable, pages locked if permitted).
 """
 
 import hmac
@@ -13,13 +13,12 @@ from typing import Any, Never, NoReturn, SupportsIndex, final
 
 MAX_SECRET_BYTES = 64 * 1024
 MIN_SENT = 8
-"""Characters below which a value cannot be told from other text: the gateway could not take it out of a response, and
-does not send it."""
+"""The shortest value, in characters, that the gateway sends. It could not find a shorter one reliably in a response."""
 
 
 @final
 class Secret:
-    """Holds one secret text."""
+    """One secret text."""
 
     __slots__ = ("_text",)
     _text: str
@@ -30,7 +29,7 @@ class Secret:
         object.__setattr__(self, "_text", text)
 
     def reveal(self) -> str:
-        """Return the text. Give it to nothing that logs, formats or keeps it."""
+        """Return the text. Do not pass it to code that logs, formats or stores it."""
         return self._text
 
     def __repr__(self) -> str:
@@ -39,14 +38,14 @@ class Secret:
     __str__ = __repr__
 
     def __format__(self, spec: str) -> Never:
-        raise TypeError("a secret is not formatted; use reveal() where the text must be known")
+        raise TypeError("a secret cannot be formatted: use reveal() if the text is needed")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Secret):
             return NotImplemented
         return hmac.compare_digest(_octets(self._text), _octets(other._text))
 
-    __hash__ = None  # type: ignore[assignment]  # a hash would tell values apart without comparing them
+    __hash__ = None  # type: ignore[assignment]  # a hash would reveal whether two values differ
 
     def __setattr__(self, name: str, value: Any) -> Never:
         raise AttributeError("a secret does not change")
@@ -68,7 +67,7 @@ class Secret:
 
 
 def text_problem(text: str) -> str | None:
-    """Say why `text` can never be a secret, without quoting it; None if it can."""
+    """Return why `text` cannot be a secret, without quoting it; None if it can."""
     if not text:
         return "the value is empty"
     try:
@@ -79,10 +78,10 @@ def text_problem(text: str) -> str | None:
 
 
 def value_problem(text: str) -> str | None:
-    """As `text_problem`, for a secret that goes into headers.
+    """Like `text_problem`, for a secret that is sent in headers.
 
-    A line break or NUL would split a header; white space at an end is a pasting mistake that no service accepts; what
-    is too short would never be sent (see `MIN_SENT`).
+    A line break or NUL would split a header. White space at an end is a copying mistake that no service accepts. A
+    value that is too short is never sent (see `MIN_SENT`).
     """
     if problem := text_problem(text):
         return problem

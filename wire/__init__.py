@@ -1,17 +1,17 @@
-"""How Sallyport's processes speak to one another: JSON frames over unix sockets.
+"""Communication between Sallyport's processes: JSON frames over unix sockets.
 
-This package knows nothing of policies, secrets or sandboxes. It is the one place that reads and writes bytes
-between our own processes, so its limits hold everywhere.
+The package is independent of policies, secrets and sandboxes. Only this package reads and writes bytes between
+Sallyport's processes, so its limits apply to all of them.
 
-- A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON: one object, at most `MAX_FRAME` bytes.
-- File descriptors travel beside a request's first byte (SCM_RIGHTS), at most `MAX_FDS` of them, and only to an end
-  that was made to take them.
-- A peer that breaks the framing is disconnected; nothing is ever resynchronised.
+- A frame is a 4-byte big-endian length and as many bytes of UTF-8 JSON: one object, at most `MAX_FRAME` bytes.
+- File descriptors accompany the first byte of a request (SCM_RIGHTS), at most `MAX_FDS` of them. Only an end that is
+  configured for them accepts them.
+- A peer that violates the framing is disconnected. There is no resynchronisation.
 """
 
 from wire.errors import Code, RemoteError, RequestError
 from wire.frames import MAX_FDS, FrameError, Message, receive, send
-from wire.limits import MAX_FRAME, NARROW, WHOLE, Limits
+from wire.limits import MAX_FRAME, NARROW, WHOLE, FrameLimits
 from wire.operations import Done, Notification, Operations, Ping, Request
 from wire.rpc import Client, Handler, serve_connection, serve_unix
 from wire.sockets import Peer, WrongServer, bind_unix, connect_unix, inherited_listener
@@ -25,8 +25,8 @@ __all__ = [
     "Code",
     "Done",
     "FrameError",
+    "FrameLimits",
     "Handler",
-    "Limits",
     "Message",
     "Notification",
     "Operations",

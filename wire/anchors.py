@@ -1,4 +1,4 @@
-"""An anchor of the audit log as a line of text: what hostd and operators keep of a log where its writer cannot write.
+"""An anchor of the audit log as a line of text. hostd and operators keep anchors where auditd cannot write.
 
 Pure.
 
@@ -14,7 +14,7 @@ from wire.api.auditd import Anchor
 
 
 class AnchorError(ValueError):
-    """This is no anchor."""
+    """The text is no anchor."""
 
 
 def line(anchor: Anchor) -> bytes:
@@ -27,14 +27,14 @@ def read_line(text: bytes) -> Anchor:
     """Return the anchor of a line.
 
     Raises:
-        AnchorError: it is none.
+        AnchorError: the line is no anchor.
     """
     try:
         body = json.loads(text)
         heads = {chain: {"seq": seq, "hash": digest} for chain, (seq, digest) in body["heads"].items()}
         return codec.decode(Anchor, {**body, "heads": heads})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # CodecError is a ValueError
-        raise AnchorError("a line of it is no anchor") from None
+        raise AnchorError("a line of the file is no anchor") from None
 
 
 def _object(anchor: Anchor) -> dict[str, codec.Json]:

@@ -1,9 +1,9 @@
-"""Frozen dataclasses to JSON values and back, strictly. Pure.
+"""A strict codec between frozen dataclasses and JSON values. Pure.
 
 - `decode(T, encode(x)) == x` for every dataclass of these field types: str, int, bool, StrEnum, `tuple[X, ...]`,
   `Mapping[str, X]`, dataclasses, and a union with at most one of them for each JSON type (`X | None`, `str | int`).
-- Decoding refuses unknown and missing keys, wrong types (a bool is not an int), and everything the type's own checks
-  (`__post_init__`) refuse. A default value is encoded, and required, like any other.
+- Decoding refuses unknown and missing keys, wrong types (a bool is not an int), and values that the type's own checks
+  (`__post_init__`) refuse. Fields with a default are encoded, and required, too.
 - A dataclass whose only field is `text` is written as that text.
 - Errors name the place, such as `$.rules[0].port`. They repeat names of keys, shortened and escaped, and never a value.
 """
@@ -26,11 +26,11 @@ _KEYS_SHOWN: Final = 5
 
 
 class CodecError(ValueError):
-    """The JSON value is not one that `encode` makes. The message names the place."""
+    """The JSON value is no output of `encode`. The message names the place."""
 
 
 class _WrongError(Exception):
-    """What is wrong with a value, and the place of it, from the inside out."""
+    """Internal: the problem of a value, and its place, built from the inside out."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -51,16 +51,16 @@ def encode(value: object) -> Json:
     if is_dataclass(value) and not isinstance(value, type):
         shape = _shape(type(value))
         if shape == ("text",):
-            return encode(getattr(value, "text"))  # noqa: B009 - the field is known by the line above only
+            return encode(getattr(value, "text"))  # noqa: B009 - only the line above shows that the field exists
         return {name: encode(getattr(value, name)) for name in shape}
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def decode[T](kind: type[T], value: object, place: str = "$") -> T:
-    """Return the value of type `kind` that `value` is the JSON form of.
+    """Return the value of type `kind` whose JSON form is `value`.
 
     Raises:
-        CodecError: it is none.
+        CodecError: `value` is no JSON form of `kind`.
     """
     hashable: Any = kind
     try:
@@ -71,7 +71,7 @@ def decode[T](kind: type[T], value: object, place: str = "$") -> T:
 
 
 def canonical_json(value: Json) -> bytes:
-    """Return the one serialisation whose hash identifies the value."""
+    """Return the canonical serialisation; its hash identifies the value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
 
@@ -88,7 +88,7 @@ def _name(name: object) -> str:
 
 @cache
 def _shape(kind: type) -> tuple[str, ...]:
-    """The names of the fields that are given to the constructor."""
+    """The names of the fields of the constructor."""
     return tuple(field.name for field in fields(kind) if field.init)
 
 
@@ -175,7 +175,7 @@ def _of_union(options: tuple[Any, ...]) -> _Decoder:
     for option in options:
         given = _json_type(option)
         if given in by_type:
-            raise TypeError(f"two options of {options} are written as the same JSON type")
+            raise TypeError(f"two options of {options} have the same JSON type")
         by_type[given] = (lambda _: None) if given is type(None) else _decoder(option)
     names = ", ".join(sorted("null" if given is type(None) else given.__name__ for given in by_type))
 
@@ -188,7 +188,7 @@ def _of_union(options: tuple[Any, ...]) -> _Decoder:
 
 
 def _json_type(kind: Any) -> type:
-    """The type of the JSON value of a `kind`."""
+    """Return the JSON type of a value of type `kind`."""
     if isinstance(kind, typing.TypeAliasType):
         return _json_type(kind.__value__)
     if kind is type(None):
@@ -209,7 +209,7 @@ def _of_dataclass(kind: type) -> _Decoder:
     decoders: dict[str, _Decoder] = {}
 
     def decoder(value: object) -> object:
-        if not decoders:  # at first use: a type may hold values of its own type
+        if not decoders:  # made at the first use, because a type can contain values of its own type
             decoders.update({name: _decoder(hints[name]) for name in shape})
         if shape == ("text",):
             value = {"text": value}

@@ -1,13 +1,13 @@
-"""Descriptors that a peer passes: refused by the kernel, or taken and closed where their closing blocks nothing.
+"""Descriptors from a peer: the kernel refuses them, or they are closed where a close cannot block the event loop.
 
-The last close of a file can block for as long as its sender likes (SO_LINGER on a socket with unsent bytes, also
-one that waits inside another unix socket), and it runs in the process that holds the file: in `close`, in a `recv`
-without room for descriptors, and in the `close` of a socket in whose queue the file waits. An event loop must do none
-of them with a file of a peer that may be hostile.
+The last close of a file can block as long as its sender wants (SO_LINGER on a socket with unsent bytes, also for a
+socket that waits inside another unix socket). It happens in the process that holds the file: in `close`, in a `recv`
+without room for descriptors, and in the `close` of a socket with the file in its queue. An event loop must not do any
+of these with a file of a hostile peer.
 
-- `refuse` has the kernel refuse them at the sender (SO_PASSRIGHTS, Linux 6.16). That is the usual case.
-- On an older kernel every receive has room for all that one message can carry, and `discard` and `release` close on
-  threads of their own.
+- `refuse` makes the kernel refuse descriptors at the sender (SO_PASSRIGHTS, Linux 6.16). This is the usual case.
+- On an older kernel every receive has room for all descriptors of a message. `discard` and `release` close them in
+  separate threads.
 """
 
 import array
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Final
 
 MOST: Final = 253
-"""The kernel's own bound for one message (SCM_MAX_FD)."""
+"""The kernel's limit for one message (SCM_MAX_FD)."""
 ROOM: Final = socket.CMSG_SPACE(MOST * 4)
 _SO_PASSRIGHTS: Final = 83
 _NO_LINGER: Final = struct.pack("ii", 0, 0)
@@ -32,12 +32,12 @@ _free = threading.Semaphore(_THREADS)
 
 
 def refuse(sock: socket.socket) -> bool:
-    """Have no descriptor passed to `sock`, or to what a listening `sock` accepts; False if the kernel cannot."""
+    """Refuse descriptors on `sock`, and on sockets that it accepts. False if the kernel cannot do this."""
     return _pass_rights(sock, 0)
 
 
 def allow(sock: socket.socket) -> None:
-    """Let descriptors be passed to `sock` again."""
+    """Permit descriptors on `sock` again."""
     _pass_rights(sock, 1)
 
 
@@ -50,7 +50,7 @@ def _pass_rights(sock: socket.socket, value: int) -> bool:
 
 
 def collected(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors that came with a message; they are the caller's."""
+    """Return the descriptors of a message; the caller owns them."""
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -59,11 +59,11 @@ def collected(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
 
 
 def discard(fds: Sequence[int]) -> None:
-    """Close a peer's descriptors without waiting for it."""
+    """Close a peer's descriptors without blocking the caller."""
     for fd in fds:
         with contextlib.suppress(OSError):  # not a socket
             linger = os.dup(fd)
-            with socket.socket(fileno=linger) as sock:  # not the last reference: this close ends nothing
+            with socket.socket(fileno=linger) as sock:  # not the last reference, so this close cannot block
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         _waiting.put(fd)
     if fds and _free.acquire(blocking=False):
@@ -71,7 +71,7 @@ def discard(fds: Sequence[int]) -> None:
 
 
 def release(sock: socket.socket) -> None:
-    """Close a connection in whose queue descriptors may wait, without waiting for theirs."""
+    """Close a connection that may have descriptors in its queue, without blocking the caller."""
     if sock.fileno() < 0:
         return
     copy = os.dup(sock.fileno())

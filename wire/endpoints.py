@@ -1,9 +1,9 @@
-"""The text form of an address and a port, as settings and messages between our processes have it. Pure.
+"""The text form of an address and a port, in settings and in messages between processes. Pure.
 
 - `192.0.2.53:53` and `[2001:db8::53]:53`; no name, no zone, no port 0.
 - An IPv4-mapped IPv6 address is its IPv4 address: packets to it are IPv4.
-- Addresses that no packet can be routed to are refused, with the reason: multicast, unspecified, and IPv6 addresses
-  that only an interface leads to. (IPv4 link-local addresses are resolvers in some clouds, and have routes.)
+- Addresses without a route are refused, with the reason: multicast, unspecified, and IPv6 addresses that need an
+  interface. (IPv4 link-local addresses are resolvers in some clouds, and have routes.)
 """
 
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -15,7 +15,7 @@ def parse_endpoint(text: str) -> tuple[Address, int]:
     """Return the address and the port of a text.
 
     Raises:
-        ValueError: it is not one, or its address cannot be routed to. The message is a sentence about the text.
+        ValueError: the text has another form, or its address cannot be routed to. The message is a sentence.
     """
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -31,14 +31,14 @@ def parse_endpoint(text: str) -> tuple[Address, int]:
 
 
 def routed(address: Address) -> Address:
-    """Return the address that packets to `address` have.
+    """Return the destination address of packets to `address`.
 
     Raises:
-        ValueError: packets to it are not routed. The message is a sentence about the address.
+        ValueError: packets to the address are not routed. The message is a sentence.
     """
     if isinstance(address, IPv6Address):
         if address.scope_id is not None or address.is_link_local:
-            raise ValueError(f"{address} is reached through one interface, and a gateway has routes only")
+            raise ValueError(f"{address} needs an interface, and a gateway has only routes: use a routed address")
         address = address.ipv4_mapped or address
     if address.is_multicast or address.is_unspecified:
         raise ValueError(f"{address} is not the address of one host")

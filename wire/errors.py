@@ -1,21 +1,21 @@
-"""Why one process refuses another's request: a closed set of codes, one for each fault.
+"""The errors of requests between processes: a closed set of codes, one for each fault.
 
-A code is for programs, the message is a sentence for people. Neither holds a secret.
+Programs use the code; the message is a sentence for people. Neither contains a secret.
 """
 
 from enum import StrEnum
 
 
 class Code(StrEnum):
-    """The fault of a request, of the state that it met, or of the process that was asked."""
+    """The fault: of the request, of the present state, or of the process that handles it."""
 
     # the request
-    INVALID = "invalid"  # it is not one: a parameter is missing, unknown, of another type or out of its bounds
+    INVALID = "invalid"  # a parameter is missing, unknown, of another type or out of its bounds
     UNKNOWN_OP = "unknown_op"
     FORBIDDEN = "forbidden"
     TOO_LARGE = "too_large"
 
-    # what it names
+    # the object of the request
     UNKNOWN_SANDBOX = "unknown_sandbox"
     UNKNOWN_IMAGE = "unknown_image"
     UNKNOWN_SECRET = "unknown_secret"  # noqa: S105 - a code
@@ -26,17 +26,17 @@ class Code(StrEnum):
     STALE_GENERATION = "stale_generation"
     DAMAGED = "damaged"  # what is stored cannot be read
 
-    # the state that it met
+    # the present state
     BUSY = "busy"
     FULL = "full"
     RATE_LIMITED = "rate_limited"
-    UNAVAILABLE = "unavailable"  # what the request needs does not answer
+    UNAVAILABLE = "unavailable"  # a part that the request needs does not answer
     AUDIT_UNAVAILABLE = "audit_unavailable"
-    RESIDUE = "residue"  # something is left of what was removed
+    RESIDUE = "residue"  # a removed object still has parts
 
-    # the step that failed
+    # the failed step
     DOCKER = "docker"
-    IMAGE = "image"  # it cannot be used
+    IMAGE = "image"  # the image cannot be used
     DISK = "disk"
     NETWORK = "network"
     GATEWAY = "gateway"
@@ -45,11 +45,15 @@ class Code(StrEnum):
     MASTER_KEY = "master_key"
     TIMEOUT = "timeout"
     INTERNAL = "internal"
-    MALFORMED = "malformed"  # the answer itself: its code is not in this list
+    MALFORMED = "malformed"  # the answer has a code that is not in this list
+
+
+class ConfigError(ValueError):
+    """A configuration is invalid. The message names the file or the key, and never contains a value."""
 
 
 class RequestError(Exception):
-    """A request that cannot be fulfilled: the code and the sentence that the peer gets, without secrets."""
+    """A request cannot be fulfilled. The peer gets the code and the message, which contains no secret."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)

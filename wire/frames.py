@@ -1,13 +1,13 @@
 """Length-prefixed JSON frames, with file descriptors, over a connected unix stream socket.
 
-Blocking and asyncio forms of the same two operations. The asyncio forms work on a non-blocking socket directly
-(not on streams), because file descriptors must be collected with the very `recvmsg` that brings the first byte.
+Send and receive exist in a blocking and an asyncio form. The asyncio forms use a non-blocking socket directly, not
+streams: the descriptors come only with the `recvmsg` that reads the first byte.
 
-- `receive` returns None only at a clean end of stream, between two frames; a cut frame is a `FrameError`.
-- Descriptors belong to the first byte of a frame, and to connections whose reader said so. Any others end the
-  connection; they are closed beside the event loop (`descriptors`).
-- A frame beyond the limits of its connection is refused before it is parsed, by its sender and by its receiver.
-- A peer that takes nothing of a frame for `SEND_SECONDS` is gone.
+- `receive` returns None only at an end of stream between two frames. An incomplete frame is a `FrameError`.
+- Descriptors are accepted only with the first byte of a frame, and only if the reader expects them. Others end the
+  connection, and are closed outside of the event loop (`descriptors`).
+- A frame above the limits of its connection is refused before it is parsed, by its sender and by its receiver.
+- A peer that accepts no byte of a frame for `SEND_SECONDS` counts as dead.
 """
 
 import array
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from wire import descriptors
-from wire.limits import WHOLE, Limits, within
+from wire.limits import WHOLE, FrameLimits, within
 from wire.patience import Patience
 
 type Message = dict[str, Any]
@@ -32,28 +32,28 @@ _PART: Final = 1 << 16
 
 
 class FrameError(Exception):
-    """The peer sent something that is not a frame, or went away in the middle of one."""
+    """The peer sent no valid frame, or the stream ended inside a frame."""
 
 
-def encode(message: Message, limits: Limits = WHOLE) -> bytes:
+def encode(message: Message, limits: FrameLimits = WHOLE) -> bytes:
     """Return the frame of `message`.
 
     Raises:
-        FrameError: it would be beyond the limits, or holds a number that JSON does not have.
+        FrameError: the frame is above the limits, or has a number that JSON does not have.
     """
     try:
         body = json.dumps(message, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except ValueError as error:
-        raise FrameError("not a number") from error
+        raise FrameError("the message has a number that JSON does not have (NaN or infinity)") from error
     weigh(body, limits)
     return _HEADER.pack(len(body)) + body
 
 
-def weigh(body: bytes, limits: Limits) -> int:
-    """Return what a frame's body costs; see `limits`.
+def weigh(body: bytes, limits: FrameLimits) -> int:
+    """Return the cost of a frame's body; see `limits`.
 
     Raises:
-        FrameError: more than its connection allows.
+        FrameError: the cost is above the limits of the connection.
     """
     try:
         return within(body, limits)
@@ -65,7 +65,7 @@ def decode(body: bytes) -> Message:
     """Parse a frame's body.
 
     Raises:
-        FrameError: it is not one JSON object.
+        FrameError: the body is not one JSON object.
     """
     try:
         message = json.loads(body)
@@ -85,7 +85,7 @@ def _ancillary(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors of a peer that is trusted."""
+    """Close descriptors from a trusted peer."""
     for fd in fds:
         os.close(fd)
 
@@ -94,16 +94,16 @@ def _taken(ancillary: list[tuple[int, int, bytes]], *, expected: bool) -> list[i
     """Return the descriptors that came with some bytes.
 
     Raises:
-        FrameError: none were expected, or not so many; they are being closed.
+        FrameError: descriptors are not expected, or there are too many. They are being closed.
     """
     fds = descriptors.collected(ancillary)
     if fds and (not expected or len(fds) > MAX_FDS):
         descriptors.discard(fds)
-        raise FrameError("descriptors that nobody expects" if not expected else "too many descriptors")
+        raise FrameError("unexpected descriptors" if not expected else "too many descriptors")
     return fds
 
 
-def _body_length(header: bytes, limits: Limits) -> int:
+def _body_length(header: bytes, limits: FrameLimits) -> int:
     length: int = _HEADER.unpack(header)[0]
     if length > limits.frame:
         raise FrameError(f"frame of {length} bytes is over the limit of {limits.frame}")
@@ -111,7 +111,7 @@ def _body_length(header: bytes, limits: Limits) -> int:
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    """Send one frame on a blocking socket, descriptors beside its first byte."""
+    """Send one frame on a blocking socket, with the descriptors at its first byte."""
     data = encode(message)
     sent = sock.sendmsg([data], _ancillary(fds))
     if sent < len(data):
@@ -147,10 +147,10 @@ def _read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def send_async(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
-    """Send what `encode` made on a non-blocking socket. Concurrent senders must hold a lock.
+    """Send the output of `encode` on a non-blocking socket. Concurrent senders must hold a lock.
 
     Raises:
-        OSError: the peer is gone (TimeoutError: it takes nothing); a part of the frame may have been sent.
+        OSError: the peer is dead (TimeoutError: it accepts no bytes). A part of the frame may have been sent.
     """
     loop = asyncio.get_running_loop()
     ancillary = _ancillary(fds)
@@ -169,21 +169,21 @@ class Receiver:
     """Reads frames from a non-blocking socket.
 
     Args:
-        expects: descriptors may come with a frame; the peer must be trusted.
+        expects: whether frames may have descriptors; the peer must be trusted then.
         shielded: the kernel refuses descriptors on this socket (`descriptors.refuse`).
     """
 
-    def __init__(self, sock: socket.socket, limits: Limits, *, expects: bool, shielded: bool) -> None:
+    def __init__(self, sock: socket.socket, limits: FrameLimits, *, expects: bool, shielded: bool) -> None:
         self._sock = sock
         self._limits = limits
         self._expects = expects
         self._room = 0 if shielded else descriptors.ROOM
 
     async def body(self) -> tuple[bytes, list[int]] | None:
-        """Return the body of the next frame, which is within the limits, and its descriptors; None at a clean end.
+        """Return body and descriptors of the next frame within the limits; None at a clean end of stream.
 
         Raises:
-            FrameError, OSError: there is none, and the connection must end.
+            FrameError, OSError: there is no valid frame; the connection must end.
         """
         header, fds = await self._part(_HEADER.size, expected=self._expects)
         if not header:

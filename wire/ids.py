@@ -4,7 +4,7 @@ import re
 from typing import Final
 
 SANDBOX_ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
-"""Of a sandbox, and of the chain of its audit records. It is also a file name and a part of a path."""
+"""The form of a sandbox id. The id is also the name of its audit chain, a file name and a part of paths."""
 MOST_GENERATION: Final = 2**53 - 1
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -13,17 +13,17 @@ def check_sandbox(text: str) -> None:
     """Check the id of a sandbox.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no sandbox id.
     """
     if not SANDBOX_ID.fullmatch(text):
         raise ValueError("not a sandbox id")
 
 
 def check_generation(number: int) -> None:
-    """Check the generation of a worker: 1 for the first one of its sandbox.
+    """Check the generation of a worker. The first worker of a sandbox has 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the number is no generation.
     """
     if not 1 <= number <= MOST_GENERATION:
         raise ValueError(f"a generation is a number from 1 to {MOST_GENERATION}")
@@ -33,7 +33,7 @@ def check_digest(text: str) -> None:
     """Check a SHA-256 in lower-case hexadecimal.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no SHA-256.
     """
     if not _DIGEST.fullmatch(text):
         raise ValueError("not a SHA-256 in hexadecimal")

@@ -1,8 +1,8 @@
-"""What one connection may cost the process that reads it.
+"""Limits of the memory that one connection can cost its reader.
 
-A frame costs what it may take once it is parsed: its bytes, and `ELEMENT` bytes for each value and key. Without that a
-frame of tiny objects takes thirty times its size. Requests count until their answers are with the kernel, so a peer
-that does not read its answers is soon not read either.
+The cost of a frame is the memory of its parsed form: its bytes, and `ELEMENT` bytes for each value and key. A frame of
+tiny objects needs thirty times its size. A request counts until its answer is sent, so the reader stops reading from a
+peer that does not read its answers.
 """
 
 import re
@@ -11,19 +11,19 @@ from typing import Final
 
 MAX_FRAME: Final = 4 * 1024 * 1024
 ELEMENT: Final = 96
-"""Bytes of one parsed value and its place. An object with one key, the dearest, has three elements and takes 240."""
+"""Bytes of one parsed value and its place. The most expensive value, an object with one key, has three elements."""
 _SIGNS: Final = (b",", b":", b"[", b"{")
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one direction of a connection.
+class FrameLimits:
+    """The limits of one direction of a connection.
 
     Attributes:
         frame: bytes of one frame.
         memory: cost of one frame, and of all requests that are being handled.
-        requests: how many are handled at once.
+        requests: the number of requests that are handled at once.
     """
 
     frame: int = MAX_FRAME
@@ -31,26 +31,26 @@ class Limits:
     requests: int = 64
 
 
-WHOLE: Final = Limits()
-"""Between daemons, and to a worker: configurations and policies."""
-NARROW: Final = Limits(frame=1024 * 1024, memory=6 * 1024 * 1024)
-"""Whatever a worker sends, and whatever auditd is sent."""
+WHOLE: Final = FrameLimits()
+"""For messages between daemons and to a worker: configurations and policies."""
+NARROW: Final = FrameLimits(frame=1024 * 1024, memory=6 * 1024 * 1024)
+"""For messages from a worker, and to auditd."""
 
 
 def cost(body: bytes) -> int:
-    """Return the most memory, about, that `body` takes when it is parsed."""
-    width = 1 if body.isascii() and b"\\u" not in body else 4  # of a character, where one of a text is wide
+    """Return an upper estimate of the memory of the parsed `body`, in bytes."""
+    width = 1 if body.isascii() and b"\\u" not in body else 4  # bytes per character of a text with wide characters
     return width * len(body) + ELEMENT * (1 + sum(map(body.count, _SIGNS)))
 
 
-def within(body: bytes, limits: Limits) -> int:
+def within(body: bytes, limits: FrameLimits) -> int:
     """Return the cost of `body`.
 
     Raises:
-        ValueError: it is beyond the limits.
+        ValueError: the cost is above the limits.
     """
     found = cost(body)
-    if found > limits.memory:  # perhaps for what only looks like elements, inside of texts
+    if found > limits.memory:  # the estimate may count characters inside of texts as elements
         found = cost(body) - ELEMENT * sum(map(sum, (map(text.count, _SIGNS) for text in _TEXT.findall(body))))
     if len(body) > limits.frame or found > limits.memory:
         raise ValueError("the frame is beyond the limits of this connection")

@@ -1,58 +1,55 @@
-"""Requests of one process to another as typed values, and the closed set of them that an end of a connection takes.
+"""Typed requests between processes, and the closed set of requests that an end of a connection accepts.
 
-A request is a frozen dataclass that says with which one it is answered; its operation is its name in snake case:
+A request is a frozen dataclass. Its base names the type of the answer; its operation is its name in snake case:
 
     @dataclass(frozen=True, slots=True)
     class CloseSandbox(Request[Closed]):
         sandbox: str
 
-`{"op": "close_sandbox", "sandbox": "..."}` is then the one frame that it is read from.
+Its only form as a frame is `{"op": "close_sandbox", "sandbox": "..."}`.
 
-- What is not in the set, or not exactly a request of it, never reaches a handler.
-- A type's own checks (`__post_init__`) bound its values.
+- A handler receives only valid requests of the set.
+- A type's own checks (`__post_init__`) limit its values.
+
+Pure; `wire.serving` answers requests.
 """
 
 import re
 import typing
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from wire import codec
 from wire.errors import Code, RequestError
-from wire.frames import close_all
-
-if TYPE_CHECKING:
-    from wire.rpc import Client
-    from wire.rpc import Handler as Untyped
 
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _MOST_TEXT: Final = 300
 _RESERVED: Final = frozenset({"id", "op", "fds", "timeout"})
-"""What a frame has beside the parameters, and what `Client.call` has: no message has a field of this name."""
+"""Reserved names: the other members of a frame, and the arguments of `Client.call`. No message has such a field."""
 
 
 class Request[Answer]:
-    """A request that is answered with an `Answer`."""
+    """A request whose answer is an `Answer`."""
 
     __slots__ = ()
 
 
 class Notification:
-    """A message that is not answered."""
+    """A message without an answer."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer of what has nothing more to say."""
+    """An answer without content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ping(Request[Done]):
-    """Asks whether the peer's event loop runs; each end answers it by itself."""
+    """Tests whether the peer's event loop runs. `wire.serving` answers it."""
 
 
 type Message = Request[Any] | Notification
@@ -81,30 +78,25 @@ def _answer_type(kind: Any) -> type:
         if typing.get_origin(base) is Request:
             answer: type = typing.get_args(base)[0]
             return answer
-    raise TypeError(f"{kind.__name__} does not say how it is answered")
+    raise TypeError(f"{kind.__name__} has no type of answer: derive it from Request[...]")
 
 
 def parameters(message: object) -> dict[str, codec.Json]:
-    """Return the members of a request, notification or answer as they are sent."""
+    """Return the members of a request, notification or answer for a frame."""
     encoded = codec.encode(message)
-    if not isinstance(encoded, dict):  # its only field is called `text`
+    if not isinstance(encoded, dict):  # its only field is `text`
         raise TypeError(f"{type(message).__name__} has no members")
     return encoded
-
-
-type Handler[Taken: Message] = Callable[["Client", Taken, list[int]], Awaitable[object]]
-"""`handler(connection, message, fds) -> answer`: an answer of the request's type, None for `Done` and notifications.
-The handler owns `fds`."""
 
 
 class Operations:
     """A closed set of requests and notifications."""
 
     def __init__(self, *kinds: type[Message]) -> None:
-        """Take exactly `kinds`, and `Ping`.
+        """Accept exactly `kinds`, and `Ping`.
 
         Raises:
-            TypeError: a field of one of them would take the place of a part of the frame.
+            TypeError: a field of one of them has a reserved name.
         """
         taken: tuple[Any, ...] = (Ping, *kinds)
         for kind in taken:
@@ -129,27 +121,3 @@ class Operations:
         except codec.CodecError as error:
             raise RequestError(Code.INVALID, str(error)[:_MOST_TEXT]) from None
         return message
-
-    def handler(self, handle: Handler[Any]) -> "Untyped":
-        """Return what serves a connection with `handle`, which gets messages of this set only; `Ping` is answered."""
-
-        async def serve(client: "Client", op: str, given: Mapping[str, Any], fds: list[int]) -> dict[str, Any]:
-            try:
-                message = self.read(op, given)
-            except RequestError:
-                close_all(fds)
-                raise
-            if isinstance(message, Ping):
-                close_all(fds)
-                return {}
-            answer = await handle(client, message, fds)
-            if not isinstance(message, Request):
-                return {}
-            kind = answer_type(message)
-            if answer is None and kind is Done:
-                return {}
-            if not isinstance(answer, kind):
-                raise TypeError(f"{op} was answered with a {type(answer).__name__}")
-            return parameters(answer)
-
-        return serve

@@ -1,4 +1,4 @@
-"""Deadlines that a busy machine does not bring forward.
+"""Deadlines that do not expire early on a busy machine.
 
     async with Patience(5.0):
         await something()          # TimeoutError after five seconds in which this loop ran
@@ -6,13 +6,13 @@
     countdown = Countdown(5.0, connection.abort)
     countdown.cancel()
 
-- The time is counted in ticks: timers of the caller's own loop, one after the other. A loop that gets no processor, or
-  that has a long queue of callbacks, is late for a tick, and a late tick counts as one. The loop polls its sockets
-  between two ticks, so an answer that has arrived is read before the deadline is judged.
-- A tick at which `evidence` returns something new starts the count again: a peer that works on other requests is not
-  silent. `MOST` times the seconds is the end in any case.
+- The time is counted in ticks: consecutive timers of the caller's event loop. If the loop gets no processor time, or
+  has a long queue of callbacks, a tick is late, and still counts as one. The loop polls its sockets between two ticks.
+  So an answer that has arrived is read before the deadline.
+- If `evidence` returns a new value at a tick, the count starts again: a peer that works on other requests is not
+  silent. After `MOST` times the seconds the deadline expires in any case.
 
-On a machine at rest the deadline is the same as that of `asyncio.timeout`.
+On an idle machine the deadline equals that of `asyncio.timeout`.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ MOST: Final = 4
 
 
 class Countdown:
-    """Calls `ended` once the time is over, unless it is cancelled before.
+    """Calls `ended` after the time, unless it is cancelled before.
 
     Args:
         seconds: the time without evidence of progress.
-        evidence: asked at each tick; a value unlike the former one is progress.
+        evidence: called at each tick; a changed value means progress.
     """
 
     __slots__ = ("_elapsed", "_ended", "_evidence", "_known", "_seconds", "_silent", "_timer")
@@ -46,7 +46,7 @@ class Countdown:
         self._timer = self._wait()
 
     def cancel(self) -> None:
-        """End the count; may be called again."""
+        """Stop the count. Repeated calls are permitted."""
         self._timer.cancel()
 
     def _wait(self) -> asyncio.TimerHandle:
@@ -66,7 +66,7 @@ class Countdown:
 
 
 class Patience:
-    """Bounds what runs inside it; use each one once. `seconds` None is no bound; see `Countdown`."""
+    """Limits the time of the code inside it. Use each object once. `seconds` None means no limit; see `Countdown`."""
 
     __slots__ = ("_countdown", "_evidence", "_scope", "_seconds")
 
@@ -77,7 +77,7 @@ class Patience:
         self._countdown: Countdown | None = None
 
     async def __aenter__(self) -> Self:
-        """Begin to count."""
+        """Start the count."""
         await self._scope.__aenter__()
         if self._seconds is not None:
             self._countdown = Countdown(self._seconds, self._end, self._evidence)
@@ -86,10 +86,10 @@ class Patience:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the count.
+        """Stop the count.
 
         Raises:
-            TimeoutError: the time was over.
+            TimeoutError: the deadline has expired.
         """
         if self._countdown is not None:
             self._countdown.cancel()

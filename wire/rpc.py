@@ -1,4 +1,4 @@
-"""Requests and answers between our processes, on top of frames.
+"""Requests and answers between processes, on top of frames.
 
     -> {"id": 7, "op": "launch", ...parameters}            ... and descriptors
     <- {"id": 7, "ok": {...result}}
@@ -8,18 +8,18 @@
 The connection is symmetric: each side may send requests and notifications, and answers those of the other. `ask` and
 `tell` send the typed values of `operations`, which also makes the handlers that take them.
 
-- Requests of one connection are handled concurrently, as many as its `Limits` say; beyond it reading stops. A request
-  counts until its answer is with the kernel: a peer that does not read its answers is not read.
-- A peer that floods gets its turns of the event loop like any other: after `_TURN` bytes of frames others are served.
-- Descriptors are taken only where this end said so (`descriptors`), from a peer that it trusts. Answers carry none.
-- What is no request, no answer or the answer to nothing ends the connection. Codes and messages of errors are bounded.
-- A handler's `RequestError` is the peer's answer, with its code. Any other exception becomes the answer
-  `internal` without its text (which might hold a secret) and is logged on this side by class only.
-- When a connection ends, every call that waits on it fails with `ConnectionError`: never a silent hang.
-- A call's time-out counts the time in which the peer sent nothing and the caller's own loop ran (`patience`): a peer
+- Requests of one connection are handled concurrently, up to its `FrameLimits`. Above them reading stops. A request
+  counts until its answer is sent, so reading also stops if a peer does not read its answers.
+- After `_TURN` bytes of one connection the event loop serves others, so a flood of one peer does not block them.
+- Descriptors are accepted only if this end permits them (`descriptors`), from a trusted peer. Answers have none.
+- A frame that is no request and no answer to a request ends the connection. Codes and messages of errors are bounded.
+- A handler's `RequestError` is sent as the answer, with its code. Any other exception becomes the answer `internal`
+  without its text, which could contain a secret. This side logs only its class.
+- When a connection ends, every waiting call fails with `ConnectionError`. No call hangs.
+- A call's time-out counts only time in which the peer sent nothing and the caller's event loop ran (`patience`). A peer
   that answers other calls is not silent, and an answer that waits in the socket is not late.
-- A message that is no frame, too large a one for instance, is its sender's failure alone: the connection goes on. So
-  both ends are made with the same limits for a direction: `takes` of the one is `gives` of the other.
+- A message that cannot be sent as a frame, for example a too large one, fails at its sender, and the connection stays
+  open. So both ends have equal limits for a direction: `takes` of one end is `gives` of the other.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from wire import codec
 from wire import descriptors as passing
 from wire.errors import Code, RemoteError, RequestError
 from wire.frames import FrameError, Message, Receiver, close_all, decode, encode, send_async, weigh
-from wire.limits import WHOLE, Limits
+from wire.limits import WHOLE, FrameLimits
 from wire.operations import Notification, Ping, Request, answer_type, operation, parameters
 from wire.patience import Patience
 from wire.sockets import BACKLOG, Peer, connect_unix, peer_of
 
 DEFAULT_TIMEOUT: Final = 30.0
 MOST_ABANDONED: Final = 1024
-"""Calls that were given up and whose answers may still come."""
+"""The limit of abandoned calls whose answers may still come."""
 _MOST_OP, _MOST_MESSAGE = 64, 2000
 _TURN, _LEAST_FRAME = 64 * 1024, 4 * 1024
 
@@ -63,9 +63,9 @@ class Client:
     """One end of a connection. Start it with `start`, or through `connect` / `serve_unix`.
 
     Args:
-        takes: what the peer may send.
-        gives: what the peer takes.
-        descriptors: the peer may pass descriptors with requests; it must be trusted.
+        takes: the limits of frames from the peer.
+        gives: the limits of frames to the peer.
+        descriptors: whether the peer may send descriptors with requests; it must be trusted then.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Client:
         sock: socket.socket,
         handler: Handler = _refuse,
         *,
-        takes: Limits = WHOLE,
-        gives: Limits = WHOLE,
+        takes: FrameLimits = WHOLE,
+        gives: FrameLimits = WHOLE,
         descriptors: bool = False,
     ) -> None:
         sock.setblocking(False)
@@ -98,13 +98,13 @@ class Client:
 
     @classmethod
     async def connect(
-        cls, path: str | os.PathLike[str], uid: int, handler: Handler = _refuse, *, gives: Limits = WHOLE
+        cls, path: str | os.PathLike[str], uid: int, handler: Handler = _refuse, *, gives: FrameLimits = WHOLE
     ) -> Self:
         """Connect to the unix socket at `path`, which a process of user `uid` must serve.
 
         Raises:
-            WrongServer: another user's process serves it; nothing was sent.
-            OSError: nothing listens there, or this process may not connect.
+            WrongServer: a process of another user serves it; nothing was sent.
+            OSError: no process listens there, or this process may not connect.
         """
         client = cls(await connect_unix(path, uid), handler, gives=gives)
         client._accepted = False
@@ -117,7 +117,7 @@ class Client:
         return peer_of(self._sock)
 
     def start(self) -> None:
-        """Begin to read; call once, inside a running loop."""
+        """Start reading. Call once, inside a running event loop."""
         self._reader = asyncio.get_running_loop().create_task(self._read(), name="wire-reader")
 
     async def call(
@@ -126,19 +126,19 @@ class Client:
         """Send a request and return its result.
 
         Args:
-            fds: descriptors to send; they stay the caller's.
-            timeout: seconds without a word of the peer, and four times as many in all; None waits as long as the
-                connection lives.
+            fds: descriptors to send; the caller still owns them.
+            timeout: seconds without a frame from the peer, and four times as many in all; None waits until the
+                connection ends.
 
         Raises:
             RemoteError: the peer refused.
             ConnectionError: the connection ended before the answer.
-            FrameError: the request is no frame; nothing was sent.
+            FrameError: the request cannot be sent as a frame; nothing was sent.
             TimeoutError: no answer in time.
         """
         if self.closed.is_set():
             raise ConnectionError(f"connection closed before {op!r}")
-        if fds and not self._accepted:  # a listener takes descriptors of those whom it has accepted and knows
+        if fds and not self._accepted:  # a listener takes descriptors only of accepted peers
             with contextlib.suppress(RemoteError):
                 await self.ask(Ping(), timeout=timeout)
         if len(self._abandoned) >= MOST_ABANDONED:
@@ -157,7 +157,7 @@ class Client:
             if self._waiting.pop(ident, None) is not None:
                 self._abandoned.add(ident)
             if future.done() and not future.cancelled():
-                future.exception()  # when sending has failed nobody waits for the answer, and its failure is no news
+                future.exception()  # after a failed send no caller waits; marks it as read
 
     async def notify(self, op: str, fds: Sequence[int] = (), **parameters: Any) -> None:
         """Send a notification; returns when it is with the kernel."""
@@ -186,19 +186,19 @@ class Client:
         await self.notify(operation(notification), fds, **parameters(notification))
 
     async def answered(self, seconds: float) -> None:
-        """Wait until the calls that are under way have ended, but no longer than `seconds`."""
+        """Wait until the calls under way have ended, for at most `seconds`."""
         if self._waiting:
             await asyncio.wait(list(self._waiting.values()), timeout=seconds)
 
     async def close(self) -> None:
-        """End the connection and everything that runs for it."""
+        """End the connection and all of its tasks."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         self._shut()
 
     def _progress(self) -> object:
-        """Evidence that the peer works: frames that were read, and whatever waits in the socket to be read."""
+        """Return evidence that the peer works: the number of frames, and the bytes that wait in the socket."""
         if self.closed.is_set():
             return self._frames
         poll = select.poll()
@@ -206,9 +206,9 @@ class Client:
         return object() if poll.poll(0) else self._frames
 
     async def _send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send one frame whole: a caller that is cancelled in the middle must not leave half a frame behind.
+        """Send one complete frame, also if the caller is cancelled during the send.
 
-        The descriptors are duplicated, so that they outlive a caller that closes its own meanwhile.
+        The descriptors are duplicated, because the caller may close its own during the send.
         """
         copies = [os.dup(fd) for fd in fds]
         sending = asyncio.get_running_loop().create_task(self._send_whole(frame, copies), name="wire-send")
@@ -217,21 +217,21 @@ class Client:
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
-            if sending.cancelled():  # by the end of the connection, not by our caller's
+            if sending.cancelled():  # by the end of the connection, not of the caller
                 raise ConnectionError("connection closed") from None
             raise
 
     def _sent(self, sending: asyncio.Task[None]) -> None:
         self._tasks.discard(sending)
         if not sending.cancelled() and sending.exception() is not None:
-            self._shut()  # also when the caller no longer waits to be told
+            self._shut()  # also if the caller no longer waits
 
     async def _send_whole(self, frame: bytes, fds: list[int]) -> None:
         try:
             async with self._write_lock:
                 await send_async(self._sock, frame, fds)
         except (OSError, ValueError) as error:
-            raise ConnectionError("peer is gone") from error
+            raise ConnectionError("the peer has closed the connection or accepts no bytes") from error
         finally:
             close_all(fds)
 
@@ -255,7 +255,7 @@ class Client:
         """Begin to handle one frame.
 
         Raises:
-            FrameError: it is neither request nor answer.
+            FrameError: the frame is neither a request nor an answer.
         """
         taken = False
         try:
@@ -287,7 +287,7 @@ class Client:
             if ident not in self._abandoned:
                 raise FrameError("an answer to nothing")
             self._abandoned.discard(ident)
-        elif future.done():  # its caller has just given up
+        elif future.done():  # the caller has just abandoned the call
             return
         elif isinstance(error, dict):
             future.set_exception(RemoteError(_code(error.get("code")), _sentence(error.get("message"))))
@@ -300,7 +300,7 @@ class Client:
                 answer: Message = {"id": ident, "ok": await self._handler(self, op, parameters, fds) or {}}
             except RequestError as error:
                 answer = {"id": ident, "error": {"code": error.code, "message": error.message}}
-            except Exception as error:  # noqa: BLE001 - closes: the peer gets an error, never a result
+            except Exception as error:  # noqa: BLE001 - fails closed: the peer gets an error
                 _log.exception("request %s failed: %s", op, type(error).__name__, exc_info=False)
                 answer = {
                     "id": ident,
@@ -337,9 +337,9 @@ class Client:
 
 
 class _Room:
-    """Room for the requests of one connection; its reader alone waits for it."""
+    """Counts the requests of one connection against its limits. Only its reader waits."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: FrameLimits) -> None:
         self._limits = limits
         self._requests = 0
         self._held = 0
@@ -354,7 +354,7 @@ class _Room:
         self._held += cost
 
     def give(self, cost: int) -> None:
-        """Give the room of one request back."""
+        """Release the room of one request."""
         self._requests -= 1
         self._held -= cost
         self._freed.set()
@@ -365,15 +365,15 @@ def _code(value: object) -> Code:
 
 
 def _sentence(value: object) -> str:
-    """Return a peer's message as it may go into logs, records and answers."""
+    """Return a peer's message in a safe form for logs, records and answers."""
     text = value[:_MOST_MESSAGE] if isinstance(value, str) else ""
     return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
 
 
 async def serve_connection(
-    sock: socket.socket, handler: Handler, *, takes: Limits = WHOLE, descriptors: bool = False
+    sock: socket.socket, handler: Handler, *, takes: FrameLimits = WHOLE, descriptors: bool = False
 ) -> Client:
-    """Serve one connected socket (one end of a pair, say); returns the running connection."""
+    """Serve one connected socket, for example one end of a pair; return the running connection."""
     client = Client(sock, handler, takes=takes, descriptors=descriptors)
     client.start()
     return client
@@ -385,22 +385,22 @@ async def serve_unix(
     *,
     allowed_uids: frozenset[int],
     max_connections: int = 16,
-    takes: Limits = WHOLE,
+    takes: FrameLimits = WHOLE,
     descriptors_from: frozenset[int] = frozenset(),
 ) -> asyncio.Task[None]:
-    """Listen on a bound socket and serve every peer whose uid is allowed; returns the accepting task.
+    """Listen on a bound socket and serve every peer with a permitted uid; return the accepting task.
 
-    Cancelling the task closes the listener here and all its connections.
+    To close the listener and all its connections, cancel the task.
 
     Args:
-        listener: of `sockets.bind_unix`, or inherited.
-        max_connections: of one uid; a further one is accepted and closed at once.
-        takes: what a peer may send on one connection.
-        descriptors_from: uids that may pass descriptors.
+        listener: a socket of `sockets.bind_unix`, or an inherited one.
+        max_connections: the limit per uid; a further connection is accepted and closed at once.
+        takes: the limits of frames from a peer.
+        descriptors_from: uids that may send descriptors.
     """
     listener.setblocking(False)
     shielded = passing.refuse(listener)
-    listener.listen(BACKLOG)  # by this process, also where another has before: clients see the last caller's uid
+    listener.listen(BACKLOG)  # each process calls `listen` itself: clients see the uid of the last caller
     server = _Server(listener, handler, allowed_uids, max_connections, takes, descriptors_from, shielded)
     return asyncio.get_running_loop().create_task(server.accept(), name="wire-accept")
 
@@ -411,7 +411,7 @@ class _Server:
     handler: Handler
     allowed_uids: frozenset[int]
     max_connections: int
-    takes: Limits
+    takes: FrameLimits
     descriptors_from: frozenset[int]
     shielded: bool
 

@@ -1,10 +1,10 @@
-"""Unix sockets with names: bound by one process, listened on by another, and connected to only if the right one serves.
+"""Named unix sockets. One process binds a socket, another one listens on it, and a client checks the server's uid.
 
-- `bind_unix` replaces a name atomically: at no moment is the name free. It is for root, in a directory that no other
+- `bind_unix` replaces a name atomically, so the name is never free. Only root uses it, in a directory that no other
   user can write.
-- The process that serves calls `listen` itself. The kernel takes the credentials that clients see (SO_PEERCRED) from
-  the last caller of `listen`, not from the process that has bound the socket: a client sees the daemon.
-- `connect_unix` compares the server's uid before the caller has the socket: nothing was sent to another server.
+- The serving process calls `listen` itself. The credentials that clients see (SO_PEERCRED) are those of the last caller
+  of `listen`, not of the process that bound the socket.
+- `connect_unix` compares the server's uid before it returns the socket, so nothing is sent to a wrong server.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from pathlib import Path
 from wire import descriptors
 
 LISTEN_FD = "SALLYPORT_LISTEN_FD"
-"""The environment variable that holds the number of a daemon's inherited listening socket."""
+"""The environment variable with the number of a daemon's inherited listening socket."""
 BACKLOG = 64
 ROOT = 0
 _PROBE_SECONDS = 5.0
 _TEMPORARY = ".new"
-"""Shorter than any name of ours: the length of a socket's path is limited."""
+"""A temporary name, shorter than all final names: the length of a socket's path is limited."""
 
 
 class WrongServer(ConnectionError):
-    """The socket is served by another user than expected; nothing was sent."""
+    """A process of another user than expected serves the socket; nothing was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class Peer:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Return the process at the other end. For a socket pair: the one that made the pair."""
+    """Return the process at the other end. For a socket pair this is the process that made the pair."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return Peer(*struct.unpack("3i", data))
 
 
 def bind_unix(path: str | os.PathLike[str], mode: int = 0o600, owner: tuple[int, int] | None = None) -> socket.socket:
-    """Return a stream socket that is bound to `path`, in place of whatever has that name, and does not listen yet.
+    """Return a stream socket that is bound to `path` and does not listen yet. It replaces an existing file.
 
     Args:
         path: its directory must be writable by this process only.
@@ -54,7 +54,7 @@ def bind_unix(path: str | os.PathLike[str], mode: int = 0o600, owner: tuple[int,
         owner: (uid, gid) of the socket file; needs root.
 
     Raises:
-        OSError: it cannot be bound; what had the name has it still.
+        OSError: the socket cannot be bound; an existing file is unchanged.
     """
     name = Path(path)
     temporary = name.with_name(_TEMPORARY)
@@ -77,7 +77,7 @@ def bind_unix(path: str | os.PathLike[str], mode: int = 0o600, owner: tuple[int,
 
 
 def inherited_listener() -> socket.socket:
-    """Return the stream socket that this process was started with, bound to its name or address.
+    """Return the bound stream socket that this process has inherited.
 
     Raises:
         ValueError: the environment names no such socket.
@@ -97,17 +97,17 @@ def inherited_listener() -> socket.socket:
 
 
 def check_server(sock: socket.socket, path: str | os.PathLike[str], uid: int) -> None:
-    """Check that a process of user `uid` serves the socket at `path`, which `sock` is connected to.
+    """Check that a process of user `uid` serves the socket at `path`, to which `sock` is connected.
 
     Raises:
-        WrongServer: another user's process does.
+        WrongServer: a process of another user serves it.
     """
     if (found := peer_of(sock).uid) != uid:
         raise WrongServer(f"{os.fspath(path)} is served by uid {found}, not by {uid}")
 
 
 def probe_server(path: str | os.PathLike[str], uid: int) -> None:
-    """Connect to the socket at `path` and check its server, as `check_server` does; for clients of other libraries.
+    """Connect to the socket at `path` and check its server like `check_server`, for other libraries' clients.
 
     Raises:
         WrongServer: another user's process serves it.
@@ -128,7 +128,7 @@ async def connect_unix(path: str | os.PathLike[str], uid: int) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
-    descriptors.refuse(sock)  # before the server can pass any
+    descriptors.refuse(sock)  # before the server can send any
     try:
         await asyncio.get_running_loop().sock_connect(sock, os.fspath(path))
         check_server(sock, path, uid)

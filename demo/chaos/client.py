@@ -2,8 +2,8 @@
 
     python3 client.py PLAN.json RESULTS.jsonl
 
-- One process from the first kill to the last. What it trusts was loaded at its start and is never looked at again.
-- Every question carries an id that nobody can guess, in its path or its name; what each got is one line of RESULTS.
+- One process from the first kill to the last. It loads its trust roots at its start and never again.
+- Every question carries a random id in its path or its name; its outcome is one line of RESULTS.
 - SIGTERM ends it in order: every question that was begun is answered or has failed, and has its line.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 TIMEOUT = 2.0
 DNS_TIMEOUT = 1.0
-"""Of one datagram to a resolver one hop away. A lost one is not sent again: a retry is a question of its own."""
+"""Time limit of one datagram to a resolver one hop away. A lost one is not sent again: a retry is a new question."""
 AGAIN = 0.25
 """Seconds at most until a question that failed is followed by another: how exactly a recovery can be seen."""
 RESOLVER = "192.0.2.1"
@@ -51,7 +51,7 @@ class Client:
         self.stop = threading.Event()
 
     def run(self) -> None:
-        """Ask until told to stop."""
+        """Ask until SIGTERM."""
         kinds: list[tuple[str, float, Callable[[], Callable[[str], Result]]]] = [
             ("secret", 0.2, lambda: self._https("api", "/v1/")),
             ("plain", 0.5, lambda: self._https("status", "/", keep=not self._plan["spliced"])),
@@ -136,7 +136,7 @@ class Client:
         return answer.startswith(b"HTTP/1.1 403 "), answer[9:12].decode("latin-1") or "ended", answer
 
     def forbidden_sni(self, ident: str) -> Result:
-        """TLS for a name nobody may reach: refused by an alert."""
+        """TLS for a name that policy denies: refused by an alert."""
         name = f"{ident}.{self._plan['attacker_name']}"
         with socket.create_connection((self._plan["attacker"], 443), TIMEOUT) as raw:
             try:
@@ -147,17 +147,17 @@ class Client:
                 return "UNRECOGNIZED_NAME" in str(error).upper(), str(error.reason), b""
 
     def allowed_name(self, ident: str) -> Result:
-        """A fresh name below an allowed zone; it does not exist, which only the far end can tell."""
+        """A fresh name below an allowed zone. It does not exist, but only the far end knows that."""
         answer = query(f"{ident}.{self._plan['zone']}")
         return answer[3] & 15 == 3, rcode(answer), answer
 
     def forbidden_name(self, ident: str) -> Result:
-        """A name nobody may ask for."""
+        """A name that policy does not resolve."""
         answer = query(f"{ident}.{self._plan['attacker_name']}")
         return answer[3] & 15 == 3, rcode(answer), answer
 
     def spam(self, ident: str) -> Result:
-        """Everything else one can throw at the attacker. Nothing is expected but that none of it arrives."""
+        """Every other attempt to reach the attacker. The only expectation: none of it arrives."""
         data, attacker = ident.encode(), self._plan["attacker"]
         got = []
         for port in (22, 53, 443, 9999):
@@ -196,7 +196,7 @@ def query(name: str) -> bytes:
 
 
 def resolve(name: str) -> str:
-    """The first address of `name`. One question, no retries: a failure is to be seen."""
+    """The first address of `name`. One question, no retries: a failure must be visible."""
     answer = query(name)
     if answer[3] & 15 or not int.from_bytes(answer[6:8], "big"):
         raise OSError(f"no address: {rcode(answer)}")
@@ -204,7 +204,7 @@ def resolve(name: str) -> str:
 
 
 def rcode(answer: bytes) -> str:
-    """The result code in words one can count."""
+    """The result code as one of a few fixed words."""
     return f"rcode {answer[3] & 15}"
 
 

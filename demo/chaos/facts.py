@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from demo.internet import DNS_ADDRESS
+from testbed.internet import DNS_ADDRESS
 
 IDENT = re.compile(r"q[a-d][0-9a-f]{22}")
-"""The id of one question: whose it is, its number, and sixteen digits nobody can guess."""
+"""The id of one question: its load, its number, and sixteen random digits."""
 
 FORBIDDEN = frozenset({"path", "name", "sni", "nodns", "spam"})
 """Kinds of questions of which nothing may ever arrive anywhere."""
@@ -88,14 +88,14 @@ class Wire:
     """Frames that no policy allows, in words."""
     allowed: int
     control: int
-    """Frames of a control sent from beside the gate to the attacker: that the watch sees such a frame."""
+    """Frames that the control namespace sent to the attacker: they show that the watch sees such a frame."""
     missed: int
     """Frames the watch could not take in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything the judge is told."""
+    """Everything the judge gets."""
 
     asked: tuple[Asked, ...]
     arrivals: tuple[Arrival, ...]
@@ -105,7 +105,7 @@ class Facts:
     sandboxes: Mapping[str, str]
     """The tag of each load, and its sandbox."""
     spliced: frozenset[str]
-    """Sandboxes whose questions to the host without a secret are relayed unread: each is a flow of its own."""
+    """Sandboxes whose questions to the host without a secret are spliced: each is a flow of its own."""
     secret_forms: tuple[bytes, ...]
     stray_names: tuple[str, ...]
     """Names that the internet's DNS was asked for and that carry no id."""

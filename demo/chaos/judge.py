@@ -2,11 +2,11 @@
 
 - Nothing escapes: no frame, no byte and no name of a forbidden kind, and no frame the watch may have missed.
 - Wire and log agree one to one: what arrived has exactly one allow record, of the right host, method, path and
-  sandbox; what the log says was allowed did arrive, or its flow was cut (see `_cut`).
+  sandbox; what the log says was allowed did arrive, or its flow was aborted (see `_cut`).
 - A secret that arrived has exactly one record of its use.
-- A denial a client was told of is on record, unless the log itself was down or its writer's client was killed.
+- A denial that a client received is on record, unless auditd was down or the worker was killed.
 - Clients never see a secret, never lose their trust, are never answered what policy forbids.
-- All of them are served again in time after each kill, and under the same policy.
+- All clients are served again in time after each kill, and under the same policy.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from demo.chaos.facts import FORBIDDEN, Arrival, Asked, Facts, Kill, Record
-from demo.internet import DNS_ADDRESS, STATUS
+from testbed.internet import DNS_ADDRESS, STATUS
 
 BOUND = 5.0
 """Seconds in which everything is back after a kill."""
@@ -125,9 +125,9 @@ def _escapes(facts: Facts) -> Iterator[str]:
 
 
 def _allows(facts: Facts) -> dict[str, list[Record]]:
-    """The records that let a question out: of requests, of names, and of flows that are relayed unread.
+    """The allow records of questions: of requests, of names, and of spliced flows.
 
-    Those of a flow carry no id; the one question that was open when the record was written is the one it is of.
+    The record of a flow carries no id; it belongs to the one question that was open when it was written.
     """
     found: dict[str, list[Record]] = defaultdict(list)
     flows: dict[str, list[Record]] = defaultdict(list)
@@ -177,7 +177,7 @@ def _disagreement(facts: Facts, arrival: Arrival, records: list[Record]) -> str:
 
 
 def _missing(facts: Facts) -> dict[str, Record]:
-    """What was let out and never seen outside, by id."""
+    """What was allowed and never arrived, by id."""
     arrived = {arrival.ident for arrival in facts.arrivals}
     return {ident: records[0] for ident, records in _allows(facts).items() if records and ident not in arrived}
 
@@ -204,7 +204,7 @@ def _unarrived(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[st
 
 
 def _cut(asked: Asked | None, record: Record, troubles: list[tuple[float, float]]) -> bool:
-    """Whether a flow was cut between record and first byte: its client got nothing, while something was gone."""
+    """Whether a flow was aborted between record and first byte: its client got nothing while a part was down."""
     return asked is not None and not asked.good and _within(record.at, troubles)
 
 
@@ -239,7 +239,7 @@ def _denials(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[str]
     )
     kinds = {asked.ident: asked for asked in facts.asked}
     doubled = Counter((r.ident, r.kind) for r in facts.records if r.decision == "deny" and r.ident)
-    # A writer that was killed may have written what it no longer confirmed: then a denial is said again.
+    # A killed auditd may have written a record without confirming it: then the denial is recorded twice.
     yield from _some(
         f"{ident} ({kinds[ident].kind}) has {count} records of its denial"
         for (ident, _), count in doubled.items()

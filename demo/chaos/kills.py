@@ -16,8 +16,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from demo.stack import Stack, StackError
-from demo.traces import start_time
+from testbed.stack import Stack, StackError
+from testbed.traces import start_time
 
 
 class Part(StrEnum):
@@ -37,8 +37,8 @@ class Part(StrEnum):
 
 _MODULES = {
     Part.ZYGOTE: "gateway.zygote",
-    Part.AUDITD: "audit.writer",
-    Part.VAULTD: "vault.broker",
+    Part.AUDITD: "audit.auditd",
+    Part.VAULTD: "vault.vaultd",
     Part.COMPILER: "policy.compiler",
     Part.SERVE: "lifecycle.serve",
     Part.HOSTD: "runtimes.hostd",

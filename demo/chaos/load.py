@@ -15,8 +15,8 @@ from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, N
 from opensandbox.sync.sandbox import SandboxSync
 
 from demo.chaos.facts import Asked, read_asked
-from demo.internet import ADDRESSES, API, ATTACKER, STATUS
-from demo.stack import EMPTY_IMAGE, Stack
+from testbed.internet import ADDRESSES, API, ATTACKER, STATUS
+from testbed.stack import EMPTY_IMAGE, Stack
 
 ZONE = "cdn.bank.example"
 _RESULTS = "/tmp/chaos.jsonl"

@@ -26,8 +26,8 @@ from typing import Any
 from demo.chaos.judge import BOUND, Outage, Verdict, judge
 from demo.chaos.kills import Part
 from demo.chaos.run import Settings, run
-from demo.internet import API, PREFIX, Internet
-from demo.stack import Stack
+from testbed.internet import API, PREFIX, Internet
+from testbed.stack import Stack
 
 POLICY = Path(__file__).with_name("policy.yaml")
 _MINUTES = 10.0
@@ -43,7 +43,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def say(text: str) -> None:
-    """Progress, for a reader who waits."""
+    """Print progress with the time since the start."""
     print(f"chaos: {time.monotonic() - _BEGAN:6.1f} s  {text}", flush=True)
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from demo import census
 from demo.chaos import kills
 from demo.chaos.facts import IDENT, Facts, Kill, read_far_end, read_log
 from demo.chaos.kills import Part
 from demo.chaos.load import Load, loads, make_and_delete
 from demo.chaos.watch import Tail, WireWatch
-from demo.internet import API, STATUS
-from demo.leaks import forms_of
-from demo.stack import Stack, StackError
+from testbed import census
+from testbed.internet import API, STATUS
+from testbed.leaks import forms_of
+from testbed.stack import Stack, StackError
 
 PATIENCE = 30.0
 """Seconds after which a run no longer waits for a recovery: the judge will say that it was late."""

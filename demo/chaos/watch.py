@@ -3,16 +3,16 @@
 import socket
 from pathlib import Path
 
-from demo.capture import Capture, Frame
 from demo.chaos.facts import Wire
-from demo.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, STATUS, Internet
-from demo.sandboxes import wait_for
+from lifecycle.posture.capture import Capture, Frame
+from testbed.far_end import wait_for
+from testbed.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, STATUS, Internet
 
 _TCP, _UDP, _ICMP, _ICMP6 = 6, 17, 1, 58
 _UNREACHABLE = 3
 _HOSTS = frozenset({ADDRESSES[API], ADDRESSES[STATUS]})
 _CONTROL_PORT = 9
-"""Nobody answers there: an answer would be refused by the kernel, and the refusal is a frame, too."""
+"""No service answers there: the kernel would refuse an answer, and that refusal is a frame, too."""
 
 
 def permitted(frame: Frame) -> bool:

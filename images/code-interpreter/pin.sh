@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pins anew what the code-interpreter image has from PyPI: images/code-interpreter/pin.sh, then build and test.
-# Left out is what neither a server of kernels only nor a kernel without a debugger imports.
+# Updates the pins of the code-interpreter image's PyPI packages: run images/code-interpreter/pin.sh, then build and test.
+# It leaves out packages that neither a server of kernels only nor a kernel without a debugger imports.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 not_served=(argon2-cffi argon2-cffi-bindings arrow beautifulsoup4 bleach cffi defusedxml fqdn idna isoduration jsonpointer

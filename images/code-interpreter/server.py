@@ -1,15 +1,15 @@
 """The Jupyter server of the code-interpreter image: kernels and sessions, for execd on loopback, and nothing else.
 
-- It listens on 127.0.0.1 only. Its token is a published constant: whoever reaches it is in the sandbox already and may
-  run anything there.
+- It listens on 127.0.0.1 only. Its token is a published constant: a client that reaches it is in the sandbox already
+  and may run anything there.
 - Of jupyter_server it serves the routes that execd calls: no pages, files, terminals, extensions or shutdown.
 - An exception that Java code did not catch is named `EvalException`, as jshell names it and as clients expect. The
   kernel wraps it in a RuntimeException of its own and reports that name; the code's own exception is in the value.
-- A kernel that dies is dead: it is never restarted under its old id, with its variables gone and nobody told.
-- The first Python kernel starts with the server, and belongs to the first who asks for one in the default directory.
+- A kernel that died is never restarted under its old id: its client would not learn that the variables are lost.
+- The first Python kernel starts with the server, and belongs to the first request for one in the default directory.
 - Output that its reader cannot keep up with is dropped, and said to be, once `BACKLOG_BYTES` wait: no reader can make
   this process grow. So is a message of more than `MESSAGE_BYTES`, which would cost the reader its connection. Replies,
-  states and errors are never dropped. What a kernel says while nobody listens is not kept.
+  states and errors are never dropped. The output of a kernel without a listener is not kept.
 """
 
 import asyncio

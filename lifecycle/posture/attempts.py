@@ -43,7 +43,7 @@ class Control(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One row: the probe's name, what a reader is told, where it is judged, and from where it makes sense."""
+    """One row: the probe's name, what it says to a reader, where it is judged, and from where it makes sense."""
 
     probe: str
     title: str

@@ -155,7 +155,7 @@ class Ground:
 
 
 def targets(**places: object) -> dict[str, Any]:
-    """What a probe is told: the far ends, and the place it starts from."""
+    """The parameters of a probe: the far ends, and the place it starts from."""
     return {
         "attacker_name": ATTACKER,
         "attacker": ATTACKER_ADDRESS,

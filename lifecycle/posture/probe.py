@@ -18,12 +18,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from lifecycle import doctor
+from lifecycle.config.settings import Settings, SettingsError
 from lifecycle.posture import interrupts, server
 from lifecycle.posture.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, ProbeError, Report, arrived
 from lifecycle.posture.capture import Capture
 from lifecycle.posture.ground import ALLOWED, ALLOWED_ADDRESS, GATEWAY_PORTS, Counter, Ground, GroundError
-from lifecycle.posture.server import Sandbox, Server, ServerError
-from lifecycle.settings import Settings, SettingsError
+from lifecycle.posture.server import ProbeSandbox, ProbeServer, ServerError
 
 _SETTLE_SECONDS = 0.2
 _HELLO = (
@@ -32,7 +32,7 @@ _HELLO = (
 )
 
 
-class Outcome(StrEnum):
+class ProbeOutcome(StrEnum):
     """What is said of a way."""
 
     HELD = "held"
@@ -44,7 +44,7 @@ class Outcome(StrEnum):
 class Line:
     """One line of the report."""
 
-    outcome: Outcome
+    outcome: ProbeOutcome
     runtime: str
     title: str
     detail: str
@@ -63,7 +63,7 @@ def probe(operator: Settings, say: Callable[[str], None]) -> bool:
         try:
             return _probe(operator, directory, say)
         except (GroundError, ServerError, SettingsError, OSError) as error:
-            say(f"{Outcome.UNTRIED.value:<8}all    {error}")
+            say(f"{ProbeOutcome.UNTRIED.value:<8}all    {error}")
             return False
         finally:
             interrupts.ignore()
@@ -82,20 +82,20 @@ def _probe(operator: Settings, directory: Path, say: Callable[[str], None]) -> b
         with server.running(own, directory) as private:
             for runtime in operator.get("sallyport.allowed_runtimes"):
                 for line in _try_runtime(ground, private, runtime, controls):
-                    good &= line.outcome is Outcome.HELD
+                    good &= line.outcome is ProbeOutcome.HELD
                     say(line.text())
     return good
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ControlResult:
     """What came of a way where no gate stands. `problem`: why that is no control."""
 
     arrived: int
     problem: str = ""
 
 
-def _control(ground: Ground, attempt: Attempt) -> Control:
+def _control(ground: Ground, attempt: Attempt) -> ControlResult:
     """Try a way where no gate stands."""
     net = ground.path(ground.net)
     with Capture(net, "net1") as wire, Counter(net, GATEWAY_PORTS) as gateway:
@@ -103,19 +103,21 @@ def _control(ground: Ground, attempt: Attempt) -> Control:
         try:
             report = ground.try_ungated(attempt.probe)
         except ProbeError as error:
-            return Control(0, str(error))
+            return ControlResult(0, str(error))
         time.sleep(_SETTLE_SECONDS)
         frames = wire.since(0)
         near = frames if attempt.far_end is FarEnd.NEIGHBOUR else []
         count = arrived(attempt.far_end, Evidence(frames, near, ground.host.hits - host, gateway.hits, report))
-        return Control(count, "" if count else "it did not arrive")
+        return ControlResult(count, "" if count else "it did not arrive")
 
 
-def _try_runtime(ground: Ground, private: Server, runtime: str, controls: dict[str, Control]) -> Iterator[Line]:
+def _try_runtime(
+    ground: Ground, private: ProbeServer, runtime: str, controls: dict[str, ControlResult]
+) -> Iterator[Line]:
     try:
         sandbox, other = private.create(runtime), private.create(runtime)
     except ServerError as error:
-        yield Line(Outcome.UNTRIED, runtime, "every way", str(error))
+        yield Line(ProbeOutcome.UNTRIED, runtime, "every way", str(error))
         return
     yield _allowed(ground, sandbox)
     try:
@@ -126,14 +128,16 @@ def _try_runtime(ground: Ground, private: Server, runtime: str, controls: dict[s
                 yield _tried(ground, near, gateway, sandbox, attempt, controls[attempt.probe])
         yield _allowed(ground, sandbox)
     except (ServerError, OSError) as error:
-        yield Line(Outcome.UNTRIED, runtime, "the ways after this", str(error))
+        yield Line(ProbeOutcome.UNTRIED, runtime, "the ways after this", str(error))
 
 
 def _tried(
-    ground: Ground, near: Capture, gateway: Counter, sandbox: Sandbox, attempt: Attempt, control: Control
+    ground: Ground, near: Capture, gateway: Counter, sandbox: ProbeSandbox, attempt: Attempt, control: ControlResult
 ) -> Line:
     if control.problem:
-        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, f"its control, without a gate: {control.problem}")
+        return Line(
+            ProbeOutcome.UNTRIED, sandbox.runtime, attempt.title, f"its control, without a gate: {control.problem}"
+        )
     marks = ground.wire.mark(), near.mark(), ground.host.hits, gateway.hits
     report, problem = Report(), ""
     try:
@@ -152,18 +156,18 @@ def _tried(
     said = problem or ", ".join(report.values())
     inside = "".join(character for character in said if character.isprintable())[:80]
     if count == 0 and problem:
-        return Line(Outcome.UNTRIED, sandbox.runtime, attempt.title, inside)
-    outcome = Outcome.ESCAPED if count else Outcome.HELD
+        return Line(ProbeOutcome.UNTRIED, sandbox.runtime, attempt.title, inside)
+    outcome = ProbeOutcome.ESCAPED if count else ProbeOutcome.HELD
     detail = f"{count} {attempt.far_end.value}; control: {control.arrived}; inside: {inside}"
     return Line(outcome, sandbox.runtime, attempt.title, detail)
 
 
-def _allowed(ground: Ground, sandbox: Sandbox) -> Line:
+def _allowed(ground: Ground, sandbox: ProbeSandbox) -> Line:
     """Try what policy allows: only beside this does a denial say something."""
     title, mark = f"the allowed host {ALLOWED} is reached", ground.wire.mark()
     with contextlib.suppress(ServerError):
         sandbox.run(f'python3 -c "{_HELLO}"')
     time.sleep(_SETTLE_SECONDS)
     count = sum(1 for frame in ground.wire.since(mark) if frame.destination == ALLOWED_ADDRESS)
-    outcome = Outcome.HELD if count else Outcome.UNTRIED
+    outcome = ProbeOutcome.HELD if count else ProbeOutcome.UNTRIED
     return Line(outcome, sandbox.runtime, title, f"{count} frames" if count else "the gate lets nothing through at all")

@@ -22,11 +22,12 @@ from typing import Any
 import httpx
 
 import vault.keyring
-from lifecycle import doctor, launch
+from lifecycle import doctor
+from lifecycle.config import launch
+from lifecycle.config.settings import Settings
 from lifecycle.posture import interrupts, ways_out
 from lifecycle.posture.attempts import Report, report
 from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
-from lifecycle.settings import Settings
 from wire import frames
 from wire.sockets import ROOT, check_server
 
@@ -70,7 +71,7 @@ def private(operator: Settings, directory: Path, upstream: str) -> Settings:
     return Settings({**taken, **own}, "(probe)", (), (f"slp_{secrets.token_urlsafe(32)}",))
 
 
-class Server:
+class ProbeServer:
     """The running server; made by `running`."""
 
     def __init__(self, own: Settings) -> None:
@@ -95,7 +96,7 @@ class Server:
             raise ServerError(f"{method} {path}: {answer.status_code}: {answer.text[:300]}")
         return answer.json() if answer.content else None
 
-    def create(self, runtime: str) -> "Sandbox":
+    def create(self, runtime: str) -> "ProbeSandbox":
         """Start a sandbox that may reach one host.
 
         Raises:
@@ -118,7 +119,9 @@ class Server:
                 raise ServerError(f"the sandbox is {state['state']}: {state.get('message', '')}"[:300])
             time.sleep(0.1)
         endpoint = self._call("GET", f"/sandboxes/{name}/endpoints/44772")
-        sandbox = Sandbox(name, runtime, self._http, str(endpoint["endpoint"]), dict(endpoint.get("headers") or {}))
+        sandbox = ProbeSandbox(
+            name, runtime, self._http, str(endpoint["endpoint"]), dict(endpoint.get("headers") or {})
+        )
         sandbox.prepare(deadline)
         return sandbox
 
@@ -137,7 +140,7 @@ class Server:
         return str(found[side])
 
 
-class Sandbox:
+class ProbeSandbox:
     """A sandbox and the way to run a command in it."""
 
     def __init__(self, name: str, runtime: str, http: httpx.Client, endpoint: str, headers: dict[str, str]) -> None:
@@ -214,7 +217,7 @@ def _status(event: dict[str, Any]) -> int:
 
 
 @contextmanager
-def running(own: Settings, directory: Path) -> Iterator[Server]:
+def running(own: Settings, directory: Path) -> Iterator[ProbeServer]:
     """Run the server of settings `own`; its log is in `directory`.
 
     Raises:
@@ -236,7 +239,7 @@ def running(own: Settings, directory: Path) -> Iterator[Server]:
             stderr=output,
             start_new_session=True,  # Ctrl-C is for us: the server is ended when all else is over
         )
-    server = Server(own)
+    server = ProbeServer(own)
     try:
         deadline = time.monotonic() + _START_SECONDS
         while not server.answers():
@@ -257,5 +260,5 @@ def running(own: Settings, directory: Path) -> Iterator[Server]:
 
 
 def _last(log: Path) -> str:
-    """The last lines of the server's log: the end of a daemon is told before that of the server."""
+    """The last lines of the server's log: the end of a daemon is logged before that of the server."""
     return " / ".join(log.read_text(errors="replace").strip().splitlines()[-4:])[-800:] or "it said nothing"

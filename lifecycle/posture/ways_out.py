@@ -365,7 +365,7 @@ def main() -> None:
         name = line.strip()
         try:
             print("report", json.dumps(attempt(name)), flush=True)
-        except Exception as error:  # noqa: BLE001 - the caller is told, and takes it for a failure
+        except Exception as error:  # noqa: BLE001 - the caller gets it, and treats it as a failure
             print("failed", name, repr(error).replace("\n", " "), flush=True)
 
 

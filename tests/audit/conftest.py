@@ -43,10 +43,10 @@ class Auditd:
 
     def _program(self) -> tuple[str, ...]:
         if self.uid is None:
-            return ("-m", "audit.writer")
+            return ("-m", "audit.auditd")
         drop = f"os.setgroups([]); os.setgid({self.uid}); os.setuid({self.uid})"
         # The interpreter of a development machine may lie where that uid may not go: drop after the imports.
-        return ("-c", f"import os, sys; from audit.writer import main; {drop}; sys.exit(main(sys.argv[1:]))")
+        return ("-c", f"import os, sys; from audit.auditd import main; {drop}; sys.exit(main(sys.argv[1:]))")
 
     def _open_stderr(self) -> BinaryIO:
         return open(self.stderr, "ab")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from audit.chain import (
     ZERO,
-    Anchor,
-    Head,
+    ChainHead,
     LineError,
+    SignedAnchor,
     check_signature,
     fingerprint,
     parse_line,
@@ -40,8 +40,8 @@ def _key(name: str | None) -> Ed25519PublicKey | None:
     return key if name in (None, fingerprint(key)) else None
 
 
-LINE, HEAD = seal(RECORD, Head(6, "a" * 64))
-ANCHOR = Anchor(1, 2, 300, "b" * 64, "2026-01-01T00:00:00.000Z", "boot", False)
+LINE, HEAD = seal(RECORD, ChainHead(6, "a" * 64))
+ANCHOR = SignedAnchor(1, 2, 300, "b" * 64, "2026-01-01T00:00:00.000Z", "boot", False)
 
 
 def test_a_sealed_line_reads_back() -> None:
@@ -79,7 +79,7 @@ def test_a_right_hash_over_bytes_that_are_not_canonical_is_refused(body: bytes) 
 
 def test_a_checkpoint_is_signed_over_all_it_says() -> None:
     record = {**RECORD, "kind": "checkpoint"}
-    parsed = parse_line(seal_checkpoint(KEY, record, Head())[0])
+    parsed = parse_line(seal_checkpoint(KEY, record, ChainHead())[0])
     assert check_signature(KEY.public_key(), parsed)
     for name in parsed.keys() - {"hash", "signature"}:
         changed = {**parsed, name: "other"}
@@ -104,6 +104,6 @@ def test_what_is_not_an_anchor_is_none(data: bytes) -> None:
 
 
 def test_a_chain_starts_from_zero() -> None:
-    line, head = seal(RECORD, Head())
+    line, head = seal(RECORD, ChainHead())
     assert (parse_line(line)["seq"], parse_line(line)["prev"]) == (1, ZERO)
     assert head.seq == 1

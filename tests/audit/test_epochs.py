@@ -15,13 +15,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from audit import cli, keys
-from audit.batch import Entry
-from audit.chain import ZERO, Anchor, Head, extend_log, seal, seal_checkpoint, sign_anchor
-from audit.file_sink import Log
+from audit.batch import ChainEntry
+from audit.chain import ZERO, ChainHead, SignedAnchor, extend_log, seal, seal_checkpoint, sign_anchor
 from audit.keys import KeyUnusable
 from audit.records import canonical
 from audit.ring import certificate
 from audit.shares import Retention
+from audit.sinks.file import Log
 from tests.audit.conftest import ROOT, A, verify
 
 
@@ -36,8 +36,8 @@ def opened(directory: Path) -> Log:
     )
 
 
-def said(host: str) -> Entry:
-    return Entry(A, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": A, "host": host})
+def said(host: str) -> ChainEntry:
+    return ChainEntry(A, {"kind": "dns", "decision": "allow", "producer": "gateway", "sandbox": A, "host": host})
 
 
 def next_epoch(log: Log) -> None:
@@ -75,7 +75,7 @@ def private_keys(directory: Path) -> list[Ed25519PrivateKey]:
 
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], None], sign: Ed25519PrivateKey) -> None:
     """Do what auditd can do: change records, and make every hash and signature right as far as `sign` can."""
-    heads: dict[str, Head] = {}
+    heads: dict[str, ChainHead] = {}
     state, out = ZERO, []
     for line in lines(directory):
         record = json.loads(line)
@@ -85,7 +85,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], None], sign: Ed2
         record |= {"log": state} if "log" in record else {}
         if "heads" in record:
             record["heads"] = {chain: [head.seq, head.hash] for chain, head in heads.items()}
-        head = heads.get(record["chain"], Head())
+        head = heads.get(record["chain"], ChainHead())
         if record["kind"] == "checkpoint" and _changed(record, before, head):
             del record["signature"], record["key"]
             again, heads[record["chain"]] = seal_checkpoint(sign, record, head)
@@ -95,11 +95,11 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], None], sign: Ed2
         out.append(again)
     (directory / "audit-000001.jsonl").write_bytes(b"".join(out))
     size = sum(map(len, out))
-    anchor = Anchor(1, 1, size, state, json.loads(out[-1])["ts"], "one", True)
+    anchor = SignedAnchor(1, 1, size, state, json.loads(out[-1])["ts"], "one", True)
     (directory / "heads.json").write_bytes(sign_anchor(sign, anchor))
 
 
-def _changed(record: dict[str, Any], before: dict[str, Any], head: Head) -> bool:
+def _changed(record: dict[str, Any], before: dict[str, Any], head: ChainHead) -> bool:
     return before != {**record, "seq": before["seq"], "prev": before["prev"], "hash": before["hash"]} or (
         (before["seq"], before["prev"]) != (head.seq + 1, head.hash)
     )

@@ -1,20 +1,20 @@
-"""One sandbox's records wait for themselves, nobody else's do, and none is lost."""
+"""Many records of one sandbox delay only that sandbox's records, and none is lost."""
 
 import asyncio
 from pathlib import Path
 
-from audit.batch import Entry
+from audit.batch import ChainEntry
 from audit.chain import CONTROL
 from audit.commit import GroupCommit
-from audit.file_sink import Log
 from audit.pace import BURST_SECONDS, Pace
 from audit.shares import Retention
+from audit.sinks.file import Log
 
 RATE = 64 * 1024
 
 
-def entry(chain: str, size: int = 8192) -> Entry:
-    return Entry(
+def entry(chain: str, size: int = 8192) -> ChainEntry:
+    return ChainEntry(
         chain, {"kind": "flow", "decision": "deny", "producer": "gateway", "sandbox": chain, "reason": "x" * size}
     )
 

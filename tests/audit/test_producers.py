@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from audit.batch import Entry
+from audit.batch import ChainEntry
 from audit.client import AuditClient, AuditUnavailable
 from audit.producers import GATEWAY, HOSTD, KINDS, SERVE, VAULT, WRITABLE
 from tests.audit.conftest import ROOT, A, Auditd, NewAuditd, verify
@@ -82,7 +82,7 @@ def test_a_record_that_its_producer_cannot_have_written_is_found(
 ) -> None:
     """As auditd itself would write it, had it not refused."""
     log = opened(tmp_path / "log")
-    log.append([Entry(A, {"decision": "allow", "sandbox": A, **record})])
+    log.append([ChainEntry(A, {"decision": "allow", "sandbox": A, **record})])
     log.close()
     assert [text for text in verify(tmp_path / "log").findings if why in text] != []
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from audit import cli, file_sink, shares
-from audit.batch import Entry
-from audit.chain import ZERO, Head, LineError, seal
-from audit.file_sink import Log
+from audit import cli, shares
+from audit.batch import ChainEntry
+from audit.chain import ZERO, ChainHead, LineError, seal
 from audit.shares import Kept, Retention
+from audit.sinks import file as file_sink
+from audit.sinks.file import Log
 from tests.audit.conftest import A, B, verify
 from tests.audit.test_epochs import private_keys
 
@@ -32,7 +33,7 @@ def opened(directory: Path, retention: Retention = RETENTION) -> Log:
 def write(log: Log, sandbox: str, first: int, count: int, size: int = 400) -> None:
     for number in range(first, first + count):
         said = {"kind": "dns", "decision": "deny", "producer": "gateway", "sandbox": sandbox}
-        log.append([Entry(sandbox, {**said, "host": f"{number}.example", "reason": "x" * size})])
+        log.append([ChainEntry(sandbox, {**said, "host": f"{number}.example", "reason": "x" * size})])
 
 
 def retire(log: Log) -> None:
@@ -264,9 +265,9 @@ def test_what_is_no_name_of_a_chain_is_read_from_no_statement(name: str) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_a_line_of_no_chain_is_split_into_no_file(tmp_path: Path, name: str) -> None:
     said = {"kind": "dns", "decision": "deny", "producer": "gateway", "ts": "2026-01-01T00:00:00.000Z"}
-    line, _ = seal(said | {"chain": name}, Head())
+    line, _ = seal(said | {"chain": name}, ChainHead())
     (tmp_path / "file").write_bytes(line)
-    with pytest.raises(LineError, match="a line is of no chain"):
+    with pytest.raises(LineError, match="a line has no chain"):
         shares.split(tmp_path, 1, tmp_path / "file", Kept(), RETENTION, Ed25519PrivateKey.generate())
     assert [] == list((tmp_path / "chains").iterdir())
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from audit import cli
-from audit.chain import ZERO, Head, extend_log, seal
+from audit.chain import ZERO, ChainHead, extend_log, seal
 from tests.audit.conftest import A, B, verify
 
 type Lines = list[bytes]
@@ -70,7 +70,7 @@ def _insert_new_chain(log: Path) -> None:
     record = json.loads(_load(log, 2)[5])
     for name in ("hash", "seq", "prev"):
         del record[name]
-    line, _ = seal({**record, "chain": "sbx-new", "sandbox": "sbx-new"}, Head())
+    line, _ = seal({**record, "chain": "sbx-new", "sandbox": "sbx-new"}, ChainHead())
     lines = _load(log, 2)
     _store(log, 2, [*lines[:5], line, *lines[5:]])
 
@@ -143,7 +143,7 @@ def _rehash_line(line: bytes) -> bytes:
 
 def _rewrite(log: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change records and make everything consistent again, except what needs the key."""
-    heads: dict[str, Head] = {}
+    heads: dict[str, ChainHead] = {}
     state = ZERO
     for number in range(1, _newest(log) + 1):
         lines = []
@@ -157,7 +157,7 @@ def _rewrite(log: Path, change: Callable[[dict[str, Any]], None]) -> None:
             if "heads" in record:
                 record["heads"] = {chain: [head.seq, head.hash] for chain, head in heads.items()}
             chain = record["chain"]
-            again, heads[chain] = seal(record, heads.get(chain, Head()))
+            again, heads[chain] = seal(record, heads.get(chain, ChainHead()))
             state = extend_log(state, again)
             lines.append(again)
         _store(log, number, lines)
@@ -182,7 +182,7 @@ def _rehash_tail(log: Path) -> None:
 
 def _append_copy(log: Path) -> None:
     record = json.loads(_load(log, _newest(log))[-1])
-    head = Head(record["seq"], record["hash"])
+    head = ChainHead(record["seq"], record["hash"])
     said = {"chain": "control", "kind": "alarm", "decision": "deny", "producer": "root", "ts": record["ts"]}
     line, _ = seal(said, head)
     _store(log, _newest(log), [*_load(log, _newest(log)), line])
@@ -270,7 +270,7 @@ def _misfiled(sandbox: str | None) -> Callable[[dict[str, Any]], None]:
 
 @pytest.mark.parametrize("sandbox", [B, f"{A}x", A.upper(), None])
 def test_a_record_in_the_chain_of_another_sandbox_is_found(log_copy: Path, sandbox: str | None) -> None:
-    """Whatever else is right about it: all hashes are made anew."""
+    """Whatever else is right about it: all hashes are computed again."""
     assert f"chain {A} holds a record of sandbox" not in str(verify(log_copy).findings)
     _rewrite(log_copy, _misfiled(sandbox))
     assert f"chain {A} holds a record of sandbox {sandbox}" in str(verify(log_copy).findings)

@@ -16,7 +16,7 @@ from standins import World, world
 if TYPE_CHECKING:
     from opensandbox.sync.sandbox import SandboxSync
 
-    from demo.stack import Stack
+    from testbed.stack import Stack
 
 
 @pytest.fixture

@@ -4,11 +4,14 @@ The stand-ins of the tests and the real daemons have to give the same answers. T
 daemon at which none was made before.
 """
 
+import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import wire
+from wire.api import compiler, vaultd
+from wire.operations import Request, operation, parameters
 
 type Call = Callable[..., Awaitable[wire.Message]]
 type Answers = dict[str, frozenset[str] | str]
@@ -36,83 +39,52 @@ def _step(what: str, op: str, answer: set[str] | str, **parameters: Any) -> Step
     return Step(what, op, answer if isinstance(answer, str) else frozenset(answer), parameters)
 
 
-def _grant(host: str = HOST, secret: str = INLINE) -> dict[str, Any]:
-    return {"secret": secret, "host": host, "port": 443, "scheme": "https"}
+def _grant(host: str = HOST) -> vaultd.GrantForm:
+    return vaultd.GrantForm(INLINE, host, 443, "https")
 
 
 def _record(kind: str, decision: str, **fields: str) -> dict[str, Any]:
     return {"entry": {"kind": kind, "decision": decision, "fields": fields}, "durable": False}
 
 
-_OPEN = {"sandbox": NAME, "lineage": NAME, "grants": [], "inline": {}, "names": [HOST]}
-_BOTH = [_grant(), _grant("b.example.org")]
+def _ask(what: str, request: Request[Any], answer: set[str] | str, **changed: Any) -> Step:
+    return _step(what, operation(request), answer, **(parameters(request) | changed))
+
+
+_ONE, _BOTH = (_grant(),), (_grant(), _grant("b.example.org"))
+_OPEN = vaultd.OpenSandbox(NAME, NAME, names=(HOST,))
+_MANY = {f"inline:{number}": "v" for number in range(vaultd.MOST_GRANTS + 1)}
 
 VAULTD = (
-    _step("ping", "ping", set()),
-    _step("an operation that is not serve's", "no-such-operation", "forbidden"),
-    _step("a regrant of a sandbox that is not open", "regrant", "unknown_sandbox", sandbox=NAME, grants=[], names=[]),
-    _step("a narrowing of a sandbox that is not open", "narrow", "unknown_sandbox", sandbox=NAME, grants=[]),
-    _step("the end of a sandbox that is not open", "close_sandbox", set(), sandbox=NAME),
+    _ask("ping", wire.Ping(), set()),
+    _step("an operation that there is not", "no-such-operation", "unknown_op"),
+    _ask("an operation that is not serve's", vaultd.List(), "forbidden"),
+    _ask("a regrant of a sandbox that is not open", vaultd.Regrant(NAME, ()), "unknown_sandbox"),
+    _ask("a narrowing of a sandbox that is not open", vaultd.Narrow(NAME, ()), "unknown_sandbox"),
+    _ask("the end of a sandbox that is not open", vaultd.CloseSandbox(NAME), set()),
     _step("an opening without a lineage", "open_sandbox", "invalid", sandbox=NAME),
-    _step("an opening with a malformed grant", "open_sandbox", "invalid", **(_OPEN | {"grants": [{"host": HOST}]})),
-    _step("an opening", "open_sandbox", {"root_pem"}, **_OPEN),
-    _step(
-        "a grant of a value that there is not", "regrant", "unknown_secret", sandbox=NAME, grants=[_grant()], names=[]
-    ),
-    _step(
+    _ask("an opening with a malformed grant", _OPEN, "invalid", grants=[{"host": HOST}]),
+    _ask("an opening with a grant of no host", replace(_OPEN, grants=(_grant(""),)), "invalid"),
+    _ask("an opening", _OPEN, {"root_pem"}),
+    _ask("a grant of a value that there is not", vaultd.Regrant(NAME, _ONE), "unknown_secret"),
+    _ask(
         "a value and its grants",
-        "regrant",
+        vaultd.Regrant(NAME, _BOTH, {INLINE: vaultd.Value("v1")}, bounds=_BOTH, names=(HOST,)),
         set(),
-        sandbox=NAME,
-        grants=_BOTH,
-        inline={INLINE: "v1"},
-        names=[HOST],
-        bounds=_BOTH,
     ),
-    _step("a kept value", "regrant", set(), sandbox=NAME, grants=[_grant()], inline={}, keep=[INLINE], names=[HOST]),
-    _step(
+    _ask("a kept value", vaultd.Regrant(NAME, _ONE, {}, (INLINE,), names=(HOST,)), set()),
+    _ask(
         "a kept value for a host that it was not given for",
-        "regrant",
+        vaultd.Regrant(NAME, (_grant("c.example.org"),), {}, (INLINE,)),
         "not_bound",
-        sandbox=NAME,
-        grants=[_grant("c.example.org")],
-        inline={},
-        keep=[INLINE],
-        names=[HOST],
     ),
-    _step(
-        "a kept value that there is not",
-        "regrant",
-        "unknown_secret",
-        sandbox=NAME,
-        grants=[],
-        inline={},
-        keep=["inline:none"],
-        names=[HOST],
-    ),
-    _step(
-        "more values than a sandbox has",
-        "regrant",
-        "invalid",
-        sandbox=NAME,
-        grants=[],
-        inline={f"inline:{number}": "v" for number in range(513)},
-        names=[],
-    ),
-    _step("a narrowing", "narrow", set(), sandbox=NAME, grants=[], keep=[INLINE]),
-    _step("a narrowing that takes the value", "narrow", set(), sandbox=NAME, grants=[], keep=[]),
-    _step(
-        "a value that was taken",
-        "regrant",
-        "unknown_secret",
-        sandbox=NAME,
-        grants=[],
-        inline={},
-        keep=[INLINE],
-        names=[],
-    ),
-    _step("the end", "close_sandbox", set(), sandbox=NAME),
-    _step("a regrant after the end", "regrant", "unknown_sandbox", sandbox=NAME, grants=[], names=[]),
+    _ask("a kept value that there is not", vaultd.Regrant(NAME, (), {}, ("inline:none",)), "unknown_secret"),
+    _ask("more values than a sandbox has", vaultd.Regrant(NAME, ()), "invalid", inline=_MANY),
+    _ask("a narrowing", vaultd.Narrow(NAME, (), (INLINE,)), set()),
+    _ask("a narrowing that takes the value", vaultd.Narrow(NAME, (), ()), set()),
+    _ask("a value that was taken", vaultd.Regrant(NAME, (), {}, (INLINE,)), "unknown_secret"),
+    _ask("the end", vaultd.CloseSandbox(NAME), set()),
+    _ask("a regrant after the end", vaultd.Regrant(NAME, ()), "unknown_sandbox"),
 )
 
 AUDITD = (
@@ -156,9 +128,10 @@ SELECTION = {"policy_name": None, "network_policy": None, "bindings": []}
 COMPILER = (
     _step("ping", "ping", set()),
     _step("an unknown operation", "no-such-operation", "unknown_op"),
-    _step("a question without a selection", "compile", "unknown_op"),
-    _step("no selection", "compile", "invalid", selection=None),
-    _step("a selection", "compile", {"policy", "policy.digest"}, selection=SELECTION),
+    _step("a question without a selection", "compile", "invalid"),
+    _step("a selection that is no text", "compile", "invalid", selection=None),
+    _ask("no selection", compiler.Compile("null"), "invalid"),
+    _ask("a selection", compiler.Compile(json.dumps(SELECTION)), {"policy"}),
 )
 """What hostd relies on in the compiler."""
 

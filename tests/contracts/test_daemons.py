@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import wire
-from demo.stack import Stack
+from testbed.stack import Stack
 from tests.audit.conftest import Auditd
 from tests.contracts.daemons import AUDIT_CHANNEL, AUDITD, COMPILER, HOSTD, VAULTD, Step, answers, expected
 from tests.vault.conftest import InProcess, Log

@@ -1,6 +1,6 @@
-"""The egress API on port 18080: exact texts and order (egress contract 1, 2, 4, 5).
+"""The egress API on port 18080: exact texts and order.
 
-It tests `lifecycle/credential_vault.py`.
+It tests `lifecycle/egress/credential_vault.py`.
 """
 
 from collections.abc import AsyncIterator
@@ -11,6 +11,7 @@ import pytest
 from standins import IMAGE, KEY, World, world
 
 import wire
+from vault.grants import Grant
 
 SECRET = "s3cr3t-Value-of-the-credential"
 POLICY = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.example.org"}]}
@@ -164,7 +165,7 @@ async def test_vault_life(api: Api) -> None:
     vaultd = api.server.vaultd
     assert [SECRET] == list(vaultd.inline[api.sandbox].values())
     name = next(iter(vaultd.inline[api.sandbox]))
-    assert [{"secret": name, "host": "api.example.org", "port": 443, "scheme": "https"}] == vaultd.grants[api.sandbox]
+    assert [Grant.make(name, "api.example.org", 443, "https")] == vaultd.grants[api.sandbox]
     assert name in api.lists
     assert SECRET not in api.lists
     for record in api.server.auditd.records:
@@ -214,7 +215,7 @@ async def test_a_value_goes_to_another_host_only_when_it_is_given_again(api: Api
 
 
 async def test_revocation_works_with_the_gateway_down(api: Api) -> None:
-    """R8: the vault is told first; the gateway gets its policy when it is back."""
+    """A revocation reaches vaultd first; the gateway gets its policy when it is back."""
     await api.call("POST", "/credential-vault", VAULT)
     api.server.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     assert 204 == (await api.call("DELETE", "/credential-vault")).status_code
@@ -357,7 +358,7 @@ async def test_operator_policies() -> None:
             await client.post("/v1/sandboxes", json={**plain, "extensions": {"sallyport.policy": "agents"}})
         ).json()["id"]
         assert [] == server.vaultd.grants[default]
-        wanted = {"secret": "api-token", "host": "api.corp.example.org", "port": 443, "scheme": "https"}
+        wanted = Grant.make("api-token", "api.corp.example.org", 443, "https")
         assert [wanted] == server.vaultd.grants[named]
         assert "files.example.org" in str(server.hostd.specs[default]["policy"])
         assert "allow_all" == (await Api(server, client, named).call("GET", "/policy")).json()["mode"]

@@ -13,7 +13,7 @@ import pytest
 from opensandbox.exceptions import SandboxApiException
 from opensandbox.sync.sandbox import SandboxSync
 
-from lifecycle.kept import IDLE_LIMIT, IDLE_SECONDS
+from lifecycle.proxy.idle_pool import IDLE_LIMIT, IDLE_SECONDS
 
 pytestmark = pytest.mark.system
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from lifecycle.reaper import condition
-from lifecycle.registry import State
-from runtimes.docker import DockerError
-from runtimes.docker import State as ContainerState
-from runtimes.sandbox import Sandbox, describe
+from lifecycle.sandboxes.reaper import condition
+from lifecycle.sandboxes.registry import State
+from runtimes.engine.docker import ContainerState, DockerError
+from runtimes.sandbox import HostSandbox, describe
 from wire.api.states import HostState
 
 DOCKER = ("created", "running", "paused", "restarting", "removing", "exited", "dead")
@@ -31,7 +30,7 @@ SHOWN: dict[HostState, State | None] = {
 
 
 class Container:
-    """Stands where `runtimes.docker.Docker` stands: one container, in the state `status`."""
+    """Stands where `runtimes.engine.docker.Docker` stands: one container, in the state `status`."""
 
     def __init__(self, status: str | DockerError | None) -> None:
         self.status = status
@@ -45,7 +44,7 @@ class Container:
 async def described(status: str | DockerError | None, **changes: Any) -> dict[str, Any]:
     """What hostd says of a sandbox with a container in that state."""
     docker: Any = Container(status)
-    return await describe(Sandbox("sbx-1", 1, "runc", **({"container": "c"} | changes)), docker)
+    return await describe(HostSandbox("sbx-1", 1, "runc", **({"container": "c"} | changes)), docker)
 
 
 async def test_hostd_sends_the_states_of_the_list_and_all_of_them() -> None:

@@ -1,4 +1,4 @@
-"""The lifecycle API's shapes: errors, request ids, nulls, authentication, paging (contract 1, 2, 4, 5; R1, R2)."""
+"""The lifecycle API's shapes: errors, request ids, nulls, authentication, paging."""
 
 import asyncio
 import gzip
@@ -10,8 +10,8 @@ import httpx
 import pytest
 from standins import IMAGE, KEY, World, world
 
-from lifecycle import app
-from lifecycle.auth import digest
+from lifecycle.api import app
+from lifecycle.api.credentials import digest
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": None}
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from demo.internet import API, STATUS, Internet, received_field
-from demo.stack import Stack
+from testbed.internet import API, STATUS, Internet, received_field
+from testbed.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.extended]
 

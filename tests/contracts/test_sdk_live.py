@@ -46,8 +46,8 @@ from opensandbox.sync.manager import SandboxManagerSync
 from opensandbox.sync.sandbox import SandboxSync
 from websockets.asyncio.client import connect
 
-from demo.internet import API, STATUS, Internet, received_field
-from demo.stack import IMAGE, Stack
+from testbed.internet import API, STATUS, Internet, received_field
+from testbed.stack import IMAGE, Stack
 from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system

@@ -3,7 +3,7 @@
 From a valid body of each route all bodies are drawn that differ in one place: an unknown, misspelt or otherwise written
 key, a null, an empty list, an empty object, at every depth. Each is refused with a 4xx that names the place, or what it
 sets in force is no wider than the valid body, or than that body without the place.
-It tests `lifecycle/routes/strict.py`.
+It tests `lifecycle/api/routes/strict.py`.
 """
 
 import re
@@ -14,7 +14,7 @@ import httpx
 import pytest
 from standins import IMAGE, World, world
 
-from lifecycle import app
+from lifecycle.api import app
 from policy.compiled import CompiledPolicy
 from policy.strict import place
 from tests.mutations import Mutation, Path, mutations, one_of_each, permitted

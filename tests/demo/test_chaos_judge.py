@@ -8,7 +8,7 @@ import pytest
 from demo.chaos.facts import Arrival, Asked, Facts, Kill, Record, Wire, read_asked, read_far_end, read_log
 from demo.chaos.judge import Outage, Verdict, judge
 from demo.chaos.main import recoveries
-from demo.internet import API, ATTACKER, DNS_ADDRESS, STATUS
+from testbed.internet import API, ATTACKER, DNS_ADDRESS, STATUS
 
 SANDBOXES = {"a": "sbx-a", "c": "sbx-c"}
 KINDS = ("secret", "plain", "name", "sni", "dns", "nodns")

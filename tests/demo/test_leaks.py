@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo.leaks import forms_of, leaks_in
+from testbed.leaks import forms_of, leaks_in
 
 SECRET = 'bot:S3cret/with+signs=and"quotes'
 

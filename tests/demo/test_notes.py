@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from demo.internet import whole_lines
+from testbed.internet import whole_lines
 
 
 def test_a_line_that_is_being_written_is_none_yet(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tells a namespace that is left from somebody else's."""
+"""A namespace that is left is distinguished from another process's namespace."""
 
 import os
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from demo import namespaces
-from demo.internet import ip
-from demo.traces import cookie_of, take
+from testbed import namespaces
+from testbed.internet import ip
+from testbed.traces import cookie_of, take
 
 pytestmark = pytest.mark.system
 
@@ -32,7 +32,7 @@ def test_a_namespace_is_left_as_long_as_something_keeps_it(namespace: str) -> No
 
 
 def test_a_namespace_that_was_given_the_number_of_one_that_ended_is_not_left(namespace: str) -> None:
-    """As the kernel gives it to whoever makes the next."""
+    """As the kernel gives it to the next namespace."""
     traces = take("no-sandbox", "no-container", [namespace], (), "/nonexistent/docker.sock")
     ended = frozenset({(os.stat(namespace).st_ino, cookie_of(namespace) - 1)})
 

@@ -1,5 +1,6 @@
 """The command lines of the lanes; a lane's end and an interrupt reach the caller as an exit status."""
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frontdoor.lanes import Suite, fast_options, fuzz_arguments, split
+from frontdoor.lanes import LANES, Suite, fast_options, fuzz_arguments, split
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +26,21 @@ def test_arguments_select_lanes_or_tests() -> None:
     assert (("--all",), ()) == split(["--all"])
     assert (("--all",), ("-k", "x")) == split(["--all", "-k", "x"])
     assert ((), ("tests/policy", "--all")) == split(["tests/policy", "--all"])
+
+
+@pytest.mark.parametrize("directory", ["tests/policy", "tests/security"])
+@pytest.mark.parametrize("marked", list(itertools.product((False, True), repeat=3)))
+def test_each_test_is_in_one_lane(directory: str, marked: tuple[bool, bool, bool]) -> None:
+    """Markers that belong to no system test change nothing."""
+    markers = dict(zip(("system", "timed", "faults"), marked, strict=True))
+    lanes = [
+        name
+        for name, (_, expression, *where) in LANES.items()
+        if eval(expression, {}, markers)  # noqa: S307 - our own expressions
+        and (not where or (directory in where) is (where[0] != "--ignore"))
+    ]
+    assert 1 == len(lanes)
+    assert ("fast" in lanes) is not markers["system"]
 
 
 def test_the_fast_tests_are_those_without_the_marker_system() -> None:

@@ -12,11 +12,11 @@ import pytest
 from frontdoor.clean import mounts_below
 from frontdoor.places import find
 from frontdoor.processes import Home, Process, own, read, read_home
-from runtimes import predecessor
+from runtimes.process import predecessor
 
 READY = "print(flush=True); input()"
 CONTAINER = "7" * 64
-HOME = Home(("/h", "/h/beside"), ("/run/h", "/run/h-beside"), frozenset({(70, "700")}), frozenset({CONTAINER}))
+HOME = Home(("/h", "/h/faults"), ("/run/h", "/run/h-faults"), frozenset({(70, "700")}), frozenset({CONTAINER}))
 
 
 def process(
@@ -27,7 +27,7 @@ def process(
 
 OURS = {
     "hostd": process("/c/.venv/bin/python", "-m", "runtimes.hostd", "/run/h/launch/host.json"),
-    "a worker": process("/c/.venv/bin/python", "-m", "gateway.zygote", "/run/h-beside/config/zygote.json"),
+    "a worker": process("/c/.venv/bin/python", "-m", "gateway.zygote", "/run/h-faults/config/zygote.json"),
     "dockerd": process("/usr/sbin/dockerd", "--config-file=/run/h/config/daemon.json"),
     "dockerd on a socket": process("/usr/sbin/dockerd", "--host=unix:///run/h/docker.sock"),
     "containerd": process("containerd", "--config", "/run/h/docker/containerd/containerd.toml"),
@@ -36,7 +36,7 @@ OURS = {
     "a process in a container": process("sleep", "1", groups=f"0::/system.slice/docker-{CONTAINER}.scope\n"),
     "a noted process": process("nft", "-i", pid=70, started="700"),
     "the demo": process("/c/.venv/bin/python", "-m", "demo.main", home="/h"),
-    "the second session of tests": process("python", "-m", "pytest", "-q", home="/h/beside"),
+    "the second session of tests": process("python", "-m", "pytest", "-q", home="/h/faults"),
     "the mutation run": process("/h/cache/venv-mutation/bin/python", "-m", "mutmut"),
     "a build": process("bash", "images/base.sh", "/h/cache/base-0.tar"),
     "the command": process("/c/.venv/bin/python", "/c/.venv/bin/sallyport", "--defaults", "/h/built.toml", "serve"),
@@ -125,7 +125,7 @@ def test_notes_and_containers_are_read_where_the_product_keeps_them(tmp_path: Pa
     assert me is not None
     assert home.owns(me)
     assert frozenset({CONTAINER}) == home.containers
-    assert (f"{tmp_path}/h", f"{tmp_path}/h/beside") == home.homes
+    assert (f"{tmp_path}/h", f"{tmp_path}/h/faults", f"{tmp_path}/h/security") == home.homes
 
 
 def test_mounts_are_found_by_path_the_innermost_first() -> None:

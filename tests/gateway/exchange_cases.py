@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gateway.effects import Over, SecretRefused
 from gateway.ledger import Ledger
-from gateway.sought import MAX_PARTIAL
+from gateway.scrub.sought import MAX_PARTIAL
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
@@ -215,7 +215,7 @@ def revoke(ports: Ports) -> None:
 
 
 def spend(ports: Ports) -> None:
-    """Responses have told enough."""
+    """Responses have revealed enough."""
     ports.ledger.reflections = MAX_PARTIAL
 
 
@@ -567,7 +567,7 @@ RESPONSES = [
         during={4: bind, 5: fail},
         pieces=(BODY,),
         sent=(),
-        page=b"is not known",
+        page=b"does not know which secrets",
         denied=("scrub",),
     ),
     Case(

@@ -21,7 +21,7 @@ class Account:
     ledger: Ledger = field(default_factory=Ledger.fresh)
 
     def __post_init__(self) -> None:
-        self.budget = Budget(self.ledger, lambda: self.limits, lambda: self.now, lambda: self.spent.append(self.now))
+        self.budget = Budget(self.ledger, self, lambda: self.now, lambda: self.spent.append(self.now))
 
     def requests(self, count: int) -> int:
         """How many of `count` requests pass now."""
@@ -84,7 +84,7 @@ def test_bytes_pass_up_to_the_limit_and_the_chunk_beyond_ends_it() -> None:
     assert [1000.0] == account.spent
 
 
-def test_after_the_end_a_smaller_chunk_does_not_slip_through_and_it_is_told_once() -> None:
+def test_after_the_end_a_smaller_chunk_does_not_pass_and_the_end_is_reported_once() -> None:
     account = Account(Limits(bytes_out=100))
     assert account.budget.send(90)
     assert [False, False] == [account.budget.send(11), account.budget.send(1)]

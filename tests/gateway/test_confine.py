@@ -14,7 +14,8 @@ from gateway.calls import assemble
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import ctypes, fcntl, os, resource, socket, struct, sys, threading
-from gateway import birth, confine
+from gateway import confine
+from gateway import spawn
 libc = ctypes.CDLL(None, use_errno=True)
 ours, theirs = socket.socketpair()
 tcp, udp, pinned = socket.socket(), socket.socket(type=socket.SOCK_DGRAM), socket.socket(type=socket.SOCK_DGRAM)
@@ -84,7 +85,7 @@ CLOSED = {
     "memory of another": lambda: raw("process_vm_readv", parent, 0, 0, 0, 0, 0),
     "limit": lambda: resource.prlimit(0, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)),
     "limit of another": lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
-    "death signal": lambda: birth.prctl(1, 0),
+    "death signal": lambda: spawn.prctl(1, 0),
     "owner": lambda: fcntl.fcntl(udp, fcntl.F_SETOWN, me),
     "interfaces": lambda: fcntl.ioctl(udp, 0x8912, struct.pack("iP", 0, 0)),
     "open": lambda: os.close(os.open("/dev/null", os.O_RDONLY)),
@@ -128,7 +129,7 @@ def other():
     done.set()
 threading.Thread(target=other, daemon=True).start()
 if sys.argv[1] == "confined":
-    birth.prctl(38, 1)
+    spawn.prctl(38, 1)
     confine.install(pinned.fileno())
 results.update(attempts(""))
 go.set()

@@ -1,5 +1,6 @@
 """The pure exchange carries out each case, in its order and no other; no event loop runs."""
 
+import hashlib
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 
 from gateway.admission import Admission
 from gateway.effects import Effects
-from gateway.exchange import Exchange, Session, Violation
-from gateway.sought import MATCHES_FORGOTTEN, MAX_MATCHES, KnownPatterns, Withheld
+from gateway.exchange import MAX_RECORDED_PATH, Exchange, Session
+from gateway.scrub.sought import MATCHES_FORGOTTEN, MAX_MATCHES, KnownPatterns
+from gateway.scrub.stream import Withheld
 from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
 from policy.decision import Deny
@@ -127,6 +129,120 @@ def test_the_names_of_cases_are_distinct() -> None:
     assert len(CASES) == len({case.name for case in CASES})
 
 
+WHERE: dict[str, object] = {
+    "host": HOST,
+    "port": 443,
+    "scheme": "https",
+    "flow": "f1",
+    "destination": "203.0.113.9",
+    "peer": "192.0.2.2:40000",
+    "engine": "pure",
+}
+REQUESTED = WHERE | {"method": "GET", "path": "/v1"}
+ROUTED = {"address": ROUTE.address, "peer_name": HOST}
+
+type Record = tuple[str, str, dict[str, object]]
+
+
+def denial(reason: str, rule: str = "r", fields: dict[str, object] = REQUESTED, **more: object) -> Record:
+    return "request", "deny", fields | {"rule": rule, "reason": reason} | more
+
+
+def outcome(status: int, down: int) -> Record:
+    counts = {"bytes_up": 0, "bytes_down": down, "duration_ms": 0, "status": status}
+    return "request", "info", REQUESTED | ROUTED | {"request_id": "q1"} | counts
+
+
+ALLOW: Record = "request", "allow", REQUESTED | {"request_id": "q1", "rule": "r", "injections": ["api"]}
+ALLOW_OPEN: Record = "request", "allow", REQUESTED | {"request_id": "q1", "rule": "r"}
+SENT: Record = "secret.use", "allow", REQUESTED | {"rule": "r", "secret": "api-token", "binding": "api"}
+CONNECT: Record = "connect", "info", WHERE | ROUTED | {"request_id": "q1"}
+RECORDS: dict[str, list[Record]] = {
+    "injected": [ALLOW, SENT, CONNECT, outcome(200, 2)],
+    "allowed": [ALLOW_OPEN, CONNECT, outcome(200, 2)],
+    "an upgrade": [
+        ("request", "allow", ALLOW_OPEN[2] | {"websocket": True}),
+        CONNECT,
+        outcome(101, 0),
+    ],
+    "observed": [
+        (
+            "request",
+            "observe",
+            REQUESTED | {"request_id": "q1", "rule": "observe:p", "observed": "p/no", "reason": "would be denied"},
+        ),
+        CONNECT,
+        outcome(200, 2),
+    ],
+    "denied": [denial("closed", "no")],
+    "denied, and the log is gone": [denial("closed", "no")],
+    "over the budget for now": [denial("too many", "limits")],
+    "over the budget": [denial("all sent", "limits")],
+    "the lease is refused": [ALLOW, denial("not on this path", secret="api-token")],
+    "a secret that could not be taken out": [
+        ALLOW,
+        denial(
+            "the secret is shorter than 8 characters and could not be kept out of responses",
+            secret="api-token",
+        ),
+    ],
+    "the lease fails": [ALLOW, denial("not available", fields=WHERE)],
+    "a value that is no header value": [ALLOW, denial("a secret cannot be sent", fields=WHERE)],
+    "another host": [denial("this connection serves another host", "protocol", WHERE, asked_host="evil.test")],
+    "a method that is never relayed": [denial("method not supported", "protocol", WHERE)],
+    "a part of a document": [
+        ALLOW_OPEN,
+        CONNECT,
+        denial("a part of a document cannot be searched for secrets", "scrub", WHERE),
+        outcome(502, 0),
+    ],
+    "what to take out is not known": [
+        ALLOW_OPEN,
+        CONNECT,
+        denial("the gateway does not know which secrets to remove from it", "scrub", WHERE),
+        outcome(502, 0),
+    ],
+    "a compressed message": [
+        ALLOW,
+        SENT,
+        CONNECT,
+        denial("compressed gRPC messages cannot be searched for secrets", "scrub", WHERE),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_records_of_a_case_have_their_fields_and_no_other(name: str) -> None:
+    (case,) = (one for one in CASES if one.name == name)
+    assert RECORDS[name] == drive(case).ports.records
+
+
+@pytest.mark.parametrize("length", [MAX_RECORDED_PATH, MAX_RECORDED_PATH + 1])
+def test_a_path_that_is_cut_in_a_record_is_recorded_with_its_hash(length: int) -> None:
+    path = "/".ljust(length, "a")
+    ports = Ports(Deny("no", "closed"))
+    ended(Exchange(session_of(ports), "q1").request(replace(PARTS, target=path.encode()), DESTINATION, None))
+    whole = {} if length == MAX_RECORDED_PATH else {"path_sha256": hashlib.sha256(path.encode()).hexdigest()}
+    expected = denial("closed", "no", REQUESTED | {"path": path[:MAX_RECORDED_PATH]}, **whole)
+    assert [expected] == ports.records
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [((), b"text/plain; charset=utf-8"), (((b"Accept", b"application/json"),), b"application/json")],
+    ids=["text", "json"],
+)
+def test_the_page_of_a_denial_has_method_host_and_path_of_the_request(accept: Headers, kind: bytes) -> None:
+    """No query, and no more than the beginning of a long path."""
+    path = b"/".ljust(600, b"a")
+    parts = replace(PARTS, method=b"PUT", target=path + b"?q=1", headers=(*PARTS.headers, *accept))
+    answer = ended(Exchange(session_of(Ports(Deny("no", "closed"))), "q1").request(parts, DESTINATION, None))
+    assert isinstance(answer, Answer)
+    assert kind == dict(answer.headers)[b"content-type"]
+    assert path[:512] in answer.body and path[:513] not in answer.body and b"q=1" not in answer.body
+    assert b"PUT https://good.test/aaa" in answer.body
+
+
 # The order is the exchange's own.
 
 
@@ -216,7 +332,7 @@ def test_a_step_out_of_order_is_a_violation(stage: str, step: str) -> None:
     if step in possible:
         STEPS[step](exchange)
         return
-    with pytest.raises(Violation):
+    with pytest.raises(RuntimeError, match="a step out of order"):
         STEPS[step](exchange)
 
 
@@ -228,9 +344,19 @@ def test_a_step_out_of_order_is_a_violation(stage: str, step: str) -> None:
 def test_a_request_is_judged_for_the_destination_of_its_flow_only(destination: tuple[str, int, bytes]) -> None:
     ports = Ports()
     exchange = Exchange(session_of(ports), "q1")
-    with pytest.raises(Violation):
+    with pytest.raises(RuntimeError, match="the engine would send this request to another destination than the flow's"):
         ended(exchange.request(PARTS, destination, None))
     assert ([], False) == (ports.steps, exchange.allowed)
+
+
+def test_a_secret_that_is_not_looked_for_is_not_sent() -> None:
+    with pytest.raises(RuntimeError, match=r"^a secret would be sent that responses are not searched for$"):
+        ended(Exchange(session_of(Ports(uses=())), "q1").request(PARTS, DESTINATION, None))
+
+
+def test_a_tunnel_is_opened_by_a_valid_handshake_only() -> None:
+    with pytest.raises(RuntimeError, match=r"^101 without a valid WebSocket handshake$"):
+        ended(connected(Ports(OPEN, ())).response(ResponseHead(101, False, ())))
 
 
 def test_nothing_may_be_sent_before_the_last_step() -> None:
@@ -306,6 +432,7 @@ def test_a_match_beyond_the_bound_is_not_shown() -> None:
     with pytest.raises(Withheld):
         exchange.response_trailers(((b"x-token", SECRET.encode()),))
     assert ["scrub"] == ports.denials()
+    assert "too many responses held a secret; try again later" == ports.records[-1][2]["reason"]
 
 
 def test_what_is_held_back_of_a_body_that_ends_abruptly_is_not_shown() -> None:
@@ -338,7 +465,7 @@ def test_a_withheld_response_shows_its_page_once_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("coding", [b"gzip", b"gzip, chunked", b"identity"])
 def test_a_response_in_another_transfer_coding_ends_the_flow(coding: bytes) -> None:
-    with pytest.raises(Violation, match="transfer coding"):
+    with pytest.raises(RuntimeError, match="transfer coding"):
         ended(connected().response(ResponseHead(200, False, ((b"Transfer-Encoding", coding),))))
 
 

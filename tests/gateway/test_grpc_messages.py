@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.forms import Patterns
-from gateway.messages import BrokenFraming, MessageScrubber
+from gateway.scrub.forms import Patterns
+from gateway.scrub.grpc import MessageScrubber
+from gateway.scrub.stream import Withheld
 
 VALUE = b"correct-horse-battery"
 PATTERNS = Patterns([VALUE.decode()])
@@ -33,7 +34,7 @@ def test_a_value_over_two_messages_is_taken_out_and_counted(at: int) -> None:
 
 def test_a_value_that_begins_where_a_length_belongs_is_not_let_out() -> None:
     stream = b"\0\0\0\0" + VALUE + b"x" * 300
-    with pytest.raises(BrokenFraming, match="a value where a length belongs"):
+    with pytest.raises(Withheld, match="a secret in place of the length of a gRPC message"):
         MessageScrubber(PATTERNS).feed(stream)
 
 
@@ -47,7 +48,7 @@ def test_a_value_that_begins_where_a_length_belongs_is_not_let_out() -> None:
     ],
 )
 def test_what_cannot_be_a_message_ends_the_stream(stream: bytes, reason: str) -> None:
-    with pytest.raises(BrokenFraming, match=reason):
+    with pytest.raises(Withheld, match=reason):
         MessageScrubber(PATTERNS).feed(stream)
 
 
@@ -55,7 +56,7 @@ def test_what_cannot_be_a_message_ends_the_stream(stream: bytes, reason: str) ->
 def test_an_end_within_a_message_shows_none_of_it(stream: bytes) -> None:
     scrubber = MessageScrubber(PATTERNS)
     assert b"" == scrubber.feed(stream)
-    with pytest.raises(BrokenFraming):
+    with pytest.raises(Withheld):
         scrubber.finish()
 
 
@@ -92,8 +93,8 @@ def test_a_new_scrubber_has_found_nothing() -> None:
 def test_the_longest_message_has_64_mib() -> None:
     prefix = b"\0" + (64 * 1024 * 1024).to_bytes(4, "big")
     MessageScrubber(PATTERNS).feed(prefix)
-    with pytest.raises(BrokenFraming, match="a message of more than 67108864 bytes"):
+    with pytest.raises(Withheld, match="a gRPC message of more than 67108864 bytes"):
         MessageScrubber(PATTERNS).feed(b"\0" + (64 * 1024 * 1024 + 1).to_bytes(4, "big"))
     for flag in (1, 2, 255):
-        with pytest.raises(BrokenFraming, match="compressed messages cannot be searched"):
+        with pytest.raises(Withheld, match="compressed gRPC messages cannot be searched"):
             MessageScrubber(PATTERNS).feed(bytes((flag,)) + b"\0\0\0\1")

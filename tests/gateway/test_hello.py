@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.hello import (
+from gateway.tls.hello import (
     MAX_HEAD,
     MAX_HELLO,
     Hello,
@@ -70,7 +70,7 @@ def test_record_boundaries_change_nothing(size):
     assert Hello("good.test", (b"h2", b"http/1.1"), False, len(raw)) == read_hello(raw)
 
 
-def test_a_hello_without_a_name_is_told_apart():
+def test_a_hello_without_a_name_is_a_case_of_its_own():
     raw = records(message(alpn(b"h2")))
     assert NoSni((b"h2",), len(raw)) == read_hello(raw)
     assert isinstance(read_hello(records(message(None))), NoSni)
@@ -229,7 +229,7 @@ def malformed(reason):
     return Refused(f"malformed ClientHello: {reason}")
 
 
-OVER = malformed("field runs over the end of its structure")
+OVER = malformed("a field extends beyond the end of its structure")
 BEHIND = malformed("bytes after the end of a structure")
 NOT_TLS = Refused("a record inside the ClientHello is not a TLS handshake record")
 WHOLE = records(message(GOOD))
@@ -242,11 +242,11 @@ HELLOS = {
     "an encrypted name": (records(REFUSED["esni"]), Refused("encrypted server name (ESNI)")),
     "an inner ECH": (
         records(message(GOOD + extension(0xFE0D, b"\1"))),
-        Refused("encrypted ClientHello of a type no client sends first"),
+        Refused("encrypted ClientHello of the inner type"),
     ),
     "an empty ECH": (
         records(message(GOOD + extension(0xFE0D, b""))),
-        Refused("encrypted ClientHello of a type no client sends first"),
+        Refused("encrypted ClientHello of the inner type"),
     ),
     "bytes behind the list of names": (records(REFUSED["trailing-list"]), BEHIND),
     "bytes behind the extensions": (records(REFUSED["trailing-body"]), BEHIND),
@@ -269,8 +269,8 @@ HELLOS = {
     "another major version of the record": (b"\x16\x02\x01" + WHOLE[3:], NOT_TLS),
     "another minor version of the record": (b"\x16\x03\x05" + WHOLE[3:], NOT_TLS),
     "an alert as the second record": (records(message(GOOD), 20)[:25] + b"\x15\x03\x03\0\2\1\0", NOT_TLS),
-    "an empty record": (b"\x16\x03\x01\0\0", Refused("TLS record of impossible length")),
-    "a record of 16385 bytes": (b"\x16\x03\x01\x40\x01", Refused("TLS record of impossible length")),
+    "an empty record": (b"\x16\x03\x01\0\0", Refused("TLS record with an invalid length")),
+    "a record of 16385 bytes": (b"\x16\x03\x01\x40\x01", Refused("TLS record with an invalid length")),
     "a message that says it is too long": (b"\x16\x03\x01\0\4\1\1\0\0", Refused("ClientHello over the limit")),
     "nothing": (b"", NeedMore(1)),
     "another protocol": (b"\x17", NotTls()),
@@ -330,7 +330,7 @@ def head(*lines, line=b"GET / HTTP/1.1", host=b"a.test"):
 
 HOSTS = Refused("a request must have exactly one Host header")
 UNCLEAN = Refused("Host is not a clean host name")
-LINE_END = Refused("line ended by something else than CRLF")
+LINE_END = Refused("a line does not end with CRLF")
 HEADS = {
     "nothing": (b"", NeedMore(1)),
     "a part": (b"GET / HT", NeedMore(9)),

@@ -59,7 +59,7 @@ async def way(tmp_path) -> AsyncIterator[Way]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(made.path)
     listener.listen()
-    ingress = Ingress(listener, made, made, lambda: made.config)  # type: ignore[arg-type]
+    ingress = Ingress(listener, made, made, made)  # type: ignore[arg-type]
     task = asyncio.create_task(ingress.serve())
     yield made
     task.cancel()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.inject import InjectionError, inject, slot
+from gateway.inject import inject, slot
 
 CLIENT = (
     (b"authorization", b"Bearer mine"),
@@ -27,7 +27,7 @@ def test_proxy_credentials_are_removed_without_any_injection():
 
 @pytest.mark.parametrize("value", ["", "a\r\nb", "a\nb", "a\rb", "a\0b", "a\x1bb", "a\x7f"])
 def test_a_value_that_is_no_header_value_is_not_sent(value):
-    with pytest.raises(InjectionError) as caught:
+    with pytest.raises(ValueError, match="has a control character") as caught:
         inject((), [("X-Key", value)])
     assert not value or value not in str(caught.value)
 
@@ -36,18 +36,18 @@ def test_a_value_that_is_no_header_value_is_not_sent(value):
     "name", ["Host", "connection", "Content_Length", "Transfer-Encoding", "a b", "", "Proxy-Authorization", "ü"]
 )
 def test_a_header_that_frames_or_routes_is_no_slot(name):
-    with pytest.raises(InjectionError):
+    with pytest.raises(ValueError, match="cannot be sent in this header"):
         inject((), [(name, "secret")])
 
 
 def test_bytes_that_are_no_text_pass_in_other_headers_and_never_in_a_slot():
     assert ((b"X-\xff", b"\xff"), (b"X-Key", b"a\xffb")) == inject(((b"X-\xff", b"\xff"),), [("X-Key", "a\udcffb")])
-    with pytest.raises(InjectionError):
+    with pytest.raises(ValueError, match="cannot be sent in this header"):
         inject((), [("X-\udcff", "secret")])
 
 
 def test_two_plans_for_one_slot_are_an_error():
-    with pytest.raises(InjectionError):
+    with pytest.raises(ValueError, match="two injections"):
         inject((), [("X-Key", "a"), ("x_key", "b")])
 
 
@@ -69,7 +69,7 @@ def test_there_is_exactly_one_value_in_the_slot(headers):
 def test_no_header_of_the_connection_takes_a_secret(name):
     """In any case, and with `_` for `-`."""
     for spelling in (name, name.lower(), name.upper(), name.replace("-", "_")):
-        with pytest.raises(InjectionError):
+        with pytest.raises(ValueError, match="cannot be sent in this header"):
             inject((), [(spelling, "secret")])
 
 
@@ -77,7 +77,7 @@ def test_a_value_has_no_control_character_but_the_tab():
     for octet in range(0x100):
         value = f"a{chr(octet)}b"
         if (octet < 0x20 and octet != 0x09) or octet == 0x7F:
-            with pytest.raises(InjectionError):
+            with pytest.raises(ValueError, match="has a control character"):
                 inject((), [("X-Key", value)])
         else:
             assert ((b"X-Key", value.encode()),) == inject((), [("X-Key", value)])

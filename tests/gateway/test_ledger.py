@@ -2,18 +2,21 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from gateway.budget import Budget
+from gateway.dns.names import NameBudget
 from gateway.ledger import SIZE, Ledger
-from gateway.names import NameBudget
+from gateway.ledger_page import map_ledger
 from policy.compiled import CompiledPolicy
 from policy.facts import Scheme
 from policy.names import HostPattern
 from policy.rules import Action, DnsSettings, Endpoint, Limits, Precedence, Rule, RuleList
 from runtimes.ledgers import Ledgers
+from tests.gateway.states import Bound
 
 
 def _rule(host: str) -> Rule:
@@ -22,7 +25,7 @@ def _rule(host: str) -> Rule:
 
 def mapped(ledgers: Ledgers) -> Ledger:
     """What a new worker gets."""
-    return Ledger.from_fd(ledgers.open("sbx-1"))
+    return map_ledger(ledgers.open("sbx-1"))
 
 
 @pytest.fixture(name="ledgers")
@@ -33,16 +36,14 @@ def _ledgers(tmp_path: Path) -> Ledgers:
 
 
 def test_what_was_sent_outlives_the_worker_that_sent_it(ledgers: Ledgers) -> None:
-    first, second = (
-        Budget(mapped(ledgers), lambda: Limits(bytes_out=100), lambda: 1.0, lambda: None) for _ in range(2)
-    )
+    first, second = (Budget(mapped(ledgers), Bound(Limits(bytes_out=100)), lambda: 1.0, lambda: None) for _ in range(2))
     assert first.send(90)
     assert (False, True) == (second.send(11), first.request() is not None)
 
 
 def test_requests_are_not_filled_up_by_a_new_worker(ledgers: Ledgers) -> None:
     first, second = (
-        Budget(mapped(ledgers), lambda: Limits(requests_per_minute=10), lambda: 1.0, lambda: None) for _ in range(2)
+        Budget(mapped(ledgers), Bound(Limits(requests_per_minute=10)), lambda: 1.0, lambda: None) for _ in range(2)
     )
     assert 10 == sum(first.request() is None for _ in range(20))
     assert 0 == sum(second.request() is None for _ in range(20))
@@ -82,7 +83,7 @@ def test_a_count_is_kept_by_a_process_that_is_killed_right_after_it(ledgers: Led
     assert 5 == mapped(ledgers).sent
 
 
-def test_a_page_that_is_missing_is_not_made_anew(ledgers: Ledgers) -> None:
+def test_a_missing_page_is_not_made_again(ledgers: Ledgers) -> None:
     assert () == ledgers.remove("sbx-1")
     with pytest.raises(FileNotFoundError):
         ledgers.open("sbx-1")
@@ -98,7 +99,7 @@ def test_what_is_no_page_is_refused() -> None:
         fd = os.memfd_create("ledger")
         os.ftruncate(fd, size)
         with pytest.raises(ValueError, match="one page"):
-            Ledger.from_fd(fd)
+            map_ledger(fd)
 
 
 def test_a_sweep_keeps_what_lives(ledgers: Ledgers) -> None:
@@ -124,7 +125,7 @@ def test_a_beat_changes_the_page_and_no_count() -> None:
 
 def test_the_descriptor_of_a_ledger_is_closed(ledgers: Ledgers) -> None:
     fd = ledgers.open("sbx-1")
-    Ledger.from_fd(fd)
+    map_ledger(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -133,6 +134,14 @@ def test_memory_of_another_size_is_no_ledger() -> None:
     for size in (0, SIZE - 8, SIZE + 8):
         with pytest.raises(ValueError, match="one page"):
             Ledger(bytearray(size))
+
+
+@pytest.mark.parametrize("beats", [0, 2**63 - 1, 2**64 - 1])
+def test_a_beat_changes_the_page_however_many_there_were(beats: int) -> None:
+    page = bytearray(SIZE)
+    page[7 * 8 : 8 * 8] = beats.to_bytes(8, sys.byteorder)
+    Ledger(page).beat()
+    assert ((beats + 1) % 2**64).to_bytes(8, sys.byteorder) == page[7 * 8 : 8 * 8]
 
 
 def test_names_are_forgotten_when_their_window_is_over() -> None:

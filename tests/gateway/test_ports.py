@@ -10,25 +10,30 @@ from typing import Any
 import pytest
 
 import wire
-from audit.client import AuditUnavailable
+from audit.client import AuditClient, AuditUnavailable
 from gateway.budget import Budget
 from gateway.config import GatewayConfig, GatewayLimits
-from gateway.dns_logic import Outcome
+from gateway.dns.queries import Outcome
+from gateway.dns.resolver import Resolution, Resolver
 from gateway.effects import SecretRefused
 from gateway.ledger import Ledger
-from gateway.ports import LeasedSecrets, PolicyDecider, StreamDialler
-from gateway.resolver import Resolution, Resolver
-from gateway.upstream import DialError, DialFailure, Dialler, judge, own_address
+from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
+from gateway.upstream import DialError, DialFailure, UpstreamDialler, judge, own_address
 from policy.compile import compile_named
 from policy.compiled import DENY_ALL, CompiledPolicy, SecretAt
-from policy.decision import AllowAddress, Deny
+from policy.decision import AllowAddress, AllowRequest, Deny
 from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
 from policy.names import HostPattern
 from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
+from tests.gateway.states import Bound, in_force
 from vault.client import ReleaseRefusedError, VaultClient, VaultUnavailableError
 from vault.secret import Secret
+from wire.api import auditd
+from wire.api.auditd import Accepted, Entry, Record, Records
+from wire.api.vaultd import CHANNEL, Release, Released, ReleasePurpose, Revoke, Scope, Value
+from wire.serving import handler
 
 _RULE = Rule("r", Action.ALLOW, (HostPattern("good.test"),), endpoints=(Endpoint(443, Scheme.HTTPS),))
 POLICY = CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(_RULE,)),))
@@ -50,20 +55,20 @@ def request(method: str = "GET", path: str = "/v1/x") -> RequestFacts:
 class Far:
     """vaultd's end of the channel."""
 
-    scope: dict[str, Any] = field(default_factory=dict)
+    scope: Scope = field(default_factory=Scope)
     refusal: wire.RequestError | None = None
-    former: list[str] | None = None
+    former: tuple[str, ...] = ()
     lease_seconds: int = 300
-    asked: list[wire.Message] = field(default_factory=list)
+    asked: list[Release] = field(default_factory=list)
     channel: wire.Client | None = None
 
-    async def handle(self, channel: wire.Client, _op: str, parameters: wire.Message, _fds: list[int]) -> wire.Message:
+    async def handle(self, channel: wire.Client, request: Release, _fds: list[int]) -> Released:
         self.channel = channel
-        self.asked.append(parameters)
+        self.asked.append(request)
         if self.refusal is not None:
             raise self.refusal
-        answer = {"value": f"value {len(self.asked)}", "lease_seconds": self.lease_seconds, "scope": self.scope}
-        return answer if self.former is None else {**answer, "former": self.former}
+        former = tuple(map(Value, self.former))
+        return Released(Value(f"value {len(self.asked)}"), former, self.lease_seconds, self.scope)
 
 
 @pytest.fixture
@@ -74,9 +79,9 @@ async def far() -> Far:
 @pytest.fixture
 async def secrets(far: Far) -> AsyncIterator[LeasedSecrets]:
     near, other = socket.socketpair()
-    server = await wire.serve_connection(other, far.handle)
+    server = await wire.serve_connection(other, handler(CHANNEL, far.handle))
     vault = VaultClient.from_fd(near.detach())
-    yield LeasedSecrets(lambda: vault)
+    yield LeasedSecrets(in_force(vault=vault))
     await vault.close()
     await server.close()
 
@@ -86,8 +91,7 @@ async def test_a_release_is_asked_for_with_the_request_and_serves_the_next_ones(
 ) -> None:
     assert Secret("value 1") == await secrets.lease(PLAN, request("POST", "/v1/x"))
     assert Secret("value 1") == await secrets.lease(PLAN, request("GET", "/other"))
-    where = {"secret": "token", "host": "good.test", "port": 443, "scheme": "https"}
-    assert [{**where, "method": "POST", "path": "/v1/x"}] == far.asked
+    assert [Release("token", "good.test", 443, "https", "POST", "/v1/x")] == far.asked
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ async def test_a_release_is_asked_for_with_the_request_and_serves_the_next_ones(
 async def test_a_lease_at_hand_is_refused_to_a_request_outside_its_scope(
     far: Far, secrets: LeasedSecrets, outside: RequestFacts, reason: str
 ) -> None:
-    far.scope = {"methods": ["GET"], "paths": ["/v1/*"]}
+    far.scope = Scope(("GET",), ("/v1/*",))
     await secrets.lease(PLAN, request())
     with pytest.raises(SecretRefused) as caught:
         await secrets.lease(PLAN, outside)
@@ -113,7 +117,7 @@ async def test_a_lease_at_hand_is_refused_to_a_request_outside_its_scope(
 async def test_a_value_that_came_with_another_scope_than_was_asked_for_is_not_used(
     far: Far, secrets: LeasedSecrets
 ) -> None:
-    far.scope = {"methods": ["PUT"], "paths": None}
+    far.scope = Scope(("PUT",))
     with pytest.raises(SecretRefused):
         await secrets.lease(PLAN, request())
 
@@ -140,7 +144,7 @@ async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, 
     assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
     assert Secret("value 4") == await secrets.lease(PLAN, other)
     assert (Secret("value 4"),) == await secrets.sought(use)
-    assert [tuple(asked[name] for name in ("host", "port", "scheme")) for asked in far.asked] == [
+    assert [(asked.host, asked.port, asked.scheme) for asked in far.asked] == [
         (each.host, each.port, each.scheme.value) for each in (UNUSUAL, other, other, other)
     ]
 
@@ -148,7 +152,7 @@ async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, 
 async def test_a_lease_is_for_one_secret(far: Far, secrets: LeasedSecrets) -> None:
     assert Secret("value 1") == await secrets.lease(PLAN, request())
     assert Secret("value 2") == await secrets.lease(replace(PLAN, secret="other"), request())
-    assert ["token", "other"] == [asked["secret"] for asked in far.asked]
+    assert ["token", "other"] == [asked.secret for asked in far.asked]
 
 
 @pytest.mark.parametrize("dropped", [None, frozenset({"token"}), frozenset({"other"})])
@@ -182,7 +186,7 @@ async def test_a_lease_ends_with_its_time_and_with_its_channel(far: Far, secrets
     assert far.channel is not None
     await far.channel.close()
     async with asyncio.timeout(10):
-        await secrets._vault().closed.wait()
+        await secrets._state.vault.closed.wait()
     with pytest.raises(VaultUnavailableError):
         await secrets.lease(PLAN, request())
 
@@ -190,7 +194,7 @@ async def test_a_lease_ends_with_its_time_and_with_its_channel(far: Far, secrets
 async def test_concurrent_requests_share_one_release_and_each_is_held_against_its_scope(
     far: Far, secrets: LeasedSecrets
 ) -> None:
-    far.scope = {"methods": ["GET"], "paths": None}
+    far.scope = Scope(("GET",))
     asked = [request(), request("POST"), request(path="/other")]
     first, second, third = await asyncio.gather(*(secrets.lease(PLAN, one) for one in asked), return_exceptions=True)
     assert (Secret("value 1"), Secret("value 1"), 1) == (first, third, len(far.asked))
@@ -201,7 +205,7 @@ async def test_after_a_revocation_the_lease_is_asked_for_again(far: Far, secrets
     await secrets.lease(PLAN, request())
     assert far.channel is not None
     await far.channel.notify("revoke", secrets=["token"])
-    await far.channel.call("revoke", secrets=[])  # its answer follows the notification
+    await far.channel.ask(Revoke(()))  # its answer follows the notification
     assert Secret("value 2") == await secrets.lease(PLAN, request())
 
 
@@ -222,27 +226,26 @@ async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSe
 
 async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secrets: LeasedSecrets) -> None:
     """A release for looking serves no request: that is asked for with its method and path; and then serves looking."""
-    far.scope = {"methods": ["PUT"], "paths": None}
-    far.former = ["yesterday's value"]
+    far.scope = Scope(("PUT",))
+    far.former = ("yesterday's value",)
     for _ in range(3):
         assert (Secret("value 1"), Secret("yesterday's value")) == await secrets.sought(USE)
     assert Secret("value 2") == await secrets.lease(PLAN, request("PUT"))
     assert (Secret("value 2"), Secret("yesterday's value")) == await secrets.sought(USE)
-    where = {"secret": "token", "host": "good.test", "port": 443, "scheme": "https"}
-    assert {**where, "purpose": "scrub", "method": None, "path": None} == far.asked[0]
-    assert [{**where, "method": "PUT", "path": "/v1/x"}] == far.asked[1:]
+    where = ("token", "good.test", 443, "https")
+    assert [Release(*where, purpose=ReleasePurpose.SCRUB), Release(*where, "PUT", "/v1/x")] == far.asked
 
 
 async def test_what_is_looked_for_is_asked_for_again_after_a_revocation_and_on_a_new_channel(far: Far) -> None:
     """Of vaultd started anew, or in a new worker: nothing but the secret's own end ends it."""
     for values in (1, 2):
         near, other = socket.socketpair()
-        server = await wire.serve_connection(other, far.handle)
+        server = await wire.serve_connection(other, handler(CHANNEL, far.handle))
         vault = VaultClient.from_fd(near.detach())
-        secrets = LeasedSecrets(lambda vault=vault: vault)  # type: ignore[misc]
+        secrets = LeasedSecrets(in_force(vault=vault))
         assert (Secret(f"value {2 * values - 1}"),) == await secrets.sought(USE)
         assert far.channel is not None
-        await far.channel.call("revoke", secrets=["token"])
+        await far.channel.ask(Revoke(("token",)))
         assert (Secret(f"value {2 * values}"),) == await secrets.sought(USE)
         await vault.close()
         await server.close()
@@ -306,7 +309,7 @@ async def test_a_flow_that_policy_does_not_allow_is_not_dialled(policy: Compiled
     """Even for the operator's own map, and whatever was decided before."""
     clock = asyncio.get_running_loop().time
     config = configured(policy)
-    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+    dialler = UpstreamDialler(Resolver((), clock), in_force(config), clock)
 
     with pytest.raises(DialError) as refused:
         await dialler.dial("good.test", 1, Scheme.HTTPS, unannounced)
@@ -317,7 +320,7 @@ async def test_a_flow_that_policy_does_not_allow_is_not_dialled(policy: Compiled
 async def test_an_address_that_policy_names_nowhere_is_not_dialled() -> None:
     clock = asyncio.get_running_loop().time
     config = configured(POLICY)
-    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+    dialler = UpstreamDialler(Resolver((), clock), in_force(config), clock)
 
     with pytest.raises(DialError) as refused:
         await dialler.dial_address(IPv4Address("93.184.216.34"), 443, unannounced)
@@ -325,24 +328,36 @@ async def test_an_address_that_policy_names_nowhere_is_not_dialled() -> None:
     assert DialFailure.POLICY is refused.value.failure
 
 
+async def test_nothing_is_dialled_while_the_guard_is_gone() -> None:
+    clock = asyncio.get_running_loop().time
+    dialler = UpstreamDialler(Resolver((), clock), in_force(configured(allowing(1)), alive=False), clock)
+
+    with pytest.raises(DialError) as refused:
+        await dialler.dial("good.test", 1, Scheme.HTTPS, unannounced)
+
+    assert DialFailure.GUARD is refused.value.failure
+
+
 async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_connection_may() -> None:
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     config = replace(configured(allowing(port)), limits=GatewayLimits(dial_rate=20, connect=1))
     clock = asyncio.get_running_loop().time
-    dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
+    dialler = UpstreamDialler(Resolver((), clock, lambda: True), in_force(config), clock)
     started = clock()
+    begun: list[float] = []
 
     async def dial() -> float:
+        begun.append(clock() - started)
         (await dialler.dial("good.test", port, Scheme.HTTPS, unannounced)).sock.close()
         return clock() - started
 
-    ends = await asyncio.gather(*(dial() for _ in range(80)), return_exceptions=True)
+    ends = await asyncio.gather(*(dial() for _ in range(400)), return_exceptions=True)
     made = sorted(end for end in ends if isinstance(end, float))
     failures = {end.failure for end in ends if isinstance(end, DialError)}
     server.close()
 
-    assert 60 <= len(made) <= 70
+    assert 60 <= len(made) <= 41 + 20 * (max(begun) + 1)  # a second of turns beyond the last dial's begin
     assert {DialFailure.RATE} == failures
     assert all(after >= (number - 41) / 20 for number, after in enumerate(made, 1))
 
@@ -350,10 +365,11 @@ async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_c
 async def test_a_dial_that_waited_is_judged_by_the_policy_it_finds_then() -> None:
     config = replace(configured(allowing(1)), limits=GatewayLimits(dial_rate=1, connect=5))
     clock = asyncio.get_running_loop().time
-    dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
+    state = in_force(config)
+    dialler = UpstreamDialler(Resolver((), clock, lambda: True), state, clock)
     dials = [asyncio.ensure_future(dialler.dial("good.test", 1, Scheme.HTTPS, unannounced)) for _ in range(3)]
     await asyncio.sleep(0.1)
-    config = replace(config, policy=DENY_ALL)
+    state.config = replace(config, policy=DENY_ALL)
     ends = await asyncio.gather(*dials, return_exceptions=True)
 
     failures = [end.failure for end in ends if isinstance(end, DialError)]
@@ -366,12 +382,13 @@ async def test_a_change_of_policy_cuts_connections_to_addresses_that_it_denies()
     port = server.sockets[0].getsockname()[1]
     config = configured(allowing(port))
     clock = asyncio.get_running_loop().time
-    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
-    streams = StreamDialler(dialler, Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None), Recorded())
+    state = in_force(config)
+    dialler = UpstreamDialler(Resolver((), clock), state, clock)
+    streams = StreamDialler(dialler, Budget(Ledger.fresh(), Bound(Limits()), clock, lambda: None), Recorded())
     _, writer, _ = await streams.dial("good.test", port, Scheme.HTTPS, FLOW)
 
     assert (0, False) == (streams.recheck(), writer.is_closing())
-    config = replace(config, policy=replace(config.policy, always_deny=("127.0.0.0/8",)))
+    state.config = replace(config, policy=replace(config.policy, always_deny=("127.0.0.0/8",)))
     assert (1, True) == (streams.recheck(), writer.is_closing())
     assert 0 == streams.recheck()
     with pytest.raises(ConnectionError):
@@ -388,25 +405,72 @@ async def test_a_connection_is_not_handed_out_if_the_policy_changed_while_it_was
     config = configured(allowing(port))
     clock = asyncio.get_running_loop().time
 
-    class Overtaken(Dialler):
+    class Overtaken(UpstreamDialler):
         async def dial(self, *arguments: Any) -> Any:
-            nonlocal config
             connection = await super().dial(*arguments)
-            config = replace(config, policy=replace(config.policy, always_deny=("127.0.0.0/8",)))
+            state.config = replace(config, policy=replace(config.policy, always_deny=("127.0.0.0/8",)))
             return connection
 
-    dialler = Overtaken(Resolver((), clock), lambda: config, lambda: True, clock)
-    streams = StreamDialler(dialler, Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None), Recorded())
+    state = in_force(config)
+    dialler = Overtaken(Resolver((), clock), state, clock)
+    streams = StreamDialler(dialler, Budget(Ledger.fresh(), Bound(Limits()), clock, lambda: None), Recorded())
     with pytest.raises(ConnectionError, match="the policy changed"):
         await streams.dial("good.test", port, Scheme.HTTPS, FLOW)
     server.close()
 
 
 def test_without_a_configuration_every_request_is_denied() -> None:
-    decider = PolicyDecider(lambda: None)
+    decider = PolicyDecider(in_force())
 
     assert Deny("unconfigured", "no policy is active yet") == decider.decide_request(request())
     assert () == decider.secrets_to("good.test")
+
+
+def test_the_policy_in_force_says_which_secrets_a_host_can_be_sent() -> None:
+    rules = RuleList("p", Precedence.DENY_WINS, rules=(replace(_RULE, injections=(PLAN,)),))
+    decider = PolicyDecider(in_force(configured(CompiledPolicy("p", (rules,)))))
+
+    assert (USE,) == decider.secrets_to("good.test")
+    assert () == decider.secrets_to("other.test")
+    assert isinstance(decider.decide_request(request()), AllowRequest)
+    assert isinstance(decider.decide_request(replace(request(), host="other.test")), Deny)
+
+
+async def test_a_decision_is_recorded_with_the_policy_that_made_it_and_an_outcome_without() -> None:
+    """auditd's end of the channel has the record before `accept` returns, and notes after it."""
+    recorded: list[Entry] = []
+    all_noted = asyncio.Event()
+
+    async def keep(_channel: wire.Client, request: Record | Records, _fds: list[int]) -> Accepted:
+        recorded.extend((request.entry,) if isinstance(request, Record) else request.entries)
+        if len(recorded) == 4:
+            all_noted.set()
+        return Accepted(len(recorded))
+
+    near, other = socket.socketpair()
+    server = await wire.serve_connection(other, handler(auditd.CHANNEL, keep))
+    audit = AuditClient.from_fd(near.detach())
+    policy = replace(POLICY, always_deny=("evil.test",))
+    state = in_force(configured(policy))
+    recorder = AuditRecorder(audit, state)
+    await recorder.accept("request", "deny", rule="always-deny:1")
+    assert 1 == len(recorded)
+    recorder.note("request", "deny", rule="always-deny:1")
+    recorder.note("request", "info", rule="r")
+    state.config = None
+    recorder.note("request", "deny", rule="r")
+    async with asyncio.timeout(10):
+        await all_noted.wait()
+    await audit.close()
+    await server.close()
+
+    by_policy = {"policy": policy.digest, "policy_name": "p"}
+    assert [
+        ("request", "deny", {"rule": "always-deny:1", "entry": "evil.test"} | by_policy),
+        ("request", "deny", {"rule": "always-deny:1", "entry": "evil.test"} | by_policy),
+        ("request", "info", {"rule": "r"}),
+        ("request", "deny", {"rule": "r"}),
+    ] == [(entry.kind, entry.decision, dict(entry.fields)) for entry in recorded]
 
 
 class Waiting(Resolver):
@@ -425,10 +489,11 @@ class Waiting(Resolver):
 async def test_an_answer_is_judged_by_the_policy_that_is_in_force_when_it_comes() -> None:
     config = replace(configured(allowing(443)), host_addresses={})
     resolver, clock = Waiting(), asyncio.get_running_loop().time
-    dialler = Dialler(resolver, lambda: config, lambda: True, clock)
+    state = in_force(config)
+    dialler = UpstreamDialler(resolver, state, clock)
     dial = asyncio.ensure_future(dialler.dial("good.test", 443, Scheme.HTTPS, unannounced))
     await resolver.asked.wait()
-    config = replace(config, policy=replace(config.policy, always_deny=("93.184.216.0/24",)))
+    state.config = replace(config, policy=replace(config.policy, always_deny=("93.184.216.0/24",)))
     resolver.release.set()
     with pytest.raises(DialError) as refused:
         await dial
@@ -440,7 +505,7 @@ async def test_an_answer_is_judged_by_the_policy_that_is_in_force_when_it_comes(
 async def test_the_operators_own_map_dials_nothing_that_the_operator_always_denies(denied: str) -> None:
     config = configured(replace(allowing(1), always_deny=(denied,)))
     clock = asyncio.get_running_loop().time
-    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
+    dialler = UpstreamDialler(Resolver((), clock), in_force(config), clock)
     with pytest.raises(DialError) as refused:
         await dialler.dial("good.test", 1, Scheme.HTTPS, unannounced)
 
@@ -453,7 +518,7 @@ async def test_a_name_beyond_a_bound_is_not_dialled_and_the_rule_is_said() -> No
     clock = asyncio.get_running_loop().time
     resolver = Resolver((), clock, may_ask=lambda _host: denied)
     with pytest.raises(DialError) as refused:
-        await Dialler(resolver, lambda: config, lambda: True, clock).dial("good.test", 443, Scheme.HTTPS, unannounced)
+        await UpstreamDialler(resolver, in_force(config), clock).dial("good.test", 443, Scheme.HTTPS, unannounced)
 
     assert ("dns.unique_names", "Too many.") == (refused.value.rule, refused.value.reason)
 
@@ -496,8 +561,8 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
     config = configured(allowing(port))
     clock = asyncio.get_running_loop().time
     spent: list[float] = []
-    budget = Budget(Ledger.fresh(), lambda: Limits(bytes_out=10), clock, lambda: spent.append(clock()))
-    dialler = Dialler(Resolver((), clock, lambda: True), lambda: config, lambda: True, clock)
+    budget = Budget(Ledger.fresh(), Bound(Limits(bytes_out=10)), clock, lambda: spent.append(clock()))
+    dialler = UpstreamDialler(Resolver((), clock, lambda: True), in_force(config), clock)
     _, writer, address = await StreamDialler(dialler, budget, Recorded()).dial("good.test", port, Scheme.HTTPS, {})
     assert "127.0.0.1" == address
     writer.write(b"01234")
@@ -529,8 +594,8 @@ async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_diall
     hosts = {"good.test": (IPv4Address("127.0.0.1"), IPv4Address("127.0.0.2"))}
     config = replace(configured(allowing(port)), host_addresses=hosts)
     clock = asyncio.get_running_loop().time
-    dialler = Dialler(Resolver((), clock), lambda: config, lambda: True, clock)
-    budget = Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None)
+    dialler = UpstreamDialler(Resolver((), clock), in_force(config), clock)
+    budget = Budget(Ledger.fresh(), Bound(Limits()), clock, lambda: None)
 
     _, writer, address = await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS, FLOW)
     await arrived.wait()
@@ -570,8 +635,8 @@ async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(
     opened = (ip_network("127.0.0.1/32"),)
     config = GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), opened)
     clock = asyncio.get_running_loop().time
-    dialler = Dialler(Resolved((), clock, lambda: True), lambda: config, lambda: True, clock)
-    budget = Budget(Ledger.fresh(), lambda: Limits(), clock, lambda: None)
+    dialler = UpstreamDialler(Resolved((), clock, lambda: True), in_force(config), clock)
+    budget = Budget(Ledger.fresh(), Bound(Limits()), clock, lambda: None)
     log = Recorded()
     if name == "enforced":
         with pytest.raises(ConnectionError):

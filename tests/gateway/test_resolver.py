@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dns_logic import Outcome
-from gateway.dns_wire import MalformedMessage, parse_answer
-from gateway.resolver import Resolution, Resolver, Upstream
+from gateway.dns.message import MalformedMessage, parse_answer
+from gateway.dns.queries import Outcome, Upstream
+from gateway.dns.resolver import Resolution, Resolver
 from policy.decision import Deny
 
 HOST = "good.example.com"
@@ -270,7 +270,7 @@ type Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[No
 
 @asynccontextmanager
 async def truncating(serve: Serve | None) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
-    """A server that truncates each answer over UDP, and over TCP does as `serve` says; None: nobody listens there."""
+    """A server that truncates each answer over UDP, and over TCP does as `serve` says; None: no TCP listener."""
     asked: list[bytes] = []
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -354,7 +354,7 @@ async def _silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 async def test_a_hostile_server_over_tcp_is_a_failure_in_bounded_time(
     serve: Serve | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.resolver._TRY_SECONDS", 0.3)
+    monkeypatch.setattr("gateway.dns.resolver._TRY_SECONDS", 0.3)
     async with truncating(serve) as (resolver, asked):
         async with asyncio.timeout(5):
             found = await resolver.resolve(HOST)
@@ -364,7 +364,7 @@ async def test_a_hostile_server_over_tcp_is_a_failure_in_bounded_time(
 
 async def test_a_server_that_is_silent_holds_a_bounded_number_of_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one too many fails at once; in time all do, and another name is asked for again."""
-    monkeypatch.setattr("gateway.resolver._TRY_SECONDS", 0.2)
+    monkeypatch.setattr("gateway.dns.resolver._TRY_SECONDS", 0.2)
     silent = True
     async with server(lambda query: [] if silent else [reply(query, a("x.example.com", "93.184.216.34"))]) as (
         resolver,

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.forms import MIN_COLUMN, Patterns
-from gateway.scrub import Scrubber, scrub_bytes, scrub_header
+from gateway.scrub.forms import MIN_COLUMN, Patterns
+from gateway.scrub.stream import Scrubber, scrub_bytes, scrub_header
 
 VALUE = 's3cr/t+k"ey~ÄBC&D'
 RAW = VALUE.encode()
@@ -98,12 +98,80 @@ ESCAPES: list[Callable[[str], str]] = [
     lambda character: json.dumps(character)[1:-1],
     lambda character: json.dumps(json.dumps(character))[1:-1][2:-2],
     lambda character: quote_plus(character),
+    lambda character: "".join(f"%{unit:02X}" if unit < 0x100 else f"%u{unit:04X}" for unit in _units(character)),
+    lambda character: "".join(f"\\{octet:03o}" for octet in character.encode()),
+    lambda character: f"\\U{ord(character):08x}",
 ]
 
 
 def _units(character: str) -> list[int]:
     data = character.encode("utf-16-be")
     return [int.from_bytes(data[index : index + 2], "big") for index in range(0, len(data), 2)]
+
+
+@pytest.mark.parametrize("escape", range(len(ESCAPES)))
+def test_each_escape_is_taken_out_where_every_character_is_in_it(escape: int) -> None:
+    """Characters of one to four octets."""
+    value = 'a/b&c"d+e~Ä中\U0001f600'
+    shown = "".join(map(ESCAPES[escape], value)).encode()
+    assert b"<" + b"*" * len(shown) + b">" == scrub_bytes(Patterns([value]), b"<" + shown + b">")
+
+
+BLANKS = "correct horse battery staple"
+LOWER, UPPER = 'a"bcdefgh', "zzzzzzzzz"
+OCTETS = b"pass\xffword-0000"
+PASSED: dict[str, tuple[list[str], bytes]] = {
+    "one blank as a plus sign, the others raw": ([BLANKS], b"correct+horse battery staple"),
+    "the last blank as a plus sign": ([BLANKS], b"correct horse battery+staple"),
+    "a character that is in the first value only": ([LOWER, UPPER], b"a%22bcdefgh"),
+    "a character that is in the last value only": (['z"bcdefgh', "aaaaaaaaa"], b"z%22bcdefgh"),
+    "an octet that is no UTF-8": ([OCTETS.decode("utf-8", "surrogateescape")], OCTETS),
+    "an octet that is no UTF-8, escaped": ([OCTETS.decode("utf-8", "surrogateescape")], quote(OCTETS).encode()),
+    "hex of an octet that is no UTF-8": ([OCTETS.decode("utf-8", "surrogateescape")], OCTETS.hex().encode()),
+}
+
+
+@pytest.mark.parametrize("case", PASSED)
+def test_a_form_is_taken_out_whatever_else_is_looked_for(case: str) -> None:
+    values, form = PASSED[case]
+    assert b"<" + b"*" * len(form) + b">" == scrub_bytes(Patterns(values), b"<" + form + b">")
+
+
+@pytest.mark.parametrize("values", [["aäbcdefgh", "zzzzzzzzz"], ["aaaaaaaaa", "zäbcdefgh"]], ids=["first", "last"])
+def test_a_line_end_ends_no_match_while_any_value_is_not_ascii(values: list[str]) -> None:
+    assert 0 == Patterns(values).hold(b"line\n")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_escaped_forms_are_found_however_far_apart_they_are(number: int) -> None:
+    """Where the parts of a body in which escapes are searched meet, and where they do not."""
+    patterns = Patterns(["correct-horse-battery"])
+    form = b"correct%2Dhorse%2Dbattery"
+    middle = number * patterns.longest
+    for between in range(max(0, middle - 30), middle + 30):
+        data = form + b"." * between + form
+        last = len(form) + between
+        assert [(0, len(form)), (last, last + len(form))] == patterns.spans(data)
+
+
+def test_four_times_as_much_is_kept_of_what_ends_with_nul_bytes() -> None:
+    patterns = Patterns(["correct-horse-battery"])
+    near = patterns.context(b"")
+    assert near >= patterns.longest + MIN_COLUMN + len("\r\n") + 8  # a match, the run in front of it, and a wrap
+    for at, kept in {1: 4 * near, near: 4 * near, near + 1: near, 4 * near: near}.items():
+        data = bytearray(b"a" * 4 * near)
+        data[-at] = 0
+        assert kept == patterns.context(bytes(data))
+
+
+def test_a_wrap_at_the_bound_is_no_line_end_in_utf_32_either() -> None:
+    """The line in front of it is at the very beginning of what is searched."""
+    patterns = Patterns(["correct-horse-battery"])
+    for end in ("\n", "\r\n"):
+        for behind in range(patterns.longest - 5, patterns.longest + 5):
+            text = "." * 50 + "A" * MIN_COLUMN + end + "b" * behind
+            assert len(text) - patterns.longest - 2 == patterns.hold(text.encode())
+            assert 4 * patterns.hold(text.encode()) == patterns.hold(text.encode("utf-32-le"))
 
 
 @pytest.mark.parametrize("rest", ["", "-end", "\x83-end"])
@@ -281,8 +349,8 @@ def test_each_piece_in_which_a_value_is_found_counts_once():
     assert (3, 0) == (scrubber.matches, scrubber.partials)
 
 
-def test_values_that_cannot_be_told_from_text_are_refused_without_being_quoted():
-    with pytest.raises(ValueError, match="too short") as caught:
+def test_values_that_look_like_text_are_refused_without_being_quoted():
+    with pytest.raises(ValueError, match="needs at least 8 characters") as caught:
         Patterns(["7-chars"])
     assert "7-chars" not in str(caught.value)
     assert VALUE not in repr(Patterns([VALUE]))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from gateway.admission import Admission
-from gateway.charsets import searchable
 from gateway.effects import Effects, Over, SecretRefused
 from gateway.ledger import Ledger
-from gateway.messages import MessageScrubber
-from gateway.sought import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, Sought, Withheld, texts_of, too_short
+from gateway.scrub.charsets import searchable
+from gateway.scrub.grpc import MessageScrubber
+from gateway.scrub.sought import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, Sought, texts_of, too_short
+from gateway.scrub.stream import Withheld
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
@@ -59,7 +60,7 @@ def test_what_gives_a_value_away(kind, username, value, texts):
         (InjectionKind.BASIC_RAW, None, base64.b64encode(b"administrator:7-chars").decode(), "password"),
     ],
 )
-def test_what_could_not_be_told_from_other_text_is_not_sent(kind, username, value, what):
+def test_a_value_that_looks_like_other_text_is_not_sent(kind, username, value, what):
     assert f"the {what} is shorter than 8 characters" in str(too_short(plan(kind, username), Secret(value)))
 
 

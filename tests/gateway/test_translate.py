@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.hello import TOKEN, Refused
+from gateway.tls.hello import TOKEN, Refused
 from gateway.translate import RequestParts, Translated, refusal_of_form, translate
 from policy.facts import FlowFacts, RequestFacts, Scheme
 
@@ -291,7 +291,7 @@ REFUSALS = {
     "another coding": (with_headers((b"Transfer-Encoding", b"gzip")), Refused("unsupported Transfer-Encoding")),
     "a framing header that is hop-by-hop": (
         with_headers((b"Connection", b"close"), (b"Connection", b"x,\tTransfer-Encoding ".strip())),
-        Refused("Connection names a framing header"),
+        Refused("Connection lists a framing header"),
     ),
     "an upgrade without its header": (
         with_headers((b"Connection", b"upgrade")),
@@ -301,7 +301,10 @@ REFUSALS = {
         with_headers(SETTINGS),
         Refused("only a well-formed WebSocket upgrade is supported"),
     ),
-    "another expectation": (with_headers((b"Expect", b"x")), Refused("expectation not supported", 417)),
+    "another expectation": (
+        with_headers((b"Expect", b"x")),
+        Refused("only the expectation 100-continue is supported", 417),
+    ),
 }
 
 
@@ -395,7 +398,7 @@ def test_a_client_that_wants_its_connection_closed_says_so(version, connection, 
     assert close is translate(with_headers(*headers, parts=parts), FLOW).close
 
 
-def test_an_expectation_is_told_and_goes_on():
+def test_an_expectation_is_reported_and_passed_on():
     translated = translate(with_headers((b"Expect", b"100-Continue")), FLOW)
     assert translated.expect_continue and (b"Expect", b"100-Continue") in translated.headers
     assert not translate(GET, FLOW).expect_continue
@@ -463,10 +466,13 @@ FORMS = {
     "plain HTTP": (facts(port=80, scheme=Scheme.HTTP), None),
     "plain HTTP on another port": (facts(port=8080, scheme=Scheme.HTTP), None),
     "a path that is not ASCII": (facts(path="/\u00e4"), "the request line is not ASCII"),
-    "a line end": (facts(path="/a HTTP/1.1\r\nX: y\r\nZ:"), "method and target are read as something else"),
+    "a line end": (
+        facts(path="/a HTTP/1.1\r\nX: y\r\nZ:"),
+        "the gateway reads another method or target from this request line",
+    ),
     "a whole request": (
         facts(path="/a HTTP/1.1\r\nHost: good.test\r\n\r\nGET /b"),
-        "method and target are read as something else",
+        "the gateway reads another method or target from this request line",
     ),
     "a target that hides the end": (facts(path="/a\r\n"), "malformed request line"),
     "a blank": (facts(path="/a b"), "malformed request line"),
@@ -474,15 +480,18 @@ FORMS = {
     "no method": (facts(method=""), "request does not begin with a method"),
     "a method that is never forwarded": (facts(method="TRACE"), "method not supported"),
     "a long path": (facts(path="/" + "a" * 20000), "request line over the limit"),
-    "a URL as the path": (facts(path="https://good.test/a"), "the target is read as something else"),
+    "a URL as the path": (
+        facts(path="https://good.test/a"),
+        "the gateway reads another path or query from this target",
+    ),
     "a URL of another host": (facts(path="https://evil.test/a"), "target and Host name different hosts"),
-    "a query in the path": (facts(path="/a?b"), "the target is read as something else"),
+    "a query in the path": (facts(path="/a?b"), "the gateway reads another path or query from this target"),
     "a fragment": (facts(path="/a#b"), "malformed path"),
 }
 
 
 @pytest.mark.parametrize("case", FORMS)
-def test_a_form_that_is_refused_before_policy_is_told(case):
+def test_a_form_that_is_refused_before_policy_is_reported(case):
     """`sallyport policy explain` says it."""
     request, expected = FORMS[case]
     assert expected == refusal_of_form(request)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.birth import Descriptors, Order
+from gateway.spawn import Descriptors, Order
 from gateway.zygote import order
 from wire import Code, RequestError
 from wire.api.zygote import OPERATIONS, Fork

@@ -3,8 +3,7 @@
 A request carries its `Injection` in a context variable, so what it starts (a creation's task, a write that outlives its
 caller) counts its steps with it, and the background tasks count none. Steps are found by running, never listed.
 
-A kill is told by its effects: from the step on, nothing this server does has any. (What a process does not do after a
-SIGKILL is just that.)
+A kill is simulated by its effects: from the step on, the server's actions have none, as after a SIGKILL.
 """
 
 import asyncio
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import wire
-from lifecycle import peers, registry
+from lifecycle import daemon_clients
+from lifecycle.sandboxes import registry
 from wire.operations import Request, operation
 
 ERRORS = ("refused", "unreached", "unanswered", "outage")
@@ -43,12 +43,14 @@ current: ContextVar[Injection | None] = ContextVar("injection", default=None)
 
 def failure(place: str) -> Exception:
     """What a broken `place` raises."""
-    return sqlite3.OperationalError("injected") if place == REGISTRY else peers.Unreachable(place, TimeoutError())
+    return (
+        sqlite3.OperationalError("injected") if place == REGISTRY else daemon_clients.Unreachable(place, TimeoutError())
+    )
 
 
 @dataclass
 class Injector:
-    """Stands between one server and what it calls; `really` kills the process, else a kill is told by its effects."""
+    """Stands between one server and what it calls; `really` kills the process, else its effects are simulated."""
 
     really: bool = False
     dead: bool = False
@@ -101,18 +103,22 @@ class Injector:
 
     def install(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
         """Put this in the way of every `Daemon` and `Registry`."""
-        call = peers.Daemon.call
+        call = daemon_clients.Daemon.call
 
-        async def stepped(daemon: peers.Daemon, op: str, timeout: float = peers.CALL_TIMEOUT, **parameters: Any) -> Any:
+        async def stepped(
+            daemon: daemon_clients.Daemon, op: str, timeout: float = daemon_clients.CALL_TIMEOUT, **parameters: Any
+        ) -> Any:
             return await self.step(daemon.name, op, lambda: call(daemon, op, timeout, **parameters))
 
-        ask = peers.Daemon.ask
+        ask = daemon_clients.Daemon.ask
 
-        async def asked(daemon: peers.Daemon, request: Request[Any], timeout: float = peers.CALL_TIMEOUT) -> Any:
+        async def asked(
+            daemon: daemon_clients.Daemon, request: Request[Any], timeout: float = daemon_clients.CALL_TIMEOUT
+        ) -> Any:
             return await self.step(daemon.name, operation(request), lambda: ask(daemon, request, timeout))
 
-        replace(peers.Daemon, "call", stepped)
-        replace(peers.Daemon, "ask", asked)
+        replace(daemon_clients.Daemon, "call", stepped)
+        replace(daemon_clients.Daemon, "ask", asked)
         for name in ("put", "update", "delete"):
             replace(registry.Registry, name, self._write(name, getattr(registry.Registry, name)))
 

@@ -14,11 +14,12 @@ from fastapi import FastAPI
 from injection import Injection, Injector, current
 from standins import IMAGE, KEY, World, world
 
-from lifecycle import app, reaper
-from lifecycle.app import Server, api, build
-from lifecycle.egress import vault_of
-from lifecycle.registry import Sandbox, State
-from lifecycle.routes.context import Context
+from lifecycle.api import app
+from lifecycle.api.app import Server, api, build
+from lifecycle.api.routes.context import Context
+from lifecycle.egress.changes import vault_of
+from lifecycle.sandboxes import reaper
+from lifecycle.sandboxes.registry import Sandbox, State
 from policy.api import parse_network_policy
 from policy.selection import Selection
 
@@ -84,7 +85,7 @@ class Place:
     async def with_fault(
         self, injection: Injection, operation: Callable[[], Awaitable[httpx.Response]]
     ) -> httpx.Response | None:
-        """Do an operation with its fault; None if nobody was there any more for the answer."""
+        """Do an operation with its fault; None if no client was left for the answer."""
         context = copy_context()
         context.run(current.set, injection)
         task = asyncio.get_running_loop().create_task(_awaited(operation), context=context)
@@ -122,17 +123,13 @@ async def wrong(place: Place) -> list[str]:
             found.append(f"{name}: the registry's digest is {row.policy_digest[:8]!r}")
         if hostd.specs[name]["policy"] != compiled.policy.to_json():
             found.append(f"{name}: the gateway has another policy")
-        if set(map(_grant, vaultd.grants.get(name, []))) != set(map(_grant, compiled.grants)):
+        if set(vaultd.grants.get(name, [])) != set(compiled.grants):
             found.append(f"{name}: the vault has other grants")
         if vaultd.names.get(name) != [*compiled.names]:
             found.append(f"{name}: the gateway may sign for other names")
         if vaultd.inline.get(name, {}).keys() != set([] if vault is None else vault.secrets()):
             found.append(f"{name}: the vault has other values")
     return found
-
-
-def _grant(grant: Any) -> tuple[str, ...]:
-    return tuple(str(grant[key]) for key in ("secret", "host", "port", "scheme"))
 
 
 async def settled(place: Place) -> list[str]:

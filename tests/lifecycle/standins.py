@@ -8,11 +8,12 @@ here is the control plane: real uvicorn, real registry, real sockets.
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,24 @@ from pydantic import ValidationError
 import wire
 from audit.producers import KINDS, SERVE
 from audit.records import RecordError, record
-from lifecycle.app import Server, build
-from lifecycle.auth import Tokens, digest
-from lifecycle.clock import Clock
-from lifecycle.creation import Limits
-from lifecycle.policies import Policies
-from lifecycle.quantities import Resources
+from lifecycle.api.app import Server, build
+from lifecycle.api.credentials import Tokens, digest
+from lifecycle.config.serve import ServeConfig
+from lifecycle.egress.policies import Policies
+from lifecycle.sandboxes.clock import Clock
+from lifecycle.sandboxes.creation import SandboxLimits
+from lifecycle.sandboxes.quantities import Resources
+from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.serve import http_settings, prepare
-from lifecycle.serve_config import ServeConfig
-from lifecycle.transaction import Bounds
 from policy.compiled import CompiledPolicy
 from policy.compiler import Compiler
 from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
 from runtimes.spec import LaunchSpec
-from vault.grants import MAX_GRANTS, Grant, GrantError, within
-from wire.api import auditd
+from vault.grants import Grant, GrantError, within
+from wire.api import auditd, vaultd
+from wire.api.compiler import Compile
+from wire.operations import parameters
 
 KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
@@ -75,9 +78,6 @@ class StandIn:
     `tests/contracts/test_daemons.py` compares the answers with those of the real daemons.
     """
 
-    unknown = "unknown_op"
-    """The code of the error for an operation that there is not."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fail: dict[str, wire.RequestError] = {}
@@ -93,14 +93,18 @@ class StandIn:
             await self.hold[op].wait()
         if op in self.fail:
             raise self.fail[op]
+        return await self.answer(op, parameters)
+
+    async def answer(self, op: str, given: dict[str, Any]) -> wire.Message:
+        """Answer one request."""
         method = getattr(self, f"op_{op}", None)
         if method is None:
-            raise wire.RequestError(self.unknown, op)
+            raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
         try:
-            inspect.signature(method).bind(**parameters)
+            inspect.signature(method).bind(**given)
         except TypeError as error:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
-        return await method(**parameters) or {}
+        return await method(**given) or {}
 
     async def op_ping(self) -> None:
         return None
@@ -169,9 +173,8 @@ class StandInHostd(StandIn):
         return {"policy": policy["digest"]}
 
     async def _compiled(self, selection: object) -> dict[str, Any]:
-        answer = await self.compiler.handle(None, "compile", {"selection": selection}, [])
-        assert answer is not None
-        return CompiledPolicy.from_json(answer["policy"]).to_json()
+        answer = await self.compiler.handle(None, Compile(json.dumps(selection)), [])
+        return CompiledPolicy.from_json(json.loads(answer.policy)).to_json()
 
     async def op_remove(self, sandbox: str) -> wire.Message:
         if sandbox in self.slow:
@@ -234,79 +237,83 @@ class StandInHostd(StandIn):
 
 
 class StandInVaultd(StandIn):
-    """Keeps grants and inline secrets per sandbox."""
-
-    unknown = "forbidden"
+    """Keeps grants, inline secrets, their bounds and the names to sign for, per sandbox."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.grants: dict[str, list[dict[str, Any]]] = {}
+        self.grants: dict[str, list[Grant]] = {}
         self.inline: dict[str, dict[str, str]] = {}
         self.bounds: dict[str, set[Grant]] = {}
         self.names: dict[str, list[str]] = {}
 
-    async def op_open_sandbox(
-        self, sandbox: str, lineage: str, grants: list[Any], inline: Any, names: list[str]
-    ) -> wire.Message:
-        self.grants[sandbox] = [grant.to_json() for grant in _parsed(grants)]
-        self.names[sandbox] = names
-        self.inline[sandbox] = dict(inline)
-        self.bounds[sandbox] = set()
-        return {"root_pem": "-----BEGIN CERTIFICATE-----\nsandbox root\n-----END CERTIFICATE-----\n"}
+    async def answer(self, op: str, given: dict[str, Any]) -> wire.Message:
+        request = vaultd.CONTROL.read(op, given)
+        match request:
+            case wire.Ping():
+                return {}
+            case vaultd.OpenSandbox():
+                return parameters(self._open(request))
+            case vaultd.Regrant():
+                self._regrant(request)
+            case vaultd.Narrow():
+                self._narrow(request)
+            case vaultd.CloseSandbox(sandbox):
+                self.grants.pop(sandbox, None)
+                self.inline.pop(sandbox, None)
+            case _:
+                raise wire.RequestError(wire.Code.FORBIDDEN, op)
+        return {}
 
-    async def op_regrant(
-        self,
-        sandbox: str,
-        grants: list[Any],
-        names: Any = None,
-        inline: Any = None,
-        keep: Any = (),
-        bounds: Any = None,
-    ) -> None:
-        if len(inline or {}) > MAX_GRANTS:
-            raise wire.RequestError(wire.Code.INVALID, f"inline secrets are an object of at most {MAX_GRANTS}")
-        values, granted = self._values(sandbox), set(_parsed(grants))
+    def _open(self, request: vaultd.OpenSandbox) -> vaultd.Opened:
+        self.grants[request.sandbox] = _grants(request.grants)
+        self.names[request.sandbox] = [*(request.names or ())]
+        self.inline[request.sandbox] = _texts(request.inline)
+        self.bounds[request.sandbox] = set()
+        return vaultd.Opened("-----BEGIN CERTIFICATE-----\nsandbox root\n-----END CERTIFICATE-----\n")
+
+    def _regrant(self, request: vaultd.Regrant) -> None:
+        sandbox, keep = request.sandbox, request.keep or ()
+        values, granted = self._values(sandbox), set(_grants(request.grants))
+        inline = None if request.inline is None else _texts(request.inline)
         if set(keep) - values.keys():
             raise wire.RequestError(wire.Code.UNKNOWN_SECRET, "no inline secret of a name that is to be kept")
         after = values if inline is None else {name: values[name] for name in keep} | inline
         if {grant.secret for grant in granted if grant.secret.startswith("inline:")} - after.keys():
             raise wire.RequestError(wire.Code.UNKNOWN_SECRET, "no inline secret of a name that is granted")
-        said = granted if bounds is None else {Grant.from_json(bound) for bound in bounds}
-        kept = self.bounds[sandbox] if bounds is None else within(said, self.bounds[sandbox])
+        said = granted if request.bounds is None else set(_grants(request.bounds))
+        kept = self.bounds[sandbox] if request.bounds is None else within(said, self.bounds[sandbox])
         bound = {place for place in kept if place.secret not in (inline or {})}
         bound |= {place for place in said if place.secret in (inline or {})}
         if beyond := {grant for grant in granted if grant.secret.startswith("inline:")} - within(granted, bound):
             raise wire.RequestError(wire.Code.NOT_BOUND, f"{len(beyond)} values were not given for a host")
-        if inline is not None:
-            values = {name: value for name, value in values.items() if name in keep} | inline
-        if max(len(grants), len(values)) > MAX_GRANTS:
+        if max(len(request.grants), len(after)) > vaultd.MOST_GRANTS:
             raise wire.RequestError(wire.Code.FULL, "too many grants or inline secrets")
-        self.inline[sandbox] = values
-        self.names[sandbox] = names
-        self.bounds[sandbox] = {place for place in bound if place.secret in values}
-        self.grants[sandbox] = [Grant.from_json(grant).to_json() for grant in grants]
+        self.inline[sandbox] = after
+        self.names[sandbox] = [*(request.names or ())]
+        self.bounds[sandbox] = {place for place in bound if place.secret in after}
+        self.grants[sandbox] = _grants(request.grants)
 
-    async def op_narrow(self, sandbox: str, grants: list[Any], keep: Any = None, bounds: Any = None) -> None:
-        self._values(sandbox)
-        if bounds is not None:
-            self.bounds[sandbox] = set(within(map(Grant.from_json, bounds), self.bounds[sandbox]))
-        values = self.inline[sandbox]
+    def _narrow(self, request: vaultd.Narrow) -> None:
+        sandbox, keep = request.sandbox, request.keep
+        values, left = self._values(sandbox), _grants(request.grants)
+        if request.bounds is not None:
+            self.bounds[sandbox] = set(within(_grants(request.bounds), self.bounds[sandbox]))
         self.inline[sandbox] = {name: value for name, value in values.items() if keep is None or name in keep}
-        self.grants[sandbox] = [grant for grant in self.grants[sandbox] if grant in grants]
+        self.grants[sandbox] = [grant for grant in self.grants[sandbox] if grant in left]
 
     def _values(self, sandbox: str) -> dict[str, str]:
         if sandbox not in self.inline:
             raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, "the sandbox is not open")
         return self.inline[sandbox]
 
-    async def op_close_sandbox(self, sandbox: str) -> None:
-        self.grants.pop(sandbox, None)
-        self.inline.pop(sandbox, None)
+
+def _texts(inline: Mapping[str, vaultd.Value]) -> dict[str, str]:
+    return {name: value.text for name, value in inline.items()}
 
 
-def _parsed(grants: list[Any]) -> list[Grant]:
+def _grants(forms: Iterable[vaultd.GrantForm]) -> list[Grant]:
     try:
-        return [Grant.from_json(grant) for grant in grants]
+        return [Grant.of(form) for form in forms]
     except GrantError as error:
         raise wire.RequestError(wire.Code.INVALID, str(error)) from None
 
@@ -404,14 +411,14 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
             state_dir=directory / "state",
             policy_file=None,
             key_digests=(digest(KEY),),
-            limits=Limits(
+            limits=SandboxLimits(
                 ("runc", "runsc"),
                 "runc",
                 defaults=Resources(1_000_000_000, 512 << 20, 256, 1 << 30),
                 maxima=Resources(4_000_000_000, 4 << 30, 4096, 8 << 30),
             ),
             daemon_uids=dict.fromkeys(("hostd", "vaultd", "auditd"), os.getuid()),
-            bounds=Bounds(answer_seconds=10.0),
+            bounds=CreationBounds(answer_seconds=10.0),
             graceful_shutdown=1,
         )
         config = replace(config, **changes)

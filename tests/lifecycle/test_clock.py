@@ -8,7 +8,7 @@ import pytest
 from standins import World
 from test_transactions import BODY, until
 
-from lifecycle.clock import Clock
+from lifecycle.sandboxes.clock import Clock
 
 DAY = 86400.0
 
@@ -21,7 +21,7 @@ def _clock(wall: list[float], elapsed: list[float]) -> Clock:
 @pytest.mark.parametrize(
     ("set_by", "moved"), [(0.0, 0.0), (0.9, 0.0), (-0.9, 0.0), (1.5, 1.5), (DAY, DAY), (-DAY, -DAY)]
 )
-def test_a_step_is_told_and_a_slew_is_none(set_by: float, moved: float) -> None:
+def test_a_step_is_reported_and_a_slew_is_not(set_by: float, moved: float) -> None:
     clock = _clock([1000.0, 1010.0 + set_by], [5.0, 15.0, 15.0, 15.0, 15.0])
     assert moved == pytest.approx(clock.moved())
     assert 1010 == clock()
@@ -60,7 +60,7 @@ async def test_what_is_left_of_a_life_stays_when_the_clock_is_set(server: World,
 
 
 @pytest.mark.parametrize("step", [DAY, -DAY], ids=["ahead", "back"])
-async def test_a_renewal_is_in_the_time_of_who_asks(server: World, step: float) -> None:
+async def test_a_renewal_is_in_the_time_of_the_caller(server: World, step: float) -> None:
     """At once after the clock was set, before anybody looked."""
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json={**BODY, 'timeout': 60})).json()['id']}"
@@ -93,7 +93,7 @@ async def test_nothing_has_changed_while_the_moments_cannot_be_moved(
 ) -> None:
     assert server.server is not None
     orchestrator = server.server.context.orchestrator
-    shift, asked = orchestrator.registry.shift, 0
+    shift, asked = server.server.registry.shift, 0
 
     async def failing(seconds: float) -> None:
         nonlocal asked
@@ -102,13 +102,13 @@ async def test_nothing_has_changed_while_the_moments_cannot_be_moved(
             raise sqlite3.OperationalError("disk full")
         await shift(seconds)
 
-    monkeypatch.setattr(orchestrator.registry, "shift", failing)
+    monkeypatch.setattr(server.server.registry, "shift", failing)
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json={**BODY, 'timeout': 60})).json()['id']}"
         server.step = step
         await until(lambda: asked == 2)
-        assert (200, step) == ((await client.get(path)).status_code, pytest.approx(orchestrator.clock.moved(), abs=1))
-        await until(lambda: orchestrator.clock.moved() == 0)
+        assert (200, step) == ((await client.get(path)).status_code, pytest.approx(orchestrator._clock.moved(), abs=1))
+        await until(lambda: orchestrator._clock.moved() == 0)
         assert (200, 3) == ((await client.get(path)).status_code, asked)
 
 
@@ -118,17 +118,17 @@ async def test_rows_and_clock_move_together_whoever_stops_waiting(
 ) -> None:
     assert server.server is not None
     orchestrator = server.server.context.orchestrator
-    shift, begun, go, asked = orchestrator.registry.shift, asyncio.Event(), asyncio.Event(), 0
+    shift, begun, go, asked = server.server.registry.shift, asyncio.Event(), asyncio.Event(), 0
 
     async def slow(seconds: float) -> None:
         nonlocal asked
         asked += 1
-        writing = asyncio.ensure_future(shift(seconds))  # as the database's thread: nobody's cancellation ends it
+        writing = asyncio.ensure_future(shift(seconds))  # as the database's thread: no cancellation ends it
         begun.set()
         await go.wait()
         await writing
 
-    monkeypatch.setattr(orchestrator.registry, "shift", slow)
+    monkeypatch.setattr(server.server.registry, "shift", slow)
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json={**BODY, 'timeout': 60})).json()['id']}"
         before = await _expiry(server, path)
@@ -139,7 +139,7 @@ async def test_rows_and_clock_move_together_whoever_stops_waiting(
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
         go.set()
-        await until(lambda: orchestrator.clock.moved() == 0)
+        await until(lambda: orchestrator._clock.moved() == 0)
         assert 200 == (await client.get(path)).status_code
         assert abs(await _expiry(server, path) - before - timedelta(seconds=step)) < timedelta(seconds=1)
         assert 1 == asked

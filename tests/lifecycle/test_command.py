@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from lifecycle import about, cli, running, settings
-from lifecycle.settings import Settings, parse
-from runtimes.predecessor import lock, start_time
+from lifecycle import about, cli, running
+from lifecycle.config import settings
+from lifecycle.config.settings import Settings, parse
+from runtimes.process.predecessor import lock, start_time
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "policies.example.yaml"

@@ -18,12 +18,12 @@ from places import BODY, VAULT, binding, credential
 from standins import KEY, World, world
 
 import wire
-from lifecycle import credential_vault, egress
-from lifecycle.app import Server, build
-from lifecycle.credential_vault import Vault, VaultText
-from lifecycle.egress import Egress, EgressError, user_policy, vault_of
-from lifecycle.errors import ApiError
-from lifecycle.registry import RegistryError, Sandbox, State
+from lifecycle.api.app import Server, build
+from lifecycle.api.errors import ApiError
+from lifecycle.egress import changes, credential_vault
+from lifecycle.egress.changes import Egress, EgressError, user_policy, vault_of
+from lifecycle.egress.credential_vault import CredentialVault, VaultText
+from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
 from policy.api import ApiPolicy, NetworkRule, parse_network_policy, parse_patch
 from policy.compiled import CompiledPolicy
 from policy.compiler import Compiler
@@ -77,7 +77,7 @@ class Still:
     @property
     def grants(self) -> set[tuple[str, str]]:
         """What vaultd has granted: secret and host."""
-        return {(str(one["secret"]), str(one["host"])) for one in self.world.vaultd.grants[self.sandbox]}
+        return {(one.secret, one.host) for one in self.world.vaultd.grants[self.sandbox]}
 
     @property
     def values(self) -> set[str]:
@@ -274,7 +274,7 @@ async def test_a_write_runs_to_its_end_when_its_caller_leaves(still: Still) -> N
 async def test_a_write_that_takes_too_long_does_not_keep_the_server_from_stopping(
     still: Still, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(egress, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(changes, "CLOSE_SECONDS", 0.05)
     hold, reached = still.world.hostd.hold, still.world.hostd.reached
     hold["configure"], reached["configure"] = asyncio.Event(), asyncio.Event()
     caller = asyncio.create_task(still.egress.patch(still.sandbox, rule("new.example.org")))
@@ -534,7 +534,7 @@ async def test_while_the_gateway_has_not_confirmed_former_and_new_grants_stand(v
     hold["configure"].set()
     await vaultd_reached.wait()
     row = await vaulted.row()
-    assert (["three"], "") == ([*(vault_of(row) or Vault(0, {}, ())).credentials], row.policy_digest)
+    assert (["three"], "") == ([*(vault_of(row) or CredentialVault(0, {}, ())).credentials], row.policy_digest)
     hold["regrant"].set()
     await caller
     assert (1, ["other.example.org"]) == (len(vaulted.grants), names[vaulted.sandbox])

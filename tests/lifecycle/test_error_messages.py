@@ -1,4 +1,4 @@
-"""What a client of the API is told when a part of the server fails: what failed for it, and no name of a part."""
+"""The API's message when a part of the server fails: what failed for the client, without the part's name."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ import wire
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
 POLICY = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "a.example"}]}
 INTERNALS = re.compile(
-    r"hostd|vaultd|auditd|zygote|keeper|worker|[a-z]Error\b|[a-z]Exception\b|Errno|/run/|\.sock|\.py\b|netns"
+    r"hostd|vaultd|auditd|zygote|watchdog|worker|[a-z]Error\b|[a-z]Exception\b|Errno|/run/|\.sock|\.py\b|netns"
 )
 INSIDE = "worker 7 of the zygote: ConnectionResetError [Errno 104] at /run/sallyport/netns/7 (hostd.py)"
 CODES = ("docker", "network", "gateway", "host", "timeout", "internal")

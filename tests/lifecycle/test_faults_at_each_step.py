@@ -31,7 +31,7 @@ from places import (
     wrong,
 )
 
-from lifecycle.registry import Sandbox
+from lifecycle.sandboxes.registry import Sandbox
 
 EXTENDED = ("unreached", "left-before", "killed-before")
 """Modes whose steps end as those of another mode do, one step earlier or later."""
@@ -40,7 +40,7 @@ MODES = [pytest.param(mode, marks=[pytest.mark.extended] * (mode in EXTENDED)) f
 
 @dataclass(frozen=True)
 class Operation:
-    """A request about a sandbox (which is there before), and how it is told that it has happened."""
+    """A request about an existing sandbox, and the check that it has happened."""
 
     method: str
     path: str
@@ -148,7 +148,7 @@ async def test_a_change_is_whole_or_did_not_happen(name: str, mode: str, place: 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_creation_is_whole_or_did_not_happen(mode: str, place: Place) -> None:
-    """And whoever was not told of a sandbox does not have one."""
+    """A caller that did not get a sandbox's id has no sandbox."""
     steps = Injection()
     answer = await place.with_fault(steps, lambda: place.http("POST", "", BODY))
     assert answer is not None and 202 == answer.status_code

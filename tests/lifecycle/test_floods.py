@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from lifecycle.exchange import MAX_INTERIM, BrokenExchangeError, Connection
-from lifecycle.proxy import _handshake, _to_downstream
+from lifecycle.proxy.exchange import MAX_INTERIM, BrokenExchangeError, Connection
+from lifecycle.proxy.server import _handshake, _to_downstream
 
 INTERIM = b"HTTP/1.1 100 \r\n\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Others:
-    """Counts how often somebody else on the loop has his turn."""
+    """Counts how often another task of the loop runs."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -42,7 +42,7 @@ class Others:
 
 @pytest.fixture
 async def others() -> Others:
-    """Somebody who always has something to do."""
+    """A task that is always ready to run."""
     return Others()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lifecycle.policies import Policies
+from lifecycle.egress.policies import Policies
 from policy.api import parse_network_policy
 from policy.bindings import parse_bindings
 from policy.load import load_text
@@ -49,5 +49,5 @@ async def test_a_grant_is_as_narrow_as_the_rule_it_comes_from(
     auth = {"type": "bearer", "credential": "1/v"}
     bindings = parse_bindings([{"name": "b", "match": {"hosts": bound}, "auth": auth}] if bound else [])
     compiled = await policies.enforce(Selection(name, asked, bindings))
-    found = [(item["secret"], item["host"], item["port"], item["scheme"]) for item in compiled.grants]
+    found = [(item.secret, item.host, item.port, item.scheme) for item in compiled.grants]
     assert granted == sorted(found)

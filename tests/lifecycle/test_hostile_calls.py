@@ -1,4 +1,4 @@
-"""Calls that nobody means well, each judged by what the next honest caller gets."""
+"""Hostile calls, each judged by what the next honest caller gets."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ from standins import IMAGE, KEY, World, world
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from lifecycle import connections, models
+from lifecycle.api import connections, models
 from lifecycle.serve import prepare
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": 600}
 
 
 @pytest.mark.parametrize("moment", ["9999-12-31T23:59:59.999999Z", "9999-12-31T23:59:59-23:59", "2200-01-01T00:00:00Z"])
-async def test_an_expiry_that_cannot_be_told_is_refused(server: World, moment: str) -> None:
+async def test_an_expiry_that_cannot_be_represented_is_refused(server: World, moment: str) -> None:
     """One sandbox with an expiry past the last date would make the list fail for everybody."""
     async with server.client() as client:
         made = (await client.post("/v1/sandboxes", json=BODY)).json()
@@ -34,7 +34,7 @@ async def test_an_expiry_that_cannot_be_told_is_refused(server: World, moment: s
         assert 200 == (await client.get("/v1/sandboxes")).status_code
 
 
-async def test_an_unforeseen_failure_is_told_in_our_words(
+async def test_an_unforeseen_failure_is_answered_with_a_fixed_message(
     server: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The caller gets code and message, the log the kind of failure; neither gets what the failure says."""
@@ -109,7 +109,7 @@ async def test_a_body_that_is_none_is_refused_and_changes_nothing(server: World)
             assert before.json() == (await client.get("/v1/sandboxes")).json(), case
 
 
-async def test_a_label_that_cannot_be_told_is_refused(server: World) -> None:
+async def test_a_label_that_cannot_be_encoded_is_refused(server: World) -> None:
     """It would make each list fail that it is in."""
     kind = {"content-type": "application/json"}
     async with server.client() as client:
@@ -187,7 +187,7 @@ def many_bindings(hosts: int) -> dict[str, Any]:
     }
 
 
-async def test_bindings_without_end_hold_nobody_up(server: World) -> None:
+async def test_very_many_bindings_delay_no_other_caller(server: World) -> None:
     """Eight times as many names, as many as a body holds, take as many times as long, not the square of it.
 
     Compared each with each they take the square; and if others waited meanwhile, so would each look at the health.
@@ -304,7 +304,7 @@ WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", WHOLE[:-2], WHOLE + b"G"])
 async def test_a_head_that_does_not_come_ends_its_connection(hasty: World, sent: bytes) -> None:
-    """Byte by byte, too: each of them begins nothing anew."""
+    """Byte by byte, too: a byte does not restart the time limit."""
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
     writer.write(sent)
     async with asyncio.timeout(30):
@@ -347,7 +347,7 @@ async def test_a_request_that_has_begun_may_take_its_time(hasty: World) -> None:
 
 
 def test_a_client_that_vanished_is_asked_after() -> None:
-    """What is accepted is watched by the kernel: nobody else would notice on a WebSocket without traffic."""
+    """The kernel watches accepted connections: nothing else notices a dead WebSocket without traffic."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         prepare(listener)
         with socket.create_connection(listener.getsockname()):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lifecycle import cli, launch, settings_reference
-from lifecycle.setting_keys import KEYS, NOT_APPLICABLE, allowed, defaults
-from lifecycle.settings import Settings, parse, read
+from lifecycle import cli
+from lifecycle.config import launch, reference
+from lifecycle.config.keys import KEYS, NOT_APPLICABLE, allowed, defaults
+from lifecycle.config.settings import Settings, parse, read
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,8 +30,8 @@ def flat(table: dict[str, object], prefix: str = "") -> set[str]:
 
 
 def test_the_table_is_the_one_of_the_model() -> None:
-    """Replace it with what `python -m lifecycle.settings_reference` prints."""
-    assert f"\n\n{settings_reference.table()}\n" in (ROOT / "docs" / "configuration.md").read_text()
+    """Replace it with what `python -m lifecycle.config.reference` prints."""
+    assert f"\n\n{reference.table()}\n" in (ROOT / "docs" / "configuration.md").read_text()
     assert frozenset() == NOT_APPLICABLE & set(KEYS)
 
 
@@ -50,7 +51,7 @@ def test_a_new_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_new_file_is_accepted_with_every_key_in_force(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every daemon is told the same as without a file, apart from the keys that only have an example."""
+    """Every daemon gets the same settings as without a file, apart from the keys that only have an example."""
     assert 0 == cli.main(["init-config"])
     text = uncommented(capsys.readouterr().out)
     written = parse(tomllib.loads(text), "new.toml", {})

@@ -14,9 +14,9 @@ from injection import REGISTRY
 from places import BODY, SETTLE_SECONDS, WALLET, Place, credential, running, settled, wrong
 
 import wire
-from lifecycle import reaper
-from lifecycle.policies import Policies
-from lifecycle.registry import Sandbox
+from lifecycle.egress.policies import Policies
+from lifecycle.sandboxes import reaper
+from lifecycle.sandboxes.registry import Sandbox
 from policy import operator_file
 from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.compiler import Compiler
@@ -74,8 +74,8 @@ DENIED = TIGHTENINGS["a bound host is denied"]
 
 @pytest.fixture
 async def ruled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """A server with an operator's policy file, that reads it when it is told to."""
-    monkeypatch.setattr("lifecycle.app.POLICY_SECONDS", 3600)
+    """A server with an operator's policy file, that reads it when the test asks for it."""
+    monkeypatch.setattr("lifecycle.api.app.POLICY_SECONDS", 3600)
     async with running(monkeypatch.setattr, LOOSE) as there:
         yield there
 
@@ -125,7 +125,7 @@ def bound(place: Place, name: str) -> set[str]:
 
 
 def granted(place: Place, name: str) -> set[str]:
-    return {str(grant["secret"]).partition("/")[2] for grant in place.world.vaultd.grants[name]}
+    return {grant.secret.partition("/")[2] for grant in place.world.vaultd.grants[name]}
 
 
 def recorded(place: Place, name: str, kind: str) -> list[dict[str, Any]]:
@@ -233,8 +233,8 @@ async def test_a_value_given_while_its_binding_is_out_of_force_is_used_once_that
 
 
 @pytest.mark.parametrize("away", ["vaultd", "auditd", REGISTRY])
-async def test_a_tighter_policy_waits_for_nobody_but_the_gateway(away: str, ruled: Place) -> None:
-    """What could not be told stays to be told: the sandbox is unsettled until then."""
+async def test_a_tighter_policy_waits_only_for_the_gateway(away: str, ruled: Place) -> None:
+    """A change that could not be delivered is sent later: the sandbox is unsettled until then."""
     assert ruled.server is not None
     name = await make(ruled)
     ruled.injector.out.add(away)
@@ -343,7 +343,7 @@ async def test_what_vaultd_does_not_grant_keeps_nothing_granted_that_is_over(rul
 
 async def test_a_policy_that_no_gateway_can_be_given_is_deny_all(ruled: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled policy may be larger than a message between processes."""
-    name, small = await make(ruled, named=True), wire.Limits(frame=64 * 1024)
+    name, small = await make(ruled, named=True), wire.FrameLimits(frame=64 * 1024)
     monkeypatch.setattr(frames, "within", lambda body, _limits: limits.within(body, small))
     many = ", ".join(f"{'long-label.' * 9}host-{number}.example.org" for number in range(1000))
     await change(ruled, LOOSE + f"      - {{id: many, hosts: [{many}]}}\n")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from lifecycle import launch, settings
+from lifecycle.config import launch, settings
 from lifecycle.posture import interrupts, probe, server, ways_out
 from lifecycle.posture.attempts import ATTEMPTS, Attempt, ProbeError, Report, report
 from lifecycle.posture.capture import Frame
@@ -45,7 +45,7 @@ def test_its_server_shares_nothing_but_programs(tmp_path: Path) -> None:
 
 
 class _Counter:
-    """Hits and frames as they are told to be."""
+    """Hits and frames with the values that the test sets."""
 
     def __init__(self, *frames: Frame) -> None:
         self.hits, self._frames = 0, list(frames)
@@ -58,21 +58,21 @@ class _Counter:
 
 
 def _outcome(
-    attempt: Attempt, control: probe.Control, *frames: Frame, failure: Exception | None = None
-) -> probe.Outcome:
+    attempt: Attempt, control: probe.ControlResult, *frames: Frame, failure: Exception | None = None
+) -> probe.ProbeOutcome:
     def attempted(_probe: str) -> Report:
         if failure:
             raise failure
         return {"udp/53": "sent"}
 
     ground: Any = SimpleNamespace(wire=_Counter(*frames), host=_Counter())
-    sandbox = cast(server.Sandbox, SimpleNamespace(runtime="runc", attempt=attempted))
+    sandbox = cast(server.ProbeSandbox, SimpleNamespace(runtime="runc", attempt=attempted))
     near: Any = _Counter()
     return probe._tried(ground, near, near, sandbox, attempt, control).outcome
 
 
 _ARRIVED = Frame("192.0.2.2", "93.184.216.66", 17, 9999, b"")
-_GOOD = probe.Control(1)
+_GOOD = probe.ControlResult(1)
 _NOT_RUN = server.ServerError("no command can be run in the sandbox")
 _CRASHED = ProbeError("probe udp ended with 1: KeyError")
 
@@ -80,14 +80,14 @@ _CRASHED = ProbeError("probe udp ended with 1: KeyError")
 @pytest.mark.parametrize(
     ("control", "frames", "failure", "outcome"),
     [
-        (_GOOD, (), None, probe.Outcome.HELD),
-        (_GOOD, (_ARRIVED,), None, probe.Outcome.ESCAPED),
-        (probe.Control(0, "it did not arrive"), (), None, probe.Outcome.UNTRIED),
-        (probe.Control(1, "probe udp ended with 1"), (), None, probe.Outcome.UNTRIED),
-        (_GOOD, (), _NOT_RUN, probe.Outcome.UNTRIED),
-        (_GOOD, (_ARRIVED,), _NOT_RUN, probe.Outcome.ESCAPED),
-        (_GOOD, (), _CRASHED, probe.Outcome.UNTRIED),
-        (_GOOD, (_ARRIVED,), _CRASHED, probe.Outcome.ESCAPED),
+        (_GOOD, (), None, probe.ProbeOutcome.HELD),
+        (_GOOD, (_ARRIVED,), None, probe.ProbeOutcome.ESCAPED),
+        (probe.ControlResult(0, "it did not arrive"), (), None, probe.ProbeOutcome.UNTRIED),
+        (probe.ControlResult(1, "probe udp ended with 1"), (), None, probe.ProbeOutcome.UNTRIED),
+        (_GOOD, (), _NOT_RUN, probe.ProbeOutcome.UNTRIED),
+        (_GOOD, (_ARRIVED,), _NOT_RUN, probe.ProbeOutcome.ESCAPED),
+        (_GOOD, (), _CRASHED, probe.ProbeOutcome.UNTRIED),
+        (_GOOD, (_ARRIVED,), _CRASHED, probe.ProbeOutcome.ESCAPED),
     ],
     ids=[
         *("nothing arrives", "something arrives", "no control", "crashed control", "not run", "not run, but arrived"),
@@ -96,10 +96,10 @@ _CRASHED = ProbeError("probe udp ended with 1: KeyError")
 )
 def test_only_what_was_tried_and_did_not_arrive_has_held(
     monkeypatch: pytest.MonkeyPatch,
-    control: probe.Control,
+    control: probe.ControlResult,
     frames: tuple[Frame, ...],
     failure: Exception | None,
-    outcome: probe.Outcome,
+    outcome: probe.ProbeOutcome,
 ) -> None:
     monkeypatch.setattr(probe, "_SETTLE_SECONDS", 0.0)
     attempt = next(attempt for attempt in ATTEMPTS if attempt.probe == "udp")

@@ -126,7 +126,7 @@ async def test_answers_stream_and_idle_ones_are_not_cut(server: World, route: st
 
 
 async def test_a_client_that_leaves_ends_the_request_inside(server: World, route: str) -> None:
-    """The program in the sandbox learns that nobody waits any more."""
+    """The program in the sandbox learns that its client has left."""
     async with server.client(None) as client, client.stream("GET", f"{route}/8000/wait") as answer:
         parts = answer.aiter_raw()
         assert b"first" == await anext(parts)
@@ -160,7 +160,7 @@ async def test_execd_is_waited_for_after_a_start_and_nothing_else_is(server: Wor
 
 
 async def test_connections_are_counted_per_sandbox() -> None:
-    """One sandbox at its limit is told so; another one is not."""
+    """Requests to a sandbox at its limit are refused; requests to another one are not."""
     async with world(proxy_connections=1) as described, described.serving() as server, server.client() as client:
         first, second = [
             f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}/proxy/8000" for _ in "ab"

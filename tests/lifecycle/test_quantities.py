@@ -2,8 +2,8 @@
 
 import pytest
 
-from lifecycle.errors import ApiError
-from lifecycle.quantities import Resources, resolve
+from lifecycle.api.errors import ApiError
+from lifecycle.sandboxes.quantities import Resources, resolve
 
 GIB = 1 << 30
 DEFAULTS = Resources(1_000_000_000, GIB, 256, 2 * GIB)
@@ -30,7 +30,7 @@ def test_a_disk_that_cannot_be_is_refused(key: str, size: str) -> None:
         resolve({key: size}, DEFAULTS, MAXIMA)
 
 
-def test_without_disk_limits_nobody_can_ask_for_one() -> None:
+def test_without_disk_limits_a_request_for_one_is_refused() -> None:
     defaults, maxima = Resources(1, GIB, 1, None), Resources(1, GIB, 1, None)
     assert None is resolve({}, defaults, maxima).disk_bytes
     with pytest.raises(ApiError):

@@ -1,4 +1,4 @@
-"""Two things at once at one sandbox: each is whole, and both are told the truth."""
+"""Two concurrent requests on one sandbox: each is carried out whole, and both answers are true."""
 
 import asyncio
 import time
@@ -9,8 +9,8 @@ import pytest
 from injection import REGISTRY
 from places import BODY, NEW, POLICY, SETTLE_SECONDS, VAULT, WALLET, Place, create, running, settled
 
-from lifecycle.policies import Policies
-from lifecycle.registry import State
+from lifecycle.egress.policies import Policies
+from lifecycle.sandboxes.registry import State
 
 LOOSE = """
 version: 1
@@ -56,7 +56,7 @@ async def test_a_renewal_that_comes_before_the_removal_wins(place: Place) -> Non
     """The reaper has seen it expired; before it could begin, the sandbox was renewed: it stays."""
     assert place.server is not None
     name = await create(place, vault=False)
-    async with place.server.context.orchestrator.lock(name):
+    async with place.server.context.orchestrator._locks.hold(name):
         place.world.offset = 7200
         place.server.reaper.wake()
         await asyncio.sleep(0.1)  # the reaper waits for the lock now; longer only makes the test stronger
@@ -74,7 +74,7 @@ async def test_a_renewal_that_comes_before_the_removal_wins(place: Place) -> Non
 
 
 async def test_changes_and_a_removal_at_once(place: Place) -> None:
-    """Ten changes, three deletes: one delete is 204, nobody is told 5xx, and nothing is left."""
+    """Ten changes, three deletes: one delete is 204, no answer is 5xx, and nothing is left."""
     name = await create(place, vault=True)
     changes = [place.http("PATCH", f"/{name}{POLICY}", NEW["egress"][1:]) for _ in range(10)]
     deletes = [place.http("DELETE", f"/{name}") for _ in range(3)]

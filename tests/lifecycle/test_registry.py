@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lifecycle.registry import Registry, Sandbox, State
+from lifecycle.sandboxes.registry import Registry, Sandbox, State
 
 ROW = Sandbox("one", State.RUNNING, "", "", 1.0, 1.0, None, "image", ("true",), "runc")
 
@@ -36,7 +36,7 @@ async def test_what_another_process_has_committed_is_found_at_once(registry: Reg
     assert await registry.get("one") is None
 
 
-async def test_a_look_up_waits_for_a_write_that_nobody_waits_for(registry: Registry) -> None:
+async def test_a_look_up_waits_for_a_write_without_a_waiting_caller(registry: Registry) -> None:
     """The write has begun and its caller was cancelled: it counts, for what comes later finds it done."""
     begun, may_end = threading.Event(), threading.Event()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lifecycle.registry import Registry, Sandbox, State
-from lifecycle.schema import STEPS, SchemaError, migrate
+from lifecycle.sandboxes.registry import Registry, Sandbox, State
+from lifecycle.sandboxes.schema import STEPS, SchemaError, migrate
 
 FORMER = """
 CREATE TABLE IF NOT EXISTS sandboxes (

@@ -9,13 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from audit.writer import AuditConfig
-from lifecycle import cli, launch
-from lifecycle.serve_config import ConfigError, ServeConfig
-from lifecycle.settings import API_KEY, CONFIG_PATH, INSECURE, Settings, SettingsError, detect_resolvers, parse, read
+from audit.auditd import AuditConfig
+from lifecycle import cli
+from lifecycle.config import launch
+from lifecycle.config.serve import ServeConfig
+from lifecycle.config.settings import (
+    API_KEY,
+    CONFIG_PATH,
+    INSECURE,
+    Settings,
+    SettingsError,
+    detect_resolvers,
+    parse,
+    read,
+)
 from policy import compiler
 from runtimes.spec import HostConfig
 from vault.config import VaultConfig
+from wire.errors import ConfigError
 
 
 def settings(text: str = "", **environment: str) -> Settings:
@@ -183,8 +194,8 @@ def test_the_operators_file_wins_key_by_key(tmp_path: Path) -> None:
     assert ("/built/runsc", True) == (alone.program("runsc", ""), alone.get("sallyport.docker.managed"))
 
 
-def test_both_files_are_checked_and_told_apart(tmp_path: Path) -> None:
-    """A mistake is told with the name of the file it is in; what must fit together is looked at as a whole."""
+def test_both_files_are_checked_and_distinguished(tmp_path: Path) -> None:
+    """An error names the file that it is in; settings that depend on each other are checked together."""
     built, own = tmp_path / "built.toml", tmp_path / "own.toml"
     own.write_text("")
     built.write_text("[sallyport]\nnonsense = 1\n")

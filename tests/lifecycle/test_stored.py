@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lifecycle.credential_vault import Vault, create
-from lifecycle.registry import Sandbox, State
-from lifecycle.stored import secrets, stored
+from lifecycle.egress.credential_vault import CredentialVault, create
+from lifecycle.sandboxes.registry import Sandbox, State
+from lifecycle.sandboxes.stored import secrets, stored
 from policy.compile import Part, enforce
 from policy.decision import Deny, decide_flow
 from policy.document import PolicyDocument
@@ -94,6 +94,6 @@ def test_what_cannot_be_read_is_out_of_force_and_named(network_policy: Any, vaul
 def test_a_whole_row_is_read_whole() -> None:
     """The control of the above."""
     read = stored(row(NETWORK_POLICY, VAULT))
-    assert ((), Vault.from_json(VAULT)) == (read.dropped, read.vault)
+    assert ((), CredentialVault.from_json(VAULT)) == (read.dropped, read.vault)
     assert read.network_policy is not None and NETWORK_POLICY == read.network_policy.to_wire()
     assert ["inline:1/one"] == secrets(row(NETWORK_POLICY, VAULT))

@@ -10,9 +10,10 @@ import pytest
 from standins import IMAGE, KEY, World, world
 
 import wire
-from lifecycle import reaper
-from lifecycle.registry import Sandbox
-from lifecycle.transaction import Bounds
+from lifecycle.sandboxes import reaper
+from lifecycle.sandboxes.registry import Sandbox
+from lifecycle.sandboxes.transaction import CreationBounds
+from vault.grants import Grant
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
 
@@ -115,7 +116,7 @@ async def test_a_client_that_goes_away_leaves_nothing(server: World) -> None:
 
 async def test_a_slow_launch_is_answered_pending() -> None:
     """A caller learns the id in time; the endpoint answers at once; Running comes when it is."""
-    async with world(bounds=Bounds(answer_seconds=0.2)) as described, described.serving() as server:
+    async with world(bounds=CreationBounds(answer_seconds=0.2)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         async with server.client() as client:
             made = await client.post("/v1/sandboxes", json=BODY)
@@ -133,8 +134,8 @@ async def test_a_slow_launch_is_answered_pending() -> None:
 
 
 async def test_a_failure_after_the_answer_is_shown() -> None:
-    """Who was told Pending sees Failed, and may delete it."""
-    async with world(bounds=Bounds(answer_seconds=0.2)) as described, described.serving() as server:
+    """A client that got Pending then gets Failed, and may delete the sandbox."""
+    async with world(bounds=CreationBounds(answer_seconds=0.2)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
         async with server.client() as client:
@@ -228,7 +229,7 @@ async def test_many_removals_are_a_few_at_a_time(server: World) -> None:
 
 
 async def test_restart() -> None:
-    """Sandboxes, metadata and renewals survive; what expired meanwhile goes; what nobody asked for goes."""
+    """Sandboxes, metadata and renewals survive; expired sandboxes and sandboxes without a request are removed."""
     async with world() as described:
         async with described.serving() as server, server.client() as client:
             keep = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 3600})).json()["id"]
@@ -265,8 +266,8 @@ async def test_an_ended_entrypoint_is_shown(server: World) -> None:
 
 
 async def test_creations_are_bounded() -> None:
-    """Beyond the bound a caller is told to come back; what fills it is still under way."""
-    async with world(bounds=Bounds(pending=1, answer_seconds=0.1)) as described, described.serving() as server:
+    """Beyond the bound a caller gets a retry answer; the requests that fill it continue."""
+    async with world(bounds=CreationBounds(pending=1, answer_seconds=0.1)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         async with server.client() as client:
             assert 202 == (await client.post("/v1/sandboxes", json=BODY)).status_code
@@ -274,8 +275,10 @@ async def test_creations_are_bounded() -> None:
         server.hostd.hold["launch"].set()
 
 
-@pytest.mark.parametrize("bounds", [Bounds(pending=2, answer_seconds=0.1), Bounds(sandboxes=2, answer_seconds=0.1)])
-async def test_creations_that_come_together_are_bounded(bounds: Bounds) -> None:
+@pytest.mark.parametrize(
+    "bounds", [CreationBounds(pending=2, answer_seconds=0.1), CreationBounds(sandboxes=2, answer_seconds=0.1)]
+)
+async def test_creations_that_come_together_are_bounded(bounds: CreationBounds) -> None:
     async with world(bounds=bounds) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         async with server.client() as client:
@@ -333,7 +336,7 @@ async def test_after_a_restart_every_gateway_and_every_vault_is_as_the_registry_
             name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
         ours, granted = described.hostd.specs[name]["policy"], described.vaultd.grants[name]
         described.hostd.specs[name]["policy"] = {}
-        described.vaultd.grants[name] = [{"secret": "s", "host": "x.example", "port": 443, "scheme": "https"}]
+        described.vaultd.grants[name] = [Grant.make("s", "x.example", 443, "https")]
         described.vaultd.inline[name] = {"left": "over"}
         async with described.serving() as server, server.client() as client:
             assert server.server is not None

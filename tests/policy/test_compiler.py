@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import wire
-from policy.api import parse_network_policy
-from policy.bindings import MAX_BINDINGS, MAX_PLACES, parse_binding
+from policy.bindings import MAX_BINDINGS, MAX_PLACES
 from policy.compile import DENY_ALL, compile_named
 from policy.compiled import CompiledPolicy
 from policy.compiler import CLOSED, configured, run
 from policy.document import PolicyDocument
 from policy.load import load_text
 from policy.operator_file import OperatorFile
-from policy.rules import Action
-from policy.selection import NOTHING, Selection
+from wire.api.compiler import REPORTS, Changed, Compile
+from wire.operations import operation
+from wire.serving import handler
 
 LOOSE = """
 version: 1
@@ -38,13 +36,6 @@ BINDING: dict[str, Any] = {
     "match": {"hosts": ["api.example.org"]},
     "auth": {"type": "bearer", "credential": "1/token"},
 }
-AUTHS: tuple[dict[str, Any], ...] = (
-    {"type": "bearer", "credential": "1/a b"},
-    {"type": "basic", "credential": "2/x"},
-    {"type": "apiKey", "name": "x-key", "credential": "3/y"},
-    {"type": "customHeaders", "headers": [{"name": "x-1", "credential": "1/a"}, {"name": "x-2", "credential": "1/b"}]},
-    {"type": "passthrough"},
-)
 
 
 def write(path: Path, text: str) -> None:
@@ -66,18 +57,17 @@ class Hostd:
     def __init__(self, file: OperatorFile) -> None:
         ours, theirs = socket.socketpair()
         self.told: asyncio.Queue[str] = asyncio.Queue()
-        self.client = wire.Client(ours, self._handle)
+        self.client = wire.Client(ours, handler(REPORTS, self._handle))
         self.client.start()
         self.compiler = asyncio.create_task(run(theirs, file))
 
-    async def _handle(self, _client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> None:
-        assert ({}, []) == (parameters, fds)
-        await self.told.put(op)
+    async def _handle(self, _client: wire.Client, report: Changed, fds: list[int]) -> None:
+        assert [] == fds
+        await self.told.put(operation(report))
 
     async def compile(self, selection: object) -> CompiledPolicy:
-        answer = await self.client.call("compile", selection=selection)
-        assert {"policy"} == answer.keys()
-        return CompiledPolicy.from_json(answer["policy"])
+        answer = await self.client.ask(Compile(json.dumps(selection)))
+        return CompiledPolicy.from_json(json.loads(answer.policy))
 
 
 @pytest.fixture(name="hostd")
@@ -124,7 +114,7 @@ async def test_without_a_readable_file_at_the_start_nothing_is_allowed_until_the
     await hostd.compiler
 
 
-async def test_hostd_is_told_of_each_document_without_a_question(hostd: Hostd, file: Path) -> None:
+async def test_hostd_gets_each_document_without_a_request(hostd: Hostd, file: Path) -> None:
     assert "changed" == await hostd.told.get()
     for text in (TIGHT, LOOSE):
         write(file, text)
@@ -161,12 +151,19 @@ async def test_anything_else_is_refused_by_its_place(hostd: Hostd, name: str) ->
 async def test_there_is_no_other_operation(hostd: Hostd, op: str) -> None:
     with pytest.raises(wire.RemoteError, match="unknown_op"):
         await hostd.client.call(op)
-    with pytest.raises(wire.RemoteError, match="unknown_op"):
-        await hostd.client.call("compile", selection=TEAM, document=LOOSE)
+    with pytest.raises(wire.RemoteError, match="invalid"):
+        await hostd.client.call("compile", selection=json.dumps(TEAM), document=LOOSE)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"a": }', "nothing"])
+async def test_a_selection_is_a_json_text(hostd: Hostd, text: str) -> None:
+    with pytest.raises(wire.RemoteError, match="invalid: selection: not a JSON text"):
+        await hostd.client.ask(Compile(text))
+    assert "team" == (await hostd.compile(TEAM)).name
 
 
 async def test_a_policy_that_is_no_frame_is_refused(hostd: Hostd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "WHOLE", wire.Limits(frame=8192))
+    monkeypatch.setattr(wire, "WHOLE", wire.FrameLimits(frame=8192))
     rules = [{"action": "allow", "target": f"host-{number}.example.org"} for number in range(50)]
     with pytest.raises(wire.RemoteError, match="too_large"):
         await hostd.compile(TEAM | {"network_policy": {"egress": rules}})
@@ -189,35 +186,3 @@ def test_a_configuration_that_is_none_is_refused(text: str) -> None:
 
 def test_without_a_file_the_shipped_default_is_in_force() -> None:
     assert PolicyDocument() == configured('{"policy_file": null}').document
-
-
-_names = st.sampled_from(["a.example", "*.b.example", "10.0.0.0/8", "*", "C.example"])
-
-
-@given(
-    st.none() | st.text(min_size=1, max_size=40),
-    st.none() | st.lists(st.tuples(st.sampled_from(["allow", "deny"]), _names), max_size=8),
-    st.lists(st.sampled_from(AUTHS), max_size=4),
-)
-def test_what_is_sent_is_what_was_selected(
-    name: str | None, rules: list[tuple[str, str]] | None, auths: list[dict[str, Any]]
-) -> None:
-    """Two processes that read one selection compile one policy."""
-    bindings = tuple(
-        parse_binding({"name": f"b{number}", "match": {"hosts": [f"h{number}.example"]}, "auth": auth})
-        for number, auth in enumerate(auths)
-    )
-    policy = None
-    if rules is not None:
-        policy = parse_network_policy(
-            {"egress": [{"action": action, "target": target} for action, target in rules], "defaultAction": "allow"}
-        )
-    selection = Selection(name, policy, bindings)
-    assert selection == Selection.from_json(json.loads(json.dumps(selection.to_json())))
-
-
-def test_the_selection_of_nothing_allows_what_the_operator_always_allows_only() -> None:
-    document = load_text(LOOSE + "always_allow: [time.example.org]\n")
-    policy, dropped = NOTHING.compiled(document)
-    assert ((), ("time.example.org",), ()) == (policy.rules, policy.always_allow, dropped)
-    assert Action.DENY is policy.default_action

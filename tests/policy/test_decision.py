@@ -390,7 +390,7 @@ def test_a_binding_gives_nothing_to_a_request_that_is_only_observed() -> None:
     )
 
 
-def test_an_observed_denial_is_told_whole() -> None:
+def test_an_observed_denial_is_reported_whole() -> None:
     observed = Deny("default", "No rule of watch allows https to other.test:443.")
     facts = RequestFacts("other.test", 443, HTTPS, "GET", "/")
     assert AllowRequest("observe:watch", (), observed) == decide_request(WATCH, facts)
@@ -638,7 +638,7 @@ def test_a_name_needs_an_endpoint_that_no_denial_covers() -> None:
     assert "!default" == outcome(decide_flow(of_list(method), FlowFacts("good.test", 443, HTTPS)))
 
 
-def test_what_a_later_list_observes_is_told() -> None:
+def test_what_a_later_list_observes_is_reported() -> None:
     """The first denial that only was observed, wherever its list stands."""
     policy = CompiledPolicy("p", (*api("+other.test").lists, *WATCH.lists))
 

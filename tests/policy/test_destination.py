@@ -392,7 +392,7 @@ def judged(name: str, host: str | None, place: str, port: int, source: AddressSo
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_each_answer_about_an_address_is_told_whole(case: str) -> None:
+def test_each_answer_about_an_address_is_reported_whole(case: str) -> None:
     (host, place, port, source), expected = REASONS[case]
     assert expected == judged("p", host, place, port, source)
 
@@ -422,7 +422,7 @@ def test_an_address_of_the_host_is_opened_by_its_class_or_by_itself(place: str, 
     assert ("resolved" if allowed else "address-class:own") == answer.rule
 
 
-def test_what_an_observed_rule_denies_is_told_and_no_literal_address_is_opened_by_it() -> None:
+def test_what_an_observed_rule_denies_is_reported_and_no_literal_address_is_opened_by_it() -> None:
     observed = Deny("p/rule-3", "good.test resolves to 93.184.218.1, which is denied by rule p/rule-3.")
     assert AllowAddress("observe:watch", observed) == judged("watch", "good.test", "93.184.218.1", 443, RESOLVED)
     assert Deny("p/rule-3", "93.184.218.1:443 is denied by rule p/rule-3.") == judged(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.hello import RequestHead, read_head
-from gateway.names import over_bounds
+from gateway.dns.names import over_bounds
+from gateway.tls.hello import RequestHead, read_head
 from gateway.translate import RequestParts, Translated, refusal_of_form, translate
 from policy.cli import _split
 from policy.compile import compile_named

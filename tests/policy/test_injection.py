@@ -62,7 +62,7 @@ def test_each_kind_renders_its_header(case: str) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("kind", [K.BEARER, K.BASIC_RAW, K.API_KEY])
-def test_a_value_that_a_header_cannot_carry_is_refused_without_being_told(case: str, kind: InjectionKind) -> None:
+def test_a_value_that_a_header_cannot_carry_is_refused_without_being_quoted(case: str, kind: InjectionKind) -> None:
     """The message names the secret and never holds a part of its value."""
     with pytest.raises(ValueError, match="secret 'token'") as caught:
         render(plan(kind), REFUSED[case])
@@ -72,7 +72,7 @@ def test_a_value_that_a_header_cannot_carry_is_refused_without_being_told(case: 
 
 
 @pytest.mark.parametrize("surrogate", ["\ud800", "\udfff"])
-def test_a_login_that_is_not_unicode_is_refused_without_being_told(surrogate: str) -> None:
+def test_a_login_that_is_not_unicode_is_refused_without_being_quoted(surrogate: str) -> None:
     """No error holds the value, and none is caused by one that does."""
     for login in (plan(K.BASIC), plan(K.BASIC, username="me")):
         with pytest.raises(ValueError, match=r"secret 'token' has a control character or is not Unicode$") as caught:
@@ -149,7 +149,7 @@ def test_a_plan_that_makes_no_sense_cannot_be_built(kind: InjectionKind, header:
 
 
 RESERVED = (
-    # egress contract 5.2
+    # reserved by the OpenSandbox egress API
     *("Host", "Content-Length", "Content-Type", "Transfer-Encoding", "Connection", "Upgrade", "Te", "Trailer"),
     *("Proxy-Authorization", "Proxy-Authenticate", "Forwarded"),
     *("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto"),

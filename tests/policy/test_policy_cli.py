@@ -93,7 +93,7 @@ def test_explain_judges_addresses_as_the_gateway_does(case: str, capsys: pytest.
     ("policy", "host", "scheme"),
     [("none", "a.test", "https"), ("agents", "not a host", "https"), ("agents", "a.test", "ftp")],
 )
-def test_a_question_that_makes_no_sense_is_told_apart_from_a_denial(
+def test_an_invalid_question_is_distinguished_from_a_denial(
     policy: str, host: str, scheme: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2."""

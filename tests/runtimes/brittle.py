@@ -9,16 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from audit import writer
-from vault import broker
-from vault.operations import Operations
+from audit import auditd
+from vault import vaultd
+from vault.operations import VaultOperations
 
 
 def main(arguments: list[str]) -> int:
     config = Path(arguments[0])
-    service: Any = {"auditd": writer.Service, "vaultd": Operations}[config.stem]
+    service: Any = {"auditd": auditd.Service, "vaultd": VaultOperations}[config.stem]
     service._attach = _ends_while(config.parents[2] / f"{config.stem}.brittle", service._attach)
-    return writer.main(arguments) if config.stem == "auditd" else broker.main(arguments)
+    return auditd.main(arguments) if config.stem == "auditd" else vaultd.main(arguments)
 
 
 def _ends_while(there: Path, attach: Callable[..., Any]) -> Callable[..., Any]:

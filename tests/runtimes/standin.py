@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import wire
-from runtimes.netplan import PLAN
-from wire.api import zygote
+from runtimes.net.plan import PLAN
+from wire.api import compiler, worker, zygote
 from wire.frames import close_all
 from wire.operations import parameters
+from wire.serving import handler
 
 
 def _inherited(name: str) -> socket.socket:
@@ -32,23 +33,18 @@ def digest(selection: dict[str, Any]) -> str:
 
 
 async def _compiler() -> None:
-    """Compiles nothing: any object and its digest are the policy; or, with `answer`, the whole answer."""
+    """Compiles nothing: any object and its digest are the policy; or, with `answer`, that text."""
 
-    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
+    async def handle(_client: wire.Client, request: compiler.Compile, fds: list[int]) -> compiler.CompiledText:
         close_all(fds)
-        match op:
-            case "ping":
-                return {}
-            case "compile" if parameters.keys() == {"selection"}:
-                selection: dict[str, Any] = parameters["selection"]
-                if not isinstance(selection, dict):
-                    raise wire.RequestError(wire.Code.INVALID, "selection: not an object")
-                answer: dict[str, Any] = selection.get("answer", {"policy": selection | {"digest": digest(selection)}})
-                return answer
-        raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
+        selection = json.loads(request.selection)
+        if not isinstance(selection, dict):
+            raise wire.RequestError(wire.Code.INVALID, "selection: not an object")
+        return compiler.CompiledText(selection.get("answer", json.dumps(selection | {"digest": digest(selection)})))
 
-    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), handle)
-    await control.notify("changed")
+    serve = handler(compiler.CONTROL, handle)
+    control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), serve)
+    await control.tell(compiler.Changed())
     await control.closed.wait()
 
 
@@ -79,10 +75,10 @@ async def _zygote() -> None:
         finally:
             close_all(fds)
 
-    serve = zygote.OPERATIONS.handler(handle)
+    serve = handler(zygote.OPERATIONS, handle)
     control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), serve, descriptors=True)
     await control.closed.wait()
-    os._exit(0)  # as the real one ends: its workers live on, whom an orderly end of asyncio would kill
+    os._exit(0)  # as the real one ends: its workers live on; an orderly end of asyncio would kill them
 
 
 def _gateway_listener(netns_fd: int) -> socket.socket:
@@ -111,49 +107,54 @@ async def _worker(order: dict[str, Any]) -> None:
     os.setgroups([])
     os.setresgid(order["gid"], order["gid"], order["gid"])
     os.setresuid(order["uid"], order["uid"], order["uid"])
-    said: dict[str, Any] = {}
+    policy: dict[str, Any] = {}
     channels: list[str] = []
 
-    async def handle(_client: wire.Client, op: str, parameters: wire.Message, fds: list[int]) -> wire.Message | None:
+    async def handle(
+        _client: wire.Client,
+        request: worker.Beat | worker.Configure | worker.Rebind | worker.Guarded,
+        fds: list[int],
+    ) -> worker.Pulse | worker.Confirmed | None:
         close_all(fds)
-        match op:
-            case "audit" | "vault" | "guard" if len(fds) == 1 and not parameters:
-                if op != "guard" and said and said["gateway"]["policy"].get("deaf"):
+        if len(fds) != (1 if isinstance(request, worker.Rebind | worker.Guarded) else 0):
+            raise wire.RequestError(wire.Code.INVALID, "descriptors do not belong to this operation")
+        match request:
+            case worker.Beat():
+                return worker.Pulse(policy.get("digest"), 0)
+            case worker.Configure():
+                return worker.Confirmed(configure(request))
+            case worker.Guarded():
+                channels.append("guard")
+            case worker.Rebind(channel):
+                if policy.get("deaf"):
                     raise wire.RequestError(wire.Code.FORBIDDEN, "told to be deaf")
-                channels.append(op)
-                return {}
-            case _ if fds:
-                raise wire.RequestError(wire.Code.INVALID, "descriptors do not belong to this operation")
-            case "configure":
-                return {"digest": configure(parameters)}
-            case "ping":
-                return {"digest": said["gateway"]["policy"].get("digest") if said else None, "flows": 0}
-        raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
+                channels.append(channel)
+        return None
 
-    def configure(parameters: wire.Message) -> str:
-        if parameters.keys() != {"gateway"}:
-            raise wire.RequestError(wire.Code.INVALID, "configure takes gateway")
-        gateway = parameters["gateway"]
-        if not isinstance(gateway, dict) or not isinstance(gateway.get("policy"), dict):
-            raise wire.RequestError(wire.Code.INVALID, "gateway has no policy")
-        if any(gateway[key] != order[key] for key in ("sandbox", "generation")):
+    def configure(request: worker.Configure) -> str:
+        if (request.sandbox, request.generation) != (order["sandbox"], order["generation"]):
             raise wire.RequestError(wire.Code.INVALID, "this configuration is of another sandbox or generation")
-        if gateway["policy"].get("refuse"):
+        given = json.loads(request.configuration.policy)
+        if given.get("refuse"):
             raise wire.RequestError(wire.Code.FORBIDDEN, "told to refuse")
-        said["gateway"] = gateway
-        return str(gateway["policy"].get("digest", ""))
+        if "digest" not in given:
+            raise wire.RequestError(wire.Code.INVALID, "gateway has no policy")
+        policy.clear()
+        policy.update(given)
+        return str(given["digest"])
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         original = writer.get_extra_info("socket").getsockopt(socket.SOL_IP, 80, 16)
         port, address = int.from_bytes(original[2:4]), socket.inet_ntoa(original[4:8])
-        note = said["gateway"]["policy"].get("note") if said else None
+        note = policy.get("note")
         parts = (order["sandbox"], order["generation"], f"{address}:{port}", note, ", ".join(channels))
         writer.write((" ".join(map(str, parts)).strip() + "\n").encode())
         await writer.drain()
         writer.close()
 
     server = await asyncio.start_server(accept, sock=listener)
-    control = await wire.serve_connection(socket.socket(fileno=control_fd), handle, descriptors=True)
+    serve = handler(worker.CONTROL, handle)
+    control = await wire.serve_connection(socket.socket(fileno=control_fd), serve, descriptors=True)
     async with server:
         await control.closed.wait()
 

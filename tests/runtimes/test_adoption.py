@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from runtimes import netns, predecessor
-from runtimes.daemons import Counter
-from runtimes.records import Record, Records
+from runtimes.daemons import FileCounter
+from runtimes.net import netns
+from runtimes.process import predecessor
+from runtimes.records import RecordStore, SandboxRecord
 from runtimes.spec import Uids
 
 UIDS = Uids()
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> SandboxRecord:
     plain: dict[str, Any] = {
         "sandbox": "sbx-1",
         "runtime": "runc",
@@ -28,11 +29,11 @@ def record(**changes: Any) -> Record:
         "selection": {"policy_name": "agents"},
         "compiled": {"digest": "d"},
     }
-    return Record(**(plain | changes))
+    return SandboxRecord(**(plain | changes))
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    records = Records(tmp_path)
+    records = RecordStore(tmp_path)
     records.write(record(generation=3))
     records.write(record(generation=4))
     records.write(record(sandbox="sbx-2"))
@@ -49,19 +50,19 @@ def test_a_broken_record_is_none_and_is_removed(tmp_path: Path, text: str) -> No
     (tmp_path / "sbx-1.json").write_text(text)
     (tmp_path / "sbx-3.json").write_text(record().model_dump_json())  # under another's name
     (tmp_path / "sbx-2.new").write_text(text)
-    records = Records(tmp_path)
+    records = RecordStore(tmp_path)
     assert () == records.read_all()
     records.keep(frozenset())
     assert [] == list(tmp_path.iterdir())
 
 
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
-    assert [1, 2] == [Counter(tmp_path / "n").next() for _ in range(2)]
+    assert [1, 2] == [FileCounter(tmp_path / "n").next() for _ in range(2)]
     (tmp_path / "n.new").write_text("")
-    assert 3 == Counter(tmp_path / "n").next()
+    assert 3 == FileCounter(tmp_path / "n").next()
     (tmp_path / "n").write_text("")
     with pytest.raises(ValueError, match="invalid literal"):
-        Counter(tmp_path / "n").next()
+        FileCounter(tmp_path / "n").next()
 
 
 def test_the_code_is_part_of_an_identity() -> None:

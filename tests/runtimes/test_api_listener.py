@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import api_listener, predecessor
+from runtimes.process import api_listener, predecessor
 from wire.sockets import LISTEN_FD
 
 HOST = "127.0.0.1"
@@ -74,10 +74,12 @@ def test_what_does_not_listen_at_the_address_is_not_taken_over(tmp_path: Path, k
 
 
 def test_it_is_handed_to_the_program_that_is_executed_next() -> None:
-    """As `sallyport serve` becomes the keeper. The program after that, which hostd starts, does not get it."""
-    then = "import socket; from runtimes import api_listener as a; s = a.inherited(); print(s.getsockname()[1], "
+    """As `sallyport serve` becomes the watchdog. The program after that, which hostd starts, does not get it."""
+    then = (
+        "import socket; from runtimes.process import api_listener as a; s = a.inherited(); print(s.getsockname()[1], "
+    )
     then += "s.get_inheritable(), a.inherited())"
-    first = "import os, sys; from runtimes import api_listener as a; s = a.bind('127.0.0.1', 0); "
+    first = "import os, sys; from runtimes.process import api_listener as a; s = a.bind('127.0.0.1', 0); "
     first += "print(s.getsockname()[1], flush=True); a.hand_over(s); os.execv(sys.executable, sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", first, sys.executable, "-c", then], capture_output=True, text=True, check=True

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.cgroups import (
+from runtimes.process.cgroups import (
     Cgroups,
+    GroupLimits,
     Hierarchies,
-    Limits,
     Processor,
     find,
     processor_time,
@@ -40,7 +40,7 @@ def test_missing_controllers_are_an_error(text: str) -> None:
 
 
 def test_limits_say_the_same_on_both_versions() -> None:
-    limits = Limits(memory_bytes=1024, pids=7, cpus=0.5)
+    limits = GroupLimits(memory_bytes=1024, pids=7, cpus=0.5)
     v1, v2 = settings(1, limits), settings(2, limits)
     assert ("1024", "7", "10000") == (v1["memory.limit_in_bytes"], v1["pids.max"], v1["cpu.cfs_quota_us"])
     assert ("1024", "7", "10000 20000") == (v2["memory.max"], v2["pids.max"], v2["cpu.max"])
@@ -49,7 +49,7 @@ def test_limits_say_the_same_on_both_versions() -> None:
 def test_a_limit_that_cannot_be_set_leaves_no_group(tmp_path: Path) -> None:
     cgroups = Cgroups("/run/x", Hierarchies(1, (tmp_path,)))
     with pytest.raises(OSError, match="in any hierarchy"):
-        cgroups.create("worker", Limits())
+        cgroups.create("worker", GroupLimits())
     assert list(tmp_path.glob("sallyport/*/worker")) == []
 
 

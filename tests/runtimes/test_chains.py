@@ -12,10 +12,11 @@ import pytest
 
 from audit import cli
 from audit.client import AuditUnavailable
-from runtimes import chains, kept_lines
-from runtimes.alarms import Finding
+from runtimes import chains
+from runtimes.alarms import Breach
 from runtimes.chains import Chains
-from runtimes.kept_lines import KeptLines
+from runtimes.process import bounded_log
+from runtimes.process.bounded_log import BoundedLog
 from tests.audit.conftest import A, Auditd, B
 from wire import Client, codec
 from wire.api.auditd import Anchor
@@ -41,7 +42,7 @@ class Host:
             raise ConnectionError(f"{name} is down")
         return self.auditd.control
 
-    def _tell(self, finding: Finding) -> None:
+    def _tell(self, finding: Breach) -> None:
         self.alarms.append(finding.rule)
 
     def open_chains(self) -> set[str]:
@@ -49,7 +50,7 @@ class Host:
         return found.heads.keys() - {"control"}
 
     def kept(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in KeptLines(self.anchors, 0).read()]
+        return [json.loads(line) for line in BoundedLog(self.anchors, 0).read()]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -163,7 +164,7 @@ def test_what_a_compromised_auditd_answers_is_an_anchor_or_nothing(change: dict[
 
 
 def test_kept_lines_stay_within_their_bound_and_begin_whole(tmp_path: Path) -> None:
-    lines = KeptLines(tmp_path / kept_lines.ANCHORS_NAME, 1000)
+    lines = BoundedLog(tmp_path / bounded_log.ANCHORS_NAME, 1000)
     for number in range(100):
         lines.append(b"changed %d\n" % number, b"whole %d\n" % number)
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
@@ -176,7 +177,7 @@ def test_kept_lines_stay_within_their_bound_and_begin_whole(tmp_path: Path) -> N
 def test_a_line_that_a_crash_cut_off_is_not_one(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     path.write_bytes(b"one\ntw")
-    lines = KeptLines(path, 1000)
+    lines = BoundedLog(path, 1000)
     assert [b"one\n"] == lines.read()
     lines.append(b"three\n", b"first\n")
     assert b"three\n" == lines.read()[-1]

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from runtimes.containers import (
+from runtimes.engine.containers import (
     CA_BUNDLE,
     JAVA_STORE,
     LAUNCH,
@@ -23,7 +23,7 @@ from runtimes.spec import LaunchSpec
 from tests.runtimes.test_spec import launch_message
 
 
-def test_a_request_cannot_make_the_sandbox_trust_somebody_else() -> None:
+def test_a_request_cannot_make_the_sandbox_trust_another_ca() -> None:
     env = environment("sbx-1", {"SSL_CERT_FILE": "/mine", "PATH": "/x", "OPENSANDBOX_ID": "other"})
     assert (CA_BUNDLE, "/x", "other") == (env["SSL_CERT_FILE"], env["PATH"], env["OPENSANDBOX_ID"])
 
@@ -66,7 +66,7 @@ def test_gvisor_counts_the_sandboxs_processes_itself() -> None:
 
 
 def test_processes_that_name_a_removed_container_are_ended() -> None:
-    """And nobody else: a shim that stays behind is known by the id in its command line."""
+    """And no other process: the id in its command line identifies a shim that stays behind."""
     container, other = "c0ffee" * 10 + "aaaa", "c0ffee" * 10 + "bbbb"
     script = "import sys; print(flush=True); sys.stdin.read()"
     pair = [

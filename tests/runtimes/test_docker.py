@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from runtimes.docker import INSTANCE_LABEL, LABEL, Docker, DockerError
+from runtimes.engine.docker import INSTANCE_LABEL, LABEL, Docker, DockerError
 
 STATE = {"Status": "running", "ExitCode": 0, "OOMKilled": False, "Pid": 7, "StartedAt": "", "Error": ""}
 
@@ -67,11 +67,11 @@ def _daemon(tmp_path: Path) -> Iterator[Daemon]:
     daemon.server_close()
 
 
-async def test_a_container_that_docker_cannot_tell_of_holds_up_nobody(
+async def test_a_container_that_docker_cannot_inspect_delays_no_other(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often it is asked for: Docker is asked once, and everybody else gets an answer."""
-    monkeypatch.setattr("runtimes.docker._LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("runtimes.engine.docker._LOOK_SECONDS", 0.2)
     docker = Docker(str(daemon.server_address))
     try:
         asks = [asyncio.create_task(docker.state("stuck")) for _ in range(50)]
@@ -92,7 +92,7 @@ async def test_a_container_that_docker_cannot_tell_of_holds_up_nobody(
 async def test_a_docker_that_hangs_is_waited_for_for_seconds_only(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtimes.docker._LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("runtimes.engine.docker._LOOK_SECONDS", 0.2)
     docker = Docker(str(daemon.server_address), "here")
     try:
         daemon.frozen = True
@@ -107,7 +107,7 @@ async def test_a_docker_that_hangs_is_waited_for_for_seconds_only(
 
 
 async def test_labels_alone_make_no_container_ours(daemon: Daemon) -> None:
-    """They may be its image's: somebody's own container of that image is not removed."""
+    """The labels may be the image's: another user's container of that image is not removed."""
     labels = {LABEL: "sbx-1", INSTANCE_LABEL: "here"}
     daemon.containers += [
         {"Id": "ours", "Names": ["/sallyport-sbx-1"], "Labels": labels},

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from runtimes.finish import both
+from runtimes.process.finish import both
 
 
 class Step:

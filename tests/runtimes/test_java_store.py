@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo.pki import make_authority
-from runtimes.java_store import certificates, java_store
+from runtimes.engine.java_store import certificates, java_store
+from testbed.pki import make_authority
 
 
 def _pem(der: bytes, end: str = "\n") -> str:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo.with_parent import with_parent
-from runtimes import liveness
-from runtimes.liveness import CPU_SECONDS, IDLE_SECONDS, MOST, Liveness, Sample, observe, within
+from runtimes.process import liveness
+from runtimes.process.liveness import CPU_SECONDS, IDLE_SECONDS, MOST, Liveness, Sample, observe, within
+from testbed.with_parent import with_parent
 
 LONGEST = 1.0
 

@@ -6,9 +6,9 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from audit.records import record
-from runtimes.drops import _record
-from runtimes.netplan import PLAN
-from runtimes.nft import DROPS, MALFORMED, GuardPlan, render_floor, render_gateway, render_guard
+from runtimes.net.drops import _record
+from runtimes.net.nft import DROPS, MALFORMED, GuardPlan, render_floor, render_gateway, render_guard
+from runtimes.net.plan import PLAN
 
 _GOLDEN = Path(__file__).parent / "golden"
 _GUARD = GuardPlan(
@@ -45,7 +45,7 @@ def test_every_counter_of_a_slot_has_a_record_that_the_log_takes() -> None:
 
 
 def test_the_guard_ruleset_is_the_reviewed_one() -> None:
-    _compare("guard.nft", render_guard(_GUARD))
+    _compare("guard.nft", render_guard(_GUARD, "owner"))
 
 
 def test_every_base_chain_of_a_slot_drops_by_default() -> None:
@@ -65,19 +65,19 @@ def test_the_floor_ruleset_is_the_reviewed_one() -> None:
 
 
 def test_pinholes_and_allowed_ranges_come_before_the_closed_ones() -> None:
-    text = render_guard(_GUARD)
+    text = render_guard(_GUARD, "owner")
     order = [text.index(part) for part in ("10.0.0.53", "10.20.0.0/16", "fib daddr", "127.0.0.0/8")]
     assert order == sorted(order)
 
 
 def test_the_guard_accepts_nothing_for_what_a_flow_was_before() -> None:
-    text = render_guard(_GUARD)
+    text = render_guard(_GUARD, "owner")
     assert "established" not in text
     assert 1 == text.count("accept\n")
 
 
 def test_a_guard_without_pinholes_closes_every_private_range() -> None:
-    text = render_guard(GuardPlan(1000, 1001))
+    text = render_guard(GuardPlan(1000, 1001), "owner")
     assert "daddr 10.0.0.53" not in text
     for closed in ("10.0.0.0/8", "169.254.0.0/16", "100.64.0.0/10", "fc00::/7", "fe80::/10", "64:ff9b::/96"):
         assert closed in text

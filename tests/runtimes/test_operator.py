@@ -1,5 +1,6 @@
 """The operator's part of a launch: from hostd's configuration and the compiler, whatever was asked for."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from runtimes import operator
 from runtimes.operator import MAX_ROOTS, Operator
 from runtimes.spec import HostConfig, LaunchSpec
 from tests.runtimes.test_spec import host_config, launch_message
+from wire.api.compiler import Compile, CompiledText
+from wire.api.worker import Configuration, Configure
 
 
 class Daemons:
     """Stands where `runtimes.daemons.Daemons` stands; `answer` is the compiler's."""
 
-    def __init__(self, answer: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, answer: Callable[[], str]) -> None:
         self.answer = answer
         self.up = True
 
@@ -31,19 +34,19 @@ class Daemons:
         assert "compiler" == name
         return self
 
-    async def call(self, op: str, timeout: float, **parameters: Any) -> dict[str, Any]:
-        assert ("compile", {"selection"}) == (op, parameters.keys())
-        return self.answer()
+    async def ask(self, request: Compile, timeout: float) -> CompiledText:
+        assert "{}" == request.selection
+        return CompiledText(self.answer())
 
 
-def _raises(error: Exception) -> Callable[[], dict[str, Any]]:
-    def answer() -> dict[str, Any]:
+def _raises(error: Exception) -> Callable[[], str]:
+    def answer() -> str:
         raise error
 
     return answer
 
 
-def made(tmp_path: Path, answer: Callable[[], dict[str, Any]] = dict, **changes: Any) -> Operator:
+def made(tmp_path: Path, answer: Callable[[], str] = str, **changes: Any) -> Operator:
     roots = tmp_path / "roots.pem"
     if not roots.exists():
         roots.write_text("operator's roots\n")
@@ -53,16 +56,17 @@ def made(tmp_path: Path, answer: Callable[[], dict[str, Any]] = dict, **changes:
 
 def test_a_worker_s_configuration_is_the_operator_s_but_for_the_policy(tmp_path: Path) -> None:
     whole = made(tmp_path).configuration(DENY_ALL.to_json())
-    assert {
-        "policy": DENY_ALL.to_json(),
-        "upstream_roots": "operator's roots\n",
-        "dns_upstreams": ["10.0.0.53:53"],
-        "allowed_addresses": ["10.0.0.0/8"],
-        "host_addresses": {"git.corp.example": ["10.0.0.5"]},
-        "inside": "192.0.2.2",
-        "limits": {"idle": 60},
-    } == whole
-    GatewayConfig.from_json(whole | {"sandbox": "sbx-1", "generation": 1})
+    assert DENY_ALL.to_json() == json.loads(whole.policy)
+    assert whole == Configuration(
+        policy=whole.policy,
+        upstream_roots="operator's roots\n",
+        dns_upstreams=("10.0.0.53:53",),
+        inside="192.0.2.2",
+        allowed_addresses=("10.0.0.0/8",),
+        host_addresses={"git.corp.example": ("10.0.0.5",)},
+        limits={"idle": 60},
+    )
+    assert DENY_ALL == GatewayConfig.of(Configure("sbx-1", 1, whole)).policy
 
 
 def test_programs_trust_the_operator_s_roots_and_the_sandbox_s_own(tmp_path: Path) -> None:
@@ -73,23 +77,24 @@ def test_roots_that_cannot_be_had_are_no_start(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         Operator(
             HostConfig.model_validate(host_config(upstream_roots=str(tmp_path / "none"))),
-            Daemons(dict),  # type: ignore[arg-type]
+            Daemons(str),  # type: ignore[arg-type]
         )
     (tmp_path / "roots.pem").write_text("x" * (MAX_ROOTS + 1))
     with pytest.raises(ValueError, match="larger than"):
         made(tmp_path)
 
 
-ANSWERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+ANSWERS: dict[str, tuple[Callable[[], str], str]] = {
     "a refusal": (_raises(wire.RemoteError("invalid", "x")), "invalid"),
     "too large": (_raises(wire.RemoteError("too_large", "x")), "too_large"),
     "too large to be asked": (_raises(wire.FrameError()), "too_large"),
     "another refusal": (_raises(wire.RemoteError("exists", "x")), "unavailable"),
     "no connection": (_raises(ConnectionError()), "unavailable"),
     "no answer": (_raises(TimeoutError()), "unavailable"),
-    "nothing": (dict, "unavailable"),
-    "no object": (lambda: {"policy": []}, "unavailable"),
-    "more than a policy": (lambda: {"policy": {}, "upstream_roots": "pem"}, "unavailable"),
+    "nothing": (str, "unavailable"),
+    "no object": (lambda: "[]", "unavailable"),
+    "no JSON": (lambda: "{", "unavailable"),
+    "a deep text": (lambda: "[" * 100_000, "unavailable"),
 }
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.adopted import Adopted
-from runtimes.output import LINE_CHARACTERS, Output, Pace, pipe
+from runtimes.process.adopted import Adopted
+from runtimes.process.output import LINE_CHARACTERS, Output, OutputPace, pipe
 
 _FLOOD = """
 import os
@@ -40,7 +40,7 @@ def _level(caplog: pytest.LogCaptureFixture) -> None:
 async def _written(data: bytes) -> None:
     """Have `data` written and the end closed."""
     reading, writing = pipe()
-    output = Output("child", reading, Pace(100, 0.0), lambda: 0.0)
+    output = Output("child", reading, OutputPace(100, 0.0), lambda: 0.0)
     os.write(writing, data)
     os.close(writing)
     output.close()
@@ -69,7 +69,7 @@ async def test_a_line_is_one_line_that_can_be_printed(
 
 async def test_a_line_is_cut_however_many_pieces_it_comes_in(caplog: pytest.LogCaptureFixture) -> None:
     reading, writing = pipe()
-    output = Output("child", reading, Pace(10, 0.0), lambda: 0.0)
+    output = Output("child", reading, OutputPace(10, 0.0), lambda: 0.0)
     for _ in range(40):
         os.write(writing, b"y" * 500)
         output._take(os.read(reading, 65536))
@@ -83,7 +83,7 @@ async def test_a_line_is_cut_however_many_pieces_it_comes_in(caplog: pytest.LogC
 async def test_lines_beyond_the_pace_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     now = itertools.chain([0.0] * 8, itertools.repeat(10.0))
     reading, writing = pipe()
-    output = Output("child", reading, Pace(2, 0.1), lambda: next(now))
+    output = Output("child", reading, OutputPace(2, 0.1), lambda: next(now))
     os.write(writing, b"".join(b"%d\n" % n for n in range(10)))
     os.close(writing)
     output.close()
@@ -93,7 +93,7 @@ async def test_lines_beyond_the_pace_are_counted_and_said_once(caplog: pytest.Lo
 async def test_a_child_that_floods_is_not_held_up_and_its_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """100 MB, as fast as it can: it ends at once, and the log has the lines of its pace."""
     reading, writing = pipe()
-    output = Output("child", reading, Pace(20, 0.0))
+    output = Output("child", reading, OutputPace(20, 0.0))
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", _FLOOD, stderr=writing)
     os.close(writing)
     assert 0 == await process.wait()
@@ -105,7 +105,7 @@ async def test_a_child_that_floods_is_not_held_up_and_its_log_is_bounded(caplog:
 
 async def test_the_end_of_a_child_ends_its_output(caplog: pytest.LogCaptureFixture) -> None:
     reading, writing = pipe()
-    output = Output("child", reading, Pace(20, 0.0))
+    output = Output("child", reading, OutputPace(20, 0.0))
     os.write(writing, b"last words")
     os.close(writing)
     await _until(lambda: output._fd < 0)
@@ -125,7 +125,7 @@ async def test_a_process_that_outlived_hostd_is_heard_again(caplog: pytest.LogCa
     os.close(reading)
     process.stdin.write(b"lost\n")
     assert b"lost\n" == await process.stdout.readline()
-    output = Output.of(Adopted(process.pid, os.pidfd_open(process.pid)), "child", Pace(20, 0.0))
+    output = Output.of(Adopted(process.pid, os.pidfd_open(process.pid)), "child", OutputPace(20, 0.0))
     assert output is not None
     process.stdin.write(b"heard\n\n")
     assert 0 == await process.wait()
@@ -141,7 +141,7 @@ async def test_only_a_pipe_is_taken_for_output(tmp_path: Path, kind: str) -> Non
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT), "wb") as file:
         process = await asyncio.create_subprocess_exec("sleep", "1000", stderr=file)
     try:
-        assert Output.of(Adopted(process.pid, os.pidfd_open(process.pid)), "child", Pace(1, 0.0)) is None
+        assert Output.of(Adopted(process.pid, os.pidfd_open(process.pid)), "child", OutputPace(1, 0.0)) is None
     finally:
         process.kill()
         await process.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import predecessor
+from runtimes.process import predecessor
 
 
 def test_a_noted_process_is_ended(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_number_that_was_used_again_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x y", "1", f"{2**22} 5", "-1 5"])
-def test_a_broken_note_ends_nobody(tmp_path: Path, text: str) -> None:
+def test_a_broken_note_ends_no_process(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.pid").write_text(text)
     assert () == predecessor.end_all(tmp_path)
     assert [] == list(tmp_path.iterdir())

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import probes
-from runtimes.doctor import Question, add_to_docker, ask, lines
-from runtimes.probes import ProbeError
-from runtimes.shim_install import entries
+from runtimes.checks import probes
+from runtimes.checks.doctor import DoctorQuestion, add_to_docker, ask, lines
+from runtimes.checks.probes import CheckError
+from runtimes.engine.wrappers import entries
 from runtimes.spec import HostConfig, Uids
 from tests.runtimes.test_spec import host_config
 
@@ -49,7 +49,7 @@ def test_a_static_program_asks_for_no_loader(head: bytes, static: bool) -> None:
         ("behind sandboxes", 1879048192 + 4094 * 65536, 1, []),
     ],
 )
-def test_ids_of_others_are_told_to_the_last_number(name: str, first: int, count: int, expected: list[str]) -> None:
+def test_ids_of_others_are_reported_to_the_last_number(name: str, first: int, count: int, expected: list[str]) -> None:
     assert expected == probes.overlapping(Uids(), [(name, first, count)])
 
 
@@ -58,26 +58,26 @@ def test_subordinate_ranges_are_read_and_rubbish_is_not() -> None:
     assert [("agent", 100000, 65536)] == probes.subordinate(text)
 
 
-def test_a_program_that_is_missing_or_fails_is_told_apart() -> None:
-    with pytest.raises(ProbeError, match="is missing"):
+def test_a_missing_program_is_distinguished_from_a_failing_one() -> None:
+    with pytest.raises(CheckError, match="is missing"):
         probes.program("/nonexistent/x")
-    with pytest.raises(ProbeError, match="fails with status 1"):
+    with pytest.raises(CheckError, match="fails with status 1"):
         probes.program("/bin/false")
 
 
 def test_an_image_must_be_a_tar(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_text("no tar")
     images = [{"name": "x", "tar": str(tmp_path / "x.tar")}]
-    with pytest.raises(ProbeError, match="is not a tar"):
+    with pytest.raises(CheckError, match="is not a tar"):
         probes.images(HostConfig.model_validate(host_config(images=images)))
     (tmp_path / "x.tar").write_bytes(bytes(10240))
     assert "x" == probes.images(HostConfig.model_validate(host_config(images=images)))
 
 
 def test_a_resolver_on_loopback_is_of_no_use() -> None:
-    with pytest.raises(ProbeError, match="this host itself"):
+    with pytest.raises(CheckError, match="this host itself"):
         probes.resolvers(HostConfig.model_validate(host_config(dns_upstreams=["127.0.0.53:53"])))
-    with pytest.raises(ProbeError, match="no resolver"):
+    with pytest.raises(CheckError, match="no resolver"):
         probes.resolvers(HostConfig.model_validate(host_config(dns_upstreams=[])))
 
 
@@ -85,10 +85,10 @@ def test_roots_must_be_certificates_and_readable(tmp_path: Path) -> None:
     path = tmp_path / "roots.pem"
     path.write_text("nothing")
     path.chmod(0o644)
-    with pytest.raises(ProbeError, match="no certificate"):
+    with pytest.raises(CheckError, match="no certificate"):
         probes.roots(str(path))
     path.chmod(0o600)
-    with pytest.raises(ProbeError, match="readable by everybody"):
+    with pytest.raises(CheckError, match="readable by everybody"):
         probes.roots(str(path))
 
 
@@ -96,7 +96,7 @@ def test_a_failure_is_one_line_with_its_remedy() -> None:
     def missing() -> str:
         raise FileNotFoundError(2, "No such file or directory", "/x")
 
-    checks = [ask(Question("a", "mend it", missing)), ask(Question("b", "mend it", lambda: "fine"))]
+    checks = [ask(DoctorQuestion("a", "mend it", missing)), ask(DoctorQuestion("b", "mend it", lambda: "fine"))]
     assert ["FAIL  a: /x: No such file or directory -> mend it", "ok    b: fine"] == lines(checks)
 
 
@@ -117,14 +117,14 @@ def test_the_packages_that_are_installed_are_recent_enough() -> None:
         ("no-such-package>=1", "no-such-package is missing"),
     ],
 )
-def test_a_package_below_its_floor_is_told(
+def test_a_package_below_its_floor_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, said: str
 ) -> None:
     known = tmp_path / "sallyport-9.dist-info" / "METADATA"
     known.parent.mkdir()
     known.write_text(f"Metadata-Version: 2.1\nName: sallyport\nVersion: 9\nRequires-Dist: {asked}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ProbeError, match=said):
+    with pytest.raises(CheckError, match=said):
         probes.packages()
 
 
@@ -167,6 +167,6 @@ def test_a_finding_names_no_class_of_errors(error: Exception, expected: str) -> 
     def probe() -> str:
         raise error
 
-    with pytest.raises(probes.ProbeError) as caught:
+    with pytest.raises(probes.CheckError) as caught:
         probes.attempt(probe)
     assert expected == str(caught.value)

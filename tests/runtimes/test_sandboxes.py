@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 import wire
-from runtimes.cgroups import Cgroups, Hierarchies
 from runtimes.operator import Operator
-from runtimes.records import Records
+from runtimes.process.cgroups import Cgroups, Hierarchies
+from runtimes.records import RecordStore
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import HostConfig, LaunchSpec
 from tests.runtimes.test_spec import host_config, launch_message
+from wire.api.compiler import Compile, CompiledText
 
 
 class Compiler:
@@ -34,8 +35,8 @@ class Compiler:
         assert "compiler" == name
         return self
 
-    async def call(self, op: str, **_parameters: Any) -> dict[str, Any]:
-        assert "compile" == op
+    async def ask(self, request: Compile, timeout: float) -> CompiledText:
+        assert timeout > 0
         self.present += 1
         self.most = max(self.most, self.present)
         if self.present >= self.bound:
@@ -46,7 +47,7 @@ class Compiler:
 
 
 class NoContainers:
-    """Stands where `runtimes.docker.Docker` stands, on a host without containers."""
+    """Stands where `runtimes.engine.docker.Docker` stands, on a host without containers."""
 
     async def ours(self, _sandbox: str) -> list[tuple[str, str]]:
         return []
@@ -65,7 +66,7 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
     beyond: Any = NoContainers()
     groups = Cgroups(str(tmp_path), Hierarchies(2, (tmp_path / "groups",)))
     sandboxes = Sandboxes(
-        config, Operator(config, compiler), beyond, compiler, beyond, groups, Records(tmp_path / "records")
+        config, Operator(config, compiler), beyond, compiler, beyond, groups, RecordStore(tmp_path / "records")
     )
     specs = [LaunchSpec.model_validate(launch_message(sandbox=f"sbx-{number}")) for number in range(6)]
     launches = [asyncio.create_task(sandboxes.launch(spec)) for spec in specs]

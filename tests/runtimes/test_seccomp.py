@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from runtimes.oci_shim import check_seccomp
-from runtimes.seccomp import profile, profile_json
+from runtimes.engine import seccomp
+from runtimes.engine.seccomp import profile, profile_json
+from runtimes.engine.shim import check_seccomp
 
 _DENIED = """
 _sysctl acct add_key adjtimex afs_syscall bpf chroot clock_adjtime clock_settime clone3 create_module delete_module
@@ -150,5 +151,10 @@ def test_the_shim_takes_this_profile() -> None:
 
 
 def test_the_json_is_always_the_same() -> None:
-    assert profile_json() == profile_json()
+    assert json.dumps(profile(), separators=(",", ":"), sort_keys=True) == profile_json()
     assert profile() == json.loads(profile_json())
+
+
+@pytest.mark.parametrize("name", ["AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"])
+def test_a_family_has_the_number_of_the_kernel(name: str) -> None:
+    assert int(getattr(socket, name)) == getattr(seccomp, name)

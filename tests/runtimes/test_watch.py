@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from runtimes.alarms import Alarms, Finding
+from runtimes.alarms import Alarms, Breach
+from runtimes.checks.watch import Golden, compare_gateway, compare_sandbox
 from runtimes.daemons import Daemons
-from runtimes.watch import Golden, compare_gateway, compare_sandbox
 from wire.api.auditd import Accepted, Entry, Record
 
 GATEWAY = frozenset({"link gw0 number 2 up", "address 192.0.2.1/30 on link 2", "setting net/ipv4/ip_forward is 0"})
@@ -31,7 +31,7 @@ def test_what_was_made_is_right() -> None:
         ("setting net/ipv4/ip_forward is 1", "isolation.setting"),
     ],
 )
-def test_what_came_is_told_on_both_sides(came: str, rule: str) -> None:
+def test_an_arrival_is_reported_on_both_sides(came: str, rule: str) -> None:
     for finding in (compare_gateway(GOLDEN, GATEWAY | {came}), compare_sandbox(GOLDEN, SANDBOX | {came})):
         assert finding is not None
         assert rule == finding.rule
@@ -70,7 +70,7 @@ def test_the_cause_is_named_before_its_consequences_and_the_reason_is_bounded() 
 
 
 class Auditd:
-    """Refuses until told otherwise; keeps what it accepted."""
+    """Refuses until the test lets it accept; keeps what it accepted."""
 
     def __init__(self) -> None:
         self.up = False
@@ -91,7 +91,7 @@ async def test_alarms_wait_for_auditd_in_their_order_and_what_did_not_fit_is_cou
     alarms = Alarms(cast(Daemons, SimpleNamespace(client=lambda _name: auditd)))
     alarms.start()
     for number in range(300):
-        alarms.tell(Finding("isolation.link", str(number)), f"sandbox-{number}")
+        alarms.tell(Breach("isolation.link", str(number)), f"sandbox-{number}")
     await asyncio.sleep(0.05)
     assert [] == auditd.taken
     auditd.up = True

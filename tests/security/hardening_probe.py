@@ -260,7 +260,7 @@ def tried(door: Callable[[], None]) -> str:
             outcome = "open"
         except OSError as error:
             outcome = errno.errorcode.get(error.errno or 0, str(error.errno))
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
             outcome = f"broken probe: {type(error).__name__}: {error}"
         os.write(writing, outcome.encode())
         os._exit(0)

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import ClassVar
 
-from demo.stack import Stack
+from testbed.stack import Stack
 
 ROOT = Path(__file__).parents[2]
 
 MAINS = {
     "host": "runtimes.hostd",
-    "auditd": "audit.writer",
-    "vaultd": "vault.broker",
+    "auditd": "audit.auditd",
+    "vaultd": "vault.vaultd",
     "compiler": "policy.compiler",
     "zygote": "gateway.zygote",
     "serve": "lifecycle.serve",

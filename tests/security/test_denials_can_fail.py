@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from demo.attempts import ATTEMPTS, Attempt, Control, Evidence, FarEnd, Report, arrived, refused, report
-from demo.capture import Capture
-from demo.far_end import GATEWAY_CANARY_PORTS, end, probe_environment, sandbox_targets
-from demo.internet import Internet
-from demo.privileged import PrivilegedContainer
-from demo.sandboxes import DemoSandbox, Secrets, wait_for
-from demo.stack import Stack
-from demo.ungate import Ungated, join_neighbours
+from demo.sandboxes import DemoSandbox, Secrets
+from lifecycle.posture.attempts import ATTEMPTS, Attempt, Control, Evidence, FarEnd, Report, arrived, refused, report
+from lifecycle.posture.capture import Capture
+from testbed.far_end import GATEWAY_CANARY_PORTS, end, probe_environment, sandbox_targets, wait_for
+from testbed.internet import Internet
+from testbed.privileged import PrivilegedContainer
+from testbed.stack import Stack
+from testbed.ungate import Ungated, join_neighbours
 
 pytestmark = pytest.mark.system
 

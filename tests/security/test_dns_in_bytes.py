@@ -1,7 +1,7 @@
 """DNS in exact bytes, and names whose owners lie: nothing leaves but fresh questions for allowed names, and no answer
 of anybody opens an address.
 
-It tests `gateway/dns_server.py`.
+It tests `gateway/dns/server.py`.
 """
 
 import struct
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from demo.capture import Frame
-from demo.hostile_names import REFUSED
-from demo.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, STATUS, TUNNEL_ZONE, Internet
-from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.sandboxes import DemoSandbox
-from demo.stack import Stack
+from lifecycle.posture.capture import Frame
+from testbed.attacks import Attack, Verdicts, from_outside, from_sandbox
+from testbed.hostile_names import REFUSED
+from testbed.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, STATUS, TUNNEL_ZONE, Internet
+from testbed.stack import Stack
 
 pytestmark = pytest.mark.system
 

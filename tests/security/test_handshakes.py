@@ -1,14 +1,14 @@
 """ClientHellos and first bytes of every kind: a flow goes where its one clean name is allowed to go, or nowhere.
 
-It tests `gateway/accept.py` and `gateway/farewell.py`.
+It tests `gateway/accept.py` and `gateway/refusal.py`.
 """
 
 import pytest
 
-from demo.internet import ADDRESSES, API, ATTACKER, GIT, STATUS, Internet
-from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
 from demo.sandboxes import DemoSandbox
-from demo.stack import Stack
+from testbed.attacks import Attack, Verdicts, from_outside, from_sandbox
+from testbed.internet import ADDRESSES, API, ATTACKER, GIT, STATUS, Internet
+from testbed.stack import Stack
 from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system

@@ -9,7 +9,7 @@ from pathlib import Path as FilePath
 
 import pytest
 
-from demo.attempts import FarEnd
+from lifecycle.posture.attempts import FarEnd
 from tests.security.layers import substitutes
 from tests.security.layers.defences import CLOSED, DEFENCES, HELD, PATHS, REFUSED, Defence, Path, tables
 from tests.security.layers.matrix import Matrix, running, told, told_of

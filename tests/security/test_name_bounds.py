@@ -3,7 +3,7 @@
 The ways are DNS over UDP and TCP, the server name of a TLS flow, spliced and inspected, and the Host of an HTTP flow,
 an absolute target and a WebSocket upgrade included; and inside a flow of an allowed name, Host, absolute target and
 HTTP/2's `:authority`. The authoritative server notes each question.
-It tests `gateway/dns_server.py`.
+It tests `gateway/dns/server.py`.
 """
 
 import secrets
@@ -14,9 +14,9 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from demo.internet import API, DNS_ADDRESS, Internet
-from demo.raw_attacks import Attack, Verdicts, from_outside, from_sandbox
-from demo.stack import Stack
+from testbed.attacks import Attack, Verdicts, from_outside, from_sandbox
+from testbed.internet import API, DNS_ADDRESS, Internet
+from testbed.stack import Stack
 from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system

@@ -1,4 +1,4 @@
-"""Mode observe: what rules would deny passes and is told with their words; nothing else passes, and no secret does."""
+"""Mode observe: what rules would deny passes, recorded with their reasons; nothing else passes, and no secret does."""
 
 import json
 import secrets
@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
-from demo.internet import (
+from demo.sandboxes import DemoSandbox, Secrets
+from policy.compile import compile_named
+from policy.compiled import CompiledPolicy
+from policy.load import load
+from policy.rules import Mode
+from testbed.attacks import Attack, Verdicts, from_sandbox
+from testbed.internet import (
     ADDRESSES,
     API,
     ATTACKER,
@@ -22,14 +28,8 @@ from demo.internet import (
     Internet,
     received_field,
 )
-from demo.leaks import forms_of, leaks_in
-from demo.raw_attacks import Attack, Verdicts, from_sandbox
-from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import POLICY
-from policy.compile import compile_named
-from policy.compiled import CompiledPolicy
-from policy.load import load
-from policy.rules import Mode
+from testbed.leaks import forms_of, leaks_in
+from testbed.stack import POLICY
 from tests.conftest import ONE_RUNTIME
 from tests.stacks import Governed
 
@@ -250,7 +250,7 @@ def test_observe_lets_nothing_else_pass(both: Both) -> None:
     assert {frame.destination for frame in gated} <= public
 
 
-def test_answers_are_scrubbed_and_redirects_are_judged_anew(
+def test_answers_are_scrubbed_and_redirects_are_judged_again(
     stack: Governed, watchers: dict[str, Any], runtime: str, internet: Internet, values: Secrets
 ) -> None:
     """A server that echoes the secret or sends the client elsewhere, on one connection with observed requests."""

@@ -1,6 +1,6 @@
 """A client that speaks only HTTP/2, and breaks its rules: what arrives is what policy allows, and nothing else.
 
-It tests `gateway/full/http2.py` and `gateway/full/layers.py`.
+It tests `gateway/engines/mitm/http2.py` and `gateway/engines/mitm/layers.py`.
 """
 
 import io
@@ -17,10 +17,10 @@ import hpack
 import hyperframe
 import pytest
 
-from demo import h2_client
-from demo.internet import ADDRESSES, API, ATTACKER, GIT, STATUS, Internet, received_field
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import Stack
+from testbed import h2_client
+from testbed.internet import ADDRESSES, API, ATTACKER, GIT, STATUS, Internet, received_field
+from testbed.stack import Stack
 
 pytestmark = pytest.mark.system
 

@@ -23,15 +23,15 @@ from opensandbox.models.filesystem import SearchEntry
 from opensandbox.models.isolated import BindMount, CreateIsolatedSessionRequest, IsolatedWorkspaceSpec
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo import namespaces
-from demo.internet import Internet, ip
-from demo.privileged import privileged
 from demo.sandboxes import DemoSandbox
-from demo.stack import IMAGE, Stack
-from demo.traces import start_time
-from runtimes.cgroups import Cgroups, Processor
-from runtimes.containers import CA_BUNDLE, EXECD, JAVA_STORE, LAUNCH
-from runtimes.docker import CAPABILITIES
+from runtimes.engine.containers import CA_BUNDLE, EXECD, JAVA_STORE, LAUNCH
+from runtimes.engine.docker import CAPABILITIES
+from runtimes.process.cgroups import Cgroups, Processor
+from testbed import namespaces
+from testbed.internet import Internet, ip
+from testbed.privileged import privileged
+from testbed.stack import IMAGE, Stack
+from testbed.traces import start_time
 from tests.security.doors import DOORS, SESSION
 from tests.stacks import INTERNET
 
@@ -252,7 +252,7 @@ def test_a_set_user_id_program_gives_nothing(runtime: str, sandboxes: dict[str, 
 
 
 def test_device_nodes_are_the_harmless_ones(runtime: str, reports: dict[str, dict[str, Any]]) -> None:
-    """runsc adds the nodes of its own fuse and tun; nobody inside has the capability that they ask for."""
+    """runsc adds the nodes of its own fuse and tun; no process inside has the capability that they demand."""
     allowed = NODES | ({"/dev/fuse", "/dev/net/tun"} if runtime == "runsc" else set())
 
     assert set() == reports[runtime]["nodes"].keys() - allowed
@@ -293,7 +293,9 @@ def test_no_descriptor_leads_out(runtime: str, stack: Stack, sandboxes: dict[str
 
 
 @pytest.mark.parametrize("kind", ["net", "pid", "mnt", "ipc", "uts"])
-def test_namespaces_are_nobody_elses(kind: str, runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
+def test_namespaces_belong_to_the_sandbox_alone(
+    kind: str, runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]
+) -> None:
     def inode(pid: int | str) -> int:
         return os.stat(f"/proc/{pid}/ns/{kind}").st_ino
 
@@ -332,7 +334,9 @@ def test_init_holds_nothing_worth_stealing(
     assert "0" == text.strip()
 
 
-def test_execd_answers_nobody_without_its_token(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
+def test_execd_refuses_requests_without_its_token(
+    runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]
+) -> None:
     """401 from inside and through the proxy: with none, a wrong one, another sandbox's, and the hash itself."""
     name, other = sandboxes[runtime].id, sandboxes[OTHER[runtime]].id
     theirs = stack.connect(other)
@@ -360,7 +364,7 @@ def test_execd_answers_nobody_without_its_token(runtime: str, stack: Stack, sand
 
 
 def test_execd_ended_from_inside_ends_the_sandbox(runtime: str, stack: Stack, small: SandboxSync) -> None:
-    """runc's PID 1 cannot be killed, only asked; either way the sandbox is then told dead, and nothing answers."""
+    """runc's PID 1 cannot be killed, only asked; either way the sandbox is then reported dead, and nothing answers."""
     if runtime == "runc":
         assert "alive" in printed(small, "kill -KILL 1; echo alive")
     endpoint = small.get_endpoint(44772)
@@ -387,7 +391,7 @@ def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> No
     assert worker == stack.host("inspect", sandbox=str(small.id))["worker_pid"]
 
 
-def test_bombs_end_at_the_limit_of_processes_and_nobody_else_notices(runtime: str, stack: Stack) -> None:
+def test_bombs_end_at_the_limit_of_processes_and_no_other_sandbox_notices(runtime: str, stack: Stack) -> None:
     """Processes and threads that make more of themselves are refused; execd and a neighbour go on; removal ends all."""
     # On runsc a hundred interpreters take half a GiB: with less the sandbox would end at that limit.
     with ended(stack.create(runtime, resource={"memory": "1Gi", "cpu": "500m", "pids": "128"})) as hog:

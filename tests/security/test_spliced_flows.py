@@ -22,15 +22,15 @@ from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
 from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
-from demo import raw_stream
-from demo.internet import ADDRESSES, API, SILENT, SILENT_ADDRESS, SPLICED, STATUS, Internet
-from demo.raw_host import stream
 from demo.sandboxes import Secrets
-from demo.stack import POLICY
 from policy.compile import compile_named
 from policy.compiled import CompiledPolicy
 from policy.load import load
 from policy.rules import HostPattern
+from testbed import raw_stream
+from testbed.internet import ADDRESSES, API, SILENT, SILENT_ADDRESS, SPLICED, STATUS, Internet
+from testbed.raw_host import stream
+from testbed.stack import POLICY
 from tests.conftest import ONE_RUNTIME
 from tests.stacks import Governed
 
@@ -246,7 +246,7 @@ def test_a_reset_of_either_side_resets_the_other(splicer: Splicer) -> None:
 
 
 def test_the_limits_end_a_flow_and_the_log_says_which(splicer: Splicer) -> None:
-    """Idle: nobody moves, on an inspected flow too. Total: a byte now and then. Connect: no SYN is answered."""
+    """Idle: no side sends, on an inspected flow too. Total: a byte now and then. Connect: no SYN is answered."""
     splicer.stack.configure(splicer.id, SPLICING, idle=2, total=5, connect=1)
     inspected = hang(splicer, API)
     cases = {
@@ -268,7 +268,7 @@ def test_the_limits_end_a_flow_and_the_log_says_which(splicer: Splicer) -> None:
     assert ("allow", "deny", "connect") == (first["decision"], last["decision"], last["rule"])
 
 
-def test_who_does_not_read_is_not_read_for(splicer: Splicer) -> None:
+def test_a_client_that_does_not_read_stops_its_sender(splicer: Splicer) -> None:
     """Back-pressure each way: the worker holds a chunk, not what is left to send."""
     slow = case(down=6 * MIB, slow=0.02)
     deaf = case(down=OFFERED, deaf=60, hold=60)

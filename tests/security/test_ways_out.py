@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from demo.attempts import ATTEMPTS, Attempt, Control, ProbeError
-from demo.far_end import FarEndWatch, control_targets
-from demo.internet import DNS_ADDRESS, Internet
-from demo.privileged import PrivilegedContainer
 from demo.sandboxes import Controls, DemoSandbox, Secrets
-from demo.stack import Stack
+from lifecycle.posture.attempts import ATTEMPTS, Attempt, Control, ProbeError
+from testbed.far_end import FarEndWatch, control_targets
+from testbed.internet import DNS_ADDRESS, Internet
+from testbed.privileged import PrivilegedContainer
+from testbed.stack import Stack
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "threat-model.md"
 BROKEN = {

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from gateway import birth, calls, confine, zygote
+from gateway import calls, confine, spawn, zygote
 
 _NEW_LISTENER, _TSYNC, _TSYNC_ESRCH = 1 << 3, 1, 1 << 4
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         _listen(ours, Path(notes), lets_through=mode == "all")
         os._exit(0)
     ours.close()
-    close_others = birth._close_others
+    close_others = spawn._close_others
 
     def close(keep: Iterable[int]) -> None:
         close_others({*keep, theirs.fileno()})
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         if _libc.syscall(number, ctypes.c_uint(1), flags, ctypes.byref(program)) < 0:
             raise OSError(ctypes.get_errno(), "no listener")
 
-    birth._close_others = close
+    spawn._close_others = close
     confine.install = install  # type: ignore[assignment]
     return zygote.main([config])
 

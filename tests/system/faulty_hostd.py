@@ -1,6 +1,6 @@
 """hostd as it is, with a fault where a test asks for one, at any function a launch, removal or restart goes through.
 
-A launch is told its fault by the variable FAULT (`label:number:mode`) of the sandbox's environment; the removal, the
+A launch gets its fault from the variable FAULT (`label:number:mode`) of the sandbox's environment; the removal, the
 change or the restart of a sandbox by the operation `fault`. `faulted` tells the steps that were seen under a label, and
 `digest` what policy a sandbox's worker says it has. The steps are found by wrapping, not listed.
 """
@@ -15,10 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import wire
-from runtimes import containers, hostd, netns, sandboxes, slot_pool, slots, supervisor, workers
-from runtimes.cgroups import Cgroups
+from runtimes import hostd, sandboxes, workers
 from runtimes.daemons import Daemons
-from runtimes.docker import Docker, DockerError
+from runtimes.engine import containers
+from runtimes.engine.docker import Docker, DockerError
+from runtimes.net import netns, slot_pool, slots
+from runtimes.process import supervisor
+from runtimes.process.cgroups import Cgroups
+from wire.api import worker
 
 # What drives the steps, or only reads: a fault there is one of a step inside it, or of none.
 _DRIVERS = frozenset(
@@ -36,8 +40,8 @@ _WHOLE = frozenset(
         "netns.create",
         "netns.create_gateway",
         "netns.create_sandbox",
-        "sandboxes.birth",
-        "Sandboxes._birth",
+        "sandboxes.spawn_worker",
+        "Sandboxes._spawn",
         "Cgroups.create",
         "sandboxes.plan_container",
     ]
@@ -137,7 +141,7 @@ def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]
 
 
 def _install() -> None:
-    # Who is killed step by step would wait longer each time.
+    # A process that is killed at each step would wait longer each time.
     supervisor._BACKOFF = sandboxes._RESPAWN_BACKOFF = (0.0,)  # type: ignore[assignment]
     slot_pool.AHEAD = 0  # each launch makes its own, step by step
 
@@ -150,12 +154,12 @@ def _install() -> None:
     _wrap(containers, "containers", lambda name: name == "end_processes")
     _wrap(Cgroups, "Cgroups", lambda name: name in ("create", "remove"))
     _wrap(Daemons, "Daemons", lambda name: name in ("attach",))
-    _wrap(workers.Worker, "Worker", lambda name: name in ("configure", "end"))
+    _wrap(workers.WorkerProcess, "Worker", lambda name: name in ("configure", "end"))
     _wrap(wire.Client, "Client", lambda name: name == "call")
     _wrap(
         sandboxes.Sandboxes, "Sandboxes", lambda name: name.startswith("_") and name[1] != "_" and name not in _DRIVERS
     )
-    for name in ("write_files", "plan_container", "remove_container_groups", "birth"):
+    for name in ("write_files", "plan_container", "remove_container_groups", "spawn_worker"):
         setattr(sandboxes, name, _stepped(f"sandboxes.{name}", getattr(sandboxes, name)))
     cls: Any = sandboxes.Sandboxes
     cls.launch = _with_fault("launch", cls.launch, lambda spec: spec.sandbox)
@@ -177,7 +181,7 @@ def _install() -> None:
                 found = host._sandboxes._known.get(parameters["sandbox"])
                 if found is None or found.worker is None:
                     return {"digest": None}
-                return {"digest": (await found.worker.control.call("ping")).get("digest")}
+                return {"digest": (await found.worker.control.ask(worker.Beat())).digest}
         return await handle(host, client, op, parameters, fds)
 
     hostd.Host.handle = handled  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle import serve
-from lifecycle.edge import Edge
+from lifecycle.api.edge import Edge
 
 sys.path.append(str(Path(__file__).parents[1] / "lifecycle"))
 

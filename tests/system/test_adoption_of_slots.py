@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from runtimes import netns, slots
 from runtimes.adoption import Unfit, examine
-from runtimes.docker import State
-from runtimes.netplan import PLAN
-from runtimes.records import Record
+from runtimes.engine.docker import ContainerState
+from runtimes.net import netns, slots
+from runtimes.net.plan import PLAN
+from runtimes.records import SandboxRecord
 from runtimes.spec import Uids
 
 pytestmark = pytest.mark.system
@@ -30,7 +30,7 @@ class Place:
     slot: slots.Slot
     pid: int
 
-    def record(self, **changes: Any) -> Record:
+    def record(self, **changes: Any) -> SandboxRecord:
         plain: dict[str, Any] = {
             "sandbox": "sbx-1",
             "runtime": "runc",
@@ -45,11 +45,11 @@ class Place:
             "selection": {"policy_name": "agents"},
             "compiled": {"digest": "d"},
         }
-        return Record(**(plain | changes))
+        return SandboxRecord(**(plain | changes))
 
-    def state(self, **changes: Any) -> State:
+    def state(self, **changes: Any) -> ContainerState:
         plain: dict[str, Any] = {"exit_code": 0, "oom": False, "started_at": "", "error": ""}
-        return State(**(plain | {"status": "running", "pid": self.pid} | changes))
+        return ContainerState(**(plain | {"status": "running", "pid": self.pid} | changes))
 
 
 @pytest.fixture(scope="module", name="place")

@@ -15,8 +15,8 @@ from demo.chaos.judge import judge
 from demo.chaos.kills import Part, plan
 from demo.chaos.main import POLICY
 from demo.chaos.run import Settings, run
-from demo.internet import API, Internet
-from demo.stack import Stack
+from testbed.internet import API, Internet
+from testbed.stack import Stack
 from tests.stacks import INTERNET
 
 SECONDS = 40.0

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from demo import namespaces
-from demo.internet import Internet
-from demo.stack import EMPTY_IMAGE
-from demo.traces import Traces, alive, left_by_server, start_time
-from runtimes import netns, nft, predecessor
-from runtimes.guard import Guard
-from runtimes.nft import GuardPlan
+from runtimes.net import netns, nft
+from runtimes.net.guard import NetGuard
+from runtimes.net.nft import GuardPlan
+from runtimes.process import predecessor
+from testbed import namespaces
+from testbed.internet import Internet
+from testbed.stack import EMPTY_IMAGE
+from testbed.traces import Traces, alive, left_by_server, start_time
 from tests.stacks import INTERNET, Second
 
 pytestmark = pytest.mark.system
@@ -116,7 +117,7 @@ def test_processes_of_a_second_home_survive(place: Place, processes: Processes) 
 
     def canary(home: Path, name: str, port: str) -> subprocess.Popen[str]:
         counter = place.checkout / name
-        command = ("unshare", "-n", sys.executable, "-m", "demo.canary", counter, port)
+        command = ("unshare", "-n", sys.executable, "-m", "testbed.canary", counter, port)
         return processes.start(*command, first="ready", SALLYPORT_HOME=str(home))
 
     own, other = canary(place.home, "own", "8080"), canary(Path(f"{place.home}-2"), "other", "8080")
@@ -129,7 +130,7 @@ def test_processes_of_a_second_home_survive(place: Place, processes: Processes) 
 def test_only_namespaces_that_the_home_noted_are_removed(place: Place) -> None:
     """Not one of another home, not one of a name that the home noted for a former one."""
     names = {part: f"{INTERNET}-c{part}" for part in ("own", "other", "again")}
-    beside = place.home / "beside"
+    beside = place.home / "faults"
     try:
         namespaces.make(names["own"], place.home)
         namespaces.make(f"{names['own']}b", beside)
@@ -170,7 +171,7 @@ async def _leave_floor(notes: Path, upstream: Path) -> None:
     async def changed(pidfd: int) -> None:
         pass
 
-    guard = Guard(notes / "guard.nft", upstream, changed)
+    guard = NetGuard(notes / "guard.nft", upstream, changed)
     await guard.start(PLAN)
     await guard.stop()
 

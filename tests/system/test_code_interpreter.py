@@ -32,8 +32,8 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from bench import first_code
 from bench.ground import Ground
-from demo.internet import Internet
-from demo.stack import CODE_ENTRYPOINT, Stack
+from testbed.internet import Internet
+from testbed.stack import CODE_ENTRYPOINT, Stack
 from tests.conftest import ONE_RUNTIME, RUNTIMES
 
 pytestmark = pytest.mark.system
@@ -490,7 +490,7 @@ def test_a_flood_arrives_whole_where_it_is_read(box: Box) -> None:
 
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_a_reader_that_stops_costs_bounded_memory(box: Box) -> None:
-    """What nobody reads is dropped on the way, while the sandbox answers; then the run ends."""
+    """Output without a reader is dropped on the way, while the sandbox answers; then the run ends."""
     context = box.context()
     code = (
         "import os, sys\n"
@@ -639,7 +639,7 @@ def test_the_server_listens_inside_only(box: Box) -> None:
 
 
 def test_the_benchmark_of_first_code_gives_whole_figures(stack: Stack, internet: Internet) -> None:
-    """On both runtimes; how large they are is no test's business, short of what nobody would wait for."""
+    """On both runtimes. The only bound on the times is a generous one."""
     figures = {figure.name: figure.values for figure in first_code.measure(Ground(internet, stack, ""), 1)}
 
     wanted = ("ready", "first print(1)", "a later print(1)")

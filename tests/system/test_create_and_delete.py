@@ -1,6 +1,6 @@
-"""A create or a delete happens wholly or not at all, whoever fails, leaves, races or is killed meanwhile.
+"""A create or a delete happens wholly or not at all, also with failures, lost clients, races and kills meanwhile.
 
-It tests `lifecycle/transaction.py`.
+It tests `lifecycle/sandboxes/transaction.py`.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ import httpx
 import pytest
 from opensandbox.models.execd import RunCommandOpts
 
-from demo.census import Census, command_lines, daemons, descriptors, take
-from demo.internet import API, ATTACKER, STATUS
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import EMPTY_IMAGE, Stack
+from testbed.census import Census, command_lines, daemons, descriptors, take
+from testbed.internet import API, ATTACKER, STATUS
+from testbed.stack import EMPTY_IMAGE, Stack
 
 pytestmark = pytest.mark.system
 
@@ -119,7 +119,7 @@ async def test_a_create_that_fails_leaves_nothing(change: dict[str, Any], runtim
 async def test_an_entrypoint_that_does_not_exist_ends_the_sandbox_and_not_its_removal(
     runtime: str, stack: Stack
 ) -> None:
-    """There is nobody to ask but the image; the sandbox is told Failed, and its removal leaves nothing."""
+    """Only the image has the answer; the sandbox is reported Failed, and its removal leaves nothing."""
     before = take(stack)
     async with client(stack) as http:
         request = body(entrypoint=["/no/such/program"], extensions={"sallyport.runtime": runtime})

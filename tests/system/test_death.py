@@ -1,8 +1,8 @@
 """kill -9 of each of Sallyport's processes, alone and in pairs, while sandboxes work; and a machine that loses power.
 
 What must hold is asked of the far end: nothing arrives at the attacker, every request that arrived has its record, and
-the programs that were started before the death get their answers again, from a gateway they trust. Nobody helps.
-It tests `runtimes/keeper.py`.
+the programs that were started before the death get their answers again, from a gateway they trust, without
+help from outside. It tests `runtimes/process/watchdog.py`.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ import pytest
 from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
 
-from demo.capture import Capture
-from demo.census import command_lines, daemons, take
-from demo.internet import ADDRESSES, API, ATTACKER, Internet
 from demo.sandboxes import DemoSandbox, Secrets
-from demo.stack import EMPTY_IMAGE, Stack
-from demo.traces import Traces, start_time
-from runtimes.cgroups import Cgroups
+from lifecycle.posture.capture import Capture
+from runtimes.process.cgroups import Cgroups
+from testbed.census import command_lines, daemons, take
+from testbed.internet import ADDRESSES, API, ATTACKER, Internet
+from testbed.stack import EMPTY_IMAGE, Stack
+from testbed.traces import Traces, start_time
 from tests.stacks import Second, beside, put_secrets
 from tests.system.test_create_and_delete import body, client
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 PATIENCE = 60.0
 """Seconds until everything serves again. How long it takes is measured elsewhere; here it must come."""
@@ -72,7 +72,7 @@ for number in range(1000000):
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """One round of the client inside: when it began, what the API said, what else it was told."""
+    """One round of the client inside: when it began, what the API answered, what else it received."""
 
     began: float
     said: str
@@ -253,7 +253,7 @@ async def test_a_create_waits_for_a_dockerd_that_is_coming_back(stack: Stack) ->
 def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_one(
     stack: Stack, clients: list[Client]
 ) -> None:
-    """Its birth has begun with the guard that is gone: it is told of the next one, as all others are."""
+    """Its spawn began with the guard that is gone: it gets the next one, as all other workers do."""
     one, other = clients
     (zygote,) = processes(stack, "zygote", clients)
     state = stack.host("inspect", sandbox=one.id)
@@ -307,7 +307,7 @@ def ways_in(stack: Stack, client: Client) -> int:
 def test_a_killed_keeper_takes_hostd_with_it_and_the_next_start_adopts(
     stack: Stack, clients: list[Client], internet: Internet
 ) -> None:
-    """No hostd without a keeper; without both the sandboxes are cut off; the next `serve` finds them as they were."""
+    """No hostd without a watchdog; without both the sandboxes are cut off; the next `serve` finds them as they were."""
     before = policies(stack, clients)
     containers = [stack.host("inspect", sandbox=one.id)["container"] for one in clients]
     hostd = daemons(stack)["runtimes.hostd"]

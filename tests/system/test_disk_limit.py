@@ -9,8 +9,8 @@ import httpx
 import pytest
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.stack import Stack
-from runtimes import disk
+from runtimes.engine import disk
+from testbed.stack import Stack
 
 pytestmark = pytest.mark.system
 
@@ -85,7 +85,7 @@ def behind_loops() -> list[str]:
     """The files behind this machine's loop devices."""
     found = []
     for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with suppress(OSError):  # somebody else's, and gone meanwhile
+        with suppress(OSError):  # another process's, and gone meanwhile
             found.append(path.read_text().strip())
     return found
 
@@ -174,7 +174,7 @@ def test_a_size_that_cannot_be_is_refused(stack: Stack, size: str) -> None:
     assert (400, "SANDBOX::INVALID_PARAMETER") == (answer.status_code, answer.json()["code"])
 
 
-def test_the_doctors_disk_goes_though_somebody_copied_its_mount(
+def test_the_doctors_disk_is_removed_although_another_process_copied_its_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another server's daemon, say, whose mount namespace was made at that moment."""

@@ -1,6 +1,6 @@
 """A daemon's start beside other servers: namespaces that come and go while it leaves them behind.
 
-It tests `runtimes/enter.py`.
+It tests `runtimes/process/enter.py`.
 """
 
 import subprocess
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import netns
-from runtimes.daemon_groups import DaemonGroups
-from runtimes.supervisor import Inheritance, Program, start_process
+from runtimes.net import netns
+from runtimes.process.daemon_groups import DaemonGroups
+from runtimes.process.supervisor import Inheritance, Program, start_process
 
 pytestmark = pytest.mark.system
 
 _ENTER = """
 import os, sys
 sys.path.insert(0, {root!r})
-from runtimes import enter
+from runtimes.process import enter
 os.unshare(os.CLONE_NEWNS)
 enter._mount("none", "/", "", enter._MS_REC | enter._MS_PRIVATE)
 before = enter._namespaces()

@@ -1,4 +1,4 @@
-"""execd in images that are small, empty, or set traps for whoever starts a program in them; 64 MiB each.
+"""execd in images that are small, empty, or set traps for a process that starts a program in them; 64 MiB each.
 
 The traps are a library that notes which program it was loaded into: by the environment, by the loader's own file, and
 as a module for names of users. That the image's programs do load it is the control. A hostile image has what a
@@ -25,7 +25,7 @@ from opensandbox.models.execd import RunCommandOpts
 from opensandbox.models.filesystem import WriteEntry
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.stack import EMPTY_IMAGE, IMAGE, Stack
+from testbed.stack import EMPTY_IMAGE, IMAGE, Stack
 
 pytestmark = pytest.mark.system
 
@@ -268,7 +268,7 @@ def test_what_an_image_says_and_where_its_links_lead_is_of_no_use_to_it(
         assert "nameserver 192.0.2.1" in output(sandbox.commands.run("cat /etc/resolv.conf"))
         assert "/opt/opensandbox/execd" in output(sandbox.commands.run("tr '\\0' ' ' </proc/1/cmdline"))
         tried = "for node in /nodes/*; do (exec 3<$node) 2>/dev/null && echo $node; done; echo end"
-        # On runsc these are gVisor's own; runc lets everybody open a tun. Nobody here may make an interface of it.
+        # On runsc these are gVisor's own; runc lets every user open a tun. No process here may make an interface of it.
         own = {"/nodes/tun", *(["/nodes/fuse"] if runtime == "runsc" else [])}
         assert {"end"} == set(output(sandbox.commands.run(tried)).split()) - own
         made_one = "tunctl -f /nodes/tun -t tun9 || echo refused; cut -d: -f1 /proc/net/dev | tr -d ' ' | tail -n +3"
@@ -288,7 +288,7 @@ def test_outside_of_a_sandbox_those_nodes_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a device"])
-def test_an_image_whose_users_nobody_can_read_is_refused_at_once(kind: str, stack: Stack, tmp_path: Path) -> None:
+def test_an_image_with_an_unreadable_users_file_is_refused_at_once(kind: str, stack: Stack, tmp_path: Path) -> None:
     """Docker would wait for ever, or read for ever, with the container's lock in its hands."""
     tar, image = tmp_path / "unreadable.tar", "unreadable"
     _without_users(tar)

@@ -22,13 +22,13 @@ from typing import Any
 import httpx
 import pytest
 
-from demo.census import Census, command_lines, take
-from demo.internet import Internet
-from demo.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
+from testbed.census import Census, command_lines, take
+from testbed.internet import Internet
+from testbed.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
 from tests.conftest import ONE_RUNTIME
 from tests.stacks import INTERNET
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 ROOT = Path(__file__).resolve().parents[2]
 IDLE = ["tail", "-f", "/dev/null"]
@@ -40,10 +40,10 @@ RESTARTS = 4
 PATIENCE = 120.0
 _KEEPER = """
 import pathlib, sys
-from runtimes import keeper
-keeper._BACKOFF = (0.0,)  # as in faulty_hostd
+from runtimes.process import watchdog
+watchdog._BACKOFF = (0.0,)  # as in faulty_hostd
 command = [sys.executable, "-m", "tests.system.faulty_hostd", sys.argv[1]]
-sys.exit(keeper.Keeper(command, keeper.ending(pathlib.Path(sys.argv[1]))).run())
+sys.exit(watchdog.Watchdog(command, watchdog.ending(pathlib.Path(sys.argv[1]))).run())
 """
 
 
@@ -158,7 +158,7 @@ def _faulty() -> Iterator[Faulty]:
 
 @pytest.fixture(autouse=True, name="clean")
 def _clean(faulty: Faulty) -> Iterator[None]:
-    """What one test leaves behind is not told again by the next."""
+    """The next test does not report again what one test left behind."""
     yield
     headers = {"OPEN-SANDBOX-API-KEY": faulty.api_key}
     for name in faulty.rows():
@@ -209,7 +209,7 @@ async def _in_parallel(cases: list[Callable[[], Any]]) -> None:
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 @pytest.mark.parametrize("mode", ["refused", "unanswered"])
 async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty: Faulty, runtime: str) -> None:
-    """In hostd; the caller is told, or has a sandbox that is whole. The next launch works."""
+    """In hostd; the caller gets an error, or has a sandbox that is whole. The next launch works."""
     before = take(faulty)
     async with faulty.client() as http:
         await deleted(http, await made(http, runtime, f"{runtime}-{mode}:-1:none"))
@@ -378,7 +378,7 @@ async def _changed(http: httpx.AsyncClient, name: str, number: int, mode: str) -
 
 @pytest.mark.parametrize("mode", ["killed-before", "left-before"])
 async def test_a_creation_that_loses_its_control_plane_leaves_nothing(mode: str, faulty: Faulty) -> None:
-    """At each step; what the caller was not told of is gone, and the workload never ran without its gateway."""
+    """At each step; a sandbox whose id no caller got is gone, and the workload never ran without its gateway."""
     before = take(faulty)
     async with faulty.client() as http:
         answer = await _fault(http, "fault.-1.none", "POST", "/sandboxes", body())
@@ -455,7 +455,7 @@ async def test_twenty_changes_at_once_are_all_there(faulty: Faulty) -> None:
 
 @pytest.mark.parametrize("end", ["restart", "kill", "exit"])
 async def test_a_container_that_ends_does_not_come_back(end: str, faulty: Faulty, runtime: str) -> None:
-    """`docker restart`, its first process killed, or ended by itself: told as ended, and not started again (LIF-25)."""
+    """`docker restart`, its first process killed, or ended by itself: reported as ended, not started again (LIF-25)."""
     before = take(faulty)
     async with faulty.client() as http:
         name = await made(http, runtime)

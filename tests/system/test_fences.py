@@ -28,10 +28,10 @@ from opensandbox.models.execd import RunCommandOpts
 from opensandbox.sync.sandbox import SandboxSync
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
-from demo.internet import ADDRESSES, STATUS
-from demo.stack import Stack
-from runtimes import netns
-from runtimes.netplan import PLAN
+from runtimes.net import netns
+from runtimes.net.plan import PLAN
+from testbed.internet import ADDRESSES, STATUS
+from testbed.stack import Stack
 from tests.system.fence_judge import Turn, within_bounds
 
 pytestmark = [pytest.mark.system, pytest.mark.timed]
@@ -153,8 +153,8 @@ os.rename("/tmp/counts.new", "/tmp/counts")
 
 SILENT = f"""
 import socket, time
-address, held, until = "{ADDRESSES[STATUS]}", [], time.time() + {HELD}
-while time.time() < until:
+address, held, began = "{ADDRESSES[STATUS]}", [], time.time()
+while time.time() < began + {HELD} or len(held) <= {OPEN} and time.time() < began + 10 * {HELD}:
     s = socket.socket()
     s.setblocking(False)
     s.connect_ex((address, 443))
@@ -210,7 +210,7 @@ class Seen:
         return Turn(rest, most, statistics.median(map(self.spare, rests)))
 
     def spare(self, window: tuple[float, float]) -> float:
-        """The share of the machine's time that nobody wanted, about within a window."""
+        """The idle share of the machine's processor time, within about one window."""
         inside = [item for item in self.idle if window[0] - LOOK / 10 <= item[0] <= window[1] + LOOK / 10]
         if len(inside) < 2:
             return 0.0
@@ -444,7 +444,7 @@ def test_connections_that_say_nothing_are_bounded(stack: Stack, pair: Pair) -> N
 
 
 def test_half_open_connections_are_bounded(stack: Stack, pair: Pair) -> None:
-    """Whoever can make frames of his own, as no workload can, begins as many as the rate lets him.
+    """A sender of raw frames, which no workload is, begins as many as the rate permits.
 
     runsc's own kernel resets what it did not begin, so there they are over sooner.
     """

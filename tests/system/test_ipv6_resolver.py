@@ -1,6 +1,6 @@
 """Resolvers with IPv6 addresses: from the settings to a name that a sandbox asks for, over UDP and over TCP.
 
-It tests `gateway/resolver.py`.
+It tests `gateway/dns/resolver.py`.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 from dnslib import QTYPE, RR, A, DNSRecord
 
-from demo.internet import ADDRESSES, STATUS, Internet, ip
-from demo.stack import Stack
+from testbed.internet import ADDRESSES, STATUS, Internet, ip
+from testbed.stack import Stack
 from tests.stacks import beside
 
 pytestmark = pytest.mark.system

@@ -12,9 +12,9 @@ from opensandbox.exceptions import SandboxApiException
 from opensandbox.models.sandboxes import NetworkPolicy, NetworkRule
 from websockets.sync.client import connect
 
-from demo.internet import API, ATTACKER, STATUS, Internet
 from demo.sandboxes import DemoSandbox, Secrets, empty_image_works
-from demo.stack import IMAGE, Stack
+from testbed.internet import API, ATTACKER, STATUS, Internet
+from testbed.stack import IMAGE, Stack
 
 pytestmark = pytest.mark.system
 

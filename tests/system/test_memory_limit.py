@@ -1,6 +1,6 @@
 """What a workload takes beyond its sandbox's memory ends it, or the sandbox, which is then said so.
 
-It tests `runtimes/cgroups.py`.
+It tests `runtimes/process/cgroups.py`.
 """
 
 import time
@@ -10,7 +10,7 @@ import pytest
 from opensandbox.models.execd import RunCommandOpts
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.stack import Stack
+from testbed.stack import Stack
 
 pytestmark = pytest.mark.system
 

@@ -2,6 +2,7 @@
 
 Each case takes something back that a sandbox's credential binding needs. The document applies all the same: the binding
 is out of force, the rest of the sandbox's policy stays in force under the new document, and the log names the binding.
+The compiler reads the file (`policy/operator_file.py`).
 """
 
 import json
@@ -17,8 +18,8 @@ import httpx
 import pytest
 from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
-from demo.internet import API, STATUS, Internet
-from demo.stack import POLICY, Stack
+from testbed.internet import API, STATUS, Internet
+from testbed.stack import POLICY, Stack
 from tests.system.test_changes import MARGIN, Asked, Asker, arrivals, askers, wait_for_questions
 from tests.system.test_create_and_delete import until
 

@@ -21,13 +21,13 @@ from typing import Any, cast
 import pytest
 
 import wire
-from demo.with_parent import with_parent
 from policy.compiled import CompiledPolicy
 from policy.facts import Scheme
 from policy.names import HostPattern
 from policy.rules import Action, Endpoint, Precedence, Rule, RuleList
-from runtimes.cgroups import Cgroups
-from runtimes.workers import Identity, Worker
+from runtimes.process.cgroups import Cgroups
+from runtimes.workers import WorkerIdentity, WorkerProcess
+from testbed.with_parent import with_parent
 from tests.system.test_worker_flow import (  # noqa: F401 - fixtures are found by their names
     PREFIX,
     UID,
@@ -43,7 +43,7 @@ from tests.system.test_worker_flow import (  # noqa: F401 - fixtures are found b
     worker,
 )
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 STREAMS = 400
 LOOPS = 3
@@ -123,8 +123,8 @@ def watched(gate: Gate) -> Iterator[threading.Event]:
     async def watch() -> None:
         control = wire.Client(socket.socket(fileno=os.dup(gate.control.sock.fileno())))
         control.start()
-        identity = Identity(gate.rig.sandbox, gate.rig.generation, UID, Path("/none"))
-        eye = Worker(identity, gate.pid, control, cast(Any, None), cast(Any, None), gate.ledger, cast(Any, None))
+        identity = WorkerIdentity(gate.rig.sandbox, gate.rig.generation, UID, Path("/none"))
+        eye = WorkerProcess(identity, gate.pid, control, cast(Any, None), cast(Any, None), gate.ledger, cast(Any, None))
         ended = asyncio.create_task(eye.ended())
         ended.add_done_callback(lambda task: None if task.cancelled() else replaced.set())
         await asyncio.to_thread(stop.wait)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from demo.census import command_lines
-from demo.ungate import Ungated
-from lifecycle import settings
+from lifecycle.config import settings
 from lifecycle.posture import probe, server
 from lifecycle.posture.attempts import ATTEMPTS
+from testbed.census import command_lines
+from testbed.ungate import Ungated
 
 pytestmark = pytest.mark.system
 
@@ -79,7 +79,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
         yield Path(name)
         assert [] == _left(Path(name))
     deadline = time.monotonic() + 300
-    while left := _namespaces() - before:  # somebody else's go with their probe
+    while left := _namespaces() - before:  # other processes' namespaces go with their probe
         assert time.monotonic() < deadline, left
         time.sleep(1)
 
@@ -99,15 +99,15 @@ def test_every_way_is_held_on_both_runtimes(tmp_path: Path) -> None:
     assert "posture: every way held" == lines[-1]
 
 
-def test_a_slot_without_its_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_without_its_layers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of the first sandbox is opened and not watched: what gets out is said to have got out.
 
     Two of its probes do not run to their end: they are said to be untried.
     """
     opened: list[Ungated] = []
-    create = server.Server.create
+    create = server.ProbeServer.create
 
-    def create_and_open(self: server.Server, runtime: str) -> server.Sandbox:
+    def create_and_open(self: server.ProbeServer, runtime: str) -> server.ProbeSandbox:
         sandbox = create(self, runtime)
         if not opened:
             net = f"{self.run_dir.parent.name}-net"
@@ -119,7 +119,7 @@ def test_a_slot_without_its_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         return sandbox
 
     monkeypatch.setattr(server, "HOSTD", "tests.unwatched")
-    monkeypatch.setattr(server.Server, "create", create_and_open)
+    monkeypatch.setattr(server.ProbeServer, "create", create_and_open)
     said: list[str] = []
     held = probe.probe(settings.parse(_document("runc"), "(test)", {}), said.append)
 

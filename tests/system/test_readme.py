@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from demo.internet import API
-from demo.stack import Stack
+from testbed.internet import API
+from testbed.stack import Stack
 
 pytestmark = pytest.mark.system
 

@@ -24,15 +24,15 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect
 
-from demo.stack import CODE_ENTRYPOINT, Stack
-from runtimes import netns, slots
-from runtimes.containers import LAUNCH, end_processes, plan_container, write_files
-from runtimes.netplan import PLAN
-from runtimes.shim_install import RUNSC_FLAGS
+from runtimes.engine.containers import LAUNCH, end_processes, plan_container, write_files
+from runtimes.engine.profile import RUNSC
+from runtimes.net import netns, slots
+from runtimes.net.plan import PLAN
 from runtimes.spec import LaunchSpec
+from testbed.stack import CODE_ENTRYPOINT, Stack
 from tests.runtimes.test_spec import launch_message
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 PORT = 44772
 JUPYTER = ("JUPYTER_HOST=http://127.0.0.1:44771", "JUPYTER_TOKEN=opensandboxcodeinterpreterjupyter")
@@ -108,7 +108,7 @@ class Box:
 
     def runsc(self, *words: str) -> None:
         flags = [
-            flag for flag in RUNSC_FLAGS if not flag.startswith("--overlay2")
+            flag for flag in RUNSC.flags if not flag.startswith("--overlay2")
         ]  # the image's files stay as they are
         command = [os.environ["SALLYPORT_RUNSC"], f"--root={self.bundle.parent / 'state'}", "--ignore-cgroups", *flags]
         with (self.bundle / "output").open("ab") as output:  # a sandbox keeps these open: no pipe
@@ -343,7 +343,7 @@ def _furnish(scene: Scene) -> None:
 
 
 def _refused(scene: Scene, box: Box) -> dict[str, set[int]]:
-    """What each route answers, to whoever asks."""
+    """What each route answers to any caller."""
     answered: dict[str, set[int]] = {}
     until(lambda: _answers(box), "execd listens")
     with box.connection() as connection:
@@ -374,7 +374,7 @@ def _answers(box: Box) -> bool:
     return False
 
 
-def test_after_a_restore_nobody_is_served_before_the_host_has_said_whose_it_is(scene: Scene) -> None:
+def test_after_a_restore_no_request_is_served_before_the_init(scene: Scene) -> None:
     for copy in scene.copies:
         assert {503} == set().union(*scene.refused[copy.name].values()), scene.refused[copy.name]
         assert [401, 401, 401, 401, 200] == scene.inits[copy.name]

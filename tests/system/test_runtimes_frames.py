@@ -1,4 +1,4 @@
-"""Frames that no honest stack sends, from whoever may make his own at the sandbox's end of a slot's link.
+"""Frames that no honest stack sends, from a sender of raw frames at the sandbox's end of a slot's link.
 
 Raw sockets in the gateway's namespace get a copy of whatever passed the rules, so they say what was delivered to the
 host's own stack there. The control is the same slot without its rules: there the kernel delivers what can be delivered.
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import netns, netstate, slots
-from runtimes.netplan import GATEWAY_SYSCTLS, PLAN
-from runtimes.slots import Slot
+from runtimes.net import netns, netstate, slots
+from runtimes.net.plan import GATEWAY_SYSCTLS, PLAN
+from runtimes.net.slots import Slot
 from tests.system.test_fences import checksum
 
 pytestmark = pytest.mark.system

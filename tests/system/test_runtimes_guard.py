@@ -1,6 +1,6 @@
-"""The guard's rules on a real kernel, by who dials what.
+"""The guard's rules on a real kernel, by dialling process and destination.
 
-It tests `runtimes/guard.py`.
+It tests `runtimes/net/guard.py`.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import netns
-from runtimes.guard import Guard
-from runtimes.nft import GuardPlan, render_floor, render_guard
+from runtimes.net import netns
+from runtimes.net.guard import GuardError, NetGuard
+from runtimes.net.nft import GuardPlan, render_floor, render_guard
 
 pytestmark = pytest.mark.system
 
@@ -47,27 +47,27 @@ def test_a_worker_reaches_no_local_address(upstream: Path, uid: int) -> None:
     with _listener(upstream) as listener:
         port = listener.getsockname()[1]
         assert _dials(upstream, uid, "127.0.0.1", port)
-        netns.load_rules(upstream, render_guard(GuardPlan(_FIRST, _LAST)).replace("flags owner;", ""))
+        netns.load_rules(upstream, render_guard(GuardPlan(_FIRST, _LAST), "test").replace("flags owner;", ""))
         assert not _dials(upstream, uid, "127.0.0.1", port)
 
 
 @pytest.mark.parametrize("uid", [0, _FIRST - 1, _LAST + 1])
-def test_nobody_else_is_touched(upstream: Path, uid: int) -> None:
-    netns.load_rules(upstream, render_guard(GuardPlan(_FIRST, _LAST)).replace("flags owner;", ""))
+def test_no_other_process_is_affected(upstream: Path, uid: int) -> None:
+    netns.load_rules(upstream, render_guard(GuardPlan(_FIRST, _LAST), "test").replace("flags owner;", ""))
     with _listener(upstream) as listener:
         assert _dials(upstream, uid, "127.0.0.1", listener.getsockname()[1])
 
 
 def test_a_range_that_the_operator_named_is_open(upstream: Path) -> None:
     plan = GuardPlan(_FIRST, _LAST, allowed=(ip_network("127.0.0.0/8"),))
-    netns.load_rules(upstream, render_guard(plan).replace("flags owner;", ""))
+    netns.load_rules(upstream, render_guard(plan, "test").replace("flags owner;", ""))
     with _listener(upstream) as listener:
         assert _dials(upstream, _FIRST, "127.0.0.1", listener.getsockname()[1])
 
 
 def test_a_workers_connections_are_counted(upstream: Path) -> None:
     plan = GuardPlan(_FIRST, _LAST, allowed=(ip_network("127.0.0.0/8"),), connections=2)
-    netns.load_rules(upstream, render_guard(plan).replace("flags owner;", ""))
+    netns.load_rules(upstream, render_guard(plan, "test").replace("flags owner;", ""))
     with _listener(upstream) as listener:
         port = listener.getsockname()[1]
         held = " ".join(f"exec {fd}<>/dev/tcp/127.0.0.1/{port} && echo {fd};" for fd in range(3, 9))
@@ -101,7 +101,7 @@ except OSError as error:
 
 def _load(path: Path, plan: GuardPlan, *layers: str) -> None:
     for layer in layers:
-        text = render_guard(plan).replace("flags owner;", "") if layer == "guard" else render_floor(plan)
+        text = render_guard(plan, "test").replace("flags owner;", "") if layer == "guard" else render_floor(plan)
         netns.load_rules(path, text)
 
 
@@ -220,7 +220,7 @@ async def test_a_floor_that_cannot_be_noted_is_laid_and_the_guard_renewed(upstre
     """Only `./run clean` reads the note."""
     announced: asyncio.Queue[int] = asyncio.Queue()
     (tmp_path / "floor").mkdir()
-    guard = Guard(tmp_path / "guard.nft", upstream, announced.put)
+    guard = NetGuard(tmp_path / "guard.nft", upstream, announced.put)
     await guard.start(GuardPlan(_FIRST, _LAST))
     try:
         await guard.renew()
@@ -231,3 +231,24 @@ async def test_a_floor_that_cannot_be_noted_is_laid_and_the_guard_renewed(upstre
     finally:
         await guard.stop()
         await guard.remove_floor()
+
+
+async def test_a_second_server_of_one_upstream_namespace_is_refused_and_changes_nothing(
+    upstream: Path, tmp_path: Path
+) -> None:
+    """The first server's table is not taken for the second's, and the first server's floor stays."""
+    (tmp_path / "second").mkdir()
+    announced: asyncio.Queue[int] = asyncio.Queue()
+    first, second = (
+        NetGuard(place / "guard.nft", upstream, announced.put) for place in (tmp_path, tmp_path / "second")
+    )
+    await first.start(GuardPlan(_FIRST, _LAST))
+    try:
+        before = await first.listed()
+        with pytest.raises(GuardError, match="another server"):
+            await second.start(GuardPlan(_LAST + 1, _LAST + 9))
+        assert not second.in_force
+        assert (before, 1) == (await first.listed(), first.lives)
+    finally:
+        await first.stop()
+        await first.remove_floor()

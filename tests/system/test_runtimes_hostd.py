@@ -25,23 +25,25 @@ import docker.errors
 import pytest
 
 import wire
-from demo.traces import alive, cookie_of
-from runtimes import netns
-from runtimes.cgroups import Cgroups
-from runtimes.docker import LABEL
-from runtimes.slot_pool import AHEAD
+from runtimes.engine.docker import LABEL
+from runtimes.net import netns
+from runtimes.net.slot_pool import AHEAD
+from runtimes.process.cgroups import Cgroups
 from runtimes.spec import Uids
+from testbed.traces import alive, cookie_of
 from tests.conftest import ONE_RUNTIME
 from tests.runtimes.standin import digest
 from tests.system.test_watch_cuts_off import guards
 from vault import keyring
+from wire.api import vaultd
+from wire.operations import Request, operation, parameters
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ids = itertools.count(1)
 PATIENCE = 60.0
-NO_POLICY: tuple[dict[str, Any], ...] = ({}, {"policy": []}, {"policy": None}, {"policy": {}, "upstream_roots": "pem"})
+NO_POLICY = ("", "null", "[]", "{", "nothing")
 
 
 class Hostd:
@@ -132,20 +134,20 @@ class Hostd:
         assert self._sock is not None
         return _asked(self._sock, op, **parameters)
 
-    def vault(self, op: str, **parameters: Any) -> dict[str, Any]:
-        """A call to vaultd, as serve makes it; waits while vaultd is started again."""
+    def vault(self, request: Request[Any]) -> dict[str, Any]:
+        """A request to vaultd, as serve makes it; waits while vaultd is started again."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 with _connected(self.run / "vault.sock") as sock:
-                    return _asked(sock, op, **parameters)
+                    return _asked(sock, operation(request), **parameters(request))
             except OSError:
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.05)
 
     def launch(self, runtime: str, **changes: Any) -> str:
         sandbox = f"sbx-{runtime}-{next(_ids)}"
-        opened = self.vault("open_sandbox", sandbox=sandbox, lineage=sandbox, grants=[], inline={}, names=[])
+        opened = self.vault(vaultd.OpenSandbox(sandbox, sandbox, names=()))
         message = {
             "sandbox": sandbox,
             "runtime": runtime,
@@ -232,7 +234,7 @@ def _asked(sock: socket.socket, op: str, **parameters: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """Docker, as somebody beside Sallyport would use it."""
+    """Docker, as another program beside Sallyport would use it."""
 
     def __init__(self, hostd: Hostd) -> None:
         self.api: Any = docker.APIClient(base_url=f"unix://{hostd.run}/docker.sock", version="auto", timeout=60)
@@ -324,7 +326,7 @@ def test_exec_has_no_capability_beyond_the_list(engine: Engine, sandbox: str) ->
     assert "uid=" not in refused
 
 
-def test_nobody_starts_a_sandbox_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
+def test_no_client_can_start_a_sandbox_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     engine.api.kill(f"sallyport-{sandbox}")
     engine.api.wait(f"sallyport-{sandbox}", timeout=60)
     with pytest.raises(docker.errors.APIError, match="no launch plan"):
@@ -698,7 +700,7 @@ def _another_namespace(path: Path) -> None:
     ],
     ids=["flushed", "more rules", "forwarding", "link", "address", "replaced", "gone"],
 )
-def test_a_slot_that_was_changed_while_it_stood_is_told_and_never_used(
+def test_a_slot_that_was_changed_while_idle_is_reported_and_never_used(
     hostd: Hostd, engine: Engine, rule: str, change: Callable[[Path], object]
 ) -> None:
     ready = hostd.standing()

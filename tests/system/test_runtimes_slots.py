@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from demo.traces import alive, cookie_of
-from demo.with_parent import with_parent
-from runtimes import netns, netstate, slots
-from runtimes.cgroups import Cgroups, Limits, Processor, remove_container_groups
-from runtimes.netplan import PLAN
-from runtimes.slots import Slot
-from runtimes.yielding import Computing, Yielding, process_seconds
+from runtimes.net import netns, netstate, slots
+from runtimes.net.plan import PLAN
+from runtimes.net.slots import Slot
+from runtimes.process.cgroups import Cgroups, GroupLimits, Processor, remove_container_groups
+from runtimes.process.cpu_weight import Computing, CpuWeight, process_seconds
+from testbed.traces import alive, cookie_of
+from testbed.with_parent import with_parent
 
 pytestmark = pytest.mark.system
 
@@ -186,7 +186,7 @@ def test_a_ruleset_that_fails_leaves_no_slot(tmp_path: Path, monkeypatch: pytest
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
 
 
-def test_destroying_ends_who_is_inside_and_leaves_nothing(tmp_path: Path) -> None:
+def test_destroying_ends_the_processes_inside_and_leaves_nothing(tmp_path: Path) -> None:
     slot = slots.make(tmp_path, 0, PLAN)
     inmate = netns.inside(slot.sandbox, lambda: subprocess.Popen(["sleep", "1000"]))
     assert (inmate.pid,) == netns.processes(slot.inodes)
@@ -206,7 +206,7 @@ def test_a_predecessors_slots_are_swept_and_foreign_files_are_not(tmp_path: Path
 
 def test_a_group_limits_kills_and_goes(tmp_path: Path) -> None:
     cgroups = Cgroups(str(tmp_path))
-    directories = cgroups.create("worker", Limits(pids=7))
+    directories = cgroups.create("worker", GroupLimits(pids=7))
     try:
         limits = [(path / "pids.max").read_text() for path in directories if (path / "pids.max").exists()]
         assert ["7\n"] == limits
@@ -226,9 +226,9 @@ def test_a_group_limits_kills_and_goes(tmp_path: Path) -> None:
     assert () == cgroups.sweep()
 
 
-def test_who_computes_without_a_pause_weighs_less_until_he_pauses(tmp_path: Path) -> None:
+def test_a_process_that_computes_without_a_pause_weighs_less_until_it_pauses(tmp_path: Path) -> None:
     cgroups, container = Cgroups(str(tmp_path)), f"{os.getpid():064x}"
-    worker = cgroups.create("sandbox.1", Limits())
+    worker = cgroups.create("sandbox.1", GroupLimits())
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     groups = [Path(line.split(" ")[4], "docker", container) for line in lines if " - cgroup" in line]
     with subprocess.Popen(with_parent("python3", "-c", "while True: pass")) as busy:
@@ -239,16 +239,16 @@ def test_who_computes_without_a_pause_weighs_less_until_he_pauses(tmp_path: Path
             weights = [file for file in files if file.exists()]
             usual = [int(file.read_text()) for file in weights]
             assert len(weights) == 2
-            one, yielding = (Computing(container, busy.pid, "sandbox.1"),), Yielding(Processor(cgroups), tuple)
+            one, cpu_weight = (Computing(container, busy.pid, "sandbox.1"),), CpuWeight(Processor(cgroups), tuple)
             until = process_seconds(busy.pid) + 1.0
-            yielding.look(one, 0.0)
+            cpu_weight.look(one, 0.0)
             while process_seconds(busy.pid) < until:
                 time.sleep(0.01)
-            yielding.look(one, 1.0)
+            cpu_weight.look(one, 1.0)
             assert [weight // 16 for weight in usual] == [int(file.read_text()) for file in weights]
             busy.send_signal(signal.SIGSTOP)
             for now in (3.0, 5.0):
-                yielding.look(one, now)
+                cpu_weight.look(one, now)
             assert usual == [int(file.read_text()) for file in weights]
         finally:
             busy.kill()

@@ -22,14 +22,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from demo.stack import free_port
-from runtimes import netns, nft
-from runtimes.cgroups import Cgroups
-from runtimes.dockerd import arguments
+from runtimes.engine.dockerd import arguments
+from runtimes.net import netns, nft
+from runtimes.process.cgroups import Cgroups
 from runtimes.spec import DockerdConfig
+from testbed.stack import free_port
 from tests.anyone import as_anyone
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 ROOT = Path(__file__).resolve().parents[2]
 MANAGED = {"managed": True}
@@ -318,7 +318,7 @@ def test_without_its_upstream_namespace_nothing_is_started(machine: Machine) -> 
     assert {"upstream"} == set(machine.doctor()[1])
 
 
-def test_a_port_in_use_is_told_before_anything_is_made(machine: Machine) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_made(machine: Machine) -> None:
     with closing(socket.create_server(("127.0.0.1", machine.port))):
         assert f"cannot listen on 127.0.0.1:{machine.port}: it is in use" in machine.refusal()
         assert not machine.run.exists()
@@ -416,7 +416,7 @@ class Operator:
 
 
 def test_an_operators_docker_is_used_once_it_has_the_entries_that_were_printed(machine: Machine) -> None:
-    """Refused before, with the very text to add; nobody but the operator edits his file."""
+    """Refused before, with the exact text to add; only the operator edits the file."""
     operator = Operator(machine.directory)
     try:
         operator.wait("runc")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import slot_pool, slots
+from runtimes.net import slot_pool, slots
 
 pytestmark = pytest.mark.system
 

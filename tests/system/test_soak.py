@@ -3,9 +3,9 @@
 import pytest
 
 from demo.soak import soak
-from demo.stack import Stack
+from testbed.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 CREATES = 60
 

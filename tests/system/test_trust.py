@@ -3,7 +3,7 @@
 Each request goes to an inspected host, whose certificate the gateway makes, and is judged where it arrives: with the
 secret that the gateway has put in. The control runs the same client with other anchors, those of the far end itself:
 then nothing arrives.
-It tests `runtimes/dockerd.py`.
+It tests `runtimes/engine/dockerd.py`.
 """
 
 import base64
@@ -22,11 +22,11 @@ import pytest
 from opensandbox.models.execd import RunCommandOpts
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.internet import API, GIT, INDEX, Internet, received_field
 from demo.sandboxes import Secrets
-from demo.stack import CODE_ENTRYPOINT, IMAGE, Stack
-from runtimes.containers import CA_VARIABLES, JAVA_STORE
-from runtimes.java_store import java_store
+from runtimes.engine.containers import CA_VARIABLES, JAVA_STORE
+from runtimes.engine.java_store import java_store
+from testbed.internet import API, GIT, INDEX, Internet, received_field
+from testbed.stack import CODE_ENTRYPOINT, IMAGE, Stack
 
 pytestmark = pytest.mark.system
 

@@ -1,7 +1,7 @@
 """What changes around a sandbox is seen within ten seconds, recorded, and the sandbox is cut off.
 
 Every sandbox here tries to reach the attacker all the time: between the change and the cut nothing may leave either.
-It tests `runtimes/watch.py`.
+It tests `runtimes/checks/watch.py`.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from typing import Any
 import httpx
 import pytest
 
-from demo.capture import Capture
-from demo.census import Census, command_lines, daemons, take
-from demo.internet import ADDRESSES, ATTACKER, STATUS, Internet
 from demo.sandboxes import CUT_OFF_SECONDS, Secrets
-from demo.stack import EMPTY_IMAGE, Stack
-from runtimes import netns
+from lifecycle.posture.capture import Capture
+from runtimes.net import netns
+from testbed.census import Census, command_lines, daemons, take
+from testbed.internet import ADDRESSES, ATTACKER, STATUS, Internet
+from testbed.stack import EMPTY_IMAGE, Stack
 from tests.stacks import beside, put_secrets
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 PATIENCE = 60.0
 ALIKE = 10
@@ -261,7 +261,7 @@ def test_a_file_that_is_not_ours_is_taken_out_of_the_plans(stack: Stack) -> None
 
 
 def guards(upstream: Path) -> list[int]:
-    """Who owns the table in a namespace; hostd itself has others list it now and then."""
+    """The owner of the table in a namespace; hostd itself has other processes list it now and then."""
     pids = netns.processes(frozenset((netns.inode(upstream),)))
     lines = command_lines()
     return [pid for pid in pids if lines.get(pid, "").startswith("nft -i")]
@@ -324,10 +324,10 @@ def test_a_replaced_plan_directory_stops_launches_and_what_was_launched(second: 
 
 
 def test_an_alarm_is_kept_until_auditd_takes_it(second: Stack) -> None:
-    """The sandbox is cut off although nobody records it; the record comes when auditd is back."""
+    """The sandbox is cut off although auditd is down; the record follows when auditd is back."""
     name = created(second, "runsc")
     place = place_of(second, name)
-    auditd = daemons(second)["audit.writer"]
+    auditd = daemons(second)["audit.auditd"]
     os.kill(auditd, signal.SIGSTOP)
     try:
         _link(place.gateway)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
@@ -30,19 +30,23 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from demo.internet import whole_lines
-from demo.namespaces import make as make_namespace
-from demo.namespaces import remove as remove_namespace
 from policy.compiled import DENY_ALL, CompiledPolicy
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.names import HostPattern
 from policy.rules import Action, DnsSettings, Endpoint, Limits, Precedence, Rule, RuleList
-from runtimes.netplan import PLAN
-from runtimes.nft import render_gateway
+from runtimes.net.nft import render_gateway
+from runtimes.net.plan import PLAN
+from testbed.internet import whole_lines
+from testbed.namespaces import make as make_namespace
+from testbed.namespaces import remove as remove_namespace
 from tests.stacks import INTERNET
 from vault import keyring
 from wire import bind_unix, frames
+from wire.api import vaultd as vapi
+from wire.api import worker as wapi
+from wire.codec import decode
+from wire.operations import Notification, Ping, Request, answer_type, operation, parameters
 from wire.sockets import LISTEN_FD
 
 pytestmark = pytest.mark.system
@@ -170,6 +174,13 @@ class Channel:
                 assert "ok" in message, message
                 return dict(message["ok"])
 
+    def ask[Answer](self, request: Request[Answer], *fds: int) -> Answer:
+        answer = self.call(operation(request), fds, **parameters(request))
+        return cast(Answer, decode(answer_type(request), answer))
+
+    def tell(self, notification: Notification, *fds: int) -> None:
+        frames.send(self.sock, {"op": operation(notification), **parameters(notification)}, fds)
+
     def notice(self) -> dict[str, Any]:
         if self.notices:
             return self.notices.pop(0)
@@ -220,19 +231,15 @@ class Gate:
     ledger: int
 
     def configure(self, rules: CompiledPolicy, **changes: Any) -> str:
-        gateway = {
-            "sandbox": self.rig.sandbox,
-            "generation": self.rig.generation,
-            "policy": rules.to_json(),
-            "upstream_roots": self.rig.roots,
-            "dns_upstreams": [f"{DNS}:53"],
-            "allowed_addresses": [f"{WEB}/32"],  # it is on the loopback of the very namespace that is dialled from
-            "host_addresses": {},
-            "inside": str(PLAN.inside),
-            "limits": {},
-            **changes,
-        }
-        return str(self.control.call("configure", gateway=gateway)["digest"])
+        configuration = wapi.Configuration(
+            policy=json.dumps(rules.to_json()),
+            upstream_roots=self.rig.roots,
+            dns_upstreams=(f"{DNS}:53",),
+            inside=str(PLAN.inside),
+            allowed_addresses=(f"{WEB}/32",),  # it is on the loopback of the very namespace that is dialled from
+        )
+        request = wapi.Configure(self.rig.sandbox, self.rig.generation, replace(configuration, **changes))
+        return self.control.ask(request).digest
 
     def dial(self, address: str = WEB, port: int = 443) -> socket.socket:
         def connect() -> socket.socket:
@@ -332,7 +339,7 @@ def auditd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Channel, 
         json.dumps({"directory": str(base / "log"), "uids": [0], "sync": "group",
                     "max_file_bytes": 1 << 24, "max_files": 0})
     )  # fmt: skip
-    with daemon("audit.writer", config, base / "audit.sock") as made:
+    with daemon("audit.auditd", config, base / "audit.sock") as made:
         yield made, base / "log"
 
 
@@ -384,9 +391,11 @@ def vaultd(auditd: tuple[Channel, Path], tmp_path_factory: pytest.TempPathFactor
     ours, theirs = socket.socketpair()
     with ours, theirs:
         auditd[0].call("attach", (ours.fileno(),), sandbox=None, generation=1, producer="vault")
-        with daemon("vault.broker", config, base / "vault.sock", SALLYPORT_AUDIT_FD=theirs.fileno()) as made:
-            made.call("put", name="api-token", value=SECRET, hosts=["good.example.com"], ports=[443], schemes=["https"])
-            made.call("put", name="scoped", value=SCOPED, hosts=["good.example.com"], methods=["GET"], paths=["/v1/*"])
+        with daemon("vault.vaultd", config, base / "vault.sock", SALLYPORT_AUDIT_FD=theirs.fileno()) as made:
+            anything, narrow = vapi.Scope(), vapi.Scope(("GET",), ("/v1/*",))
+            for name, value, scope in (("api-token", SECRET, anything), ("scoped", SCOPED, narrow)):
+                binding = vapi.BindingForm(("good.example.com",), (443,), ("https",), scope, None)
+                made.ask(vapi.Put(name, vapi.Value(value), binding))
             yield made
 
 
@@ -421,8 +430,8 @@ def rig(
         status = process.wait(TIMEOUT)
         sys.stderr.write(log.read_text())
         assert status == 0
-    # Whatever these tests made workers do, none of them wanted a module that it had not been born with.
-    assert [] == [line for line in log.read_text().splitlines() if "is not in the worker" in line]
+    # No worker of these tests tried to import a module that the zygote had not imported.
+    assert [] == [line for line in log.read_text().splitlines() if "is not preloaded" in line]
     # Nor did any of them make a system call that it does not have.
     assert "" == refused.read_text()
 
@@ -433,10 +442,9 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
     control, control_child = socket.socketpair()
     audit, audit_child = socket.socketpair()
     vault, vault_child = socket.socketpair()
-    place = {"host": "good.example.com", "port": 443, "scheme": "https"}
-    grants = [{"secret": secret, **place} for secret in ("api-token", "scoped")]
-    opened = rig.vaultd.call("open_sandbox", sandbox=rig.sandbox, lineage="l-1", grants=grants, inline={})
-    rig.vaultd.call("attach", (vault.fileno(),), sandbox=rig.sandbox, generation=rig.generation)
+    grants = tuple(vapi.GrantForm(secret, "good.example.com", 443, "https") for secret in ("api-token", "scoped"))
+    opened = rig.vaultd.ask(vapi.OpenSandbox(rig.sandbox, "l-1", grants))
+    rig.vaultd.ask(vapi.Attach(rig.sandbox, rig.generation), vault.fileno())
     rig.auditd.call("attach", (audit.fileno(),), sandbox=rig.sandbox, generation=rig.generation, producer="gateway")
     namespace = os.open(f"/run/netns/{PREFIX}-gw", os.O_RDONLY)
     guard_read, guard_write = os.pipe()
@@ -460,7 +468,7 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
         item.close()
     os.close(namespace)
     os.close(guard_read)
-    gate = Gate(rig, int(answer["pid"]), channel(control), guard_write, path, opened["root_pem"], ledger)
+    gate = Gate(rig, int(answer["pid"]), channel(control), guard_write, path, opened.root_pem, ledger)
     try:
         yield gate
     finally:
@@ -476,7 +484,7 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
 def gate(rig: Rig, tmp_path: Path) -> Iterator[Gate]:
     rig.internet.forget()
     with worker(rig, tmp_path) as made:
-        made.control.call("ping")
+        made.control.ask(Ping())
         yield made
 
 
@@ -660,7 +668,7 @@ def test_a_new_policy_cuts_the_live_flows_it_no_longer_permits_and_keeps_the_oth
 
 def test_a_new_policy_cuts_live_flows_to_an_address_that_it_denies_and_opens_no_other(gate: Gate) -> None:
     """Wherever the address comes from: DNS, or the operator's own map."""
-    for mapped in ({}, {"good.example.com": [WEB]}):
+    for mapped in ({}, {"good.example.com": (WEB,)}):
         gate.configure(policy("good.example.com"), host_addresses=mapped)
         with gate.dial() as client:
             client.sendall(hello("good.example.com"))
@@ -690,7 +698,8 @@ def test_a_dead_guard_cuts_live_flows_and_stops_dialling_until_a_new_one(gate: G
         assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
     assert 1 == len(gate.rig.internet.accepted)
     new_read, gate.guard = os.pipe()
-    gate.control.call("guard", (new_read,))
+    gate.control.tell(wapi.Guarded(), new_read)
+    gate.control.ask(Ping())  # its answer follows the notification
     os.close(new_read)
     with gate.dial() as client:
         client.sendall(hello("good.example.com"))
@@ -709,10 +718,14 @@ def test_a_killed_worker_leaves_refused_connections_and_the_zygote_says_so(gate:
 
 def test_a_configuration_that_is_not_one_changes_nothing(gate: Gate) -> None:
     digest = gate.configure(policy("good.example.com"))
-    for changes in ({"surprise": 1}, {"generation": gate.rig.generation + 1}, {"policy": {}}, {"inside": "x"}):
+    for changes in ({"limits": {"surprise": 1}}, {"policy": "{}"}, {"inside": "x"}):
         with pytest.raises(AssertionError, match="error"):
             gate.configure(DENY_ALL, **changes)
-    assert digest == gate.control.call("ping")["digest"]
+    gate.rig.generation += 1
+    with pytest.raises(AssertionError, match="of another sandbox or generation"):
+        gate.configure(DENY_ALL)
+    gate.rig.generation -= 1
+    assert digest == gate.control.ask(wapi.Beat()).digest
 
 
 def test_ingress_reaches_the_sandbox_and_only_with_a_port_that_listens(gate: Gate) -> None:
@@ -925,7 +938,7 @@ def test_without_the_audit_log_nothing_passes(rig: Rig, tmp_path: Path) -> None:
     with worker(rig, tmp_path) as gate:
         gate.configure(policy("good.example.com"))
         ours, theirs = socket.socketpair()
-        gate.control.call("audit", (theirs.fileno(),))
+        gate.control.ask(wapi.Rebind(wapi.ChannelName.AUDIT), theirs.fileno())
         theirs.close()
         ours.close()
         with gate.dial() as client:
@@ -935,11 +948,11 @@ def test_without_the_audit_log_nothing_passes(rig: Rig, tmp_path: Path) -> None:
     assert ([], []) == (rig.internet.accepted, rig.internet.questions)
 
 
-def test_a_denial_told_without_the_log_is_recorded_once_it_is_back(rig: Rig, tmp_path: Path) -> None:
+def test_a_denial_answered_without_the_log_is_recorded_once_it_is_back(rig: Rig, tmp_path: Path) -> None:
     with worker(rig, tmp_path) as gate:
         gate.configure(policy("good.example.com"))
         ours, theirs = socket.socketpair()
-        gate.control.call("audit", (theirs.fileno(),))
+        gate.control.ask(wapi.Rebind(wapi.ChannelName.AUDIT), theirs.fileno())
         theirs.close()
         ours.close()
         with gate.dial() as client:
@@ -950,7 +963,7 @@ def test_a_denial_told_without_the_log_is_recorded_once_it_is_back(rig: Rig, tmp
 
         ours, theirs = socket.socketpair()
         rig.auditd.call("attach", (ours.fileno(),), sandbox=rig.sandbox, generation=rig.generation, producer="gateway")
-        gate.control.call("audit", (theirs.fileno(),))
+        gate.control.ask(wapi.Rebind(wapi.ChannelName.AUDIT), theirs.fileno())
         theirs.close()
         ours.close()
         wanted = {("flow", "deny", "bad.example.com"), ("dns", "deny", "worse.example.com")}

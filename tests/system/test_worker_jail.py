@@ -15,8 +15,9 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import os, sys, threading
-from gateway import birth, confine
-birth.preload()
+from gateway import confine
+from gateway import spawn
+spawn.preload()
 PATHS = ["/", ".", "..", "/.", "/..", "/proc", "/proc/self/status", "/proc/self/root/etc", "/dev", "/dev/null"]
 PATHS += ["/etc/passwd", "/sys", "/tmp", "/run", "etc/passwd", "../etc/passwd", sys.executable, confine.__file__]
 def opened():
@@ -44,7 +45,7 @@ if sys.argv[1] == "jailed":
     say("root", opened())
     say("root-names", os.listdir("/"))
     say("root-made", made())
-    birth._drop_privileges(700003999, 700003999)
+    spawn._drop_privileges(700003999, 700003999)
     say("worker", opened())
     say("worker-made", made())
     said = []

@@ -20,20 +20,21 @@ import wire
 from audit.client import AuditClient
 from audit.producers import KINDS, VAULT
 from audit.records import RecordError, record
-from vault.broker import Vault
 from vault.channels import Channels
 from vault.client import AdminClient, OnRevoke, VaultClient
 from vault.keyring import create, load
-from vault.operations import Operations
-from wire.api import auditd
+from vault.operations import VaultOperations
+from vault.vaultd import Vault
+from wire.api import auditd, vaultd
+from wire.serving import handler
 from wire.sockets import LISTEN_FD
 
 SERVE, VAULTD = 700000001, 700000002
 LAUNCH = (  # imports first: the interpreter of a developer's machine may lie where the unprivileged uid cannot read
-    "import os, sys, vault.broker\n"
+    "import os, sys, vault.vaultd\n"
     "uid = int(sys.argv[2])\n"
     "if uid != os.geteuid(): os.setgroups([]); os.setgid(uid); os.setuid(uid)\n"
-    "raise SystemExit(vault.broker.main(sys.argv[1:2]))\n"
+    "raise SystemExit(vault.vaultd.main(sys.argv[1:2]))\n"
 )
 
 
@@ -96,7 +97,7 @@ class InProcess:
         self.audit = AuditClient.from_fd(near.detach(), timeout=20)
         self.vault = Vault(self.directory / "vault", load(self.key, {}))
         self.channels = Channels(self.vault.custody, self.audit, lambda: self.monotonic())
-        operations = Operations(
+        operations = VaultOperations(
             self.vault.custody,
             self.channels,
             self.audit,
@@ -104,7 +105,9 @@ class InProcess:
             self._administrators,
         )
         listener, own = wire.bind_unix(self.directory / "s"), frozenset({os.geteuid()})
-        self._server = await wire.serve_unix(listener, operations.handle, allowed_uids=own, descriptors_from=own)
+        self._server = await wire.serve_unix(
+            listener, handler(vaultd.CONTROL, operations.handle), allowed_uids=own, descriptors_from=own
+        )
         self.admin = await AdminClient.connect(self.directory / "s", os.geteuid())
 
     async def stop(self) -> None:
@@ -201,7 +204,7 @@ class Daemons:
     async def start(self) -> None:
         """Start both, as hostd does."""
         path = self.path / "audit.sock"
-        self.auditd = self._spawn("auditd", ["-m", "audit.writer", f"{self.path}/audit.json"], path)
+        self.auditd = self._spawn("auditd", ["-m", "audit.auditd", f"{self.path}/audit.json"], path)
         self.audit = await eventually(lambda: wire.Client.connect(path, os.geteuid()))
         await self.start_vaultd()
 
@@ -212,7 +215,7 @@ class Daemons:
             await self.audit.ask(auditd.Attach(auditd.Producer.VAULT, None, 1), (far.fileno(),))
             self.vaultd = self.spawn_vaultd(near.fileno())
         self.admin = await eventually(lambda: AdminClient.connect(self.path / "run" / "vault.sock", self.uid))
-        await self.admin.call("ping")
+        await self.admin.ask(wire.Ping())
 
     def spawn_vaultd(self, audit_fd: int) -> subprocess.Popen[bytes]:
         """Start a vaultd process on the configuration, whether it comes up or not."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import os
 import socket
 from datetime import UTC, datetime, timedelta
@@ -12,17 +13,14 @@ import pytest
 from cryptography import x509
 
 import wire
-from vault.broker import Vault
+from tests.vault.requests import ADMINISTRATION, ASK, BINDING, CANARY, GRANT, SANDBOX, SANDBOXES
 from vault.client import ReleaseRefusedError, VaultClient, VaultUnavailableError
 from vault.grants import MAX_GRANTS, Grant, SecretBinding
 from vault.keyring import Keyring, MasterKeyError
 from vault.secret import Secret
-
-CANARY = "canary-e15c77d2"
-SANDBOX = "sbx-000000000000000000000001"
-BINDING = SecretBinding.make(["api.good.test"])
-GRANT = Grant.make("token", "api.good.test", 443, "https")
-ASK = ("token", "api.good.test", 443, "https")
+from vault.vaultd import Vault
+from wire.api import vaultd
+from wire.operations import parameters
 
 
 async def opened(vault: Any, binding: SecretBinding = BINDING) -> Any:
@@ -66,7 +64,7 @@ async def test_no_byte_of_a_secret_leaves_before_its_record_is_confirmed(vault: 
     vault.audit._timeout = 0.3
     near.setblocking(False)
     loop = asyncio.get_running_loop()
-    request = {"id": 1, "op": "release", "secret": "token", "host": "api.good.test", "port": 443, "scheme": "https"}
+    request = {"id": 1, "op": "release", **parameters(vaultd.Release(*ASK))}
     await loop.sock_sendall(near, wire.frames.encode(request))
     first = await loop.sock_recv(near, 65536)
     assert b"audit_unavailable" in first
@@ -88,7 +86,7 @@ async def test_an_ended_log_means_no_release_and_no_authority(vault: Any) -> Non
     assert "audit_unavailable" == await refusal(vault.admin.rotate("token", Secret("other-value")))
     assert "audit_unavailable" == await refusal(vault.admin.open_sandbox("sbx-2", "lin-2"))
     assert "audit_unavailable" == await refusal(vault.admin.regrant(SANDBOX, [GRANT], {"inline:a": Secret("x")}))
-    await vault.admin.call("narrow", sandbox=SANDBOX, grants=[], keep=[])
+    await vault.admin.narrow(SANDBOX, [], [], None)
     await vault.admin.regrant(SANDBOX, [])
     await vault.admin.delete("token")
     await vault.admin.close_sandbox(SANDBOX)
@@ -122,24 +120,21 @@ async def test_a_change_while_the_record_is_written_prevents_the_release(vault: 
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize(
-    ("op", "parameters"),
-    [("release", dict(zip(("secret", "host", "port", "scheme"), ASK, strict=True))), ("intermediate", {})],
-)
+@pytest.mark.parametrize("request_", [vaultd.Release(*ASK), vaultd.Intermediate()], ids=["release", "intermediate"])
 async def test_a_replaced_channel_gets_neither_a_secret_nor_an_intermediate(
-    vault: Any, op: str, parameters: dict[str, Any], generation: int
+    vault: Any, request_: vaultd.Release | vaultd.Intermediate, generation: int
 ) -> None:
-    """Neither one that was replaced while the record was written nor one that asks later, whoever closes the socket."""
+    """Neither one that was replaced while the record was written nor one that asks later, even on an open socket."""
     worker = await opened(vault)
     former = vault.channels._channels[SANDBOX]
-    assert (await vault.channels._handle(former, op, parameters)).keys() & {"value", "key_pem"}
+    assert isinstance(await vault.channels.answer(former, request_), vaultd.Released | vaultd.IssuedAuthority)
     vault.log.asked.clear()
     vault.log.open.clear()
-    asking = asyncio.create_task(vault.channels._handle(former, op, parameters))
+    asking = asyncio.create_task(vault.channels.answer(former, request_))
     await asyncio.wait_for(vault.log.asked.wait(), 20)
     newer = await vault.worker(SANDBOX, generation)
     vault.log.open.set()
-    for answer in (asking, vault.channels._handle(former, op, parameters), vault.channels._handle(former, "ping", {})):
+    for answer in (asking, vault.channels.answer(former, request_)):
         with pytest.raises(wire.RequestError) as caught:
             await answer
         assert "stale_generation" == caught.value.code
@@ -159,7 +154,7 @@ async def test_a_replaced_channel_gets_neither_a_secret_nor_an_intermediate(
         (("other", "api.good.test", 443, "https"), "not_granted"),
         (("token", "*.good.test", 443, "https"), "invalid"),
         (("token", "", 443, "https"), "invalid"),
-        (("token", "api.good.test", True, "https"), "invalid"),
+        (("token", "api.good.test", 0, "https"), "invalid"),
     ],
 )
 async def test_other_destinations_are_refused_and_the_refusal_is_on_record(
@@ -219,7 +214,7 @@ async def test_a_rotation_is_answered_once_the_worker_has_dropped_the_old_value(
     await worker.release(*ASK)
     rotation = asyncio.create_task(vault.admin.rotate("token", Secret("new-value")))
     await asyncio.wait_for(asked.wait(), 20)
-    await vault.admin.call("ping")
+    await vault.admin.ask(wire.Ping())
     assert not rotation.done()
     dropped.set()
     assert 2 == await rotation
@@ -308,7 +303,8 @@ async def test_keeping_an_inline_secret_that_is_not_there_changes_nothing(vault:
     worker = await vault.worker(SANDBOX, 1)
     assert Secret("one") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
     for keep in ("inline:1/a", [5], [""], ["inline:1/a"] * (MAX_GRANTS + 1)):
-        assert "invalid" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], keep=keep))
+        asked = {**parameters(vaultd.Regrant(SANDBOX, ())), "keep": keep}
+        assert "invalid" == await refusal(vault.admin.call("regrant", **asked))
     await worker.close()
 
 
@@ -325,13 +321,12 @@ async def test_narrowing_only_takes_away_and_always_can(vault: Any) -> None:
     await vault.admin.delete("token")
     assert frozenset({"token"}) == await revoked.get()
     more = [Grant.make("nowhere", "api.good.test", 443, "https"), Grant.make("inline:1/a", "other.test", 443, "https")]
-    wanted = [grant.to_json() for grant in (GRANT, *mine, *more)]
-    await vault.admin.call("narrow", sandbox=SANDBOX, grants=wanted, keep=["inline:1/a", "inline:7/z"])
+    await vault.admin.narrow(SANDBOX, (GRANT, *mine, *more), ["inline:1/a", "inline:7/z"], None)
     assert frozenset({"inline:1/b"}) == await revoked.get()
     assert Secret("value of 1/a") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
     for secret, host in (("inline:1/b", "mine.test"), ("inline:1/a", "other.test"), ("nowhere", "api.good.test")):
         assert "not_granted" == await refusal(worker.release(secret, host, 443, "https"))
-    await vault.admin.call("narrow", sandbox=SANDBOX, grants=[])
+    await vault.admin.narrow(SANDBOX, [], None, None)
     assert frozenset({"inline:1/a"}) == await revoked.get()
     await vault.admin.regrant(SANDBOX, mine[:1])  # without `keep` the values stay
     assert Secret("value of 1/a") == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
@@ -381,7 +376,7 @@ async def test_with_its_value_an_inline_secret_goes_to_any_destination(vault: An
     assert Secret(CANARY) == (await worker.release("inline:1/a", "x.other.test", 443, "https")).value
     await vault.admin.regrant(SANDBOX, [below, mine], None, None, [below, mine])
     assert "not_bound" == await refusal(vault.admin.regrant(SANDBOX, [other]))
-    await vault.admin.call("narrow", sandbox=SANDBOX, grants=[below.to_json()], bounds=[below.to_json()])
+    await vault.admin.narrow(SANDBOX, [below], None, [below])
     assert "not_bound" == await refusal(vault.admin.regrant(SANDBOX, [mine]))
     await vault.admin.close_sandbox(SANDBOX)
     await vault.admin.open_sandbox(SANDBOX, "lin-1", [])
@@ -518,39 +513,73 @@ async def test_releases_of_one_channel_are_limited(vault: Any) -> None:
     await worker.close()
 
 
-@pytest.mark.parametrize(
-    "op", ["put", "list", "rotate", "delete", "rekey", "attach", "init", "release", "intermediate", "x"]
-)
+def test_each_request_of_the_socket_is_tried_here() -> None:
+    kinds = {kind for _, kind in inspect.getmembers(vaultd, inspect.isclass) if kind in vaultd.CONTROL}
+    assert kinds == {type(request) for request in (ADMINISTRATION | SANDBOXES).values()}
+
+
+@pytest.mark.parametrize("op", ADMINISTRATION)
 async def test_serve_may_not_administrate(serve_vault: Any, op: str) -> None:
     """Without uid 0 only the sandbox operations are answered."""
-    assert "forbidden" == await refusal(serve_vault.admin.call(op))
+    assert "forbidden" == await refusal(serve_vault.admin.ask(ADMINISTRATION[op]))
     await serve_vault.admin.open_sandbox(SANDBOX, "lin-1")
-    assert not await serve_vault.admin.has("token")
+    assert [] == serve_vault.vault.custody.store.list_infos()
+
+
+@pytest.mark.parametrize("op", ["init", "release", "intermediate", "revoke", "x"])
+async def test_the_socket_answers_no_other_request(vault: Any, op: str) -> None:
+    assert "unknown_op" == await refusal(vault.admin.call(op))
+
+
+_GRANTS = [parameters(GRANT.form)]
+_VALUES = {f"inline:{number}": "value" for number in range(MAX_GRANTS + 1)}
 
 
 @pytest.mark.parametrize(
-    ("op", "parameters"),
+    ("op", "changed"),
     [
-        ("put", {"name": "a"}),
-        ("put", {"name": "a", "value": "x"}),
-        ("put", {"name": "a", "value": "x", "hosts": ["*.good.test"]}),
-        ("put", {"name": "../a", "value": "x", "hosts": ["good.test"]}),
-        ("put", {"name": "a", "value": 5, "hosts": ["good.test"]}),
-        ("put", {"name": "a", "value": "x", "hosts": ["good.test"], "who": "me"}),
-        ("open_sandbox", {"sandbox": "../x", "lineage": "l"}),
-        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "../l"}),
-        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "grants": [{}]}),
-        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "grants": [{}] * (MAX_GRANTS + 1)}),
-        ("open_sandbox", {"sandbox": "sbx-1", "lineage": "l", "inline": {"a": 5}}),
+        ("put", {"value": None}),
+        ("put", {"value": 5}),
+        ("put", {"value": {"text": "x" * 8, "more": 1}}),
+        ("put", {"value": "short"}),
+        ("put", {"value": {"text": "long enough"}}),
+        ("put", {"name": "../a"}),
+        ("put", {"binding": None}),
+        ("put", {"binding": {**parameters(BINDING.form), "hosts": ["*.good.test", "*"]}}),
+        ("put", {"binding": {**parameters(BINDING.form), "hosts": []}}),
+        ("put", {"binding": {**parameters(BINDING.form), "ports": [True]}}),
+        ("put", {"binding": {**parameters(BINDING.form), "schemes": ["ftp"]}}),
+        ("put", {"binding": {**parameters(BINDING.form), "expires": "soon"}}),
+        ("put", {"user": "me"}),
+        ("open_sandbox", {"sandbox": "../x"}),
+        ("open_sandbox", {"lineage": "../l"}),
+        ("open_sandbox", {"lineage": "l" * 257}),
+        ("open_sandbox", {"grants": [{}]}),
+        ("open_sandbox", {"grants": _GRANTS * (MAX_GRANTS + 1)}),
+        ("open_sandbox", {"bounds": _GRANTS * (MAX_GRANTS + 1)}),
+        ("open_sandbox", {"names": ["a.test"] * (vaultd.MOST_PATTERNS + 1)}),
+        ("open_sandbox", {"inline": {"a": 5}}),
+        ("open_sandbox", {"inline": _VALUES}),
+        ("regrant", {"grants": _GRANTS * (MAX_GRANTS + 1)}),
+        ("regrant", {"inline": _VALUES}),
+        ("regrant", {"keep": ["inline:a"] * (MAX_GRANTS + 1)}),
+        ("regrant", {"bounds": _GRANTS * (MAX_GRANTS + 1)}),
+        ("regrant", {"names": ["a.test"] * (vaultd.MOST_PATTERNS + 1)}),
+        ("narrow", {"grants": _GRANTS * (MAX_GRANTS + 1)}),
+        ("narrow", {"keep": ["inline:a"] * (MAX_GRANTS + 1)}),
+        ("narrow", {"bounds": _GRANTS * (MAX_GRANTS + 1)}),
         ("close_sandbox", {"sandbox": "../x"}),
-        ("attach", {"sandbox": "sbx-1", "generation": 1}),
+        ("attach", {"generation": 0}),
+        ("attach", {"generation": True}),
+        ("attach", {}),
         ("list", {"values": True}),
     ],
 )
-async def test_malformed_requests_are_refused(vault: Any, op: str, parameters: dict[str, Any]) -> None:
-    """Each is answered with bad_request, and nothing is stored."""
-    assert "invalid" == await refusal(vault.admin.call(op, **parameters))
-    assert [] == await vault.admin.list_secrets()
+async def test_malformed_requests_are_refused(vault: Any, op: str, changed: dict[str, Any]) -> None:
+    """One part of a request that would be carried out is changed. (An `attach` comes with a descriptor.)"""
+    asked = {**parameters((ADMINISTRATION | SANDBOXES)[op]), **changed}
+    assert "invalid" == await refusal(vault.admin.call(op, **asked))
+    assert () == await vault.admin.list_secrets()
     assert [] == vault.vault.custody.names()
 
 
@@ -563,7 +592,7 @@ async def test_a_revocation_overtaking_its_value_makes_the_client_ask_again() ->
         value = next(values)
         if value == "old":
             await connection.notify("revoke", secrets=["token"])
-        return {"value": value, "lease_seconds": 300, "scope": {}}
+        return parameters(vaultd.Released(vaultd.Value(value), (), 300, vaultd.Scope()))
 
     server = await wire.serve_connection(far, answer)
     worker = VaultClient.from_fd(near.detach())
@@ -589,13 +618,16 @@ async def test_a_release_to_look_for_a_secret_is_recorded_as_such_and_of_no_requ
     """Methods and paths do not matter to what a host may send back; the grant, the binding and the log do."""
     worker = await opened(vault, SecretBinding.make(["api.good.test"], methods=["PUT"], paths=["/in"]))
     assert "not_bound" == await refusal(worker.release(*ASK))
-    lease = await worker.release(*ASK, purpose="scrub")
+    lease = await worker.release(*ASK, purpose=vaultd.ReleasePurpose.SCRUB)
     assert (Secret(CANARY), ()) == (lease.value, lease.former)
     assert lease.check("GET", "/out") is not None
     (record,) = vault.log.of("secret.release", "allow")
     assert (True, "scrub", "token") == tuple(record[key] for key in ("durable", "action", "secret"))
-    assert "not_granted" == await refusal(worker.release("token", "other.test", 443, "https", purpose="scrub"))
-    assert "invalid" == await refusal(worker.release(*ASK, purpose="other"))
+    assert "not_granted" == await refusal(
+        worker.release("token", "other.test", 443, "https", purpose=vaultd.ReleasePurpose.SCRUB)
+    )
+    asked = {**parameters(vaultd.Release(*ASK)), "purpose": "other"}
+    assert "invalid" == await refusal(worker._wire.call("release", **asked))
     await worker.close()
 
 
@@ -608,7 +640,7 @@ async def test_values_that_were_replaced_come_with_the_new_one_also_from_a_vault
     await vault.stop()
     await vault.start()
     worker = await vault.worker(SANDBOX, 2)
-    lease = await worker.release(*ASK, purpose="scrub")
+    lease = await worker.release(*ASK, purpose=vaultd.ReleasePurpose.SCRUB)
     assert (Secret("another-value"), (Secret(CANARY),)) == (lease.value, lease.former)
     await worker.close()
 
@@ -621,8 +653,8 @@ async def test_an_inline_secret_that_was_replaced_is_looked_for_at_its_hosts(vau
     await vault.stop()
     await vault.start()
     worker = await vault.worker(SANDBOX, 1)
-    at_first = await worker.release("inline:2/t", "api.good.test", 443, "https", purpose="scrub")
-    elsewhere = await worker.release("inline:2/t", "other.test", 443, "https", purpose="scrub")
+    at_first = await worker.release("inline:2/t", "api.good.test", 443, "https", purpose=vaultd.ReleasePurpose.SCRUB)
+    elsewhere = await worker.release("inline:2/t", "other.test", 443, "https", purpose=vaultd.ReleasePurpose.SCRUB)
     assert ((Secret(CANARY),), ()) == (at_first.former, elsewhere.former)
     assert Secret("another-value") == at_first.value
     await worker.close()
@@ -643,7 +675,7 @@ async def test_a_worker_that_sends_other_things_gains_no_time_for_a_rotation(
 
     async def chatter() -> None:
         while True:
-            await worker._wire.call("ping")
+            await worker._wire.ask(wire.Ping())
 
     chattering = asyncio.create_task(chatter())
     async with asyncio.timeout(20):
@@ -688,5 +720,6 @@ async def test_an_intermediate_is_for_the_names_of_its_sandbox(vault: Any) -> No
     await vault.admin.regrant(SANDBOX, [], names=["*"])
     assert await permitted() is None
     for names in (["*.com"], ["192.0.2.1"], ["a.test"] * 1025, "a.test", [5]):
-        assert "invalid" == await refusal(vault.admin.call("regrant", sandbox=SANDBOX, grants=[], names=names))
+        asked = {**parameters(vaultd.Regrant(SANDBOX, ())), "names": names}
+        assert "invalid" == await refusal(vault.admin.call("regrant", **asked))
     await worker.close()

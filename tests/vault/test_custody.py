@@ -15,9 +15,9 @@ from vault.authority import ANY, ROOT_LIFETIME
 from vault.custody import MAX_FORMER_INLINE, MAX_LEASE, Consent, Custody, CustodyError, SandboxState
 from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, SecretBinding
 from vault.keyring import Keyring
-from vault.sealed_directory import SealedDirectory
 from vault.secret import Secret
-from vault.store import FORMER_FOR, DamagedSecretError, MemoryStore, SecretInfo
+from vault.stores.directory import SealedDirectory
+from vault.stores.port import FORMER_FOR, DamagedSecretError, MemoryStore, SecretInfo
 
 KEYRING = Keyring(bytes(range(32)))
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
@@ -345,6 +345,19 @@ def test_grants_that_it_had_are_not_asked_for_again(place: Place) -> None:
     assert ("unknown_secret", "not_granted") == (place.may(STORED), place.may(second))
     place.custody.regrant(place.custody.replan(SANDBOX, [], None))
     assert "token: no secret has this name" == refused("unknown_secret", place.custody.replan, SANDBOX, [STORED], None)
+
+
+def test_grants_that_it_had_do_not_let_others_in(place: Place) -> None:
+    """Each grant that is new is checked, wherever it comes among those that are not."""
+    hosts = [f"h{number}.test" for number in range(40)]
+    place.store.put("many", TWO, SecretBinding.make(hosts))
+    old = [Grant.make("many", host, 443, "https") for host in hosts]
+    place.open(*old)
+    for host in ("other.test", "more.test", "third.test"):
+        message = refused(
+            "not_bound", place.custody.replan, SANDBOX, [*old, Grant.make("many", host, 443, "https")], None
+        )
+        assert "many: the secret is not bound to this host" == message
 
 
 # -- planning

@@ -49,6 +49,7 @@ def test_an_expired_secret_goes_nowhere() -> None:
         {"hosts": [5]},
         {"hosts": ["good.test"], "ports": []},
         {"hosts": ["good.test"], "ports": [0]},
+        {"hosts": ["good.test"], "ports": [65536]},
         {"hosts": ["good.test"], "ports": [True]},
         {"hosts": ["good.test"], "ports": ["443"]},
         {"hosts": ["good.test"], "schemes": []},
@@ -71,6 +72,18 @@ def test_an_unclear_binding_cannot_be_made(parts: dict[str, Any]) -> None:
     """Empty lists, wildcards, addresses, unknown keys, wrong types: each is refused."""
     with pytest.raises(GrantError):
         SecretBinding.from_json(parts)
+
+
+@pytest.mark.parametrize("port", [1, 65535])
+def test_the_first_and_the_last_port_can_be_bound(port: int) -> None:
+    assert frozenset({port}) == SecretBinding.make(["good.test"], [port]).ports
+
+
+@pytest.mark.parametrize("change", [{"hosts": frozenset()}, {"ports": frozenset()}, {"schemes": frozenset()}])
+def test_a_binding_with_an_empty_set_cannot_be_made(change: dict[str, Any]) -> None:
+    """Also not without the lists' own check."""
+    with pytest.raises(GrantError, match="at least one host, port and scheme"):
+        SecretBinding(**{"hosts": frozenset({"good.test"})} | change)
 
 
 def test_bindings_and_grants_survive_their_json_form() -> None:

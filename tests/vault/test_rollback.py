@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-import vault.sealed_directory
-from vault.broker import Vault
+import vault.stores.directory
 from vault.custody import CustodyError
 from vault.grants import Grant, SecretBinding
-from vault.head import Head, HeadError
+from vault.head import HeadError, StoreHead
 from vault.keyring import Keyring
-from vault.sealed_directory import SealedDirectory, SealedRecordError
 from vault.secret import Secret
-from vault.store import DamagedSecretError, UnknownSecretError
+from vault.stores.directory import SealedDirectory, SealedRecordError
+from vault.stores.port import DamagedSecretError, UnknownSecretError
+from vault.vaultd import Vault
 
 OLD, NEW = Keyring(bytes(range(32))), Keyring(bytes(range(1, 33)))
 BOTH = Keyring(bytes(range(32)), NEW)
@@ -25,13 +25,13 @@ MINE = Grant.make("inline:1/a", "mine.test", 443, "https")
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Callable[[], Head]]:
+def head(tmp_path: Path) -> Iterator[Callable[[], StoreHead]]:
     """Opens the head as hostd does, for another vaultd each time."""
     fds: list[int] = []
 
-    def opened() -> Head:
+    def opened() -> StoreHead:
         fds.append(os.open(tmp_path / "head", os.O_RDWR | os.O_CREAT, 0o600))
-        return Head(fds[-1])
+        return StoreHead(fds[-1])
 
     yield opened
     for fd in fds:
@@ -42,7 +42,7 @@ def record(path: Path, part: str, name: str) -> Path:
     return path / part / f"={name}.sealed"
 
 
-def filled(path: Path, keyring: Keyring = OLD, head: Head | None = None) -> Vault:
+def filled(path: Path, keyring: Keyring = OLD, head: StoreHead | None = None) -> Vault:
     """A vault with two secrets and a sandbox."""
     opened = Vault(path, keyring, head)
     for name in ("a", "b"):
@@ -131,7 +131,7 @@ def test_an_older_index_opens_no_newer_record_and_loses_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("part", ["secrets", "sandboxes", "lineages", ""])
-def test_an_older_copy_of_the_whole_is_refused(tmp_path: Path, head: Callable[[], Head], part: str) -> None:
+def test_an_older_copy_of_the_whole_is_refused(tmp_path: Path, head: Callable[[], StoreHead], part: str) -> None:
     """The control is the same copy without a head. A part that had nothing yet may not be emptied either."""
     opened = filled(tmp_path / "v", head=head())
     shutil.copytree(tmp_path / "v" / part, tmp_path / "copy")
@@ -162,7 +162,9 @@ def test_records_without_an_index_are_refused(tmp_path: Path) -> None:
     Vault(tmp_path / "v", OLD).close()
 
 
-def test_a_vault_from_before_there_was_an_index_is_taken_over_once(tmp_path: Path, head: Callable[[], Head]) -> None:
+def test_a_vault_from_before_there_was_an_index_is_taken_over_once(
+    tmp_path: Path, head: Callable[[], StoreHead]
+) -> None:
     opened = filled(tmp_path / "v")
     opened._root.write("keycheck", b"", b"")
     opened.close()
@@ -210,7 +212,7 @@ def _die_after(left: int) -> None:
         return instead
 
     for name in ("open", "rename", "fsync", "unlink"):
-        setattr(vault.sealed_directory.os, name, counted(getattr(os, name)))
+        setattr(vault.stores.directory.os, name, counted(getattr(os, name)))
 
 
 def steps(path: Path, operation: Callable[[], None]) -> Iterator[None]:

@@ -71,6 +71,7 @@ def test_a_secret_does_not_change() -> None:
     ("text", "problem"),
     [
         ("two words", None),
+        ("X-RN0-xrn", None),
         ("pässwörd", None),
         ("", "the value is empty"),
         ("a\n", "the value contains a line break or NUL"),

@@ -1,18 +1,19 @@
-"""The contract of `vault.store.Store`, over every store."""
+"""The contract of `vault.stores.port.Store`, over every store."""
 
 import json
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from vault.file_store import FileStore
+from vault.envelope import unseal
 from vault.grants import GrantError, SecretBinding
 from vault.keyring import Keyring
-from vault.sealed_directory import SealedRecordError
 from vault.secret import Secret
-from vault.store import (
+from vault.stores.directory import SealedDirectory, SealedRecordError
+from vault.stores.port import (
     FORMER_FOR,
     MAX_FORMER,
     MAX_SECRETS,
@@ -23,6 +24,7 @@ from vault.store import (
     UnfitSecretError,
     UnknownSecretError,
 )
+from vault.stores.sealed import FileStore
 
 KEYRING = Keyring(bytes(range(32)))
 BINDING = SecretBinding.make(["good.test"], methods=["GET"])
@@ -227,6 +229,59 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secrets").chmod(0o750)
     with pytest.raises(PermissionError):
         FileStore(tmp_path / "secrets", KEYRING)
+
+
+def test_a_record_that_is_a_pipe_is_damaged_and_waits_for_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "secrets", KEYRING)
+    store.put("a", Secret("value-no-1"), BINDING)
+    (path,) = (tmp_path / "secrets").glob("=*")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DamagedSecretError):
+        store.value("a")
+    store.close()
+
+
+def test_a_link_that_leads_nowhere_takes_the_name_of_a_record(tmp_path: Path) -> None:
+    files = SealedDirectory(tmp_path / "v", KEYRING, "p")
+    assert not files.exists("a")
+    (tmp_path / "v" / "=a.sealed").symlink_to(tmp_path / "nowhere")
+    assert files.exists("a")
+    files.close()
+
+
+def test_an_index_that_cannot_be_replaced_leaves_no_file(tmp_path: Path) -> None:
+    files = SealedDirectory(tmp_path / "v", KEYRING, "p")
+    (tmp_path / "v" / ".index").mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.write("a", b"", b"")
+    assert [] == list((tmp_path / "v").glob(".new-*"))
+    files.close()
+
+
+def test_the_index_is_sealed_for_its_purpose_and_place(tmp_path: Path) -> None:
+    """The context is part of the format: with another one no vault of an earlier version opens."""
+    files = SealedDirectory(tmp_path / "v", KEYRING, "p")
+    files.write("a", b"m", b"b")
+    files.close()
+    opened = unseal(KEYRING.purpose("p"), b"p\0\0index", (tmp_path / "v" / ".index").read_bytes())
+    assert ["a"] == list(json.loads(opened)["digests"])
+
+
+def test_an_index_is_adopted_once(tmp_path: Path) -> None:
+    files = SealedDirectory(tmp_path / "v", KEYRING, "p")
+    files.write("a", b"m", b"b")
+    files.close()
+    index = tmp_path / "v" / ".index"
+    index.unlink()
+    files = SealedDirectory(tmp_path / "v", KEYRING, "p", adopt=True)
+    assert not files.indexed
+    files.adopt()
+    assert files.indexed
+    written = index.read_bytes()
+    files.adopt()
+    assert written == index.read_bytes()
+    files.close()
 
 
 def test_a_half_written_file_is_removed(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from vault.broker import Vault
-from vault.cli import Places, main
+from vault.cli import VaultPlaces, main
 from vault.grants import Grant, SecretBinding
 from vault.keyring import Keyring, MasterKeyError, create, next_file
 from vault.secret import Secret
+from vault.vaultd import Vault
 
 CANARY = "canary-0c1e99"
 
@@ -22,7 +22,7 @@ CANARY = "canary-0c1e99"
 class Console:
     """Runs commands against a vault and keeps all they print."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: VaultPlaces) -> None:
         self.places = places
         self.printed = ""
 
@@ -40,7 +40,7 @@ class Console:
 @pytest.fixture
 def console(vault: Any) -> Console:
     """A console on the running vault."""
-    return Console(Places(vault.directory / "s", vault.directory / "key"))
+    return Console(VaultPlaces(vault.directory / "s", vault.directory / "key"))
 
 
 async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console: Console) -> None:
@@ -63,7 +63,7 @@ async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console
 @pytest.mark.parametrize(
     "value",
     [b"", b"a\n", b" a", b"a\tb\r\n", b"a\0b", b"\xff", b"7-chars", b"x" * 65537],
-    ids=lambda value: repr(value[:8]),
+    ids=["none", "end of line", "space", "tab", "NUL", "not UTF-8", "short", "long"],
 )
 async def test_values_that_cannot_be_sent_are_refused(vault: Any, console: Console, value: bytes) -> None:
     """CRD-27: nothing is stored and the message does not quote the value."""
@@ -98,7 +98,7 @@ async def test_refusals_are_reported_by_code(console: Console) -> None:
 
 def test_init_makes_a_key_once(tmp_path: Path) -> None:
     """A second init is refused and changes nothing; an absent vaultd is a plain message."""
-    places = Places(tmp_path / "absent", tmp_path / "key", (os.geteuid(), os.getegid()))
+    places = VaultPlaces(tmp_path / "absent", tmp_path / "key", (os.geteuid(), os.getegid()))
     out = io.StringIO()
     assert 0 == main(["init"], places, stdout=out, stderr=out)
     before = (tmp_path / "key").read_bytes()
@@ -111,7 +111,7 @@ def test_init_makes_a_key_once(tmp_path: Path) -> None:
 
 async def test_the_master_key_is_replaced_while_the_vault_is_in_use(vault: Any) -> None:
     """Secrets, sandboxes and channels go on; the former key is gone and opens nothing, after a restart too."""
-    console = Console(Places(vault.directory / "s", vault.key))
+    console = Console(VaultPlaces(vault.directory / "s", vault.key))
     former = vault.key.read_bytes()
     grant = Grant.make("token", "good.test", 443, "https")
     await vault.admin.put("token", Secret(CANARY), SecretBinding.make(["good.test"]))
@@ -134,7 +134,7 @@ async def test_the_master_key_is_replaced_while_the_vault_is_in_use(vault: Any) 
 
 async def test_a_change_of_the_master_key_that_was_broken_off_goes_on(vault: Any) -> None:
     """Before the vault was asked, after it had sealed everything, and across a restart: the same command ends it."""
-    console = Console(Places(vault.directory / "s", vault.key))
+    console = Console(VaultPlaces(vault.directory / "s", vault.key))
     await vault.admin.put("token", Secret(CANARY), SecretBinding.make(["good.test"]))
     for sealed in (False, True):
         create(next_file(vault.key))
@@ -153,6 +153,6 @@ async def test_a_change_of_the_master_key_that_was_broken_off_goes_on(vault: Any
 
 async def test_no_new_master_key_is_made_for_a_vault_that_does_not_answer(tmp_path: Path) -> None:
     create(tmp_path / "key")
-    console = Console(Places(tmp_path / "nothing.sock", tmp_path / "key"))
+    console = Console(VaultPlaces(tmp_path / "nothing.sock", tmp_path / "key"))
     assert 1 == await console.run("rekey")
     assert not next_file(tmp_path / "key").exists()

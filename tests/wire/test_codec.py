@@ -1,7 +1,9 @@
 """Every value of every type that crosses a process boundary comes back from its JSON form, and nothing else is read."""
 
+import hashlib
 import inspect
 import json
+import math
 import random
 import types
 import typing
@@ -15,11 +17,11 @@ import pytest
 
 import wire.api
 from wire import codec
-from wire.api import auditd, states, vaultd, zygote
+from wire.api import auditd, compiler, states, vaultd, worker, zygote
 from wire.codec import CodecError
 from wire.operations import Request, operation
 
-MODULES = (auditd, states, vaultd, zygote)
+MODULES = (auditd, compiler, states, vaultd, worker, zygote)
 TYPES = sorted(
     {
         kind
@@ -35,6 +37,7 @@ NUMBERS = (-1, 0, 1, 5000, 2**31, 2**53 - 1, 2**53)
 
 class Colour(StrEnum):
     RED = "red"
+    GREEN = "green"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +82,12 @@ def test_a_value_has_one_form_and_comes_back_from_it() -> None:
     ("change", "place"),
     [
         ({"more": 1}, "$: missing or unknown keys: 'more'"),
+        ({"more": 1, "other": 2}, "$: missing or unknown keys: 'more', 'other'"),
         ({"name": ""}, "$.name: a name is not empty"),
         ({"name": {"text": "n"}}, "$.name.text: expected str"),
         ({"name": None}, "$.name.text: expected str"),
-        ({"colour": "blue"}, "$.colour: expected one of red"),
-        ({"colour": ["red"]}, "$.colour: expected one of red"),
+        ({"colour": "blue"}, "$.colour: expected one of red, green"),
+        ({"colour": ["red"]}, "$.colour: expected one of red, green"),
         ({"number": True}, "$.number: expected int"),
         ({"number": 1.0}, "$.number: expected int"),
         ({"number": "1"}, "$.number: expected int"),
@@ -110,6 +114,57 @@ def test_a_missing_key_is_refused_also_where_there_is_a_default(name: str) -> No
         codec.decode(Whole, {key: value for key, value in FORM.items() if key != name})
 
 
+@pytest.mark.parametrize("value", [None, [], "x", 1])
+def test_a_value_that_is_no_object_is_no_dataclass(value: object) -> None:
+    with pytest.raises(CodecError, match=r"^\$: expected an object$"):
+        codec.decode(Whole, value)
+
+
+type _Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    alias: _Names | None
+    mapping: Mapping[str, int] | None
+    value: Whole | str
+    flag: bool | int
+
+
+@pytest.mark.parametrize(
+    "value", [_Options(("a",), {"a": 1}, WHOLE, True), _Options(None, None, "x", 1), _Options((), {}, "", False)]
+)
+def test_each_option_of_a_union_is_read_from_its_own_json_type(value: _Options) -> None:
+    assert value == codec.decode(_Options, json.loads(json.dumps(codec.encode(value))))
+
+
+def test_the_canonical_form_has_sorted_keys_and_ascii_without_spaces() -> None:
+    value: codec.Json = {"b": [1, True, None], "a": {"z": "\u00e9", "y": '"'}}
+    form = b'{"a":{"y":"\\"","z":"\\u00e9"},"b":[1,true,null]}'
+    assert form == codec.canonical_json(value)
+    assert hashlib.sha256(form).hexdigest() == codec.digest(value)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_does_not_have_has_no_canonical_form(number: Any) -> None:
+    with pytest.raises(ValueError):
+        codec.canonical_json({"a": number})
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (1.5, "float has no JSON form"),
+        (Whole, "type has no JSON form"),
+        ({1: "a"}, "the keys of a mapping are texts"),
+        ({"a": b"x"}, "bytes has no JSON form"),
+    ],
+)
+def test_a_value_without_a_json_form_is_a_mistake(value: object, problem: str) -> None:
+    with pytest.raises(TypeError, match=f"^{problem}$"):
+        codec.encode(value)
+
+
 @dataclass(frozen=True, slots=True)
 class _Two:
     value: str | Colour
@@ -125,9 +180,11 @@ class _Number:
     value: float
 
 
-@pytest.mark.parametrize("kind", [_Two, _Pair, _Number])
-def test_a_type_that_cannot_be_read_in_one_way_is_a_mistake(kind: type) -> None:
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("kind", "problem"), [(_Two, "same JSON type"), (_Pair, "no JSON form"), (_Number, "no JSON form")]
+)
+def test_a_type_that_cannot_be_read_in_one_way_is_a_mistake(kind: type, problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
         codec.decode(kind, {"value": "x"})
     if kind is _Number:
         with pytest.raises(TypeError):

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import ConfigError, parse_upstream
-from lifecycle.settings import SettingsError, parse
+from gateway.config import parse_upstream
+from lifecycle.config.settings import SettingsError, parse
 from wire.endpoints import parse_endpoint, routed
+from wire.errors import ConfigError
 
 
 def refused_by_settings(text: str) -> bool:
@@ -56,7 +57,7 @@ def test_what_is_no_endpoint_is_refused_wherever_it_is_configured(text: str) -> 
 
 
 def test_the_reason_is_said() -> None:
-    with pytest.raises(ValueError, match="one interface"):
+    with pytest.raises(ValueError, match="needs an interface"):
         parse_endpoint("[fe80::1%eth0]:53")
     with pytest.raises(ValueError, match="in brackets"):
         parse_endpoint("2001:db8::53:53")

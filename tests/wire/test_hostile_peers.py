@@ -18,7 +18,7 @@ from wire import (
     Client,
     Code,
     FrameError,
-    Limits,
+    FrameLimits,
     RemoteError,
     RequestError,
     bind_unix,
@@ -100,7 +100,7 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 class Served:
     """A server with a hostile peer, `raw` on its side, and an honest one."""
 
-    def __init__(self, takes: Limits = NARROW) -> None:
+    def __init__(self, takes: FrameLimits = NARROW) -> None:
         self.handled: list[Message] = []
         self.answer: Message = {}
         self.hold = asyncio.Event()
@@ -154,7 +154,9 @@ PLACES: dict[str, Callable[[Lingering, socket.socket], object]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_a_descriptor_whose_closing_blocks_holds_up_nobody(kernel: str, place: str, lingering: Lingering) -> None:
+async def test_a_descriptor_with_a_blocking_close_delays_no_caller(
+    kernel: str, place: str, lingering: Lingering
+) -> None:
     """It is refused or closed elsewhere, and a peer that passes one that is taken loses the connection."""
     served = Served()
     PLACES[place](lingering, served.peer)
@@ -192,7 +194,7 @@ async def test_a_listener_is_passed_no_descriptors_but_by_those_that_may(
 @pytest.mark.parametrize("takes", [NARROW, WHOLE])
 @pytest.mark.parametrize("unit", [b"[]", b"{}", b'{"a":1}', b"0"])
 async def test_a_frame_of_small_parts_is_refused_before_it_is_parsed(
-    takes: Limits, unit: bytes, monkeypatch: pytest.MonkeyPatch
+    takes: FrameLimits, unit: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[int] = []
     monkeypatch.setattr("wire.rpc.decode", lambda body: parsed.append(len(body)) or frames.decode(body))
@@ -340,7 +342,7 @@ async def test_codes_and_messages_of_a_peer_are_bounded(served: Served, error: A
     assert expected == (refused.value.code, refused.value.message)
 
 
-async def test_a_sender_is_told_of_what_the_other_end_would_not_take() -> None:
+async def test_a_sender_learns_what_the_other_end_refused() -> None:
     near, far = socket.socketpair()
     client, server = Client(near, gives=NARROW), Client(far, takes=NARROW)
     client.start()

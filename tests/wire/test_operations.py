@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from wire import Client, Code, Done, Notification, Operations, Ping, RemoteError, Request, serve_connection
+from wire.errors import RequestError
 from wire.frames import close_all
+from wire.operations import parameters
+from wire.serving import handler
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def _far() -> Far:
 @pytest.fixture(name="near")
 async def _near(far: Far) -> AsyncIterator[Client]:
     ours, theirs = socket.socketpair()
-    there = await serve_connection(theirs, Operations(DoubleIt, Forget, Seen).handler(far.handle), descriptors=True)
+    there = await serve_connection(theirs, handler(Operations(DoubleIt, Forget, Seen), far.handle), descriptors=True)
     near = Client(ours)
     near.start()
     yield near
@@ -105,6 +108,32 @@ async def test_no_handler_sees_what_is_not_a_message_of_its_set(
     os.close(reading)
     assert code is refused.value.code
     assert [] == far.taken
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "problem"),
+    [
+        ("double_it", {"number": "4"}, "double_it.number: expected int"),
+        ("double_it", {"number": 101}, "double_it: a number up to 100"),
+        ("double_it", {"x" * 64 + str(n): 1 for n in range(9)}, "double_it: missing or unknown keys: 'number', 'xx"),
+        ("x" * 70, {}, f"unknown operation '{'x' * 64}'"),
+    ],
+)
+def test_a_refusal_names_the_place_and_is_short(op: str, given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        Operations(DoubleIt).read(op, given)
+    assert str(refused.value).startswith(problem)
+    assert len(str(refused.value)) <= 300
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    text: str
+
+
+def test_a_message_that_is_only_a_text_has_no_members() -> None:
+    with pytest.raises(TypeError, match=r"^_Text has no members$"):
+        parameters(_Text("x"))
 
 
 @pytest.mark.parametrize("answer", [Done(), Forget("x"), "text", {"number": 4}])

@@ -149,7 +149,7 @@ async def test_a_connection_over_the_limit_is_closed(tmp_path: Path) -> None:
 
 
 async def test_a_call_that_cannot_be_sent_fails_once_and_leaves_no_other_failure_behind() -> None:
-    """The peer has gone before anything was sent: its caller is told, and the loop has nothing to complain of."""
+    """The peer closes before anything was sent: the caller gets an error, and the event loop reports none."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
     left, right = socket.socketpair()

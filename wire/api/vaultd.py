@@ -1,9 +1,208 @@
-"""What vaultd is asked."""
+"""What vaultd is asked, on its socket (`CONTROL`) and on the channel of a sandbox's worker (`CHANNEL`).
 
-from dataclasses import dataclass
+The types bound counts and lengths. What the texts mean (names of hosts, methods, patterns of paths) is judged by
+`vault.grants`.
+"""
+
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
 
 from wire.ids import check_generation, check_sandbox
-from wire.operations import Done, Request
+from wire.operations import Done, Operations, Request
+
+MOST_GRANTS: Final = 512
+"""Of one sandbox: twice what a credential vault may have, as a change puts new ones beside the old ones first."""
+MOST_PATTERNS: Final = 1024
+MOST_LEASE_SECONDS: Final = 300
+_MOST_TEXT: Final = 256
+_MOST_HEAD: Final = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The text of a secret, hidden in every representation of it."""
+
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GrantForm:
+    """One secret for one destination; `host` is a name or `*.suffix`."""
+
+    secret: str
+    host: str
+    port: int
+    scheme: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The methods and path patterns that a secret is limited to; None is no limit."""
+
+    methods: tuple[str, ...] | None = None
+    paths: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BindingForm:
+    """Where a stored secret may go; `expires` is an RFC 3339 time."""
+
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+    schemes: tuple[str, ...]
+    scope: Scope
+    expires: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What may be known about a stored secret without knowing it; times are RFC 3339."""
+
+    name: str
+    version: int
+    created: str
+    updated: str
+    binding: BindingForm
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """The version of a secret that is stored now."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Request[Version]):
+    """Store a new secret; an existing name is refused (`exists`)."""
+
+    name: str
+    value: Value
+    binding: BindingForm
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate(Request[Version]):
+    """Replace the value of a secret, and revoke its leases."""
+
+    name: str
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Delete(Request[Done]):
+    """Delete a secret, and revoke its leases."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """All stored secrets."""
+
+    secrets: tuple[Metadata, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class List(Request[Listed]):
+    """Ask for the metadata of all stored secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rekey(Request[Done]):
+    """Seal everything with the successor of the master key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The root certificate (PEM) that the sandbox's programs are to trust."""
+
+    root_pem: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSandbox(Request[Opened]):
+    """Register a sandbox.
+
+    Attributes:
+        lineage: the lineage of its certificate authorities.
+        inline: values of its own, by name.
+        bounds: where its inline secrets may ever be granted; None: where `grants` has them.
+        names: hosts (or `*.suffix`) that its worker's authorities may sign for; None: any.
+    """
+
+    sandbox: str
+    lineage: str
+    grants: tuple[GrantForm, ...] = ()
+    inline: Mapping[str, Value] = field(default_factory=dict)
+    bounds: tuple[GrantForm, ...] | None = None
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+        _bounded(self.lineage, _MOST_TEXT, "a lineage")
+        _bounded(self.grants, MOST_GRANTS, "grants")
+        _bounded(self.inline, MOST_GRANTS, "inline secrets")
+        _bounded(self.bounds or (), MOST_GRANTS, "bounds")
+        _bounded(self.names or (), MOST_PATTERNS, "names to sign for")
+
+
+@dataclass(frozen=True, slots=True)
+class Regrant(Request[Done]):
+    """Replace the grants of a sandbox, and its inline secrets.
+
+    Its inline secrets are `inline` then, and those of the former ones that `keep` names. With neither, they stay.
+
+    Attributes:
+        bounds: where its inline secrets may be granted. A secret in `inline` gets them all, another one keeps those
+            that it had. None: those of `grants`, and as before.
+        names: hosts (or `*.suffix`) that its worker's next authority may sign for; None: as before.
+    """
+
+    sandbox: str
+    grants: tuple[GrantForm, ...]
+    inline: Mapping[str, Value] | None = None
+    keep: tuple[str, ...] | None = None
+    bounds: tuple[GrantForm, ...] | None = None
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+        _bounded(self.grants, MOST_GRANTS, "grants")
+        _bounded(self.inline or {}, MOST_GRANTS, "inline secrets")
+        _bounded(self.keep or (), MOST_GRANTS, "kept names")
+        _bounded(self.bounds or (), MOST_GRANTS, "bounds")
+        _bounded(self.names or (), MOST_PATTERNS, "names to sign for")
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow(Request[Done]):
+    """Take away every grant that is not in `grants`, every inline secret that is not in `keep`, every bound that is not
+    in `bounds`; None takes away none.
+    """
+
+    sandbox: str
+    grants: tuple[GrantForm, ...]
+    keep: tuple[str, ...] | None = None
+    bounds: tuple[GrantForm, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+        _bounded(self.grants, MOST_GRANTS, "grants")
+        _bounded(self.keep or (), MOST_GRANTS, "kept names")
+        _bounded(self.bounds or (), MOST_GRANTS, "bounds")
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSandbox(Request[Done]):
+    """Forget everything of a sandbox; an unknown one is no error."""
+
+    sandbox: str
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +215,78 @@ class Attach(Request[Done]):
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
         check_generation(self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedAuthority:
+    """A worker's own certificate authority (PEM): `chain_pem` is the intermediate and then the root."""
+
+    certificate_pem: str
+    chain_pem: str
+    key_pem: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Intermediate(Request[IssuedAuthority]):
+    """Ask for a new certificate authority, below the root of the sandbox's lineage."""
+
+
+class ReleasePurpose(StrEnum):
+    """What a secret is released for, if not for a request."""
+
+    SCRUB = "scrub"
+    """The value is looked for in responses and sent in no request: methods and paths do not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A secret that the worker may use for `lease_seconds`, within `scope`.
+
+    `former` are the values before it that its host may still send back; they are looked for and never sent.
+    """
+
+    value: Value
+    former: tuple[Value, ...]
+    lease_seconds: int
+    scope: Scope
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lease_seconds <= MOST_LEASE_SECONDS:
+            raise ValueError(f"a lease is at most {MOST_LEASE_SECONDS} seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Request[Released]):
+    """Ask for a secret for one destination; `method` and `path` are those of the request it is for."""
+
+    secret: str
+    host: str
+    port: int
+    scheme: str
+    method: str | None = None
+    path: str | None = None
+    purpose: ReleasePurpose | None = None
+
+    def __post_init__(self) -> None:
+        _bounded(self.method or "", _MOST_HEAD, "a method")
+        _bounded(self.path or "", _MOST_HEAD, "a path")
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke(Request[Done]):
+    """End the leases of these secrets, None: of all. The answer says that the worker uses them no more."""
+
+    secrets: tuple[str, ...] | None
+
+
+def _bounded(value: Sized, most: int, what: str) -> None:
+    if len(value) > most:
+        raise ValueError(f"{what}: at most {most}")
+
+
+CHANNEL: Final = Operations(Intermediate, Release)
+CONTROL: Final = Operations(Put, Rotate, Delete, List, Rekey, OpenSandbox, Regrant, Narrow, CloseSandbox, Attach)
+SANDBOX_REQUESTS: Final = (OpenSandbox, Regrant, Narrow, CloseSandbox)
+"""What other users than root may ask."""
+WORKER: Final = Operations(Revoke)
+"""What vaultd asks a worker."""

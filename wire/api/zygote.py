@@ -7,7 +7,7 @@ from wire.ids import check_generation, check_sandbox
 from wire.operations import Notification, Operations, Request
 
 DESCRIPTORS: Final = 8
-"""That come with a `Fork`; `gateway.birth.Descriptors` has their order."""
+"""That come with a `Fork`; `gateway.spawn.Descriptors` has their order."""
 _LEAST_UID: Final = 1000
 _MOST_UID: Final = 2**32 - 2
 _MOST_GROUPS: Final = 64

@@ -1,6 +1,5 @@
-// Package command serves commands (contract 5, 6). command.go has what a request asks for,
-// checked and resolved; run.go carries it out, query.go answers about it later, records.go
-// has what is known.
+// Package command serves commands. command.go checks and resolves a request, run.go runs
+// its command, query.go answers later requests about it, records.go holds the results.
 //
 // Invariants
 //   - A request is fully validated before anything is started or sent.
@@ -48,12 +47,12 @@ type plan struct {
 	env        map[string]string
 }
 
-// New has run nothing yet.
+// New returns a Commands without any command.
 func New(launcher *process.Launcher) *Commands {
 	return &Commands{Launcher: launcher, records: NewRecords()}
 }
 
-// Routes are those of the contract that are answered here.
+// Routes are the contract's routes that this package serves.
 func (c *Commands) Routes() []httpx.Route {
 	return []httpx.Route{
 		{Method: "POST", Path: "/command", Handler: httpx.Always(c.run)},

@@ -181,7 +181,7 @@ func TestTimeoutKillsTheWholeGroupPromptly(t *testing.T) {
 	testkit.Eventually(t, "the descendant is gone", func() bool { return gone(pid) })
 }
 
-// gone also counts a zombie that somebody else has to reap.
+// gone also counts a zombie that another process has to reap.
 func gone(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err != nil || strings.Contains(string(stat), ") Z ")

@@ -1,10 +1,10 @@
 package command
 
-// Status, logs and interrupt of commands (contract 6).
+// Status, logs and interrupt of commands.
 //
 // Invariants
-//   - Cursors are byte offsets; concatenated pages are the output, but for what was dropped:
-//     a cursor inside that is answered with what comes after it, and how much is missing.
+//   - Cursors are byte offsets; concatenated pages are the output without the dropped part.
+//     A cursor inside the dropped part gets the output after it and the number of missing bytes.
 //   - An interrupt repeated within a minute succeeds again.
 
 import (

@@ -1,6 +1,6 @@
 package command
 
-// What is known about commands, running and finished.
+// The records of running and finished commands.
 //
 // Invariants
 //   - A record exists before its id leaves the daemon and is consistent for
@@ -62,7 +62,7 @@ type Records struct {
 	lastScan time.Time
 }
 
-// NewRecords knows of no command yet.
+// NewRecords returns an empty table.
 func NewRecords() *Records {
 	return &Records{outputs: stream.NewStore(), byID: map[string]*record{}, lastScan: time.Now()}
 }

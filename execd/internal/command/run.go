@@ -1,12 +1,12 @@
 package command
 
-// Carrying out commands (contract 5.2): foreground streams, background commands.
+// Running commands: foreground streams and background commands.
 //
 // Invariants
-//   - Time-out and interrupt concern the whole process group; after the leader
-//     has ended nothing it left behind is signalled.
+//   - Time-out and interrupt signal the whole process group. After the leader has
+//     ended, the processes that it left behind get no signal.
 //   - A client that leaves does not end its command.
-//   - A record exists before the first event, and the terminal event says what it says.
+//   - A record exists before the first event; the terminal event has the record's result.
 
 import (
 	"errors"
@@ -60,7 +60,7 @@ func (c *Commands) start(p *plan, stdout, stderr uintptr) (*process.Process, err
 
 const noShellExit = 127 // what a shell says about a missing program
 
-// startFailed finishes a record whose process never was.
+// startFailed finishes a record whose process could not be started.
 func (c *Commands) startFailed(rec *record, err error) process.Outcome {
 	result := process.Outcome{ExitCode: 255, Failure: recordFailure(sys.Explain(err))}
 	if errors.Is(err, process.ErrNoShell) {

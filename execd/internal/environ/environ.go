@@ -1,9 +1,9 @@
 // Package environ has the environments of children and the expansion of variables.
 //
 // Invariants
-//   - The daemon's own environment is read once at start; the credentials of the
-//     contract (18.4) are taken out of it and never reach a child. What an init (15.1)
-//     binds lies above it and is replaced as a whole by the next one.
+//   - The daemon reads its own environment once, at its start. It removes the names in
+//     Credentials, so they never reach a child (the entrypoint alone gets JUPYTER_TOKEN).
+//     The variables of an init lie above this environment; the next init replaces them all.
 //   - EXECD_ENVS is always set for a child and its file is read for each command.
 //   - Expansion touches $NAME and ${NAME} only; everything else is literal.
 package environ
@@ -89,8 +89,8 @@ func (e *Environment) publish() {
 
 func (e *Environment) base() map[string]string { return *e.visible.Load() }
 
-// Replace exchanges the daemon's own variables; credentials stay out, but for what the
-// entrypoint is given.
+// Replace exchanges the daemon's own variables. Credentials stay out, except those that
+// the entrypoint gets.
 func (e *Environment) Replace(variables map[string]string) {
 	e.mutex.Lock()
 	defer e.mutex.Unlock()
@@ -202,7 +202,7 @@ func List(variables map[string]string) []string {
 	return list
 }
 
-// undefinedRule says what becomes of a reference to an undefined variable.
+// undefinedRule says how a reference to an undefined variable is expanded.
 type undefinedRule func(reference string) string
 
 func dropUndefined(string) string { return "" }
@@ -212,7 +212,7 @@ func KeepUndefined(reference string) string { return reference }
 
 func isNameStart(c byte) bool { return c == '_' || c|0x20 >= 'a' && c|0x20 <= 'z' }
 
-// IsNameByte tells whether a byte may be in the name of a variable.
+// IsNameByte reports whether a byte may be in the name of a variable.
 func IsNameByte(c byte) bool { return isNameStart(c) || c >= '0' && c <= '9' }
 
 // LookupIn looks variables up in a map.
@@ -222,7 +222,7 @@ func LookupIn(m map[string]string) lookupFunc {
 
 type lookupFunc = func(string) (string, bool)
 
-// IsName tells whether a text is the name of a variable.
+// IsName reports whether a text is the name of a variable.
 func IsName(name string) bool {
 	if name == "" || !isNameStart(name[0]) {
 		return false
@@ -245,7 +245,7 @@ func Expand(text string, lookup lookupFunc, undefined undefinedRule) string {
 	return out.text.String()
 }
 
-// boundedText takes no piece that makes it longer than its limit, and none after that.
+// boundedText refuses the first piece that exceeds its limit and every later piece.
 type boundedText struct {
 	text  strings.Builder
 	limit int

@@ -5,8 +5,8 @@ package environ
 // Invariants
 //   - Reading and parsing never fail: a malformed entry is skipped and counted, a file that
 //     cannot be read has no entries. A file that is missing is empty; all else has a warning.
-//   - Of a file above the limit the entries count that are complete within it. What follows
-//     the first incomplete one is not looked at: it may be the inside of a value.
+//   - In a file above the limit, only entries that are complete within the limit count. The
+//     rest after the first incomplete entry is ignored: it may be the inside of a value.
 //   - Single-quoted values are literal, double-quoted and bare ones expand
 //     $NAME and ${NAME} with the daemon's environment; quoted ones may span lines.
 //   - Later entries win; keys match [A-Za-z_][A-Za-z0-9_]*.
@@ -57,7 +57,7 @@ func createEnvFile(path string) error {
 
 // readEnvFile returns the content within the limit, whether there is more, and a problem to warn of.
 func readEnvFile(path string) (data []byte, more bool, problem string) {
-	// Asked before it is opened, which alone can have an effect on a device.
+	// Check the type before opening: opening a device can already have an effect.
 	info, err := os.Stat(path)
 	if absent(err) {
 		return nil, false, ""
@@ -76,7 +76,7 @@ func readEnvFile(path string) (data []byte, more bool, problem string) {
 	if info, err = file.Stat(); err == nil && !info.Mode().IsRegular() {
 		return nil, false, "is not a regular file"
 	}
-	// The size is not asked for: the file may grow meanwhile, and some have none.
+	// Do not use the size: the file may grow meanwhile, and some files report none.
 	data, err = io.ReadAll(io.LimitReader(file, envFileLimit+1))
 	if err != nil {
 		return nil, false, "cannot be read: " + sys.Reason(err)
@@ -90,7 +90,7 @@ func readEnvFile(path string) (data []byte, more bool, problem string) {
 // absent also counts a path that leads through something that is no directory.
 func absent(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) }
 
-// parseEnvFile returns the entries in order and the number of skipped ones; more tells
+// parseEnvFile returns the entries in order and the number of skipped ones; more means
 // that the data is only the beginning of the file.
 func parseEnvFile(data []byte, more bool, lookup lookupFunc) (entries []envEntry, skipped int) {
 	parser := &envParser{lookup: lookup, left: envFileLimit}

@@ -1,6 +1,6 @@
 package files
 
-// What a file has beside its content: owner, mode, times, extended attributes.
+// The metadata of a file: owner, mode, times, extended attributes.
 
 import (
 	"encoding/binary"
@@ -46,8 +46,8 @@ type attribute struct {
 	value []byte
 }
 
-// attributesOf reads those that a copy keeps: the user's, ACLs and capabilities. Others are
-// the business of the kernel or of the file system.
+// attributesOf reads the attributes that a copy keeps: the user's, ACLs and capabilities. The
+// kernel or the file system sets the others.
 func attributesOf(path string) []attribute {
 	if n, err := syscall.Listxattr(path, nil); err != nil || n == 0 {
 		return nil

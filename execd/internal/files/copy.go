@@ -8,7 +8,7 @@ package files
 //   - A directory gets these after its children, so that it may be read-only.
 //   - Without the privilege the copy belongs to the daemon and has no set-id bits, as with mv.
 //   - Another mount below the source, a special file and a destination inside the source are errors.
-//   - Memory is bounded whatever the size of a directory; copying ends when its context does.
+//   - Memory is bounded for any size of directory; copying stops when its context is done.
 
 import (
 	"context"
@@ -144,7 +144,7 @@ func copyLink(from, to string, stat *syscall.Stat_t) error {
 	return sys.PathError("utimensat", to, setLinkTimes(to, stat.Atim, stat.Mtim))
 }
 
-// finish gives a copy what its original has beside the content.
+// finish gives a copy the metadata of its original.
 func finish(file *os.File, from string, stat *syscall.Stat_t) error {
 	mode := keepOwner(file, stat)
 	mode = keepAttributes(file, attributesOf(from), mode)

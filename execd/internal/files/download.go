@@ -1,11 +1,11 @@
 package files
 
-// GET /files/download (contract 9.4).
+// GET /files/download.
 //
 // Invariants
 //   - Only regular files are served; opening never blocks.
 //   - The first satisfiable range is served alone; 416 is JSON with the size.
-//   - Line reads use bounded memory whatever the length of a line.
+//   - Line reads use bounded memory for any length of line.
 
 import (
 	"bufio"

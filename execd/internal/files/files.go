@@ -1,5 +1,5 @@
-// Package files serves files and directories: paths, metadata, ownership (contract 9), also
-// as a chosen identity (contract 10).
+// Package files serves files and directories: paths, metadata, ownership, also
+// as a chosen identity.
 //
 // Invariants
 //   - Paths are not confined; the kernel and the daemon's user decide. An existing
@@ -95,7 +95,7 @@ func (f *Files) Route(method, path string) http.HandlerFunc {
 	return nil
 }
 
-// IsFileRoute tells whether a route is one of files.
+// IsFileRoute reports whether a route is one of files.
 func IsFileRoute(method, path string) bool { return (&Files{}).Route(method, path) != nil }
 
 // fileInfo is FileInfo of the contract; every key is always present.
@@ -236,7 +236,7 @@ func describe(path string, info fs.FileInfo, accounts account.Accounts) fileInfo
 	return result
 }
 
-// missing reports that a path leads nowhere, be it through what is no directory.
+// missing reports that a path names nothing, or leads through a file that is no directory.
 func missing(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR)
 }
@@ -272,7 +272,7 @@ func (f *Files) info(w http.ResponseWriter, r *http.Request) {
 	httpx.WriteJSON(w, http.StatusOK, result)
 }
 
-// remove deletes files and links; what is missing already counts as deleted.
+// remove deletes files and links; a missing one counts as deleted.
 func (f *Files) remove(w http.ResponseWriter, r *http.Request) {
 	f.eachPath(w, r, func(path string) error {
 		info, err := os.Lstat(path)

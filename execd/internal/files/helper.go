@@ -3,10 +3,10 @@ package files
 // The helper that serves file routes as another identity (identity.go).
 //
 // Invariants
-//   - It has one way in: connections that arrive on its control descriptor. When
-//     that ends it ends, with what it is doing.
-//   - It serves only after it has its identity; a failure to take it on ends it.
-//   - It looks at no environment; relative paths begin at /, ~ is its account's home.
+//   - It accepts connections only from its control descriptor. When that closes, the
+//     helper ends at once, with its active requests.
+//   - It serves only after it has its identity; a failure to set the identity ends it.
+//   - It reads no environment variables; relative paths start at /, ~ is its account's home.
 
 import (
 	"net/http"

@@ -1,17 +1,17 @@
 package files
 
-// Files as a chosen identity: /v1/filesystem/{uid}/{gid}/… (contract 10).
+// Files as a chosen identity: /v1/filesystem/{uid}/{gid}/….
 //
-// A request is handed to a helper: this program again (helper/start.go), which takes on that identity
+// A request is handed to a helper: this program again (helper/start.go), which sets that identity
 // and serves the ordinary file routes on connections it is given (helper.go).
 // So every permission check is the kernel's, for every system call.
 //
 // Invariants
-//   - An identity that cannot be taken on fails the request; nothing runs as the
-//     daemon instead.
+//   - If the identity cannot be set, the request fails; it never runs as the daemon
+//     instead.
 //   - A helper has the account's groups only, none of the daemon's environment and
-//     no token; it can be reached through descriptors this process hands over alone.
-//   - Helpers are bounded in number; one that is idle ends. Each has one clock for that.
+//     no token. Only descriptors that this process passes to it reach it.
+//   - Helpers are bounded in number; an idle one ends. Each has one timer for that.
 //   - The start of one helper does not delay requests with another identity.
 
 import (
@@ -65,7 +65,7 @@ type identityHelper struct {
 	clock  *time.Timer // from the first end of a request on
 }
 
-// NewIdentities starts no helper yet.
+// NewIdentities returns an Identities without helpers.
 func NewIdentities(reaper *process.Reaper, accounts func() account.Accounts, logger *log.Logger, program *process.Program) *Identities {
 	return &Identities{
 		reaper: reaper, accounts: accounts, log: logger, program: program, idle: helperIdle, helpers: map[identity]*identityHelper{},
@@ -143,7 +143,7 @@ func (i *Identities) take(chosen identity) (*identityHelper, error) {
 	return nil, httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "cannot act as this identity: "+sys.Reason(taken.failed))
 }
 
-// reserve finds the helper of an identity; first tells that the caller has to start it.
+// reserve finds the helper of an identity; first reports whether the caller has to start it.
 func (i *Identities) reserve(chosen identity) (found *identityHelper, first bool, err error) {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
@@ -164,7 +164,7 @@ func (i *Identities) reserve(chosen identity) (found *identityHelper, first bool
 	return found, true, nil
 }
 
-// ended tells whether it was started and its process is gone.
+// ended reports whether it was started and its process is gone.
 func (h *identityHelper) ended() bool {
 	select {
 	case <-h.started:
@@ -192,7 +192,7 @@ func (i *Identities) giveBack(chosen identity, taken *identityHelper) {
 	}
 }
 
-// expire ends a helper that has been idle for long enough, and else sets its clock again.
+// expire ends a helper that was idle for the limit; otherwise it restarts the helper's timer.
 func (i *Identities) expire(chosen identity, watched *identityHelper) {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
@@ -239,7 +239,7 @@ func (i *Identities) drop(chosen identity, dropped *identityHelper) {
 	}
 }
 
-// EndAll ends every helper; nothing is passed on to one any more.
+// EndAll ends every helper; no further request reaches one.
 func (i *Identities) EndAll() {
 	i.mutex.Lock()
 	ending := i.helpers
@@ -279,7 +279,7 @@ func (i *Identities) start(chosen identity) (*helper.Helper, error) {
 	return helper.Start(i.reaper, i.program, helper.Spec{Flag: HelperFlag, Plan: plan, UID: plan.UID, GID: plan.GID}, i.log)
 }
 
-// alreadyIs tells whether this process, which may not change, has an identity already.
+// alreadyIs reports whether this process, which may not change, has an identity already.
 func alreadyIs(wanted *syscall.Credential) bool {
 	groups, err := os.Getgroups()
 	if err != nil || int(wanted.Uid) != os.Geteuid() || int(wanted.Gid) != os.Getegid() {

@@ -1,6 +1,6 @@
 package files
 
-// POST /files/mv (contract 9.2).
+// POST /files/mv.
 //
 // Invariants
 //   - Moving never overwrites: a destination that appears meanwhile is neither replaced nor removed.
@@ -88,7 +88,7 @@ func (f *Files) moveOne(ctx context.Context, from, to string) error {
 
 // moveAcross moves to another file system.
 func (f *Files) moveAcross(ctx context.Context, from, to string) error {
-	// What cannot be removed afterwards is better not copied at all.
+	// Do not copy what cannot be removed afterwards.
 	if err := syscall.Access(filepath.Dir(from), accessWrite|accessSearch); err != nil {
 		return sys.PathError("access", from, err)
 	}
@@ -109,7 +109,7 @@ func (f *Files) moveAcross(ctx context.Context, from, to string) error {
 	return nil
 }
 
-// insteadOf says of an error about the copy what it is to become.
+// insteadOf names the destination in an error about the copy.
 func insteadOf(made, to string, err error) error {
 	var on *fs.PathError
 	if !errors.As(err, &on) {
@@ -192,7 +192,7 @@ func (f *Files) removeTree(path string) error {
 	if !errors.Is(err, os.ErrPermission) {
 		return err
 	}
-	// Not for the client to cancel: what has begun to be removed goes.
+	// The client cannot cancel this: a removal that has begun is completed.
 	if err := openTree(&nameReader{context.Background(), f.limits.walkNames}, path); err != nil {
 		return err
 	}

@@ -3,8 +3,8 @@ package files
 // Reading directories of any size in bounded memory and lexical order.
 //
 // Invariants
-//   - A directory is read in batches. Of a large one only the smallest names are held; once they
-//     are used it is read again for the next. Time grows with its size over the memory, memory not.
+//   - A directory is read in batches. For a large one, memory holds only the smallest names; after
+//     their use, the directory is read again for the next ones. Larger directories take more time, not memory.
 //   - No descriptor is held while an entry is used, and a directory is never reached over a link.
 //   - Reading stops when the context is done.
 

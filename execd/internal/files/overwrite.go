@@ -7,8 +7,8 @@ package files
 //   - The new content is complete before the file is opened.
 //   - The order of writing is: what is beyond the old end, what overlaps, the new end. Only
 //     the first needs space on common file systems, and undoing it is a truncation.
-//   - What is overwritten is kept before. When a write fails the old content is put back; if
-//     that fails as well, the error says so.
+//   - The overwritten content is saved before. When a write fails, the old content is restored;
+//     if that fails as well, the error says so.
 //
 // It is not atomic: a reader meanwhile may see a mixture, and so may everything after the
 // process or the machine has died in the middle.
@@ -53,7 +53,7 @@ func (f *Files) overwrite(path string, wanted checked, next content) error {
 		return errors.New("not a regular file: " + path)
 	}
 	// Metadata first: a refused chown or chmod must not leave new content behind, and
-	// content for a closer circle must not be visible to a wider one.
+	// content for fewer readers must not be visible to more.
 	if err := wanted.applyTo(file); err != nil {
 		return wanted.reverted(file, info, err)
 	}
@@ -133,7 +133,7 @@ func (o *overwriting) run(readable bool) error {
 	if err != nil {
 		return o.undo(err, written)
 	}
-	// Some file systems say only now that there was no space.
+	// Some file systems report only now that there was no space.
 	if err := o.file.Sync(); err != nil && !unsupported(err) {
 		return o.undo(err, overlap)
 	}

@@ -1,6 +1,6 @@
 package files
 
-// POST /files/replace (contract 9.2).
+// POST /files/replace.
 //
 // Invariants
 //   - Replacing is byte-wise and streamed; a file without a match is not touched.

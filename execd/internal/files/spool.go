@@ -1,11 +1,11 @@
 package files
 
-// Content that is kept until a file can be written in place (contract 9.2, 9.3).
+// Content that is kept until a file can be written in place.
 //
 // Invariants
 //   - The first bytes are kept in memory, up to a limit. More goes to a file that has no
 //     name, on another file system or at least in another directory.
-//   - A spool that finds no place returns an error. It never falls back to more memory.
+//   - A spool without a place for its file returns an error. It never uses more memory instead.
 
 import (
 	"bytes"

@@ -1,6 +1,6 @@
 package files
 
-// POST /files/upload (contract 9.3).
+// POST /files/upload.
 //
 // Invariants
 //   - The n-th metadata part belongs to the n-th file part and comes before it

@@ -1,14 +1,14 @@
 package files
 
-// GET /directories/list and GET /files/search (contract 9.2).
+// GET /directories/list and GET /files/search.
 //
 // Invariants
 //   - Walks are preorder and lexical, never follow a link, skip what cannot be
 //     read and the kernel's own trees (/proc, /sys) unless asked for directly.
-//   - Memory is bounded whatever the size of a directory (names.go).
+//   - Memory is bounded for any size of directory (names.go).
 //   - Results are streamed; a walk ends when its client leaves; few run at a time.
-//   - An answer has a bound. A larger one is an error, which says so before anything is sent;
-//     a tree that grows beyond it meanwhile ends in a broken transfer. It is never cut silently.
+//   - An answer is bounded. A larger one gets an error before the first byte of the answer. If the
+//     tree grows beyond the bound meanwhile, the transfer is aborted. It is never truncated silently.
 
 import (
 	"bufio"

@@ -1,6 +1,6 @@
 package files
 
-// Replacing the content of a file (contract 9.2 replace, 9.3 upload).
+// Replacing the content of a file.
 //
 // Invariants
 //   - Readers see the old content or the new, never a part: write beside, rename.
@@ -50,7 +50,7 @@ func targetOf(path string) (string, fs.FileInfo, error) {
 			return "", nil, err
 		}
 		if !filepath.IsAbs(link) {
-			// Not cleaned: ".." after a linked directory is the kernel's to resolve.
+			// Do not clean the path: the kernel must resolve ".." after a linked directory.
 			link = filepath.Dir(path) + "/" + link
 		}
 		path = link
@@ -120,14 +120,14 @@ func createBeside(target string) (*os.File, error) {
 	return os.OpenFile(nameBeside(target), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 }
 
-// nameBeside is a name in the target's directory that nothing has.
+// nameBeside is an unused name in the target's directory.
 func nameBeside(target string) string {
 	var random [12]byte
 	rand.Read(random[:])
 	return filepath.Dir(target) + "/.execd-" + hex.EncodeToString(random[:])
 }
 
-// named says of an error about a temporary name which file it is about.
+// named replaces a temporary name in an error with the name of the file that it stands for.
 func named(path string, err error) error {
 	var on *fs.PathError
 	var renaming *os.LinkError

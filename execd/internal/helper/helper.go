@@ -76,8 +76,8 @@ func handOver(control *net.UnixConn, limit time.Duration) (net.Conn, error) {
 	return sys.UnixConn(ours)
 }
 
-// Server never ends a connection: the daemon keeps those that it may need again, and
-// what is sent on one that is just ending is lost.
+// Server never closes a connection. The daemon reuses connections, and a request that is
+// sent on a closing one would be lost.
 func Server(handler http.Handler) *http.Server {
 	return &http.Server{Handler: handler, MaxHeaderBytes: httpx.HeaderBytesLimit, ErrorLog: log.New(io.Discard, "", 0)}
 }

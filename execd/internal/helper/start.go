@@ -3,14 +3,14 @@ package helper
 // Starting this program again: as the helper of an identity (files/identity.go) or of an isolated
 // session (isolate/isolate.go).
 //
-// No path leads to the program for certain. Root in the sandbox may rename a directory above the
+// No path is certain to name the program. Root in the sandbox may rename a directory above the
 // file and put another file there, and can do the same to /proc from a mount namespace of its own.
 //
 // Invariants
 //   - What is executed is the file that this process runs, which the kernel finds by
 //     self/exe in the process file system that was opened, and checked, at the start.
 //   - A helper is an ordinary process of the daemon's identity until no other process can trace
-//     it; only then it takes on the identity that it is for.
+//     it; only then it sets the identity that it is for.
 //   - The first answer of a helper is read from a socket that it alone was given, with the
 //     kernel's word for the process and the identity that sent it.
 
@@ -70,7 +70,7 @@ func Start(reaper *process.Reaper, program *process.Program, spec Spec, logger *
 		return nil, err
 	}
 	defer theirs.Close()
-	// From the first byte on: what is sent earlier has no sender.
+	// Set this before the first byte: an earlier message has no sender.
 	err = syscall.SetsockoptInt(int(ours.Fd()), syscall.SOL_SOCKET, syscall.SO_PASSCRED, 1)
 	if err != nil {
 		ours.Close()
@@ -157,7 +157,7 @@ func Begin(plan any) (*net.UnixConn, error) {
 	return control, syscall.Chdir("/") // it begins in the process file system
 }
 
-// Answer tells the daemon that all is as it asked for, or why not; it reports whether to go on.
+// Answer sends the daemon the helper's success or its error; it reports whether to go on.
 func Answer(control *net.UnixConn, err error) bool {
 	answer := readyAnswer
 	if err != nil {

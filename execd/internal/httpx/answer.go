@@ -1,5 +1,4 @@
-// Package httpx reads requests and writes answers (contract 2.3, 2.4), matches routes
-// (contract 3) and passes requests on.
+// Package httpx reads requests, writes answers, matches routes and passes requests on.
 //
 // Invariants
 //   - Every error answer is JSON with the string keys code and message, neither empty.
@@ -59,7 +58,7 @@ func NewProblem(status int, code, message string) *Problem {
 
 func (p *Problem) Error() string { return p.Message }
 
-// BadRequest is a request that cannot be served as it is.
+// BadRequest is the error for a request with a fault.
 func BadRequest(message string) *Problem {
 	return NewProblem(http.StatusBadRequest, CodeInvalidBody, message)
 }
@@ -148,8 +147,8 @@ func bodyLimit(r *http.Request) time.Duration {
 	return limit
 }
 
-// idleBody moves the read deadline of the connection with each read. After the body
-// comes nothing but the end of the connection, for which there is no deadline.
+// idleBody moves the read deadline of the connection with each read. After the body,
+// only the end of the connection can come; it has no deadline.
 type idleBody struct {
 	body       io.Reader
 	controller *http.ResponseController
@@ -227,7 +226,7 @@ const (
 )
 
 var (
-	// ErrLeft ends what waits for a client that is gone.
+	// ErrLeft ends a wait whose client has left.
 	ErrLeft = errors.New("the client left")
 )
 

@@ -1,11 +1,11 @@
 package httpx
 
-// Routes and the paths that they match (contract 3).
+// Routes and the paths that they match.
 //
 // Invariants
 //   - A route is a method and the segments of a path; each must be equal.
-//   - A path is cut at its slashes as it was sent, and then each segment is decoded once: an
-//     encoded slash belongs to a segment, and never to two.
+//   - A path is split at its slashes as it was sent, then each segment is decoded once: an
+//     encoded slash is part of a segment and never separates two.
 //   - One slash at the end does not count; an id is never empty.
 
 import (
@@ -34,7 +34,7 @@ func SplitPath(raw string) (Path, error) {
 	return path, nil
 }
 
-// Is tells whether a path has these segments and no others.
+// Is reports whether a path has these segments and no others.
 func (p Path) Is(segments ...string) bool { return slices.Equal(p, segments) }
 
 // WithoutLastSlash is the path without a slash at its end.

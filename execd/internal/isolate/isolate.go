@@ -1,17 +1,17 @@
-// Package isolate serves isolated sessions (contract 11): sessions with a file system view,
+// Package isolate serves isolated sessions: sessions with a file system view,
 // processes and temporary files of their own, inside one sandbox: making and ending them.
 // routes.go is what clients see of them, spec.go checks what is asked for, view.go makes it,
 // serve.go runs inside, runs.go has their runs in the background and says when a session is
-// idle, reports.go is what the server inside tells the daemon.
+// idle, reports.go is what the server inside reports to the daemon.
 //
-// They need CAP_SYS_ADMIN over the sandbox's own mounts. Without it nothing is
-// pretended: the capabilities say so and every other route answers 503.
+// They need CAP_SYS_ADMIN over the sandbox's own mounts. Without it,
+// the capabilities report that isolation is not available and every other route answers 503.
 //
 // Invariants
 //   - No session exists whose view, identity or network is not as asked for.
 //   - Sessions are bounded in number and in what they write; a deleted one leaves
 //     neither processes nor files.
-//   - The end of the server inside is the session's.
+//   - A session ends when the server inside ends.
 package isolate
 
 import (
@@ -34,7 +34,7 @@ const (
 	retryAfter   = 30 * time.Second // between two attempts to find out whether there is isolation
 )
 
-// fileRoute tells whether a method and a path are a route of files.
+// fileRoute reports whether a method and a path are a route of files.
 type fileRoute = func(method, path string) bool
 
 // Isolation is the table of isolated sessions.
@@ -77,7 +77,7 @@ type session struct {
 	timer   *time.Timer               // until it is removed; nil: something holds it, or it may stay
 }
 
-// New looks at nothing yet.
+// New does not check yet whether isolation is available.
 func New(launcher *process.Launcher, files fileRoute, program *process.Program, root string, pid1 bool) *Isolation {
 	return &Isolation{
 		launcher: launcher, files: files, program: program, root: root, pid1: pid1, kept: newKept(), retry: retryAfter,
@@ -87,9 +87,9 @@ func New(launcher *process.Launcher, files fileRoute, program *process.Program, 
 
 const noIsolation = `isolated sessions are off in this sandbox: create it with the extensions "bootstrap.execd.isolation": "enable" and "sallyport.runtime": "runsc"`
 
-// unavailable says why there is no isolation, by having tried it; "" if there is. Success and
-// the want of the capability are final. Any other failure may be of the moment (memory,
-// processes, time) and is tried again, at most once in a while.
+// unavailable makes a session as a test and returns why it failed, "" if it did not. Success and
+// the lack of the capability are final. Any other failure may be temporary (memory, processes,
+// time): it is tried again, but not more often than an interval allows.
 func (i *Isolation) unavailable() string {
 	i.probe.Lock()
 	defer i.probe.Unlock()
@@ -225,7 +225,7 @@ func (i *Isolation) find(id string) (*session, error) {
 	return nil, sessionNotFound(id)
 }
 
-// remove ends a session and takes away what it wrote.
+// remove ends a session and deletes what it wrote.
 func (i *Isolation) remove(id string) bool {
 	i.mutex.Lock()
 	removed := i.byID[id]

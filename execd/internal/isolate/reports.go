@@ -1,14 +1,14 @@
 package isolate
 
-// What the server of an isolated session tells the daemon unasked: the begin of each background
-// run, with the pipe of its output, and the end. It is sent on the control connection.
+// Reports that the server of an isolated session sends to the daemon without a request: the start
+// of each background run, with the pipe of its output, and its end. They use the control connection.
 //
-// So the daemon needs no answer of that server to know what runs, and has the output when the
-// server is gone.
+// So the daemon knows the runs without a request to that server, and has the output after the
+// server has ended.
 //
 // Invariants
-//   - A report has one size and one form; what has another ends the connection.
-//   - A pipe comes with the begin of a run, and nothing with its end.
+//   - A report has one size and one form; any other message ends the connection.
+//   - The report of a run's start has a pipe; the report of its end has none.
 
 import (
 	"cmp"

@@ -1,11 +1,11 @@
 package isolate
 
-// The routes of isolated sessions (contract 11). isolate.go makes and ends what they
-// are about.
+// The routes of isolated sessions. isolate.go makes and ends the
+// sessions.
 //
 // Invariants
-//   - A session that is not there is 404; one whose processes have ended says so.
-//   - What is for the server of a session is passed on to it, and nothing else is.
+//   - An unknown session is 404; for one whose processes have ended, the answer says so.
+//   - Only the routes of a session's server are passed on to it.
 
 import (
 	"encoding/json"
@@ -47,7 +47,7 @@ func (i *Isolation) Route(method, path string) http.HandlerFunc {
 	return i.available(func(w http.ResponseWriter, r *http.Request) { i.forward(w, r, parts[1], parts[2:]) })
 }
 
-// isRoute tells whether the server of a session has a route.
+// isRoute reports whether the server of a session has a route.
 func (i *Isolation) isRoute(method string, parts []string) bool {
 	switch {
 	case parts[0] == "run":
@@ -81,7 +81,7 @@ func (i *Isolation) capabilities(w http.ResponseWriter, _ *http.Request) {
 	httpx.WriteJSON(w, http.StatusOK, answer)
 }
 
-// hardening is what is in force for this process, as the kernel tells it.
+// hardening is what is in force for this process, as the kernel reports it.
 func (i *Isolation) hardening() map[string]any {
 	layer := func(state, message string) map[string]string {
 		if message == "" {
@@ -167,7 +167,7 @@ func (s *session) echo() map[string]any {
 	return answer
 }
 
-// state is what both GET routes tell; mutex held.
+// state is the answer of both GET routes; mutex held.
 func (s *session) state() map[string]any {
 	answer := map[string]any{"status": "active", "created_at": s.created, "last_run_at": s.ran.UTC()}
 	if s.dead() {
@@ -238,7 +238,7 @@ func (i *Isolation) forward(w http.ResponseWriter, r *http.Request, id string, p
 	found.helper.Forward(w, r, "/"+strings.Join(parts, "/"))
 }
 
-// broken answers when the server inside does not.
+// broken answers a request that the server inside did not answer.
 func (s *session) broken(w http.ResponseWriter, r *http.Request, _ error) {
 	if r.URL.Path != "/run" {
 		httpx.WriteError(w, httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "the session's process has exited"))

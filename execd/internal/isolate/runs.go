@@ -1,15 +1,15 @@
 package isolate
 
 // Background runs of isolated sessions, and what follows from them: when a session is idle, and
-// what is left of one whose processes have ended (contract 11).
+// what is left of one whose processes have ended.
 //
 // The server of a session starts the runs and reports them (reports.go). The daemon keeps
 // their output, as that of commands, and answers for them.
 //
 // Invariants
 //   - A session is idle when no request to it is under way and no run of it was reported that
-//     has not ended. How fast its server answers, or whether it does, is of no concern.
-//   - A session that is not idle is removed by its client alone; one that has died stays, with
+//     has not ended. It does not matter whether and how fast its server answers.
+//   - Only its client can remove a session that is not idle; one that has died stays, with
 //     its runs, until its client removes it or its time is over.
 //   - Runs and their output are bounded: a session in its runs, all sessions together in bytes
 //     and files; sessions that have died also in time, and they make room for new ones.
@@ -237,7 +237,7 @@ func (i *Isolation) awaitReported(in *session, response *http.Response) error {
 	return nil
 }
 
-// held tells whether something goes on in a session; mutex held.
+// held reports whether a session has an active request or run; mutex held.
 func (s *session) held() bool { return s.active > 0 || s.running > 0 }
 
 // deadline is when a session that nothing holds is removed, zero for never; mutex held.
@@ -254,7 +254,7 @@ func (i *Isolation) deadline(of *session) (at time.Time) {
 	return at
 }
 
-// rest sets the clock of a session anew; mutex held.
+// rest restarts the idle timer of a session; mutex held.
 func (i *Isolation) rest(resting *session) {
 	if resting.timer != nil {
 		resting.timer.Stop()

@@ -4,10 +4,10 @@ package isolate
 // of the session's PID namespace, and serves the daemon alone.
 //
 // Invariants
-//   - One way in: connections that arrive on its control descriptor. When that ends,
-//     it ends, and everything in the session with it.
-//   - Runs are those of a bash session: serialised, the state kept exactly. A background
-//     run begins with the state of the moment and leaves it alone.
+//   - It accepts connections only from its control descriptor. When that closes, the
+//     server ends, and every process of the session with it.
+//   - Runs are those of a bash session: sequential, with exactly the state of the run before. A
+//     background run starts with the current state and does not change it.
 //   - The session reports the begin and the end of each background run to the daemon, which keeps its output.
 //   - Files are served from the view with the session's identity.
 
@@ -196,7 +196,7 @@ func (i *inside) startBackground(run *Task) (at time.Time, err error) {
 	return at, nil
 }
 
-// report tells the daemon of a run.
+// report sends the daemon the state of a run.
 func (i *inside) report(report runReport, pipe *os.File) error {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()

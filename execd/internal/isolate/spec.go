@@ -1,6 +1,6 @@
 package isolate
 
-// What an isolated session is to be (contract 11): its request, checked and resolved.
+// What an isolated session is to be: its request, checked and resolved.
 //
 // Invariants
 //   - Every path is absolute, clean and free of links where it names a place to mount
@@ -226,7 +226,7 @@ func allowedSource(path string) error {
 	return httpx.BadRequest("binds and extra_writable must lie in " + strings.Join(bindSources, ", "))
 }
 
-// within tells whether a clean path is a place or below it.
+// within reports whether a clean path is a place or below it.
 func within(path, place string) bool {
 	return path == place || strings.HasPrefix(path, strings.TrimSuffix(place, "/")+"/")
 }
@@ -261,7 +261,7 @@ func mountPlace(path string, directory bool) error {
 	return nil
 }
 
-// identity resolves who the session is.
+// identity resolves the user, group and further groups of the session.
 func (r *request) identity(plan *viewPlan, launcher *process.Launcher) error {
 	plan.UID, plan.GID = uint32(os.Geteuid()), uint32(os.Getegid())
 	if r.UID == nil && r.GID == nil {

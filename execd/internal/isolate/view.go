@@ -13,7 +13,7 @@ package isolate
 //   - What is mounted, and where, is found without following a link and then held open:
 //     others may exchange what they can write to at any moment.
 //   - The capability alone keeps others from tracing the helper, and it lets none do so from its
-//     first instructions on. So it executes nothing after: that would open it again.
+//     first instructions on. So it executes no program afterwards: that would permit tracing again.
 //   - Any step that fails ends the helper with a message; there is no session then.
 //   - Nothing the session's processes do can undo the view: they lack the capability,
 //     and no_new_privs keeps it away.
@@ -50,7 +50,7 @@ func Run(parts Parts) int {
 	return serve(&plan, control, parts)
 }
 
-// enter makes the view, enters it and keeps no more rights than its processes may have.
+// enter makes the view, enters it and keeps no more privileges than its processes may have.
 func (p *viewPlan) enter() error {
 	if err := p.build(); err != nil {
 		return err
@@ -58,7 +58,7 @@ func (p *viewPlan) enter() error {
 	if err := sys.NoNewPrivileges(); err != nil {
 		return err
 	}
-	// Before the identity, which takes the right to do this away.
+	// Do this before setting the identity, which takes the permission for it away.
 	if err := sys.DropMountingEverywhere(); err != nil {
 		return err
 	}

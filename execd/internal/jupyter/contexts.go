@@ -1,10 +1,10 @@
-// Package jupyter serves code contexts (contract 8): stateful runs in the kernels of a
+// Package jupyter serves code contexts: stateful runs in the kernels of a
 // Jupyter server.
 //
 // Invariants
-//   - A context runs one thing at a time; who comes meanwhile is told so before
-//     anything is sent.
-//   - There is one default context per language, also when many ask for it at once.
+//   - A context runs one request at a time; another request meanwhile is refused before
+//     any event is sent.
+//   - There is one default context per language, also under concurrent requests.
 //   - Contexts are bounded in number; one that is being made or ended counts.
 //   - A client that leaves while its context is being made leaves no kernel. A default
 //     context is given up when the last one that waits for it leaves.

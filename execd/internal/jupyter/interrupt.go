@@ -1,6 +1,6 @@
 package jupyter
 
-// Interrupting a run of code (contract 8.1).
+// Interrupting a run of code.
 //
 // Invariants
 //   - An interrupt concerns the run that was there when it was asked for, and no other one.

@@ -1,6 +1,6 @@
 package jupyter
 
-// The REST side of a Jupyter server (contract 8.3).
+// The REST side of a Jupyter server.
 //
 // Invariants
 //   - The token goes to the configured server only: no redirect is followed, no

@@ -1,6 +1,6 @@
 package jupyter
 
-// Running code in a kernel, over its WebSocket (contract 8.3, message protocol 5.3).
+// Running code in a kernel, over its WebSocket (message protocol 5.3).
 //
 // Invariants
 //   - Only messages whose parent is this run's request belong to it.
@@ -260,7 +260,7 @@ func follow(request string, events *stream.Stream, run *codeRun, next func() ([]
 	return nil
 }
 
-// emitOutcome reports a failure that the kernel told in its reply only.
+// emitOutcome reports a failure that is only in the kernel's reply.
 func emitOutcome(events *stream.Stream, outcome *kernelContent) {
 	switch outcome.Status {
 	case "error":

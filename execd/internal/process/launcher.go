@@ -161,7 +161,7 @@ func (l *Launcher) WorkingDirectory(text string, env map[string]string, base str
 	return path, nil
 }
 
-// CheckDirectory tells why a program cannot begin in a directory.
+// CheckDirectory returns why a program cannot start in a directory.
 func CheckDirectory(path string) error {
 	info, err := os.Stat(path)
 	if err != nil {

@@ -144,7 +144,7 @@ func (r *Reaper) Adopt(start func() (pid int, err error)) (*Process, error) {
 	return r.adopt(pid), nil
 }
 
-// IsAdmin tells whether this process has CAP_SYS_ADMIN.
+// IsAdmin reports whether this process has CAP_SYS_ADMIN.
 func (r *Reaper) IsAdmin() bool { return r.admin }
 
 // adopt takes a child that was just forked into the table; the gate is held.
@@ -239,7 +239,7 @@ type Group struct {
 	fd     int // pidfd of the leader that keeps the number of the group; -1: the kernel has none
 }
 
-// Hold is for a child that is not yet reaped; ok tells whether it was not. Each needs a release.
+// Hold keeps the id of a child that is not yet reaped; ok reports whether it was not reaped. Each needs a release.
 func (p *Process) Hold() (held Group, ok bool) {
 	p.reaper.gate.RLock()
 	defer p.reaper.gate.RUnlock()
@@ -329,7 +329,7 @@ func ExitNumber(status syscall.WaitStatus) int {
 }
 
 // OpenNull opens an empty standard input; an image without /dev/null gets the
-// read end of a pipe nobody writes to.
+// read end of a pipe without a writer.
 func OpenNull() (*os.File, error) {
 	null, err := os.OpenFile("/dev/null", os.O_RDONLY, 0)
 	if err == nil {

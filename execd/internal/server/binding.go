@@ -1,13 +1,12 @@
 package server
 
-// POST /internal/init and GET /ready (contract 15.1): a daemon that was started
-// without knowing whose it is, that is given to somebody else, or that was restored
-// from a checkpoint.
+// POST /internal/init and GET /ready, for a daemon that was started without an owner,
+// that gets another owner, or that was restored from a checkpoint.
 //
 // Invariants
 //   - The route exists only if the daemon was started with --runtime-init, or restored.
-//     While a token is known, only its holder may bind again. Without one only who has the
-//     launch's secret may, and where there is no launch file, the first caller.
+//     While the daemon has a token, a caller needs that token to bind again. Without one, the
+//     caller needs the launch's secret; without a launch file, the first caller may bind.
 //   - Until the first init has succeeded nothing but /ping, /ready and the init answers.
 //   - Each request looks first whether this is still the launch that all is bound to. After
 //     a restore it is not: no former token counts, connections from before are closed, and

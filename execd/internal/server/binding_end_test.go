@@ -39,7 +39,7 @@ func newFormer(t *testing.T) *former {
 	return &former{f, dial, dial().RemoteAddr().String()}
 }
 
-// helper.handOver makes somebody else the owner.
+// handOver binds the daemon to another owner.
 func (f *former) handOver(preserve bool) {
 	f.T.Helper()
 	began := time.Now()
@@ -136,8 +136,8 @@ func TestAnInitEndsRequestsOfTheFormerOwner(t *testing.T) {
 	testkit.Equal(t, true, os.IsNotExist(err))
 }
 
-// While it ends what was there, an init lets nobody in, with either token.
-func TestAnInitServesNobodyBeforeItHasEnded(t *testing.T) {
+// While an init ends the former owner's processes, neither token is accepted.
+func TestAnInitServesNoRequestBeforeItHasEnded(t *testing.T) {
 	f := newFormer(t)
 	held := make(chan struct{})
 	port := rawService(t, func(connection net.Conn, reader *bufio.Reader) { <-held })

@@ -50,7 +50,7 @@ func FuzzPaths(f *testing.F) {
 		server := New(Options{Binding: &Binding{}, Port: testPort, Log: launcher.Log, Launcher: launcher})
 		request := &http.Request{Method: http.MethodGet, RequestURI: path, Header: http.Header{}}
 		answer := httptest.NewRecorder()
-		server.ServeHTTP(answer, request) // nobody has a token here
+		server.ServeHTTP(answer, request) // the request has no token
 		if open := answer.Code == 200; open && strings.TrimRight(server.withoutOwnProxy(rawPath(request)), "") != "/ping" && answer.Body.Len() > 0 {
 			t.Fatalf("%q answered %d", path, answer.Code)
 		}

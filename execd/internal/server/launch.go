@@ -1,16 +1,16 @@
 package server
 
-// Which start of a container this is: a small file that the host mounts for each.
+// The launch file: a small file that the host mounts into each container.
 //
-// A process that was checkpointed does not see its restore. This file is how it is told:
-// its content belongs to one container, so that a restored daemon finds another one than
-// before, from its first instruction on.
+// A process cannot see that it was restored from a checkpoint. The launch file shows it:
+// its content is different in each container, so a restored daemon reads another content
+// than before, from its first instruction on.
 //
 // Invariants
 //   - The content is the SHA-256 of the secret with which the host may initialise a daemon
-//     that was restored here. Whoever reads it, and everybody inside may, learns nothing.
-//   - The file is opened once: what happens to its name later does not matter.
-//   - A file that cannot be read, or has another form, is an error: nobody is served then.
+//     that was restored here. Every process inside may read the hash; it does not reveal the secret.
+//   - The file is opened once. A later change of its name has no effect.
+//   - A file that cannot be read or has another form is an error; the daemon then serves no request.
 
 import (
 	"fmt"
@@ -31,7 +31,7 @@ func OpenLaunch(path string) (*Launch, error) {
 	return &Launch{file}, nil
 }
 
-// Read returns who may initialise now, which is different after each restore.
+// Read returns the credential that permits an init now; it changes with each restore.
 func (l *Launch) Read() (Auth, error) {
 	var text [65]byte // the hash and a newline
 	if n, err := l.file.ReadAt(text[:], 0); n != len(text) || text[64] != '\n' {

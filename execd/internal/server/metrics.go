@@ -1,6 +1,6 @@
 package server
 
-// GET /metrics and /metrics/watch (contract 14).
+// GET /metrics and /metrics/watch.
 //
 // Invariants
 //   - Answering never waits for a sample: usage is the difference to the sample before.
@@ -119,7 +119,7 @@ func cpuQuota() (quota, period int64) {
 	return number(sys.FileText(cgroupRoot + "/cpu/cpu.cfs_quota_us")), number(sys.FileText(cgroupRoot + "/cpu/cpu.cfs_period_us"))
 }
 
-// cpuUsed is the time used by the sandbox, or by the host if no cgroup tells.
+// cpuUsed is the sandbox's processor time, or the host's if no cgroup reports one.
 func cpuUsed() time.Duration {
 	for line := range strings.Lines(sys.FileText(cgroupRoot + "/cpu.stat")) {
 		if usage, ok := strings.CutPrefix(line, "usage_usec "); ok {

@@ -1,6 +1,6 @@
 package server
 
-// ANY /proxy/{port}/{path…}: pass a request to a service in the sandbox (contract 13).
+// ANY /proxy/{port}/{path…}: pass a request to a service in the sandbox.
 //
 // Invariants
 //   - The only destination is 127.0.0.1; redirects are passed on, not followed.

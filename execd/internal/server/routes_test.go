@@ -29,7 +29,7 @@ var everyRoute = []string{
 	"POST /pty", "GET /pty/{}", "DELETE /pty/{}", "GET /pty/{}/ws",
 }
 
-// routed tells whether a request reaches a handler.
+// routed reports whether a request reaches a handler.
 func (f *fixture) routed(method, path string) bool {
 	f.T.Helper()
 	response := f.Do(method, path, http.NoBody)

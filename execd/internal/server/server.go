@@ -1,10 +1,10 @@
-// Package server is the HTTP surface: authentication, and what is served to whom (contract 2, 3).
+// Package server is the HTTP surface: authentication, routes, and which caller may use them.
 // connections.go bounds connections, serving.go keeps the listener.
 //
 // Invariants
-//   - Only /ping and /ready are served without the token; binding.go says who may init.
+//   - Only /ping and /ready are served without the token; binding.go says which caller may init.
 //   - Unknown path or method: 404; never a redirect.
-//   - After a restore nobody is served, on old connections or new ones, before an init.
+//   - After a restore no request is served before an init, on old or new connections.
 //   - /proxy/<own port>/… is the request itself, however often it is nested.
 package server
 
@@ -30,7 +30,7 @@ import (
 	"sallyport.dev/execd/internal/terminal"
 )
 
-// Options say what a Server serves, and to whom.
+// Options say what a Server serves, and which token it demands.
 type Options struct {
 	Port          int
 	Binding       *Binding
@@ -120,7 +120,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	restored, err := s.binding.look()
 	if restored {
-		s.log.Print("restored from a checkpoint: nobody is served before an init")
+		s.log.Print("restored from a checkpoint: no request is served before POST /internal/init")
 		s.closeFormer()
 	}
 	switch {

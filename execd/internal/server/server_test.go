@@ -312,7 +312,7 @@ func TestWhoDoesNotReadHoldsNobodyUp(t *testing.T) {
 	}
 }
 
-// holds tells whether this process has a file open.
+// holds reports whether this process has a file open.
 func holds(t *testing.T, path string) bool {
 	t.Helper()
 	descriptors, err := filepath.Glob("/proc/self/fd/*")

@@ -1,6 +1,6 @@
 package session
 
-// A run in a bash session (contract 7).
+// A run in a bash session.
 //
 // Invariants
 //   - The run's output is one stream, stderr in it, a line per event without its

@@ -1,8 +1,8 @@
-// Package session serves bash sessions (contract 7): making, finding, ending. run.go runs
+// Package session serves bash sessions: making, finding, ending. run.go runs
 // commands in them, shell.go says what they keep.
 //
 // Invariants
-//   - Runs of one session come one after the other; who waits is bounded.
+//   - Runs of one session are sequential; the number of waiting runs is bounded.
 //   - Sessions are bounded in number and in what they keep together; one that was
 //     not used for a day makes room for another.
 //   - Ending a session kills what runs in it.
@@ -39,7 +39,7 @@ type Sessions struct {
 // Session is one bash session.
 type Session struct {
 	id   string
-	turn chan struct{} // holds one value while nobody runs
+	turn chan struct{} // holds one value while no run is active
 	gone chan struct{} // closed by end
 
 	// Guarded by the mutex of Sessions.
@@ -50,7 +50,7 @@ type Session struct {
 	asked   time.Time        // when it was last interrupted
 	kept    int              // bytes of state
 
-	state shellState // belongs to who has the turn
+	state shellState // belongs to the run that has the turn
 }
 
 // New keeps sessions whose runs share everything with plain commands.
@@ -107,7 +107,7 @@ func newSession(directory string) *Session {
 	return made
 }
 
-// add takes a session up, if need be in the place of one that nobody used for long.
+// add registers a session. If the table is full, it replaces one that was unused for long.
 func (s *Sessions) add(made *Session) bool {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()

@@ -237,7 +237,7 @@ func builtins(lines []byte) []byte {
 	return out.Bytes()
 }
 
-// ownVariable tells what belongs to the shell of one run, or is read-only in any.
+// ownVariable reports whether a variable belongs to the shell of one run or is read-only in every shell.
 func ownVariable(name string) bool {
 	switch name {
 	case "_", "DIRSTACK", "EUID", "FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "OPTERR", "PIPESTATUS", "PPID", "PWD",

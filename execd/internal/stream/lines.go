@@ -1,6 +1,6 @@
 package stream
 
-// Cuts a byte stream into the texts of output events (contract 4.4).
+// Cuts a byte stream into the texts of output events.
 //
 // Invariants
 //   - The concatenation of all texts is the input, byte for byte, unless they are

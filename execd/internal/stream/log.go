@@ -266,7 +266,7 @@ func (l *Log) pageNow(cursor, limit int64, running bool) (begin, end int64, err 
 	return begin, end, nil
 }
 
-// span is page without regard to characters; open tells that the byte after its end is there,
+// span is page without regard to characters; open means that the byte after its end is there,
 // or may yet come. It never is at a gap.
 func (l *Log) span(cursor, limit int64, running bool) (begin, end int64, open bool) {
 	l.store.mutex.Lock()
@@ -354,7 +354,7 @@ func NewFile() (file *os.File, weight int64, err error) {
 	return file, memoryWeight, err
 }
 
-// weightOf tells a file in memory from one on a disk.
+// weightOf returns what a byte counts: a file in memory weighs more than one on a disk.
 func weightOf(file *os.File) int64 {
 	const tmpfs, ramfs = 0x01021994, 0x858458f6
 	var system syscall.Statfs_t

@@ -8,7 +8,7 @@ package stream
 //     window at most.
 //   - A \r at the end of what was read is held for 100 ms at most.
 //   - What it leaves behind may go on writing (process/leftovers.go).
-//   - Background commands have a pipe, as what opens /dev/stderr anew would truncate a file.
+//   - Background commands have a pipe: a command that opens /dev/stderr again would truncate a file.
 //     When one has ended, its output is in its log.
 
 import (

@@ -1,5 +1,5 @@
 // Package stream has event streams: bare ASCII-only JSON objects, each followed by a blank
-// line (contract 4.1, 4.2), and the output of programs that goes into them.
+// line, and the output of programs that goes into them.
 //
 // Invariants
 //   - Nothing is written after the terminal event, and at most one is written.

@@ -1,6 +1,6 @@
 package supervise
 
-// What the reference's start script does before the entrypoint (contract 18.2),
+// What the reference's start script does before the entrypoint,
 // without a script: the file is a program, and images without a shell exist.
 //
 // Invariants

@@ -1,6 +1,6 @@
 package supervise
 
-// Lifecycle hooks (contract 15.2): programs that run before the entrypoint, and
+// Lifecycle hooks: programs that run before the entrypoint, and
 // others that run again and again.
 //
 // Invariants

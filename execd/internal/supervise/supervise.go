@@ -1,4 +1,4 @@
-// Package supervise is init mode: PID 1 of a sandbox (contract 18.3).
+// Package supervise is init mode: PID 1 of a sandbox.
 //
 // Invariants
 //   - The entrypoint is a child like any other, in its own session and group, with
@@ -168,12 +168,12 @@ func (s *Supervisor) idle() int {
 	}
 }
 
-// Ends tells whether a signal is the end of this process.
+// Ends reports whether a signal is the end of this process.
 func Ends(sig os.Signal) bool {
 	return sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT
 }
 
-// supervise returns when the entrypoint has ended; again tells that it was asked to.
+// supervise returns when the entrypoint has ended; again reports whether it is to be started again.
 func (s *Supervisor) supervise(child *process.Process) (status int, again bool) {
 	var kill <-chan time.Time // from the first thing on that is to stop the entrypoint
 	stopping := func() {

@@ -57,7 +57,7 @@ func threadCapabilities() (header capHeader, sets [2]capSets, err error) {
 	return header, sets, ErrnoOrNil(errno)
 }
 
-// HasAdmin tells whether the calling thread has CAP_SYS_ADMIN.
+// HasAdmin reports whether the calling thread has CAP_SYS_ADMIN.
 func HasAdmin() bool {
 	_, sets, err := threadCapabilities()
 	return err == nil && sets[0].effective&(1<<capSysAdmin) != 0

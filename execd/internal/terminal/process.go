@@ -4,8 +4,8 @@ package terminal
 //
 // Invariants
 //   - Clients read from a ring of the last MiB (scrollback.go) at their own speed:
-//     a slow one misses output and is told so, and never holds the shell up.
-//   - The exit is known to clients only after all output that came before it.
+//     a slow client misses output, gets a notice of it, and never blocks the shell.
+//   - Clients get the exit only after all output that came before it.
 //   - A signal reaches the foreground group only while the shell has not been reaped.
 
 import (

@@ -1,6 +1,6 @@
 package terminal
 
-// The WebSocket of a terminal (contract 12).
+// The WebSocket of a terminal.
 //
 // Invariants
 //   - One client holds a terminal; a second one is refused before the upgrade, or

@@ -1,4 +1,4 @@
-// Package terminal serves terminals (contract 12): making, finding, ending. process.go runs
+// Package terminal serves terminals: making, finding, ending. process.go runs
 // the shell behind one, socket.go speaks to its clients.
 //
 // Invariants

@@ -208,7 +208,7 @@ func TestWhoHeardOfTheEndMayComeAgainAtOnce(t *testing.T) {
 	holder.typed("exit\n")
 	viewer.ends()
 	holder.ends()
-	testkit.Eventually(t, "nobody is counted twice", func() bool {
+	testkit.Eventually(t, "each client is counted once", func() bool {
 		shell := f.terminals.byID[id]
 		shell.mutex.Lock()
 		defer shell.mutex.Unlock()

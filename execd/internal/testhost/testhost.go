@@ -277,7 +277,7 @@ func ExitOf(t *testing.T, child *process.Process) int {
 	}
 }
 
-// Answers tells whether a daemon answers.
+// Answers reports whether a daemon answers.
 func Answers(url string) func() bool {
 	return func() bool {
 		response, err := http.Get(url + "/ping")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gateway import birth, confine, worker
+from gateway import confine, spawn, worker
 from tests.security.compromise.agent import Agent
 from tests.security.substituted import MAINS
 
@@ -26,10 +26,10 @@ def main() -> int:
 
 
 def _in_workers(run: Path) -> None:
-    become, enter, compose = birth.become_worker, confine.empty_root, worker.Worker.__init__
+    become, enter, compose = spawn.become_worker, confine.empty_root, worker.Worker.__init__
     born: dict[str, Any] = {}
 
-    def becomes(order: birth.Order) -> int:
+    def becomes(order: spawn.Order) -> int:
         born["name"] = order.sandbox
         return become(order)
 
@@ -41,7 +41,7 @@ def _in_workers(run: Path) -> None:
         compose(self, *arguments)
         born["agent"].obey(process=self)
 
-    birth.become_worker = becomes
+    spawn.become_worker = becomes
     confine.empty_root = enters
     worker.Worker.__init__ = composed  # type: ignore[method-assign]
 

@@ -74,6 +74,7 @@ class CompromisedStack(SubstitutedStack):
         path.chmod(0o666)
         listener.listen(64)
         self._agents: dict[str, queue.Queue[Hostile]] = {}
+        self._introduced: list[str] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, args=(listener,), name="agents", daemon=True).start()
 
@@ -81,9 +82,14 @@ class CompromisedStack(SubstitutedStack):
         """Return the next process of this name that was not returned yet: a daemon's, or the id of a worker's sandbox.
 
         Raises:
-            queue.Empty: no such process was started in time.
+            TimeoutError: no such process was started in time; the text has what was, and the end of the log.
         """
-        return self._of(name).get(timeout=seconds)
+        try:
+            return self._of(name).get(timeout=seconds)
+        except queue.Empty:
+            with self._lock:
+                seen = ", ".join(self._introduced)
+            raise TimeoutError(f"no agent of {name}; introduced: {seen}\n{self.tail()}") from None
 
     def stop(self) -> None:
         super().stop()
@@ -110,16 +116,34 @@ class CompromisedStack(SubstitutedStack):
                 sock, _ = listener.accept()
             except OSError:
                 return
-            name = b""
-            while not name.endswith(b"\n") and (part := sock.recv(1)):
-                name += part
-            agents = self._of(name.decode().strip())
+            try:
+                name = _introduction(sock)
+            except (OSError, ValueError) as error:
+                name = f"({error!r})"
+            agents = self._of(name)
             with self._lock:
-                if self._listener is not listener or not name.endswith(b"\n"):  # stopped meanwhile, or it has ended
+                if self._listener is not listener:  # stopped meanwhile
                     sock.close()
                     continue
                 pid, uid, _ = _credentials(sock)
+                self._introduced.append(f"{name} {pid}")
                 agents.put(Hostile(sock, pid, uid))
+
+
+def _introduction(sock: socket.socket) -> str:
+    """Return the name that a process gives.
+
+    Raises:
+        ValueError: it ended before its name was complete.
+        OSError: it did not say its name in time.
+    """
+    sock.settimeout(_SECONDS / 4)
+    name = b""
+    while part := sock.recv(1):
+        if part == b"\n":
+            return name.decode()
+        name += part
+    raise ValueError("ended")
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:

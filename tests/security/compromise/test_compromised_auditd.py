@@ -16,7 +16,7 @@ from audit import cli
 from tests.audit import test_epochs
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 _SECONDS = 30.0
 
@@ -201,7 +201,7 @@ def _forge(stack: CompromisedStack, auditd: Hostile, reason: str) -> Path:
         "from __future__ import annotations\nimport json\nfrom collections.abc import Callable\n"
         "from pathlib import Path\nfrom typing import Any\n"
         "from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey\n"
-        "from audit.chain import ZERO, Anchor, Head, extend_log, seal, seal_checkpoint, sign_anchor\n"
+        "from audit.chain import ZERO, ChainHead, SignedAnchor, extend_log, seal, seal_checkpoint, sign_anchor\n"
     )
     body = _FORGE.format(log=str(stack.state / "audit"), forged=str(forged), reason=reason)
     assert [1, 1] == auditd.run(head + source + body)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from demo.internet import API, ATTACKER
 from demo.sandboxes import Secrets
+from testbed.internet import API, ATTACKER
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from tests.system.test_create_and_delete import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 DOCUMENT = f"""
 version: 1

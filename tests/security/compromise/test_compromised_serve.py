@@ -18,16 +18,18 @@ from typing import Any
 
 import pytest
 
-from demo.internet import API, ATTACKER, GIT, STATUS, UP_ADDRESS, Internet, in_namespace, ip
-from demo.pki import Authority, make_authority, write_host_certificate
 from demo.sandboxes import Secrets
-from demo.stack import IMAGE, POLICY, Stack
 from policy.compile import compile_named
 from policy.load import load
+from testbed.internet import API, ATTACKER, GIT, STATUS, UP_ADDRESS, Internet, in_namespace, ip
+from testbed.pki import Authority, make_authority, write_host_certificate
+from testbed.stack import IMAGE, POLICY, Stack
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from tests.stacks import beside, put_secrets
+from wire.api import vaultd
+from wire.operations import Request, operation, parameters
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 ROGUE_ADDRESS = "93.184.216.77"
 ASK = """
@@ -43,7 +45,7 @@ OPERATOR = f"always_deny: [{STATUS}]\nceiling: {{hosts: [{API}, {STATUS}, {GIT}]
 """What the operator's file says beside the demo's policies."""
 SANDBOXES = 3
 MEMORY = 1 << 30
-GRANT = {"secret": "api-token", "host": API, "port": 443, "scheme": "https"}
+GRANT = vaultd.GrantForm("api-token", API, 443, "https")
 
 
 def until[T](ask: Callable[[], T], seconds: float = 60.0) -> T:
@@ -57,7 +59,7 @@ def until[T](ask: Callable[[], T], seconds: float = 60.0) -> T:
 class Operated(CompromisedStack):
     """With a policy file of its own and maxima that can be reached."""
 
-    def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 18090) -> None:
+    def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 0) -> None:
         super().__init__(internet, directory, directory / "policies.yaml", port)
         self._shipped = policy
 
@@ -163,12 +165,18 @@ class Taken:
     def launch(self, runtime: str, command: str, *, grants: Any = (GRANT,), inline: Any = None, **more: Any) -> Answer:
         """Launch a sandbox that runs `command`, with everything that `more` says."""
         sandbox = f"sbx-{secrets.token_hex(8)}"
-        opened = self.ask(
-            "vault.sock", "open_sandbox", sandbox=sandbox, lineage=sandbox, grants=list(grants), inline=inline or {}
-        )
-        message = self.honest(sandbox, runtime, command, opened["ok"]["root_pem"]) | more
+        message = self.honest(sandbox, runtime, command, self.open(sandbox, grants, inline)) | more
         answer = self.ask("hostd.sock", "launch", **message)
         return Answer(sandbox, answer.get("error", {}).get("code"))
+
+    def open(self, sandbox: str, grants: Any = (GRANT,), inline: Any = None) -> str:
+        """Register a sandbox with vaultd; returns its root certificate."""
+        request = vaultd.OpenSandbox(sandbox, sandbox, tuple(grants), inline or {})
+        return str(self.vault(request)["ok"]["root_pem"])
+
+    def vault(self, request: Request[Any]) -> dict[str, Any]:
+        """What vaultd answers to `serve`."""
+        return self.ask("vault.sock", operation(request), **parameters(request))
 
     def honest(self, sandbox: str, runtime: str, command: str, root: str) -> dict[str, Any]:
         """What `serve` sends if it is not compromised."""
@@ -190,7 +198,7 @@ class Taken:
 
     def remove(self, sandbox: str) -> None:
         assert [] == self.stack.host("remove", sandbox=sandbox)["residue"]
-        self.ask("vault.sock", "close_sandbox", sandbox=sandbox)
+        self.vault(vaultd.CloseSandbox(sandbox))
 
     def judged(self, sandbox: str, host: str) -> list[dict[str, Any]]:
         """The records of a sandbox's flows to `host`, once there is one: what is launched here asks at once."""
@@ -257,9 +265,9 @@ def test_a_launch_that_brings_a_worker_s_configuration_brings_the_attacker_nothi
     """Own authorities, and a fixed address for the host of a stored secret: the message of an earlier release."""
     policy = compile_named(load(taken.stack.policy), "agents").to_json()
     mark, sandbox = secrets.token_hex(8), f"sbx-{secrets.token_hex(8)}"
-    opened = taken.ask("vault.sock", "open_sandbox", sandbox=sandbox, lineage=sandbox, grants=[GRANT], inline={})
-    message = taken.honest(sandbox, runtime, curl(API, mark), opened["ok"]["root_pem"])
-    message |= {"generation": 1, "ca_bundle": opened["ok"]["root_pem"]}
+    root = taken.open(sandbox)
+    message = taken.honest(sandbox, runtime, curl(API, mark), root)
+    message |= {"generation": 1, "ca_bundle": root}
     message |= {"gateway": complete(taken, sandbox, policy)}
     del message["selection"], message["ca_root"]
 
@@ -375,14 +383,14 @@ def test_a_binding_sends_a_value_only_as_the_operator_allows(taken: Taken, runti
         binding["auth"] = {"type": "apiKey", "name": "x-bound", "credential": credential}
         return {"policy_name": None, "network_policy": {"egress": rules}, "bindings": [binding]}
 
-    def grants(secret: str) -> list[dict[str, Any]]:
+    def grants(secret: str) -> list[vaultd.GrantForm]:
         return [
-            {"secret": secret, "host": host, "port": port, "scheme": scheme}
+            vaultd.GrantForm(secret, host, port, scheme)
             for host in (API, GIT)
             for port, scheme in ((80, "http"), (443, "https"))
         ]
 
-    inline = {"inline:1/token": value}
+    inline = {"inline:1/token": vaultd.Value(value)}
     asked = "; ".join((curl(API, f"{mark}p", "http"), curl(API, f"{mark}t")))
     plain = taken.launch(
         runtime, asked, grants=grants("inline:1/token"), inline=inline, selection=selection(["http"], "1/token")

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
-from demo.internet import API, ATTACKER, GIT, STATUS, Internet, received_field
+from testbed.internet import API, ATTACKER, GIT, STATUS, Internet, received_field
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from tests.system.test_create_and_delete import until
+from wire.api import vaultd
+from wire.operations import Request, operation, parameters
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 ROTATING = "rotating-token"
 CALL = """
@@ -43,10 +46,13 @@ value = asyncio.run(call({path!r}, {op!r}, {parameters!r}))
 RELEASE = """
 import asyncio, gc
 from vault.client import VaultError
+from wire.api.vaultd import ReleasePurpose
+purpose = {purpose!r} and ReleasePurpose({purpose!r})
 loop = next(one for one in gc.get_objects() if isinstance(one, asyncio.AbstractEventLoop) and one.is_running())
 async def release():
     try:
-        return (await process._vault.release({secret!r}, {host!r}, 443, "https", purpose={purpose!r})).value.reveal()
+        vault = process._state.vault
+        return (await vault.release({secret!r}, {host!r}, 443, "https", purpose=purpose)).value.reveal()
     except VaultError as error:
         return str(error).partition(":")[0]
 value = asyncio.run_coroutine_threadsafe(release(), loop).result(20)
@@ -91,9 +97,10 @@ def _caller(compromised: CompromisedStack) -> Iterator[Any]:
     sandbox.close()
 
 
-def asked(hostile: Hostile, stack: CompromisedStack, op: str, **parameters: Any) -> str:
+def asked(hostile: Hostile, stack: CompromisedStack, request: Request[Any]) -> str:
     """What vaultd answers a compromised process: `ok` or the code of its refusal."""
-    return str(hostile.run(CALL.format(path=str(stack.run / "vault.sock"), op=op, parameters=parameters)))
+    path = str(stack.run / "vault.sock")
+    return str(hostile.run(CALL.format(path=path, op=operation(request), parameters=parameters(request))))
 
 
 def released(worker: Hostile, secret: str, host: str, purpose: str | None = None) -> str:
@@ -122,18 +129,24 @@ def test_serve_moves_no_inline_secret_to_another_host(
     )
     worker, internet = compromised.hostile(caller.id), compromised.internet
     try:
-        here, there = ({"secret": name, "host": host, "port": 443, "scheme": "https"} for host in (STATUS, ATTACKER))
-        wanted = {"sandbox": caller.id, "grants": [here, there], "names": ["*"]}
-        for more in ({}, {"keep": [name]}, {"bounds": [here, there]}, {"keep": [name], "bounds": [there]}):
-            assert "not_bound" == asked(serve, compromised, "regrant", **wanted, **more)
-        other = {"sandbox": "sbx-hostile", "lineage": "hostile", "grants": [there], "names": ["*"]}
-        assert "unknown_secret" == asked(serve, compromised, "open_sandbox", **other)
-        assert "forbidden" == asked(serve, compromised, "rekey")
+        here, there = (vaultd.GrantForm(name, host, 443, "https") for host in (STATUS, ATTACKER))
+        wanted = vaultd.Regrant(caller.id, (here, there), names=("*",))
+        for more in (
+            wanted,
+            replace(wanted, keep=(name,)),
+            replace(wanted, bounds=(here, there)),
+            replace(wanted, keep=(name,), bounds=(there,)),
+        ):
+            assert "not_bound" == asked(serve, compromised, more)
+        other = vaultd.OpenSandbox("sbx-hostile", "hostile", (there,), names=("*",))
+        assert "unknown_secret" == asked(serve, compromised, other)
+        assert "forbidden" == asked(serve, compromised, vaultd.Rekey())
         assert "not_granted" == released(worker, name, ATTACKER)
         assert "not_granted" == released(worker, name, ATTACKER, "scrub")
         assert (f"Bearer {value}", None) == (sent(internet, caller, STATUS), sent(internet, caller, ATTACKER))
         assert not [note for note in internet.notes() if note["host"] != STATUS and value in json.dumps(note)]
-        assert "ok" == asked(serve, compromised, "regrant", **wanted, inline={name: own}, bounds=[here, there])
+        given = replace(wanted, inline={name: vaultd.Value(own)}, bounds=(here, there))
+        assert "ok" == asked(serve, compromised, given)
         assert own == released(worker, name, ATTACKER)
     finally:
         worker.close()
@@ -177,7 +190,7 @@ def test_a_rotated_secret_does_not_come_back_with_the_files_it_was_in(
             said = compromised.log.stat().st_size
             _put_back(tmp_path / "former", place)
             _kill_vaultd(compromised)
-            reason = b"are an older copy" if whole else b"put back, or changed"
+            reason = b"are an older copy" if whole else b"is an older copy, or was changed"
             assert until(lambda: reason in compromised.log.read_bytes()[said:])
             assert "nothing" == sent(internet, sandbox, STATUS)
             _put_back(tmp_path / "latest", place)

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 from opensandbox import SandboxSync
 
-from demo.internet import API
-from demo.stack import StackError
+from testbed.internet import API
+from testbed.stack import StackError
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 GROWTH = 48 << 20
 """Bytes that a daemon may grow by; one channel was good for 6 GB."""
 CHANNELS = {
     "hostd": "process._control._sock",
     "auditd": "process._audit._client._sock",
-    "vaultd": "process._vault._wire._sock",
+    "vaultd": "process._state.vault._wire._sock",
 }
 FIND = """
 import json, os, socket, struct, threading, time
@@ -181,9 +181,8 @@ def test_a_frame_of_small_parts_costs_a_worker_its_channel(
 @pytest.mark.parametrize("digest", ["''", "None", "[]", "'0' * 64", "'x' * 1000000", "{'a': [[]] * 1000}", "7"])
 def test_a_worker_that_confirms_something_else_is_replaced(taken: Taken, other: SandboxSync, digest: str) -> None:
     taken.worker.run(f"""
-async def confirm(parameters):
-    return {digest}
-process._configure = confirm
+import wire.serving
+wire.serving.parameters = lambda answer: {{"digest": {digest}}}
 """)
     with pytest.raises(StackError, match="did not confirm"):
         taken.configure()
@@ -262,7 +261,7 @@ sock.sendall(struct.pack("!I", len(body)) + body)
     works(other)
 
 
-@pytest.mark.parametrize(("channel", "ended"), [("audit", "_audit._client"), ("vault", "_vault._wire")])
+@pytest.mark.parametrize(("channel", "ended"), [("audit", "_audit._client"), ("vault", "_state.vault._wire")])
 def test_a_worker_whose_channel_was_ended_gets_a_new_one(taken: Taken, channel: str, ended: str) -> None:
     """By the daemon, for a revocation that was confirmed too late, say: the sandbox is not closed for good."""
     works(taken.sandbox)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from demo.stack import Stack
-from runtimes import predecessor
+from runtimes.process import predecessor
+from testbed.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 WORKER = 700001000
 
@@ -86,8 +86,8 @@ def _killed(pid: int) -> None:
     os.close(pidfd)
 
 
-def _hostd(keeper: int) -> int:
-    children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+def _hostd(watchdog: int) -> int:
+    children = Path(f"/proc/{watchdog}/task/{watchdog}/children").read_text().split()
     return next(int(pid) for pid in children if b"runtimes.hostd" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
@@ -126,12 +126,12 @@ def test_the_port_is_never_free_while_serve_is_started_again(second: Stack) -> N
 
 
 def test_the_port_is_never_free_while_hostd_and_serve_are_started_again(second: Stack) -> None:
-    """The keeper has it; it is stopped meanwhile."""
+    """The watchdog has it; it is stopped meanwhile."""
     assert second._process is not None
-    keeper = second._process.pid
-    serve, hostd = _of(second, "serve"), _hostd(keeper)
+    watchdog = second._process.pid
+    serve, hostd = _of(second, "serve"), _hostd(watchdog)
     with _thief(second.port) as thief:
-        with _stopped(keeper):
+        with _stopped(watchdog):
             for pid in (hostd, serve):
                 _killed(pid)
             request = _asked(second.port)

@@ -1,7 +1,7 @@
 """A hostile sandbox takes all it can of what the kernel counts by user; another one and the host still have theirs.
 
 The control is the same program twice on the host, under one user that nothing else has: there the second finds nothing.
-It tests `runtimes/cgroups.py`.
+It tests `runtimes/process/cgroups.py`.
 """
 
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.stack import Stack
-from runtimes.own_users import TERMINALS
+from runtimes.engine.user_namespace import TERMINALS
+from testbed.stack import Stack
 from tests.security.compromise import quotas
 from tests.system.test_create_and_delete import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 PROGRAM = Path(quotas.__file__)
 REFUSED = {"asynchronous_io": "ENOSYS", "keys": "EPERM", "fanotify_groups": "EPERM"}

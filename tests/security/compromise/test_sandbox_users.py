@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from opensandbox.sync.sandbox import SandboxSync
 
-from demo.stack import Stack
-from runtimes.own_users import RANGE
+from runtimes.engine.user_namespace import RANGE
 from runtimes.spec import Uids, sandbox_users
+from testbed.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 _LOCK = 'python3 -c \'import fcntl, time; f = open("/dev/null"); fcntl.flock(f, 6); print("locked")\''
 _HOLD = (

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from demo.internet import API
-from demo.stack import StackError
+from testbed.internet import API
+from testbed.stack import StackError
 from tests.security.compromise.held import Held
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from wire import bind_unix
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 _ATTEMPTS = """
 import os, socket

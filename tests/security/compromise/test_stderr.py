@@ -1,6 +1,6 @@
 """What a compromised process writes to its standard error: it is bounded, escaped, and nothing of hostd's.
 
-It tests `runtimes/output.py`.
+It tests `runtimes/process/output.py`.
 """
 
 import os
@@ -12,7 +12,7 @@ import pytest
 from tests.security.compromise.held import Held
 from tests.security.compromise.stack import CompromisedStack, Hostile
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 _FLOOD = r"""
 import os

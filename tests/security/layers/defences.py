@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from demo.attempts import FarEnd
+from lifecycle.posture.attempts import FarEnd
 from tests.security.layers.substitutes import TAKEN_OVER
 from tests.security.layers.suite import (
     ABSOLUTE,

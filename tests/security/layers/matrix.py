@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from demo.attempts import FarEnd
-from demo.far_end import end
-from demo.internet import ADDRESSES, API, ATTACKER, UP_ADDRESS, Internet, in_namespace
-from demo.stack import IMAGE
+from lifecycle.posture.attempts import FarEnd
 from lifecycle.posture.ways_out import query
-from runtimes import seccomp
+from runtimes.engine import seccomp
+from testbed.far_end import end
+from testbed.internet import ADDRESSES, API, ATTACKER, UP_ADDRESS, Internet, in_namespace
+from testbed.stack import IMAGE
 from tests.security.layers import defences
 from tests.security.layers.defences import CLOSED, HELD, REFUSED, Defence, closed
 from tests.security.layers.defences import Path as Layers

@@ -5,36 +5,36 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "runtimes"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import oci_shim
+from runtimes.engine import shim
 
 words = sys.argv[1:]
 state = Path(words[2]).parent / "layers.json"
 off = json.loads(state.read_text())["off"] if state.exists() else []
 
 if "shim's plan check" in off:
-    real_prepare = oci_shim.prepare
+    real_prepare = shim.prepare
 
     def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
         """A container without a plan runs as Docker made it, if its bundle is as hard as a sandbox's."""
-        container, bundle = oci_shim.create_target(rest)
+        container, bundle = shim.create_target(rest)
         if os.path.exists(os.path.join(plans, f"{container}.json")):
             return real_prepare(kind, plans, rest)
-        config = oci_shim.read_json(os.path.join(bundle, "config.json"))
+        config = shim.read_json(os.path.join(bundle, "config.json"))
         binds = {one["destination"]: [one.get("source"), "ro" in one.get("options", ())] for one in config["mounts"]}
         own = "/proc/self/ns/net"
         plan = {"isolation": False, "binds": binds, "room": None, "netns": own, "netns_inode": os.stat(own).st_ino}
         if "shim's bundle check" not in off:
-            oci_shim.harden(config, plan, kind)
+            shim.harden(config, plan, kind)
         return None
 
-    oci_shim.prepare = prepare
+    shim.prepare = prepare
 
 if "shim's bundle check" in off:
-    oci_shim.check_process = lambda _process, **_: None
-    oci_shim.check_seccomp = lambda _seccomp: None
-    oci_shim.check_devices = lambda _linux: None
-    oci_shim.check_mounts = lambda _mounts, _binds: None
+    shim.check_process = lambda _process, **_: None
+    shim.check_seccomp = lambda _seccomp: None
+    shim.check_devices = lambda _linux: None
+    shim.check_mounts = lambda _mounts, _binds: None
 
-sys.exit(oci_shim.main(words))
+sys.exit(shim.main(words))

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from demo.internet import ADDRESSES, API, ATTACKER
-from demo.stack import EMPTY_IMAGE, Stack
+from testbed.internet import ADDRESSES, API, ATTACKER
+from testbed.stack import EMPTY_IMAGE, Stack
 from tests.security.layers import state
 from tests.security.layers.substitutes import PLANTED
 from tests.security.substituted import SubstitutedStack

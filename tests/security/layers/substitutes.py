@@ -37,12 +37,14 @@ def replaced(owner: Any, name: str, defence: str, weak: Callable[..., Any]) -> N
 
 
 def in_hostd() -> None:
-    """No route, the rules of a slot, the guard, the seccomp profile, the shim. Nobody watches: that would end slots."""
-    from demo import ungate
-    from runtimes import containers, guard, hostd, nft, shim_install, slots
+    """No route, the rules of a slot, the guard, the seccomp profile, the shim. No watch: it would end slots."""
+    from runtimes import hostd
+    from runtimes.engine import containers, wrappers
+    from runtimes.net import guard, nft, slots
+    from testbed import ungate
     from tests.unwatched import Unwatched
 
-    render, make, spawn, wrappers = nft.render_gateway, slots.make, guard.Guard._spawn, shim_install.write_wrappers
+    render, make, spawn, write = nft.render_gateway, slots.make, guard.NetGuard._spawn, wrappers.write_wrappers
 
     def rules(plan: Any) -> str:
         text = render(plan)
@@ -84,16 +86,14 @@ def in_hostd() -> None:
         await spawn(self)
 
     def wrapped(directory: Path, *arguments: Any) -> Any:
-        entries = wrappers(directory, *arguments)
+        entries = write(directory, *arguments)
         for path in directory.iterdir():
             own = Path(__file__).with_name("shim.py")
-            path.write_text(
-                path.read_text().replace(str(Path(shim_install.__file__).with_name("oci_shim.py")), str(own))
-            )
+            path.write_text(path.read_text().replace(str(Path(wrappers.__file__).with_name("shim.py")), str(own)))
         return entries
 
-    nft.render_gateway, slots.make, shim_install.write_wrappers = rules, slot, wrapped
-    guard.Guard._spawn = guarded  # type: ignore[method-assign]
+    nft.render_gateway, slots.make, wrappers.write_wrappers = rules, slot, wrapped
+    guard.NetGuard._spawn = guarded  # type: ignore[method-assign]
     hostd.Watch = Unwatched  # type: ignore[assignment,misc]
     open_profile = json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": []})
     replaced(containers.seccomp, "profile_json", "seccomp profile", lambda real: open_profile)
@@ -111,31 +111,31 @@ def in_vaultd() -> None:
 
 def in_auditd() -> None:
     """Provoked: no record about `UNRECORDED` is accepted."""
-    from audit.writer import Identity
+    from audit.auditd import ChannelOwner
     from wire import Code, RequestError
 
-    real = Identity.entry
+    real = ChannelOwner.entry
 
-    def entry(identity: Identity, asked: Any) -> Any:
+    def entry(identity: ChannelOwner, asked: Any) -> Any:
         if asked.fields.get("path") == UNRECORDED:
             raise RequestError(Code.UNAVAILABLE, "provoked")
         return real(identity, asked)
 
-    Identity.entry = entry  # type: ignore[method-assign]
+    ChannelOwner.entry = entry  # type: ignore[method-assign]
 
 
 def in_workers() -> None:
     """Everything of a worker, before the zygote forks the first one."""
-    from gateway import birth
+    from gateway import spawn
 
-    become = birth.become_worker
+    become = spawn.become_worker
 
     def born(order: Any) -> int:
         STATE.freeze()
         return become(order)
 
-    birth.become_worker = born
-    _jail(birth)
+    spawn.become_worker = born
+    _jail(spawn)
     _names()
     _requests()
     _engine()
@@ -156,7 +156,7 @@ def _jail(birth: Any) -> None:
             taken_over()
 
     def taken_over() -> None:
-        """A worker that is somebody else's: it reads what it finds and sends it to its owner."""
+        """A compromised worker: it reads what it finds and sends it to the attacker."""
         found = b""
         try:
             with open(STATE.place("planted"), "rb") as file:
@@ -193,7 +193,8 @@ def _by_a_program() -> bytes:
 
 def _names() -> None:
     """Names and addresses."""
-    from gateway import accept, dns_logic, dns_server, upstream, worker
+    from gateway import accept, upstream, worker
+    from gateway.dns import queries, server
     from policy import destination
     from policy.decision import AllowAddress, AllowFlow, AllowName, Deny, Treatment
     from policy.facts import Scheme
@@ -209,7 +210,7 @@ def _names() -> None:
         named = isinstance(answer, Deny) and not answer.rule.startswith("address-class:")
         return AllowAddress("off") if named else answer
 
-    replaced(dns_logic, "decide_name", "DNS policy", lambda real, *_: AllowName("off"))
+    replaced(queries, "decide_name", "DNS policy", lambda real, *_: AllowName("off"))
     replaced(accept, "decide_flow", "SNI check", any_flow)
     replaced(accept, "judge", "SNI check", lambda real, *_: AllowAddress("off"))
     replaced(worker, "decide_name", "name check of resolver and dialler", lambda real, *_: AllowName("off"))
@@ -217,13 +218,14 @@ def _names() -> None:
     replaced(destination, "dialable", "address classifier", lambda real, *_: None)
     replaced(upstream, "own_address", "address classifier", lambda real, *_: False)
     replaced(upstream, "judge", "name-to-address check", lambda real, *_: AllowAddress("off"))
-    replaced(dns_server, "judge_answer", "name-to-address check", lambda real, *_: AllowAddress("off"))
+    replaced(server, "judge_answer", "name-to-address check", lambda real, *_: AllowAddress("off"))
 
 
 def _requests() -> None:
     """One request: its form, its judgement, its record, its secret."""
     from audit.client import AuditClient
-    from gateway import exchange, hello, ports, translate
+    from gateway import exchange, ports, translate
+    from gateway.tls import hello
     from policy.decision import AllowRequest, Deny
     from vault.client import Lease
 
@@ -282,7 +284,7 @@ def _engine() -> None:
     from mitmproxy.proxy.layers import http
     from OpenSSL import SSL
 
-    from gateway.full import connection, contexts, engine, gate
+    from gateway.engines.mitm import connection, contexts, engine, gate
 
     agreement = "host, SNI and certificate agreement"
 

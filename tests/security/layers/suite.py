@@ -16,19 +16,19 @@ from urllib.parse import urlsplit
 
 from opensandbox.exceptions import SandboxException
 
-from demo import raw_client
-from demo.attempts import Evidence, FarEnd, ProbeError, Report, arrived, report
-from demo.capture import Capture
-from demo.far_end import GATEWAY_CANARY_PORTS, control_targets, end, probe_environment, sandbox_targets
-from demo.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, STATUS, Internet
-from demo.leaks import forms_of, leaks_in
-from demo.privileged import PrivilegedContainer
-from demo.raw_attacks import MARK, Attack
 from demo.sandboxes import _nsenter
-from demo.stack import IMAGE
-from demo.ungate import far_end_of
 from lifecycle.posture import ways_out
+from lifecycle.posture.attempts import Evidence, FarEnd, ProbeError, Report, arrived, report
+from lifecycle.posture.capture import Capture
 from lifecycle.posture.ways_out import MARKER
+from testbed import raw_client
+from testbed.attacks import MARK, Attack
+from testbed.far_end import GATEWAY_CANARY_PORTS, control_targets, end, probe_environment, sandbox_targets
+from testbed.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, STATUS, Internet
+from testbed.leaks import forms_of, leaks_in
+from testbed.privileged import PrivilegedContainer
+from testbed.stack import IMAGE
+from testbed.ungate import far_end_of
 from tests.security.layers.stack import POLICY, LayeredStack, wait_until
 from tests.security.layers.substitutes import FAILING, PLANTED, UNJUDGED, UNRECORDED
 
@@ -139,7 +139,7 @@ class Attempts:
         ways: the ways out, by the workload.
         beside: the ways out, by a privileged container in the sandbox's network.
         unplanned: a container that no plan is for, in the sandbox's network.
-        apart: from one runtime after another: much is expected to arrive, and it must be told whose it is.
+        apart: from one runtime after another: many are expected to arrive, each attributed to its runtime.
         answers: the worker is there to answer connections; where it cannot be reached, each would wait for its time.
     """
 

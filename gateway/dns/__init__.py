@@ -1,0 +1,1 @@
+"""The gateway's DNS: reads and judges queries, resolves names and answers."""

@@ -1,0 +1,1 @@
+"""Engines that inspect HTTP, and the port between them and the worker."""

@@ -1,0 +1,131 @@
+"""OpenSSL contexts for both sides of an inspected TLS flow. mitmproxy's own contexts are not used.
+
+- Upstream: TLS 1.2 or later. The server's chain is verified against the operator's roots only. Its name is verified
+  against the host, without common names and partial wildcards. No setting turns this off.
+- Client: a leaf for the host of the flow. HTTP/1.1 if the client offers it, otherwise HTTP/2, otherwise no handshake.
+- No compression, renegotiation, session cache or tickets: no TLS state outlives a connection or is shared by flows.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from mitmproxy.connection import Server
+from OpenSSL import SSL, crypto
+
+from gateway.engines.port import Leaf
+
+CACHE = 256
+_CIPHERS = b"ECDHE+AESGCM:ECDHE+CHACHA20"
+_OP_NO_RENEGOTIATION = 1 << 30
+_X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS = 0x4
+_X509_CHECK_FLAG_NEVER_CHECK_SUBJECT = 0x20
+_OPTIONS = SSL.OP_NO_COMPRESSION | SSL.OP_NO_TICKET | SSL.OP_CIPHER_SERVER_PREFERENCE | _OP_NO_RENEGOTIATION
+
+
+def choose_alpn(offered: tuple[bytes, ...] | list[bytes]) -> bytes | None:
+    """Return the protocol for a client, None if it offers no supported one."""
+    for protocol in (b"http/1.1", b"h2"):
+        if protocol in offered:
+            return protocol
+    return None
+
+
+def _select_alpn(_connection: SSL.Connection, offered: list[bytes]) -> bytes:
+    chosen = choose_alpn(offered)
+    if chosen is None:
+        raise ValueError("the client offers neither http/1.1 nor h2")  # pyOpenSSL turns this into a fatal alert
+    return chosen
+
+
+def _context(method: int) -> SSL.Context:
+    context = SSL.Context(method)
+    context.set_min_proto_version(SSL.TLS1_2_VERSION)
+    context.set_options(_OPTIONS)
+    context.set_cipher_list(_CIPHERS)
+    context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
+    return context
+
+
+class ClientContexts:
+    """Makes server ends of handshakes with the sandbox. Keeps a limited number of contexts."""
+
+    def __init__(self) -> None:
+        self._cache: OrderedDict[Leaf, SSL.Context] = OrderedDict()
+
+    def accept(self, leaf: Leaf) -> SSL.Connection:
+        """Return a connection before its handshake, which presents `leaf`."""
+        context = self._cache.get(leaf)
+        if context is None:
+            context = _context(SSL.TLS_SERVER_METHOD)
+            first, *others = x509.load_pem_x509_certificates(leaf.chain_pem)
+            key: Any = serialization.load_pem_private_key(leaf.key_pem, password=None)
+            context.use_certificate(first)
+            context.use_privatekey(key)
+            for other in others:
+                context.add_extra_chain_cert(other)
+            context.set_alpn_select_callback(_select_alpn)
+            self._cache[leaf] = context
+            while len(self._cache) > CACHE:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(leaf)
+        connection = SSL.Connection(context)
+        connection.set_accept_state()
+        return connection
+
+
+class UpstreamContext:
+    """Makes the client ends of handshakes with servers."""
+
+    def __init__(self, roots_pem: str) -> None:
+        """Trust exactly the certificates of `roots_pem`.
+
+        Raises:
+            ValueError: `roots_pem` has no certificate, or other content.
+        """
+        roots = x509.load_pem_x509_certificates(roots_pem.encode("ascii"))
+        self._context = _context(SSL.TLS_CLIENT_METHOD)
+        self._context.set_verify(SSL.VERIFY_PEER, None)
+        store = self._context.get_cert_store()
+        if store is None:
+            raise ValueError("no certificate store")
+        for root in dict.fromkeys(roots):
+            store.add_cert(crypto.X509.from_cryptography(root))
+
+    def connect(self, host: str, alpn: list[bytes]) -> SSL.Connection:
+        """Return a connection before its handshake, which accepts only a certificate for `host`."""
+        connection = SSL.Connection(self._context)
+        name = host.encode("ascii")
+        lib: Any = SSL._lib  # type: ignore[attr-defined]  # pyOpenSSL has no public call for host verification
+        parameters = lib.SSL_get0_param(connection._ssl)
+        lib.X509_VERIFY_PARAM_set_hostflags(
+            parameters, _X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS | _X509_CHECK_FLAG_NEVER_CHECK_SUBJECT
+        )
+        if lib.X509_VERIFY_PARAM_set1_host(parameters, name, len(name)) != 1:
+            raise ValueError("host name cannot be verified")
+        connection.set_tlsext_host_name(name)
+        connection.set_alpn_protos(alpn)
+        connection.set_connect_state()
+        return connection
+
+
+def certified(server: Server, host: str) -> str:
+    """Return the name in a verified server certificate that matches `host`: the same name or a wildcard.
+
+    Raises:
+        ValueError: no name matches, so the connection was never verified.
+    """
+    names = {name.value.lower() for name in server.certificate_list[0].altnames if isinstance(name, x509.DNSName)}
+    for wanted in (host, f"*.{host.partition('.')[2]}"):
+        if wanted in names:
+            return wanted
+    raise ValueError("no name in the server's certificate matches the host")
+
+
+def verified(connection: SSL.Connection) -> bool:
+    """Whether a complete upstream handshake verified its peer. A second check, after OpenSSL's own."""
+    lib: Any = SSL._lib  # type: ignore[attr-defined]
+    ok = lib.SSL_get_verify_result(connection._ssl) == 0
+    modern = connection.get_protocol_version() >= SSL.TLS1_2_VERSION
+    return ok and modern and connection.get_peer_certificate() is not None

@@ -1,0 +1,65 @@
+"""Values that all layers of one inspected flow share, and the hooks of this package."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mitmproxy.http import HTTPFlow
+from mitmproxy.proxy import commands
+
+from gateway.tls.hello import Refused
+from policy.facts import FlowFacts, Scheme
+
+if TYPE_CHECKING:
+    from gateway.engines.mitm.http2 import StrictHttp2Client, StrictHttp2Server
+
+type Commands[T] = Generator[commands.Command, Any, T]
+
+
+@dataclass
+class RefusedRequestHook(commands.StartHook):  # type: ignore[no-untyped-call]
+    """A request head was refused before it became a flow."""
+
+    name = "sallyport_refused"
+    blocking = False
+    refused: Refused
+
+
+@dataclass
+class RouteHook(commands.StartHook):  # type: ignore[no-untyped-call]
+    """A request is about to be sent on `flow.server_conn`."""
+
+    name = "sallyport_route"
+    blocking = True
+    flow: HTTPFlow
+
+
+@dataclass(slots=True)
+class Pin:
+    """The flow's destination, its limits, its HTTP/2 buffers.
+
+    Attributes:
+        sensitive: names, in lower case, of the headers that ever carried a secret on this flow.
+        held_back: bytes of request bodies that wait for a verdict or a connection.
+        finished: called with the id of a mitmproxy flow if the streams of its request end early.
+        reset_client: resets the client's connection, so that the client sees that the response is incomplete.
+        unfinished_head: the number, from 0, of the request head that is incomplete; None if there is none.
+    """
+
+    facts: FlowFacts
+    response_buffer: int
+    sensitive: set[bytes] = field(default_factory=set)
+    downstream: "StrictHttp2Server | None" = None
+    upstreams: "list[StrictHttp2Client]" = field(default_factory=list)
+    held_back: Callable[[], int] = lambda: 0
+    finished: Callable[[str], None] = lambda _flow: None
+    reset_client: Callable[[], None] = lambda: None
+    unfinished_head: Callable[[], int | None] = lambda: None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.facts.host, self.facts.port
+
+    @property
+    def tls(self) -> bool:
+        return self.facts.scheme is Scheme.HTTPS

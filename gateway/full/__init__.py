@@ -1,1 +1,0 @@
-"""Inspection with mitmproxy as a library. The only package that imports it; enter through `engine.FullEngine`."""

@@ -1,0 +1,232 @@
+"""The composition of one server: from a configuration to the ASGI application and its background tasks.
+
+It only wires. Nothing here runs at import, and there is no global state: a process may hold several servers (tests do).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from lifecycle.api.auth import BrowserGuard
+from lifecycle.api.credentials import KeyRing, Tokens
+from lifecycle.api.edge import Edge
+from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid
+from lifecycle.api.routes import endpoints, networkpolicy, sandboxes, system, unsupported
+from lifecycle.api.routes.context import Context
+from lifecycle.config.serve import ServeConfig
+from lifecycle.daemon_clients import Auditd, Daemon, Hostd, Vaultd
+from lifecycle.egress.changes import Egress
+from lifecycle.egress.policies import Policies
+from lifecycle.egress.routes import EgressApi
+from lifecycle.proxy.ingress import WayIn
+from lifecycle.proxy.server import Proxy
+from lifecycle.sandboxes.clock import Clock
+from lifecycle.sandboxes.journal import Journal
+from lifecycle.sandboxes.locks import Locks
+from lifecycle.sandboxes.orchestrator import Orchestrator
+from lifecycle.sandboxes.reaper import Observer, Reaper
+from lifecycle.sandboxes.registry import Registry
+from lifecycle.sandboxes.rows import Rows
+from lifecycle.sandboxes.transaction import Creations
+from policy.strict import place, unknown
+
+POLICY_SECONDS = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server: `edge` is the application, `running` its life."""
+
+    edge: Edge
+    context: Context
+    policies: Policies
+    registry: Registry
+    daemons: tuple[Daemon, ...]
+    reaper: Reaper
+    observer: Observer
+    adopted: asyncio.Event
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Open the registry and run the background tasks; on leaving, end them."""
+        await self.registry.open()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            tasks.append(asyncio.create_task(self._reap(), name="reaper"))
+            tasks.append(asyncio.create_task(self.observer.run(self.adopted.set), name="observer"))
+            tasks.append(asyncio.create_task(self._reload(), name="policies"))
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.edge.proxy.close()
+            await asyncio.gather(self.context.creations.close(), self.context.egress.close())
+            for daemon in self.daemons:
+                await daemon.close()
+            await self.registry.close()
+
+    async def _reap(self) -> None:
+        await self.adopted.wait()  # before that a removal might race with what an earlier process began
+        await self.reaper.run()
+
+    async def _reload(self) -> None:
+        while True:
+            await asyncio.sleep(POLICY_SECONDS)
+            try:
+                await self.observer.follow()
+            except Exception as error:  # noqa: BLE001 - closes: without this task no change of the file would apply
+                _log.error("the policy file is not followed yet: %s", error if str(error) else type(error).__name__)
+
+
+def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clock | None = None) -> Server:
+    """Compose a server; needs a running event loop."""
+    registry = Registry(config.state_dir / "sallyport.db")
+    uids = config.daemon_uids
+    hostd = Hostd(config.run_dir / "hostd.sock", uids["hostd"])
+    vaultd = Vaultd(config.run_dir / "vault.sock", uids["vaultd"])
+    auditd = Auditd(config.run_dir / "audit.sock", uids["auditd"])
+    clock = clock or Clock()
+    journal, locks, rows = Journal(auditd), Locks(), Rows(registry, clock)
+    expiry_changed = asyncio.Event()
+    keys = KeyRing(config.key_digests)
+    egress = Egress(registry, rows, hostd, vaultd, policies=policies, journal=journal, locks=locks)
+    egress_api = EgressApi(hostd, egress, tokens, keys)
+    proxy = Proxy(
+        rows,
+        clock,
+        egress_api,
+        tokens,
+        keys,
+        WayIn(config.run_dir / "ingress", uids["hostd"]),
+        connections=config.proxy_connections,
+        renew_interval=config.renew_interval,
+    )
+    orchestrator = Orchestrator(
+        registry,
+        rows,
+        hostd,
+        vaultd,
+        journal=journal,
+        locks=locks,
+        clock=clock,
+        expiry_changed=expiry_changed,
+        forget=(proxy.forget, egress.forget),
+    )
+    creations = Creations(
+        orchestrator,
+        registry,
+        hostd,
+        vaultd,
+        auditd,
+        policies=policies,
+        journal=journal,
+        locks=locks,
+        clock=clock,
+        expiry_changed=expiry_changed,
+        settle=egress.reapply,
+        tokens=tokens,
+        bounds=config.bounds,
+    )
+    context = Context(
+        registry,
+        rows,
+        orchestrator,
+        creations,
+        egress,
+        egress_api,
+        tokens,
+        config.limits,
+        config.external_base,
+        frozenset(config.ignored_fields),
+    )
+    observer = Observer(
+        orchestrator,
+        creations,
+        egress,
+        registry,
+        hostd=hostd,
+        vaultd=vaultd,
+        policies=policies,
+        journal=journal,
+        clock=clock,
+        expiry_changed=expiry_changed,
+    )
+    guard = BrowserGuard.of((config.host, *config.allowed_hosts))
+    return Server(
+        Edge(api(context), proxy, keys, guard),
+        context,
+        policies,
+        registry,
+        (hostd, vaultd, auditd),
+        Reaper(orchestrator, registry, clock, expiry_changed),
+        observer,
+        asyncio.Event(),
+    )
+
+
+def api(context: Context) -> FastAPI:
+    """Build the FastAPI application: every route under `/` and under `/v1`."""
+    app = FastAPI(title="Sallyport", version="0.1.0", redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.context = context
+    app.include_router(system.root)
+    for prefix in ("", "/v1"):
+        for module in (sandboxes, endpoints, networkpolicy, system, unsupported):
+            app.include_router(module.router, prefix=prefix)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _schema_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unforeseen)
+    return app
+
+
+async def _api_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)  # noqa: S101 - narrows the type of Starlette's signature
+    return JSONResponse(error.body(), error.status, headers=dict(error.headers))
+
+
+async def _schema_error(_: Request, error: Exception) -> JSONResponse:
+    """400 for an unknown field; else 422 in FastAPI's shape with code and message added.
+
+    What the caller sent is not repeated (it may be secret), names of fields excepted.
+    """
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - as above
+    errors = error.errors()
+    for item in errors:
+        if item["type"] == "extra_forbidden":
+            return await _api_error(_, invalid(unknown(_in_body(item["loc"]))))
+    detail = [{"loc": list(item["loc"]), "msg": _problem(item), "type": item["type"]} for item in errors[:32]]
+    first = detail[0] if detail else {"loc": ["body"], "msg": "invalid"}
+    where = place(_in_body(tuple(first["loc"]))) or "body"
+    return JSONResponse(ApiError(422, INVALID_PARAMETER, f"{where}: {first['msg']}", detail=detail).body(), 422)
+
+
+def _in_body(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    return location[1:] if location[:1] == ("body",) else location
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    """What is wrong; of text that is no acceptable JSON, what `strict` says."""
+    return str(item["ctx"]["error"] if item["type"] == "json_invalid" else item["msg"])
+
+
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)  # noqa: S101 - as above
+    return JSONResponse(
+        ApiError(error.status_code, UNKNOWN_ERROR, str(error.detail)).body(), error.status_code, headers=error.headers
+    )
+
+
+async def _unforeseen(_: Request, __: Exception) -> JSONResponse:
+    """Starlette raises it again after this: `edge` logs it."""
+    return JSONResponse(ApiError(500, UNKNOWN_ERROR, "Internal server error.").body(), 500)

@@ -1,0 +1,61 @@
+"""Errors as the clients of the lifecycle API see them: `{"code", "message"}` with a status and perhaps headers.
+
+- One code per situation; the `DOCKER::` names are kept because programs in the field compare them.
+- A message never holds a secret, a header value or a URL's query.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+UNKNOWN_ERROR = "GENERAL::UNKNOWN_ERROR"
+INVALID_PARAMETER = "SANDBOX::INVALID_PARAMETER"
+INVALID_METADATA = "SANDBOX::INVALID_METADATA_LABEL"
+NOT_SUPPORTED = "SANDBOX::API_NOT_SUPPORTED"
+NOT_FOUND = "DOCKER::SANDBOX_NOT_FOUND"
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An answer other than success."""
+
+    status: int
+    code: str
+    message: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    detail: list[dict[str, Any]] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.code}: {self.message}"
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        body: dict[str, Any] = {"code": self.code, "message": self.message}
+        if self.detail is not None:
+            body["detail"] = self.detail
+        return body
+
+
+def invalid(message: str) -> ApiError:
+    """A request that is well formed but cannot be meant."""
+    return ApiError(400, INVALID_PARAMETER, message)
+
+
+def schema(message: str, location: tuple[str | int, ...] = ("body",), kind: str = "value_error") -> ApiError:
+    """A request that is not well formed: 422 in the shape FastAPI gives, with code and message added."""
+    return ApiError(422, INVALID_PARAMETER, message, detail=[{"loc": list(location), "msg": message, "type": kind}])
+
+
+def unknown_sandbox(sandbox: str) -> ApiError:
+    """No such sandbox, or no longer."""
+    return ApiError(404, NOT_FOUND, f"Sandbox {sandbox[:80]} not found.")
+
+
+def busy(message: str, seconds: int = 1) -> ApiError:
+    """Too much at once: come back later."""
+    return ApiError(429, "SANDBOX::TOO_MANY_REQUESTS", message, {"Retry-After": str(seconds)})
+
+
+def unavailable(code: str, message: str) -> ApiError:
+    """A daemon that is needed does not answer."""
+    return ApiError(503, code, message, {"Retry-After": "1"})

@@ -1,0 +1,245 @@
+"""The JSON of the lifecycle API: requests as pydantic models, responses as plain dicts without nulls.
+
+- An unknown field is refused at any depth, and so is a null, except for the fields that a model lists in `NULLABLE`:
+  those that a published client sends as null. See docs/compatibility.md.
+- Strings from callers are bounded.
+- Responses never hold null: the generated clients crash on some.
+"""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from lifecycle.sandboxes.registry import Sandbox
+
+type Text = Annotated[str, StringConstraints(max_length=4096)]
+type Value = Annotated[str, StringConstraints(max_length=131072)]
+
+_RESERVED_ENV = {"OPENSANDBOX_LIFECYCLE", "EXECD_RUNTIME_INIT"}
+"""What execd takes from the process that starts it."""
+
+
+class Model(BaseModel):
+    """Base of all request models."""
+
+    model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True)
+    NULLABLE: ClassVar[frozenset[str]] = frozenset()
+    """Fields for which null means that the field is absent."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_null(cls, value: object, info: ValidationInfo) -> object:
+        if value is None and info.field_name not in cls.NULLABLE:
+            raise PydanticCustomError("null", "must not be null; leave the field out")
+        return value
+
+
+class ImageAuth(Model):
+    """Credentials for an image; accepted and dropped, since images come from the operator."""
+
+    username: Text
+    password: Text = Field(repr=False)
+
+
+class Image(Model):
+    """What to start from."""
+
+    uri: Text = ""
+    auth: ImageAuth | None = None
+
+
+class RuleModel(Model):
+    """One egress rule as the caller writes it."""
+
+    action: Annotated[str, StringConstraints(max_length=64)] | None = None
+    target: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+    def document(self) -> dict[str, str]:
+        """Return the JSON form."""
+        return {"target": self.target} | ({} if self.action is None else {"action": self.action})
+
+
+class NetworkPolicy(Model):
+    """The egress policy of a create call, or of a PUT on the network policy route."""
+
+    default_action: Annotated[str, StringConstraints(max_length=64)] | None = None
+    egress: list[RuleModel] | None = Field(default=None, max_length=4096)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON form the egress API works on."""
+        document: dict[str, Any] = {}
+        if self.default_action is not None:
+            document["defaultAction"] = self.default_action
+        if self.egress is not None:
+            document["egress"] = [rule.document() for rule in self.egress]
+        return document
+
+
+class CredentialProxy(Model):
+    """Whether the sandbox has a credential vault."""
+
+    enabled: bool = False
+
+
+class PreStart(Model):
+    """A command before the entrypoint."""
+
+    command: list[Text] = Field(min_length=1, max_length=1024)
+    timeout_seconds: int | None = Field(default=None, ge=1, le=10800)
+
+
+class Periodic(Model):
+    """A command on a schedule."""
+
+    name: Text
+    schedule: Text
+    command: list[Text] = Field(min_length=1, max_length=1024)
+    timeout_seconds: int | None = Field(default=None, ge=1, le=300)
+
+
+class Hooks(Model):
+    """Lifecycle hooks; checked, then refused as unsupported."""
+
+    pre_start: PreStart | None = None
+    periodic: list[Periodic] | None = Field(default=None, max_length=64)
+
+    @model_validator(mode="after")
+    def _not_blank(self) -> Self:
+        if self.pre_start and not self.pre_start.command[0].strip():
+            raise ValueError("lifecycle.preStart.command must not begin with a blank")
+        names = [hook.name.strip() for hook in self.periodic or []]
+        if any(not hook.schedule.strip() for hook in self.periodic or []) or "" in names:
+            raise ValueError("lifecycle.periodic needs a name and a schedule")
+        if len(set(names)) != len(names):
+            raise ValueError("lifecycle.periodic names must be unique")
+        return self
+
+
+class Platform(Model):
+    """Operating system and architecture."""
+
+    os: Text
+    arch: Text
+
+
+class Create(Model):
+    """The body of `POST /sandboxes`. `networkPolicy: null` is a policy that denies all."""
+
+    NULLABLE = frozenset({"timeout"})
+
+    image: Image | None = None
+    snapshot_id: Text | None = None
+    template_id: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
+    timeout: int | None = Field(default=None, ge=60)
+    resource_limits: dict[Text, Text] | None = None
+    resource_requests: dict[Text, Text] | None = None
+    entrypoint: list[Value] | None = Field(default=None, min_length=1, max_length=256)
+    env: dict[Text, Value | None] | None = Field(default=None, max_length=1024, repr=False)
+    metadata: dict[Text, Text] | None = None
+    lifecycle: Hooks | None = None
+    network_policy: NetworkPolicy | None = None
+    credential_proxy: CredentialProxy | None = None
+    secure_access: bool | None = None
+    volumes: list[dict[str, Any]] | None = Field(default=None, max_length=64)
+    platform: Platform | None = None
+    extensions: dict[Text, Text] | None = Field(default=None, max_length=64)
+
+    @field_validator("timeout", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError("timeout must be an integer")
+        return value
+
+    @field_validator("network_policy", mode="before")
+    @classmethod
+    def _closed(cls, value: object) -> object:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        pool = (self.extensions or {}).get("poolRef")
+        image = self.image is not None and bool(self.image.uri.strip())
+        snapshot = bool((self.snapshot_id or "").strip())
+        if self.template_id is None and not pool:
+            if image + snapshot != 1:
+                raise ValueError("Exactly one of image, snapshotId or templateId must be given.")
+            if self.resource_limits is None:
+                raise ValueError("resourceLimits is required.")
+            if image and self.entrypoint is None:
+                raise ValueError("entrypoint is required when image is given.")
+        elif self.template_id is not None and (image or snapshot):
+            raise ValueError("Exactly one of image, snapshotId or templateId must be given.")
+        if self.lifecycle is not None and (pool or self.template_id is not None):
+            raise ValueError("lifecycle cannot be combined with poolRef or templateId.")
+        for name in _RESERVED_ENV & (self.env or {}).keys():
+            raise ValueError(f"env: {name} is reserved.")
+        if self.credential_proxy and self.credential_proxy.enabled and self.network_policy is None:
+            raise ValueError("credentialProxy.enabled requires networkPolicy.")
+        return self
+
+
+class Renew(Model):
+    """The body of `POST /sandboxes/{id}/renew-expiration`."""
+
+    expires_at: datetime
+
+
+class MetricsEvent(Model):
+    """What clients report after a create; counted, never trusted."""
+
+    event_type: Literal["sandbox.create"]
+    create_duration_ms: int = Field(ge=0)
+    success: bool
+    sandbox_id: Text | None = None
+    image: Text | None = None
+
+
+def timestamp(seconds: float) -> str:
+    """Render a time as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def status(sandbox: Sandbox) -> dict[str, str]:
+    """Render the status object."""
+    body = {"state": str(sandbox.state), "lastTransitionAt": timestamp(sandbox.changed_at)}
+    if sandbox.reason:
+        body["reason"] = sandbox.reason
+    if sandbox.message:
+        body["message"] = sandbox.message
+    return body
+
+
+def created(sandbox: Sandbox) -> dict[str, Any]:
+    """Render a `CreateSandboxResponse`."""
+    body: dict[str, Any] = {
+        "id": sandbox.id,
+        "status": status(sandbox),
+        "createdAt": timestamp(sandbox.created_at),
+        "entrypoint": list(sandbox.entrypoint),
+    }
+    if sandbox.expires_at is not None:
+        body["expiresAt"] = timestamp(sandbox.expires_at)
+    if sandbox.metadata:
+        body["metadata"] = sandbox.metadata
+    if sandbox.extensions:
+        body["extensions"] = sandbox.extensions
+    if sandbox.platform is not None:
+        body["platform"] = sandbox.platform
+    return body
+
+
+def shown(sandbox: Sandbox) -> dict[str, Any]:
+    """Render a `Sandbox`."""
+    return created(sandbox) | {"image": {"uri": sandbox.image}}

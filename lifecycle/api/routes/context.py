@@ -1,0 +1,54 @@
+"""What the routes work with: one object per server, attached to the FastAPI application."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from lifecycle.api.credentials import Tokens
+from lifecycle.egress.changes import Egress
+from lifecycle.egress.routes import EgressApi
+from lifecycle.sandboxes.creation import SandboxLimits
+from lifecycle.sandboxes.orchestrator import Orchestrator
+from lifecycle.sandboxes.registry import Registry
+from lifecycle.sandboxes.rows import Rows
+from lifecycle.sandboxes.transaction import Creations
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the metrics route shows."""
+
+    creates_reported: int = 0
+    creates_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The parts of one server.
+
+    Attributes:
+        external_base: public base of endpoints, without a scheme, or empty.
+        ignored_fields: top-level fields of request bodies that are dropped if their model does not know them.
+    """
+
+    registry: Registry
+    rows: Rows
+    orchestrator: Orchestrator
+    creations: Creations
+    egress: Egress
+    egress_api: EgressApi
+    tokens: Tokens
+    limits: SandboxLimits
+    external_base: str = ""
+    ignored_fields: frozenset[str] = frozenset()
+    counters: Counters = field(default_factory=Counters)
+
+
+def _context(request: Request) -> Context:
+    context = request.app.state.context
+    assert isinstance(context, Context)  # noqa: S101 - narrows what Starlette keeps as Any
+    return context
+
+
+Server = Annotated[Context, Depends(_context)]

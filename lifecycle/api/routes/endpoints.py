@@ -1,0 +1,58 @@
+"""`/sandboxes/{id}/endpoints/{port}`: where a client finds a port, and with which headers.
+
+Every endpoint is the server's own proxy route, in both modes: no port of a sandbox is published anywhere.
+"""
+
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from lifecycle.api.errors import ApiError, invalid
+from lifecycle.api.routes.context import Server
+from lifecycle.api.routes.strict import StrictRoute
+from lifecycle.proxy.headers import EGRESS_PORT, EXECD_PORT
+
+router = APIRouter(route_class=StrictRoute)
+_AUTHORITY = re.compile(r"[A-Za-z0-9._~\[\]:-]{1,255}")
+
+
+@router.get("/sandboxes/{sandbox}/endpoints/{port}")
+async def endpoint(
+    server: Server,
+    sandbox: str,
+    port: int,
+    request: Request,
+    use_server_proxy: Annotated[bool, Query()] = False,
+    expires: Annotated[str | None, Query(max_length=64)] = None,
+) -> dict[str, Any]:
+    """Tell the endpoint of a port; it answers for every sandbox from the moment it was accepted."""
+    if not 1 <= port <= 65535:
+        raise ApiError(400, "DOCKER::INVALID_PORT", "The port must be between 1 and 65535.")
+    if expires is not None:
+        if not re.fullmatch(r"[0-9]{1,20}", expires, re.ASCII):
+            raise invalid("expires must be unix seconds.")
+        if use_server_proxy:
+            raise invalid("expires cannot be combined with use_server_proxy.")
+        raise ApiError(400, "SANDBOX::API_NOT_SUPPORTED", "Signed endpoints are not supported by this server.")
+    row = await server.rows.get(sandbox)
+    prefix = "/v1" if request.url.path.startswith("/v1/") else ""
+    base = server.external_base or _host(request) + prefix
+    headers: dict[str, str] = {}
+    if port == EXECD_PORT:
+        headers["X-EXECD-ACCESS-TOKEN"] = server.tokens.execd(row.id)
+    elif port == EGRESS_PORT:
+        headers["OPENSANDBOX-EGRESS-AUTH"] = server.tokens.egress(row.id)
+    if row.secure_access:
+        headers["OpenSandbox-Secure-Access"] = server.tokens.secure(row.id)
+    body: dict[str, Any] = {"endpoint": f"{base}/sandboxes/{row.id}/proxy/{port}"}
+    if headers:
+        body["headers"] = headers
+    return body
+
+
+def _host(request: Request) -> str:
+    host = request.headers.get("host", "")
+    if not _AUTHORITY.fullmatch(host):
+        raise invalid("The Host header is not usable as an endpoint.")
+    return host

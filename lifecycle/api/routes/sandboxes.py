@@ -1,0 +1,114 @@
+"""`/sandboxes`: create, list, get, delete, metadata, pause, resume, renew."""
+
+import asyncio
+import math
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from lifecycle.api import models
+from lifecycle.api.routes.context import Server
+from lifecycle.api.routes.strict import StrictRoute
+from lifecycle.sandboxes.creation import plan
+from lifecycle.sandboxes.labels import parse_filter
+from lifecycle.sandboxes.registry import Sandbox
+from lifecycle.sandboxes.transaction import Creation, Creations
+
+router = APIRouter(route_class=StrictRoute)
+
+
+@router.post("/sandboxes", status_code=202)
+async def create(server: Server, body: models.Create, request: Request) -> JSONResponse:
+    """Create a sandbox."""
+    creation = await server.creations.begin(plan(body, server.limits))
+    row = await _unless_gone(server.creations, creation, request)
+    return JSONResponse(models.created(row), 202, headers={"Location": f"/v1/sandboxes/{row.id}"})
+
+
+async def _unless_gone(creations: Creations, creation: Creation, request: Request) -> Sandbox:
+    """Wait for the creation; if the caller disconnects before it has the id, have the sandbox removed."""
+    finish = asyncio.create_task(creations.finish(creation))
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({finish, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            creations.abandon(creation)
+        return await finish
+    except asyncio.CancelledError:
+        creations.abandon(creation)
+        raise
+    finally:
+        gone.cancel()
+        finish.cancel()
+        await asyncio.gather(gone, finish, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@router.get("/sandboxes")
+async def list_sandboxes(
+    server: Server,
+    state: Annotated[list[str] | None, Query(max_length=32)] = None,
+    metadata: Annotated[str | None, Query(max_length=8192)] = None,
+    page: Annotated[int, Query(ge=1, le=1 << 40)] = 1,
+    page_size: Annotated[int, Query(alias="pageSize", ge=1, le=200)] = 20,
+) -> dict[str, Any]:
+    """List sandboxes, newest first."""
+    wanted = {} if metadata is None else parse_filter(metadata)
+    rows, total = await server.registry.page(state or [], wanted, page, page_size)
+    return {
+        "items": [models.shown(row) for row in rows],
+        "pagination": {
+            "page": page,
+            "pageSize": page_size,
+            "totalItems": total,
+            "totalPages": math.ceil(total / page_size),
+            "hasNextPage": page * page_size < total,
+        },
+    }
+
+
+@router.get("/sandboxes/{sandbox}")
+async def get(server: Server, sandbox: str) -> dict[str, Any]:
+    """Show a sandbox."""
+    return models.shown(await server.rows.get(sandbox))
+
+
+@router.delete("/sandboxes/{sandbox}", status_code=204)
+async def delete(server: Server, sandbox: str) -> Response:
+    """Remove a sandbox; it is gone when this is answered."""
+    await server.orchestrator.remove(sandbox, "deleted by the API")
+    return Response(status_code=204)
+
+
+@router.patch("/sandboxes/{sandbox}/metadata")
+async def patch_metadata(
+    server: Server, sandbox: str, patch: Annotated[dict[str, str | None], Body()]
+) -> dict[str, Any]:
+    """Merge into the metadata."""
+    return models.shown(await server.orchestrator.patch_metadata(sandbox, patch))
+
+
+@router.post("/sandboxes/{sandbox}/pause", status_code=202)
+async def pause(server: Server, sandbox: str) -> Response:
+    """Freeze a sandbox."""
+    await server.orchestrator.pause(sandbox)
+    return Response(status_code=202)
+
+
+@router.post("/sandboxes/{sandbox}/resume", status_code=202)
+async def resume(server: Server, sandbox: str) -> Response:
+    """Thaw a sandbox."""
+    await server.orchestrator.resume(sandbox)
+    return Response(status_code=202)
+
+
+@router.post("/sandboxes/{sandbox}/renew-expiration")
+async def renew(server: Server, sandbox: str, body: models.Renew) -> dict[str, str]:
+    """Set the expiry."""
+    row = await server.orchestrator.renew(sandbox, body.expires_at)
+    return {"expiresAt": models.timestamp(row.expires_at or 0)}

@@ -1,0 +1,56 @@
+"""What this server does not offer (yet): each route of the contract answers with the contract's code, none with 404."""
+
+from fastapi import APIRouter
+
+from lifecycle.api.errors import ApiError
+from lifecycle.api.routes.context import Server
+
+router = APIRouter()
+
+
+@router.get("/templates")
+@router.post("/templates")
+@router.get("/templates/{template}")
+@router.delete("/templates/{template}")
+async def templates(template: str = "") -> None:
+    """MicroVM templates."""
+    raise ApiError(501, "FSB::API_NOT_SUPPORTED", "Templates are not supported by this server.")
+
+
+@router.get("/pools")
+@router.post("/pools")
+@router.get("/pools/{pool}")
+@router.put("/pools/{pool}")
+@router.delete("/pools/{pool}")
+async def pools(pool: str = "") -> None:
+    """Server-side pools."""
+    raise ApiError(501, "KUBERNETES::POOL_NOT_SUPPORTED", "Pools are not supported by this server.")
+
+
+@router.post("/sandboxes/{sandbox}/snapshots")
+async def create_snapshot(server: Server, sandbox: str) -> None:
+    """Snapshots."""
+    await server.rows.get(sandbox)
+    raise ApiError(501, "SNAPSHOT::NOT_IMPLEMENTED", "Snapshots are not supported by this server yet.")
+
+
+@router.get("/snapshots")
+async def list_snapshots() -> None:
+    """List snapshots."""
+    raise ApiError(501, "SNAPSHOT::NOT_IMPLEMENTED", "Snapshots are not supported by this server yet.")
+
+
+@router.get("/snapshots/{snapshot}")
+@router.delete("/snapshots/{snapshot}")
+async def snapshot(snapshot: str) -> None:
+    """One snapshot: there is none."""
+    raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {snapshot[:80]} not found.")
+
+
+@router.get("/sandboxes/{sandbox}/diagnostics/{kind}")
+async def diagnostics(server: Server, sandbox: str, kind: str) -> None:
+    """Diagnostics."""
+    await server.rows.get(sandbox)
+    if kind not in ("logs", "events", "inspect", "summary"):
+        raise ApiError(404, "GENERAL::UNKNOWN_ERROR", "Not Found")
+    raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", "Diagnostics are not supported by this server yet.")

@@ -1,0 +1,564 @@
+"""Every key of the settings file, as one model: type, default, unit, bounds and what it means.
+
+- A default stands here and nowhere else. One that depends on the host or on another key is None, and said in words.
+- `settings` reads files by it; `reference` writes the table of the documents and the file of `init-config`.
+
+A check raises `ValueError` with a text that goes on after the key's name and never repeats the value.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic.fields import FieldInfo
+
+from lifecycle.sandboxes import quantities
+from runtimes.spec import LEAST_MEMORY, image_environment
+
+RUNTIMES = ("runc", "runsc")
+
+type Check = Callable[[Any], Any]
+
+
+def _is(kind: type, what: str) -> Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"must be {what}")
+        return value
+
+    return check
+
+
+_text = _is(str, "a string")
+_flag = _is(bool, "true or false")
+_table = _is(dict, "a table")
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError("must be a list of strings")
+    return tuple(value)
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    if not all(re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}", name, re.ASCII) for name in names):
+        raise ValueError("must be a list of names of fields, of letters and digits")
+    return names
+
+
+def _text_map(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise ValueError("must be a table of strings")
+    return dict(value)
+
+
+def _number_map(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or not all(type(item) is int for item in value.values()):
+        raise ValueError("must be a table of numbers")
+    return dict(value)
+
+
+def _address_map(value: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, dict):
+        raise ValueError("must be a table of lists of addresses")
+    return {host: _texts(addresses) for host, addresses in value.items()}
+
+
+def _absolute(value: Any) -> Path:
+    path = Path(_text(value)).expanduser()
+    if not path.is_absolute():
+        raise ValueError("must be an absolute path")
+    return path
+
+
+def _path(value: Any) -> Path | None:
+    return None if value in ("", None) else _absolute(value)
+
+
+def _runtimes(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    if not names or any(name not in RUNTIMES for name in names):
+        raise ValueError(f"must be a list of {', '.join(RUNTIMES)}")
+    return names
+
+
+def _images(value: Any) -> tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of tables with name and tar")
+    images = []
+    for item in value:
+        if not isinstance(item, dict) or not {"name", "tar"} <= set(item) <= {"name", "tar", "env"}:
+            raise ValueError("each image has name and tar, may have env, and nothing else")
+        env = item.get("env", {})
+        if not isinstance(env, dict):
+            raise ValueError("env of an image must be a table of strings")
+        variables = image_environment({name: str(_text(text)) for name, text in env.items()})
+        images.append((str(_text(item["name"])), str(_absolute(item["tar"])), tuple(variables.items())))
+    return tuple(images)
+
+
+def _cpu(value: Any) -> int:
+    return quantities.cpu(str(_text(value)))
+
+
+def _memory(value: Any) -> int:
+    return quantities.memory(str(_text(value)))
+
+
+def _disk(value: Any) -> int:
+    size = quantities.memory(str(_text(value)))
+    if size < quantities.DISK_FLOOR:
+        raise ValueError("must be at least 64Mi")
+    return size
+
+
+def _daemon_memory(value: Any) -> int:
+    memory = _memory(value)
+    if memory < LEAST_MEMORY:
+        raise ValueError(f"must be at least {LEAST_MEMORY >> 20}Mi")
+    return memory
+
+
+def _docker_runtime(value: Any) -> str:
+    if value == "":
+        return "runc"
+    if value == "gvisor":
+        return "runsc"
+    raise ValueError('must be "" or "gvisor"; others are not supported')
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of a type that has its own check, in words."""
+
+    text: str
+
+
+Text = Annotated[str, PlainValidator(_text)]
+Flag = Annotated[bool, PlainValidator(_flag)]
+Texts = Annotated[tuple[str, ...], PlainValidator(_texts)]
+TextMap = Annotated[dict[str, str], PlainValidator(_text_map)]
+NumberMap = Annotated[dict[str, int], PlainValidator(_number_map)]
+AddressMap = Annotated[dict[str, tuple[str, ...]], PlainValidator(_address_map)]
+FieldNames = Annotated[tuple[str, ...], PlainValidator(_field_names)]
+AbsolutePath = Annotated[Path, PlainValidator(_absolute), Bounds("absolute")]
+OptionalPath = Annotated[Path | None, PlainValidator(_path), Bounds("absolute, or empty for none")]
+Runtimes = Annotated[tuple[str, ...], PlainValidator(_runtimes), Bounds("at least one of runc, runsc")]
+Images = Annotated[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...], PlainValidator(_images)]
+Cpu = Annotated[int, PlainValidator(_cpu), Bounds("above 0")]
+Memory = Annotated[int, PlainValidator(_memory), Bounds("above 0")]
+Disk = Annotated[int, PlainValidator(_disk), Bounds("at least 64Mi")]
+DaemonMemory = Annotated[int, PlainValidator(_daemon_memory), Bounds(f"at least {LEAST_MEMORY >> 20}Mi")]
+SecureRuntime = Annotated[str, PlainValidator(_docker_runtime), Bounds('`""` or `"gvisor"`')]
+
+
+def _key(key: str, default: Any, meaning: str, *, unit: str = "", shown: str = "", example: Any = None) -> Any:
+    """Describe a key.
+
+    Args:
+        default: as a file would say it; None where it is not a constant.
+        shown: what the documents say in place of the default.
+        example: a value for a file where there is no constant default.
+    """
+    extra = {"unit": unit, "shown": shown, "example": example}
+    return Field(default, alias=key, description=meaning, json_schema_extra=extra)
+
+
+class SettingsModel(BaseModel):
+    """One field for each key, in the order of the documents; the alias is the key."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, hide_input_in_errors=True
+    )
+
+    server_host: Text = _key("server.host", "127.0.0.1", "address to listen on")
+    server_port: Annotated[int, Field(ge=1, le=65535)] = _key(
+        "server.port", 8080, "port to listen on; ports below 1024 too, since root binds it"
+    )
+    server_api_key: Text | None = _key(
+        "server.api_key",
+        None,
+        "the key that clients send, or `sha256:` and its digest in hexadecimal",
+        shown="made at the first start",
+        example="",
+    )
+    server_api_keys: Texts = _key("server.api_keys", [], "more keys, each may be taken back alone")
+    server_eip: Text = _key("server.eip", "", "public base of endpoints, where `external_base` does not say")
+    server_external_base: Text | None = _key(
+        "server.external_base",
+        None,
+        "public base of endpoints; empty: the Host the client used",
+        shown="`server.eip`",
+        example="",
+    )
+    server_allowed_hosts: Texts = _key("server.allowed_hosts", [], "further names for Host while no key is asked for")
+    server_max_sandbox_timeout_seconds: Annotated[int, Field(ge=60, le=10**9)] | None = _key(
+        "server.max_sandbox_timeout_seconds",
+        None,
+        "longest life a caller may ask for",
+        unit="s",
+        shown="none",
+        example=86400,
+    )
+    server_timeout_keep_alive: Annotated[int, Field(ge=1, le=3600)] = _key(
+        "server.timeout_keep_alive",
+        30,
+        "seconds an idle connection is kept; a request's head has 15 s, its body on the API's own routes 30 s",
+        unit="s",
+    )
+    server_limit_concurrency: Annotated[int, Field(ge=0, le=10**6)] = _key(
+        "server.limit_concurrency", 1024, "connections at once; `0` is no limit"
+    )
+    server_backlog: Annotated[int, Field(ge=1, le=65535)] = _key(
+        "server.backlog", 2048, "connections waiting to be accepted"
+    )
+    server_timeout_graceful_shutdown: Annotated[int, Field(ge=0, le=3600)] = _key(
+        "server.timeout_graceful_shutdown", 5, "seconds that requests get to finish at the end", unit="s"
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = _key("log.level", "INFO", "of `serve`")
+    runtime_type: Literal["docker"] = _key("runtime.type", "docker", "nothing else is offered")
+    docker_pids_limit: Annotated[int, Field(ge=1, le=4 * 1024 * 1024)] = _key(
+        "docker.pids_limit",
+        4096,
+        "most processes a caller may ask for; on runsc gVisor keeps this limit, for each user inside, and the "
+        "host's is 1024 larger",
+        unit="processes",
+    )
+    docker_sandbox_env: TextMap = _key("docker.sandbox_env", {}, "environment of every sandbox")
+    secure_runtime_type: SecureRuntime = _key(
+        "secure_runtime.type",
+        "",
+        '`"gvisor"` makes runsc the default runtime, where `sallyport.default_runtime` does not say',
+    )
+    renew_intent_enabled: Flag = _key(
+        "renew_intent.enabled", False, "an access moves the expiry of sandboxes that ask for it"
+    )
+    renew_intent_min_interval_seconds: Annotated[int, Field(ge=1, le=86400)] = _key(
+        "renew_intent.min_interval_seconds", 60, "at most once in this time", unit="s"
+    )
+    sallyport_state_dir: AbsolutePath = _key("sallyport.state_dir", "/var/lib/sallyport/state", "what survives")
+    sallyport_run_dir: AbsolutePath = _key(
+        "sallyport.run_dir", "/run/sallyport", "what lives as long as the server; at most 60 characters"
+    )
+    sallyport_policy_file: OptionalPath = _key(
+        "sallyport.policy_file",
+        None,
+        "the operator's policies (YAML), reread when it changes, by `serve` and by the compiler; none is deny-all",
+        shown="none",
+        example="",
+    )
+    sallyport_upstream_netns: OptionalPath = _key(
+        "sallyport.upstream_netns",
+        None,
+        "namespace file that workers dial from; none is the server's own",
+        shown="none",
+        example="",
+    )
+    sallyport_upstream_roots: AbsolutePath | None = _key(
+        "sallyport.upstream_roots",
+        None,
+        "authorities (PEM, at most 1 MiB) that upstream servers are verified against, read at the server's start",
+        shown="the system's",
+        example="/etc/ssl/certs/ca-certificates.crt",
+    )
+    sallyport_ignored_request_fields: FieldNames = _key(
+        "sallyport.ignored_request_fields",
+        [],
+        "fields at the top of request bodies that newer clients send and that may be ignored; any other "
+        "unknown field is refused",
+    )
+    sallyport_dns_upstreams: Texts | None = _key(
+        "sallyport.dns_upstreams",
+        None,
+        "resolvers of the gateways, `192.0.2.53:53` or `[2001:db8::53]:53`; not on loopback. Addresses with "
+        "an interface (`fe80::1%eth0`) are refused here, and passed over in `/etc/resolv.conf`",
+        shown="from `/etc/resolv.conf`",
+        example=["192.0.2.53:53"],
+    )
+    sallyport_allowed_addresses: Texts = _key(
+        "sallyport.allowed_addresses",
+        [],
+        "private ranges (CIDR) that may be dialled all the same, policy permitting; `always_deny` outranks them",
+    )
+    sallyport_host_addresses: AddressMap = _key(
+        "sallyport.host_addresses",
+        {},
+        'fixed addresses of names: `{"git.corp.example" = ["10.0.0.5"]}`, private ones too where '
+        "`allowed_addresses` opens them in the kernel; policy and `always_deny` hold for them",
+    )
+    sallyport_gateway_limits: NumberMap = _key(
+        "sallyport.gateway_limits",
+        {},
+        "limits of each worker by name (`connections`, `scrub_body_bytes`, ...; `gateway/config.py` has all)",
+    )
+    sallyport_python: AbsolutePath | None = _key(
+        "sallyport.python",
+        None,
+        "interpreter of hostd and its daemons",
+        shown="the running one",
+        example="/usr/bin/python3",
+    )
+    sallyport_runsc: AbsolutePath | None = _key(
+        "sallyport.runsc", None, "gVisor", shown="from the PATH", example="/usr/local/bin/runsc"
+    )
+    sallyport_runc: AbsolutePath | None = _key(
+        "sallyport.runc", None, "runc", shown="from the PATH", example="/usr/sbin/runc"
+    )
+    sallyport_execd: AbsolutePath | None = _key(
+        "sallyport.execd",
+        None,
+        "the static binary for sandboxes",
+        shown="`execd/bin/execd` here",
+        example="/usr/local/lib/sallyport/execd",
+    )
+    sallyport_images: Images = _key(
+        "sallyport.images",
+        [],
+        '`[{name = "...", tar = "/...", env = {NAME = "value"}}]`: imported at start where missing or '
+        "changed, `env` becomes the image's own (optional; printable ASCII without `\"`, `$` and backslash); "
+        "nothing is pulled",
+    )
+    sallyport_default_runtime: Literal["runc", "runsc"] | None = _key(
+        "sallyport.default_runtime",
+        None,
+        "where a call names none",
+        shown="`runc`, or what `secure_runtime.type` says",
+        example="runc",
+    )
+    sallyport_allowed_runtimes: Runtimes = _key(
+        "sallyport.allowed_runtimes",
+        ["runc", "runsc"],
+        "what a call may name; each must work, or the server does not start",
+    )
+    sallyport_default_cpu: Cpu = _key("sallyport.default_cpu", "1", "of a sandbox that asks for nothing", unit="cores")
+    sallyport_default_memory: Memory = _key(
+        "sallyport.default_memory", "2Gi", "of a sandbox that asks for nothing", unit="bytes"
+    )
+    sallyport_default_pids: Annotated[int, Field(ge=1, le=4 * 1024 * 1024)] = _key(
+        "sallyport.default_pids", 1024, "of a sandbox that asks for nothing", unit="processes"
+    )
+    sallyport_max_cpu: Cpu | None = _key(
+        "sallyport.max_cpu", None, "most a sandbox may ask for", unit="cores", shown="all there are", example="4"
+    )
+    sallyport_max_memory: Memory | None = _key(
+        "sallyport.max_memory", None, "most a sandbox may ask for", unit="bytes", shown="all there is", example="8Gi"
+    )
+    sallyport_disk_limits: Flag = _key(
+        "sallyport.disk_limits",
+        True,
+        "each sandbox has a disk of its own; `false`: none has, and one can fill the host's",
+    )
+    sallyport_memory_auditd: DaemonMemory = _key(
+        "sallyport.memory.auditd",
+        "1Gi",
+        "what the daemon may have; one that wants more is ended by the kernel and started again",
+        unit="bytes",
+    )
+    sallyport_memory_vaultd: DaemonMemory = _key(
+        "sallyport.memory.vaultd", "1Gi", "the same for the vault", unit="bytes"
+    )
+    sallyport_memory_zygote: DaemonMemory = _key(
+        "sallyport.memory.zygote",
+        "1Gi",
+        "the same for the zygote; gateway workers have groups of their own",
+        unit="bytes",
+    )
+    sallyport_memory_compiler: DaemonMemory = _key(
+        "sallyport.memory.compiler", "1Gi", "the same for the compiler of policies", unit="bytes"
+    )
+    sallyport_memory_serve: DaemonMemory = _key(
+        "sallyport.memory.serve", "2Gi", "the same for the API server", unit="bytes"
+    )
+    sallyport_default_disk: Disk = _key(
+        "sallyport.default_disk",
+        "2Gi",
+        "of a sandbox that asks for nothing (`resourceLimits` takes `disk` or `ephemeral-storage`)",
+        unit="bytes",
+    )
+    sallyport_max_disk: Disk = _key("sallyport.max_disk", "16Gi", "most a sandbox may ask for", unit="bytes")
+    sallyport_max_sandboxes: Annotated[int, Field(ge=1, le=4096)] = _key(
+        "sallyport.max_sandboxes", 1000, "at once; more are answered with 429"
+    )
+    sallyport_max_pending: Annotated[int, Field(ge=1, le=4096)] = _key(
+        "sallyport.max_pending", 128, "creations at once; more are answered with 429"
+    )
+    sallyport_launch_concurrency: Annotated[int, Field(ge=1, le=256)] = _key(
+        "sallyport.launch_concurrency", 4, "launches at once; the others wait"
+    )
+    sallyport_create_answer_seconds: Annotated[int, Field(ge=1, le=29)] = _key(
+        "sallyport.create_answer_seconds", 20, "a create call that takes longer is answered with `Pending`", unit="s"
+    )
+    sallyport_proxy_connections: Annotated[int, Field(ge=1, le=256)] = _key(
+        "sallyport.proxy_connections", 128, "to one sandbox at once"
+    )
+    sallyport_docker_managed: Flag = _key(
+        "sallyport.docker.managed", False, "start a dockerd of our own", shown="`false`; `./run`: `true`"
+    )
+    sallyport_docker_socket: AbsolutePath | None = _key(
+        "sallyport.docker.socket",
+        None,
+        "where Docker answers",
+        shown="`/var/run/docker.sock`; managed: `run_dir/docker.sock`",
+        example="/var/run/docker.sock",
+    )
+    sallyport_docker_binary: AbsolutePath = _key("sallyport.docker.binary", "/usr/sbin/dockerd", "managed: the program")
+    sallyport_docker_data_root: AbsolutePath | None = _key(
+        "sallyport.docker.data_root",
+        None,
+        "managed: its images and containers",
+        shown="`docker/data` beside `state_dir`; `./run`: `/var/lib/sallyport/docker`",
+        example="/var/lib/sallyport/docker/data",
+    )
+    sallyport_docker_exec_root: AbsolutePath | None = _key(
+        "sallyport.docker.exec_root",
+        None,
+        "managed: its run-time files",
+        shown="`run_dir/docker`",
+        example="/run/sallyport/docker",
+    )
+    sallyport_docker_pidfile: AbsolutePath | None = _key(
+        "sallyport.docker.pidfile", None, "managed", shown="`run_dir/docker.pid`", example="/run/sallyport/docker.pid"
+    )
+    sallyport_docker_log: AbsolutePath | None = _key(
+        "sallyport.docker.log",
+        None,
+        "managed",
+        shown="`docker/dockerd.log` beside `state_dir`",
+        example="/var/lib/sallyport/docker/dockerd.log",
+    )
+    sallyport_audit_sync: Literal["group", "always"] = _key(
+        "sallyport.audit.sync", "group", "`always` syncs each record; `group` shares a sync among those that wait"
+    )
+    sallyport_audit_max_file_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = _key(
+        "sallyport.audit.max_file_bytes", 67108864, "size at which a new file is begun", unit="bytes"
+    )
+    sallyport_audit_max_files: Annotated[int, Field(ge=0, le=10**6)] = _key(
+        "sallyport.audit.max_files",
+        0,
+        "files to keep as they were written; of older ones each chain keeps its share; `0` keeps all",
+    )
+    sallyport_audit_sandbox_share: Annotated[int, Field(ge=65536, le=2**40)] = _key(
+        "sallyport.audit.sandbox_share", 8388608, "bytes that a sandbox's chain keeps of older files", unit="bytes"
+    )
+    sallyport_audit_control_share: Annotated[int, Field(ge=65536, le=2**40)] = _key(
+        "sallyport.audit.control_share", 268435456, "bytes that the control chain keeps of older files", unit="bytes"
+    )
+    sallyport_audit_closed_sandboxes: Annotated[int, Field(ge=0, le=10**6)] = _key(
+        "sallyport.audit.closed_sandboxes", 1000, "removed sandboxes whose chains are kept of older files"
+    )
+    sallyport_audit_sandbox_bytes_per_second: Annotated[int, Field(ge=0, le=1 << 40)] = _key(
+        "sallyport.audit.sandbox_bytes_per_second",
+        8388608,
+        "what one sandbox may have logged, eight seconds of it at once; beyond it its requests wait; `0`: any amount",
+        unit="bytes/s",
+    )
+    sallyport_vault_master_key_file: AbsolutePath | None = _key(
+        "sallyport.vault.master_key_file",
+        None,
+        "made at the first start",
+        shown="`state_dir/vault/master-key`",
+        example="/var/lib/sallyport/state/vault/master-key",
+    )
+    sallyport_uids_serve: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
+        "sallyport.uids.serve", 700000001, "user of the API server"
+    )
+    sallyport_uids_vaultd: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
+        "sallyport.uids.vaultd", 700000002, "user of the vault"
+    )
+    sallyport_uids_auditd: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
+        "sallyport.uids.auditd", 700000003, "user of the log"
+    )
+    sallyport_uids_compiler: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
+        "sallyport.uids.compiler", 700000004, "user of the policies' compiler"
+    )
+    sallyport_uids_worker_base: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
+        "sallyport.uids.worker_base", 700001000, "first user of the gateway workers"
+    )
+    sallyport_uids_workers: Annotated[int, Field(ge=1, le=4094)] = _key(
+        "sallyport.uids.workers",
+        4094,
+        "how many of them, 4094 at most: each sandbox on runc has 65,536 users from 1879048192 on",
+    )
+
+
+KEYS: Mapping[str, FieldInfo] = {str(field.alias): field for field in SettingsModel.model_fields.values()}
+"""Every key that has an effect."""
+
+NOT_APPLICABLE = frozenset(
+    (
+        *("server.thread_pool_size", "server.loop", "server.http", "proxy.resolve_internal", "log.file_enabled"),
+        *("log.file_path", "log.access_file_path", "log.file_max_bytes", "log.file_backup_count"),
+        *("runtime.execd_image", "runtime.execd_run_as_init", "docker.network_mode", "docker.api_timeout"),
+        *("docker.host_ip", "docker.port_range_min", "docker.port_range_max", "docker.publish_host"),
+        *("docker.drop_capabilities", "docker.no_new_privileges", "docker.apparmor_profile"),
+        *("docker.seccomp_profile", "storage.volume_default_size", "storage.ossfs_mount_root", "store.type"),
+        *("store.path", "egress.image", "egress.mode", "egress.disable_ipv6", "egress.readiness_timeout_seconds"),
+        *("egress.otlp_endpoint", "ingress.mode", "secure_runtime.docker_runtime", "otel.enabled", "otel.endpoint"),
+        *("otel.service_name", "otel.export_interval_millis", "storage.allowed_host_paths"),
+    )
+)
+"""Keys of the reference that are accepted without effect: what they set is built in, or not offered yet."""
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """The default of each key, converted as a value of a file is."""
+    model = SettingsModel()
+    return {str(field.alias): getattr(model, name) for name, field in SettingsModel.model_fields.items()}
+
+
+def converted(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Check and convert the values of keys.
+
+    Raises:
+        SettingError: the first one that is wrong.
+    """
+    try:
+        model = SettingsModel.model_validate(document)
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False)[0]
+        key = str(problem["loc"][0])
+        own = problem.get("ctx", {}).get("error")
+        raise SettingError(key, str(own) if own is not None else f"must be {allowed(key)}") from None
+    found = {str(field.alias): getattr(model, name) for name, field in SettingsModel.model_fields.items()}
+    return {key: found[key] for key in document}
+
+
+class SettingError(ValueError):
+    """The value of a key is wrong; the text goes on after the key's name."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(problem)
+        self.key = key
+
+
+def allowed(key: str) -> str:
+    """Say the bounds of a key in words; empty if its type has none."""
+    parts = _parts(KEYS[key])
+    least = next((item.ge for item in parts if hasattr(item, "ge")), None)
+    most = next((item.le for item in parts if hasattr(item, "le")), None)
+    if least is not None:
+        return f"a number from {least} to {most}"
+    words = [item for item in parts if isinstance(item, str)]
+    return (
+        f"one of {', '.join(words)}" if words else next((item.text for item in parts if isinstance(item, Bounds)), "")
+    )
+
+
+def _parts(field: FieldInfo) -> list[Any]:
+    """The constraints of a field, however deep its type has them."""
+    found, waiting = [], [field.annotation, *field.metadata]
+    while waiting:
+        item = waiting.pop(0)
+        if isinstance(item, FieldInfo):
+            waiting += item.metadata
+        elif arguments := get_args(item):
+            waiting += [*arguments, *getattr(item, "__metadata__", ())]
+        else:
+            found.append(item)
+    return found

@@ -1,0 +1,284 @@
+"""From settings to the configuration files of hostd and its daemons.
+
+- Files are written to run_dir/launch, which is root's alone; hostd hands each daemon a copy it can read.
+- API keys are in no file but the one made here, when none is configured; `serve` gets their digests.
+"""
+
+import json
+import os
+import secrets
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lifecycle.api import credentials
+from lifecycle.config.serve import ServeConfig
+from lifecycle.config.settings import Settings, SettingsError
+from lifecycle.sandboxes.creation import SandboxLimits
+from lifecycle.sandboxes.quantities import Resources
+from lifecycle.sandboxes.transaction import CreationBounds
+
+_UIDS = ("serve", "vaultd", "auditd", "compiler", "worker_base", "workers")
+_DAEMONS = ("auditd", "vaultd", "zygote", "compiler", "serve")
+
+
+def uids(settings: Settings) -> dict[str, int]:
+    """The uids of daemons and workers."""
+    return {name: int(settings.get(f"sallyport.uids.{name}")) for name in _UIDS}
+
+
+def api_keys(settings: Settings) -> tuple[str, ...]:
+    """Return the API keys, or the digests that stand for them; makes and keeps one if none is configured."""
+    if settings.api_keys or settings.insecure:
+        return settings.api_keys
+    path = _key_file(settings)
+    try:
+        return (path.read_text("ascii").strip(),)
+    except FileNotFoundError:
+        key = f"slp_{secrets.token_urlsafe(32)}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, f"{key}\n")
+        return (key,)
+
+
+def _key_file(settings: Settings) -> Path:
+    return settings.state_dir / "lifecycle" / "api-key"
+
+
+def exports(settings: Settings) -> list[str]:
+    """The lines that point a client at this server. No key is in them: what is printed ends up in a journal."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 - compared
+    lines = [f"export OPEN_SANDBOX_DOMAIN={_in_url(host)}:{settings.port}"]
+    if not settings.api_keys and not settings.insecure:
+        lines.append(f'export OPEN_SANDBOX_API_KEY="$(cat {shlex.quote(str(_key_file(settings)))})"')
+    return lines
+
+
+def address(settings: Settings) -> str:
+    """Where the server listens, as a URL."""
+    return f"http://{_in_url(settings.host)}:{settings.port}"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
+    """The configuration of `serve`."""
+    most = maxima(settings)
+    return ServeConfig(
+        host=settings.host,
+        run_dir=settings.run_dir,
+        state_dir=settings.state_dir / "lifecycle",
+        policy_file=settings.policy_file,
+        key_digests=tuple(
+            key.removeprefix("sha256:").lower() if key.startswith("sha256:") else credentials.digest(key)
+            for key in keys
+        ),
+        limits=SandboxLimits(
+            runtimes=tuple(settings.get("sallyport.allowed_runtimes")),
+            default_runtime=settings.default_runtime,
+            defaults=Resources(
+                min(settings.get("sallyport.default_cpu"), most.cpu_nanos),
+                min(settings.get("sallyport.default_memory"), most.memory_bytes),
+                min(settings.get("sallyport.default_pids"), most.pids),
+                min(settings.get("sallyport.default_disk"), most.disk_bytes) if most.disk_bytes else None,
+            ),
+            maxima=most,
+            max_timeout=settings.get("server.max_sandbox_timeout_seconds"),
+            env=settings.get("docker.sandbox_env"),
+        ),
+        daemon_uids={"hostd": 0, **{name: uids(settings)[name] for name in ("vaultd", "auditd")}},
+        bounds=CreationBounds(
+            launches=launch_concurrency(settings),
+            pending=settings.get("sallyport.max_pending"),
+            sandboxes=max_sandboxes(settings),
+            answer_seconds=float(settings.get("sallyport.create_answer_seconds")),
+        ),
+        allowed_hosts=tuple(settings.get("server.allowed_hosts")),
+        external_base=external_base(settings),
+        ignored_fields=tuple(settings.get("sallyport.ignored_request_fields")),
+        proxy_connections=settings.get("sallyport.proxy_connections"),
+        renew_interval=(
+            float(settings.get("renew_intent.min_interval_seconds")) if settings.get("renew_intent.enabled") else None
+        ),
+        keep_alive=settings.get("server.timeout_keep_alive"),
+        concurrency=settings.get("server.limit_concurrency") or None,
+        backlog=settings.get("server.backlog"),
+        graceful_shutdown=settings.get("server.timeout_graceful_shutdown"),
+        log_level=settings.get("log.level"),
+    )
+
+
+def maxima(settings: Settings) -> Resources:
+    """The most that one sandbox may have."""
+    return Resources(
+        settings.get("sallyport.max_cpu") or (os.cpu_count() or 1) * 1_000_000_000,
+        settings.get("sallyport.max_memory") or _physical_memory(),
+        settings.get("docker.pids_limit"),
+        settings.get("sallyport.max_disk") if disk_limits(settings) else None,
+    )
+
+
+def max_sandboxes(settings: Settings) -> int:
+    """How many sandboxes there may be."""
+    return int(settings.get("sallyport.max_sandboxes"))
+
+
+def launch_concurrency(settings: Settings) -> int:
+    """How many launches may be under way at once; `serve` and hostd each keep this bound."""
+    return int(settings.get("sallyport.launch_concurrency"))
+
+
+def disk_limits(settings: Settings) -> bool:
+    """Whether each sandbox has a disk of its own and no other; only an explicit word of the operator's lifts it."""
+    return bool(settings.get("sallyport.disk_limits"))
+
+
+def external_base(settings: Settings) -> str:
+    """The public base of endpoints, scheme removed; `server.eip` is taken for it where nothing better is said."""
+    own = settings.get("server.external_base")
+    base = str(settings.get("server.eip") if own is None else own)
+    return base.removeprefix("https://").removeprefix("http://").rstrip("/")
+
+
+def audit_config(settings: Settings) -> dict[str, Any]:
+    """The configuration of auditd."""
+    return {
+        "directory": str(settings.state_dir / "audit"),
+        "uids": [0, uids(settings)["serve"]],
+        "sync": settings.get("sallyport.audit.sync"),
+        "max_file_bytes": settings.get("sallyport.audit.max_file_bytes"),
+        "max_files": settings.get("sallyport.audit.max_files"),
+        "sandbox_share": settings.get("sallyport.audit.sandbox_share"),
+        "control_share": settings.get("sallyport.audit.control_share"),
+        "closed_sandboxes": settings.get("sallyport.audit.closed_sandboxes"),
+        "sandbox_bytes_per_second": settings.get("sallyport.audit.sandbox_bytes_per_second"),
+    }
+
+
+def vault_config(settings: Settings) -> dict[str, Any]:
+    """The configuration of vaultd."""
+    return {
+        "directory": str(settings.state_dir / "vault"),
+        "uids": [0, uids(settings)["serve"]],
+        "master_key_file": str(settings.master_key_file),
+    }
+
+
+def compiler_config(settings: Settings) -> dict[str, Any]:
+    """Return the configuration of the compiler."""
+    return {"policy_file": None if settings.policy_file is None else str(settings.policy_file)}
+
+
+def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
+    """The configuration of hostd; `directory` holds the other files."""
+    netns = settings.get("sallyport.upstream_netns")
+    managed = bool(settings.get("sallyport.docker.managed"))
+    docker_state = settings.state_dir.parent / "docker"
+    default_socket = settings.run_dir / "docker.sock" if managed else "/var/run/docker.sock"
+    dockerd = {
+        "binary": str(settings.get("sallyport.docker.binary")),
+        "data_root": str(settings.get("sallyport.docker.data_root") or docker_state / "data"),
+        "exec_root": str(settings.get("sallyport.docker.exec_root") or settings.run_dir / "docker"),
+        "pidfile": str(settings.get("sallyport.docker.pidfile") or settings.run_dir / "docker.pid"),
+        "log": str(settings.get("sallyport.docker.log") or docker_state / "dockerd.log"),
+    }
+    modules = {
+        "auditd": "audit.auditd",
+        "vaultd": "vault.vaultd",
+        "compiler": "policy.compiler",
+        "zygote": "gateway.zygote",
+        "serve": "lifecycle.serve",
+    }
+    return {
+        "run_dir": str(settings.run_dir),
+        "state_dir": str(settings.state_dir),
+        "python": str(settings.get("sallyport.python") or sys.executable),
+        "upstream_netns": None if netns is None else str(netns),
+        "docker_socket": str(settings.get("sallyport.docker.socket") or default_socket),
+        "dockerd": dockerd if managed else None,
+        "images": [{"name": name, "tar": tar, "env": dict(env)} for name, tar, env in settings.get("sallyport.images")],
+        "runsc": settings.program("runsc", "/usr/local/bin/runsc"),
+        "runc": settings.program("runc", "/usr/sbin/runc"),
+        "execd": settings.execd(),
+        "upstream_roots": str(settings.upstream_roots),
+        "uids": uids(settings),
+        "listen": {"host": settings.host, "port": settings.port},
+        "dns_upstreams": list(settings.dns_upstreams),
+        "allowed_addresses": list(settings.get("sallyport.allowed_addresses")),
+        "host_addresses": {
+            host: list(addresses) for host, addresses in settings.get("sallyport.host_addresses").items()
+        },
+        "gateway_limits": dict(settings.get("sallyport.gateway_limits")),
+        "maxima": {**asdict(maxima(settings)), "sandboxes": max_sandboxes(settings)},
+        "launch_concurrency": launch_concurrency(settings),
+        "runtimes": list(settings.get("sallyport.allowed_runtimes")),
+        "disk_limits": disk_limits(settings),
+        "memory": {name: settings.get(f"sallyport.memory.{name}") for name in _DAEMONS},
+        "processes": [
+            {"name": name, "module": module, "config": str(directory / f"{name}.json")}
+            for name, module in modules.items()
+        ],
+    }
+
+
+def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
+    """Write every file; return hostd's.
+
+    Raises:
+        SettingsError, OSError: they cannot be written, or something they name cannot be read.
+    """
+    for path in (settings.upstream_roots, *([settings.policy_file] if settings.policy_file else [])):
+        check_readable(path)
+    if len(str(settings.run_dir)) > 60:
+        raise SettingsError("sallyport.run_dir is too long for unix sockets (60 characters at most)")
+    directory = settings.run_dir / "launch"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    files = {
+        "auditd": audit_config(settings),
+        "vaultd": vault_config(settings),
+        "compiler": compiler_config(settings),
+        "zygote": {"worker_defaults": {}},
+    }
+    for name, document in files.items():
+        _write(directory / f"{name}.json", json.dumps(document, indent=1) + "\n")
+    _write(directory / "serve.json", serve_config(settings, keys).text())
+    return write_host(settings, directory)
+
+
+def write_host(settings: Settings, directory: Path) -> Path:
+    """Write only the configuration of hostd; return the file."""
+    path = directory / "host.json"
+    _write(path, json.dumps(host_config(settings, directory), indent=1) + "\n")
+    return path
+
+
+def check_readable(path: Path) -> None:
+    """Say early and clearly what unprivileged daemons would trip over.
+
+    Raises:
+        SettingsError: there is no such file, or not everybody can read it.
+    """
+    if not path.is_file():
+        raise SettingsError(f"{path}: there is no such file")
+    if not path.stat().st_mode & 0o004:
+        raise SettingsError(f"{path}: must be readable by everybody (chmod o+r); it holds no secret")
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,92 @@
+"""The configuration file of `serve`, which `launch` writes and `python -m lifecycle.serve` reads.
+
+It holds digests of API keys, never a key. Unknown or missing keys are refused.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lifecycle.sandboxes.creation import SandboxLimits
+from lifecycle.sandboxes.quantities import Resources
+from lifecycle.sandboxes.transaction import CreationBounds
+from wire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """The configuration of `serve`.
+
+    Attributes:
+        state_dir: its own directory: the database and the token key.
+        key_digests: SHA-256 of each API key, hexadecimal; empty switches authentication off.
+        allowed_hosts: further names for Host while authentication is off.
+        external_base: public base of endpoints without a scheme, or empty for the Host the client used.
+        ignored_fields: top-level request fields that may be sent though this server does not know them.
+        host: the name that clients may use for it, whatever else is allowed; the socket itself is inherited.
+        daemon_uids: the users of hostd, vaultd and auditd: a socket of another user's process is sent nothing.
+    """
+
+    host: str
+    run_dir: Path
+    state_dir: Path
+    policy_file: Path | None
+    key_digests: tuple[str, ...]
+    limits: SandboxLimits
+    daemon_uids: Mapping[str, int]
+    bounds: CreationBounds = field(default_factory=CreationBounds)
+    allowed_hosts: tuple[str, ...] = ()
+    external_base: str = ""
+    ignored_fields: tuple[str, ...] = ()
+    proxy_connections: int = 128
+    renew_interval: float | None = None
+    keep_alive: int = 30
+    concurrency: int | None = 1024
+    backlog: int = 2048
+    graceful_shutdown: int = 5
+    log_level: str = "INFO"
+
+    def text(self) -> str:
+        """Return the text of the file."""
+        document = asdict(self)
+        return json.dumps(document, default=str, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "ServeConfig":
+        """Read the file.
+
+        Raises:
+            ConfigError: it is not a configuration.
+            OSError: it cannot be read.
+        """
+        try:
+            document = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from None
+        known = {item.name for item in fields(cls)}
+        if not isinstance(document, dict) or set(document) != known:
+            wrong = sorted(set(document) ^ known) if isinstance(document, dict) else []
+            raise ConfigError(f"{path}: missing or unknown keys: {', '.join(wrong[:8])}")
+        try:
+            return cls(**_typed(document))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path}: a key has the wrong form ({type(error).__name__})") from None
+
+
+def _typed(document: dict[str, Any]) -> dict[str, Any]:
+    typed = dict(document)
+    for key in ("run_dir", "state_dir"):
+        typed[key] = Path(typed[key])
+    typed["policy_file"] = None if typed["policy_file"] is None else Path(typed["policy_file"])
+    for key in ("key_digests", "allowed_hosts", "ignored_fields"):
+        typed[key] = tuple(typed[key])
+    limits = dict(typed["limits"])
+    limits["runtimes"] = tuple(limits["runtimes"])
+    limits["defaults"] = Resources(**limits["defaults"])
+    limits["maxima"] = Resources(**limits["maxima"])
+    typed["limits"] = SandboxLimits(**limits)
+    typed["daemon_uids"] = {name: int(typed["daemon_uids"][name]) for name in ("hostd", "vaultd", "auditd")}
+    typed["bounds"] = CreationBounds(**typed["bounds"])
+    return typed

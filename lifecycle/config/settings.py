@@ -1,0 +1,224 @@
+"""The operator's TOML file: the reference server's keys, and a `[sallyport]` table of ours.
+
+- Looked up as `--config`, then `SANDBOX_CONFIG_PATH`, then `~/.sandbox.toml`; no file means defaults.
+- `--defaults` names a file below that one (what `./run` built): the operator's file wins key by key.
+- Unknown keys are refused with their path. Keys of the reference without a meaning here are reported.
+- `OPENSANDBOX_SERVER_API_KEY`, when set, replaces the configured keys, even if it is empty. Without a key one is made
+  at start; to run without keys takes `OPENSANDBOX_INSECURE_SERVER=YES`, and only loopback then.
+
+It reads and checks; `launch` writes the configuration of the daemons.
+"""
+
+import os
+import shutil
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from lifecycle.config.keys import KEYS, NOT_APPLICABLE, SettingError, converted, defaults
+from policy.problems import meant
+from wire.endpoints import parse_endpoint, routed
+
+API_KEY = "OPENSANDBOX_SERVER_API_KEY"
+INSECURE = "OPENSANDBOX_INSECURE_SERVER"
+CONFIG_PATH = "SANDBOX_CONFIG_PATH"
+_PROJECT = Path(__file__).resolve().parents[2]
+_SYSTEM_ROOTS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message names the key and holds no value of a secret one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Checked settings: values by key, and what to tell the operator about."""
+
+    values: Mapping[str, Any]
+    origin: str
+    remarks: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    insecure: bool = False
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or its default where the file says nothing."""
+        return self.values[key] if key in self.values else defaults()[key]
+
+    @property
+    def host(self) -> str:
+        """Listen address."""
+        return str(self.get("server.host"))
+
+    @property
+    def port(self) -> int:
+        """Listen port."""
+        return int(self.get("server.port"))
+
+    @property
+    def run_dir(self) -> Path:
+        """Sockets and what lives as long as the host is up."""
+        return Path(self.get("sallyport.run_dir"))
+
+    @property
+    def state_dir(self) -> Path:
+        """What survives."""
+        return Path(self.get("sallyport.state_dir"))
+
+    @property
+    def default_runtime(self) -> str:
+        """Runtime of a create call that names none."""
+        return str(self.get("sallyport.default_runtime") or self.get("secure_runtime.type"))
+
+    @property
+    def policy_file(self) -> Path | None:
+        """The operator's policies; None is deny-all."""
+        path = self.get("sallyport.policy_file")
+        return None if path is None else Path(path)
+
+    @property
+    def master_key_file(self) -> Path:
+        """The vault's master key."""
+        return Path(self.get("sallyport.vault.master_key_file") or self.state_dir / "vault" / "master-key")
+
+    @property
+    def upstream_roots(self) -> Path:
+        """Authorities that upstream servers are verified against."""
+        found = self.get("sallyport.upstream_roots")
+        if found is None:
+            found = next((path for path in _SYSTEM_ROOTS if Path(path).exists()), _SYSTEM_ROOTS[0])
+        return Path(found)
+
+    @property
+    def dns_upstreams(self) -> tuple[str, ...]:
+        """Resolvers of the gateways; detected from the host if the file names none."""
+        configured = self.get("sallyport.dns_upstreams")
+        return detect_resolvers(Path("/etc/resolv.conf")) if configured is None else tuple(configured)
+
+    def program(self, name: str, fallback: str) -> str:
+        """Path of a program: configured, on the PATH, or a fixed place."""
+        return str(self.get(f"sallyport.{name}") or shutil.which(name) or fallback)
+
+    def execd(self) -> str:
+        """Path of execd's static binary."""
+        return str(self.get("sallyport.execd") or _PROJECT / "execd" / "bin" / "execd")
+
+
+def read(path: Path | None, environment: Mapping[str, str], defaults: Path | None = None) -> Settings:
+    """Read the settings.
+
+    Args:
+        path: of `--config`; None looks in the environment and the home directory.
+        defaults: of `--defaults`: a file that the other one wins over, key by key.
+
+    Raises:
+        SettingsError: what is wrong, and where.
+    """
+    if path is None and environment.get(CONFIG_PATH):
+        path = Path(environment[CONFIG_PATH])
+    if path is None:
+        home = Path(environment.get("HOME", "/root")) / ".sandbox.toml"
+        path = home if home.exists() else None
+    under = None if defaults is None else parse(_load(defaults), str(defaults), {})
+    if path is None:
+        return parse({}, "(defaults)", environment, under)
+    return parse(_load(path), str(path), environment, under)
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def parse(
+    document: Mapping[str, Any], origin: str, environment: Mapping[str, str], under: Settings | None = None
+) -> Settings:
+    """Check a parsed file; `under` holds what it does not say.
+
+    Raises:
+        SettingsError: what is wrong, and at which key.
+    """
+    given: dict[str, Any] = {}
+    remarks: list[str] = []
+    for key, value in _flatten(document, ""):
+        if key in NOT_APPLICABLE:
+            remarks.append(f"{origin}: {key} has no effect here")
+            continue
+        if key not in KEYS:
+            raise SettingsError(f"{origin}: unknown key {key}{meant(key, (*KEYS, *NOT_APPLICABLE))}")
+        given[key] = value
+    try:
+        values = converted(given)
+    except SettingError as error:
+        raise SettingsError(f"{origin}: {error.key} {error}") from None
+    if under is not None:
+        values = {**under.values, **values}
+        remarks = [*under.remarks, *remarks]
+    read_ = Settings(values, origin)
+    keys = tuple(key for key in (read_.get("server.api_key"), *read_.get("server.api_keys")) if key)
+    if API_KEY in environment:
+        keys = (environment[API_KEY],) if environment[API_KEY] else ()
+    if any(len(key) < 16 and not key.startswith("sha256:") for key in keys):
+        remarks.append(f"{origin}: an API key is shorter than 16 characters")
+    insecure = not keys and environment.get(INSECURE) == "YES"
+    settings = Settings(values, origin, tuple(remarks), keys, insecure)
+    _check_whole(settings)
+    return settings
+
+
+def _flatten(table: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in KEYS and key not in NOT_APPLICABLE:
+            if not any(known.startswith(f"{key}.") for known in (*KEYS, *NOT_APPLICABLE)):
+                tables = {known.rpartition(".")[0] for known in (*KEYS, *NOT_APPLICABLE)}
+                raise SettingsError(f"unknown table {key}{meant(key, tables)}")
+            found += _flatten(value, f"{key}.")
+        else:
+            found.append((key, value))
+    return found
+
+
+def _check_whole(settings: Settings) -> None:
+    allowed = settings.get("sallyport.allowed_runtimes")
+    if settings.default_runtime not in allowed:
+        raise SettingsError(f"{settings.origin}: sallyport.default_runtime is not in sallyport.allowed_runtimes")
+    if settings.insecure and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        raise SettingsError(f"{settings.origin}: without an API key server.host must be a loopback address")
+    for endpoint in settings.get("sallyport.dns_upstreams") or ():
+        try:
+            parse_endpoint(endpoint)
+        except ValueError as error:
+            raise SettingsError(f"{settings.origin}: sallyport.dns_upstreams: {error}") from None
+
+
+def detect_resolvers(path: Path) -> tuple[str, ...]:
+    """Return the host's own resolvers as address:port, without those on loopback, or reached by an interface only."""
+    try:
+        lines = path.read_text("ascii", "replace").splitlines()
+    except OSError:
+        return ()
+    found = [words[1] for line in lines if (words := line.split())[:1] == ["nameserver"] and len(words) > 1]
+    return tuple(text for name in found if (text := _resolver(name)) is not None)[:3]
+
+
+def _resolver(name: str) -> str | None:
+    try:
+        address = routed(ip_address(name))
+    except ValueError:
+        return None
+    if address.is_loopback:
+        return None
+    return f"[{address}]:53" if address.version == 6 else f"{address}:53"
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment."""
+    return os.environ

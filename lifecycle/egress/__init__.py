@@ -1,0 +1,1 @@
+"""Egress of one sandbox through the API: its network policy and its credential vault."""

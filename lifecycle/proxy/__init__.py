@@ -1,0 +1,1 @@
+"""The server proxy: HTTP and WebSocket to a port of a sandbox."""

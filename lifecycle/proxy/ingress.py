@@ -1,0 +1,77 @@
+"""The way into a sandbox: its gateway's unix socket, two bytes naming the port, one byte of answer.
+
+hostd binds that socket and listens on it, and the worker accepts. A socket on which another user listens is sent
+nothing.
+
+Connections are made for one request each, but for those to execd (see `idle_pool`): a sandbox's server may close an
+idle one at any moment, and a request that was lost that way could not be distinguished from one that was carried out.
+
+A connection that was refused is tried again where the caller has patience: execd listens some milliseconds after its
+container has started, and SDKs wait half a second after a 502.
+"""
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import wire
+from lifecycle.proxy.headers import EXECD_PORT
+from lifecycle.sandboxes.registry import Sandbox, State
+
+CONNECT_SECONDS = 10.0
+START_SECONDS = 3.0
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.2
+_REFUSED = "the sandbox does not listen on this port"
+
+
+@dataclass(frozen=True, slots=True)
+class WayIn:
+    """Where the sandboxes' sockets are, and the uid of the process that listens on them."""
+
+    directory: Path
+    uid: int
+
+
+async def dial(way: WayIn, sandbox: str, port: int) -> socket.socket:
+    """Connect to a port of a sandbox; the socket is non-blocking.
+
+    Raises:
+        OSError: the sandbox has no gateway, or nothing listens on the port.
+        TimeoutError: no answer in time.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(CONNECT_SECONDS):
+        sock = await wire.connect_unix(way.directory / f"{sandbox}.sock", way.uid)
+        try:
+            await loop.sock_sendall(sock, port.to_bytes(2, "big"))
+            answer = await loop.sock_recv(sock, 1)
+            if answer != b"\x00":
+                raise ConnectionRefusedError(_REFUSED)
+        except BaseException:
+            sock.close()
+            raise
+    return sock
+
+
+def patience(sandbox: Sandbox, port: int, now: float) -> float:
+    """Return for how many seconds from `now` a port is waited for: execd's after the start, no other, never long."""
+    if port != EXECD_PORT or sandbox.state is not State.RUNNING:
+        return 0.0
+    return min(START_SECONDS, max(0.0, sandbox.changed_at + START_SECONDS - now))
+
+
+async def dial_patiently(way: WayIn, sandbox: str, port: int, seconds: float) -> socket.socket:
+    """`dial`, and for so many seconds again while nothing listens on the port."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return await dial(way, sandbox, port)
+        except ConnectionRefusedError:
+            if loop.time() + pause > deadline:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(_LONGEST_PAUSE, pause * 1.5)

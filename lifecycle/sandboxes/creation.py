@@ -1,0 +1,233 @@
+"""From the body of a create call to a checked plan: everything that can be said without asking a daemon.
+
+- The order of the checks is the contract's (4.1), so that the first fault a caller hears of is the same one.
+- What cannot be done here (volumes, hooks, pools, templates) is refused by name, never ignored. Keys of `extensions`
+  are free, but a key that seems to be a misspelling of a known one is refused: it would not be obeyed.
+- A plan holds the environment of the sandbox, which may hold the caller's secrets: it is never logged or stored.
+"""
+
+import difflib
+import platform as host_platform
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lifecycle.api.errors import ApiError, invalid
+from lifecycle.api.models import Create
+from lifecycle.sandboxes import labels
+from lifecycle.sandboxes.quantities import Resources, check_names, resolve
+from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
+from policy.strict import unknown
+from runtimes.engine.profile import ISOLATED, PROFILES
+
+POLICY_EXTENSION = "sallyport.policy"
+RUNTIME_EXTENSION = "sallyport.runtime"
+ISOLATION_EXTENSION = "bootstrap.execd.isolation"
+RENEW_EXTENSION = "access.renew.extend.seconds"
+_EXTENSIONS = (POLICY_EXTENSION, RUNTIME_EXTENSION, ISOLATION_EXTENSION, RENEW_EXTENSION, "poolRef")
+_RESEMBLES = 0.85
+"""How alike two keys are (1 is equal) when one is taken for a misspelling of the other."""
+_ECHOED = "opensandbox.extensions."
+_EGRESS_ENV = "OPENSANDBOX_EGRESS_"
+_EGRESS_NAMES = frozenset(
+    _EGRESS_ENV + name
+    for name in (
+        *("LOG_LEVEL", "DNS_UPSTREAM_TIMEOUT", "MITMPROXY_SSL_INSECURE", "MITMPROXY_TRANSPARENT"),
+        *("MITMPROXY_EXTRA_PORTS", "DENY_WEBHOOK", "METRICS_EXTRA_ATTRS", "CREDENTIAL_VAULT_REQUIRE_TLS"),
+        *("CREDENTIAL_VAULT_REQUIRE_SCOPED_MATCH", "CREDENTIAL_VAULT_TRUSTED_PROXY_CIDRS", "POLICY_FILE"),
+    )
+)
+_TRANSPARENT = _EGRESS_ENV + "MITMPROXY_TRANSPARENT"
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}", re.ASCII)
+_ARCHES = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
+MAX_TIMEOUT = 100 * 366 * 86400
+MAX_STRING = 128 * 1024 - 1
+"""What the kernel takes of one argument, or of one variable with its name."""
+MAX_ENV = (1 << 20) - 4096
+MAX_COMMAND = 1 << 19
+"""Bytes of all of them, so that the image's and the server's own still fit beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What the operator allows a create call."""
+
+    runtimes: tuple[str, ...]
+    default_runtime: str
+    defaults: Resources
+    maxima: Resources
+    max_timeout: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A create call that may be carried out, as far as its text tells."""
+
+    image: str
+    entrypoint: tuple[str, ...]
+    command: tuple[str, ...]
+    """What is executed: `entrypoint`, with a single element of several words split."""
+    env: Mapping[str, str] = field(repr=False)
+    timeout: int | None
+    metadata: Mapping[str, str]
+    extensions: Mapping[str, str]
+    platform: Mapping[str, str] | None
+    resources: Resources
+    runtime: str
+    isolation: bool
+    policy_name: str | None
+    network_policy: ApiPolicy | None
+    credential_proxy: bool
+    secure_access: bool
+    renew_seconds: int | None
+
+
+def plan(request: Create, limits: SandboxLimits) -> Plan:
+    """Check a create call.
+
+    Raises:
+        ApiError: the first thing that is wrong with it.
+    """
+    extensions = dict(request.extensions or {})
+    runtime = _check_extensions(extensions, limits)
+    if (request.snapshot_id or "").strip():
+        raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {(request.snapshot_id or '')[:80]} not found.")
+    if request.lifecycle is not None and (request.lifecycle.pre_start or request.lifecycle.periodic):
+        raise invalid("lifecycle hooks are not supported by this server.")
+    if "poolRef" in extensions:
+        raise ApiError(400, "SANDBOX::UNSUPPORTED_POOL_REF", "extensions.poolRef is not supported by this server.")
+    if request.template_id is not None:
+        raise ApiError(400, "FSB::API_NOT_SUPPORTED", "templateId is not supported by this server.")
+    entrypoint, command = _entrypoint(request)
+    labels.check(request.metadata or {})
+    platform = _platform(request)
+    timeout = request.timeout
+    if timeout is not None and timeout > (limits.max_timeout or MAX_TIMEOUT):
+        raise invalid(f"timeout is over this server's maximum of {limits.max_timeout or MAX_TIMEOUT} seconds.")
+    network_policy = _network_policy(request)
+    credential_proxy = request.credential_proxy is not None and request.credential_proxy.enabled
+    check_names(request.resource_requests or {}, "resourceRequests")
+    resources = resolve(request.resource_limits or {}, limits.defaults, limits.maxima)
+    env = dict(limits.env) | _environment(request, credential_proxy=credential_proxy)
+    _check_size(env)
+    if request.volumes:
+        raise ApiError(400, "VOLUME::UNSUPPORTED_BACKEND", "volumes are not supported by this server yet.")
+    return Plan(
+        image=request.image.uri if request.image else "",
+        entrypoint=entrypoint,
+        command=command,
+        env=env,
+        timeout=timeout,
+        metadata=dict(request.metadata or {}),
+        extensions={key: value for key, value in extensions.items() if _is_echoed(key)},
+        platform=platform,
+        resources=resources,
+        runtime=runtime,
+        isolation=extensions.get(ISOLATION_EXTENSION) == "enable",
+        policy_name=extensions.get(POLICY_EXTENSION),
+        network_policy=network_policy,
+        credential_proxy=credential_proxy,
+        secure_access=bool(request.secure_access),
+        renew_seconds=int(extensions[RENEW_EXTENSION]) if RENEW_EXTENSION in extensions else None,
+    )
+
+
+def _is_echoed(key: str) -> bool:
+    return key.startswith(_ECHOED) or key in (POLICY_EXTENSION, RUNTIME_EXTENSION)
+
+
+def _check_extensions(extensions: Mapping[str, str], limits: SandboxLimits) -> str:
+    renew = extensions.get(RENEW_EXTENSION)
+    if renew is not None and not (re.fullmatch(r"[0-9]{1,6}", renew, re.ASCII) and 300 <= int(renew) <= 86400):
+        raise invalid(f"extensions: {RENEW_EXTENSION} must be a number of seconds from 300 to 86400.")
+    for key in extensions:
+        if key not in _EXTENSIONS and _resembles_ours(key):
+            raise invalid(f"{unknown(('extensions', key))}; known are {', '.join(_EXTENSIONS)}.")
+    runtime = extensions.get(RUNTIME_EXTENSION, limits.default_runtime)
+    if runtime not in limits.runtimes:
+        allowed = ", ".join(limits.runtimes)
+        raise invalid(f"extensions: {RUNTIME_EXTENSION} {runtime[:40]!r} is not allowed; allowed are {allowed}.")
+    if extensions.get(ISOLATION_EXTENSION) == "enable" and not PROFILES[runtime].isolation:
+        raise invalid(f"extensions: {ISOLATION_EXTENSION} needs {RUNTIME_EXTENSION} {ISOLATED}, a kernel of its own.")
+    return runtime
+
+
+def _resembles_ours(key: str) -> bool:
+    """Tell whether a key is meant to be one of ours: what is in our namespace, and what is a letter or two off."""
+    folded = key.strip().lower()
+    return folded.startswith("sallyport") or (
+        len(folded) <= 64 and bool(difflib.get_close_matches(folded, _EXTENSIONS, 1, _RESEMBLES))
+    )
+
+
+def _entrypoint(request: Create) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    entrypoint = tuple(request.entrypoint or ())
+    command = entrypoint
+    if len(entrypoint) == 1 and re.search(r"\s", entrypoint[0].strip()):
+        try:
+            command = tuple(shlex.split(entrypoint[0]))
+        except ValueError:
+            raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: unbalanced quotes.") from None
+    if not command or not command[0].strip():
+        raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: the program must not be blank.")
+    if any("\0" in part for part in command):
+        raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: NUL is not allowed.")
+    sizes = [len(part.encode()) for part in command]
+    if max(sizes) > MAX_STRING or sum(sizes) > MAX_COMMAND:
+        raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: longer than a command line can be.")
+    return entrypoint, command
+
+
+def _platform(request: Create) -> dict[str, str] | None:
+    if request.platform is None:
+        return None
+    system, arch = request.platform.os.strip().lower(), request.platform.arch.strip().lower()
+    if system not in ("linux", "windows") or arch not in ("amd64", "arm64"):
+        raise invalid("platform: os is linux or windows, arch is amd64 or arm64.")
+    if system != "linux" or arch != _ARCHES.get(host_platform.machine(), ""):
+        raise invalid(f"platform: this server does not run {system}/{arch}.")
+    return {"os": system, "arch": arch}
+
+
+def _network_policy(request: Create) -> ApiPolicy | None:
+    if request.network_policy is None:
+        return None
+    try:
+        return parse_network_policy(request.network_policy.document())
+    except ApiPolicyError as error:
+        raise invalid(f"networkPolicy: {error}.") from None
+
+
+def _environment(request: Create, *, credential_proxy: bool) -> dict[str, str]:
+    env: dict[str, str] = {}
+    for name, value in (request.env or {}).items():
+        if name.startswith(_EGRESS_ENV):
+            if name not in _EGRESS_NAMES:
+                permitted = ", ".join(sorted(_EGRESS_NAMES))
+                raise invalid(f"env: {name[:80]!r} is not permitted; permitted with this prefix are {permitted}.")
+            if name == _EGRESS_ENV + "MITMPROXY_SSL_INSECURE" and credential_proxy:
+                raise invalid(f"env: {name} cannot be combined with credentialProxy.")
+            if name == _TRANSPARENT and value is not None and request.network_policy is not None:
+                env[name] = value
+            continue
+        if not _ENV_NAME.fullmatch(name):
+            raise invalid(f"env: {name[:80]!r} is not a valid name.")
+        if value is None:
+            continue
+        if "\0" in value:
+            raise invalid(f"env: the value of {name[:80]!r} holds a NUL.")
+        env[name] = value
+    if credential_proxy:
+        env[_TRANSPARENT] = "true"
+    return env
+
+
+def _check_size(env: Mapping[str, str]) -> None:
+    sizes = {name: len(name) + 1 + len(value.encode()) for name, value in env.items()}
+    for name, size in sizes.items():
+        if size > MAX_STRING:
+            raise invalid(f"env: {name[:80]!r} with its value is over {MAX_STRING} bytes.")
+    if sum(sizes.values()) > MAX_ENV:
+        raise invalid(f"env: names and values are over {MAX_ENV} bytes together.")

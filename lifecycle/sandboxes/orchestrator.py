@@ -1,0 +1,198 @@
+"""Sandboxes after they were made: reading, changing, removing. Making them is `transaction`'s.
+
+- All writes to one sandbox are serial (`locks`).
+- The control plane's own changes are in the audit log before they happen; removal alone does not wait for it, since
+  to refuse a removal would leave more running, not less.
+- What cannot be removed at once stays as a row `Stopping` that the reaper works on until it is gone.
+
+It knows no HTTP; refusals are `ApiError`s because their codes are the contract's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import wire
+from lifecycle.api.errors import ApiError, unknown_sandbox
+from lifecycle.daemon_clients import Hostd, Unreachable, Vaultd, explained
+from lifecycle.sandboxes.clock import Clock
+from lifecycle.sandboxes.creation import MAX_TIMEOUT
+from lifecycle.sandboxes.journal import Journal
+from lifecycle.sandboxes.labels import patched
+from lifecycle.sandboxes.locks import Locks
+from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
+from lifecycle.sandboxes.rows import Rows
+from wire.ids import SANDBOX_ID
+
+_log = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """Changes and removes sandboxes.
+
+    Attributes:
+        expiry_changed: set when an expiry changed or a removal was left unfinished; the reaper waits for it.
+        forget: called with the id of each sandbox that is gone, to drop what is kept for it.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        rows: Rows,
+        hostd: Hostd,
+        vaultd: Vaultd,
+        *,
+        journal: Journal,
+        locks: Locks,
+        clock: Clock,
+        expiry_changed: asyncio.Event,
+        forget: Sequence[Callable[[str], Awaitable[None]]],
+    ) -> None:
+        self._registry = registry
+        self._rows = rows
+        self._hostd = hostd
+        self._vaultd = vaultd
+        self._journal = journal
+        self._locks = locks
+        self._clock = clock
+        self._expiry_changed = expiry_changed
+        self._forget = tuple(forget)
+        self._moving: asyncio.Task[None] | None = None
+
+    # -- removal
+
+    async def remove(
+        self, sandbox: str, reason: str, *, unless: Callable[[Sandbox], bool] = lambda current: False
+    ) -> None:
+        """Remove a sandbox and everything that was made for it; on return it is gone.
+
+        Args:
+            unless: looked at when no more change to the sandbox can come between; if true, it is not removed (409).
+
+        Raises:
+            ApiError: 404, 409, or 500 if something of it is left; the reaper will then go on.
+        """
+        if not SANDBOX_ID.fullmatch(sandbox):
+            raise unknown_sandbox(sandbox)
+        async with self._locks.hold(sandbox):
+            now = self._clock()
+
+            def change(current: Sandbox) -> Sandbox:
+                if unless(current):
+                    raise ApiError(409, "DOCKER::SANDBOX_DELETE_FAILED", "The sandbox is not to be removed any more.")
+                return current.moved(State.STOPPING, "REMOVING", f"Removing: {reason}.", now)
+
+            row = await self._registry.update(sandbox, change)
+            if row is None:
+                raise unknown_sandbox(sandbox)
+            await self._journal.note("lifecycle.remove", "info", sandbox=sandbox, reason=reason)
+            try:
+                residue = await self._hostd.remove(sandbox)
+                await self._vaultd.close_sandbox(sandbox)
+            except (Unreachable, wire.RemoteError) as error:
+                self._expiry_changed.set()
+                _log.warning("removal of %s is being retried: %s", sandbox, error)
+                said = f"Removal is being retried: {explained(error)}."
+                raise ApiError(500, "DOCKER::SANDBOX_DELETE_FAILED", said) from None
+            if residue:
+                self._expiry_changed.set()
+                _log.warning("removal of %s left %d things behind", sandbox, len(residue))
+                raise ApiError(
+                    500, "DOCKER::SANDBOX_DELETE_FAILED", f"Removal is being retried: {len(residue)} things are left."
+                )
+            try:
+                await self._registry.delete(sandbox)
+            except RegistryError:
+                self._expiry_changed.set()
+                raise ApiError(
+                    500, "DOCKER::SANDBOX_DELETE_FAILED", "Removal is being retried: the state database failed."
+                ) from None
+        for forget in self._forget:
+            await forget(sandbox)
+
+    # -- changes
+
+    async def patch_metadata(self, sandbox: str, patch: Mapping[str, str | None]) -> Sandbox:
+        """Apply a merge patch to the metadata; atomic, also among concurrent ones."""
+        await self._rows.get(sandbox)
+
+        def change(row: Sandbox) -> Sandbox:
+            return replace(row, metadata=patched(row.metadata, patch))
+
+        row = await self._registry.update(sandbox, change)
+        if row is None:
+            raise unknown_sandbox(sandbox)
+        return row
+
+    async def renew(self, sandbox: str, expires_at: datetime) -> Sandbox:
+        """Set the expiry: later, earlier or the same, but in the future."""
+        await self.keep_time()  # the caller's moment is one of the clock as it is now
+        await self._rows.get(sandbox)
+        moment = (expires_at if expires_at.tzinfo else expires_at.replace(tzinfo=UTC)).timestamp()
+        now = self._clock()
+        if moment <= now:
+            raise ApiError(400, "DOCKER::INVALID_EXPIRATION", "expiresAt must be in the future.")
+        if moment > now + MAX_TIMEOUT:
+            raise ApiError(400, "DOCKER::INVALID_EXPIRATION", "expiresAt is more than a century away.")
+
+        def change(row: Sandbox) -> Sandbox:
+            if row.expires_at is None:
+                raise ApiError(409, "DOCKER::INVALID_EXPIRATION", "This sandbox has manual cleanup and no expiry.")
+            if row.expires_at <= now or row.state is State.STOPPING:
+                raise unknown_sandbox(sandbox)
+            return replace(row, expires_at=moment)
+
+        row = await self._registry.update(sandbox, change)
+        if row is None:
+            raise unknown_sandbox(sandbox)
+        self._expiry_changed.set()
+        return row
+
+    async def keep_time(self) -> None:
+        """Where the system's clock was set, move every expiry as far: what is left of each life stays the same.
+
+        Raises:
+            RegistryError: they could not be moved; nothing has changed.
+        """
+        if self._moving is None:
+            moved = self._clock.moved()
+            if not moved:
+                return
+            self._moving = asyncio.create_task(self._move_expiries(moved), name="clock")
+            self._moving.add_done_callback(self._have_moved)
+        await asyncio.shield(self._moving)  # rows and clock move together, even if a caller is cancelled
+
+    def _have_moved(self, moving: asyncio.Task[None]) -> None:
+        self._moving = None
+        if not moving.cancelled() and moving.exception() is None:
+            self._expiry_changed.set()
+
+    async def _move_expiries(self, moved: float) -> None:
+        _log.warning("the system's clock was set by %+.0f s: expiries move with it", moved)
+        if moved < 0:  # in this order no sandbox looks expired meanwhile
+            self._clock.follow(moved)
+        try:
+            await self._registry.shift(moved)
+        except RegistryError:
+            if moved < 0:
+                self._clock.follow(-moved)
+            raise
+        if moved > 0:
+            self._clock.follow(moved)
+
+    async def pause(self, sandbox: str) -> None:
+        """Refuse to freeze a running sandbox: hostd has no such operation."""
+        await self._not_offered(sandbox, "pause", State.RUNNING, "SANDBOX_NOT_RUNNING")
+
+    async def resume(self, sandbox: str) -> None:
+        """Refuse to thaw a paused sandbox: hostd has no such operation."""
+        await self._not_offered(sandbox, "resume", State.PAUSED, "SANDBOX_NOT_PAUSED")
+
+    async def _not_offered(self, sandbox: str, op: str, before: State, wrong: str) -> None:
+        """Nothing is recorded: nothing is done."""
+        row = await self._rows.get(sandbox)
+        if row.state is not before:
+            raise ApiError(409, f"DOCKER::{wrong}", f"Sandbox is {row.state}, not {before}.")
+        raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", f"This server cannot {op} sandboxes.")

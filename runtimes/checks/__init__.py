@@ -1,0 +1,1 @@
+"""Checks of the host before a start, and of each slot while it runs."""

@@ -1,0 +1,375 @@
+"""Probes of this host: each tries one thing that Sallyport needs, and leaves nothing behind.
+
+- A probe does the very thing that is needed (it makes a slot, loads the rules, runs a sandbox) where it can.
+- It returns what it found, in a few words, and raises with the reason where the thing cannot be done.
+
+What to do about a failure is said by `doctor`.
+"""
+
+import grp
+import mmap
+import os
+import pwd
+import re
+import socket
+import ssl
+import stat
+import struct
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from runtimes.engine import disk as disks
+from runtimes.engine import user_namespace
+from runtimes.net import netns, nft, slots
+from runtimes.net.plan import PLAN
+from runtimes.process.cgroups import find
+from runtimes.spec import HostConfig, Uids, sandbox_users
+from wire.sockets import WrongServer, check_server
+
+_SECONDS = 15.0
+_SCRATCH = "sallyport-doctor-"
+_CAPABILITIES = {
+    "CHOWN": 0,
+    "DAC_OVERRIDE": 1,
+    "FOWNER": 3,
+    "KILL": 5,
+    "SETGID": 6,
+    "SETUID": 7,
+    "SETPCAP": 8,
+    "NET_BIND_SERVICE": 10,
+    "NET_ADMIN": 12,
+    "SYS_CHROOT": 18,
+    "SYS_PTRACE": 19,
+    "SYS_ADMIN": 21,
+    "MKNOD": 27,
+}
+_PT_INTERP = 3
+
+
+class CheckError(Exception):
+    """The thing is not as it must be; the message says how it is."""
+
+
+def run(*command: str) -> str:
+    """Run a program; return the first line it printed.
+
+    Raises:
+        ProbeError: it is missing, failed or hangs.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        raise CheckError(f"{command[0]} is missing") from None
+    except OSError as error:
+        raise CheckError(f"{command[0]} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise CheckError(f"{command[0]} does not end within {_SECONDS:.0f} s") from None
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise CheckError(f"{command[0]} fails with status {done.returncode}: {said[:200]}")
+    return (done.stdout.splitlines() or [""])[0].strip()
+
+
+def permissions() -> str:
+    """Root, with the capabilities that namespaces, rules and containers take."""
+    if os.geteuid() != 0:
+        raise CheckError("not root")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+    held = int(line.split()[1], 16)
+    missing = [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
+    if missing:
+        raise CheckError(f"root without the capabilities {', '.join(missing)}")
+    return "root, with all capabilities that are needed"
+
+
+def kernel() -> str:
+    """Which one runs."""
+    system = os.uname()
+    return f"{system.sysname} {system.release} {system.machine}"
+
+
+def nft_program() -> str:
+    """`nft` and what comes with it."""
+    version = run("nft", "--version")
+    run("nsenter", "--version")
+    run("unshare", "--version")
+    return version
+
+
+def namespace() -> str:
+    """A network namespace of our own."""
+    with _scratch() as directory:
+        path = Path(directory, "netns")
+        netns.create_sandbox(path)
+        netns.delete(path)
+    return "network namespaces can be made and unmade"
+
+
+def slot() -> str:
+    """A whole slot: namespaces, link, nat and netdev ingress rules."""
+    with _scratch() as directory:
+        made = slots.make(Path(directory), 0, PLAN)
+        if residue := slots.destroy(made):
+            raise CheckError("; ".join(residue))
+    return "a veth pair, nat and netdev ingress rules can be made and unmade"
+
+
+def disk(config: HostConfig) -> str:
+    """A file system of a sandbox's own, behind a loop device, where they will be."""
+    place = Path(config.state_dir)
+    there = next(path for path in (place, *place.parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=there) as directory:
+        try:
+            return disks.probe(Path(directory))
+        except disks.DiskError as error:
+            raise CheckError(str(error)) from None
+
+
+def sandbox_namespace(config: HostConfig) -> str:
+    """A user namespace and an overlay of idmapped layers, in the file system of the containers."""
+    place = Path(config.dockerd.data_root if config.dockerd else config.state_dir)
+    there = next(path for path in (place, *place.parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=there) as directory:
+        run(config.python, "-IS", user_namespace.__file__, directory, str(sandbox_users(0)))
+    return "containers on runc can have user namespaces"
+
+
+def guard(config: HostConfig) -> str:
+    """The guard's table and the floor under it, in a namespace of their own."""
+    uids = config.uids
+    last = uids.worker_base + uids.workers - 1
+    plan = nft.GuardPlan(uids.worker_base, last, config.resolvers, config.allowed)
+    with _scratch() as directory:
+        path = Path(directory, "guard")
+        netns.create_gateway(path)
+        try:
+            netns.load_rules(path, nft.render_guard(plan, "probe"))
+            netns.load_rules(path, nft.render_floor(plan))
+        finally:
+            netns.delete(path)
+    return "nft has owner tables, socket uid, fib and connection counts"
+
+
+def cgroups() -> str:
+    """Control groups that workers can be put into."""
+    found = find(Path("/proc/self/mountinfo").read_text())
+    closed = [str(root) for root in found.roots if _read_only(root)]
+    if closed:
+        raise CheckError(f"cgroup v{found.version}, but {', '.join(closed)} cannot be written")
+    if found.version == 2:
+        offered = set((found.roots[0] / "cgroup.controllers").read_text().split())
+        if missing := {"memory", "cpu", "pids"} - offered:
+            raise CheckError(f"cgroup v2 without {', '.join(sorted(missing))}")
+    return f"cgroup v{found.version} with memory, cpu and pids: {', '.join(map(str, found.roots))}"
+
+
+def _read_only(path: Path) -> bool:
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY) or not os.access(path, os.W_OK)
+
+
+def seccomp() -> str:
+    """Filters with an errno action, which runc containers are started under."""
+    actions = Path("/proc/sys/kernel/seccomp/actions_avail").read_text().split()
+    if not {"errno", "allow"} <= set(actions):
+        raise CheckError("the kernel's seccomp filters have no errno action")
+    return "the kernel has seccomp filters"
+
+
+def program(path: str) -> str:
+    """A program that can say its version."""
+    return f"{path}: {run(path, '--version') or 'runs'}"
+
+
+def runsc(path: str) -> str:
+    """A runsc, and which one: a build from its Go module says nothing itself, but holds the module's version."""
+    said = program(path)
+    if "VERSION_MISSING" not in said:
+        return said
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        found = re.search(rb"\nmod\tgvisor\.dev/gvisor\t([0-9A-Za-z.+-]{1,80})", text)
+        version = found[1].decode() if found else "of an unknown version"
+    return f"{path}: runsc {version}"
+
+
+def gvisor(path: str) -> str:
+    """A runsc that starts a sandbox here: old releases fail on current kernels."""
+    with _scratch() as directory:
+        try:
+            run(path, f"--root={directory}", "--network=none", "--ignore-cgroups", "do", "true")
+        finally:
+            netns.unmount_below(Path(directory))
+    return "runsc runs a sandbox"
+
+
+def execd(path: str) -> str:
+    """A static program that everybody can run and only its owner can write."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o555 != 0o555 or status.st_mode & 0o022:
+        raise CheckError(f"{path} must be a program that everybody can run and only its owner can write")
+    with open(path, "rb") as file:
+        if not is_static(file.read(65536)):
+            raise CheckError(f"{path} is not a static 64-bit ELF program: it could not run in anybody's image")
+    return f"{path}: static"
+
+
+def is_static(head: bytes) -> bool:
+    """Tell from its beginning whether a program is a 64-bit little-endian ELF that needs no loader."""
+    if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":
+        return False
+    (offset,) = struct.unpack_from("<Q", head, 32)
+    size, count = struct.unpack_from("<HH", head, 54)
+    if size < 4 or count == 0 or offset + size * count > len(head):
+        return False
+    return all(struct.unpack_from("<I", head, offset + size * index)[0] != _PT_INTERP for index in range(count))
+
+
+def images(config: HostConfig) -> str:
+    """The tars of images."""
+    for image in config.images:
+        if not Path(image.tar).is_file():
+            raise CheckError(f"image {image.name}: there is no file {image.tar}")
+        if not tarfile.is_tarfile(image.tar):
+            raise CheckError(f"image {image.name}: {image.tar} is not a tar")
+    names = ", ".join(image.name for image in config.images)
+    return names or "none configured: only images that Docker has already"
+
+
+def roots(path: str) -> str:
+    """The certificate authorities that upstream servers are verified against."""
+    if not os.stat(path).st_mode & 0o004:
+        raise CheckError(f"{path} is not readable by everybody")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cafile=path)
+    except ssl.SSLError:
+        raise CheckError(f"{path} holds no certificate in PEM form") from None
+    return f"{path}: {len(context.get_ca_certs())} authorities"
+
+
+def resolvers(config: HostConfig) -> str:
+    """The resolvers of the gateways."""
+    if not config.resolvers:
+        raise CheckError("no resolver: every name would be refused")
+    for address, _ in config.resolvers:
+        if address.is_loopback and config.upstream_netns is None:
+            raise CheckError(f"{address} is this host itself")
+    return ", ".join(config.dns_upstreams)
+
+
+def users(uids: Uids) -> str:
+    """The uids of daemons and workers belong to no other account."""
+    taken = [(entry.pw_name, entry.pw_uid, 1) for entry in pwd.getpwall()]
+    taken += [(entry.gr_name, entry.gr_gid, 1) for entry in grp.getgrall()]
+    for name in ("/etc/subuid", "/etc/subgid"):
+        if Path(name).exists():
+            taken += subordinate(Path(name).read_text())
+    if found := overlapping(uids, taken):
+        raise CheckError(f"{', '.join(found)} has a uid or gid that is configured for Sallyport")
+    last = uids.worker_base + uids.workers - 1
+    first, end = sandbox_users(0), sandbox_users(uids.workers) - 1
+    return f"{', '.join(map(str, uids.daemons))}, {uids.worker_base}-{last} and {first}-{end} are free"
+
+
+def subordinate(text: str) -> list[tuple[str, int, int]]:
+    """Parse /etc/subuid or /etc/subgid into (name, first, count)."""
+    words = [line.split(":") for line in text.splitlines() if line.count(":") == 2]
+    return [(name, int(first), int(count)) for name, first, count in words if first.isdigit() and count.isdigit()]
+
+
+def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Return the names whose ids (name, first, count) meet ours, sorted."""
+    ours = [range(uid, uid + 1) for uid in uids.daemons]
+    ours.append(range(uids.worker_base, uids.worker_base + uids.workers))
+    ours.append(range(sandbox_users(0), sandbox_users(uids.workers)))
+    found = {name for name, first, count in taken for own in ours if first < own.stop and own.start < first + count}
+    return sorted(found)
+
+
+def upstream(config: HostConfig) -> str:
+    """The namespace that workers dial from."""
+    if config.upstream_netns is None:
+        return "workers dial from this network namespace"
+    path = Path(config.upstream_netns)
+    try:
+        netns.links(path)
+    except OSError as error:
+        raise CheckError(f"{path} is no network namespace: {error.strerror}") from None
+    return f"workers dial from {path}"
+
+
+def interpreter(config: HostConfig) -> str:
+    """A CPython 3.13 or newer that daemons are started with."""
+    said = run(config.python, "-IS", "-c", "import sys; print(sys.version_info[:2] >= (3, 13), sys.version.split()[0])")
+    good, _, version = said.partition(" ")
+    if good != "True":
+        raise CheckError(f"{config.python} is Python {version}")
+    real = os.path.realpath(config.python)
+    closed = [str(parent) for parent in Path(real).parents if not parent.stat().st_mode & 0o001]
+    return f"{version}; below the closed {closed[-1]}: daemons get it bound into place" if closed else version
+
+
+def packages() -> str:
+    """Every package this interpreter has for Sallyport, in a version that Sallyport asks for.
+
+    Source: importlib.metadata, against the floors in pyproject.toml.
+    """
+    try:
+        asked = [Requirement(text) for text in metadata.requires("sallyport") or ()]
+    except metadata.PackageNotFoundError:
+        raise CheckError("Sallyport is not installed as a package") from None
+    wanted = [item for item in asked if item.marker is None or item.marker.evaluate()]
+    for item in wanted:
+        try:
+            version = metadata.version(item.name)
+        except metadata.PackageNotFoundError:
+            raise CheckError(f"{item.name} is missing") from None
+        if not item.specifier.contains(version, prereleases=True):
+            raise CheckError(f"{item.name} is {version}, and must be {item.specifier}")
+    return f"{len(wanted)} packages, none older than asked for"
+
+
+def docker_answers(path: str) -> str:
+    """A server that speaks Docker's protocol listens at the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(5.0)
+        try:
+            sock.connect(path)
+            check_server(sock, path, os.geteuid())
+            sock.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+            said = sock.recv(64)
+        except WrongServer as error:
+            raise CheckError(str(error)) from None
+        except OSError as error:
+            raise CheckError(f"no Docker answers at {path}: {error.strerror or 'too slow'}") from None
+    if b" 200 " not in said:
+        raise CheckError(f"what answers at {path} is not Docker")
+    return f"Docker answers at {path}"
+
+
+def attempt[T](probe: Callable[[], T]) -> T:
+    """Run a probe; whatever an operating system can answer becomes a `CheckError`."""
+    try:
+        return probe()
+    except (OSError, ValueError, netns.NftError, subprocess.SubprocessError) as error:
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        raise CheckError((reason or "the check failed without a reason")[:300]) from None
+
+
+def _scratch() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir="/run")

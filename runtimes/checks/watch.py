@@ -1,0 +1,328 @@
+"""The watch: every running sandbox is compared with how it was made, every few seconds.
+
+- What is right is not recorded from the sandbox that is judged: every slot is the same, so a slot that is made for this
+  only, and unmade again, says how all of them have to look.
+- A slot that is not as it should be, or cannot be looked at, is cut off: links first, then worker and container. A
+  guard whose table, or whose floor, is not its own is renewed. While plan directory or wrappers are not ours nothing
+  is launched.
+- Every deviation is an alarm record. The reaction never waits for it: what auditd cannot take now it gets later.
+- What the kernel has dropped of a sandbox at its rates is read on the same occasion, for the log (`drops`).
+- Rules are listed only when nft has counted a change there, and once in a while.
+
+It does not look into the sandbox: addresses and routes that runsc takes from its side are no deviation. What comes and
+goes between two rounds can be missed; that nothing leaves meanwhile is what the slot is built for.
+"""
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtimes.alarms import Alarms, Breach
+from runtimes.engine.docker import Docker, DockerError
+from runtimes.net import netns, netstate, slots
+from runtimes.net.drops import Drops
+from runtimes.net.guard import NetGuard
+from runtimes.net.plan import PLAN, SANDBOX_SYSCTLS, WATCHED_SYSCTLS
+from runtimes.process import predecessor
+from runtimes.process.owned_files import OwnedFiles
+from runtimes.sandboxes import Sandboxes
+
+_ROUND_SECONDS = 3.0
+_JITTER = 0.2
+_PARALLEL = 4
+_LIST_EVERY = 20
+_UNREADABLE = 2
+"""How often in a row a slot may not be readable before it counts as changed."""
+_ORDER = ("link", "address", "route", "policy", "neighbour", "queue", "setting")
+_NEVER = -1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """How every slot has to look: facts of both namespaces, and the gateway's rules as nft lists them."""
+
+    gateway: frozenset[str]
+    sandbox: frozenset[str]
+    rules: str
+
+
+def reference(directory: Path, index: int) -> Golden:
+    """Make a slot, read it, unmake it. Blocks for some hundred milliseconds.
+
+    Raises:
+        OSError, netns.NftError: it cannot be made or read.
+    """
+    slot = slots.make(directory, index, PLAN)
+    try:
+        return Golden(
+            netstate.facts(slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS),
+            netstate.facts(slot.sandbox, slot.sandbox_inode, tuple(SANDBOX_SYSCTLS)),
+            netns.list_rules(slot.gateway, "ruleset"),
+        )
+    finally:
+        if left := slots.destroy(slot):
+            _log.error("the reference slot left: %s", "; ".join(left))
+
+
+def compare_gateway(golden: Golden, seen: frozenset[str]) -> Breach | None:
+    """Judge the gateway's side: it has to be as it was made."""
+    return _told("gateway", seen - golden.gateway, golden.gateway - seen)
+
+
+def compare_sandbox(golden: Golden, seen: frozenset[str]) -> Breach | None:
+    """Judge the sandbox's side as the host sees it: nothing may have come, and no link may have gone.
+
+    Neighbours, queues and the loss of addresses and routes are the workload's own business, and runsc's.
+    """
+    came = {fact for fact in seen - golden.sandbox if _kind(fact) not in ("neighbour", "queue")}
+    return _told("sandbox", came, {fact for fact in golden.sandbox - seen if _kind(fact) == "link"})
+
+
+def _kind(fact: str) -> str:
+    return fact.split(" ", 1)[0]
+
+
+def _told(side: str, came: Iterable[str], gone: Iterable[str]) -> Breach | None:
+    """Name what weighs most first: what else changed is often its consequence."""
+    changes = sorted(
+        [(_ORDER.index(_kind(fact)), 0, fact) for fact in came]
+        + [(_ORDER.index(_kind(fact)), 1, fact) for fact in gone]
+    )
+    if not changes:
+        return None
+    words = [f"{'missing' if missing else 'unexpected'} {fact}" for _, missing, fact in changes[:3]]
+    more = f"; {len(changes) - 3} more" if len(changes) > 3 else ""
+    return Breach(f"isolation.{_kind(changes[0][2])}", f"{side} side: {'; '.join(words)}{more}"[:400])
+
+
+class Watch:
+    """Watches from `start` to `stop`. `directory` is where slots are made; on `files` launches depend."""
+
+    def __init__(
+        self,
+        directory: Path,
+        sandboxes: Sandboxes,
+        docker: Docker,
+        guard: NetGuard,
+        alarms: Alarms,
+        drops: Drops,
+        files: OwnedFiles,
+    ) -> None:
+        self._directory = directory
+        self._sandboxes = sandboxes
+        self._docker = docker
+        self._guard = guard
+        self._alarms = alarms
+        self._drops = drops
+        self._files = files
+        self._golden: Golden | None = None
+        self._rounds = 0
+        self._generations: dict[int, int] = {}
+        self._pids: dict[str, tuple[int, str | None]] = {}
+        self._unreadable: dict[str, int] = {}
+        self._standing: frozenset[Breach] = frozenset()
+        self._guard_generation = _NEVER
+        self._guard_restarts = guard.restarts
+        self._task: asyncio.Task[None] | None = None
+        self._cuts: set[asyncio.Task[None]] = set()
+
+    async def start(self, index: int) -> None:
+        """Make the reference under slot number `index`, which no sandbox has, and begin.
+
+        Raises:
+            OSError, netns.NftError: there is nothing to compare with.
+        """
+        self._golden = await asyncio.to_thread(reference, self._directory, index)
+        self._sandboxes.refusal = self.refusal
+        self._task = asyncio.create_task(self._run(), name="watch")
+
+    async def stop(self) -> None:
+        """Stop watching; cuts that are under way are finished."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, *self._cuts, return_exceptions=True)
+
+    def refusal(self) -> str:
+        """Return why nothing may be launched now, nothing if all is well."""
+        return self._sandboxes.plans.directory_changed() or ", ".join(
+            f"{name} was changed" for name in self._files.changed()
+        )
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._round()
+            except Exception:  # noqa: BLE001 - whatever failed, the next round comes
+                _log.exception("a round of the watch failed")
+            await asyncio.sleep(_ROUND_SECONDS * random.uniform(1 - _JITTER, 1))  # noqa: S311 - spreads load
+
+    async def _round(self) -> None:
+        self._rounds += 1
+        watched = self._sandboxes.watched()
+        self._forget(watched)
+        self._check_files(watched)
+        gate = asyncio.Semaphore(_PARALLEL)
+
+        async def one(check: Coroutine[None, None, None]) -> None:
+            async with gate:
+                await check
+
+        checks = [self._check_guard(), *(self._check(*item) for item in watched)]
+        for result in await asyncio.gather(*map(one, checks), return_exceptions=True):
+            if isinstance(result, BaseException):
+                _log.error("a check of the watch failed", exc_info=result)
+        await self._drops.tell()
+
+    def _forget(self, watched: Iterable[tuple[str, slots.Slot, str]]) -> None:
+        items = tuple(watched)
+        names, containers = {item[0] for item in items}, {item[2] for item in items}
+        inodes = {item[1].gateway_inode for item in items}
+        self._unreadable = {name: count for name, count in self._unreadable.items() if name in names}
+        self._drops.forget(names)
+        self._pids = {container: pid for container, pid in self._pids.items() if container in containers}
+        self._generations = {inode: number for inode, number in self._generations.items() if inode in inodes}
+
+    # -- what hostd keeps on disk
+
+    def _check_files(self, watched: Iterable[tuple[str, slots.Slot, str]]) -> None:
+        """Judge wrappers and plans. A difference that lasts is reported once."""
+        by_container = {container: (name, slot) for name, slot, container in watched}
+        standing = {Breach("isolation.file", f"{name} was changed") for name in self._files.changed()}
+        for deviation in self._sandboxes.plans.deviations():
+            finding = Breach("isolation.plan", deviation.reason)
+            if deviation.container is None:
+                standing.add(finding)
+            elif (found := by_container.get(deviation.container)) is not None:
+                self._cut(*found, finding)
+        for finding in sorted(standing - self._standing, key=lambda item: item.reason):
+            self._alarms.tell(finding)
+        self._standing = frozenset(standing)
+
+    # -- the guard
+
+    async def _check_guard(self) -> None:
+        guard = self._guard
+        if guard.restarts != self._guard_restarts:
+            self._guard_restarts = guard.restarts
+            self._guard_generation = _NEVER
+            self._alarms.tell(Breach("isolation.guard", "the guard's process ended; workers do not dial without one"))
+        if not guard.in_force:
+            return
+        restarts = guard.restarts
+        generation = await guard.generation()
+        if generation == self._guard_generation and self._rounds % _LIST_EVERY:
+            return
+        try:
+            wrong = "" if await guard.listed() == guard.tables else "was changed"
+        except netns.NftError:
+            wrong = "is gone"
+        if guard.restarts != restarts or not guard.in_force:
+            return  # it ended meanwhile: the next round reports it
+        if not wrong:
+            self._guard_generation = generation
+            return
+        self._alarms.tell(Breach("isolation.guard", f"the guard's table or the floor {wrong}; both are renewed"))
+        self._guard_restarts = guard.restarts + 1
+        self._guard_generation = _NEVER
+        await guard.renew()
+
+    # -- slots
+
+    async def _check(self, name: str, slot: slots.Slot, container: str) -> None:
+        try:
+            finding = await self._judge(name, slot, container)
+        except netns.Elsewhere as error:
+            finding = Breach("isolation.namespace", str(error))
+        except (OSError, netns.NftError) as error:
+            count = self._unreadable[name] = self._unreadable.get(name, 0) + 1
+            if count < _UNREADABLE:
+                return
+            finding = Breach("isolation.unreadable", f"the slot cannot be read: {type(error).__name__}: {error}"[:300])
+        else:
+            self._unreadable.pop(name, None)
+        if finding is not None:
+            self._cut(name, slot, finding)
+
+    async def _judge(self, name: str, slot: slots.Slot, container: str) -> Breach | None:
+        known = None if self._rounds % _LIST_EVERY == 0 else self._generations.get(slot.gateway_inode)
+        finding, seen = await self._judge_slot(slot, known)
+        self._drops.seen(name, seen.counters)
+        if finding is not None:
+            return finding
+        self._generations[slot.gateway_inode] = seen.generation
+        return await self._first_process(slot, container)
+
+    async def _judge_slot(self, slot: slots.Slot, known: int | None) -> tuple[Breach | None, netstate.Gateway]:
+        """Judge what a slot itself consists of; its rules are listed unless they are those of generation `known`.
+
+        Raises:
+            netns.Elsewhere, OSError, netns.NftError: it cannot be looked at.
+        """
+        golden = self._golden
+        if golden is None:
+            raise OSError("there is nothing to compare with")
+        seen = await asyncio.to_thread(netstate.gateway, slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS)
+        if (finding := compare_gateway(golden, seen.facts)) is not None:
+            return finding, seen
+        inside = await asyncio.to_thread(netstate.facts, slot.sandbox, slot.sandbox_inode, tuple(SANDBOX_SYSCTLS))
+        if (finding := compare_sandbox(golden, inside)) is not None:
+            return finding, seen
+        if known == seen.generation or await self._has_its_rules(slot, golden):
+            return None, seen
+        return Breach("isolation.ruleset", "gateway side: the rules are not those of every slot"), seen
+
+    @staticmethod
+    async def _has_its_rules(slot: slots.Slot, golden: Golden) -> bool:
+        return await asyncio.to_thread(netns.list_rules, slot.gateway, "ruleset") == golden.rules
+
+    async def judge_idle(self, slot: slots.Slot, known: int | None) -> int | None:
+        """Judge a slot that is no sandbox's yet, as `slot_pool.Judge`; what cannot be read is not as it was made."""
+        try:
+            finding, seen = await self._judge_slot(slot, known)
+        except netns.Elsewhere as error:
+            finding = Breach("isolation.namespace", str(error))
+        except (OSError, netns.NftError) as error:
+            _log.warning("a slot made ahead cannot be read: %s: %s", type(error).__name__, error)
+            return None
+        else:
+            if finding is None:
+                return seen.generation
+        self._alarms.tell(Breach(finding.rule, f"a slot made ahead is not used: {finding.reason}"[:400]))
+        return None
+
+    async def _first_process(self, slot: slots.Slot, container: str) -> Breach | None:
+        """Judge where the container's first process is. One that has ended is not judged."""
+        if container not in self._pids:
+            try:
+                state = await self._docker.state(container)
+            except DockerError:  # an outage of Docker is no change of the slot; it is asked again in the next round
+                return None
+            pid = 0 if state is None else state.pid
+            self._pids[container] = (pid, predecessor.start_time(pid) if pid else None)
+        pid, started = self._pids[container]
+        if started is None:
+            return None
+        try:
+            inode = os.stat(f"/proc/{pid}/ns/net").st_ino
+        except OSError:
+            return None
+        if predecessor.start_time(pid) != started or inode == slot.sandbox_inode:
+            return None
+        return Breach("isolation.namespace", "the container's first process is in another network namespace")
+
+    # -- reactions
+
+    def _cut(self, name: str, slot: slots.Slot, finding: Breach) -> None:
+        """Cut off the sandbox and raise an alarm, if it is still the one that was looked at."""
+        if not any(item[0] == name and item[1] is slot for item in self._sandboxes.watched()):
+            return
+        task = asyncio.create_task(self._sandboxes.cut(name, slot, f"{finding.rule}: {finding.reason}"))
+        self._cuts.add(task)
+        task.add_done_callback(self._cuts.discard)
+        self._alarms.tell(finding, name)

@@ -1,0 +1,158 @@
+"""What a sandbox's container is: its command, environment, files and limits, from the launch specification.
+
+- The image's entrypoint is replaced by execd, which starts the requested one.
+- Trust anchors, resolver, hosts, host name and machine id are ours, at fixed read-only mounts; the request cannot move
+  them.
+- Each container has a launch file of its own. By it execd knows a restore, and by the secret whose hash it holds, the
+  host; no process knows the secret of a container that is started, not restored.
+- Processes are a container's when their command line names its id: shim, runtime, its helpers.
+- Everything mounted is readable by everybody inside: nothing here is secret.
+"""
+
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+
+from runtimes.engine import seccomp
+from runtimes.engine.docker import CAPABILITIES, ISOLATION_CAPABILITIES, Bind, ContainerPlan, container_name
+from runtimes.engine.java_store import java_store
+from runtimes.engine.profile import PROFILES
+from runtimes.engine.wrappers import runtime_name
+from runtimes.net.plan import RESOLV_CONF, hosts_file
+from runtimes.spec import LaunchSpec
+
+CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
+JAVA_STORE = "/opt/opensandbox/java-cacerts"
+EXECD = "/opt/opensandbox/execd"
+LAUNCH = "/opt/opensandbox/launch"
+_KERNEL_THREADS = 1024
+_FEWEST_PROCESSES = 64
+_LEAVE_SECONDS = 1.0
+_END_SECONDS = 2.0
+CA_VARIABLES = (
+    "SSL_CERT_FILE",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "GIT_SSL_CAINFO",
+    "PIP_CERT",
+    "NODE_EXTRA_CA_CERTS",
+    "AWS_CA_BUNDLE",
+    "CARGO_HTTP_CAINFO",
+    "DENO_CERT",
+    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+)
+_MOUNTED = {
+    CA_BUNDLE: "ca-bundle.pem",
+    "/etc/ssl/certs/ca-certificates.crt": "ca-bundle.pem",
+    JAVA_STORE: "java-cacerts",
+    "/etc/ssl/certs/java/cacerts": "java-cacerts",
+    "/etc/resolv.conf": "resolv.conf",
+    "/etc/hosts": "hosts",
+    "/etc/hostname": "hostname",
+    "/etc/machine-id": "machine-id",
+    LAUNCH: "launch",
+}
+
+
+def environment(sandbox: str, requested: dict[str, str]) -> dict[str, str]:
+    """Return the container's environment: the request's wins, except for what makes it trust its gateway.
+
+    CACERT_UPDATES keeps Debian's Java packages from writing their own trust store where ours is mounted, which would
+    make their installation in a sandbox fail.
+    """
+    own = {"OPENSANDBOX_ID": sandbox, "EXECD_ENVS": "/opt/opensandbox/.env", "CACERT_UPDATES": "disabled"}
+    return own | requested | dict.fromkeys(CA_VARIABLES, CA_BUNDLE)
+
+
+def command(token_sha256: str, entrypoint: list[str]) -> list[str]:
+    """Return the container's command line."""
+    return [EXECD, "--init", "--launch-file", LAUNCH, "--access-token-sha256", token_sha256, "--", *entrypoint]
+
+
+def write_files(directory: Path, spec: LaunchSpec, ca_bundle: str) -> Path:
+    """Write what will be mounted into a new `directory`; return it. `ca_bundle` is what programs inside trust.
+
+    Raises:
+        OSError: it exists, or cannot be written.
+    """
+    directory.mkdir(mode=0o755)
+    os.chmod(directory, 0o755)  # noqa: S103 - the container's root reads it through runsc's gofer
+    (directory / "java-cacerts").write_bytes(java_store(ca_bundle))
+    texts = {
+        "ca-bundle.pem": ca_bundle,
+        "resolv.conf": RESOLV_CONF,
+        "hosts": hosts_file(spec.sandbox),
+        "hostname": f"{spec.sandbox}\n",
+        "machine-id": f"{secrets.token_hex(16)}\n",
+        "launch": f"{secrets.token_hex(32)}\n",
+    }
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+    for path in directory.iterdir():
+        path.chmod(0o644)
+    return directory
+
+
+def process_limits(spec: LaunchSpec) -> tuple[int, int | None]:
+    """Return the limit of the container's cgroup, and that of each user inside, if its own kernel is to keep one.
+
+    gVisor stands still when the host gives it no more threads: there the sandbox's limit is kept inside, where a fork
+    then fails as it should, and the host's is that much larger.
+    """
+    if PROFILES[spec.runtime].inner_limits:
+        return spec.pids + _KERNEL_THREADS, max(spec.pids, _FEWEST_PROCESSES)
+    return spec.pids, None
+
+
+def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> ContainerPlan:
+    """Return the container of `spec`. `image` is the id that was looked at, `files` what `write_files` wrote."""
+    pids, processes = process_limits(spec)
+    return ContainerPlan(
+        name=container_name(spec.sandbox),
+        sandbox=spec.sandbox,
+        runtime=runtime_name(spec.runtime),
+        image=image,
+        command=command(spec.execd_token_sha256, spec.entrypoint),
+        env=environment(spec.sandbox, spec.env),
+        hostname=spec.sandbox,
+        binds=(Bind(execd, EXECD), *(Bind(files / name, destination) for destination, name in _MOUNTED.items())),
+        seccomp=seccomp.profile_json(),
+        capabilities=ISOLATION_CAPABILITIES if spec.isolation else CAPABILITIES,
+        cpu_nanos=spec.cpu_nanos,
+        memory_bytes=spec.memory_bytes,
+        pids=pids,
+        processes=processes,
+    )
+
+
+def processes(container: str) -> tuple[int, ...]:
+    """Return the processes on the host that name container id `container` in their command line."""
+    needle, found = container.encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if needle in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(int(name))
+        except OSError:
+            continue
+    return tuple(found)
+
+
+def end_processes(container: str) -> tuple[str, ...]:
+    """Wait until the processes of a removed container have left, end those that do not; return what is left.
+
+    Blocks for at most some seconds. After a start that failed, or a death of Docker, its shim may stay for ever.
+    """
+    began = time.monotonic()
+    while left := processes(container):
+        waited = time.monotonic() - began
+        if waited > _LEAVE_SECONDS + _END_SECONDS:
+            break
+        for pid in left if waited > _LEAVE_SECONDS else ():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+    return tuple(f"process {pid} of container {container[:12]}" for pid in left)

@@ -1,0 +1,233 @@
+"""A disk of its own for each sandbox: what it writes is bounded by the size of a file system, not by a quota.
+
+- A file of the full size is allocated on the host (the host cannot run out of room later) and formatted as ext4 while
+  the container is created, then mounted over its own overlay2 directory, before its start. Upper and work directory of
+  the root file system then lie in it; so does the file that runsc keeps its overlay in. One fence for both runtimes.
+- The file is unlinked once its loop device holds it: the last unmount frees device and room, whichever process was
+  killed.
+- Devices are known by the name of the file behind them, which names the sandbox. Nothing is remembered here: `detach`
+  and `sweep` find what a killed predecessor attached.
+- `detach` is judged by the loop device being free again. A process that makes a mount namespace copies what is
+  mounted at that moment, and keeps the device. The removal of the directory first ends all copies of the mount.
+
+Project quotas would share one file system, but need CONFIG_QFMT_V2 for ext4 or CONFIG_XFS_QUOTA, and root inside runc
+could leave its project by FS_IOC_FSSETXATTR. There is no journal: nothing of a sandbox survives its host.
+
+All functions block: call them in a worker thread.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+SMALLEST: Final = 64 * 1024 * 1024
+_SECONDS: Final = 60.0
+_FREE_SECONDS: Final = 5.0
+_ATTEMPTS: Final = 64
+_BYTES_PER_INODE: Final = 8192  # a package tree has many small files
+_FLAGS: Final = ("-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "nodiscard,lazy_itable_init=1")
+_OPTIONS: Final = "errors=remount-ro,noinit_itable"
+_MS_NOSUID, _MS_NODEV, _MS_NOATIME, _MNT_DETACH = 2, 4, 1024, 2
+_LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
+_AUTOCLEAR, _DIRECT_IO = 4, 16
+_LOOP_CONFIG: Final = struct.Struct("=II 5Q 4I 64s 64s 32s 2Q 8Q")
+_LOOP_MAJOR: Final = 7
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class DiskError(Exception):
+    """There is no disk; the message says why. Nothing is left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A loop device of ours: its name below /sys/block, its number as mountinfo writes it, and whose it is."""
+
+    name: str
+    number: str
+    sandbox: str
+
+
+class Disks:
+    """The disks of one hostd, made in its own `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def prepare(self, sandbox: str, size: int) -> None:
+        """Make a disk of `size` bytes, which `attach` will put in its place.
+
+        Raises:
+            DiskError: the host has no room, or cannot do it.
+        """
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        file, stage = self._directory / f"{sandbox}.img", self._stage(sandbox)
+        with self._undone(sandbox), ExitStack() as temporary:  # mounted, the mount holds the device, and that the file
+            temporary.callback(file.unlink, missing_ok=True)
+            _allocate(file, size)
+            _run("mkfs.ext4", *_FLAGS, "-i", str(_BYTES_PER_INODE), str(file))
+            fd, device = _loop(file)
+            temporary.callback(os.close, fd)
+            stage.mkdir(mode=0o700)
+            _mount(device, stage)
+
+    def attach(self, sandbox: str, layer: Path) -> int:
+        """Put the prepared disk under `layer`, a created container's overlay2 directory; return how many bytes fit.
+
+        Raises:
+            DiskError: the host cannot do it; the prepared disk is gone.
+        """
+        stage = self._stage(sandbox)
+        with self._undone(sandbox):
+            (device,) = (f"/dev/{device.name}" for device in self._devices() if device.sandbox == sandbox)
+            _run("cp", "-a", "--", f"{layer}/.", str(stage))
+            os.chmod(stage, stat.S_IMODE(layer.stat().st_mode))
+            _mount(device, layer)
+            _unmount(stage)
+            stage.rmdir()
+            found = os.statvfs(layer)
+            return found.f_bavail * found.f_frsize
+
+    def _stage(self, sandbox: str) -> Path:
+        """Where a disk is mounted until it is in its place."""
+        return self._directory / f"{sandbox}.stage"
+
+    @contextmanager
+    def _undone(self, sandbox: str) -> Iterator[None]:
+        """Leave nothing of the disk if the work on it fails."""
+        try:
+            yield
+        except OSError as error:
+            self.detach(sandbox)
+            if error.errno == errno.ENOSPC:
+                raise DiskError("the host has no room for the sandbox's disk") from error
+            raise DiskError(f"no disk: {error.strerror or type(error).__name__}") from error
+        except BaseException:
+            self.detach(sandbox)
+            raise
+
+    def detach(self, sandbox: str) -> tuple[str, ...]:
+        """Unmount a sandbox's disk wherever it is mounted; return what is left. Its container must be gone."""
+        deadline = time.monotonic() + _FREE_SECONDS
+        while left := [device for device in self._devices() if device.sandbox == sandbox]:
+            for point in _mounted({device.number for device in left}):
+                _unmount(point)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        (self._directory / f"{sandbox}.img").unlink(missing_ok=True)
+        with suppress(OSError):
+            self._stage(sandbox).rmdir()
+        return tuple(f"disk /dev/{device.name} of {sandbox}" for device in left)
+
+    def sweep(self, keep: frozenset[str] = frozenset()) -> tuple[str, ...]:
+        """Detach every disk but those of `keep`; return what is left."""
+        names = {device.sandbox for device in self._devices()}
+        if self._directory.is_dir():
+            names |= {path.stem for path in self._directory.iterdir()}
+        return tuple(item for name in sorted(names - keep) for item in self.detach(name))
+
+    def _devices(self) -> Iterator[_Device]:
+        for entry in Path("/sys/block").glob("loop*/loop/backing_file"):
+            with suppress(OSError):  # freed while we looked
+                file = Path(entry.read_text().rstrip("\n").removesuffix(" (deleted)"))
+                if file.parent == self._directory.resolve():
+                    number = (entry.parent.parent / "dev").read_text().strip()
+                    yield _Device(entry.parent.parent.name, number, file.stem)
+
+
+def probe(directory: Path) -> str:
+    """Try the whole of it in a scratch `directory`.
+
+    Raises:
+        DiskError: it cannot be done here.
+    """
+    disks, layer = Disks(directory / "disks"), directory / "layer"
+    layer.mkdir()
+    try:
+        disks.prepare("probe", SMALLEST)
+        held = disks.attach("probe", layer)
+        if not 0 < held <= SMALLEST:
+            raise DiskError("a disk is not of its size")
+    finally:
+        _unmount(layer)
+        shutil.rmtree(layer, ignore_errors=True)
+        left = disks.detach("probe")
+    if left:
+        raise DiskError("; ".join(left))
+    return "a disk of its own can be made and unmade"
+
+
+def _allocate(file: Path, size: int) -> None:
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        raise DiskError(f"{command[0]} is missing") from None
+    except subprocess.TimeoutExpired:
+        raise DiskError(f"{command[0]} does not end within {_SECONDS:.0f} s") from None
+    if done.returncode != 0:
+        said = (done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
+        raise DiskError(f"{command[0]} fails: {said[:200]}")
+
+
+def _loop(file: Path) -> tuple[int, str]:
+    """Put `file` behind a free loop device; return a descriptor that keeps it and the device's path."""
+    with open("/dev/loop-control", "rb+", buffering=0) as control, open(file, "rb+", buffering=0) as backing:
+        for _ in range(_ATTEMPTS):
+            number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
+            device = f"/dev/loop{number}"
+            if not os.path.exists(device):
+                os.mknod(device, stat.S_IFBLK | 0o600, os.makedev(_LOOP_MAJOR, number))
+            fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                _configure(fd, backing.fileno(), file)
+            except OSError as error:
+                os.close(fd)
+                if error.errno != errno.EBUSY:  # busy: another process took the device first
+                    raise
+            else:
+                return fd, device
+    raise DiskError("no loop device is free")
+
+
+def _configure(fd: int, backing: int, file: Path) -> None:
+    name = os.fsencode(file)[-63:]
+    zeros = (0,) * 5
+    fields = (backing, 0, *zeros, 0, 0, 0, _AUTOCLEAR | _DIRECT_IO, name, b"", b"", 0, 0, *(0,) * 8)
+    fcntl.ioctl(fd, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(*fields))
+
+
+def _mount(device: str, point: Path) -> None:
+    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOATIME)
+    if _libc.mount(device.encode(), os.fsencode(point), b"ext4", flags, _OPTIONS.encode()) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(point))
+
+
+def _unmount(point: Path) -> None:
+    _libc.umount2(os.fsencode(point), _MNT_DETACH)
+
+
+def _mounted(numbers: set[str]) -> tuple[Path, ...]:
+    """Where devices of these numbers are mounted, in our mount namespace."""
+    lines = (line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return tuple(Path(fields[4].encode().decode("unicode_escape")) for fields in lines if fields[2] in numbers)

@@ -1,0 +1,422 @@
+"""Containers and images, through Docker. The only user of the docker package.
+
+- Its blocking calls run in a pool of a few threads; each has a time limit. A daemon that is coming back is waited for
+  where a launch begins, with `image`.
+- A container gets no network, no capability beyond the list, no privilege to gain, limits, no restarts, and binds that
+  we name. Nothing of it comes from the image but user, work directory and environment.
+- An image whose files of users Docker could not read to their end is refused: Docker would hold the container's lock
+  for ever. If Docker delays an answer for another reason, only the callers for that container wait, for some seconds.
+- The label `sallyport.sandbox` marks ours, `sallyport.instance` the server's; without both, and the name that goes with
+  them, nothing is ever removed: labels may come from an image.
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtimes.process.cgroups import processor_time
+from wire.sockets import WrongServer, probe_server
+
+LABEL = "sallyport.sandbox"
+INSTANCE_LABEL = "sallyport.instance"
+_SOURCE_LABEL = "sallyport.source"
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
+ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN", "SETPCAP")
+"""With isolated sessions, on runsc only: there they are rights over the sandbox's own kernel. By the second one execd
+takes both out of the bounding set of what it starts."""
+_THREADS = 8
+_TIMEOUT = 60
+_IMPORT_TIMEOUT = 600
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
+_LOOKING_THREADS, _LOOK_SECONDS = 4, 5.0
+_RUNNING = "running"
+_USERS = ("/etc/passwd", "/etc/group")
+_MOST_USERS = 1 << 20
+_LINKS = 8
+_NOT_PLAIN = 0x8F280000
+"""Of the modes in Go's `io/fs`: directory, link, device, pipe, socket, character device, or something else."""
+_LINK = 0x08000000
+_JUDGED_IMAGES = 1024
+_DEFAULT_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def container_name(sandbox: str) -> str:
+    """Return the name of a sandbox's container."""
+    return f"sallyport-{sandbox}"
+
+
+class DockerError(Exception):
+    """Docker refused or did not answer."""
+
+
+class UnknownImage(DockerError):
+    """There is no such image here."""
+
+
+class UnusableImage(DockerError):
+    """The image itself keeps it from being started; `str()` says to its owner what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalImage:
+    """What an image says about how to run it."""
+
+    id: str
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    env: tuple[str, ...]
+    workdir: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A host file or directory, mounted read-only."""
+
+    source: Path
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerPlan:
+    """A container to create. `command[0]` is the program, an absolute path inside."""
+
+    name: str
+    sandbox: str
+    runtime: str
+    image: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+    hostname: str
+    binds: Sequence[Bind]
+    seccomp: str
+    capabilities: Sequence[str]
+    cpu_nanos: int
+    memory_bytes: int
+    pids: int
+    processes: int | None
+    """What each user inside may run, where a kernel of the sandbox's own counts that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A bind that a container has: ours, or an anonymous volume of its image."""
+
+    source: str
+    destination: str
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a container lies.
+
+    `layer` is the directory that holds its own part of its root file system, None where the storage driver is not
+    overlay2; `mounts` are its binds and volumes.
+    """
+
+    layer: Path | None
+    mounts: tuple[Mount, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerState:
+    """A container's state as Docker reports it."""
+
+    status: str
+    exit_code: int
+    oom: bool
+    pid: int
+    started_at: str
+    error: str
+
+
+class Docker:
+    """One Docker daemon, by its socket."""
+
+    def __init__(self, socket: str, instance: str = "") -> None:
+        """Connect.
+
+        Args:
+            instance: what distinguishes our containers from another server's on the same Docker.
+
+        Raises:
+            DockerError: there is no Docker at `socket`, or another user than ours, which is root, serves it.
+        """
+        # Imported late, and so beside other work: it takes half a second.
+        import docker
+        import docker.errors
+        import requests.exceptions
+
+        self._errors: Any = docker.errors
+        self._broken = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
+        try:
+            probe_server(socket, os.geteuid())
+        except WrongServer as error:
+            raise DockerError(str(error)) from None
+        except OSError as error:
+            raise DockerError(f"no Docker answers at {socket}") from error
+        try:
+            self._api: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_TIMEOUT)
+            self._slow: Any = docker.APIClient(base_url=f"unix://{socket}", version="auto", timeout=_IMPORT_TIMEOUT)
+        except self._broken as error:
+            raise DockerError(f"no Docker answers at {socket}") from error
+        self._instance = instance
+        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
+        self._looking = ThreadPoolExecutor(max_workers=_LOOKING_THREADS, thread_name_prefix="docker-look")
+        self._looks: dict[str, asyncio.Task[Any]] = {}
+        self._judged: set[str] = set()
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._looking.shutdown(wait=False, cancel_futures=True)
+        self._api.close()
+        self._slow.close()
+
+    async def _run[T](self, call: Callable[[], T], patience: float = 0.0, pool: ThreadPoolExecutor | None = None) -> T:
+        """Call, and if it may be repeated for `patience` seconds again while Docker does not answer."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + patience
+        while True:
+            try:
+                return await loop.run_in_executor(pool or self._pool, call)
+            except self._errors.ImageNotFound as error:
+                raise UnknownImage("no such image") from error
+            except self._errors.APIError as error:
+                raise DockerError(str(error.explanation or error)[:500]) from error
+            except self._broken as error:
+                if loop.time() >= until:
+                    raise DockerError(f"docker: {type(error).__name__}") from error
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def version(self) -> dict[str, Any]:
+        """Return the daemon's version information."""
+        return await self._run(self._api.version)
+
+    async def runtimes(self) -> tuple[str, ...]:
+        """Return the names of the runtimes that the daemon knows."""
+        information = await self._run(self._api.info)
+        return tuple(sorted(information.get("Runtimes") or {}))
+
+    async def image(self, name: str) -> LocalImage:
+        """Return what image `name` says; a Docker that is being started again is waited for.
+
+        Raises:
+            UnknownImage: it is not here. Nothing is pulled.
+        """
+        found = await self._run(lambda: self._api.inspect_image(name), _PATIENCE_SECONDS)
+        config = found.get("Config") or {}
+        return LocalImage(
+            id=found["Id"],
+            entrypoint=tuple(config.get("Entrypoint") or ()),
+            cmd=tuple(config.get("Cmd") or ()),
+            env=tuple(config.get("Env") or ()),
+            workdir=config.get("WorkingDir") or "/",
+        )
+
+    async def image_names(self) -> tuple[str, ...]:
+        """Return the names that images have here; `:latest` is left out of them."""
+        found = await self._run(self._api.images)
+        tags = {tag for image in found for tag in image.get("RepoTags") or ()}
+        return tuple(sorted(tag.removesuffix(":latest") for tag in tags if tag != "<none>:<none>"))
+
+    async def import_image(self, name: str, tar: Path, env: Mapping[str, str]) -> None:
+        """Import the root file system `tar` as `name` with `env`, unless just that was imported before.
+
+        Preconditions: `env` has passed `spec.image_environment`.
+        """
+        status = await asyncio.to_thread(tar.stat)
+        variables = [f'ENV {key}="{value}"' for key, value in env.items()]
+        source = f"{status.st_size}:{status.st_mtime_ns}"
+        if variables:
+            source += ":" + hashlib.sha256("\n".join(variables).encode()).hexdigest()
+        try:
+            found = await self._run(lambda: self._api.inspect_image(name))
+            if ((found.get("Config") or {}).get("Labels") or {}).get(_SOURCE_LABEL) == source:
+                return
+        except UnknownImage:
+            pass
+        repository, separator, tag = name.rpartition(":")
+        if not separator or "/" in tag:
+            repository, tag = name, "latest"
+        changes = [f"LABEL {_SOURCE_LABEL}={source}", f"ENV {_DEFAULT_PATH}", *variables, "WORKDIR /"]
+        await self._run(
+            lambda: self._slow.import_image_from_file(str(tar), repository=repository, tag=tag, changes=changes)
+        )
+
+    async def create(self, plan: ContainerPlan) -> str:
+        """Create a container, not started; return its id.
+
+        Raises:
+            UnknownImage, DockerError: there is none now.
+        """
+        ulimits = [{"Name": "core", "Soft": 0, "Hard": 0}]  # a crash must not reach the host's core handler
+        if plan.processes is not None:
+            ulimits.append({"Name": "nproc", "Soft": plan.processes, "Hard": plan.processes})
+        period, quota = processor_time(plan.cpu_nanos)
+        host = self._api.create_host_config(
+            network_mode="none",
+            binds=[f"{bind.source}:{bind.destination}:ro" for bind in plan.binds],
+            cap_drop=["ALL"],
+            cap_add=list(plan.capabilities),
+            security_opt=["no-new-privileges:true", f"seccomp={plan.seccomp}"],
+            pids_limit=plan.pids,
+            mem_limit=plan.memory_bytes,
+            memswap_limit=plan.memory_bytes,
+            cpu_period=period,
+            cpu_quota=quota,
+            restart_policy={"Name": "no"},
+            log_config={"Type": "json-file", "Config": {"max-size": "10m", "max-file": "2"}},
+            ipc_mode="private",
+            cgroupns="private",
+            shm_size=64 * 1024 * 1024,
+            ulimits=ulimits,
+            runtime=plan.runtime,
+        )
+        created = await self._run(
+            lambda: self._api.create_container(
+                image=plan.image,
+                entrypoint=list(plan.command[:1]),
+                command=list(plan.command[1:]),
+                environment=[f"{name}={value}" for name, value in plan.env.items()],
+                hostname=plan.hostname,
+                labels={LABEL: plan.sandbox, INSTANCE_LABEL: self._instance},
+                name=plan.name,
+                host_config=host,
+                healthcheck={"test": ["NONE"]},
+                stop_signal="SIGKILL",
+                use_config_proxy=False,
+            )
+        )
+        return str(created["Id"])
+
+    async def judge_users(self, container: str, image: str) -> None:
+        """Look at the files of users in a created container of `image`, which Docker and runc read at its start.
+
+        Raises:
+            UnusableImage: one of them is none, or too large; the container must not be started.
+            DockerError: Docker refused, or did not answer.
+        """
+        if image in self._judged:
+            return
+        for path in _USERS:
+            await self._run(lambda path=path: self._judge_file(container, path))  # type: ignore[misc]
+        if len(self._judged) >= _JUDGED_IMAGES:
+            self._judged.clear()
+        self._judged.add(image)
+
+    def _judge_file(self, container: str, path: str) -> None:
+        """Follow links as Docker does, inside the container; that there is no such file is fine."""
+        named = path
+        for _ in range(_LINKS):
+            url = self._api._url("/containers/{0}/archive", container)
+            answer = self._api.head(url, params={"path": path}, timeout=_TIMEOUT)
+            if answer.status_code == 404:
+                return
+            answer.raise_for_status()
+            found = json.loads(base64.b64decode(answer.headers["x-docker-container-path-stat"]))
+            if not found["mode"] & _NOT_PLAIN and found["size"] <= _MOST_USERS:
+                return
+            if not found["mode"] & _LINK:
+                break
+            path = posixpath.join(posixpath.dirname(path), found["linkTarget"])
+        raise UnusableImage(f"{named} of the image is no plain file, or too large")
+
+    async def layout(self, container: str) -> Layout:
+        """Return where a created container lies."""
+        found = await self._run(lambda: self._api.inspect_container(container))
+        mounts = tuple(
+            Mount(str(item["Source"]), str(item["Destination"]), not item.get("RW", True))
+            for item in found.get("Mounts") or ()
+        )
+        driver = found.get("GraphDriver") or {}
+        upper, work = ((driver.get("Data") or {}).get(name) for name in ("UpperDir", "WorkDir"))
+        if driver.get("Name") != "overlay2" or not upper or not work or Path(upper).parent != Path(work).parent:
+            return Layout(None, mounts)
+        return Layout(Path(upper).parent, mounts)
+
+    async def storage(self) -> str:
+        """Return the name of the daemon's storage driver."""
+        information = await self._run(self._api.info)
+        return str(information.get("Driver"))
+
+    async def start(self, container: str) -> None:
+        """Start a created container."""
+        await self._run(lambda: self._api.start(container))
+
+    async def state(self, container: str) -> ContainerState | None:
+        """Return the container's state, None if there is no such container.
+
+        Raises:
+            DockerError: Docker does not say it within seconds.
+        """
+        try:
+            found = await self._look(container, lambda: self._api.inspect_container(container))
+        except DockerError as error:
+            if isinstance(error.__cause__, self._errors.NotFound):
+                return None
+            raise
+        state = found["State"]
+        return ContainerState(
+            status=str(state["Status"]),
+            exit_code=int(state["ExitCode"]),
+            oom=bool(state["OOMKilled"]),
+            pid=int(state["Pid"]),
+            started_at=str(state["StartedAt"]),
+            error=str(state["Error"])[:500],
+        )
+
+    async def _look(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call in the pool for looks, and wait some seconds; callers with the same `what` share one answer.
+
+        Raises:
+            DockerError: Docker refused, or does not say it in time.
+        """
+        look = self._looks.get(what)
+        if look is None:
+            look = self._looks[what] = asyncio.create_task(self._run(call, pool=self._looking), name="docker-look")
+            look.add_done_callback(lambda ended: self._looked(what, ended))
+        try:
+            async with asyncio.timeout(_LOOK_SECONDS):
+                return await asyncio.shield(look)
+        except TimeoutError:
+            raise DockerError("docker does not say it in time") from None
+
+    def _looked(self, what: str, ended: asyncio.Task[Any]) -> None:
+        del self._looks[what]
+        if not ended.cancelled():
+            ended.exception()  # perhaps no caller waits for it any more
+
+    async def running(self) -> frozenset[str]:
+        """Return the ids of our containers that run: one call, whatever their number.
+
+        Raises:
+            DockerError: Docker does not say it within seconds.
+        """
+        filters = {"label": f"{INSTANCE_LABEL}={self._instance}", "status": "running"}
+        found = await self._look(_RUNNING, lambda: self._api.containers(filters=filters))
+        return frozenset(str(item["Id"]) for item in found)
+
+    async def remove(self, container: str) -> None:
+        """Kill and remove a container and its anonymous volumes; one that is not there is fine."""
+        try:
+            await self._run(lambda: self._api.remove_container(container, force=True, v=True))
+        except DockerError as error:
+            if not isinstance(error.__cause__, self._errors.NotFound):
+                raise
+
+    async def ours(self, sandbox: str | None = None) -> tuple[tuple[str, str], ...]:
+        """Return (container id, sandbox id) of our containers in any state."""
+        labels = [LABEL if sandbox is None else f"{LABEL}={sandbox}", f"{INSTANCE_LABEL}={self._instance}"]
+        found = await self._run(lambda: self._api.containers(all=True, filters={"label": labels}))
+        ours = ((str(item["Id"]), str(item["Labels"][LABEL]), item.get("Names")) for item in found)
+        # One that is being removed may have lost its name already.
+        return tuple((ident, name) for ident, name, names in ours if not names or f"/{container_name(name)}" in names)

@@ -1,0 +1,237 @@
+"""A dockerd of our own, in a network namespace of its own.
+
+- It has no bridge, no iptables, no forwarding and no network but loopback: it cannot touch the host's network, and
+  a second dockerd on the host's own network would delete the first one's bridge.
+- It is stopped by its process id, never by name, and its containerd with it.
+- Containers and their shims outlive it, so that a sandbox works on while it is started again. Nothing can be started
+  meanwhile, or by it afterwards: each container had a launch plan for one start only.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from runtimes.net import netns
+from runtimes.process import predecessor
+from runtimes.process.adopted import Adopted, AdoptedProcess
+from runtimes.process.supervisor import NotReady
+from runtimes.spec import DockerdConfig
+
+_READY_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_ADOPT_SECONDS = 3.0
+_CALM_SECONDS = 10.0
+_BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0)
+_NAME = "dockerd"
+
+_log = logging.getLogger(__name__)
+
+
+def arguments(config: DockerdConfig, socket: str, daemon_json: Path) -> list[str]:
+    """Return the command line, `unshare` first."""
+    return [
+        "unshare",
+        "-n",
+        config.binary,
+        f"--config-file={daemon_json}",
+        f"--host=unix://{socket}",
+        f"--data-root={config.data_root}",
+        f"--exec-root={config.exec_root}",
+        f"--pidfile={config.pidfile}",
+        "--bridge=none",
+        "--iptables=false",
+        "--ip6tables=false",
+        "--ip-forward=false",
+        "--ip-masq=false",
+        "--exec-opt=native.cgroupdriver=cgroupfs",
+        "--group=root",
+        "--log-level=warn",
+    ]
+
+
+class Dockerd:
+    """Keeps one dockerd running, from `start` to `stop`.
+
+    After a crash it is started again, and with it its containerd, its child. When only containerd has ended dockerd is
+    ended too: by itself it would take many seconds to start another. Its containers live on meanwhile (live-restore).
+    """
+
+    def __init__(self, config: DockerdConfig, socket: str, daemon_json: Path) -> None:
+        """Keep what is needed; process notes go beside `daemon_json`."""
+        self._config = config
+        self._socket = socket
+        self._daemon_json = daemon_json
+        self._process: AdoptedProcess | None = None
+        self._monitor: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Adopt it where it runs as it would be started, else start it; wait until it answers.
+
+        Raises:
+            NotReady: it ended, or does not answer in time.
+        """
+        config = self._config
+        parents = (Path(self._socket).parent, Path(config.pidfile).parent, Path(config.log).parent)
+        for directory in (config.data_root, config.exec_root, *parents):
+            Path(directory).mkdir(mode=0o711, parents=True, exist_ok=True)
+        if not await self._adopt():
+            await self._launch()
+        self._monitor = asyncio.create_task(self._keep(), name="dockerd")
+
+    async def _adopt(self) -> bool:
+        """Take over the one that runs, if it is as it would be started and answers; return False once it has ended."""
+        left = await asyncio.to_thread(predecessor.take, self._notes, _NAME, self._identity())
+        if left is not None and await asyncio.to_thread(self._lost_containerd, left.pid):
+            _log.error("containerd ended: dockerd is started again with a new one")
+            left.kill()
+        elif left is not None:
+            with contextlib.suppress(NotReady, TimeoutError):
+                async with asyncio.timeout(_ADOPT_SECONDS):
+                    await self._answering(left)
+                _log.info("dockerd goes on (process %d)", left.pid)
+                self._process = left
+                return True
+        await asyncio.to_thread(predecessor.end, self._notes, _NAME)
+        return False
+
+    def _identity(self) -> str:
+        command = arguments(self._config, self._socket, self._daemon_json)
+        return predecessor.digest(command, self._daemon_json.read_bytes())
+
+    async def _launch(self) -> None:
+        stale = Path(self._config.exec_root, "containerd")
+        for path in (Path(self._config.pidfile), *stale.glob("containerd*.pid"), *stale.glob("containerd*.sock*")):
+            path.unlink(missing_ok=True)
+        bound = self._bind_note.exists()
+        log = os.open(self._config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments(self._config, self._socket, self._daemon_json),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        self._process = process
+        predecessor.note(self._notes, _NAME, process.pid, self._identity())
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                await self._answering(process)
+        except TimeoutError as error:
+            await self._end(process)
+            raise NotReady(f"dockerd does not answer; see {self._config.log}") from error
+        if bound:  # by a dockerd that was killed; this one found the mount and does not consider it its own
+            self._bind_note.touch(mode=0o600)
+
+    async def _answering(self, process: AdoptedProcess) -> None:
+        while True:
+            if process.returncode is not None:
+                raise NotReady(f"dockerd ended with status {process.returncode}; see {self._config.log}")
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._socket)
+            except OSError:
+                await asyncio.sleep(0.02)
+                continue
+            try:
+                writer.write(b"GET /_ping HTTP/1.0\r\n\r\n")
+                if b" 200 " in await reader.readline():
+                    return
+            except OSError:
+                pass
+            finally:
+                writer.close()
+            await asyncio.sleep(0.02)
+
+    async def _keep(self) -> None:
+        attempt = 0
+        while self._process is not None:
+            began = time.monotonic()
+            await self._either_ended(self._process)
+            if self._process.returncode is None:
+                _log.error("containerd ended: dockerd is started again with a new one")
+                self._process.kill()
+            status = await self._process.wait()
+            _log.error("dockerd ended with status %s", status)
+            attempt = 0 if time.monotonic() - began > _CALM_SECONDS else attempt
+            await asyncio.sleep(_BACKOFF[min(attempt, len(_BACKOFF) - 1)])
+            attempt += 1
+            try:
+                await self._launch()
+            except (NotReady, OSError) as error:
+                _log.error("dockerd does not come back: %s", error)
+
+    async def _either_ended(self, process: AdoptedProcess) -> None:
+        """Wait until dockerd or the containerd that it has started has ended."""
+        if await asyncio.to_thread(self._lost_containerd, process.pid):
+            return
+        waiting = [asyncio.create_task(process.wait(), name="dockerd-end")]
+        containerd = await asyncio.to_thread(self._containerd, process.pid)
+        if containerd is not None:
+            waiting.append(asyncio.create_task(containerd.wait(), name="containerd-end"))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _lost_containerd(self, parent: int) -> bool:
+        """Whether process `parent` has started a containerd, and none of its own runs any more."""
+        return any(self._containerd_notes()) and self._containerd(parent) is None
+
+    def _containerd_notes(self) -> Iterator[Path]:
+        return Path(self._config.exec_root, "containerd").glob("*containerd.pid")
+
+    def _containerd(self, parent: int) -> Adopted | None:
+        """Return the containerd that process `parent` has started; None where it uses one that was there."""
+        for path in self._containerd_notes():
+            try:
+                pid = int(path.read_text())
+                fd = os.pidfd_open(pid)
+            except (OSError, ValueError):
+                continue
+            if predecessor.parent(pid) == parent:
+                return Adopted(pid, fd)
+            os.close(fd)
+        return None
+
+    async def _end(self, process: AdoptedProcess) -> None:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+        await process.wait()
+
+    async def stop(self) -> None:
+        """End it, orderly first."""
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.gather(self._monitor, return_exceptions=True)
+        if self._process is not None:
+            await self._end(self._process)
+        await asyncio.to_thread(self._unmount)
+
+    def _unmount(self) -> None:
+        netns.unmount_below(Path(self._config.exec_root))
+        if self._bind_note.exists():
+            netns.unmount(Path(self._config.data_root))
+            self._bind_note.unlink()
+
+    @property
+    def _notes(self) -> Path:
+        return self._daemon_json.parent
+
+    @property
+    def _bind_note(self) -> Path:
+        """What dockerd writes when it bound its data directory over itself, to undo that when it ends in order."""
+        return Path(self._config.exec_root, "unmount-on-shutdown")

@@ -1,0 +1,72 @@
+"""What each runtime is and needs: the only place that knows one runtime from another. Pure.
+
+The shim imports it for each container, so it imports nothing.
+"""
+
+
+class RuntimeProfile:
+    """The declared capabilities of one runtime.
+
+    Attributes:
+        name: the name in settings, calls and launch plans.
+        flags: options for each call of the real runtime.
+        size_flag: the one of `flags` that can bound what a sandbox writes; empty without one.
+        user_namespace: each container needs a user namespace of its own, since it shares the host's kernel.
+        seccomp: each bundle must have a seccomp profile. Without it one that is there is checked all the same.
+        isolation: execd may mount inside, since it has rights over the sandbox's own kernel only.
+        inner_limits: the limit of processes is kept inside, by the sandbox's own kernel.
+    """
+
+    __slots__ = ("flags", "inner_limits", "isolation", "name", "seccomp", "size_flag", "user_namespace")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        flags: tuple[str, ...],
+        size_flag: str,
+        user_namespace: bool,
+        seccomp: bool,
+        isolation: bool,
+        inner_limits: bool,
+    ) -> None:
+        self.name = name
+        self.flags = flags
+        self.size_flag = size_flag
+        self.user_namespace = user_namespace
+        self.seccomp = seccomp
+        self.isolation = isolation
+        self.inner_limits = inner_limits
+
+
+RUNC = RuntimeProfile(
+    "runc", flags=(), size_flag="", user_namespace=True, seccomp=True, isolation=False, inner_limits=False
+)
+RUNSC = RuntimeProfile(
+    "runsc",
+    # Stated even where they are the default today: a changed default must not open anything.
+    flags=(
+        "--network=sandbox",
+        "--net-raw=false",
+        "--allow-packet-socket-write=false",
+        "--host-uds=none",
+        "--host-fifo=none",
+        "--allow-flag-override=false",
+        "--debug=false",
+        "--strace=false",
+        "--log-packets=false",
+        "--profile=false",
+        "--overlay2=root:self",
+        "--file-access=exclusive",
+        "--nvproxy=false",
+        "--iouring=false",
+    ),
+    size_flag="--overlay2=root:self",
+    user_namespace=False,
+    seccomp=False,
+    isolation=True,
+    inner_limits=True,
+)
+PROFILES = {profile.name: profile for profile in (RUNC, RUNSC)}
+ISOLATED = " or ".join(profile.name for profile in PROFILES.values() if profile.isolation)
+"""The runtimes with isolated sessions, for messages."""

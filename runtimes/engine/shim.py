@@ -1,0 +1,400 @@
+"""The OCI runtime that Docker calls: puts a container into its prepared namespace, or refuses it.
+
+Started as `python3 -IS shim.py <runc|runsc> <real runtime> <plan directory> <flag>... -- <Docker's arguments>`,
+with the standard library, `profile` and `user_namespace` only: it runs as root on each container start. The wrapper
+calls it for the subcommands in `CHECKED`.
+
+- What differs between runtimes is in `profile`.
+- A container that shares the host's kernel gets a user namespace of its own (`user_namespace`), so per-user quotas of
+  the kernel are not shared.
+- `create` needs a launch plan, named by Docker's container id, and claims it by an atomic rename: a plan works once. No
+  plan, no container: `docker start` by hand, a restart policy or a reboot cannot start a sandbox without its gate.
+- The bundle must have exactly one network namespace entry, without a path; the plan's path goes there, and the inode
+  found there must be the plan's.
+- The bundle must already be as hard as hostd asked for: what Docker, its configuration or another client changed
+  (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not repaired.
+- CAP_SYS_ADMIN is there if the plan says so, and only where it is a right over the sandbox's own kernel.
+  CAP_SETPCAP comes with it: execd needs it to take both out of the bounding set of what it starts.
+- With a limit on what the sandbox may write, its root file system must not be larger, and the volumes of its image
+  (directories elsewhere, without a limit) are not mounted: what they hold is in the root file system, too.
+- Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
+- Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
+- `run` and `restore` would start without a plan and are refused; an `exec` with more than the container's capabilities,
+  or with an option that Docker does not use, is refused; every other subcommand goes to the real runtime as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+
+sys.path.append(os.path.abspath(f"{__file__}/../../.."))  # last: it replaces no standard module
+from runtimes.engine import user_namespace
+from runtimes.engine.profile import PROFILES
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing is slow to import, and this starts for each container
+    from typing import Any
+
+_CAPABILITIES = frozenset(
+    f"CAP_{name}"
+    for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
+)
+_ISOLATION = frozenset(("CAP_SYS_ADMIN", "CAP_SETPCAP"))
+_NAMESPACES = frozenset(("pid", "mount", "ipc", "uts", "network"))
+_OPTIONAL_NAMESPACES = frozenset(("cgroup",))
+_GLOBAL_WITH_VALUE = frozenset(("--root", "--log", "--log-format", "--criu", "--rootless"))
+_GLOBAL_ALONE = frozenset(("--debug", "--systemd-cgroup", "--version", "-v", "--help", "-h"))
+_CREATE_WITH_VALUE = frozenset(("--bundle", "-b", "--console-socket", "--pid-file", "--preserve-fds"))
+_CREATE_ALONE = frozenset(("--no-pivot", "--no-new-keyring"))
+_EXEC_WITH_VALUE = frozenset(("--process", "-p", "--console-socket", "--pid-file"))
+_EXEC_ALONE = frozenset(("--detach", "-d"))
+_REFUSED = frozenset(("run", "restore", "checkpoint"))
+CHECKED = _REFUSED | {"create", "exec"}
+"""The subcommands that are more than passed on."""
+_DEVICES = frozenset(((1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (136, None)))
+_FORBIDDEN_CALLS = frozenset(
+    (
+        "io_uring_setup",
+        "io_uring_enter",
+        "io_uring_register",
+        "bpf",
+        "unshare",
+        "setns",
+        "mount",
+        "umount2",
+        "move_mount",
+        "open_tree",
+        "fsopen",
+        "fsmount",
+        "pivot_root",
+        "ptrace",
+        "process_vm_readv",
+        "process_vm_writev",
+        "keyctl",
+        "add_key",
+        "request_key",
+        "io_setup",
+        "fanotify_init",
+        "userfaultfd",
+        "perf_event_open",
+        "init_module",
+        "finit_module",
+        "delete_module",
+        "kexec_load",
+        "kexec_file_load",
+        "open_by_handle_at",
+        "socketcall",
+        "pidfd_getfd",
+    )
+)
+_FAMILIES = frozenset((1, 2, 10))
+_NETLINK = 16
+_CLONE_NAMESPACES = 0x7E020000
+_INERT = ("nosuid", "nodev")
+_SYSCTL = {"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "1 0"}
+_CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
+_MAX_FILE = 4 * 1024 * 1024
+
+
+class LaunchRefused(Exception):
+    """The container must not be created; the text says why."""
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], str | None, list[str], str | None]:
+    """Return (global arguments, subcommand or None, the rest, path of the --log file or None)."""
+    log, index = None, 0
+    while index < len(arguments):
+        word = arguments[index]
+        if not word.startswith("-"):
+            return arguments[:index], word, arguments[index + 1 :], log
+        name, separator, value = word.partition("=")
+        if name in _GLOBAL_ALONE:
+            index += 1
+        elif name in _GLOBAL_WITH_VALUE:
+            if not separator:
+                value = arguments[index + 1] if index + 1 < len(arguments) else ""
+                index += 1
+            log = value if name == "--log" else log
+            index += 1
+        else:
+            raise LaunchRefused(f"unknown runtime option {name}")
+    return arguments, None, [], log
+
+
+def create_target(rest: list[str]) -> tuple[str, str]:
+    """Return (container id, bundle) of `create`'s arguments."""
+    return _target("create", rest, ("--bundle", "-b"), _CREATE_WITH_VALUE, _CREATE_ALONE)
+
+
+def exec_target(rest: list[str]) -> tuple[str, str]:
+    """Return (container id, process file) of `exec`'s arguments; no other option may say what runs, or with what."""
+    return _target("exec", rest, ("--process", "-p"), _EXEC_WITH_VALUE, _EXEC_ALONE)
+
+
+def _target(
+    command: str, rest: list[str], wanted: tuple[str, ...], with_value: frozenset[str], alone: frozenset[str]
+) -> tuple[str, str]:
+    found, positional, index = "", [], 0
+    while index < len(rest):
+        word = rest[index]
+        name, separator, value = word.partition("=")
+        if not word.startswith("-"):
+            positional.append(word)
+        elif name in with_value:
+            if not separator:
+                value = rest[index + 1] if index + 1 < len(rest) else ""
+                index += 1
+            found = value if name in wanted else found
+        elif name not in alone:
+            raise LaunchRefused(f"unknown {command} option {name}")
+        index += 1
+    if len(positional) != 1 or not _CONTAINER_ID.fullmatch(positional[0]) or not found:
+        raise LaunchRefused(f"{command} needs one container id and {wanted[0]}")
+    return positional[0], found
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read a JSON object from a bounded file."""
+    with open(path, "rb") as file:
+        data = file.read(_MAX_FILE + 1)
+    if len(data) > _MAX_FILE:
+        raise LaunchRefused("a file is too large")
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise LaunchRefused("a file is not a JSON object")
+    return value
+
+
+def replace_json(path: str, value: dict[str, Any]) -> None:
+    """Put a JSON object in the place of a file, for root alone."""
+    temporary = f"{path}.sallyport"
+    with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        json.dump(value, file)
+    os.rename(temporary, path)
+
+
+def claim(plans: str, container: str) -> dict[str, Any]:
+    """Take the plan of `container`; it is gone for everybody else."""
+    claimed = os.path.join(plans, f"{container}.claimed")
+    try:
+        os.rename(os.path.join(plans, f"{container}.json"), claimed)
+    except FileNotFoundError:
+        raise LaunchRefused("no launch plan: only Sallyport starts this container, in a fresh slot") from None
+    return read_json(claimed)
+
+
+def check_process(process: dict[str, Any], *, isolation: bool = False) -> None:
+    """Refuse a process with more privileges than a sandbox has; `isolation` is one that may mount."""
+    if process.get("noNewPrivileges") is not True:
+        raise LaunchRefused("noNewPrivileges is not set")
+    for kind, names in (process.get("capabilities") or {}).items():
+        extra = set(names or ()) - _CAPABILITIES - (_ISOLATION if isolation else frozenset())
+        if extra:
+            raise LaunchRefused(f"{kind} capabilities beyond the sandbox's: {', '.join(sorted(extra))}")
+
+
+def check_seccomp(seccomp: Any) -> None:
+    """Refuse a filter that is not an allowlist, or that opens a door the sandbox must not have."""
+    if not isinstance(seccomp, dict) or seccomp.get("defaultAction") != "SCMP_ACT_ERRNO":
+        raise LaunchRefused("no seccomp allowlist")
+    if len(seccomp.get("architectures") or ()) > 1:
+        raise LaunchRefused("seccomp allows more than the native architecture")
+    for rule in seccomp.get("syscalls") or ():
+        if rule.get("action") == "SCMP_ACT_ERRNO":
+            continue
+        names, arguments = set(rule.get("names") or ()), rule.get("args") or []
+        if names & _FORBIDDEN_CALLS:
+            raise LaunchRefused(f"seccomp allows {', '.join(sorted(names & _FORBIDDEN_CALLS))}")
+        if "clone3" in names:
+            raise LaunchRefused("seccomp allows clone3")
+        if "clone" in names and not _masks_namespaces(arguments):
+            raise LaunchRefused("seccomp allows clone with namespaces")
+        if names & {"socket", "socketpair"} and not _closed_socket(arguments):
+            raise LaunchRefused("seccomp allows sockets of other families")
+
+
+def _masks_namespaces(arguments: list[dict[str, Any]]) -> bool:
+    return any(
+        item.get("index") == 0
+        and item.get("op") == "SCMP_CMP_MASKED_EQ"
+        and item.get("value", 0) & _CLONE_NAMESPACES == _CLONE_NAMESPACES
+        and not item.get("valueTwo")
+        for item in arguments
+    )
+
+
+def _closed_socket(arguments: list[dict[str, Any]]) -> bool:
+    equal = {item.get("index"): item.get("value") for item in arguments if item.get("op") == "SCMP_CMP_EQ"}
+    return equal.get(0) in _FAMILIES or (equal.get(0) == _NETLINK and equal.get(2, -1) == 0)
+
+
+def check_devices(linux: dict[str, Any]) -> None:
+    """Refuse device nodes, and device rules beyond the harmless pseudo devices."""
+    if linux.get("devices"):
+        raise LaunchRefused("the bundle brings device nodes")
+    rules = (linux.get("resources") or {}).get("devices") or []
+    if not rules or rules[0].get("allow") or rules[0].get("access") != "rwm" or rules[0].get("major") is not None:
+        raise LaunchRefused("devices are not denied first")
+    for rule in rules[1:]:
+        if not rule.get("allow") or rule.get("access") == "m":
+            continue
+        pair = (rule.get("major"), rule.get("minor"))
+        if rule.get("type") != "c" or (pair not in _DEVICES and (pair[0], None) not in _DEVICES):
+            raise LaunchRefused("a device is allowed")
+
+
+def check_mounts(mounts: list[dict[str, Any]], binds: dict[str, Any]) -> None:
+    """Refuse bind mounts that hostd did not plan. `binds` maps destinations to [source, read-only]."""
+    for mount in mounts:
+        kind, options = mount.get("type"), mount.get("options") or []
+        if kind in ("proc", "tmpfs", "devpts", "mqueue"):
+            continue
+        if kind in ("sysfs", "cgroup") and "ro" in options:
+            continue
+        destination = mount.get("destination")
+        planned = binds.get(str(destination))
+        if planned is None or planned[0] != mount.get("source"):
+            raise LaunchRefused(f"mount on {destination} is not planned")
+        if planned[1] and "ro" not in options:
+            raise LaunchRefused(f"mount on {destination} is not read-only")
+        if {"shared", "rshared", "slave", "rslave"} & set(options):
+            raise LaunchRefused(f"mount on {destination} propagates")
+
+
+def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
+    """Check a bundle's configuration and put the plan's namespace into it."""
+    profile = PROFILES[kind]
+    linux = config.get("linux")
+    process = config.get("process")
+    if not isinstance(linux, dict) or not isinstance(process, dict):
+        raise LaunchRefused("the bundle has no linux or process part")
+    if plan["isolation"] and not profile.isolation:
+        raise LaunchRefused("only a sandbox with a kernel of its own may mount")
+    check_process(process, isolation=plan["isolation"])
+    if profile.seccomp or linux.get("seccomp"):
+        check_seccomp(linux.get("seccomp"))
+    check_devices(linux)
+    check_mounts(config.get("mounts") or [], plan["binds"])
+    if plan["room"] is not None:
+        bound_writes(config, plan)
+    if not linux.get("maskedPaths") or not linux.get("readonlyPaths"):
+        raise LaunchRefused("masked and read-only paths are missing")
+    if linux.get("rootfsPropagation") in ("shared", "rshared", "slave", "rslave"):
+        raise LaunchRefused("the root file system propagates mounts")
+    if any(name.startswith("dev.gvisor.flag") for name in config.get("annotations") or ()):
+        raise LaunchRefused("an annotation sets runtime flags")
+    namespaces = linux.get("namespaces") or []
+    kinds = [entry.get("type") for entry in namespaces]
+    if len(kinds) != len(set(kinds)) or set(kinds) - _OPTIONAL_NAMESPACES != _NAMESPACES:
+        raise LaunchRefused("namespaces must be each once: " + ", ".join(sorted(_NAMESPACES)))
+    if any(entry.get("path") for entry in namespaces):
+        raise LaunchRefused("a namespace is shared with something else")
+    if os.stat(plan["netns"]).st_ino != plan["netns_inode"]:
+        raise LaunchRefused("the planned network namespace is not there")
+    next(entry for entry in namespaces if entry["type"] == "network")["path"] = plan["netns"]
+    linux["sysctl"] = dict(_SYSCTL)
+    linux["rootfsPropagation"] = "rprivate"
+    for mount in config.get("mounts") or ():
+        if mount.get("type") == "bind":
+            options = mount.get("options") or []
+            mount["options"] = [*options, *(name for name in _INERT if name not in options)]
+    config["hooks"] = remaining_hooks(config.get("hooks") or {})
+
+
+def bound_writes(config: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Refuse a root file system that is larger than planned; leave out writable mounts of other ones."""
+    found = os.statvfs(config["root"]["path"])
+    if found.f_bavail * found.f_frsize > plan["room"]:
+        raise LaunchRefused("what the container writes is not bounded")
+    volumes = {destination for destination, (_, read_only) in plan["binds"].items() if not read_only}
+    config["mounts"] = [mount for mount in config.get("mounts") or () if mount.get("destination") not in volumes]
+
+
+def remaining_hooks(hooks: dict[str, Any]) -> dict[str, Any]:
+    """Return the hooks without Docker's network hook; refuse any other."""
+    for stage, entries in hooks.items():
+        for entry in entries or ():
+            arguments = entry.get("args") or [""]
+            if stage != "prestart" or arguments[0] != "libnetwork-setkey":
+                raise LaunchRefused(f"a {stage} hook")
+    return {}
+
+
+def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
+    """Do what `create` needs before the real runtime runs; return how much the sandbox may write."""
+    container, bundle = create_target(rest)
+    plan = claim(plans, container)
+    if plan.get("container") != container or plan.get("runtime") != kind:
+        raise LaunchRefused("the launch plan is for something else")
+    path = os.path.join(bundle, "config.json")
+    config = read_json(path)
+    harden(config, plan, kind)
+    if PROFILES[kind].user_namespace:
+        try:
+            user_namespace.prepare(config, plan["users"], (plan["netns"], plan["netns_inode"]))
+        except OSError as error:
+            raise LaunchRefused(f"no user namespace: {error.strerror or error} ({error.filename})") from None
+        except ValueError as error:
+            raise LaunchRefused(f"no user namespace: {error}") from None
+    replace_json(path, config)
+    room: int | None = plan["room"]
+    return room
+
+
+def sized(kind: str, flags: list[str], room: int | None) -> list[str]:
+    """Have the runtime say "no space left" itself, and show the sandbox its true size, before the disk is full."""
+    if room is None:
+        return flags
+    bounded = PROFILES[kind].size_flag
+    return [f"{flag},size={room // 64 * 63}" if flag == bounded else flag for flag in flags]
+
+
+def check_exec(kind: str, plans: str, rest: list[str]) -> None:
+    """Refuse an exec with more privileges than the container; put it into its network where that is needed."""
+    container, path = exec_target(rest)
+    process = read_json(path)
+    check_process(process)
+    if PROFILES[kind].user_namespace:
+        plan = read_json(os.path.join(plans, f"{container}.claimed"))
+        user_namespace.prepare_exec(process, (plan["netns"], plan["netns_inode"]))
+        replace_json(path, process)
+
+
+def report(log: str | None, text: str) -> None:
+    """Tell Docker why: it shows the last error of the runtime's log file."""
+    print(f"sallyport: {text}", file=sys.stderr)
+    if log:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"level": "error", "msg": f"sallyport: {text}", "time": moment}) + "\n")
+
+
+def main(words: list[str]) -> int:
+    """Run as described above; returns only to refuse."""
+    split = words.index("--")
+    (kind, real, plans, *flags), arguments = words[:split], words[split + 1 :]
+    log = None
+    try:
+        _, command, rest, log = split_arguments(arguments)
+        if command == "create":
+            flags = sized(kind, flags, prepare(kind, plans, rest))
+        elif command == "exec":
+            check_exec(kind, plans, rest)
+        elif command in _REFUSED:
+            raise LaunchRefused(f"{command} is not available")
+    except LaunchRefused as refusal:
+        report(log, str(refusal))
+        return 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        report(log, f"refused: {type(error).__name__} while reading the launch plan or the bundle")
+        return 1
+    os.execv(real, [real, *flags, *arguments])  # noqa: S606 - becomes the real runtime; no shell
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,250 @@
+"""What a network namespace consists of, read from the kernel as facts that can be compared.
+
+- A namespace is read only if its inode is that of the namespace that was made at the path.
+- A fact is a line of text that is the same for every slot; counters, timers and what traffic alone changes is no fact.
+- Raw netlink dumps with the standard library: a namespace costs half a millisecond, where parsing everything costs ten.
+- An answer that is cut short, refused or late is an error, never an empty state.
+
+It changes nothing and judges nothing (`watch`). Its functions block: call them in a worker thread.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from runtimes.net import netns
+from runtimes.net.nft import MALFORMED
+
+_TIMEOUT = 5.0
+_BUFFER = 1 << 18
+_MOST_MESSAGES = 4096
+_ROUTE, _NETFILTER = 0, 12
+_REQUEST, _DUMP, _INTERRUPTED = 0x1, 0x300, 0x10
+_ERROR, _DONE = 2, 3
+_GETLINK, _GETADDR, _GETROUTE, _GETNEIGH, _GETRULE, _GETQDISC = 18, 22, 26, 30, 34, 38
+_GETGEN, _GETOBJ = 10 << 8 | 16, 10 << 8 | 19
+_COUNTER = 1
+_NTF_PROXY = 0x08
+_QUIET_NEIGHBOURS = 0x01 | 0x20 | 0x40
+"""INCOMPLETE, FAILED and NOARP: made by the kernel, they lead nowhere. (NONE is 0.)"""
+_FAMILIES = {socket.AF_INET: 4, socket.AF_INET6: 16}
+
+type Attributes = dict[int, bytes]
+
+
+def _messages(sock: socket.socket, kind: int, body: bytes, flags: int = _DUMP) -> Iterator[bytes]:
+    """Ask and yield the payload of each answer.
+
+    Raises:
+        OSError: refused, cut short or late.
+    """
+    sock.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST | flags, 1, 0) + body)
+    for _ in range(_MOST_MESSAGES):
+        data, _, received, _ = sock.recvmsg(_BUFFER)
+        if received & socket.MSG_TRUNC:
+            raise OSError("a netlink answer was cut short")
+        at = 0
+        while at < len(data):
+            length, answer, answered, _, _ = struct.unpack_from("=IHHII", data, at)
+            payload = data[at + 16 : at + length]
+            if answered & _INTERRUPTED:
+                raise OSError("the state changed while it was read")
+            if answer == _DONE:
+                return
+            if answer == _ERROR:
+                raise OSError(-struct.unpack_from("=i", payload)[0], "netlink refused")
+            yield payload
+            if flags != _DUMP:
+                return
+            at += length + 3 & ~3
+    raise OSError("a netlink answer has no end")
+
+
+def attributes(payload: bytes) -> Attributes:
+    """Parse netlink attributes."""
+    found: Attributes = {}
+    at = 0
+    while at + 4 <= len(payload):
+        length, kind = struct.unpack_from("=HH", payload, at)
+        if length < 4:
+            break
+        found[kind & 0x3FFF] = payload[at + 4 : at + length]
+        at += length + 3 & ~3
+    return found
+
+
+def _text(value: bytes | None) -> str:
+    return "-" if value is None else value.rstrip(b"\0").decode("ascii", "replace")
+
+
+def _number(value: bytes | None) -> int:
+    return int.from_bytes(value or b"", "little")
+
+
+def _address(value: bytes | None) -> str:
+    if value is None:
+        return "any"
+    return str(ip_address(value)) if len(value) in _FAMILIES.values() else value.hex()
+
+
+def link_fact(payload: bytes) -> str:
+    """Describe one link of a dump."""
+    _, _, index, flags, _ = struct.unpack_from("=BxHiII", payload)
+    found = attributes(payload[16:])
+    kind = _text(attributes(found.get(18, b"")).get(1))
+    program = attributes(found.get(43, b"")).get(2, b"\0") != b"\0"
+    words = [f"link {_text(found.get(3))} number {index} of kind {kind} with address {found.get(1, b'').hex(':')}"]
+    words += [f"in link {_number(found[10])}"] if 10 in found else []
+    words += ["with a program"] if program else []
+    return " ".join([*words, "up" if flags & 1 else "down"])
+
+
+def address_fact(payload: bytes) -> str:
+    """Describe one address of a dump."""
+    _, prefix, _, _, index = struct.unpack_from("=BBBBI", payload)
+    found = attributes(payload[8:])
+    return f"address {_address(found.get(2, found.get(1)))}/{prefix} on link {index}"
+
+
+def route_fact(payload: bytes) -> str:
+    """Describe one route of a dump."""
+    _, bits, _, _, table, _, _, kind, _ = struct.unpack_from("=BBBBBBBBI", payload)
+    found = attributes(payload[12:])
+    words = [f"route {_address(found.get(1))}/{bits} of type {kind} in table {_number(found.get(15)) or table}"]
+    for number, word in ((5, "by"), (18, "by family and")):
+        words += [f"{word} {_address(found[number])}"] if number in found else []
+    words += ["by several"] if 9 in found else []
+    words += ["encapsulated"] if 21 in found else []
+    return " ".join([*words, f"on link {_number(found.get(4))}"])
+
+
+def neighbour_fact(payload: bytes) -> str | None:
+    """Describe one neighbour of a dump; None for one that leads nowhere."""
+    _, index, state, flags, _ = struct.unpack_from("=BxxxiHBB", payload)
+    found = attributes(payload[12:])
+    if flags & _NTF_PROXY:
+        return f"neighbour {_address(found.get(1))} answered for on link {index}"
+    if state == 0 or state & _QUIET_NEIGHBOURS:
+        return None
+    kept = "static" if state & 0x80 else "learnt"
+    return f"neighbour {_address(found.get(1))} at {found.get(2, b'').hex(':')} on link {index}, {kept}"
+
+
+def policy_fact(payload: bytes) -> str:
+    """Describe one routing rule of a dump."""
+    family, *rest = struct.unpack_from("=BBBBBBBB", payload)
+    found = attributes(payload[12:])
+    told = " ".join(f"{kind}:{value.hex()}" for kind, value in sorted(found.items()))
+    return f"policy of family {family}: {bytes(rest).hex()} {told}"
+
+
+def queue_fact(payload: bytes) -> str:
+    """Describe one queue of a dump: where programs and redirections are hooked in."""
+    _, index, _, parent, _ = struct.unpack_from("=BxxxiIII", payload)
+    return f"queue {_text(attributes(payload[20:]).get(1))} on link {index} below {parent:x}"
+
+
+_DUMPS: tuple[tuple[int, bytes, Callable[[bytes], str | None]], ...] = (
+    (_GETLINK, bytes(16), link_fact),
+    (_GETADDR, bytes(8), address_fact),
+    (_GETROUTE, bytes(12), route_fact),
+    (_GETNEIGH, bytes(12), neighbour_fact),
+    (_GETNEIGH, bytes(10) + bytes((_NTF_PROXY, 0)), neighbour_fact),
+    (_GETRULE, bytes(12), policy_fact),
+    (_GETQDISC, bytes(20), queue_fact),
+)
+
+
+def _facts(sysctls: Sequence[str]) -> frozenset[str]:
+    found: set[str] = set()
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _ROUTE) as sock:
+        sock.settimeout(_TIMEOUT)
+        for kind, body, describe in _DUMPS:
+            found.update(fact for fact in map(describe, _messages(sock, kind, body)) if fact is not None)
+    for name in sysctls:
+        found.add(f"setting {name} is {_setting(name)}")
+    return frozenset(found)
+
+
+def _setting(name: str) -> str:
+    try:
+        fd = os.open(f"/proc/sys/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return "missing"
+    try:
+        return os.read(fd, 256).decode("ascii", "replace").strip()
+    finally:
+        os.close(fd)
+
+
+def _nftables() -> socket.socket:
+    sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETFILTER)
+    sock.settimeout(_TIMEOUT)
+    return sock
+
+
+def _generation() -> int:
+    with _nftables() as sock:
+        (payload,) = _messages(sock, _GETGEN, struct.pack("!BBH", 0, 0, 0), 0)
+    return int.from_bytes(attributes(payload[4:])[1], "big")
+
+
+def counter(payload: bytes) -> tuple[str, int] | None:
+    """Return name and packets of one named counter of a dump; None for another object."""
+    found = attributes(payload[4:])
+    if int.from_bytes(found.get(3, b""), "big") != _COUNTER:
+        return None
+    return _text(found.get(2)), int.from_bytes(attributes(found.get(4, b"")).get(2, b""), "big")
+
+
+def _counters() -> dict[str, int]:
+    """Sum up the counters of one name, and add what the IP stack itself has dropped."""
+    found = {MALFORMED: _malformed(Path("/proc/thread-self/net/snmp").read_text())}
+    with _nftables() as sock:
+        for name, packets in filter(None, map(counter, _messages(sock, _GETOBJ, struct.pack("!BBH", 0, 0, 0)))):
+            found[name] = found.get(name, 0) + packets
+    return found
+
+
+def _malformed(snmp: str) -> int:
+    """Packets whose header or destination the kernel could not use, between the rules of both tables."""
+    names, values = (line.split() for line in snmp.splitlines() if line.startswith("Ip: "))
+    counted = dict(zip(names, values, strict=True))
+    return sum(int(counted[name]) for name in ("InHdrErrors", "InAddrErrors", "InDiscards"))
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway namespace as it is now: what can be compared, nft's number of changes, packets in nft's counters."""
+
+    facts: frozenset[str]
+    generation: int
+    counters: Mapping[str, int]
+
+
+def facts(path: Path, inode: int, sysctls: Sequence[str]) -> frozenset[str]:
+    """Return what the namespace at `path` consists of, nft's rules aside.
+
+    Raises:
+        netns.Elsewhere: it is not the one with `inode`.
+        OSError: it could not be read.
+    """
+    return netns.inside(path, lambda: _facts(sysctls), inode)
+
+
+def gateway(path: Path, inode: int, sysctls: Sequence[str]) -> Gateway:
+    """Return the same of a gateway's namespace, and what nft counts there.
+
+    Raises:
+        netns.Elsewhere, OSError: as `facts`.
+    """
+    return netns.inside(path, lambda: Gateway(_facts(sysctls), _generation(), _counters()), inode)
+
+
+def generation(path: Path | None) -> int:
+    """Return the number that nft counts its changes with in the namespace at `path` (None: our own)."""
+    return _generation() if path is None else netns.inside(path, _generation)

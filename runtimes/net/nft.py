@@ -1,0 +1,295 @@
+"""Renders the nftables rules: a slot's gateway namespace, and guard and floor of the upstream namespace. Pure.
+
+- Each ruleset is one file for one `nft -f`: it is there as a whole or not at all.
+- In a slot every base chain has policy drop, and the namespace has no uplink: the rules steer, they do not contain.
+- Rules take numbers and parsed addresses only; no text of a caller reaches nft.
+- `ct count` forgets connections that are over, the table does not: they leave it after seconds here, not minutes, so
+  that a client that opens and closes connections without pause does not fill the table.
+- Every frame of a sandbox that is dropped is in exactly one named counter of `DROPS`: by its kind, or by the rate that
+  it went over. (`netstate` adds what the kernel's own stack drops between the two tables: damaged IP headers.) TCP of
+  no connection that the stack answers with a reset is counted, too.
+- What is beyond a slot's rates is dropped where it arrives, before anything is spent on it. What would pass them by, a
+  connection that begins in fragments, is dropped with all fragments: nothing that a sandbox sends here needs them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+
+from runtimes.net.plan import NetworkPlan
+
+GUARD_TABLE = "sallyport_guard"
+FLOOR_TABLE = "sallyport_floor"
+_ACCEPTED = 0x08000000
+"""The bit of a packet's mark that stands for the guard's word, between the two priorities around the guard's only.
+
+It is cleared before the guard's chain and after it: a mark of the host's is worth nothing here, and keeps its other
+bits. Routing was decided before.
+"""
+MALFORMED = "malformed"
+DROPS = {
+    "over_connections": ("connection-rate", "connections beyond the rate"),
+    "over_datagrams": ("datagram-rate", "datagrams beyond the rate"),
+    "over_tracked": ("tracked-connections", "packets of connections beyond the number that is tracked"),
+    "drop_tcp": ("drop-tcp", "TCP packets that belong to no connection, or of a wrong source"),
+    "drop_quic": ("drop-quic", "UDP datagrams to port 443 (QUIC)"),
+    "drop_udp": ("drop-udp", "UDP datagrams that are no DNS questions, or of a wrong source"),
+    "drop_icmp": ("drop-icmp", "ICMP packets"),
+    "drop_ipv6": ("drop-ipv6", "IPv6 packets"),
+    "drop_arp": ("drop-arp", "ARP frames other than honest questions for the gateway"),
+    "drop_fragments": ("drop-fragments", "IP fragments"),
+    "drop_other": ("drop-other", "frames of another protocol"),
+    MALFORMED: ("drop-malformed", "IP packets with a damaged header"),
+}
+"""The counters of a slot's gateway namespace: the rule that the audit log calls each by, and what it counts."""
+_KINDS = tuple(name for name in DROPS if name.startswith("drop_"))
+_REFUSE = "counter reject with icmpx admin-prohibited"
+"""A dial that is refused fails at once."""
+
+_CLOSED_V4 = (
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.88.99.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/3",
+)
+_CLOSED_V6 = (
+    "::/96",
+    "::ffff:0:0/96",
+    "64:ff9b::/96",
+    "64:ff9b:1::/48",
+    "100::/64",
+    "2001::/23",
+    "2001:db8::/32",
+    "2002::/16",
+    "3fff::/20",
+    "5f00::/16",
+    "fc00::/7",
+    "fe80::/10",
+    "fec0::/10",
+    "ff00::/8",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardPlan:
+    """What gateway workers may dial from the upstream namespace.
+
+    Attributes:
+        first_uid, last_uid: the workers' uids, both included.
+        resolvers: exact pinholes (address, port), UDP and TCP.
+        allowed: operator-named ranges that are open although they are private or local.
+        connections, rate, burst: per uid: live connections; new ones per second.
+    """
+
+    first_uid: int
+    last_uid: int
+    resolvers: Sequence[tuple[IPv4Address | IPv6Address, int]] = ()
+    allowed: Sequence[IPv4Network | IPv6Network] = ()
+    connections: int = 1024
+    rate: int = 200
+    burst: int = 400
+
+
+def _brief(family: str) -> str:
+    """How long a connection that is over, or not yet one, stays in the table, in seconds."""
+    policy = "syn_sent : 20, syn_recv : 10, fin_wait : 30, close_wait : 60, last_ack : 10, time_wait : 2, close : 2"
+    return f"""\
+	ct timeout brief-{family} {{
+		protocol tcp;
+		l3proto {family};
+		policy = {{ {policy} }};
+	}}"""
+
+
+def _counters(*names: str) -> str:
+    return "\n".join(f"\tcounter {name} {{\n\t}}" for name in names)
+
+
+def render_gateway(plan: NetworkPlan) -> str:
+    """Return the ruleset of a slot's gateway namespace; its link must exist already."""
+    link = plan.gateway_interface
+    return f"""\
+table netdev sallyport {{
+{_counters("over_connections", "over_datagrams", *_KINDS)}
+	chain dropped {{
+		ether type ip6 counter name "drop_ipv6" drop
+		ether type arp counter name "drop_arp" drop
+		ether type != ip counter name "drop_other" drop
+		ip protocol tcp counter name "drop_tcp" drop
+		ip protocol icmp counter name "drop_icmp" drop
+		ip protocol udp udp dport 443 counter name "drop_quic" drop
+		ip protocol udp counter name "drop_udp" drop
+		counter name "drop_other" drop
+	}}
+	chain pin {{
+		type filter hook ingress device "{link}" priority -500; policy drop;
+		ether saddr != {plan.inside_mac} goto dropped
+		ether type arp arp operation request arp saddr ether {plan.inside_mac} arp saddr ip {plan.inside} \
+arp daddr ip {plan.gateway} limit rate 50/second burst 50 packets accept
+		ip frag-off & 0x3fff != 0 counter name "drop_fragments" drop
+		tcp flags & (syn | ack) == syn limit rate over {plan.syn_rate}/second burst {plan.syn_rate * 2} packets \
+counter name "over_connections" drop
+		ip protocol != tcp limit rate over {plan.datagram_rate}/second burst {plan.datagram_rate * 2} packets \
+counter name "over_datagrams" drop
+		ether type ip ether daddr {plan.gateway_mac} ip version 4 ip hdrlength 5 ip saddr {plan.inside} accept
+		goto dropped
+	}}
+}}
+table inet sallyport {{
+{_brief("ip")}
+{_counters("over_tracked", *(name for name in _KINDS if name not in ("drop_arp", "drop_fragments")))}
+	chain dropped {{
+		meta nfproto ipv6 counter name "drop_ipv6" drop
+		meta l4proto tcp counter name "drop_tcp" drop
+		meta l4proto icmp counter name "drop_icmp" drop
+		udp dport 443 counter name "drop_quic" drop
+		meta l4proto udp counter name "drop_udp" drop
+		counter name "drop_other" drop
+	}}
+	chain known {{
+		type filter hook prerouting priority mangle; policy drop;
+		iifname "{link}" ct state invalid goto dropped
+		iifname "{link}" meta l4proto != {{ tcp, udp }} goto dropped
+		iifname "{link}" ct state new tcp flags & (fin | syn | rst | ack) != syn counter name "drop_tcp"
+		accept
+	}}
+	chain steer {{
+		type nat hook prerouting priority dstnat; policy drop;
+		iifname "{link}" udp dport {plan.dns_port} redirect to :{plan.dns_port}
+		iifname "{link}" tcp dport {plan.dns_port} redirect to :{plan.dns_port}
+		iifname "{link}" meta l4proto tcp redirect to :{plan.proxy_port}
+		iifname "{link}" goto dropped
+	}}
+	chain input {{
+		type filter hook input priority filter; policy drop;
+		iifname != "{link}" counter drop
+		ct state invalid goto dropped
+		ct state established accept
+		ct state new ct count over {plan.max_connections} counter name "over_tracked" drop
+		meta l4proto tcp ct timeout set "brief-ip"
+		ip daddr {plan.gateway} tcp dport {plan.proxy_port} ct state new ct status dnat accept
+		ip daddr {plan.gateway} tcp dport {plan.dns_port} ct state new accept
+		ip daddr {plan.gateway} udp dport {plan.dns_port} ct state new accept
+		meta l4proto tcp counter name "drop_tcp" reject with tcp reset
+		goto dropped
+	}}
+	chain forward {{
+		type filter hook forward priority filter; policy drop;
+		counter drop
+	}}
+	chain output {{
+		type filter hook output priority filter; policy drop;
+		oifname != "{link}" counter drop
+		ct state established accept
+		meta l4proto tcp ct state related tcp flags & rst == rst accept
+		ip saddr {plan.gateway} ip daddr {plan.inside} meta l4proto tcp ct state new accept
+		counter drop
+	}}
+}}
+"""
+
+
+def render_guard(plan: GuardPlan, owner: str) -> str:
+    """Return the guard's ruleset: matches worker uids only, everybody else's traffic is untouched.
+
+    - Only what a worker dialled itself leaves: a packet that answers another's, or of no tracked flow, is dropped.
+    - Each packet is judged by its destination, not by the flow's past: a flow may be another process's.
+    - `owner` is written as the table's comment: a server tells its own table from another server's by it.
+    """
+    refuse = _REFUSE
+    lines = [
+        *(_resolver(address, port) for address, port in plan.resolvers),
+        *(f"{_family(network)} daddr {network} meta l4proto tcp goto paced" for network in plan.allowed),
+        f"fib daddr type {{ local, broadcast, anycast, multicast, blackhole, unreachable, prohibit }} {refuse}",
+        f"ip daddr {{ {', '.join(_CLOSED_V4)} }} {refuse}",
+        f"ip6 daddr {{ {', '.join(_CLOSED_V6)} }} {refuse}",
+        "meta l4proto tcp goto paced",
+        refuse,
+    ]
+    body = "\n".join(f"\t\t{line}" for line in lines)
+    return f"""\
+table inet {GUARD_TABLE} {{
+	comment "{owner}"
+	flags owner;
+{_brief("ip")}
+{_brief("ip6")}
+	set rates {{
+		type uid
+		size 8192
+		flags dynamic,timeout
+		timeout 1m
+	}}
+	set counts {{
+		type uid
+		size 8192
+		flags dynamic
+	}}
+	chain passed {{
+		meta mark set meta mark or {_ACCEPTED:#010x}
+		accept
+	}}
+	chain paced {{
+		ct state new add @rates {{ meta skuid limit rate over {plan.rate}/second burst {plan.burst} packets }} {refuse}
+		ct state new add @counts {{ meta skuid ct count over {plan.connections} }} {refuse}
+		meta nfproto ipv4 ct timeout set "brief-ip"
+		meta nfproto ipv6 ct timeout set "brief-ip6"
+		goto passed
+	}}
+	chain dialled {{
+{body}
+	}}
+	chain worker {{
+		ct direction original goto dialled
+		counter drop
+	}}
+	chain output {{
+		type filter hook output priority filter; policy accept;
+		meta skuid {plan.first_uid}-{plan.last_uid} goto worker
+	}}
+}}
+"""
+
+
+def render_floor(plan: GuardPlan) -> str:
+    """Return what lies under the guard: nothing of a worker leaves without the guard's word for that very packet.
+
+    The table has no owner, so it stands while guard or hostd is dead. It takes the place of one that is there.
+    """
+    workers, cleared = f"meta skuid {plan.first_uid}-{plan.last_uid}", 0xFFFFFFFF & ~_ACCEPTED
+    return f"""\
+table inet {FLOOR_TABLE} {{
+}}
+delete table inet {FLOOR_TABLE}
+table inet {FLOOR_TABLE} {{
+	chain before {{
+		type filter hook output priority filter - 1; policy accept;
+		{workers} meta mark set meta mark and {cleared:#010x}
+	}}
+	chain after {{
+		type filter hook output priority filter + 1; policy accept;
+		{workers} goto worker
+	}}
+	chain worker {{
+		meta mark and {_ACCEPTED:#010x} != {_ACCEPTED:#010x} {_REFUSE}
+		meta mark set meta mark and {cleared:#010x}
+	}}
+}}
+"""
+
+
+def _family(item: IPv4Address | IPv6Address | IPv4Network | IPv6Network) -> str:
+    return "ip" if item.version == 4 else "ip6"
+
+
+def _resolver(address: IPv4Address | IPv6Address, port: int) -> str:
+    return f"{_family(address)} daddr {address} meta l4proto {{ tcp, udp }} th dport {port} goto passed"

@@ -1,0 +1,1 @@
+"""Processes of ours: start, adoption, limits, output, liveness and end."""

@@ -1,0 +1,155 @@
+"""What our child processes write to standard output and error: read from a pipe of each, and logged within bounds.
+
+- No child has hostd's own standard error: it could fill the journal, change the flags of a description that is shared
+  with hostd, or write escape sequences to a terminal.
+- A child that writes more than its pace loses lines; how many of those that were read is said with the next one. It
+  never waits: its end of the pipe does not block. What it does to that end concerns it alone.
+- A line is cut at `LINE_CHARACTERS`; what cannot be printed is escaped; the child's name stands before each line.
+- Reading is paced, too: a flood costs one read of `_CHUNK` in `_PAUSE_SECONDS`.
+- A process that outlives hostd writes into a pipe without a reader meanwhile, which Python's logging ignores. The next
+  hostd opens the same pipe again.
+"""
+
+import asyncio
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from runtimes.process.adopted import Adopted
+
+LINE_CHARACTERS: Final = 1000
+_CHUNK: Final = 16384
+_PAUSE_SECONDS: Final = 0.05
+_PIPE_READS: Final = 5
+"""Reads that empty a pipe of the usual size (64 KiB) after its writers are gone."""
+
+_log = logging.getLogger("hostd.output")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPace:
+    """How many lines a child may have logged: `burst` at once, `each_second` from then on."""
+
+    burst: int
+    each_second: float
+
+
+DAEMON: Final = OutputPace(1000, 20.0)
+WORKER: Final = OutputPace(50, 0.5)
+
+
+def pipe() -> tuple[int, int]:
+    """Return the ends of a pipe, for reading and for writing; neither blocks, both are close-on-exec."""
+    return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+class Output:
+    """Logs one child's output; owns `fd`, the end for reading. Make it inside a running loop."""
+
+    def __init__(self, name: str, fd: int, pace: OutputPace, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._fd = fd
+        self._pace = pace
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._allowed, self._since = float(pace.burst), self._clock()
+        self._left_out = 0
+        self._partial = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop.add_reader(fd, self._readable)
+
+    @classmethod
+    def of(cls, process: Adopted, name: str, pace: OutputPace) -> "Output | None":
+        """Log on for a process that was started by a former hostd; None where its standard error is no pipe."""
+        fd = _reopened(process)
+        return None if fd is None else cls(name, fd, pace)
+
+    def close(self) -> None:
+        """Log what is in the pipe and close it; may be called again."""
+        if self._fd < 0:
+            return
+        self._loop.remove_reader(self._fd)
+        if self._timer is not None:
+            self._timer.cancel()
+        for _ in range(_PIPE_READS):
+            if not (data := _read(self._fd)):
+                break
+            self._take(data)
+        os.close(self._fd)
+        self._fd = -1
+        if self._partial:
+            self._line(self._partial)
+        if self._left_out:
+            _log.info("%s| (%d lines left out)", self._name, self._left_out)
+
+    def _readable(self) -> None:
+        self._loop.remove_reader(self._fd)
+        data = _read(self._fd)
+        if data == b"":
+            self.close()
+            return
+        self._take(data or b"")
+        self._timer = self._loop.call_later(_PAUSE_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        self._timer = None
+        self._loop.add_reader(self._fd, self._readable)
+
+    def _take(self, data: bytes) -> None:
+        *lines, rest = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        self._partial = rest[: LINE_CHARACTERS + 1]  # the rest of a line that is too long is not kept
+
+    def _line(self, line: bytes) -> None:
+        now = self._clock()
+        grown = self._allowed + (now - self._since) * self._pace.each_second
+        self._allowed, self._since = min(float(self._pace.burst), grown), now
+        if self._allowed < 1:
+            self._left_out += 1
+            return
+        self._allowed -= 1
+        before, self._left_out = self._left_out, 0
+        _log.info("%s| %s%s", self._name, f"({before} lines left out) " if before else "", printable(line))
+
+
+def printable(line: bytes) -> str:
+    """Return the text of a line: one line, without control characters, cut."""
+    text = line[: LINE_CHARACTERS + 1].decode("utf-8", "backslashreplace")
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+    return escaped if len(escaped) <= LINE_CHARACTERS else f"{escaped[:LINE_CHARACTERS]}..."
+
+
+def _read(fd: int) -> bytes | None:
+    """Return what can be read: nothing at the end, None where there is nothing now."""
+    try:
+        return os.read(fd, _CHUNK)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _reopened(process: Adopted) -> int | None:
+    """Open the pipe that is a process's standard error, for reading; None if it is none.
+
+    The process may have put anything in its place: that is looked at without being opened, and only a pipe is opened.
+    """
+    ours = pipe()
+    held = -1
+    try:
+        held = os.open(f"/proc/{process.pid}/fd/2", os.O_PATH | os.O_CLOEXEC)
+        found, own = os.fstat(held), os.fstat(ours[0])
+        if not stat.S_ISFIFO(found.st_mode) or found.st_dev != own.st_dev or process.returncode is not None:
+            return None
+        return os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    finally:
+        for fd in (*ours, held):
+            if fd >= 0:
+                os.close(fd)

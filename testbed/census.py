@@ -1,0 +1,158 @@
+"""Counts everything a running Sallyport has on this machine, to be compared before and after.
+
+Nothing is asked of Sallyport itself: processes come from /proc, mounts from mountinfo, groups and files from the file
+system, containers from Docker, rows from the database file.
+"""
+
+import os
+import re
+import sqlite3
+import subprocess
+import time
+from collections import Counter
+from contextlib import closing, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from runtimes.process.cgroups import Cgroups
+from testbed.stack import Stack
+from testbed.traces import mounted_namespaces, namespaces_in_use, start_time
+
+_NOTED = {
+    "lifecycle.serve": "serve",
+    "vault.vaultd": "vaultd",
+    "audit.auditd": "auditd",
+    "policy.compiler": "compiler",
+    "gateway.zygote": "zygote",
+}
+_PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtimes")
+_SLOT = re.compile(r"/netns/[0-9]+-")
+_READY_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What exists on the machine. Command lines identify processes, so that a restarted one counts as the same.
+
+    So are the control groups of the workers, without the generation, which is the last part of their names, and the
+    slots, without their numbers.
+    """
+
+    processes: tuple[str, ...]
+    namespaces: int
+    mounts: tuple[str, ...]
+    cgroups: tuple[str, ...]
+    files: tuple[str, ...]
+    containers: tuple[str, ...]
+    rows: int
+
+    def beyond(self, before: "Census") -> dict[str, object]:
+        """What came and what went, by kind."""
+        differences: dict[str, object] = {}
+        for field in fields(self):
+            old, new = getattr(before, field.name), getattr(self, field.name)
+            if old != new:
+                both = isinstance(new, tuple)
+                differences[field.name] = (Counter(new) - Counter(old), Counter(old) - Counter(new)) if both else new
+        return differences
+
+
+def take(stack: Stack) -> Census:
+    """Take the census of `stack`, once the slots that it makes ahead of need stand."""
+    run, state = stack.run, stack.state
+    deadline = time.monotonic() + _READY_SECONDS
+    while _idle(run) < stack.slots_ahead and time.monotonic() < deadline and hostd_runs(stack):
+        time.sleep(0.1)
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    listed = subprocess.run(
+        ["docker", "-H", f"unix://{run / 'docker.sock'}", "ps", "-aq", "--no-trunc"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    groups = Cgroups(str(run))
+    used = {inode for inodes in namespaces_in_use().values() for inode in inodes} | mounted_namespaces().keys()
+    return Census(
+        processes=tuple(sorted(line for line in command_lines().values() if f"{run}/" in line)),
+        namespaces=len(used & _slots(run)),
+        mounts=tuple(sorted(_unnumbered(line.split()[4]) for line in mounts if f" {run}/" in line)),
+        cgroups=tuple(
+            sorted(
+                str(path.with_suffix(""))
+                for root in groups.hierarchies.roots
+                for path in (root / groups.parent).glob("*/")
+            )
+        ),
+        files=tuple(
+            sorted(
+                _unnumbered(str(path))
+                for place in _places(run, state)
+                for path in place.rglob("*")
+                if path.name != ".index"  # of a sealed directory: one, from its first record on
+            )
+        ),
+        containers=tuple(sorted(listed.split())),
+        rows=_rows(state / "lifecycle" / "sallyport.db"),
+    )
+
+
+def _slots(run: Path, side: str = "*") -> set[int]:
+    found = set()
+    for path in (run / "netns").glob(side):
+        with suppress(FileNotFoundError):  # one that was no sandbox's yet may be gone by now
+            found.add(path.stat().st_ino)
+    return found
+
+
+def _idle(run: Path) -> int:
+    """How many slots are unused: the namespaces without a process, equally many on each side."""
+    used = {inode for inodes in namespaces_in_use().values() for inode in inodes}
+    free = mounted_namespaces().keys() - used
+    return min(len(_slots(run, side) & free) for side in ("*-gw", "*-sbx"))
+
+
+def _unnumbered(path: str) -> str:
+    return _SLOT.sub("/netns/N-", path)
+
+
+def _places(run: Path, state: Path) -> list[Path]:
+    return [*(run / name for name in _PLACES), state / "vault", state / "hostd"]
+
+
+def _rows(path: Path) -> int:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return int(database.execute("SELECT count(*) FROM sandboxes").fetchone()[0])
+
+
+def command_lines() -> dict[int, str]:
+    """The command line of every process."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found[int(name)] = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+    return found
+
+
+def daemons(stack: Stack) -> dict[str, int]:
+    """The pid of each daemon of `stack`, by hostd's notes: what a daemon forked has its command line, too."""
+    hostd = [pid for pid, line in command_lines().items() if f"-m runtimes.hostd {stack.run}/" in line]
+    started = [(start, pid) for pid in hostd if (start := start_time(pid)) is not None]
+    found = {"runtimes.hostd": min(started)[1]} if started else {}
+    for module, role in _NOTED.items():
+        with suppress(FileNotFoundError):
+            pid, start = map(int, (stack.run / "config" / f"{role}.pid").read_text().split()[:2])
+            if start_time(pid) == start:
+                found[module] = pid
+    return found
+
+
+def hostd_runs(stack: Stack) -> bool:
+    """Whether there is a hostd of `stack`."""
+    return "runtimes.hostd" in daemons(stack)
+
+
+def descriptors(stack: Stack) -> dict[str, int]:
+    """How many descriptors each daemon holds."""
+    return {module: len(os.listdir(f"/proc/{pid}/fd")) for module, pid in daemons(stack).items()}

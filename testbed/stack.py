@@ -1,0 +1,262 @@
+"""A whole Sallyport beside the demo internet: the processes of `sallyport serve`, driven through their public faces."""
+
+import http.client
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from opensandbox.config.connection_sync import ConnectionConfigSync
+from opensandbox.sync.sandbox import SandboxSync
+
+from runtimes.net.slot_pool import AHEAD
+from testbed.internet import DNS_ADDRESS, Internet, whole_lines
+from testbed.traces import Traces, take
+from testbed.with_parent import with_parent
+from wire import frames
+
+POLICY = Path(__file__).with_name("policy.yaml")
+IMAGE = "sallyport/base"
+EMPTY_IMAGE = "sallyport/empty"
+CODE_IMAGE = "opensandbox/code-interpreter:v1.1.0"  # as the SDK's examples name it
+CODE_ENTRYPOINT = ["/opt/code-interpreter/code-interpreter.sh"]
+START_SECONDS = 300
+STOP_SECONDS = 180
+"""Generous: a fresh machine takes in every image first, and others may be at work beside."""
+_LIFETIME = timedelta(hours=2)  # longer than all the tests take: their session's sandboxes are made once
+
+
+def code_image() -> str:
+    """Settings (TOML, to append) that give a server the code-interpreter image."""
+    return f"""
+[[sallyport.images]]
+name = "{CODE_IMAGE}"
+tar = "{os.environ["SALLYPORT_CODE_IMAGE"]}"
+env = {{JUPYTER_HOST = "http://127.0.0.1:44771", JUPYTER_TOKEN = "opensandboxcodeinterpreterjupyter"}}
+"""
+
+
+def free_port() -> int:
+    """Draw a free TCP port of loopback, from below those that the kernel gives to outgoing connections."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
+            return port
+
+
+class StackError(Exception):
+    """A step of the demo did not work; the message says which."""
+
+
+class Stack:
+    """The running server. Use as a context manager; `directory` holds everything it writes but Docker's data."""
+
+    slots_ahead = AHEAD
+    """How many slots the server has ready while nothing is launched."""
+
+    def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 0) -> None:
+        """Without a port one is drawn."""
+        self.internet, self.directory, self.policy, self.port = internet, directory, policy, port or free_port()
+        home = Path(os.environ["SALLYPORT_HOME"])
+        self.state, self.run = directory / "state", Path(os.environ["SALLYPORT_RUN_DIR"])
+        self._docker_data = home / "docker"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = directory / "serve.log"
+
+    @property
+    def stores(self) -> tuple[Path, Path]:
+        """Where all that lasts is written: the server's directory and Docker's."""
+        return self.state, self._docker_data
+
+    @property
+    def settings(self) -> str:
+        """The settings file, TOML."""
+        environment = os.environ
+        return f"""
+[server]
+host = "127.0.0.1"
+port = {self.port}
+
+[sallyport]
+state_dir = "{self.state}"
+run_dir = "{self.run}"
+policy_file = "{self.policy}"
+upstream_netns = "{self.internet.path(self.internet.up)}"
+upstream_roots = "{self.internet.roots}"
+dns_upstreams = ["{DNS_ADDRESS}:53"]
+runsc = "{environment["SALLYPORT_RUNSC"]}"
+execd = "{environment["SALLYPORT_EXECD"]}"
+default_disk = "512Mi"
+
+[[sallyport.images]]
+name = "{IMAGE}"
+tar = "{environment["SALLYPORT_BASE_IMAGE"]}"
+
+[[sallyport.images]]
+name = "{EMPTY_IMAGE}"
+tar = "{environment["SALLYPORT_EMPTY_IMAGE"]}"
+
+[sallyport.docker]
+managed = true
+data_root = "{self._docker_data}"
+"""
+
+    def __enter__(self) -> "Stack":
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the server and wait until it answers; also after `kill`, to take over what was left."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        self.config.write_text(self.settings)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                with_parent(*self.command, signal="TERM"),  # it removes its sandboxes then
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def kill(self) -> None:
+        """Send SIGKILL to the processes that were started here; nothing is removed."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def command(self) -> list[str]:
+        """What starts the server."""
+        return [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), "serve"]
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "sallyport.toml"
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process is None or self._process.poll() is not None:
+                raise StackError(f"the server ended while starting:\n{self.tail()}")
+            if self.healthy():
+                return
+            time.sleep(0.1)
+        raise StackError(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
+
+    def healthy(self) -> bool:
+        """Whether the API answers now."""
+        # An HTTP client of httpx reads all certificates of the system when made: too much for each look.
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def tail(self) -> str:
+        """The last lines of the server's own log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+    def stop(self) -> None:
+        """Ask the server to end as Ctrl-C does, and wait until everything it started is gone."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise StackError(f"the server did not end within {STOP_SECONDS} s:\n{self.tail()}") from None
+        finally:
+            self._process = None
+
+    @property
+    def api_key(self) -> str:
+        return (self.state / "lifecycle" / "api-key").read_text().strip()
+
+    @property
+    def connection(self) -> ConnectionConfigSync:
+        """How the published SDK reaches this server."""
+        return ConnectionConfigSync(domain=f"127.0.0.1:{self.port}", api_key=self.api_key)
+
+    def create(self, runtime: str, image: str = IMAGE, policy: str | None = "agents", **options: Any) -> SandboxSync:
+        """Create a sandbox with the unmodified SDK, under a named policy or what `options` say."""
+        extensions = {"sallyport.runtime": runtime, **({"sallyport.policy": policy} if policy else {})}
+        return SandboxSync.create(
+            image, connection_config=self.connection, extensions=extensions, timeout=_LIFETIME, **options
+        )
+
+    def connect(self, sandbox: str) -> SandboxSync:
+        """Connect to an existing sandbox with the unmodified SDK."""
+        return SandboxSync.connect(sandbox, connection_config=self.connection)
+
+    def docker(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Docker's own client against the daemon below, as root on the host may."""
+        command = ["docker", "-H", f"unix://{self.run / 'docker.sock'}", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def sallyport(self, *arguments: str, stdin: str = "") -> str:
+        """Run the `sallyport` command line against this server; returns what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise StackError(f"sallyport {' '.join(arguments)}: exit {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    def host(self, op: str, **parameters: Any) -> dict[str, Any]:
+        """Ask hostd directly, as root may."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+            sock.settimeout(60)
+            sock.connect(str(self.run / "hostd.sock"))
+            frames.send(sock, {"id": 1, "op": op, **parameters})
+            received = frames.receive(sock)
+        if received is None or "ok" not in received[0]:
+            raise StackError(f"hostd refused {op}: {json.dumps(received and received[0].get('error'))}")
+        result: dict[str, Any] = received[0]["ok"]
+        return result
+
+    def netns(self, sandbox: str, side: str) -> str:
+        """The namespace file of a sandbox's slot; `side` is `sbx` or `gw`."""
+        slot = self.host("inspect", sandbox=sandbox)["slot"]
+        return str(self.run / "netns" / f"{slot}-{side}")
+
+    def traces(self, sandbox: str) -> Traces:
+        """What `sandbox` has on this machine, to be looked for after its removal."""
+        container = str(self.host("inspect", sandbox=sandbox)["container"])
+        netns = [self.netns(sandbox, side) for side in ("sbx", "gw")]
+        places = (self.run, self.state / "hostd", self.state / "vault", self._docker_data / "containers")
+        return take(sandbox, container, netns, places, str(self.run / "docker.sock"))
+
+    def audit_records(self) -> list[dict[str, Any]]:
+        """Every record of the audit log, in order."""
+        records = []
+        for path in sorted((self.state / "audit").glob("audit-*.jsonl")):
+            records += whole_lines(path)
+        return records

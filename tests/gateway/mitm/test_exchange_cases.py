@@ -1,0 +1,159 @@
+"""The engine of mitmproxy carries out each case of the exchange as the pure one does, over TLS on both sides."""
+
+import asyncio
+import contextlib
+import ssl
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import h2.events
+import h11
+import pytest
+
+from gateway.effects import Over
+from gateway.engines.port import EngineLimits
+from policy.compiled import SecretAt
+from policy.decision import AllowRequest, Deny
+from policy.facts import RequestFacts
+from policy.injection import InjectionPlan
+from tests.gateway.exchange_cases import CASES, HOST, MAX_DECODED, SECRET, Case, Fields, Ports, Seen, check
+from tests.gateway.mitm.conftest import Authority, Rig, Upstream, only, running, server_context
+from tests.gateway.mitm.test_streams import Caller, Server
+from vault.secret import Secret
+
+LIMITS = replace(EngineLimits(), scrub_body_bytes=MAX_DECODED)
+SECONDS = 20.0
+_FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection"})
+
+
+@dataclass
+class CaseRig(Rig):
+    """A rig whose policy, budget, vault and log are those of a case."""
+
+    ports: Ports = field(default_factory=Ports)
+
+    def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
+        return self.ports.decide_request(facts)
+
+    def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
+        return self.ports.secrets_to(host)
+
+    def request(self) -> Over | None:
+        return self.ports.request()
+
+    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+        return await self.ports.lease(plan, facts)
+
+    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+        return await self.ports.sought(use)
+
+
+def fields(headers: object) -> Fields:
+    """Without what frames a message, and without pseudo-headers."""
+    named = [(bytes(name).lower(), bytes(value)) for name, value in headers]  # type: ignore[attr-defined]
+    return tuple((name, value) for name, value in named if name not in _FRAMING and not name.startswith(b":"))
+
+
+@dataclass
+class Far:
+    """The server of a case: it keeps what it got, and answers piece by piece. Its reason phrase holds the secret."""
+
+    case: Case
+    seen: Seen
+
+    async def over_http1(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        case = self.case
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError, ssl.SSLError):
+            line, *lines = (await reader.readuntil(b"\r\n\r\n")).strip().split(b"\r\n")
+            named = [(name.lower(), value) for name, _, value in (one.partition(b": ") for one in lines)]
+            self.seen.target, self.seen.authority = line.split(b" ")[1], dict(named)[b"host"]
+            self.seen.body_sent = await reader.readexactly(int(dict(named).get(b"content-length", b"0")))
+            self.seen.sent = fields(named)
+            head = [b"HTTP/1.1 %d %s" % (case.status, SECRET.encode())]
+            head += [b"%s: %s" % one for one in case.answer]
+            writer.write(b"\r\n".join([*head, *([b"Transfer-Encoding: chunked"] * (case.status != 101)), b"", b""]))
+            for piece in case.pieces:
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                await writer.drain()
+                await asyncio.sleep(0)
+            writer.write(b"0\r\n\r\n" if case.status != 101 else b"")
+            await reader.read()
+        writer.close()
+
+    async def over_http2(self, server: Server, event: h2.events.Event) -> None:
+        if not isinstance(event, h2.events.RequestReceived):
+            return
+        case, named = self.case, {bytes(name): bytes(value) for name, value in event.headers}
+        self.seen.target, self.seen.authority = named[b":path"], named[b":authority"]
+        self.seen.sent = fields(event.headers)
+        server.state.send_headers(event.stream_id, [(b":status", b"%d" % case.status), *case.answer])
+        for piece in case.pieces:
+            server.state.send_data(event.stream_id, piece)
+            server.writer.write(server.state.data_to_send())
+            await asyncio.sleep(0)
+        if case.trailers:
+            server.state.send_headers(event.stream_id, list(case.trailers), end_stream=True)
+        else:
+            server.state.end_stream(event.stream_id)
+
+
+async def ask_http1(rig: Rig, case: Case, seen: Seen) -> None:
+    reader, writer = await rig.connect()
+    client = h11.Connection(h11.CLIENT)
+    framing = [(b"content-length", b"%d" % len(case.body))] if case.body else []
+    request = h11.Request(method=case.method, target=case.path, headers=[(b"Host", case.host), *case.headers, *framing])
+    parts = [client.send(request), client.send(h11.Data(data=case.body)) if case.body else b""]
+    writer.write(b"".join(part or b"" for part in [*parts, client.send(h11.EndOfMessage())]))
+    try:
+        async with asyncio.timeout(SECONDS):
+            while True:
+                event = client.next_event()
+                if event is h11.NEED_DATA:
+                    client.receive_data(await reader.read(65536))
+                elif isinstance(event, h11.InformationalResponse | h11.Response):
+                    seen.status, seen.reason, seen.headers = event.status_code, event.reason, fields(event.headers)
+                    if event.status_code == 101:
+                        break
+                elif isinstance(event, h11.Data):
+                    seen.body += event.data
+                elif isinstance(event, h11.EndOfMessage):
+                    seen.trailers = fields(event.headers)
+                    break
+                else:
+                    raise h11.RemoteProtocolError("the connection ended")
+            seen.whole = True
+    except (h11.RemoteProtocolError, OSError, ssl.SSLError):
+        seen.whole = False
+    finally:
+        writer.close()
+
+
+async def ask_http2(rig: Rig, case: Case, seen: Seen) -> None:
+    caller = Caller(await rig.speak_h2())
+    pseudo = [(b":method", case.method), (b":scheme", b"https"), (b":authority", case.host), (b":path", case.path)]
+    caller.call(1, [(name.decode(), value.decode()) for name, value in (*pseudo, *case.headers)])
+    with contextlib.suppress(AssertionError, OSError, ssl.SSLError):  # the flow ended
+        await caller.hear(h2.events.StreamEnded, 1, SECONDS)
+        seen.whole = True
+    for event in caller.heard:
+        if isinstance(event, h2.events.ResponseReceived):
+            seen.status, seen.headers = int(only(event.headers, b":status")), fields(event.headers)
+        elif isinstance(event, h2.events.TrailersReceived):
+            seen.trailers = fields(event.headers)
+    seen.body = caller.body(1)
+    caller.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+async def test_the_case(case: Case, tmp_path: Path, upstream_root: Authority, sandbox_root: Authority) -> None:
+    ports = case.ports()
+    seen, rig = Seen(ports), CaseRig(tmp_path, Upstream(), upstream_root, sandbox_root, ports=ports)
+    rig.audit = ports  # type: ignore[assignment]
+    far = Far(case, seen)
+    rig.upstream.serve = Server(far.over_http2).serve if case.http2 else far.over_http1  # type: ignore[method-assign]
+    context = server_context(upstream_root.leaf(HOST), tmp_path, ["h2"] if case.http2 else None)
+    async with running(rig, context, LIMITS):
+        ports.ledger = rig.engine._ledger
+        ports.revoke = lambda: rig.engine.revoke(frozenset({"api-token"}))
+        await (ask_http2 if case.http2 else ask_http1)(rig, case, seen)
+    check(case, seen)

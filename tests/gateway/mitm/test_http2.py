@@ -1,0 +1,310 @@
+"""HTTP/2 with peers that flood, stall or watch frame lengths: bounded, and secrets in no shared table.
+
+It tests `gateway/engines/mitm/http2.py`.
+"""
+
+import asyncio
+import contextlib
+import resource
+import ssl
+import time
+from pathlib import Path
+
+import h2.events
+import hpack
+import pytest
+from hyperframe.frame import (
+    ContinuationFrame,
+    DataFrame,
+    Frame,
+    HeadersFrame,
+    PingFrame,
+    PriorityFrame,
+    PushPromiseFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+
+from gateway.engines.port import EngineLimits
+from policy.decision import AllowRequest, Deny
+from policy.injection import InjectionKind, InjectionPlan
+
+from .conftest import only
+
+GET = [(":method", "GET"), (":scheme", "https"), (":authority", "good.test"), (":path", "/v1/x")]
+API_KEY = InjectionPlan("key", "api-token", InjectionKind.API_KEY, "X-Api-Key")
+
+
+def headers(stream: int, *, block: bytes = b"", ends: bool = True) -> bytes:
+    """A HEADERS frame of an honest request, or with another block; `ends` the block."""
+    flags = ["END_STREAM", *(["END_HEADERS"] if ends else [])]
+    return HeadersFrame(stream, data=block or hpack.Encoder().encode(GET), flags=flags).serialize()
+
+
+def small_headers(number: int) -> bytes:
+    if number == 0:
+        return headers(1, ends=False)
+    return ContinuationFrame(1, data=b"").serialize()
+
+
+FLOODS = {
+    "rapid resets": lambda n: headers(1 + 2 * n) + RstStreamFrame(1 + 2 * n, error_code=8).serialize(),
+    "resets that we make": lambda n: headers(1 + 2 * n) + WindowUpdateFrame(1 + 2 * n, 2**31 - 1).serialize(),
+    "pings": lambda _n: PingFrame(0, opaque_data=b"12345678").serialize(),
+    "settings": lambda _n: SettingsFrame(0, settings={4: 65535}).serialize(),
+    "priorities": lambda n: PriorityFrame(1 + 2 * n, stream_weight=3).serialize(),
+    "endless header block": small_headers,
+    "empty data": lambda n: (
+        HeadersFrame(1, data=hpack.Encoder().encode(GET), flags=["END_HEADERS"]).serialize()
+        if n == 0
+        else DataFrame(1, data=b"").serialize()
+    ),
+}
+"""Each makes its frame number n."""
+
+
+def resident() -> int:
+    """Bytes of memory of this process: engine, server and client together."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def ended(reader: asyncio.StreamReader) -> None:
+    """Return once the other side has ended the connection, in whichever way."""
+    try:
+        while await reader.read(65536):
+            pass
+    except (ConnectionError, ssl.SSLError):
+        pass
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_flood_ends_its_connection_and_no_other(flood, rig):
+    reader, writer, client = await rig.speak_h2()
+    writer.write(client.data_to_send())
+    make = FLOODS[flood]
+    end = asyncio.create_task(ended(reader))
+    sent = 0
+    while not end.done() and sent < 20_000:
+        writer.write(make(sent))
+        sent += 1
+        if sent % 50 == 0:
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await end
+    writer.transport.abort()
+
+    assert rig.upstream.requests <= 110
+    assert (await rig.exchange(b"GET /v1/x HTTP/1.1\r\nHost: good.test\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_ordinary_pings_and_settings_are_answered(rig):
+    reader, writer, client = await rig.speak_h2()
+    for _ in range(200):
+        client.ping(b"12345678")
+    writer.write(client.data_to_send())
+    answered = 0
+    while answered < 200:
+        for event in client.receive_data(await asyncio.wait_for(reader.read(65536), 10)):
+            answered += isinstance(event, h2.events.PingAckReceived)
+        writer.write(client.data_to_send())
+    writer.close()
+    assert 200 == answered
+
+
+HALVES = {
+    "half a request line": b"GET /v1/x HT",
+    "a head without its end": b"GET /v1/x HTTP/1.1\r\nHost: good.test\r\nX-A: b\r\n",
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+async def test_a_request_head_that_stalls_ends_the_flow(half, lab, upstream_root):
+    context = lab.tls(upstream_root.leaf("good.test"))
+    async with lab.running(context, EngineLimits(handshake_seconds=0.5, idle_seconds=60)) as rig:
+        reader, writer = await rig.connect()
+        writer.write(b"GET /v1/x HTTP/1.1\r\nHost: good.test\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(0.7)  # between two requests nothing is due
+        began = time.monotonic()
+        writer.write(HALVES[half])
+        async with asyncio.timeout(20):
+            await ended(reader)
+            await asyncio.wait(rig.flows)
+        writer.transport.abort()
+
+        assert time.monotonic() - began > 0.4
+        assert 1 == rig.upstream.requests
+        assert "a request head was not complete in time" in [one[2].get("reason") for one in rig.audit.records]
+
+
+STALLS = {
+    "a preface without its end": b"PRI * HT",
+    "a frame header without its end": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize() + b"\0\0",
+    "half a HEADERS frame": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize() + headers(1)[:12],
+    "a block without its end": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    + SettingsFrame(0).serialize()
+    + headers(1, ends=False),
+}
+
+
+@pytest.mark.parametrize("stall", STALLS)
+async def test_an_http2_head_that_stalls_ends_the_flow(stall, lab, upstream_root):
+    context = lab.tls(upstream_root.leaf("good.test"))
+    async with lab.running(context, EngineLimits(handshake_seconds=0.5, idle_seconds=60)) as rig:
+        reader, writer, _ = await rig.speak_h2()
+        writer.write(STALLS[stall])
+        async with asyncio.timeout(20):
+            await ended(reader)
+        writer.transport.abort()
+        assert 0 == rig.dials
+
+
+class Http2Far:
+    """A server that speaks HTTP/2, answers 200 and keeps each header block as it came."""
+
+    def __init__(self) -> None:
+        self.decoder = hpack.Decoder()
+        self.blocks: list[list[hpack.HeaderTuple]] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(24)
+        writer.write(SettingsFrame(0).serialize())
+        try:
+            while True:
+                header = await reader.readexactly(9)
+                frame, length = Frame.parse_frame_header(memoryview(header))
+                frame.parse_body(memoryview(await reader.readexactly(length)))
+                if isinstance(frame, HeadersFrame):
+                    self.blocks.append(list(self.decoder.decode(frame.data, raw=True)))
+                    answer = hpack.Encoder().encode([(":status", "200")])
+                    reply = HeadersFrame(frame.stream_id, data=answer, flags=["END_HEADERS", "END_STREAM"])
+                    writer.write(reply.serialize())
+        except (asyncio.IncompleteReadError, OSError):
+            writer.close()
+
+
+@pytest.mark.parametrize("plan", [None, API_KEY], ids=["bearer", "api key"])
+async def test_a_secret_enters_no_compression_table(plan, lab, upstream_root):
+    context = lab.tls(upstream_root.leaf("good.test"))
+    context.set_alpn_protocols(["h2"])
+    far = Http2Far()
+    async with lab.running(context) as rig:
+        rig.plan = plan or rig.plan
+        server = await asyncio.start_server(far.serve, "127.0.0.1", 0, ssl=context)
+        rig.dial_port = server.sockets[0].getsockname()[1]
+        reader, writer, client = await rig.speak_h2()
+        for stream in (1, 3):
+            client.send_headers(stream, [*GET, ("x-own", "the sandbox's")], end_stream=True)
+        writer.write(client.data_to_send())
+        done = 0
+        while done < 2:
+            for event in client.receive_data(await asyncio.wait_for(reader.read(65536), 20)):
+                done += isinstance(event, h2.events.StreamEnded)
+            writer.write(client.data_to_send())
+        writer.close()
+        server.close()
+
+    name = rig.plan.slot.encode()
+    secret = rig.secret.encode()
+    carrying = [field for block in far.blocks for field in block if secret in bytes(field[1])]
+    assert [name, name] == [bytes(field[0]) for field in carrying]
+    assert [False, False] == [field.indexable for field in carrying]
+    assert secret not in b" ".join(bytes(value) for _, value in far.decoder.header_table.dynamic_entries)
+    assert b"x-own" in [bytes(name) for name, _ in far.decoder.header_table.dynamic_entries]  # the table is in use
+
+
+async def test_an_observed_request_is_forwarded_as_it_is(rig):
+    rig.decide = lambda _facts: AllowRequest("observe:p", (), Deny("p/no", "would be denied"))
+    await rig.exchange(b"GET /v1/x HTTP/1.1\r\nHost: good.test\r\n\r\n")
+
+    assert rig.secret.encode() not in rig.upstream.data
+    assert 1 == rig.upstream.requests
+    assert [("request", "observe")] == rig.audit.kinds()
+    assert [] == rig.leased
+
+
+BOMB = hpack.Encoder().encode([("x-filling", "a" * 4000)]) + bytes([0x80 | 62]) * 12_000
+"""A header block of 16 KB that stands for one of 48 MB: the same entry of the table, again and again."""
+
+
+def answer(stream: int, *, ends: bool = False, block: bytes = b"") -> bytes:
+    flags = ["END_HEADERS", *(["END_STREAM"] if ends else [])]
+    return HeadersFrame(stream, data=block or hpack.Encoder().encode([(":status", "200")]), flags=flags).serialize()
+
+
+SERVER_FLOODS = {
+    "pings": lambda _n: PingFrame(0, opaque_data=b"12345678").serialize(),
+    "settings": lambda _n: SettingsFrame(0, settings={4: 65535}).serialize(),
+    "empty data": lambda n: answer(1) if n == 0 else DataFrame(1, data=b"").serialize(),
+    "an endless header block": lambda n: (
+        HeadersFrame(1, data=b"", flags=[]).serialize() if n == 0 else ContinuationFrame(1, data=b"").serialize()
+    ),
+    "a window beyond the largest": lambda _n: WindowUpdateFrame(0, 2**31 - 1).serialize(),
+    "a stream that nobody asked for": lambda n: answer(2 + 2 * n, ends=True),
+    "pushes": lambda n: PushPromiseFrame(
+        1, 2 + 2 * n, data=hpack.Encoder().encode(GET), flags=["END_HEADERS"]
+    ).serialize(),
+    "early hints": lambda _n: answer(1, block=hpack.Encoder().encode([(":status", "103"), ("link", "</a>")])),
+    "a block that grows": lambda _n: answer(1, block=BOMB),
+}
+"""Each makes frame number n of what a server sends in the place of its answer to stream 1."""
+
+
+@pytest.mark.parametrize("flood", SERVER_FLOODS)
+async def test_a_server_that_floods_loses_its_connection_and_its_client_gets_an_error(flood, lab, upstream_root):
+    context = lab.tls(upstream_root.leaf("good.test"))
+    context.set_alpn_protocols(["h2"])
+    make, left = SERVER_FLOODS[flood], asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(24)
+        writer.write(SettingsFrame(0).serialize())
+        await reader.read(65536)
+        end = asyncio.create_task(ended(reader))
+        for number in range(20_000):
+            if end.done():
+                break
+            writer.write(make(number))
+            if number % 50 == 0:
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await end
+        left.set()
+        writer.transport.abort()
+
+    running = lab.running(context)
+    running.rig.upstream.serve = serve
+    before = resident()
+    async with running as rig:
+        reader, writer, client = await rig.speak_h2()
+        client.send_headers(1, GET, end_stream=True)
+        writer.write(client.data_to_send())
+        statuses: list[bytes] = []
+        async with asyncio.timeout(20):
+            while not statuses and (data := await reader.read(65536)):
+                for event in client.receive_data(data):
+                    if isinstance(event, h2.events.ResponseReceived):
+                        statuses.append(only(event.headers, b":status"))
+                    if isinstance(event, h2.events.StreamReset):
+                        statuses.append(b"reset")
+            await left.wait()
+        assert flood == "empty data" or [b"502"] == statuses
+        assert resident() - before < 32 << 20
+        writer.close()
+
+
+async def test_a_header_block_that_grows_ends_its_connection(rig):
+    reader, writer, client = await rig.speak_h2()
+    before = resident()
+    writer.write(client.data_to_send() + headers(1, block=hpack.Encoder().encode(GET) + BOMB))
+    async with asyncio.timeout(20):
+        await ended(reader)
+    writer.transport.abort()
+
+    assert (0, b"") == (rig.dials, rig.upstream.data)
+    assert resident() - before < 32 << 20

@@ -1,0 +1,28 @@
+"""A sandbox, a secret, and each request of vaultd's socket."""
+
+from typing import Any
+
+from vault.grants import Grant, SecretBinding
+from wire.api import vaultd
+from wire.operations import Request
+
+CANARY = "canary-e15c77d2"
+SANDBOX = "sbx-000000000000000000000001"
+BINDING = SecretBinding.make(["api.good.test"])
+GRANT = Grant.make("token", "api.good.test", 443, "https")
+ASK = ("token", "api.good.test", 443, "https")
+
+ADMINISTRATION: dict[str, Request[Any]] = {
+    "put": vaultd.Put("token", vaultd.Value(CANARY), BINDING.form),
+    "rotate": vaultd.Rotate("token", vaultd.Value(CANARY)),
+    "delete": vaultd.Delete("token"),
+    "list": vaultd.List(),
+    "rekey": vaultd.Rekey(),
+    "attach": vaultd.Attach(SANDBOX, 1),
+}
+SANDBOXES: dict[str, Request[Any]] = {
+    "open_sandbox": vaultd.OpenSandbox(SANDBOX, "lin-1", (GRANT.form,), {"inline:a": vaultd.Value("x")}, None, ("*",)),
+    "regrant": vaultd.Regrant(SANDBOX, (), {}, (), (), ()),
+    "narrow": vaultd.Narrow(SANDBOX, (), (), ()),
+    "close_sandbox": vaultd.CloseSandbox(SANDBOX),
+}

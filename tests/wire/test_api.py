@@ -1,0 +1,103 @@
+"""What crosses a boundary checks its own values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from wire.api import auditd, vaultd, worker, zygote
+from wire.errors import RequestError
+
+DIGEST = "a" * 64
+HEAD = auditd.Head(1, DIGEST)
+ANCHOR: dict[str, Any] = {
+    "version": 1,
+    "ts": "2026-01-01T00:00:00.000Z",
+    "identity": DIGEST,
+    "key": DIGEST,
+    "file": 1,
+    "offset": 0,
+    "log": DIGEST,
+    "heads": {"control": HEAD},
+}
+FORK: dict[str, Any] = {"sandbox": "sbx-1", "generation": 1, "uid": 1000, "gid": 1000, "cgroup": ("/a",)}
+ENTRY = auditd.Entry("request", "deny")
+
+WRONG: dict[str, Callable[[], object]] = {
+    "no record": lambda: auditd.Records(()),
+    "too many records": lambda: auditd.Records((ENTRY,) * (auditd.MOST_RECORDS + 1)),
+    "a gateway without a sandbox": lambda: auditd.Attach(auditd.Producer.GATEWAY, None, 1),
+    "a vault with a sandbox": lambda: auditd.Attach(auditd.Producer.VAULT, "sbx-1", 1),
+    "the control chain as a sandbox": lambda: auditd.Attach(auditd.Producer.GATEWAY, "control", 1),
+    "the end of the control chain": lambda: auditd.CloseSandbox("control"),
+    "a negative sequence number": lambda: auditd.Head(-1, DIGEST),
+    "a head without a hash": lambda: auditd.Head(1, ""),
+    "an anchor of another version": lambda: auditd.Anchor(**{**ANCHOR, "version": 2}),
+    "an anchor with a long time": lambda: auditd.Anchor(**{**ANCHOR, "ts": "2" * 65}),
+    "an anchor with a negative offset": lambda: auditd.Anchor(**{**ANCHOR, "offset": -1}),
+    "an anchor with a path as a chain": lambda: auditd.Anchor(**{**ANCHOR, "heads": {"../x": HEAD}}),
+    "a vault channel without a generation": lambda: vaultd.Attach("sbx-1", 0),
+    "a vault channel of a path": lambda: vaultd.Attach("../x", 1),
+    "a configuration of a path": lambda: worker.Configure("../x", 1, worker.Configuration("{}", "", (), "")),
+    "a configuration of no generation": lambda: worker.Configure("sbx-1", 0, worker.Configuration("{}", "", (), "")),
+    "a policy without a digest": lambda: worker.Confirmed(""),
+    "a worker that is root": lambda: zygote.Fork(**{**FORK, "uid": 0}),
+    "a worker in the group of root": lambda: zygote.Fork(**{**FORK, "gid": 0}),
+    "a relative control group": lambda: zygote.Fork(**{**FORK, "cgroup": ("a",)}),
+    "too many control groups": lambda: zygote.Fork(**{**FORK, "cgroup": ("/a",) * 65}),
+    "init as a worker": lambda: zygote.Forked(1),
+    "a group of processes as a worker": lambda: zygote.Exited(-7, 0),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_value_out_of_its_bounds_is_refused(case: str) -> None:
+    with pytest.raises(ValueError):
+        WRONG[case]()
+
+
+def test_values_within_their_bounds_are_taken() -> None:
+    assert HEAD == auditd.Anchor(**ANCHOR).heads["control"]
+    assert 1000 == zygote.Fork(**FORK).uid
+    assert "sbx-1" == vaultd.Attach("sbx-1", 1).sandbox
+    assert auditd.MOST_RECORDS == len(auditd.Records((ENTRY,) * auditd.MOST_RECORDS).entries)
+
+
+CANARY = "canary-5f0c2a91"
+VALUE = vaultd.Value(CANARY)
+BINDING = vaultd.BindingForm(("api.test",), (443,), ("https",), vaultd.Scope(), None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        VALUE,
+        vaultd.Put("a", VALUE, BINDING),
+        vaultd.Rotate("a", VALUE),
+        vaultd.OpenSandbox("sbx-1", "l", inline={"inline:a": VALUE}),
+        vaultd.Regrant("sbx-1", (), {"inline:a": VALUE}),
+        vaultd.IssuedAuthority("", "", VALUE),
+        vaultd.Released(VALUE, (VALUE,), 1, vaultd.Scope()),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_no_representation_of_a_message_has_a_secret(message: object) -> None:
+    for shown in (repr(message), str(message), f"{message}", f"{[message]}", repr({"x": message})):
+        assert CANARY not in shown
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "a", "value": [CANARY]},
+        {"name": "a", "value": {"text": CANARY}},
+        {"name": [CANARY], "value": CANARY},
+        {"name": "a", "value": CANARY, "more": CANARY},
+        {"value": CANARY},
+    ],
+)
+def test_no_refusal_of_a_message_has_a_secret(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        vaultd.CONTROL.read("rotate", given)
+    assert CANARY not in str(refused.value)
+    assert CANARY not in repr(refused.value)

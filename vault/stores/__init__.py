@@ -1,0 +1,1 @@
+"""Stores of secrets: the port, and its implementations."""

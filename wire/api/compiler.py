@@ -1,0 +1,29 @@
+"""What hostd asks the compiler (`CONTROL`), and what the compiler reports (`REPORTS`)."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from wire.operations import Notification, Operations, Request
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledText:
+    """A compiled policy, as a JSON text."""
+
+    policy: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Compile(Request[CompiledText]):
+    """Compile a selection, which is a JSON text, under the operator's document as it is now."""
+
+    selection: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(Notification):
+    """Another document is in force."""
+
+
+CONTROL: Final = Operations(Compile)
+REPORTS: Final = Operations(Changed)
