@@ -83,7 +83,7 @@ def _runtime(
         sandbox = ground.create(runtime)
         try:
             time.sleep(SETTLE_SECONDS)
-            container = str(ground.stack.host("inspect", sandbox=str(sandbox.id))["container"])
+            container = ground.stack.container(str(sandbox.id))
             idle = (_memory(container) - _memory(plain)) / (1 << 20)
             sandbox.commands.run("echo warm")
             echo = _echoes(sandbox, rounds)

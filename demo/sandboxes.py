@@ -165,7 +165,7 @@ class DemoSandbox:
         alarm = ""
         while not alarm and time.monotonic() - began < CUT_OFF_SECONDS:
             time.sleep(0.1)
-            alarm = str(self._stack.host("inspect", sandbox=self.id)["alarm"])
+            alarm = str(self._stack.inspect(self.id).alarm)
         recorded = [r for r in self._stack.audit_records() if r["kind"] == "alarm" and r.get("sandbox") == self.id]
         good = bool(alarm) and bool(recorded)
         observed = f"after {time.monotonic() - began:.1f} s: {alarm}"[:160] if good else "no alarm"
@@ -232,7 +232,7 @@ class DemoSandbox:
 
     def kill_worker(self, internet: Internet) -> Row:
         """Kill the gateway worker: nothing gets out, and the same policy is served again in time."""
-        pid = int(self._stack.host("inspect", sandbox=self.id)["worker_pid"])
+        pid = self._stack.worker_pid(self.id)
         with Capture(internet.path(internet.net), "net0") as wire:
             self.run(
                 f"nohup sh -c 'for i in $(seq 40); do curl -sk --max-time 1 https://{ADDRESSES[ATTACKER]}/; "
@@ -252,7 +252,7 @@ class DemoSandbox:
                     if code == 0 and '"method"' in printed:
                         served = time.monotonic() - killed
             escaped = sum(1 for frame in wire.since(mark) if frame.destination == ADDRESSES[ATTACKER])
-        replaced = int(self._stack.host("inspect", sandbox=self.id)["worker_pid"]) != pid
+        replaced = self._stack.worker_pid(self.id) != pid
         good = served is not None and served <= bound and escaped == 0 and replaced
         when = "never" if served is None else f"after {served:.2f} s"
         observed = f"{escaped} frames at the attacker; policy and trusted CA back {when}"

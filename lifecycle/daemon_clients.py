@@ -10,7 +10,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import wire
@@ -18,7 +18,7 @@ from audit.client import entry
 from audit.records import record
 from policy.selection import Selection
 from vault.grants import Grant
-from wire.api import vaultd
+from wire.api import hostd, vaultd
 from wire.api.auditd import Record
 
 CALL_TIMEOUT = 20.0
@@ -71,7 +71,7 @@ class Daemon:
 
     async def ping(self) -> None:
         """Ask whether it is there."""
-        await self.call("ping", timeout=5.0)
+        await self.ask(wire.Ping(), timeout=5.0)
 
     async def close(self) -> None:
         """End the connection."""
@@ -81,21 +81,14 @@ class Daemon:
             await client.close()
 
     async def ask[Answer](self, request: wire.Request[Answer], timeout: float = CALL_TIMEOUT) -> Answer:
-        """Ask and return the answer; errors are those of `call`."""
-        return await self._carried_out(lambda client: client.ask(request, timeout=timeout))
-
-    async def call(self, op: str, timeout: float = CALL_TIMEOUT, **parameters: Any) -> wire.Message:
-        """Call and return the result.
+        """Ask and return the answer.
 
         Raises:
             Unreachable: no connection, or no answer in time.
             wire.RemoteError: refused; with `TOO_LARGE` by ourselves.
         """
-        return await self._carried_out(lambda client: client.call(op, timeout=timeout, **parameters))
-
-    async def _carried_out[Answer](self, ask: Callable[[wire.Client], Awaitable[Answer]]) -> Answer:
         try:
-            return await ask(await self._connected())
+            return await (await self._connected()).ask(request, timeout=timeout)
         except wire.FrameError:
             raise wire.RemoteError(wire.Code.TOO_LARGE, f"the request is larger than {self.name} takes") from None
         except wire.WrongServer as error:
@@ -117,22 +110,17 @@ class Hostd(Daemon):
 
     name = "hostd"
 
-    async def image(self, name: str) -> wire.Message:
-        """Look an image up: `{"id", "entrypoint", "cmd", "env", "workdir"}`; refused with `unknown_image`."""
-        return await self.call("image", name=name)
+    async def check_image(self, name: str) -> None:
+        """Find out whether the host has an image; refused with `unknown_image` if not."""
+        await self.ask(hostd.DescribeImage(name))
 
-    async def images(self) -> list[str]:
+    async def images(self) -> tuple[str, ...]:
         """Names of images this host has, the configured ones first; not all, where there are a great many."""
-        return [str(name) for name in (await self.call("images")).get("images", [])]
+        return (await self.ask(hostd.Images())).images
 
-    async def runtimes(self) -> list[str]:
-        """Names of the runtimes this host has."""
-        return [str(name) for name in (await self.call("runtimes")).get("runtimes", [])]
-
-    async def launch(self, selection: Selection, **specification: Any) -> str:
+    async def launch(self, launch: hostd.Launch) -> str:
         """Start a sandbox and return the digest of its policy; a refusal means that nothing of it is left."""
-        answer = await self.call("launch", timeout=LAUNCH_TIMEOUT, selection=selection.to_json(), **specification)
-        return str(answer.get("policy") or "")
+        return (await self.ask(launch, LAUNCH_TIMEOUT)).digest
 
     async def configure(self, sandbox: str, selection: Selection, *, decided: bool) -> str:
         """Give a sandbox's gateway another policy; returns the digest of the one that is in force then.
@@ -143,21 +131,19 @@ class Hostd(Daemon):
             decided: it is to be in force whatever happens: a gateway that is replaced meanwhile begins with it. Else
                 a gateway that does not confirm it keeps, or is replaced with, what it had.
         """
-        answer = await self.call("configure", sandbox=sandbox, selection=selection.to_json(), decided=decided)
-        return str(answer.get("policy") or "")
+        return (await self.ask(hostd.Configure(sandbox, selection.to_text(), decided))).digest
 
     async def policy(self, sandbox: str) -> str:
-        """The digest of the policy that a sandbox's worker has confirmed."""
-        return str((await self.call("inspect", sandbox=sandbox)).get("policy") or "")
+        """The digest of the policy that a sandbox's worker has confirmed, or empty."""
+        return (await self.ask(hostd.Inspect(sandbox))).state.policy
 
-    async def remove(self, sandbox: str) -> list[str]:
+    async def remove(self, sandbox: str) -> tuple[str, ...]:
         """Remove a sandbox; returns what is left of it, which should be nothing. Unknown ones are no error."""
-        answer = await self.call("remove", timeout=LAUNCH_TIMEOUT, sandbox=sandbox)
-        return [str(item) for item in answer.get("residue", [])]
+        return (await self.ask(hostd.Remove(sandbox), LAUNCH_TIMEOUT)).residue
 
-    async def list(self) -> list[dict[str, Any]]:
-        """All sandboxes hostd knows, as it describes them."""
-        return [item for item in (await self.call("list")).get("sandboxes", []) if isinstance(item, dict)]
+    async def states(self) -> tuple[hostd.HostSandboxState, ...]:
+        """The states of all sandboxes that hostd knows."""
+        return (await self.ask(hostd.List())).sandboxes
 
 
 class Vaultd(Daemon):

@@ -7,14 +7,12 @@
 The checks of the host itself are `runtimes.checks.doctor`'s. Nothing is changed.
 """
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import wire
@@ -23,6 +21,9 @@ from lifecycle.config import launch
 from lifecycle.config.settings import Settings, SettingsError
 from policy.load import PolicyError, load
 from runtimes.process import api_listener
+from wire import codec
+from wire.api.hostd import Check, Diagnosis, Doctor
+from wire.blocking import BlockingClient
 from wire.sockets import ROOT
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -30,40 +31,24 @@ _ASK_SECONDS = 60.0
 _CHECK_SECONDS = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check's result; `remedy` is empty when it is fine."""
-
-    name: str
-    ok: bool
-    detail: str
-    remedy: str = ""
-
-    def line(self) -> str:
-        """What is printed."""
-        if self.ok:
-            return f"ok    {self.name}: {self.detail}"
-        return f"FAIL  {self.name}: {self.detail} -> {self.remedy or 'see the server log'}"
-
-
-def diagnose(settings: Settings) -> list[Finding]:
+def diagnose(settings: Settings) -> list[Check]:
     """Run every check."""
     try:
-        running = asyncio.run(_ask_hostd(settings.run_dir / "hostd.sock"))
+        running = _ask_hostd(settings.run_dir / "hostd.sock")
     except PermissionError:
-        running = [Finding("host", False, "the running server answers root only", "run this command as root")]
+        running = [Check("host", False, "the running server answers root only", "run this command as root")]
     except wire.WrongServer as error:
-        running = [Finding("host", False, str(error), "find out which program has made that socket")]
+        running = [Check("host", False, str(error), "find out which program has made that socket")]
     own = [
         _attempt("policy", "correct the policy file; `sallyport policy check` says where", lambda: _policy(settings))
     ]
     if running is not None:
-        return [Finding("server", True, "running"), *running, *own]
+        return [Check("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"
     return [*ask_process(settings), *own, _attempt("listen", remedy, lambda: _listen(settings))]
 
 
-async def _ask_hostd(path: Path) -> list[Finding] | None:
+def _ask_hostd(path: Path) -> list[Check] | None:
     """Ask the running hostd; None if there is none.
 
     Raises:
@@ -71,21 +56,19 @@ async def _ask_hostd(path: Path) -> list[Finding] | None:
         wire.WrongServer: a process of another user has its place.
     """
     try:
-        client = await wire.Client.connect(path, ROOT)
+        client = BlockingClient(path, ROOT, _ASK_SECONDS)
     except (PermissionError, wire.WrongServer):
         raise
     except OSError:
         return None
-    try:
-        answer = await client.call("doctor", timeout=_ASK_SECONDS)
-        return [Finding(**check) for check in answer["checks"]]
-    except (wire.RemoteError, OSError, TimeoutError) as error:
-        return [Finding("host", False, f"the running server cannot say: {console.reason(error)}", "start it again")]
-    finally:
-        await client.close()
+    with client:
+        try:
+            return list(client.ask(Doctor()).checks)
+        except (wire.RemoteError, OSError) as error:  # ConnectionError and TimeoutError are OSErrors
+            return [Check("host", False, f"the running server cannot say: {console.reason(error)}", "start it again")]
 
 
-def ask_process(settings: Settings) -> list[Finding]:
+def ask_process(settings: Settings) -> list[Check]:
     """Make the host's checks in a process of their own, for a server with these settings."""
     remedy = "run it with the Python environment that Sallyport is installed in"
     with tempfile.TemporaryDirectory(prefix="sallyport-doctor-") as directory:
@@ -95,19 +78,19 @@ def ask_process(settings: Settings) -> list[Finding]:
             done = subprocess.run(
                 command, cwd=PROJECT, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
             )
-            return [Finding(**check) for check in json.loads(done.stdout)]
+            return list(codec.decode(Diagnosis, json.loads(done.stdout)).checks)
         except subprocess.TimeoutExpired:
-            return [Finding("host", False, f"the checks did not end within {_CHECK_SECONDS:.0f} s", remedy)]
-        except (ValueError, TypeError):
+            return [Check("host", False, f"the checks did not end within {_CHECK_SECONDS:.0f} s", remedy)]
+        except ValueError:
             said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            return [Finding("host", False, f"the checks could not run: {said[:200]}", remedy)]
+            return [Check("host", False, f"the checks could not run: {said[:200]}", remedy)]
 
 
-def _attempt(name: str, remedy: str, probe: Callable[[], str]) -> Finding:
+def _attempt(name: str, remedy: str, probe: Callable[[], str]) -> Check:
     try:
-        return Finding(name, True, probe())
+        return Check(name, True, probe())
     except (SettingsError, PolicyError, OSError) as error:
-        return Finding(name, False, console.reason(error), remedy)
+        return Check(name, False, console.reason(error), remedy)
 
 
 def _policy(settings: Settings) -> str:

@@ -4,8 +4,8 @@ A selection can name one of the operator's policies. It has the caller's network
 binding refers only to credentials of the sandbox's own vault: the compiled secret is always `inline:<credential>`.
 """
 
+import json
 from dataclasses import dataclass
-from typing import Any
 
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 from policy.bindings import MAX_BINDINGS, MAX_PLACES, ApiBinding, number_of_places, parse_binding
@@ -28,13 +28,14 @@ class Selection:
         """Compile the selection under the operator's document. Refused parts are omitted and returned."""
         return enforce(document, self.policy_name, self.network_policy, self.bindings)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
+    def to_text(self) -> str:
+        """Return the JSON form, as a text."""
+        form = {
             "policy_name": self.policy_name,
             "network_policy": None if self.network_policy is None else self.network_policy.to_wire(),
             "bindings": [binding.to_json() for binding in self.bindings],
         }
+        return json.dumps(form)
 
     @classmethod
     def from_json(cls, value: object) -> "Selection":

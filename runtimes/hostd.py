@@ -22,11 +22,8 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from pydantic import ValidationError
 
 import wire
 from runtimes.adoption import Leavings, adopt_or_remove
@@ -55,9 +52,26 @@ from runtimes.process.supervisor import NotReady
 from runtimes.process.watchdog import BEAT_SECONDS, READY_FD
 from runtimes.records import RecordStore
 from runtimes.sandboxes import Sandboxes
-from runtimes.spec import IMAGE_NAME, HostConfig, LaunchSpec
+from runtimes.spec import IMAGE_NAME, HostConfig, check_launch
+from wire import serving
+from wire.api.hostd import (
+    OPERATIONS,
+    Configure,
+    DescribeImage,
+    Diagnosis,
+    Doctor,
+    ImageDescription,
+    ImageNames,
+    Images,
+    Inspect,
+    Launch,
+    List,
+    Listed,
+    PolicyInForce,
+    Remove,
+    Removed,
+)
 from wire.frames import close_all
-from wire.ids import SANDBOX_ID
 
 _LISTED_IMAGES = 100
 _GATED_SECONDS = 5.0
@@ -118,6 +132,7 @@ class Host:
         upstream = Path(config.upstream_netns) if config.upstream_netns is not None else None
         self._cgroups = Cgroups(config.run_dir)
         self._records = RecordStore(self._run / "records")
+        self._serving = serving.handler(OPERATIONS, self._answer)
         self._dockerd: Dockerd | None = None
         self._docker: Docker | None = None
         self._guard = NetGuard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
@@ -315,53 +330,37 @@ class Host:
         self, client: wire.Client, op: str, parameters: wire.Message, fds: list[int]
     ) -> wire.Message | None:
         """Answer one request."""
-        close_all(fds)
         self._daemons.heard(client)
-        operations: dict[str, Callable[[wire.Message], Awaitable[dict[str, Any]]]] = {
-            "ping": self._ping,
-            "doctor": self._doctor,
-            "runtimes": self._runtimes,
-            "image": self._image,
-            "images": self._images,
-            "launch": self._launch,
-            "configure": self._configure,
-            "remove": self._remove,
-            "list": self._list,
-            "inspect": self._inspect,
-        }
-        if (operation := operations.get(op)) is None:
-            raise wire.RequestError(wire.Code.UNKNOWN_OP, f"unknown operation {op[:64]!r}")
-        return await operation(parameters)
+        return await self._serving(client, op, parameters, fds)
+
+    async def _answer(self, _client: wire.Client, request: wire.Request[Any], fds: list[int]) -> object:
+        close_all(fds)
+        match request:
+            case Doctor():
+                return Diagnosis(tuple(await diagnose(self._config, self._docker)))
+            case DescribeImage(name):
+                return await self._image(name)
+            case Images():
+                return await self._images()
+            case Launch():
+                return await self._launch(request)
+            case Configure(sandbox, selection, decided):
+                return PolicyInForce(await self._parts()[1].configure(sandbox, selection, decided=decided))
+            case Remove(sandbox):
+                return Removed(await self._parts()[1].remove(sandbox))
+            case List():
+                return Listed(await self._parts()[1].list())
+            case Inspect(sandbox):
+                return await self._parts()[1].inspect(sandbox)
+            case _:
+                raise TypeError(f"{type(request).__name__} is not asked of hostd")
 
     def _parts(self) -> tuple[Docker, Sandboxes]:
         if self._docker is None or self._sandboxes is None:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is starting")
         return self._docker, self._sandboxes
 
-    async def _ping(self, parameters: wire.Message) -> dict[str, Any]:
-        _exactly(parameters)
-        return {}
-
-    async def _doctor(self, parameters: wire.Message) -> dict[str, Any]:
-        _exactly(parameters)
-        return {"checks": [check.as_dict() for check in await diagnose(self._config, self._docker)]}
-
-    async def _runtimes(self, parameters: wire.Message) -> dict[str, Any]:
-        _exactly(parameters)
-        known = await self._parts()[0].runtimes()
-        programs = self._config.programs
-        return {
-            "runtimes": [
-                name
-                for name in self._config.runtimes
-                if wrappers.runtime_name(name) in known and os.access(programs[name], os.X_OK)
-            ]
-        }
-
-    async def _image(self, parameters: wire.Message) -> dict[str, Any]:
-        name = _exactly(parameters, "name")
-        if not isinstance(name, str):
-            raise wire.RequestError(wire.Code.INVALID, "name is not an image name")
+    async def _image(self, name: str) -> ImageDescription:
         if not IMAGE_NAME.fullmatch(name):
             raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "this is no image's name")
         try:
@@ -370,63 +369,26 @@ class Host:
             raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "there is no such image on this host") from None
         except DockerError as error:
             raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
-        return {
-            "id": image.id,
-            "entrypoint": list(image.entrypoint),
-            "cmd": list(image.cmd),
-            "env": list(image.env),
-            "workdir": image.workdir,
-        }
+        return ImageDescription(
+            id=image.id, entrypoint=image.entrypoint, cmd=image.cmd, env=image.env, workdir=image.workdir
+        )
 
-    async def _images(self, parameters: wire.Message) -> dict[str, Any]:
-        _exactly(parameters)
+    async def _images(self) -> ImageNames:
         try:
             names = await self._parts()[0].image_names()
         except DockerError as error:
             raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
         configured = [image.name for image in self._config.images if image.name.removesuffix(":latest") in names]
-        return {"images": list(dict.fromkeys((*configured, *names)))[:_LISTED_IMAGES]}
+        return ImageNames(tuple(dict.fromkeys((*configured, *names)))[:_LISTED_IMAGES])
 
-    async def _launch(self, parameters: wire.Message) -> dict[str, Any]:
+    async def _launch(self, launch: Launch) -> PolicyInForce:
         try:
-            spec = LaunchSpec.model_validate(parameters)
-        except ValidationError as error:
-            problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
-            place = ".".join(map(str, problem["loc"][:1])) or "launch"
-            raise wire.RequestError(wire.Code.INVALID, f"{place}: {problem['msg']}"[:300]) from None
+            check_launch(launch)
+        except ValueError as error:
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         _, sandboxes = self._parts()
         await self._watching.wait()
-        return await sandboxes.launch(spec)
-
-    async def _configure(self, parameters: wire.Message) -> dict[str, Any]:
-        selection, decided = parameters.pop("selection", None), parameters.pop("decided", False)
-        if not isinstance(selection, dict) or not isinstance(decided, bool):
-            raise wire.RequestError(wire.Code.INVALID, "selection is not an object, or decided is no boolean")
-        return {"policy": await self._parts()[1].configure(_sandbox(parameters), selection, decided=decided)}
-
-    async def _remove(self, parameters: wire.Message) -> dict[str, Any]:
-        return {"residue": list(await self._parts()[1].remove(_sandbox(parameters)))}
-
-    async def _list(self, parameters: wire.Message) -> dict[str, Any]:
-        _exactly(parameters)
-        return {"sandboxes": await self._parts()[1].list()}
-
-    async def _inspect(self, parameters: wire.Message) -> dict[str, Any]:
-        return await self._parts()[1].inspect(_sandbox(parameters))
-
-
-def _exactly(parameters: wire.Message, name: str | None = None) -> Any:
-    """Return parameter `name`; refuse any other."""
-    if set(parameters) != ({name} if name is not None else set()):
-        raise wire.RequestError(wire.Code.INVALID, "unknown or missing parameters")
-    return parameters.get(name) if name is not None else None
-
-
-def _sandbox(parameters: wire.Message) -> str:
-    value = _exactly(parameters, "sandbox")
-    if not isinstance(value, str) or not SANDBOX_ID.fullmatch(value):
-        raise wire.RequestError(wire.Code.INVALID, "sandbox is not a sandbox id")
-    return value
+        return PolicyInForce(await sandboxes.launch(launch))
 
 
 async def run(config: HostConfig) -> int:

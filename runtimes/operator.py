@@ -15,8 +15,9 @@ from typing import Any
 import wire
 from runtimes.daemons import Daemons
 from runtimes.net.plan import PLAN
-from runtimes.spec import HostConfig, LaunchSpec
+from runtimes.spec import HostConfig
 from wire.api.compiler import Compile
+from wire.api.hostd import Launch
 from wire.api.worker import Configuration
 
 type Policy = dict[str, Any]
@@ -47,8 +48,8 @@ class Operator:
             raise ValueError(f"{config.upstream_roots} is larger than {MAX_ROOTS} bytes")
         self._roots = roots.decode("utf-8", "ignore")
 
-    async def compile(self, selection: dict[str, Any]) -> Policy:
-        """Return the policy of a selection under the operator's document as it is now.
+    async def compile(self, selection: str) -> Policy:
+        """Return the policy of a selection (JSON text) under the operator's document as it is now.
 
         Raises:
             wire.RequestError: there is none: `invalid`, `too_large`, or `unavailable` if the compiler does not answer.
@@ -57,7 +58,7 @@ class Operator:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 await self._daemons.reachable("compiler")
             client = self._daemons.client("compiler")
-            answer = await client.ask(Compile(json.dumps(selection)), timeout=COMPILE_SECONDS)
+            answer = await client.ask(Compile(selection), timeout=COMPILE_SECONDS)
             policy = json.loads(answer.policy)
         except wire.FrameError:
             raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for the compiler") from None
@@ -91,7 +92,7 @@ class Operator:
         """Return what the programs in a sandbox trust: the operator's roots, and the sandbox's own."""
         return f"{self._roots.rstrip()}\n{root}"
 
-    def judge(self, spec: LaunchSpec, others: int) -> None:
+    def judge(self, spec: Launch, others: int) -> None:
         """Judge a launch beside `others` sandboxes.
 
         Raises:

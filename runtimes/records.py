@@ -10,11 +10,12 @@ It outlives processes, not the host: there is no sync to disk, because no sandbo
 import logging
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from runtimes.spec import Runtime, SandboxId
+from runtimes.spec import SandboxId
+from wire.api.hostd import Runtime
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class SandboxRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
     sandbox: SandboxId
-    runtime: Runtime
+    runtime: Annotated[Runtime, Field(strict=False)]
     phase: Phase
     generation: int = Field(ge=1)
     uid: int | None
@@ -36,7 +37,7 @@ class SandboxRecord(BaseModel):
     gateway_inode: int | None
     container: str | None
     policy: str
-    selection: dict[str, Any]
+    selection: str
     compiled: dict[str, Any]
 
 

@@ -14,8 +14,8 @@ from runtimes.engine.disk import DiskError
 from runtimes.engine.docker import Docker, DockerError, UnknownImage, UnusableImage
 from runtimes.net import netns, slots
 from runtimes.records import Phase, SandboxRecord
-from runtimes.spec import Runtime
 from runtimes.workers import WorkerProcess
+from wire.api.hostd import HostSandboxState, Runtime
 from wire.api.states import HostState
 
 
@@ -32,8 +32,8 @@ class HostSandbox:
     ingress: socket.socket | None = None
     worker: WorkerProcess | None = None
     watch: asyncio.Task[None] | None = None
-    selection: dict[str, Any] = field(default_factory=dict)
-    """What `compiled` was compiled from."""
+    selection: str = ""
+    """What `compiled` was compiled from, as a JSON text."""
     compiled: dict[str, Any] = field(default_factory=dict)
     """The policy that its next worker begins with."""
     policy: str = ""
@@ -67,7 +67,7 @@ class HostSandbox:
         )
 
 
-async def describe(sandbox: HostSandbox, docker: Docker, running: Container[str] = ()) -> dict[str, Any]:
+async def describe(sandbox: HostSandbox, docker: Docker, running: Container[str] = ()) -> HostSandboxState:
     """Return the state of a sandbox, as `list` and `inspect` report it; Docker is not asked of `running` containers."""
     state, reason, exit_code, oom = HostState.CREATING, "", None, False
     if sandbox.alarm:
@@ -87,20 +87,20 @@ async def describe(sandbox: HostSandbox, docker: Docker, running: Container[str]
                 exit_code = found.exit_code if state in (HostState.EXITED, HostState.DEAD) else None
                 if state is HostState.UNKNOWN:
                     reason = f"Docker calls the state of the container {found.status[:40]!r}"
-    return {
-        "sandbox": sandbox.id,
-        "state": state,
-        "reason": reason,
-        "exit_code": exit_code,
-        "oom": oom,
-        "worker_pid": sandbox.worker.pid if sandbox.worker is not None else None,
-        "container": sandbox.container,
-        "slot": sandbox.slot_index,
-        "generation": sandbox.generation,
-        "restarts": sandbox.restarts,
-        "policy": sandbox.policy,
-        "alarm": sandbox.alarm,
-    }
+    return HostSandboxState(
+        sandbox=sandbox.id,
+        state=state,
+        reason=reason,
+        exit_code=exit_code,
+        oom=oom,
+        worker_pid=None if sandbox.worker is None else sandbox.worker.pid,
+        container=sandbox.container,
+        slot=sandbox.slot_index,
+        generation=sandbox.generation,
+        restarts=sandbox.restarts,
+        policy=sandbox.policy,
+        alarm=sandbox.alarm,
+    )
 
 
 _OF_CONTAINERS = frozenset(HostState) - {HostState.CREATING, HostState.GONE, HostState.ALARM}

@@ -26,7 +26,6 @@ import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,9 @@ from runtimes.process.finish import Endings, both, finished, taken
 from runtimes.process.liveness import within
 from runtimes.records import RecordStore, SandboxRecord
 from runtimes.sandbox import HostSandbox, describe, told
-from runtimes.spec import HostConfig, LaunchSpec, sandbox_users
+from runtimes.spec import HostConfig, sandbox_users
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
+from wire.api.hostd import HostSandboxState, Inspected, Launch, SlotDescription
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
 _CALM_SECONDS = 10.0
@@ -104,8 +104,8 @@ class Sandboxes:
         self.gone: Callable[[], None] = lambda: None
         """Called when nothing of a sandbox is left and it is no longer known."""
 
-    async def launch(self, spec: LaunchSpec) -> dict[str, Any]:
-        """Launch one sandbox; returns when its container has started.
+    async def launch(self, spec: Launch) -> str:
+        """Launch one sandbox; returns the digest of its policy when its container has started.
 
         Raises:
             wire.RequestError: it cannot be, with a code; nothing of it is left.
@@ -121,7 +121,7 @@ class Sandboxes:
         self._known[spec.sandbox] = sandbox
         return await self._endings.whole(self._make(sandbox, spec))
 
-    async def _make(self, sandbox: HostSandbox, spec: LaunchSpec) -> dict[str, Any]:
+    async def _make(self, sandbox: HostSandbox, spec: Launch) -> str:
         async with sandbox.lock:
             try:
                 async with self._launching:
@@ -159,7 +159,7 @@ class Sandboxes:
     def _write_down(self, sandbox: HostSandbox) -> None:
         self._records.write(sandbox.record(self._config.uids.worker_base))
 
-    async def _launch(self, sandbox: HostSandbox, spec: LaunchSpec) -> dict[str, Any]:
+    async def _launch(self, sandbox: HostSandbox, spec: Launch) -> str:
         began = time.monotonic()
         sandbox.selection, sandbox.compiled = spec.selection, await self._operator.compile(spec.selection)
         self._write_down(sandbox)
@@ -181,10 +181,9 @@ class Sandboxes:
         }
         timing = {f"{name}_ms": round(value * 1000, 1) for name, value in seconds.items()}
         _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
-        started = datetime.now(UTC).isoformat(timespec="milliseconds")
-        return {"started_at": started, "timing": timing, "policy": sandbox.policy}
+        return sandbox.policy
 
-    async def _gate(self, sandbox: HostSandbox, spec: LaunchSpec) -> tuple[float, float]:
+    async def _gate(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, float]:
         """Take a slot, and then a worker for it that has confirmed its configuration; return when each was there."""
         sandbox.slot = await self.slots.take()
         sandbox.slot_index = sandbox.slot.index
@@ -196,7 +195,7 @@ class Sandboxes:
         sandbox.worker = await self._spawn(sandbox)
         return slotted, time.monotonic()
 
-    async def _create(self, sandbox: HostSandbox, spec: LaunchSpec) -> tuple[float, int | None, tuple[Mount, ...]]:
+    async def _create(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, int | None, tuple[Mount, ...]]:
         """Create the container, which cannot start yet; return when it was there, its room on disk, and its mounts."""
         image = await self._docker.image(spec.image)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
@@ -252,11 +251,11 @@ class Sandboxes:
             raise
         return worker
 
-    async def _prepare_disk(self, spec: LaunchSpec) -> None:
+    async def _prepare_disk(self, spec: Launch) -> None:
         if spec.disk_bytes is not None:
             await asyncio.to_thread(self._disks.prepare, spec.sandbox, spec.disk_bytes)
 
-    async def _attach_disk(self, spec: LaunchSpec, layer: Path | None) -> int | None:
+    async def _attach_disk(self, spec: Launch, layer: Path | None) -> int | None:
         """Put the disk of its own under the container's root file system; return what fits on it, None if unlimited."""
         if spec.disk_bytes is None:
             return None
@@ -264,7 +263,7 @@ class Sandboxes:
             raise DockerError("the storage driver is not overlay2: what a sandbox writes cannot be bounded")
         return await asyncio.to_thread(self._disks.attach, spec.sandbox, layer)
 
-    def _plan(self, sandbox: HostSandbox, spec: LaunchSpec, room: int | None, mounts: tuple[Mount, ...]) -> None:
+    def _plan(self, sandbox: HostSandbox, spec: Launch, room: int | None, mounts: tuple[Mount, ...]) -> None:
         """Write the launch plan: only now can the container start, and only once."""
         if sandbox.slot is None or sandbox.container is None:
             raise RuntimeError("no slot")
@@ -357,7 +356,7 @@ class Sandboxes:
         workers = [sandbox.worker for sandbox in self._known.values() if sandbox.worker is not None]
         await asyncio.gather(*(worker.guarded(pidfd) for worker in workers))
 
-    async def configure(self, name: str, selection: dict[str, Any], *, decided: bool = False) -> str:
+    async def configure(self, name: str, selection: str, *, decided: bool) -> str:
         """Give a sandbox's worker another policy and return its digest; the old one stays when it is refused.
 
         It is written down once the worker has confirmed it. Whichever process dies, one of the two policies is in
@@ -412,9 +411,7 @@ class Sandboxes:
             except wire.RequestError as error:
                 _log.warning("%s is not under the changed document yet: %s", sandbox.id, error.code)
 
-    async def _put_in_force(
-        self, sandbox: HostSandbox, selection: dict[str, Any], policy: Policy, *, decided: bool
-    ) -> str:
+    async def _put_in_force(self, sandbox: HostSandbox, selection: str, policy: Policy, *, decided: bool) -> str:
         """Have the worker confirm a policy, and write it down; the caller holds the lock."""
         if decided:
             self._keep(sandbox, selection, policy)
@@ -467,7 +464,7 @@ class Sandboxes:
         finally:
             sandbox.lock.release()
 
-    def _keep(self, sandbox: HostSandbox, selection: dict[str, Any], policy: Policy) -> None:
+    def _keep(self, sandbox: HostSandbox, selection: str, policy: Policy) -> None:
         """Have the next worker begin with a policy; one that cannot be written down is lost with hostd."""
         sandbox.selection, sandbox.compiled = selection, policy
         try:
@@ -617,26 +614,23 @@ class Sandboxes:
         shutil.rmtree(paths[1], ignore_errors=True)
         return [*(f"file {path}" for path in paths if os.path.lexists(path)), *self._ledgers.remove(sandbox.id)]
 
-    async def list(self) -> list[dict[str, Any]]:
+    async def list(self) -> tuple[HostSandboxState, ...]:
         """Return the state of every sandbox."""
         running: frozenset[str] = frozenset()
         with contextlib.suppress(DockerError):  # then each is asked for, and says so
             running = await self._docker.running()
         known = list(self._known.values())
-        return list(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
+        return tuple(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
 
-    async def inspect(self, name: str) -> dict[str, Any]:
+    async def inspect(self, name: str) -> Inspected:
         """Return the state of one sandbox and what it consists of."""
         sandbox = self._get(name)
         described = await describe(sandbox, self._docker)
-        if sandbox.slot is not None:
-            slot = sandbox.slot
-            described |= {
-                "netns": {"sandbox": str(slot.sandbox), "gateway": str(slot.gateway)},
-                "inodes": sorted(slot.inodes),
-                "links": list(await asyncio.to_thread(netns.links, slot.sandbox)),
-            }
-        return described
+        if (slot := sandbox.slot) is None:
+            return Inspected(described, None)
+        links = tuple(await asyncio.to_thread(netns.links, slot.sandbox))
+        inodes = tuple(sorted(slot.inodes))
+        return Inspected(described, SlotDescription(str(slot.sandbox), str(slot.gateway), inodes, links))
 
 
 def _kill(sandbox: HostSandbox) -> None:

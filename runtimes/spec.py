@@ -1,19 +1,19 @@
-"""What hostd is asked to launch, and what it is configured with: the wire forms, strictly validated.
+"""What hostd is configured with, and what a launch must be on any host.
 
-- Unknown keys, wrong types and out-of-range numbers are refused; there are no defaults for anything that isolates.
-- A launch names an image, an entrypoint and limits. It cannot name mounts, capabilities, devices or namespaces.
+Unknown keys, wrong types and out-of-range numbers are refused; there are no defaults for anything that isolates.
 """
 
 import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from runtimes.engine.disk import SMALLEST
 from runtimes.engine.profile import ISOLATED, PROFILES
 from runtimes.engine.user_namespace import RANGE
+from wire.api.hostd import Launch, Runtime
 from wire.endpoints import parse_endpoint
 from wire.ids import SANDBOX_ID
 
@@ -21,11 +21,6 @@ IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z
 """What Docker may be asked for as an image: part of a path there, so nothing that leads elsewhere in it."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
 _IMAGE_TEXT = re.compile(r"[ !#%-\[\]-~]{0,1024}")  # what Docker's ENV takes as it is: no quote, dollar or backslash
-_MAX_TEXT = 128 * 1024
-_MAX_ENV = 1024 * 1024
-
-type Runtime = Literal["runc", "runsc"]
-RUNTIMES: tuple[Runtime, ...] = ("runc", "runsc")
 
 SandboxId = Annotated[str, Field(pattern=rf"^{SANDBOX_ID.pattern}$")]
 
@@ -40,51 +35,19 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
-class LaunchSpec(_Strict):
-    """One sandbox to launch; no `disk_bytes`: no limit.
+def check_launch(launch: Launch) -> None:
+    """Check what a launch asks of Docker and of its runtime.
 
-    `selection` says which policy it has, and is read by the compiler alone. `ca_root` is what its programs trust beside
-    the operator's roots: no worker does. `isolation` lets execd mount inside the sandbox, for isolated sessions: on
-    a runtime only whose kernel is the sandbox's own.
+    Raises:
+        ValueError: no sandbox can be made so. The message has no value of the launch.
     """
-
-    sandbox: SandboxId
-    runtime: Runtime
-    image: Annotated[str, AfterValidator(_image_name)]
-    entrypoint: list[str] = Field(min_length=1, max_length=256)
-    env: dict[str, str] = Field(max_length=1024)
-    cpu_nanos: int = Field(ge=1_000_000, le=1024 * 10**9)
-    memory_bytes: int = Field(ge=6 * 1024 * 1024, le=2**44)
-    pids: int = Field(ge=1, le=4 * 1024 * 1024)
-    disk_bytes: int | None = Field(ge=SMALLEST, le=2**50)
-    isolation: bool = False
-    ca_root: str = Field(min_length=1, max_length=64 * 1024)
-    execd_token_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    selection: dict[str, Any]
-
-    @field_validator("entrypoint")
-    @classmethod
-    def _arguments(cls, value: list[str]) -> list[str]:
-        if any("\0" in item or len(item) > _MAX_TEXT for item in value) or not value[0]:
-            raise ValueError("an argument is empty in front, too long, or holds a NUL")
-        return value
-
-    @field_validator("env")
-    @classmethod
-    def _environment(cls, value: dict[str, str]) -> dict[str, str]:
-        if any(not _ENV_NAME.fullmatch(name) for name in value):
-            raise ValueError("a variable name is not allowed")
-        if any("\0" in text or len(text) > _MAX_TEXT for text in value.values()):
-            raise ValueError("a variable's value is too long or holds a NUL")
-        if sum(len(name) + len(text) for name, text in value.items()) > _MAX_ENV:
-            raise ValueError("the environment is too large")
-        return value
-
-    @model_validator(mode="after")
-    def _isolated(self) -> "LaunchSpec":
-        if self.isolation and not PROFILES[self.runtime].isolation:
-            raise ValueError(f"isolated sessions need {ISOLATED}")
-        return self
+    _image_name(launch.image)
+    if any(not _ENV_NAME.fullmatch(name) for name in launch.env):
+        raise ValueError("a variable's name is not allowed")
+    if launch.disk_bytes is not None and launch.disk_bytes < SMALLEST:
+        raise ValueError(f"disk_bytes: at least {SMALLEST}")
+    if launch.isolation and not PROFILES[launch.runtime].isolation:
+        raise ValueError(f"isolated sessions need {ISOLATED}")
 
 
 _FIRST_USER = 0x70000000  # systemd assigns nothing from here to 0x7ffdffff
@@ -219,14 +182,14 @@ class HostConfig(_Strict):
     launch_concurrency: int = Field(ge=1, le=256)
     processes: list[ProcessConfig]
     listen: ListenConfig | None = None
-    runtimes: list[Runtime] = Field(default=list(RUNTIMES), min_length=1)
+    runtimes: list[Annotated[Runtime, Field(strict=False)]] = Field(default=list(Runtime), min_length=1)
     disk_limits: bool = True
     memory: DaemonMemory = DaemonMemory()
 
     @property
     def programs(self) -> dict[Runtime, str]:
         """The real program of each runtime."""
-        return {"runc": self.runc, "runsc": self.runsc}
+        return {Runtime.RUNC: self.runc, Runtime.RUNSC: self.runsc}
 
     @model_validator(mode="after")
     def _check(self) -> "HostConfig":

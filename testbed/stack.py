@@ -1,7 +1,6 @@
 """A whole Sallyport beside the demo internet: the processes of `sallyport serve`, driven through their public faces."""
 
 import http.client
-import json
 import os
 import secrets
 import socket
@@ -20,7 +19,11 @@ from runtimes.net.slot_pool import AHEAD
 from testbed.internet import DNS_ADDRESS, Internet, whole_lines
 from testbed.traces import Traces, take
 from testbed.with_parent import with_parent
-from wire import frames
+from wire.api.hostd import HostSandboxState, Inspect, List
+from wire.blocking import BlockingClient
+from wire.errors import RemoteError
+from wire.operations import Request, operation
+from wire.sockets import ROOT
 
 POLICY = Path(__file__).with_name("policy.yaml")
 IMAGE = "sallyport/base"
@@ -230,26 +233,55 @@ data_root = "{self._docker_data}"
             raise StackError(f"sallyport {' '.join(arguments)}: exit {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def host(self, op: str, **parameters: Any) -> dict[str, Any]:
-        """Ask hostd directly, as root may."""
-        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
-            sock.settimeout(60)
-            sock.connect(str(self.run / "hostd.sock"))
-            frames.send(sock, {"id": 1, "op": op, **parameters})
-            received = frames.receive(sock)
-        if received is None or "ok" not in received[0]:
-            raise StackError(f"hostd refused {op}: {json.dumps(received and received[0].get('error'))}")
-        result: dict[str, Any] = received[0]["ok"]
-        return result
+    def ask[Answer](self, request: Request[Answer]) -> Answer:
+        """Ask hostd directly, as root may.
+
+        Raises:
+            StackError: it refused.
+            OSError: it does not answer.
+        """
+        with BlockingClient(self.run / "hostd.sock", ROOT, timeout=60) as client:
+            try:
+                return client.ask(request)
+            except RemoteError as error:
+                raise StackError(f"hostd refused {operation(request)}: {error}") from None
+
+    def inspect(self, sandbox: str) -> HostSandboxState:
+        """What hostd knows of a sandbox."""
+        return self.ask(Inspect(sandbox)).state
+
+    def sandboxes(self) -> tuple[HostSandboxState, ...]:
+        """What hostd knows of every sandbox."""
+        return self.ask(List()).sandboxes
+
+    def worker_pid(self, sandbox: str) -> int:
+        """The process id of a sandbox's worker.
+
+        Raises:
+            StackError: it has none now.
+        """
+        if (pid := self.inspect(sandbox).worker_pid) is None:
+            raise StackError(f"{sandbox} has no worker")
+        return pid
+
+    def container(self, sandbox: str) -> str:
+        """The id of a sandbox's container.
+
+        Raises:
+            StackError: it has none now.
+        """
+        if (container := self.inspect(sandbox).container) is None:
+            raise StackError(f"{sandbox} has no container")
+        return container
 
     def netns(self, sandbox: str, side: str) -> str:
         """The namespace file of a sandbox's slot; `side` is `sbx` or `gw`."""
-        slot = self.host("inspect", sandbox=sandbox)["slot"]
+        slot = self.inspect(sandbox).slot
         return str(self.run / "netns" / f"{slot}-{side}")
 
     def traces(self, sandbox: str) -> Traces:
         """What `sandbox` has on this machine, to be looked for after its removal."""
-        container = str(self.host("inspect", sandbox=sandbox)["container"])
+        container = self.container(sandbox)
         netns = [self.netns(sandbox, side) for side in ("sbx", "gw")]
         places = (self.run, self.state / "hostd", self.state / "vault", self._docker_data / "containers")
         return take(sandbox, container, netns, places, str(self.run / "docker.sock"))

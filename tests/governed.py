@@ -6,6 +6,7 @@ A selection `{"given": POLICY, "limits": LIMITS}` is not compiled. The product h
 compiled from the operator's file, and the limits are those of the settings.
 """
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,10 +19,11 @@ from wire.api.worker import Configuration
 class Governed(operator.Operator):
     """Stands where `runtimes.operator.Operator` stands."""
 
-    async def compile(self, selection: dict[str, Any]) -> operator.Policy:
+    async def compile(self, selection: str) -> operator.Policy:
         """Return what was given, its limits beside it."""
-        if "given" in selection:
-            return {**selection["given"], "limits of the gateway": selection["limits"]}
+        given: dict[str, Any] = json.loads(selection)
+        if "given" in given:
+            return {**given["given"], "limits of the gateway": given["limits"]}
         return await super().compile(selection)
 
     def configuration(self, policy: operator.Policy) -> Configuration:

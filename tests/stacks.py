@@ -3,6 +3,7 @@
 The root conftest imports this module inside its fixtures: the fast tests do not pay for it.
 """
 
+import json
 import os
 import sqlite3
 import subprocess
@@ -20,6 +21,7 @@ from demo.sandboxes import Secrets
 from policy.compiled import CompiledPolicy
 from testbed.internet import API, GIT, INDEX, PREFIX, Internet
 from testbed.stack import IMAGE, Stack, code_image
+from wire.api.hostd import Configure
 
 INTERNET = PREFIX
 
@@ -65,7 +67,8 @@ class Governed(Stack):
         """
         with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
             database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))
-        self.host("configure", sandbox=sandbox, selection={"given": policy.to_json(), "limits": limits})
+        selection = json.dumps({"given": policy.to_json(), "limits": limits})
+        self.ask(Configure(sandbox, selection, decided=False))
 
 
 def undescribed_records(records: Iterable[Mapping[str, Any]]) -> set[tuple[str, frozenset[str]]]:

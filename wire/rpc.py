@@ -290,7 +290,7 @@ class Client:
         elif future.done():  # the caller has just abandoned the call
             return
         elif isinstance(error, dict):
-            future.set_exception(RemoteError(_code(error.get("code")), _sentence(error.get("message"))))
+            future.set_exception(refusal(error))
         else:
             future.set_result(result or {})
 
@@ -358,6 +358,12 @@ class _Room:
         self._requests -= 1
         self._held -= cost
         self._freed.set()
+
+
+def refusal(error: object) -> RemoteError:
+    """Return the error of an answer, with a code of the list and a message that is safe to log."""
+    found = error if isinstance(error, dict) else {}
+    return RemoteError(_code(found.get("code")), _sentence(found.get("message")))
 
 
 def _code(value: object) -> Code:

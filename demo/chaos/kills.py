@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from testbed.stack import Stack, StackError
 from testbed.traces import start_time
@@ -61,10 +60,10 @@ def find(stack: Stack, part: Part) -> list[Process]:
 def workers(stack: Stack) -> dict[str, int]:
     """The worker of each sandbox, as hostd has it; those that have none are not there."""
     try:
-        listed: list[dict[str, Any]] = stack.host("list")["sandboxes"]
+        listed = stack.sandboxes()
     except (OSError, StackError):
         return {}
-    return {str(item["sandbox"]): int(item["worker_pid"]) for item in listed if item.get("worker_pid")}
+    return {state.sandbox: state.worker_pid for state in listed if state.worker_pid is not None}
 
 
 def _pids() -> Iterator[int]:

@@ -28,8 +28,9 @@ from lifecycle.config.settings import Settings
 from lifecycle.posture import interrupts, ways_out
 from lifecycle.posture.attempts import Report, report
 from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
-from wire import frames
-from wire.sockets import ROOT, check_server
+from wire.api.hostd import Inspect
+from wire.blocking import BlockingClient
+from wire.sockets import ROOT
 
 HOSTD = "runtimes.hostd"
 _TAKEN = (
@@ -127,17 +128,11 @@ class ProbeServer:
 
     def netns(self, sandbox: str, side: str) -> str:
         """The namespace file of a sandbox's slot; `side` is `sandbox` or `gateway`."""
-        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
-            sock.settimeout(30)
-            path = self.run_dir / "hostd.sock"
-            sock.connect(str(path))
-            check_server(sock, path, ROOT)
-            frames.send(sock, {"id": 1, "op": "inspect", "sandbox": sandbox})
-            received = frames.receive(sock)
-        found = (received[0].get("ok") or {}).get("netns") if received else None
-        if not isinstance(found, dict):
+        with BlockingClient(self.run_dir / "hostd.sock", ROOT, timeout=30) as client:
+            network = client.ask(Inspect(sandbox)).network
+        if network is None:
             raise ServerError(f"sandbox {sandbox} has no slot: it was cut off or has ended")
-        return str(found[side])
+        return network.sandbox_netns if side == "sandbox" else network.gateway_netns
 
 
 class ProbeSandbox:

@@ -20,7 +20,6 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import wire
 from lifecycle.api.errors import ApiError
@@ -32,6 +31,7 @@ from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from lifecycle.sandboxes.transaction import Creations
+from wire.api.hostd import HostSandboxState
 from wire.api.states import HostState
 
 RETRY_FIRST = 1.0
@@ -170,17 +170,17 @@ class Observer:
             Unreachable, wire.RemoteError: hostd cannot say what it has.
         """
         began = self._clock()
-        there = {str(item.get("sandbox")): item for item in await self._hostd.list()}
+        there = {state.sandbox for state in await self._hostd.states()}
         now = self._clock()
         rows = {row.id: row for row in await self._registry.all()}
         for row in rows.values():
             if row.state is State.PENDING:
                 await self._abandoned(row, now)
             elif row.id not in there and row.state in _LIVE and row.changed_at < began:
-                await self._seen(row.id, {"state": HostState.GONE}, now)
+                await self._seen(row.id, HostSandboxState(row.id, HostState.GONE), now)
             elif row.state in _LIVE:
                 await self._registry.update(row.id, lambda current: replace(current, policy_digest=""))
-        for sandbox in there.keys() - rows.keys():
+        for sandbox in there - rows.keys():
             _log.warning("removing %s: the registry has no row of it", sandbox)
             with contextlib.suppress(Unreachable, wire.RemoteError):
                 await self._hostd.remove(sandbox)
@@ -269,24 +269,23 @@ class Observer:
         unsettled = [row.id for row in rows if row.state in _LIVE and self._egress.unsettled(row)]
         await self._apply(dict.fromkeys(unsettled, self._egress.reapply))  # before hostd asks Docker for the list
         began = self._clock()
-        items = {str(item.get("sandbox")): item for item in await self._hostd.list()}
-        there = {name: str(item.get("policy") or "") for name, item in items.items()}
+        there = {state.sandbox: state for state in await self._hostd.states()}
         now = self._clock()
         differing: list[str] = []
         for row in await self._registry.all():
             if row.state is State.PENDING:
                 await self._abandoned(row, now)
-            elif row.id in items:
-                await self._seen(row.id, items[row.id], now)
+            elif row.id in there:
+                await self._seen(row.id, there[row.id], now)
             elif row.state in _LIVE and row.changed_at < began:
-                await self._seen(row.id, {"state": HostState.GONE}, now)
-            other = there.get(row.id) not in (None, "", row.policy_digest)
+                await self._seen(row.id, HostSandboxState(row.id, HostState.GONE), now)
+            other = row.id in there and there[row.id].policy not in ("", row.policy_digest)
             if row.state is State.RUNNING and other and not self._egress.unsettled(row):
                 differing.append(row.id)
         await self._apply(dict.fromkeys(differing, self._egress.reconcile))
 
-    async def _seen(self, sandbox: str, item: dict[str, Any], now: float) -> None:
-        seen = condition(item)
+    async def _seen(self, sandbox: str, described: HostSandboxState, now: float) -> None:
+        seen = condition(described)
         if seen is None:
             return
         state, reason, message = seen
@@ -312,11 +311,11 @@ class Observer:
             self._expiry_changed.set()
 
 
-def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:
+def condition(described: HostSandboxState) -> tuple[State, str, str] | None:
     """Translate hostd's description of a sandbox; None if it says nothing the row should take over."""
-    reason = str(item.get("reason") or "")
-    match item.get("state"):
-        case HostState.RUNNING if "worker_pid" in item and item["worker_pid"] is None:
+    reason = described.reason
+    match described.state:
+        case HostState.RUNNING if described.worker_pid is None:
             return State.RUNNING, "GATEWAY_DOWN", "The gateway is down; the sandbox is cut off until it is back."
         case HostState.RUNNING:
             return State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully."
@@ -329,10 +328,10 @@ def condition(item: dict[str, Any]) -> tuple[State, str, str] | None:
         case HostState.GONE:
             return State.FAILED, "CONTAINER_LOST", reason or "The sandbox is gone from this host."
         case HostState.EXITED | HostState.DEAD:
-            code = item.get("exit_code")
+            code = described.exit_code
             if code == 0:  # it may have outlived a process of its own that was killed at the limit
                 return State.TERMINATED, "CONTAINER_EXITED", "The entrypoint has ended."
-            if item.get("oom"):
+            if described.oom:
                 return State.FAILED, "OOM", "The sandbox was ended at its memory limit."
             return State.FAILED, "CONTAINER_EXITED_ERROR", reason or f"The entrypoint ended with exit code {code}."
         case _:

@@ -32,6 +32,7 @@ from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from policy.problems import meant
+from wire.api.hostd import Launch, Runtime
 
 _NAMED_IMAGES = 20
 _TOO_MANY = "Too many sandboxes at once on this server."
@@ -215,7 +216,7 @@ class Creations:
 
     async def _check_image(self, name: str) -> None:
         try:
-            await self._hostd.image(name)
+            await self._hostd.check_image(name)
         except wire.RemoteError as error:
             if error.code in (wire.Code.UNKNOWN_IMAGE, wire.Code.INVALID):
                 raise await self._no_image(name) from None
@@ -279,12 +280,11 @@ class Creations:
             disk_bytes=plan.resources.disk_bytes,
         )
         root_pem = await self._vaultd.open_sandbox(row.id, row.lineage, compiled.grants, compiled.names)
-        return await self._hostd.launch(
-            compiled.selection,
+        launch = Launch(
             sandbox=row.id,
-            runtime=row.runtime,
+            runtime=Runtime(row.runtime),
             image=row.image,
-            entrypoint=list(plan.command),
+            entrypoint=tuple(plan.command),
             env={**plan.env, "OPENSANDBOX_ID": row.id},
             cpu_nanos=plan.resources.cpu_nanos,
             memory_bytes=plan.resources.memory_bytes,
@@ -293,7 +293,9 @@ class Creations:
             isolation=plan.isolation,
             ca_root=root_pem,
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
+            selection=compiled.selection.to_text(),
         )
+        return await self._hostd.launch(launch)
 
     async def _undo(self, row: Sandbox, failure: ApiError) -> None:
         creation = self._creations.get(row.id)
@@ -305,7 +307,7 @@ class Creations:
             await self._vaultd.close_sandbox(row.id)
         except (Unreachable, wire.RemoteError) as error:
             _log.warning("undoing the creation of %s is left to the reaper: %s", row.id, error)
-            residue = ["unknown"]
+            residue = ("unknown",)
         try:
             if residue:
                 await self._registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", failure.message, now))

@@ -10,8 +10,8 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,7 +21,9 @@ from runtimes.checks.probes import CheckError
 from runtimes.engine import wrappers
 from runtimes.engine.docker import Docker, DockerError
 from runtimes.engine.profile import PROFILES
-from runtimes.spec import HostConfig, Runtime
+from runtimes.spec import HostConfig
+from wire import codec
+from wire.api.hostd import Check, Diagnosis, Runtime
 
 _ROOT = "start it as root, in a container or service manager that drops no capability"
 _NFT = "install the Debian packages nftables (1.0.1 or newer) and util-linux, and have them on the PATH"
@@ -64,20 +66,6 @@ class StartRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One finding. `remedy` is empty when it is fine."""
-
-    name: str
-    ok: bool
-    detail: str
-    remedy: str = ""
-
-    def as_dict(self) -> dict[str, str | bool]:
-        """Return its wire form."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
 class DoctorQuestion:
     """What to find out; `remedy` is for when the probe raises. `vital` is asked at each start, and must be quick."""
 
@@ -98,7 +86,10 @@ def _runsc(program: str) -> tuple[DoctorQuestion, ...]:
     )
 
 
-_PROGRAMS: dict[Runtime, Callable[[str], tuple[DoctorQuestion, ...]]] = {"runc": _runc, "runsc": _runsc}
+_PROGRAMS: dict[Runtime, Callable[[str], tuple[DoctorQuestion, ...]]] = {
+    Runtime.RUNC: _runc,
+    Runtime.RUNSC: _runsc,
+}
 
 
 def questions(config: HostConfig) -> tuple[DoctorQuestion, ...]:
@@ -199,14 +190,6 @@ async def diagnose(config: HostConfig, docker: Docker | None) -> list[Check]:
         docker.close()
 
 
-def lines(checks: Sequence[Check]) -> list[str]:
-    """Return one line for each check."""
-    return [
-        f"ok    {check.name}: {check.detail}" if check.ok else f"FAIL  {check.name}: {check.detail} -> {check.remedy}"
-        for check in checks
-    ]
-
-
 def main(arguments: list[str]) -> int:
     """Print the findings; 0 if all is well."""
     wire_form = arguments[:1] == ["--json"]
@@ -222,7 +205,9 @@ def main(arguments: list[str]) -> int:
         checks = [Check("configuration", False, f"{place}: {problem['msg']}", "correct the settings file")]
     else:
         checks = asyncio.run(diagnose(config, None))
-    print(json.dumps([check.as_dict() for check in checks]) if wire_form else "\n".join(lines(checks)))
+    print(
+        json.dumps(codec.encode(Diagnosis(tuple(checks)))) if wire_form else "\n".join(check.line() for check in checks)
+    )
     return 0 if all(check.ok for check in checks) else 1
 
 

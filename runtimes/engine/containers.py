@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runtimes.engine import seccomp
@@ -21,7 +22,7 @@ from runtimes.engine.java_store import java_store
 from runtimes.engine.profile import PROFILES
 from runtimes.engine.wrappers import runtime_name
 from runtimes.net.plan import RESOLV_CONF, hosts_file
-from runtimes.spec import LaunchSpec
+from wire.api.hostd import Launch
 
 CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
 JAVA_STORE = "/opt/opensandbox/java-cacerts"
@@ -56,22 +57,22 @@ _MOUNTED = {
 }
 
 
-def environment(sandbox: str, requested: dict[str, str]) -> dict[str, str]:
+def environment(sandbox: str, requested: Mapping[str, str]) -> dict[str, str]:
     """Return the container's environment: the request's wins, except for what makes it trust its gateway.
 
     CACERT_UPDATES keeps Debian's Java packages from writing their own trust store where ours is mounted, which would
     make their installation in a sandbox fail.
     """
     own = {"OPENSANDBOX_ID": sandbox, "EXECD_ENVS": "/opt/opensandbox/.env", "CACERT_UPDATES": "disabled"}
-    return own | requested | dict.fromkeys(CA_VARIABLES, CA_BUNDLE)
+    return {**own, **requested, **dict.fromkeys(CA_VARIABLES, CA_BUNDLE)}
 
 
-def command(token_sha256: str, entrypoint: list[str]) -> list[str]:
+def command(token_sha256: str, entrypoint: Sequence[str]) -> list[str]:
     """Return the container's command line."""
     return [EXECD, "--init", "--launch-file", LAUNCH, "--access-token-sha256", token_sha256, "--", *entrypoint]
 
 
-def write_files(directory: Path, spec: LaunchSpec, ca_bundle: str) -> Path:
+def write_files(directory: Path, spec: Launch, ca_bundle: str) -> Path:
     """Write what will be mounted into a new `directory`; return it. `ca_bundle` is what programs inside trust.
 
     Raises:
@@ -95,7 +96,7 @@ def write_files(directory: Path, spec: LaunchSpec, ca_bundle: str) -> Path:
     return directory
 
 
-def process_limits(spec: LaunchSpec) -> tuple[int, int | None]:
+def process_limits(spec: Launch) -> tuple[int, int | None]:
     """Return the limit of the container's cgroup, and that of each user inside, if its own kernel is to keep one.
 
     gVisor stands still when the host gives it no more threads: there the sandbox's limit is kept inside, where a fork
@@ -106,7 +107,7 @@ def process_limits(spec: LaunchSpec) -> tuple[int, int | None]:
     return spec.pids, None
 
 
-def plan_container(spec: LaunchSpec, image: str, files: Path, execd: Path) -> ContainerPlan:
+def plan_container(spec: Launch, image: str, files: Path, execd: Path) -> ContainerPlan:
     """Return the container of `spec`. `image` is the id that was looked at, `files` what `write_files` wrote."""
     pids, processes = process_limits(spec)
     return ContainerPlan(

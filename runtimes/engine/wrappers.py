@@ -15,7 +15,7 @@ from typing import Any
 
 from runtimes.engine.profile import PROFILES
 from runtimes.engine.shim import CHECKED
-from runtimes.spec import Runtime
+from wire.api.hostd import Runtime
 
 _PATTERN = "|".join(f'*" {name} "*' for name in sorted(CHECKED))
 _WRAPPER = """\

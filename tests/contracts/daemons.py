@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import wire
-from wire.api import compiler, vaultd
+from wire.api import compiler, hostd, vaultd
 from wire.operations import Request, operation, parameters
 
 type Call = Callable[..., Awaitable[wire.Message]]
@@ -101,12 +101,12 @@ AUDITD = (
 HOSTD = (
     _step("ping", "ping", set()),
     _step("an unknown operation", "no-such-operation", "unknown_op"),
-    _step("the list", "list", {"sandboxes"}),
-    _step("the images", "images", {"images"}),
-    _step("an unknown image", "image", "unknown_image", name="no-such-image"),
-    _step("an unknown sandbox", "inspect", "unknown_sandbox", sandbox=OTHER),
-    _step("the removal of an unknown sandbox", "remove", {"residue"}, sandbox=OTHER),
-    _step("a policy for an unknown sandbox", "configure", "unknown_sandbox", sandbox=OTHER, selection={}),
+    _ask("the list", hostd.List(), {"sandboxes"}),
+    _ask("the images", hostd.Images(), {"images"}),
+    _ask("an unknown image", hostd.DescribeImage("no-such-image"), "unknown_image"),
+    _ask("an unknown sandbox", hostd.Inspect(OTHER), "unknown_sandbox"),
+    _ask("the removal of an unknown sandbox", hostd.Remove(OTHER), {"residue"}),
+    _ask("a policy for an unknown sandbox", hostd.Configure(OTHER, "{}", False), "unknown_sandbox"),
     _step("a launch of nothing", "launch", "invalid"),
 )
 

@@ -47,7 +47,7 @@ class Api:
     @property
     def lists(self) -> str:
         """The gateway's policy as text."""
-        return str(self.server.hostd.specs[self.sandbox]["policy"])
+        return str(self.server.hostd.policies[self.sandbox])
 
 
 @pytest.fixture
@@ -360,11 +360,11 @@ async def test_operator_policies() -> None:
         assert [] == server.vaultd.grants[default]
         wanted = Grant.make("api-token", "api.corp.example.org", 443, "https")
         assert [wanted] == server.vaultd.grants[named]
-        assert "files.example.org" in str(server.hostd.specs[default]["policy"])
+        assert "files.example.org" in str(server.hostd.policies[default])
         assert "allow_all" == (await Api(server, client, named).call("GET", "/policy")).json()["mode"]
         path = server.config.run_dir / "policies.yaml"
         path.write_text(OPERATOR.replace("files.example.org", "other.example.org"))
         assert server.server is not None
         if await server.policies.reload():
             await server.server.observer.recompile()
-        assert "other.example.org" in str(server.hostd.specs[default]["policy"])
+        assert "other.example.org" in str(server.hostd.policies[default])

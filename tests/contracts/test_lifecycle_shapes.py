@@ -12,6 +12,7 @@ from standins import IMAGE, KEY, World, world
 
 from lifecycle.api import app
 from lifecycle.api.credentials import digest
+from wire.api.states import HostState
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": None}
 
@@ -403,7 +404,7 @@ async def test_pause_and_resume_are_not_offered_and_leave_no_record(server: Worl
             assert 404 == (await client.post(f"/v1/sandboxes/sbx-{'0' * 24}/{op}")).status_code
         assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
         assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
-        server.hostd.sandboxes[name] |= {"state": "paused"}  # by Docker's own command, say
+        server.hostd.change(name, state=HostState.PAUSED)  # by Docker's own command, say
         await server.server.observer.observe()
         assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
         assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))

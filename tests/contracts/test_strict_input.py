@@ -135,7 +135,7 @@ PATHS = ("/v1/x", "/a", "/p", "/")
 
 def powers(server: World, sandbox: str) -> frozenset[str]:
     """What a sandbox may do: what its policy permits, and its grants."""
-    policy = CompiledPolicy.from_json(server.hostd.specs[sandbox]["policy"])
+    policy = CompiledPolicy.from_json(server.hostd.policies[sandbox])
     return permitted(policy, HOSTS, PATHS) | {f"has {grant}" for grant in server.vaultd.grants[sandbox]}
 
 
@@ -319,7 +319,7 @@ async def test_the_operator_names_fields_that_may_be_ignored() -> None:
     async with world(ignored_fields=fields) as described, described.serving() as server, server.client() as client:
         made = await client.post("/v1/sandboxes", json={**OPEN_DEFAULT, "newField": {"a": 1}})
         assert 202 == made.status_code, made.text
-        assert "bad.example.org" in str(server.hostd.specs[made.json()["id"]]["policy"])
+        assert "bad.example.org" in str(server.hostd.policies[made.json()["id"]])
         for body in ({**OPEN_DEFAULT, "newfield": 1}, {**OPEN_DEFAULT, "image": {"uri": IMAGE, "newField": 1}}):
             assert 400 == (await client.post("/v1/sandboxes", json=body)).status_code
         path = f"/v1/sandboxes/{made.json()['id']}/metadata"

@@ -103,13 +103,6 @@ class Injector:
 
     def install(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
         """Put this in the way of every `Daemon` and `Registry`."""
-        call = daemon_clients.Daemon.call
-
-        async def stepped(
-            daemon: daemon_clients.Daemon, op: str, timeout: float = daemon_clients.CALL_TIMEOUT, **parameters: Any
-        ) -> Any:
-            return await self.step(daemon.name, op, lambda: call(daemon, op, timeout, **parameters))
-
         ask = daemon_clients.Daemon.ask
 
         async def asked(
@@ -117,7 +110,6 @@ class Injector:
         ) -> Any:
             return await self.step(daemon.name, operation(request), lambda: ask(daemon, request, timeout))
 
-        replace(daemon_clients.Daemon, "call", stepped)
         replace(daemon_clients.Daemon, "ask", asked)
         for name in ("put", "update", "delete"):
             replace(registry.Registry, name, self._write(name, getattr(registry.Registry, name)))

@@ -121,7 +121,7 @@ async def wrong(place: Place) -> list[str]:
         compiled = await place.server.policies.enforce(Selection(row.policy_name, policy, bindings))
         if row.policy_digest != compiled.digest:
             found.append(f"{name}: the registry's digest is {row.policy_digest[:8]!r}")
-        if hostd.specs[name]["policy"] != compiled.policy.to_json():
+        if hostd.policies[name] != compiled.policy.to_json():
             found.append(f"{name}: the gateway has another policy")
         if set(vaultd.grants.get(name, [])) != set(compiled.grants):
             found.append(f"{name}: the vault has other grants")

@@ -7,7 +7,6 @@ here is the control plane: real uvicorn, real registry, real sockets.
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import socket
@@ -20,7 +19,6 @@ from typing import Any
 
 import httpx
 import uvicorn
-from pydantic import ValidationError
 
 import wire
 from audit.producers import KINDS, SERVE
@@ -38,10 +36,11 @@ from policy.compiled import CompiledPolicy
 from policy.compiler import Compiler
 from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
-from runtimes.spec import LaunchSpec
+from runtimes.spec import check_launch
 from vault.grants import Grant, GrantError, within
-from wire.api import auditd, vaultd
+from wire.api import auditd, hostd, vaultd
 from wire.api.compiler import Compile
+from wire.api.states import HostState
 from wire.operations import parameters
 
 KEY = "test-api-key-0123456789"
@@ -73,7 +72,7 @@ class HttpServer(uvicorn.Server):
 
 
 class StandIn:
-    """Answers from methods called `op_<name>`; `fail` makes an operation refuse, `hold` makes it wait.
+    """Answers from `answer`; `fail` makes an operation refuse, `hold` makes it wait.
 
     `tests/contracts/test_daemons.py` compares the answers with those of the real daemons.
     """
@@ -96,18 +95,8 @@ class StandIn:
         return await self.answer(op, parameters)
 
     async def answer(self, op: str, given: dict[str, Any]) -> wire.Message:
-        """Answer one request."""
-        method = getattr(self, f"op_{op}", None)
-        if method is None:
-            raise wire.RequestError(wire.Code.UNKNOWN_OP, op)
-        try:
-            inspect.signature(method).bind(**given)
-        except TypeError as error:
-            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
-        return await method(**given) or {}
-
-    async def op_ping(self) -> None:
-        return None
+        """Answer one request; each kind of daemon has its own."""
+        raise NotImplementedError
 
     def named(self, op: str) -> list[dict[str, Any]]:
         """Parameters of all calls of one operation."""
@@ -122,8 +111,9 @@ class StandInHostd(StandIn):
         file = OperatorFile(PolicyDocument()) if policy_file is None else OperatorFile.read(policy_file)
         self.compiler = Compiler(file)
         """What it compiles with: the product's, which reads the operator's file itself."""
-        self.sandboxes: dict[str, dict[str, Any]] = {}
-        self.specs: dict[str, dict[str, Any]] = {}
+        self.sandboxes: dict[str, hostd.HostSandboxState] = {}
+        self.policies: dict[str, dict[str, Any]] = {}
+        """The policy of each sandbox's gateway."""
         self.listeners: dict[str, asyncio.Server] = {}
         self.backend = 0
         self.refusals = 0
@@ -133,65 +123,80 @@ class StandInHostd(StandIn):
         self.deaf: dict[str, asyncio.Event] = {}
         """What the gateway of a sandbox waits for before it takes a configuration."""
         self.gone: set[str] = set()
-        """The sandboxes whose gateway has ended; the next one begins with what is in `specs`."""
+        """The sandboxes whose gateway has ended; the next one begins with what is in `policies`."""
         self.ports: list[int] = []
         self._run_dir = run_dir
         self._relays: set[asyncio.Task[None]] = set()
 
-    async def op_image(self, name: str) -> wire.Message:
-        if name != IMAGE:
-            raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, f"no image {name}")
-        return {"id": "sha256:1", "entrypoint": [], "cmd": [], "env": [], "workdir": "/"}
+    async def answer(self, op: str, given: dict[str, Any]) -> wire.Message:
+        request = hostd.OPERATIONS.read(op, given)
+        match request:
+            case wire.Ping():
+                return {}
+            case hostd.DescribeImage(name):
+                if name != IMAGE:
+                    raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, f"no image {name}")
+                return parameters(hostd.ImageDescription("sha256:1", (), (), (), "/"))
+            case hostd.Images():
+                return parameters(hostd.ImageNames((IMAGE,)))
+            case hostd.Launch():
+                return parameters(await self._launch(request))
+            case hostd.Configure():
+                return parameters(await self.configure(request))
+            case hostd.Remove(sandbox):
+                await self._remove(sandbox)
+                return parameters(hostd.Removed(()))
+            case hostd.Inspect(sandbox):
+                if sandbox not in self.sandboxes:
+                    raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
+                return parameters(hostd.Inspected(self.sandboxes[sandbox], None))
+            case hostd.List():
+                return parameters(hostd.Listed(tuple(self.sandboxes.values())))
+            case _:
+                raise wire.RequestError(wire.Code.FORBIDDEN, op)
 
-    async def op_images(self) -> wire.Message:
-        return {"images": [IMAGE]}
-
-    async def op_launch(self, **spec: Any) -> wire.Message:
+    async def _launch(self, launch: hostd.Launch) -> hostd.PolicyInForce:
         try:
-            LaunchSpec.model_validate(spec)
-        except ValidationError as error:
+            check_launch(launch)
+        except ValueError as error:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
-        policy = await self._compiled(spec["selection"])
-        name = spec["sandbox"]
-        self.specs[name] = {**spec, "policy": policy}
+        policy = await self._compiled(launch.selection)
+        name = launch.sandbox
+        self.policies[name] = policy
         path = str(self._run_dir / "ingress" / f"{name}.sock")
         self.listeners[name] = await asyncio.start_unix_server(self._ingress, path)
-        self.sandboxes[name] = {"sandbox": name, "state": "running", "generation": 1, "exit_code": None}
-        return {"started_at": "2026-01-01T00:00:00Z", "policy": policy["digest"]}
+        self.sandboxes[name] = hostd.HostSandboxState(name, HostState.RUNNING, worker_pid=1)
+        return hostd.PolicyInForce(policy["digest"])
 
-    async def op_configure(self, sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
-        assert isinstance(decided, bool)
-        if sandbox not in self.specs:
+    async def configure(self, request: hostd.Configure) -> hostd.PolicyInForce:
+        """Put a policy in force, or refuse it; tests replace it."""
+        sandbox = request.sandbox
+        if sandbox not in self.policies:
             raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
-        policy = await self._compiled(selection)
+        policy = await self._compiled(request.selection)
         if sandbox in self.deaf:
             await self.deaf[sandbox].wait()
-        if decided or sandbox not in self.gone:
-            self.specs[sandbox]["policy"] = policy
+        if request.decided or sandbox not in self.gone:
+            self.policies[sandbox] = policy
         if sandbox in self.gone:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox has no gateway worker now")
-        return {"policy": policy["digest"]}
+        return hostd.PolicyInForce(policy["digest"])
 
-    async def _compiled(self, selection: object) -> dict[str, Any]:
-        answer = await self.compiler.handle(None, Compile(json.dumps(selection)), [])
+    async def _compiled(self, selection: str) -> dict[str, Any]:
+        answer = await self.compiler.handle(None, Compile(selection), [])
         return CompiledPolicy.from_json(json.loads(answer.policy)).to_json()
 
-    async def op_remove(self, sandbox: str) -> wire.Message:
+    async def _remove(self, sandbox: str) -> None:
         if sandbox in self.slow:
             await self.slow[sandbox].wait()
         self.sandboxes.pop(sandbox, None)
         listener = self.listeners.pop(sandbox, None)
         if listener is not None:
             listener.close()
-        return {"residue": []}
 
-    async def op_inspect(self, sandbox: str) -> wire.Message:
-        if sandbox not in self.sandboxes:
-            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
-        return self.sandboxes[sandbox]
-
-    async def op_list(self) -> wire.Message:
-        return {"sandboxes": list(self.sandboxes.values())}
+    def change(self, sandbox: str, **changes: Any) -> None:
+        """Change what it says of a sandbox."""
+        self.sandboxes[sandbox] = replace(self.sandboxes[sandbox], **changes)
 
     async def _ingress(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -230,7 +235,7 @@ class StandInHostd(StandIn):
         for event in (*self.slow.values(), *self.deaf.values()):
             event.set()
         for name in list(self.listeners):
-            await self.op_remove(name)
+            await self._remove(name)
         for relay in list(self._relays):
             relay.cancel()
         await asyncio.gather(*self._relays, return_exceptions=True)
@@ -325,9 +330,12 @@ class StandInAuditd(StandIn):
         super().__init__()
         self.records: list[dict[str, Any]] = []
 
-    async def op_record(self, **parameters: Any) -> dict[str, Any]:
-        request = auditd.CONTROL.read("record", parameters)
-        assert isinstance(request, auditd.Record)
+    async def answer(self, op: str, given: dict[str, Any]) -> wire.Message:
+        request = auditd.CONTROL.read(op, given)
+        if isinstance(request, wire.Ping):
+            return {}
+        if not isinstance(request, auditd.Record):
+            raise wire.RequestError(wire.Code.FORBIDDEN, op)
         asked = request.entry
         if asked.kind not in KINDS[SERVE]:
             raise wire.RequestError(wire.Code.INVALID, "a kind of another producer")
@@ -335,7 +343,7 @@ class StandInAuditd(StandIn):
             self.records.append(record(asked.kind, asked.decision, **asked.fields))
         except RecordError as error:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
-        return {"seq": len(self.records)}
+        return parameters(auditd.Accepted(len(self.records)))
 
 
 @dataclass

@@ -30,6 +30,7 @@ from policy.compiler import Compiler
 from policy.load import load_text
 from policy.operator_file import OperatorFile
 from policy.rules import Action
+from wire.api import hostd
 
 OPERATOR = "version: 1\npolicies: {team: {rules: [{id: one, host: one.example.org}]}}\n"
 TIGHTER = OPERATOR + "always_deny: [api.example.org]\n"
@@ -68,7 +69,7 @@ class Still:
     @property
     def gateway(self) -> CompiledPolicy:
         """What the gateway has."""
-        return CompiledPolicy.from_json(self.world.hostd.specs[self.sandbox]["policy"])
+        return CompiledPolicy.from_json(self.world.hostd.policies[self.sandbox])
 
     @property
     def hosts(self) -> set[str]:
@@ -335,14 +336,14 @@ async def test_a_policy_that_the_gateway_does_not_take_changes_nothing(still: St
 
 async def test_a_write_that_fails_is_rolled_back_at_once(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the gateway takes the former policy, nothing is left to settle."""
-    before, real = await still.row(), still.world.hostd.op_configure
+    before, real = await still.row(), still.world.hostd.configure
 
-    async def narrow(sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
-        if "new.example.org" in str(selection):
+    async def narrow(request: hostd.Configure) -> hostd.PolicyInForce:
+        if "new.example.org" in request.selection:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "x")
-        return await real(sandbox, selection, decided)
+        return await real(request)
 
-    monkeypatch.setattr(still.world.hostd, "op_configure", narrow)
+    monkeypatch.setattr(still.world.hostd, "configure", narrow)
     await refused(still.egress.replace(still.sandbox, allowing("new.example.org")))
     assert before == await still.row()
     assert not still.egress.unsettled(before)
@@ -681,7 +682,7 @@ async def test_a_mark_has_the_registrys_policy_put_in_force(vaulted: Still, mark
     """Whichever of the two has it; the values of rows that are gone are dropped."""
     vaulted.world.vaultd.inline[vaulted.sandbox]["inline:left"] = "value-that-was-left"
     nothing = (await vaulted.server.policies.nothing()).policy
-    vaulted.world.hostd.specs[vaulted.sandbox]["policy"] = nothing.to_json()
+    vaulted.world.hostd.policies[vaulted.sandbox] = nothing.to_json()
     if mark == "registry":
         await vaulted.put(policy_digest="")
     else:
@@ -747,15 +748,15 @@ async def test_a_vault_that_cannot_be_read_grants_nothing_and_loses_no_value(vau
 
 async def test_a_policy_that_fits_into_no_gateway_is_deny_all(vaulted: Still, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its secrets are granted nowhere."""
-    real, told = vaulted.world.hostd.op_configure, []
+    real, told = vaulted.world.hostd.configure, []
 
-    async def small(sandbox: str, selection: dict[str, Any], decided: bool = False) -> wire.Message:
-        told.append(selection)
+    async def small(request: hostd.Configure) -> hostd.PolicyInForce:
+        told.append(request.selection)
         if len(told) == 1:
             raise wire.RequestError(wire.Code.TOO_LARGE, "x")
-        return await real(sandbox, selection, decided)
+        return await real(request)
 
-    monkeypatch.setattr(vaulted.world.hostd, "op_configure", small)
+    monkeypatch.setattr(vaulted.world.hostd, "configure", small)
     await vaulted.put(policy_digest="")
     await vaulted.egress.reapply(vaulted.sandbox)
     assert (2, set(), set()) == (len(told), vaulted.hosts, vaulted.grants)
@@ -779,7 +780,7 @@ async def test_a_gateway_with_another_policy_gets_the_registrys(still: Still) ->
     """One that says nothing, or the same, is left alone."""
     row = await still.row()
     for said, configured in (("", 0), (row.policy_digest, 0), ("another", 1)):
-        still.world.hostd.sandboxes[still.sandbox]["policy"] = said
+        still.world.hostd.change(still.sandbox, policy=said)
         still.calls()
         await still.egress.reconcile(still.sandbox)
         assert configured == still.calls().count("configure")

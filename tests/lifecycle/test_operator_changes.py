@@ -117,7 +117,7 @@ async def change(place: Place, text: str) -> None:
 
 def policy(place: Place, name: str) -> CompiledPolicy:
     """What the gateway was given."""
-    return CompiledPolicy.from_json(place.world.hostd.specs[name]["policy"])
+    return CompiledPolicy.from_json(place.world.hostd.policies[name])
 
 
 def bound(place: Place, name: str) -> set[str]:

@@ -49,7 +49,7 @@ async def _gone(place: Place, name: str) -> bool:
 
 
 def _hosts(place: Place, name: str) -> str:
-    return str(place.world.hostd.specs[name]["policy"])
+    return str(place.world.hostd.policies[name])
 
 
 async def test_a_renewal_that_comes_before_the_removal_wins(place: Place) -> None:

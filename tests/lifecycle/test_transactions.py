@@ -14,6 +14,8 @@ from lifecycle.sandboxes import reaper
 from lifecycle.sandboxes.registry import Sandbox
 from lifecycle.sandboxes.transaction import CreationBounds
 from vault.grants import Grant
+from wire.api.hostd import HostSandboxState
+from wire.api.states import HostState
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
 
@@ -237,7 +239,7 @@ async def test_restart() -> None:
             short = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 60})).json()["id"]
             lost = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
         del described.hostd.sandboxes[lost]
-        described.hostd.sandboxes["sbx-stranger"] = {"sandbox": "sbx-stranger", "state": "running"}
+        described.hostd.sandboxes["sbx-stranger"] = HostSandboxState("sbx-stranger", HostState.RUNNING)
         described.offset = 120
         async with described.serving() as server, server.client() as client:
             await until(lambda: {keep} == set(described.hostd.sandboxes))
@@ -259,7 +261,7 @@ async def test_an_ended_entrypoint_is_shown(server: World) -> None:
             (137, True, ("Failed", "OOM")),
         ):
             name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
-            server.hostd.sandboxes[name] |= {"state": "exited", "exit_code": exit_code, "oom": oom}
+            server.hostd.change(name, state=HostState.EXITED, exit_code=exit_code, oom=oom)
             await server.server.observer.observe()
             status = (await client.get(f"/v1/sandboxes/{name}")).json()["status"]
             assert expected == (status["state"], status["reason"])
@@ -316,16 +318,16 @@ async def test_a_gateway_with_another_policy_is_given_the_registrys() -> None:
     async with world() as described, described.serving() as server, server.client() as client:
         name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
         assert server.server is not None
-        ours = server.hostd.specs[name]["policy"]
-        server.hostd.sandboxes[name]["policy"] = ours["digest"]
+        ours = server.hostd.policies[name]
+        server.hostd.change(name, policy=ours["digest"])
         await server.server.observer.observe()
         calls = len(server.hostd.named("configure"))
 
-        server.hostd.sandboxes[name]["policy"] = "0" * 64
-        server.hostd.specs[name]["policy"] = {}
+        server.hostd.change(name, policy="0" * 64)
+        server.hostd.policies[name] = {}
         await server.server.observer.observe()
 
-        assert ours == server.hostd.specs[name]["policy"]
+        assert ours == server.hostd.policies[name]
         assert calls + 1 == len(server.hostd.named("configure"))
 
 
@@ -334,12 +336,12 @@ async def test_after_a_restart_every_gateway_and_every_vault_is_as_the_registry_
     async with world() as described:
         async with described.serving() as server, server.client() as client:
             name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
-        ours, granted = described.hostd.specs[name]["policy"], described.vaultd.grants[name]
-        described.hostd.specs[name]["policy"] = {}
+        ours, granted = described.hostd.policies[name], described.vaultd.grants[name]
+        described.hostd.policies[name] = {}
         described.vaultd.grants[name] = [Grant.make("s", "x.example", 443, "https")]
         described.vaultd.inline[name] = {"left": "over"}
         async with described.serving() as server, server.client() as client:
             assert server.server is not None
             await server.server.observer.observe()
-            assert ours == described.hostd.specs[name]["policy"]
+            assert ours == described.hostd.policies[name]
             assert (granted, {}) == (described.vaultd.grants[name], described.vaultd.inline[name])

@@ -47,7 +47,7 @@ def test_what_is_sent_is_what_was_selected(
             {"egress": [{"action": action, "target": target} for action, target in rules], "defaultAction": "allow"}
         )
     selection = Selection(name, policy, bindings)
-    assert selection == Selection.from_json(json.loads(json.dumps(selection.to_json())))
+    assert selection == Selection.from_json(json.loads(selection.to_text()))
 
 
 def test_the_selection_of_nothing_allows_what_the_operator_always_allows_only() -> None:

@@ -26,7 +26,7 @@ def record(**changes: Any) -> SandboxRecord:
         "gateway_inode": netns.inode(None),
         "container": "c" * 64,
         "policy": "digest",
-        "selection": {"policy_name": "agents"},
+        "selection": '{"policy_name": "agents"}',
         "compiled": {"digest": "d"},
     }
     return SandboxRecord(**(plain | changes))

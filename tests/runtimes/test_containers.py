@@ -19,8 +19,7 @@ from runtimes.engine.containers import (
     process_limits,
     write_files,
 )
-from runtimes.spec import LaunchSpec
-from tests.runtimes.test_spec import launch_message
+from tests.runtimes.test_spec import launch_of
 
 
 def test_a_request_cannot_make_the_sandbox_trust_another_ca() -> None:
@@ -35,7 +34,7 @@ def test_execd_starts_the_entrypoint() -> None:
 def test_mounted_files_are_readable_by_every_user_inside(tmp_path: Path) -> None:
     previous = os.umask(0o077)
     try:
-        files = write_files(tmp_path / "sbx-1", LaunchSpec.model_validate(launch_message()), "pem")
+        files = write_files(tmp_path / "sbx-1", launch_of(), "pem")
     finally:
         os.umask(previous)
     assert [0o755] == [files.stat().st_mode & 0o777]
@@ -43,7 +42,7 @@ def test_mounted_files_are_readable_by_every_user_inside(tmp_path: Path) -> None
 
 
 def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None:
-    spec = LaunchSpec.model_validate(launch_message())
+    spec = launch_of()
     plan = plan_container(spec, "sha256:1", tmp_path, Path("/execd"))
     assert ("sha256:1", "sallyport-runc") == (plan.image, plan.runtime)
     mounted = {"/etc/resolv.conf", "/etc/hosts", "/etc/hostname", "/etc/machine-id", CA_BUNDLE, JAVA_STORE, LAUNCH}
@@ -51,7 +50,7 @@ def test_the_container_runs_the_image_that_was_looked_at(tmp_path: Path) -> None
 
 
 def test_each_container_has_a_launch_and_a_machine_id_of_its_own(tmp_path: Path) -> None:
-    spec = LaunchSpec.model_validate(launch_message())
+    spec = launch_of()
     files = [write_files(tmp_path / name, spec, "pem") for name in ("one", "two")]
     for name, form in (("launch", "[0-9a-f]{64}\n"), ("machine-id", "[0-9a-f]{32}\n")):
         texts = [(place / name).read_text() for place in files]
@@ -61,7 +60,7 @@ def test_each_container_has_a_launch_and_a_machine_id_of_its_own(tmp_path: Path)
 
 
 def test_gvisor_counts_the_sandboxs_processes_itself() -> None:
-    runc, runsc = (LaunchSpec.model_validate(launch_message(pids=100, runtime=name)) for name in ("runc", "runsc"))
+    runc, runsc = (launch_of(pids=100, runtime=name) for name in ("runc", "runsc"))
     assert ((100, None), (1124, 100)) == (process_limits(runc), process_limits(runsc))
 
 

@@ -12,8 +12,8 @@ from gateway.config import GatewayConfig
 from policy.compiled import DENY_ALL
 from runtimes import operator
 from runtimes.operator import MAX_ROOTS, Operator
-from runtimes.spec import HostConfig, LaunchSpec
-from tests.runtimes.test_spec import host_config, launch_message
+from runtimes.spec import HostConfig
+from tests.runtimes.test_spec import host_config, launch_of
 from wire.api.compiler import Compile, CompiledText
 from wire.api.worker import Configuration, Configure
 
@@ -102,7 +102,7 @@ ANSWERS: dict[str, tuple[Callable[[], str], str]] = {
 async def test_without_a_policy_of_the_compiler_there_is_none(tmp_path: Path, name: str) -> None:
     answer, code = ANSWERS[name]
     with pytest.raises(wire.RequestError) as refused:
-        await made(tmp_path, answer).compile({})
+        await made(tmp_path, answer).compile("{}")
     assert code == refused.value.code
 
 
@@ -113,7 +113,7 @@ async def test_a_compiler_that_is_away_is_not_waited_for_without_end(
     made_here = made(tmp_path)
     made_here._daemons.up = False  # type: ignore[attr-defined]
     with pytest.raises(wire.RequestError, match="no policy is compiled now"):
-        await made_here.compile({})
+        await made_here.compile("{}")
 
 
 @pytest.mark.parametrize(
@@ -129,20 +129,18 @@ async def test_a_compiler_that_is_away_is_not_waited_for_without_end(
 )
 def test_more_than_the_operator_allows_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     judge = made(tmp_path, runtimes=["runc"])
-    judge.judge(LaunchSpec.model_validate(launch_message(cpu_nanos=4 * 10**9, pids=4096)), 1)
+    judge.judge(launch_of(cpu_nanos=4 * 10**9, pids=4096), 1)
     with pytest.raises(wire.RequestError) as refused:
-        judge.judge(LaunchSpec.model_validate(launch_message(**changes)), 1)
+        judge.judge(launch_of(**changes), 1)
     assert "invalid" == refused.value.code
 
 
 def test_the_number_of_sandboxes_is_the_operator_s(tmp_path: Path) -> None:
     with pytest.raises(wire.RequestError) as refused:
-        made(tmp_path).judge(LaunchSpec.model_validate(launch_message()), 2)
+        made(tmp_path).judge(launch_of(), 2)
     assert "full" == refused.value.code
 
 
 def test_without_limits_of_disks_a_launch_may_have_none(tmp_path: Path) -> None:
     maxima = host_config()["maxima"] | {"disk_bytes": None}
-    made(tmp_path, disk_limits=False, maxima=maxima).judge(
-        LaunchSpec.model_validate(launch_message(disk_bytes=None)), 0
-    )
+    made(tmp_path, disk_limits=False, maxima=maxima).judge(launch_of(disk_bytes=None), 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtimes.checks import probes
-from runtimes.checks.doctor import DoctorQuestion, add_to_docker, ask, lines
+from runtimes.checks.doctor import DoctorQuestion, add_to_docker, ask
 from runtimes.checks.probes import CheckError
 from runtimes.engine.wrappers import entries
 from runtimes.spec import HostConfig, Uids
@@ -97,7 +97,7 @@ def test_a_failure_is_one_line_with_its_remedy() -> None:
         raise FileNotFoundError(2, "No such file or directory", "/x")
 
     checks = [ask(DoctorQuestion("a", "mend it", missing)), ask(DoctorQuestion("b", "mend it", lambda: "fine"))]
-    assert ["FAIL  a: /x: No such file or directory -> mend it", "ok    b: fine"] == lines(checks)
+    assert ["FAIL  a: /x: No such file or directory -> mend it", "ok    b: fine"] == [check.line() for check in checks]
 
 
 def test_what_to_add_to_docker_is_the_very_text() -> None:

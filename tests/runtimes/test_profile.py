@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtimes.engine.profile import PROFILES, RUNC, RUNSC, RuntimeProfile
-from runtimes.spec import RUNTIMES
+from wire.api.hostd import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ def compared(source: str) -> list[str]:
 
 
 def test_each_runtime_that_can_be_asked_for_has_a_profile() -> None:
-    assert RUNTIMES == tuple(PROFILES)
+    assert tuple(Runtime) == tuple(PROFILES)
     assert all(name == profile.name for name, profile in PROFILES.items())
 
 

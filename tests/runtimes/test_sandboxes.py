@@ -11,8 +11,8 @@ from runtimes.operator import Operator
 from runtimes.process.cgroups import Cgroups, Hierarchies
 from runtimes.records import RecordStore
 from runtimes.sandboxes import Sandboxes
-from runtimes.spec import HostConfig, LaunchSpec
-from tests.runtimes.test_spec import host_config, launch_message
+from runtimes.spec import HostConfig
+from tests.runtimes.test_spec import host_config, launch_of
 from wire.api.compiler import Compile, CompiledText
 
 
@@ -68,7 +68,7 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
     sandboxes = Sandboxes(
         config, Operator(config, compiler), beyond, compiler, beyond, groups, RecordStore(tmp_path / "records")
     )
-    specs = [LaunchSpec.model_validate(launch_message(sandbox=f"sbx-{number}")) for number in range(6)]
+    specs = [launch_of(sandbox=f"sbx-{number}") for number in range(6)]
     launches = [asyncio.create_task(sandboxes.launch(spec)) for spec in specs]
     async with asyncio.timeout(10):
         await compiler.full.wait()

@@ -1,12 +1,16 @@
 """What a launch message may say."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from runtimes.spec import HostConfig, LaunchSpec, Uids
+from runtimes.engine.disk import SMALLEST
+from runtimes.spec import HostConfig, Uids, check_launch
+from wire import codec
+from wire.api.hostd import MOST_TEXT, Launch
 
 
 def launch_message(**changes: Any) -> dict[str, Any]:
@@ -20,10 +24,18 @@ def launch_message(**changes: Any) -> dict[str, Any]:
         "memory_bytes": 2**28,
         "pids": 64,
         "disk_bytes": 1 << 30,
+        "isolation": False,
         "ca_root": "pem",
         "execd_token_sha256": "0" * 64,
-        "selection": {"policy_name": None, "network_policy": None, "bindings": []},
+        "selection": '{"policy_name": null, "network_policy": null, "bindings": []}',
     } | changes
+
+
+def launch_of(**changes: Any) -> Launch:
+    """The launch of a message, as hostd takes it."""
+    launch = codec.decode(Launch, launch_message(**changes))
+    check_launch(launch)
+    return launch
 
 
 def host_config(**changes: Any) -> dict[str, Any]:
@@ -57,7 +69,8 @@ def host_config(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_complete_message_is_taken() -> None:
-    assert LaunchSpec.model_validate(launch_message()).entrypoint == ["sleep", "1"]
+    assert ("sleep", "1") == launch_of().entrypoint
+    assert launch_of(runtime="runsc", isolation=True).isolation
 
 
 @pytest.mark.parametrize(
@@ -91,6 +104,21 @@ def test_a_complete_message_is_taken() -> None:
         {"execd_token_sha256": "0" * 63},
         {"execd_token_sha256": "g" * 64},
         {"selection": None},
+        {"selection": {}},
+        {"isolation": True},
+        {"isolation": 0},
+        {"disk_bytes": SMALLEST - 1},
+        {"disk_bytes": 2**50 + 1},
+        {"cpu_nanos": 999_999},
+        {"cpu_nanos": 1024 * 10**9 + 1},
+        {"memory_bytes": 6 * 1024 * 1024 - 1},
+        {"memory_bytes": 2**44 + 1},
+        {"pids": 4 * 1024 * 1024 + 1},
+        {"entrypoint": ["a"] * 257},
+        {"entrypoint": ["a", "b" * (MOST_TEXT + 1)]},
+        {"env": {f"A{number}": "" for number in range(1025)}},
+        {"env": {"A": "b" * (MOST_TEXT + 1)}},
+        {"env": {f"A{number}": "b" * MOST_TEXT for number in range(8)}},
         {"gateway": {"sandbox": "sbx-1"}},
         {"upstream_roots": "pem"},
         {"ca_root": ""},
@@ -100,21 +128,21 @@ def test_a_complete_message_is_taken() -> None:
     ],
 )
 def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        LaunchSpec.model_validate(launch_message(**changes))
+    with pytest.raises(ValueError, match=r"."):
+        launch_of(**changes)
 
 
 @pytest.mark.parametrize("missing", sorted(launch_message()))
 def test_nothing_has_a_default(missing: str) -> None:
     message = launch_message()
     del message[missing]
-    with pytest.raises(ValidationError):
-        LaunchSpec.model_validate(message)
+    with pytest.raises(codec.CodecError, match=re.escape(missing)):
+        codec.decode(Launch, message)
 
 
 def test_a_refusal_does_not_repeat_what_was_sent() -> None:
-    with pytest.raises(ValidationError) as refusal:
-        LaunchSpec.model_validate(launch_message(env={"TOKEN": "hunter2\0"}))
+    with pytest.raises(codec.CodecError) as refusal:
+        launch_of(env={"TOKEN": "hunter2\0"})
     assert "hunter2" not in str(refusal.value)
 
 

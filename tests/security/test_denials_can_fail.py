@@ -90,7 +90,7 @@ def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, unwatch
     one, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
     try:
         join_neighbours(stack, one.id, other.id)
-        container = stack.host("inspect", sandbox=one.id)["container"]
+        container = stack.container(one.id)
         environment = f"PROBE_TARGETS={probe_environment(sandbox_targets())}"
         probe = ("python3", "/tmp/ways_out.py", "one", attempt.probe)
         with Capture(stack.netns(other.id, "sbx"), "eth0") as wire:

@@ -631,9 +631,9 @@ def test_no_client_can_ask_how_a_secret_begins(internet: Internet, stack: Stack,
         assert [] == afterwards.arrived(honest)
         assert "HTTP/1.1 403" in afterwards.answer(honest)
 
-        os.kill(stack.host("inspect", sandbox=str(sandbox.id))["worker_pid"], signal.SIGKILL)
+        os.kill(stack.worker_pid(str(sandbox.id)), signal.SIGKILL)
         deadline = time.monotonic() + 30
-        while (new := stack.host("inspect", sandbox=str(sandbox.id)))["generation"] == 1 or new["worker_pid"] is None:
+        while (new := stack.inspect(str(sandbox.id))).generation == 1 or new.worker_pid is None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         respawned = from_sandbox((honest,), internet, stack, str(sandbox.id))

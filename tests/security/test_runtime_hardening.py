@@ -157,7 +157,7 @@ def _small(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
 
 def host_pid(stack: Stack, sandbox: str) -> int:
     """The sandbox's first process as the host sees it: PID 1 on runc, the kernel of it on runsc."""
-    container = stack.host("inspect", sandbox=sandbox)["container"]
+    container = stack.container(sandbox)
     return int(stack.docker("inspect", "-f", "{{.State.Pid}}", container).stdout)
 
 
@@ -221,7 +221,7 @@ def test_isolated_sessions_open_no_door(stack: Stack, answers: dict[str, dict[st
 
 def test_an_exec_of_docker_gains_nothing(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
     """Not even root on the host gets a process with more than PID 1's privileges into a sandbox."""
-    container = stack.host("inspect", sandbox=sandboxes[runtime].id)["container"]
+    container = stack.container(sandboxes[runtime].id)
     plain = stack.docker("exec", container, "sh", "-c", "cat /proc/self/status; ls /proc/self/fd")
     privileged = stack.docker("exec", "--privileged", container, "true")
 
@@ -235,7 +235,7 @@ def test_an_exec_of_docker_gains_nothing(runtime: str, stack: Stack, sandboxes: 
 def test_an_exec_of_docker_is_in_the_sandboxs_network(
     runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> None:
-    container = stack.host("inspect", sandbox=sandboxes[runtime].id)["container"]
+    container = stack.container(sandboxes[runtime].id)
     names = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
     assert "['eth0', 'lo']\n" == stack.docker("exec", container, "python3", "-c", names).stdout
 
@@ -301,7 +301,7 @@ def test_namespaces_belong_to_the_sandbox_alone(
 
     names = [sandboxes[runtime].id, sandboxes[OTHER[runtime]].id]
     own, other = (inode(host_pid(stack, name)) for name in names)
-    worker = inode(stack.host("inspect", sandbox=names[0])["worker_pid"])
+    worker = inode(stack.worker_pid(names[0]))
 
     assert own not in {other, worker, inode("self")}
 
@@ -378,7 +378,7 @@ def test_execd_ended_from_inside_ends_the_sandbox(runtime: str, stack: Stack, sm
 
 def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> None:
     """Over the limit runc loses the process and runsc the sandbox; the gateway is not touched."""
-    worker = stack.host("inspect", sandbox=str(small.id))["worker_pid"]
+    worker = stack.worker_pid(str(small.id))
     assert "fits" in printed(small, "python3 -c 'bytearray(64 << 20)' && echo fits")
     command = "python3 -c 'bytearray(400 << 20)'"
     if runtime == "runsc":
@@ -388,14 +388,14 @@ def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> No
         assert "ended 137" in printed(small, f"{command}; echo ended $?")
         assert "here" in printed(small, "echo here")
 
-    assert worker == stack.host("inspect", sandbox=str(small.id))["worker_pid"]
+    assert worker == stack.worker_pid(str(small.id))
 
 
 def test_bombs_end_at_the_limit_of_processes_and_no_other_sandbox_notices(runtime: str, stack: Stack) -> None:
     """Processes and threads that make more of themselves are refused; execd and a neighbour go on; removal ends all."""
     # On runsc a hundred interpreters take half a GiB: with less the sandbox would end at that limit.
     with ended(stack.create(runtime, resource={"memory": "1Gi", "cpu": "500m", "pids": "128"})) as hog:
-        container = stack.host("inspect", sandbox=str(hog.id))["container"]
+        container = stack.container(str(hog.id))
         group = next(path for path in Path("/sys/fs/cgroup").glob(f"**/{container}/pids.max"))
         endpoint = hog.get_endpoint(44772)
         hog.commands.run(f"python3 -c '{_BOMBS}'", opts=RunCommandOpts(background=True))
@@ -423,7 +423,7 @@ def test_bombs_end_at_the_limit_of_processes_and_no_other_sandbox_notices(runtim
 
 def test_processor_time_is_limited(stack: Stack, small: SandboxSync) -> None:
     """Half a processor is half a processor, by the host's account: runsc's own counts time in which it may not run."""
-    container = stack.host("inspect", sandbox=str(small.id))["container"]
+    container = stack.container(str(small.id))
     processor = Processor(Cgroups(str(stack.run)))
     began, before = time.monotonic(), processor.seconds(container)
     printed(small, "python3 -c 'import time\nw=time.time()\nwhile time.time()-w<3: pass'")
@@ -452,7 +452,7 @@ def test_runsc_runs_with_the_stated_flags_and_writes_no_log(stack: Stack, sandbo
 def test_a_work_directory_that_is_a_descriptor_starts_nothing(descriptor: int, stack: Stack) -> None:
     """CVE-2024-21626: an image that wants to work in a directory of runc's is refused, and nothing is left of it."""
     image = f"sallyport/workdir-{descriptor}"
-    before = stack.host("list")["sandboxes"]
+    before = stack.sandboxes()
     work = f"WORKDIR /proc/self/fd/{descriptor}"
     assert 0 == stack.docker("import", "-c", work, os.environ["SALLYPORT_EMPTY_IMAGE"], image).returncode
     try:
@@ -461,7 +461,7 @@ def test_a_work_directory_that_is_a_descriptor_starts_nothing(descriptor: int, s
     finally:
         stack.docker("rmi", "-f", image)
 
-    assert before == stack.host("list")["sandboxes"]
+    assert before == stack.sandboxes()
 
 
 _EXCHANGE = """

@@ -118,7 +118,7 @@ class Splicer:
         return list(found.values())
 
     def worker(self) -> int:
-        return int(self.stack.host("inspect", sandbox=self.id)["worker_pid"])
+        return self.stack.worker_pid(self.id)
 
 
 @pytest.fixture(params=ONE_RUNTIME, name="runtime")

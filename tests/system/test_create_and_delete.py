@@ -179,14 +179,14 @@ async def test_a_client_that_leaves_during_create_leaves_no_orphan(runtime: str,
     async with client(stack) as http:
         listed: set[str] = set()
         for _ in range(600):
-            there = {item["sandbox"] for item in stack.host("list")["sandboxes"]}
+            there = {item.sandbox for item in stack.sandboxes()}
             items = (await http.get("/sandboxes", params={"pageSize": 200})).json()["items"]
             listed = {item["id"] for item in items}
             if there == listed and not [item for item in items if item["status"]["state"] == "Pending"]:
                 break
             await asyncio.sleep(0.1)
         assert there == listed
-        old = {container_of["sandbox"] for container_of in stack.host("list")["sandboxes"]} - _named(before)
+        old = {state.sandbox for state in stack.sandboxes()} - _named(before)
         for name in old:
             assert (await http.delete(f"/sandboxes/{name}")).status_code in (204, 404)
 
@@ -276,7 +276,7 @@ def test_a_killed_control_plane_comes_back_to_what_it_left(runtime: str, stack: 
     inside.files.write_file("/tmp/loop.sh", _LOOP)
     inside.commands.run("sh /tmp/loop.sh", opts=RunCommandOpts(background=True))
     serve = daemons(stack)["lifecycle.serve"]
-    container = stack.host("inspect", sandbox=sandbox.id)["container"]
+    container = stack.container(sandbox.id)
 
     os.kill(serve, signal.SIGKILL)
     seen = stack.docker("exec", container, "sh", "-c", f"curl -sS -o /dev/null -w %{{http_code}} https://{STATUS}/")

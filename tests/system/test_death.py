@@ -32,6 +32,7 @@ from testbed.stack import EMPTY_IMAGE, Stack
 from testbed.traces import Traces, start_time
 from tests.stacks import Second, beside, put_secrets
 from tests.system.test_create_and_delete import body, client
+from wire.operations import Done, Ping
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -141,7 +142,7 @@ def processes(stack: Stack, role: str, clients: list[Client]) -> set[int]:
     run = str(stack.run)
     match role:
         case "worker":
-            return {int(stack.host("inspect", sandbox=one.id)["worker_pid"] or 0) for one in clients}
+            return {int(stack.inspect(one.id).worker_pid or 0) for one in clients}
         case "hostd":
             return {pid} if (pid := daemons(stack).get("runtimes.hostd")) else set()
         case "containerd":
@@ -170,7 +171,7 @@ def back(stack: Stack, roles: list[str], dead: set[int], clients: list[Client]) 
 
 
 def policies(stack: Stack, clients: list[Client]) -> list[str]:
-    return [stack.host("inspect", sandbox=one.id)["policy"] for one in clients]
+    return [stack.inspect(one.id).policy for one in clients]
 
 
 def arrived(internet: Internet) -> set[str]:
@@ -195,7 +196,7 @@ def attackers(frames: Any) -> list[Any]:
 def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: Internet) -> float:
     """Kill; return after how many seconds everything served again. What must hold meanwhile is asserted here."""
     before = policies(stack, clients)
-    containers = [stack.host("inspect", sandbox=one.id)["container"] for one in clients]
+    containers = [stack.container(one.id) for one in clients]
     since = time.time()
     with Capture(internet.path(internet.net), "net0") as wire:
         assert until(lambda: all(one.served_since(since) for one in clients))
@@ -212,7 +213,7 @@ def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: 
         seen = wire.since(0)
     assert [frame for frame in seen if frame.destination == ADDRESSES[API]], "the capture hears nothing"
     assert [] == attackers(seen)
-    assert containers == [stack.host("inspect", sandbox=one.id)["container"] for one in clients]
+    assert containers == [stack.container(one.id) for one in clients]
     assert until(lambda: before == policies(stack, clients))
     for one in clients:
         polls = [poll for poll in one.polls() if poll.began > since]
@@ -256,12 +257,12 @@ def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_on
     """Its spawn began with the guard that is gone: it gets the next one, as all other workers do."""
     one, other = clients
     (zygote,) = processes(stack, "zygote", clients)
-    state = stack.host("inspect", sandbox=one.id)
+    state = stack.inspect(one.id)
     groups = Cgroups(str(stack.run))
-    group = groups.hierarchies.roots[0] / groups.parent / f"{one.id}.{state['generation'] + 1}"
+    group = groups.hierarchies.roots[0] / groups.parent / f"{one.id}.{state.generation + 1}"
     os.kill(zygote, signal.SIGSTOP)
     try:
-        os.kill(state["worker_pid"], signal.SIGKILL)
+        os.kill(state.worker_pid, signal.SIGKILL)
         assert until(group.exists)
         for pid in processes(stack, "guard", clients):
             os.kill(pid, signal.SIGKILL)
@@ -291,7 +292,7 @@ def test_calls_share_a_way_in_and_none_is_carried_out_twice_when_it_is_cut(stack
             return len(done) >= 10
 
         assert not any(step() for _ in range(5))
-        os.kill(stack.host("inspect", sandbox=one.id)["worker_pid"], signal.SIGKILL)
+        os.kill(stack.worker_pid(one.id), signal.SIGKILL)
         assert until(step), stack.tail()
         written = [int(line) for line in one.sandbox.run("cat /tmp/done")[1].split()]
         assert len(set(written)) == len(written)
@@ -309,7 +310,7 @@ def test_a_killed_keeper_takes_hostd_with_it_and_the_next_start_adopts(
 ) -> None:
     """No hostd without a watchdog; without both the sandboxes are cut off; the next `serve` finds them as they were."""
     before = policies(stack, clients)
-    containers = [stack.host("inspect", sandbox=one.id)["container"] for one in clients]
+    containers = [stack.container(one.id) for one in clients]
     hostd = daemons(stack)["runtimes.hostd"]
     with Capture(internet.path(internet.net), "net0") as wire:
         stack.kill()
@@ -328,7 +329,7 @@ def test_a_killed_keeper_takes_hostd_with_it_and_the_next_start_adopts(
         again = time.time()
         assert until(lambda: all(one.served_since(again) for one in clients)), stack.tail()
         assert [] == attackers(wire.since(0))
-    assert containers == [stack.host("inspect", sandbox=one.id)["container"] for one in clients]
+    assert containers == [stack.container(one.id) for one in clients]
     assert until(lambda: before == policies(stack, clients))
     assert "SSLCertVerificationError" not in {poll.said for one in clients for poll in one.polls()}
     stack.sallyport("audit", "verify")
@@ -385,7 +386,7 @@ async def listed(http: httpx.AsyncClient) -> set[str]:
 def hostd_answers(stack: Stack) -> bool:
     """Whether hostd does."""
     try:
-        return {} == stack.host("ping")
+        return Done() == stack.ask(Ping())
     except OSError:
         return False
 
@@ -403,7 +404,7 @@ def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
             os.kill(daemons(stack)["runtimes.hostd"], signal.SIGKILL)
 
             assert until(lambda: hostd_answers(stack) and sandbox.is_healthy()), stack.tail()
-            assert 1 < stack.host("inspect", sandbox=str(sandbox.id))["generation"]
+            assert 1 < stack.inspect(str(sandbox.id)).generation
             assert until(lambda: str(tar) in stack.tail()), stack.tail()  # it is said
             assert sandbox.is_healthy()
         finally:
@@ -427,7 +428,7 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
     assert 2 == len(list((second.state.parent.parent / "home" / "docker" / "containers").iterdir()))
     second.start()
 
-    assert {"sandboxes": []} == second.host("list")
+    assert () == second.sandboxes()
     assert "" == second.docker("ps", "-aq").stdout
     assert "kept" in secrets
     assert secrets == second.sallyport("vault", "list")

@@ -258,7 +258,7 @@ def test_what_an_image_says_and_where_its_links_lead_is_of_no_use_to_it(
 ) -> None:
     volumes = stack.docker("volume", "ls", "-q").stdout
     with made(stack, runtime, HOSTILE) as sandbox:
-        container = stack.host("inspect", sandbox=str(sandbox.id))["container"]
+        container = stack.container(str(sandbox.id))
         (told,) = json.loads(stack.docker("inspect", container).stdout)
         assert sandbox.id == told["Config"]["Labels"]["sallyport.sandbox"]
         assert "other" != told["Config"]["Labels"]["sallyport.instance"]
@@ -299,10 +299,10 @@ def test_an_image_with_an_unreadable_users_file_is_refused_at_once(kind: str, st
         for entry in (users, zeros):
             archive.addfile(entry)
     assert 0 == stack.docker("import", "-c", "ENV PATH=/bin", str(tar), image).returncode
-    before = stack.host("list")["sandboxes"]
+    before = stack.sandboxes()
     try:
         with pytest.raises(SandboxException, match="/etc/passwd of the image is no plain file"):
             stack.create("runc", image=image)
-        assert before == stack.host("list")["sandboxes"]
+        assert before == stack.sandboxes()
     finally:
         assert 0 == stack.docker("rmi", "-f", image).returncode

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
+import wire
 from testbed.census import Census, command_lines, take
 from testbed.internet import Internet
 from testbed.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
@@ -96,14 +98,24 @@ class Faulty(Stack):
         async with httpx.AsyncClient(base_url=f"{self.base}/v1", headers=headers, timeout=120, trust_env=False) as http:
             yield http
 
+    def hook(self, op: str, **parameters: Any) -> dict[str, Any]:
+        """Ask what only `faulty_hostd` answers."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+            sock.settimeout(60)
+            sock.connect(str(self.run / "hostd.sock"))
+            wire.send(sock, {"id": 1, "op": op, **parameters})
+            received = wire.receive(sock)
+        assert received is not None
+        return dict(received[0]["ok"])
+
     def disagreements(self) -> list[str]:
         """What registry, hostd and the workers themselves do not agree on."""
         rows = self.rows()
-        there = {item["sandbox"]: item for item in self.host("list")["sandboxes"]}
+        there = {item.sandbox: item for item in self.sandboxes()}
         found = [f"{name} is {row['state']}" for name, row in rows.items() if row["state"] != "Running"]
         found += [f"hostd and registry differ in {name}" for name in rows.keys() ^ there.keys()]
         for name in rows.keys() & there.keys():
-            digest = self.host("digest", sandbox=name)["digest"]
+            digest = self.hook("digest", sandbox=name)["digest"]
             if not digest or digest != rows[name]["policy_digest"]:
                 found.append(f"{name}: registry {rows[name]['policy_digest'][:8]!r}, worker {digest and digest[:8]!r}")
         return found
@@ -213,7 +225,7 @@ async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty:
     before = take(faulty)
     async with faulty.client() as http:
         await deleted(http, await made(http, runtime, f"{runtime}-{mode}:-1:none"))
-        steps = faulty.host("faulted", label=f"{runtime}-{mode}")["seen"]
+        steps = faulty.hook("faulted", label=f"{runtime}-{mode}")["seen"]
         assert len(steps) > 20
         # Docker and the worker are what differs between the runtimes.
         numbers = [i for i, step in enumerate(steps) if runtime == "runc" or step.startswith(("Docker.", "Worker."))]
@@ -222,7 +234,7 @@ async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty:
         async def one(number: int) -> None:
             label = f"{runtime}-{mode}-{number}"
             answer = await http.post("/sandboxes", json=body(runtime, f"{label}:{number}:{mode}"))
-            assert faulty.host("faulted", label=label)["fired"]
+            assert faulty.hook("faulted", label=label)["fired"]
             told[f"{number} {steps[number]}"] = answer.status_code
             if answer.status_code == 202:
                 assert [] == [item for item in faulty.disagreements() if answer.json()["id"] in item]
@@ -242,18 +254,18 @@ async def test_a_removal_that_fails_at_any_step_is_finished(mode: str, faulty: F
     before = take(faulty)
     async with faulty.client() as http:
         name, label = await made(http, runtime), f"remove-{runtime}-{mode}"
-        faulty.host("fault", sandbox=name, label=label, of="remove", number=-1, mode="none")
+        faulty.hook("fault", sandbox=name, label=label, of="remove", number=-1, mode="none")
         await deleted(http, name)
-        steps = faulty.host("faulted", label=label)["seen"]
+        steps = faulty.hook("faulted", label=label)["seen"]
         assert len(steps) > 10
         numbers = [i for i, step in enumerate(steps) if runtime == "runc" or step.startswith(("Docker.", "Worker."))]
 
         async def one(number: int) -> None:
             sandbox = await made(http, runtime)
-            faulty.host("fault", sandbox=sandbox, label=f"{label}-{number}", of="remove", number=number, mode=mode)
+            faulty.hook("fault", sandbox=sandbox, label=f"{label}-{number}", of="remove", number=number, mode=mode)
             answer = await http.delete(f"/sandboxes/{sandbox}")
             assert answer.status_code in (204, 500), answer.text
-            assert faulty.host("faulted", label=f"{label}-{number}")["fired"]
+            assert faulty.hook("faulted", label=f"{label}-{number}")["fired"]
 
         await _in_parallel([lambda number=number: one(number) for number in numbers])  # type: ignore[misc]
     assert [] == faulty.wrong(before)
@@ -267,23 +279,23 @@ async def test_a_gateway_whose_restart_fails_at_any_step_comes_back(faulty: Faul
         digest = faulty.rows()[name]["policy_digest"]
 
         def kill(label: str, number: int, mode: str) -> None:
-            faulty.host("fault", sandbox=name, label=label, of="respawn", number=number, mode=mode)
-            former = faulty.host("inspect", sandbox=name)["worker_pid"]
+            faulty.hook("fault", sandbox=name, label=label, of="respawn", number=number, mode=mode)
+            former = faulty.inspect(name).worker_pid
             os.kill(former, signal.SIGKILL)
             deadline = time.monotonic() + PATIENCE
-            while faulty.host("inspect", sandbox=name)["worker_pid"] in (None, former) or faulty.disagreements():
+            while faulty.inspect(name).worker_pid in (None, former) or faulty.disagreements():
                 assert time.monotonic() < deadline, (label, faulty.disagreements())
                 time.sleep(0.05)
-            assert digest == faulty.host("digest", sandbox=name)["digest"]
+            assert digest == faulty.hook("digest", sandbox=name)["digest"]
 
         kill("respawn", -1, "none")
-        steps = faulty.host("faulted", label="respawn")["seen"]
+        steps = faulty.hook("faulted", label="respawn")["seen"]
         assert len(steps) > 5
         # Not all of them: each is the death of a worker, and after a death by signal the zygote is renewed first.
         for number in range(0, len(steps), max(1, len(steps) // RESTARTS)):
             mode = ("refused", "unanswered")[number % 2]
             kill(f"respawn-{number}-{mode}", number, mode)
-            assert faulty.host("faulted", label=f"respawn-{number}-{mode}")["fired"]
+            assert faulty.hook("faulted", label=f"respawn-{number}-{mode}")["fired"]
         await deleted(http, name)
     assert [] == faulty.wrong(before)
 
@@ -294,7 +306,7 @@ async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, 
     async with faulty.client() as http:
         label = f"killed-{mode}"
         await deleted(http, await made(http, fault=f"{label}:-1:none"))
-        steps = faulty.host("faulted", label=label)["seen"]
+        steps = faulty.hook("faulted", label=label)["seen"]
         kept = await made(http)
         before = take(faulty)
         for number in range(0 if mode == "killed-before" else 2, len(steps), max(1, len(steps) // KILLS)):
@@ -459,7 +471,7 @@ async def test_a_container_that_ends_does_not_come_back(end: str, faulty: Faulty
     before = take(faulty)
     async with faulty.client() as http:
         name = await made(http, runtime)
-        container = faulty.host("inspect", sandbox=name)["container"]
+        container = faulty.container(name)
         if end == "restart":
             assert 0 != faulty.docker("restart", "-t", "0", container).returncode
         elif end == "kill":

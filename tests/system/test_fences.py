@@ -33,6 +33,7 @@ from runtimes.net.plan import PLAN
 from testbed.internet import ADDRESSES, STATUS
 from testbed.stack import Stack
 from tests.system.fence_judge import Turn, within_bounds
+from wire.api.hostd import Inspect
 
 pytestmark = [pytest.mark.system, pytest.mark.timed]
 
@@ -265,7 +266,7 @@ def way_in(sandbox: SandboxSync) -> float:
 
 def worker_bytes(stack: Stack, sandbox: SandboxSync) -> int:
     """Resident memory of a sandbox's worker."""
-    pid = stack.host("inspect", sandbox=str(sandbox.id))["worker_pid"]
+    pid = stack.worker_pid(str(sandbox.id))
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -309,9 +310,9 @@ class Most(NamedTuple):
 
 
 def look(stack: Stack, sandbox: SandboxSync) -> Most:
-    seen = stack.host("inspect", sandbox=str(sandbox.id))
-    descriptors = len(os.listdir(f"/proc/{seen['worker_pid']}/fd"))
-    return Most(tracked(seen["netns"]["gateway"]), descriptors, worker_bytes(stack, sandbox))
+    seen = stack.ask(Inspect(str(sandbox.id)))
+    descriptors = len(os.listdir(f"/proc/{seen.state.worker_pid}/fd"))
+    return Most(tracked(seen.network.gateway_netns), descriptors, worker_bytes(stack, sandbox))
 
 
 def rested(stack: Stack, sandbox: SandboxSync) -> Most:
@@ -423,7 +424,7 @@ def test_in_all_floods_the_99th_percentile_is_bounded(stack: Stack, pair: Pair, 
 def test_a_hog_stays_within_its_bounds(stack: Stack, pair: Pair, seen: Seen) -> None:
     assert seen.worker_bytes < 512 << 20, seen
     assert seen.tracked < TRACKED, seen
-    assert [1, 1] == [stack.host("inspect", sandbox=str(sandbox.id))["generation"] for sandbox in pair[:2]]
+    assert [1, 1] == [stack.inspect(str(sandbox.id)).generation for sandbox in pair[:2]]
 
 
 def test_the_way_into_a_sandbox_that_floods_stays_open(seen: Seen) -> None:

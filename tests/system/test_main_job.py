@@ -98,7 +98,7 @@ def test_network_policy_of_the_create_call_is_enforced(runtime: str, stack: Stac
 def test_what_does_not_exist_is_refused_by_name_and_leaves_nothing(
     named: str, body: dict[str, Any], stack: Stack
 ) -> None:
-    before = stack.host("list")["sandboxes"]
+    before = stack.sandboxes()
     request = {"image": {"uri": IMAGE}, "resourceLimits": {}, "entrypoint": ["tail", "-f", "/dev/null"], **body}
     answer = httpx.post(
         f"{stack.base}/v1/sandboxes", json=request, headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=60
@@ -108,7 +108,7 @@ def test_what_does_not_exist_is_refused_by_name_and_leaves_nothing(
     assert {"code", "message"} <= answer.json().keys()
     assert named in answer.json()["message"]
     assert answer.headers["X-Request-ID"]
-    assert before == stack.host("list")["sandboxes"]
+    assert before == stack.sandboxes()
 
 
 def test_an_unknown_sandbox_is_not_found(stack: Stack) -> None:
@@ -209,7 +209,7 @@ def test_a_container_of_a_used_plan_cannot_be_started_again(stack: Stack, runtim
     """No plan, no container: not even Docker's own start brings a sandbox back without its gate."""
     sandbox = DemoSandbox(stack, runtime, values)
     try:
-        container = stack.host("inspect", sandbox=sandbox.id)["container"]
+        container = stack.container(sandbox.id)
         assert "true" == stack.docker("inspect", "-f", _RUNNING, container).stdout.split()[0]
         assert [] != processes_of(container)
         assert 0 == stack.docker("kill", container).returncode

@@ -28,9 +28,8 @@ from runtimes.engine.containers import LAUNCH, end_processes, plan_container, wr
 from runtimes.engine.profile import RUNSC
 from runtimes.net import netns, slots
 from runtimes.net.plan import PLAN
-from runtimes.spec import LaunchSpec
 from testbed.stack import CODE_ENTRYPOINT, Stack
-from tests.runtimes.test_spec import launch_message
+from tests.runtimes.test_spec import launch_of
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -259,14 +258,12 @@ def _scene(stack: Stack, code_image: str, tmp_path_factory: pytest.TempPathFacto
 def _box(place: Path, index: int, root: str, token: str) -> Iterator[Box]:
     """Prepare a sandbox; the command line is that of the first, as gVisor asks of a restore."""
     name, secret = f"box-{index}", secrets.token_urlsafe()
-    spec = LaunchSpec.model_validate(
-        launch_message(
-            sandbox=name,
-            runtime="runsc",
-            entrypoint=CODE_ENTRYPOINT,
-            execd_token_sha256=_digest(token),
-            isolation=True,
-        )
+    spec = launch_of(
+        sandbox=name,
+        runtime="runsc",
+        entrypoint=CODE_ENTRYPOINT,
+        execd_token_sha256=_digest(token),
+        isolation=True,
     )
     bundle = place / name
     bundle.mkdir()

@@ -36,7 +36,24 @@ from tests.runtimes.standin import digest
 from tests.system.test_watch_cuts_off import guards
 from vault import keyring
 from wire.api import vaultd
-from wire.operations import Request, operation, parameters
+from wire.api.hostd import (
+    Configure,
+    DescribeImage,
+    Doctor,
+    HostSandboxState,
+    Images,
+    Inspect,
+    Inspected,
+    Launch,
+    List,
+    Listed,
+    PolicyInForce,
+    Remove,
+    Removed,
+    Runtime,
+)
+from wire.blocking import BlockingClient
+from wire.operations import Ping, Request
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -115,32 +132,50 @@ class Hostd:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "runtimes.hostd", str(config)], cwd=_ROOT, stdout=log, stderr=log
             )
-        self._sock: socket.socket | None = None
+        self._client: BlockingClient | None = None
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + 300
         while True:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                self._sock = _connected(self.run / "hostd.sock")
+                self._client = BlockingClient(self.run / "hostd.sock", 0, PATIENCE)
             except OSError:
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.1)
                 continue
-            assert {} == self.call("ping")
+            self.ask(Ping())
             return
 
-    def call(self, op: str, **parameters: Any) -> dict[str, Any]:
-        assert self._sock is not None
-        return _asked(self._sock, op, **parameters)
+    def ask[Answer](self, request: Request[Answer]) -> Answer:
+        assert self._client is not None
+        return self._client.ask(request)
 
-    def vault(self, request: Request[Any]) -> dict[str, Any]:
+    def raw(self, op: str, **parameters: Any) -> None:
+        """Ask what no client of hostd's types can ask.
+
+        Raises:
+            wire.RemoteError: it was refused.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(PATIENCE)
+            sock.connect(str(self.run / "hostd.sock"))
+            wire.send(sock, {"id": 1, "op": op, **parameters})
+            answer = wire.receive(sock)
+        assert answer is not None
+        if "error" in answer[0]:
+            raise wire.RemoteError(answer[0]["error"]["code"], answer[0]["error"]["message"])
+
+    def configure(self, sandbox: str, selection: dict[str, Any], *, decided: bool = False) -> PolicyInForce:
+        return self.ask(Configure(sandbox, json.dumps(selection), decided))
+
+    def vault[Answer](self, request: Request[Answer]) -> Answer:
         """A request to vaultd, as serve makes it; waits while vaultd is started again."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                with _connected(self.run / "vault.sock") as sock:
-                    return _asked(sock, operation(request), **parameters(request))
+                with BlockingClient(self.run / "vault.sock", Uids().vaultd, PATIENCE) as client:
+                    return client.ask(request)
             except OSError:
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.05)
@@ -148,31 +183,32 @@ class Hostd:
     def launch(self, runtime: str, **changes: Any) -> str:
         sandbox = f"sbx-{runtime}-{next(_ids)}"
         opened = self.vault(vaultd.OpenSandbox(sandbox, sandbox, names=()))
-        message = {
+        launch: dict[str, Any] = {
             "sandbox": sandbox,
-            "runtime": runtime,
+            "runtime": Runtime(runtime),
             "image": "sallyport/test:1",
-            "entrypoint": ["sleep", "1000"],
+            "entrypoint": ("sleep", "1000"),
             "env": {},
             "cpu_nanos": 10**9,
             "memory_bytes": 2**28,
             "pids": 64,
             "disk_bytes": 64 << 20,
-            "ca_root": opened["root_pem"],
+            "isolation": False,
+            "ca_root": opened.root_pem,
             "execd_token_sha256": "0" * 64,
-            "selection": {"note": "first"},
+            "selection": json.dumps({"note": "first"}),
         }
-        self.call("launch", **(message | changes))
+        self.ask(Launch(**(launch | changes)))
         return sandbox
 
-    def state(self, sandbox: str) -> dict[str, Any]:
-        return next(item for item in self.call("list")["sandboxes"] if item["sandbox"] == sandbox)
+    def state(self, sandbox: str) -> HostSandboxState:
+        return next(state for state in self.ask(List()).sandboxes if state.sandbox == sandbox)
 
-    def wait_generation(self, sandbox: str, generation: int) -> dict[str, Any]:
+    def wait_generation(self, sandbox: str, generation: int) -> HostSandboxState:
         deadline = time.monotonic() + PATIENCE
         while True:
             state = self.state(sandbox)
-            if state["generation"] >= generation and state["worker_pid"] is not None:
+            if state.generation >= generation and state.worker_pid is not None:
                 return state
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
@@ -184,7 +220,7 @@ class Hostd:
         while len(former) != AHEAD or time.monotonic() < since + 1:
             assert time.monotonic() < began + 30, self.log.read_text()
             time.sleep(0.1)
-            taken = {item["slot"] for item in self.call("list")["sandboxes"]}
+            taken = {state.slot for state in self.ask(List()).sandboxes}
             made = {int(path.name.split("-")[0]): path for path in (self.run / "netns").glob("*-gw")}
             ready = {number: path for number, path in made.items() if number not in taken}
             if ready != former:
@@ -203,34 +239,12 @@ class Hostd:
         raise AssertionError(f"{name} is not running")
 
     def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
+        if self._client is not None:
+            self._client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         self.process.wait(timeout=180)
         netns.delete(self.upstream)
-
-
-def _connected(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(60)
-    try:
-        sock.connect(str(path))
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _asked(sock: socket.socket, op: str, **parameters: Any) -> dict[str, Any]:
-    wire.send(sock, {"id": next(_ids), "op": op, **parameters})
-    answer = wire.receive(sock)
-    if answer is None:
-        raise ConnectionError(f"no answer to {op}")
-    if "error" in answer[0]:
-        raise wire.RemoteError(answer[0]["error"]["code"], answer[0]["error"]["message"])
-    result: dict[str, Any] = answer[0]["ok"]
-    return result
 
 
 class Engine:
@@ -276,7 +290,7 @@ def engine(hostd: Hostd) -> Iterator[Engine]:
 def sandbox(request: pytest.FixtureRequest, hostd: Hostd) -> Iterator[str]:
     made = hostd.launch(request.param)
     yield made
-    assert {"residue": []} == hostd.call("remove", sandbox=made)
+    assert Removed(()) == hostd.ask(Remove(made))
 
 
 _DIAL = """
@@ -287,7 +301,7 @@ with socket.create_connection(({address!r}, {port}), timeout=30) as s:
 
 
 def test_a_sandbox_has_one_interface_with_the_one_address(hostd: Hostd, engine: Engine, sandbox: str) -> None:
-    assert ["eth0", "lo"] == hostd.call("inspect", sandbox=sandbox)["links"]
+    assert ["eth0", "lo"] == list(hostd.ask(Inspect(sandbox)).network.links)
     names = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
     assert "['eth0', 'lo']" == engine.python(sandbox, names)
     assert engine.python(sandbox, "print(open('/etc/resolv.conf').read())").startswith("nameserver 192.0.2.1")
@@ -331,7 +345,7 @@ def test_no_client_can_start_a_sandbox_again(hostd: Hostd, engine: Engine, sandb
     engine.api.wait(f"sallyport-{sandbox}", timeout=60)
     with pytest.raises(docker.errors.APIError, match="no launch plan"):
         engine.api.start(f"sallyport-{sandbox}")
-    assert ("exited", 137) == tuple(hostd.state(sandbox)[key] for key in ("state", "exit_code"))
+    assert ("exited", 137) == ((ended := hostd.state(sandbox)).state, ended.exit_code)
 
 
 def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
@@ -344,16 +358,16 @@ def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
             wait_stopped(dockerd)
             said = []
             for _ in range(2):  # a look that began before the stop may have the first answer
-                said.append(hostd.state(sandbox)["state"])
+                said.append(hostd.state(sandbox).state)
             assert "unknown" == said[-1]
         finally:
             os.kill(dockerd, signal.SIGCONT)
         deadline = time.monotonic() + PATIENCE
-        while hostd.state(sandbox)["state"] != "running":
+        while hostd.state(sandbox).state != "running":
             assert time.monotonic() < deadline
     finally:
-        residue = hostd.call("remove", sandbox=sandbox)
-    assert {"residue": []} == residue
+        residue = hostd.ask(Remove(sandbox))
+    assert Removed(()) == residue
 
 
 def wait_stopped(process: int) -> None:
@@ -378,8 +392,8 @@ def test_a_container_without_a_plan_does_not_start(engine: Engine, runtime: str)
 
 def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     second = {"note": "second"}
-    assert {"policy": digest(second)} == hostd.call("configure", sandbox=sandbox, selection=second)
-    os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
+    assert PolicyInForce(digest(second)) == hostd.configure(sandbox, second)
+    os.kill(hostd.state(sandbox).worker_pid, signal.SIGKILL)
     hostd.wait_generation(sandbox, 2)
     said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
     assert f"192.0.2.2 {sandbox} 2 1.2.3.4:5 second" == said
@@ -388,7 +402,7 @@ def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, e
 def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> None:
     """A stopped one never ends by itself: its sandbox is closed until it is ended, which a look at it brings about."""
     sandbox = hostd.launch("runc")
-    stopped = hostd.state(sandbox)["worker_pid"]
+    stopped = hostd.state(sandbox).worker_pid
     os.kill(stopped, signal.SIGSTOP)
     refused = "import socket; s = socket.create_connection(('1.2.3.4', 5), 10); s.settimeout(1); print(s.recv(1))"
     assert 0 != engine.execute(sandbox, "python3", "-c", refused)[0]
@@ -397,14 +411,14 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
         os.kill(stopped, 0)
     said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
     assert f"192.0.2.2 {sandbox} 2 1.2.3.4:5 first" == said
-    assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+    assert Removed(()) == hostd.ask(Remove(sandbox))
 
 
 @pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
 @pytest.mark.parametrize("stopped", ["auditd", "vaultd", "compiler"])
 def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
     """A stopped one never ends by itself; its sandbox's worker lives on, and gets a channel to the next one."""
-    worker = hostd.state(sandbox)["worker_pid"]
+    worker = hostd.state(sandbox).worker_pid
     former = hostd.daemon(stopped)
     os.kill(former, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE
@@ -414,18 +428,18 @@ def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped
         assert time.monotonic() < deadline, hostd.log.read_text()
         time.sleep(0.05)
     assert f"{stopped} hangs" in hostd.log.read_text()
-    assert worker == hostd.state(sandbox)["worker_pid"]
+    assert worker == hostd.state(sandbox).worker_pid
 
 
 def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     with pytest.raises(wire.RemoteError, match="gateway: told to refuse"):
-        hostd.call("configure", sandbox=sandbox, selection={"refuse": True})
+        hostd.configure(sandbox, {"refuse": True})
     with pytest.raises(wire.RemoteError, match="invalid"):
-        hostd.call("configure", sandbox=sandbox, selection={}, gateway={"sandbox": sandbox})
+        hostd.raw("configure", sandbox=sandbox, selection="{}", decided=False, gateway={"sandbox": sandbox})
     for answer in NO_POLICY:
         with pytest.raises(wire.RemoteError, match="the compiler's answer is no policy"):
-            hostd.call("configure", sandbox=sandbox, selection={"answer": answer}, decided=True)
-    os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGKILL)
+            hostd.configure(sandbox, {"answer": answer}, decided=True)
+    os.kill(hostd.state(sandbox).worker_pid, signal.SIGKILL)
     hostd.wait_generation(sandbox, 2)
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("first")
 
@@ -436,19 +450,19 @@ def test_a_decided_configuration_is_in_force_though_the_worker_does_not_confirm_
     """The worker that replaces a silent one begins with it; without the word it begins with the former one."""
     for decided, expected in ((True, "second"), (False, "first")):
         sandbox = hostd.launch("runc")
-        os.kill(hostd.state(sandbox)["worker_pid"], signal.SIGSTOP)
+        os.kill(hostd.state(sandbox).worker_pid, signal.SIGSTOP)
         with pytest.raises(wire.RemoteError, match="did not confirm"):
-            hostd.call("configure", sandbox=sandbox, selection={"note": "second"}, decided=decided)
+            hostd.configure(sandbox, {"note": "second"}, decided=decided)
         hostd.wait_generation(sandbox, 2)
         assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith(expected)
-        assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+        assert Removed(()) == hostd.ask(Remove(sandbox))
 
 
 def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     """What it has is over: the sandbox is closed until there is a configuration that a worker takes."""
-    worker = hostd.state(sandbox)["worker_pid"]
+    worker = hostd.state(sandbox).worker_pid
     with pytest.raises(wire.RemoteError, match="told to refuse"):
-        hostd.call("configure", sandbox=sandbox, selection={"refuse": True}, decided=True)
+        hostd.configure(sandbox, {"refuse": True}, decided=True)
     deadline = time.monotonic() + PATIENCE
     while Path(f"/proc/{worker}").exists():
         assert time.monotonic() < deadline
@@ -456,7 +470,7 @@ def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, en
     refused = "import socket; s = socket.create_connection(('1.2.3.4', 5), 10); s.settimeout(1); print(s.recv(1))"
     assert 0 != engine.execute(sandbox, "python3", "-c", refused)[0]
     with contextlib.suppress(wire.RemoteError):  # there may be no worker yet
-        hostd.call("configure", sandbox=sandbox, selection={"note": "third"}, decided=True)
+        hostd.configure(sandbox, {"note": "third"}, decided=True)
     hostd.wait_generation(sandbox, 2)
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("third")
 
@@ -474,7 +488,7 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
         assert time.monotonic() < deadline, said
         said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
     after = hostd.state(sandbox)
-    assert [before[key] for key in ("worker_pid", "generation")] == [after[key] for key in ("worker_pid", "generation")]
+    assert (before.worker_pid, before.generation) == (after.worker_pid, after.generation)
 
 
 @pytest.mark.parametrize("name", ["auditd", "vaultd"])
@@ -499,7 +513,7 @@ def test_a_worker_outlives_a_daemon_that_dies_again_and_again(
         brittle.unlink()
     _wait_for_channel(engine, sandbox, {"auditd": "audit", "vaultd": "vault"}[name])
     after = hostd.state(sandbox)
-    assert [before[key] for key in ("worker_pid", "generation")] == [after[key] for key in ("worker_pid", "generation")]
+    assert (before.worker_pid, before.generation) == (after.worker_pid, after.generation)
 
 
 def _wait_for_channel(engine: Engine, sandbox: str, channel: str) -> None:
@@ -512,9 +526,9 @@ def _wait_for_channel(engine: Engine, sandbox: str, channel: str) -> None:
 
 def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     deaf = {"deaf": True, "note": "first"}
-    assert {"policy": digest(deaf)} == hostd.call("configure", sandbox=sandbox, selection=deaf)
+    assert PolicyInForce(digest(deaf)) == hostd.configure(sandbox, deaf)
     os.kill(hostd.daemon("auditd"), signal.SIGKILL)
-    assert "running" == hostd.wait_generation(sandbox, 2)["state"]
+    assert "running" == hostd.wait_generation(sandbox, 2).state
     deadline = time.monotonic() + PATIENCE
     said = ""
     while "1.2.3.4:5 first" not in said:
@@ -523,17 +537,20 @@ def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: 
             said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
 
 
-def _namespaces(inspected: dict[str, Any]) -> dict[int, int]:
+def _namespaces(inspected: Inspected) -> dict[int, int]:
     """A sandbox's network namespaces: inodes, which others may be given afterwards, and what tells them apart then."""
-    return {os.stat(path).st_ino: cookie_of(path) for path in inspected["netns"].values()}
+    return {
+        os.stat(path).st_ino: cookie_of(path)
+        for path in (inspected.network.sandbox_netns, inspected.network.gateway_netns)
+    }
 
 
 def _alive(namespaces: dict[int, int]) -> list[int]:
     return [inode for inode, cookie in namespaces.items() if alive(inode, cookie)]
 
 
-def _left(hostd: Hostd, engine: Engine, inspected: dict[str, Any], namespaces: dict[int, int]) -> list[str]:
-    sandbox = inspected["sandbox"]
+def _left(hostd: Hostd, engine: Engine, inspected: Inspected, namespaces: dict[int, int]) -> list[str]:
+    sandbox = inspected.state.sandbox
     cgroups = Cgroups(str(hostd.run))
     found: list[Any] = [*_alive(namespaces), *(hostd.run / "plans").iterdir()]
     hostd.standing()  # none is being made then
@@ -547,27 +564,27 @@ def _left(hostd: Hostd, engine: Engine, inspected: dict[str, Any], namespaces: d
 @pytest.mark.parametrize("runtime", ["runc", "runsc"])
 def test_removal_leaves_nothing(hostd: Hostd, engine: Engine, runtime: str) -> None:
     sandbox = hostd.launch(runtime)
-    inspected = hostd.call("inspect", sandbox=sandbox)
+    inspected = hostd.ask(Inspect(sandbox))
     namespaces = _namespaces(inspected)
-    assert inspected["inodes"] == sorted(_alive(namespaces))
+    assert list(inspected.network.inodes) == sorted(_alive(namespaces))
     assert [] != _left(hostd, engine, inspected, namespaces)
-    assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+    assert Removed(()) == hostd.ask(Remove(sandbox))
     assert [] == _left(hostd, engine, inspected, namespaces)
     with pytest.raises(ProcessLookupError):
-        os.kill(inspected["worker_pid"], 0)
-    assert {"residue": []} == hostd.call("remove", sandbox=sandbox)
+        os.kill(inspected.state.worker_pid, 0)
+    assert Removed(()) == hostd.ask(Remove(sandbox))
 
 
 def test_a_launch_that_fails_leaves_nothing(hostd: Hostd, engine: Engine) -> None:
     failing: dict[str, dict[str, Any]] = {
-        "gateway": {"selection": {"refuse": True}},
-        "unavailable": {"selection": {"answer": {}}},
+        "gateway": {"selection": json.dumps({"refuse": True})},
+        "unavailable": {"selection": json.dumps({"answer": {}})},
         "unknown_image": {"image": "no/such:1"},
     }
     for code, changes in failing.items():
         with pytest.raises(wire.RemoteError, match=code):
             hostd.launch("runc", **changes)
-    assert {"sandboxes": []} == hostd.call("list")
+    assert Listed(()) == hostd.ask(List())
     assert 2 * len(hostd.standing()) == len(list((hostd.run / "netns").iterdir()))
     assert [] == list((hostd.run / "plans").iterdir())
     assert [] == [*(hostd.run / "ingress").iterdir(), *(hostd.run / "sandboxes").iterdir()]
@@ -621,7 +638,7 @@ print([number(n, 0, 0, 0, 0, 0) for n in (425, 426, 427, 321, 272, 308, 101, 250
             "[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]",
         ] == engine.python(sandbox, code).splitlines()
     finally:
-        hostd.call("remove", sandbox=sandbox)
+        hostd.ask(Remove(sandbox))
 
 
 def test_what_people_run_in_sandboxes_runs_under_the_filter(hostd: Hostd, engine: Engine) -> None:
@@ -635,34 +652,32 @@ def test_what_people_run_in_sandboxes_runs_under_the_filter(hostd: Hostd, engine
             program: engine.execute(sandbox, program, "--version")[0] for program in programs
         }
     finally:
-        hostd.call("remove", sandbox=sandbox)
+        hostd.ask(Remove(sandbox))
 
 
 def test_the_doctor_finds_this_host_well(hostd: Hostd) -> None:
-    checks = hostd.call("doctor")["checks"]
-    assert [] == [check for check in checks if not check["ok"]]
+    assert [] == [check for check in hostd.ask(Doctor()).checks if not check.ok]
 
 
 def test_an_image_has_the_environment_it_was_given(hostd: Hostd) -> None:
     """Beside the usual search path."""
-    env = hostd.call("image", name="sallyport/test:1")["env"]
+    env = hostd.ask(DescribeImage("sallyport/test:1")).env
     assert ["PATH", "PLACE"] == sorted(item.split("=")[0] for item in env)
     assert "PLACE=http://127.0.0.1:1/a b" in env
 
 
 def test_the_images_that_a_sandbox_may_have_are_listed(hostd: Hostd) -> None:
     """As they are named in a create call."""
-    names = hostd.call("images")["images"]
+    names = hostd.ask(Images()).images
     assert "sallyport/test:1" in names
-    assert all(hostd.call("image", name=name)["id"] for name in names)
+    assert all(hostd.ask(DescribeImage(name)).id for name in names)
 
 
-def test_both_runtimes_are_offered(hostd: Hostd) -> None:
-    assert {"runtimes": ["runc", "runsc"]} == hostd.call("runtimes")
+def test_what_hostd_does_not_know_is_refused(hostd: Hostd) -> None:
     with pytest.raises(wire.RemoteError, match="unknown_image"):
-        hostd.call("image", name="no/such:1")
+        hostd.ask(DescribeImage("no/such:1"))
     with pytest.raises(wire.RemoteError, match="unknown_op"):
-        hostd.call("shell")
+        hostd.raw("shell")
 
 
 def test_a_launch_takes_a_slot_that_stands(hostd: Hostd) -> None:
@@ -670,13 +685,13 @@ def test_a_launch_takes_a_slot_that_stands(hostd: Hostd) -> None:
     ready = hostd.standing()
     names = [hostd.launch("runc") for _ in range(AHEAD + 1)]
     try:
-        used = {hostd.state(name)["slot"] for name in names}
+        used = {hostd.state(name).slot for name in names}
         assert ready.keys() < used
         assert len(names) == len(used)
         assert used.isdisjoint(hostd.standing())
     finally:
         for name in names:
-            hostd.call("remove", sandbox=name)
+            hostd.ask(Remove(name))
 
 
 def _another_namespace(path: Path) -> None:
@@ -709,7 +724,7 @@ def test_a_slot_that_was_changed_while_idle_is_reported_and_never_used(
         change(path)
     name = hostd.launch("runc")
     try:
-        assert hostd.state(name)["slot"] not in ready
+        assert hostd.state(name).slot not in ready
         assert engine.python(name, _DIAL.format(address="1.2.3.4", port=5)).endswith("1.2.3.4:5 first")
         news = hostd.log.read_text()[said:]
         assert AHEAD == len(re.findall(rf"alarm: host: isolation\.{rule}: a slot made ahead is not used", news)), news
@@ -717,7 +732,7 @@ def test_a_slot_that_was_changed_while_idle_is_reported_and_never_used(
             path for path in ready.values() if path.exists() or path.with_name(f"{path.name[:-3]}-sbx").exists()
         ]
     finally:
-        hostd.call("remove", sandbox=name)
+        hostd.ask(Remove(name))
     assert 2 * len(hostd.standing()) == len(list((hostd.run / "netns").iterdir()))
 
 
@@ -727,7 +742,7 @@ def _ip(*arguments: str) -> None:
 
 def test_a_stop_removes_everything(hostd: Hostd) -> None:
     """Last in this file: it ends the hostd of the others."""
-    inspected = [hostd.call("inspect", sandbox=hostd.launch(runtime)) for runtime in ("runc", "runsc")]
+    inspected = [hostd.ask(Inspect(hostd.launch(runtime))) for runtime in ("runc", "runsc")]
     namespaces = {inode: cookie for one in inspected for inode, cookie in _namespaces(one).items()}
     assert 4 == len(_alive(namespaces))
     hostd.close()

@@ -27,6 +27,7 @@ from testbed.census import Census, command_lines, daemons, take
 from testbed.internet import ADDRESSES, ATTACKER, STATUS, Internet
 from testbed.stack import EMPTY_IMAGE, Stack
 from tests.stacks import beside, put_secrets
+from wire.api.hostd import Inspect
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -163,9 +164,12 @@ def created(stack: Stack, runtime: str, **changes: Any) -> str:
 
 
 def place_of(stack: Stack, name: str) -> Place:
-    told = stack.host("inspect", sandbox=name)
+    told = stack.ask(Inspect(name))
     return Place(
-        Path(told["netns"]["sandbox"]), Path(told["netns"]["gateway"]), stack.run / "plans", str(told["container"])
+        Path(told.network.sandbox_netns),
+        Path(told.network.gateway_netns),
+        stack.run / "plans",
+        str(told.state.container),
     )
 
 
@@ -240,11 +244,11 @@ def test_each_change_around_a_sandbox_is_an_alarm_and_cuts_it_off(
 
 def _cut(stack: Stack, names: dict[str, str]) -> set[str]:
     """The changes whose sandbox has nothing left: hostd shows the alarm, no worker, no slot."""
-    known = {item["sandbox"]: item for item in stack.host("list")["sandboxes"]}
+    known = {item.sandbox: item for item in stack.sandboxes()}
     return {
         change
         for change, name in names.items()
-        if known[name]["alarm"] and known[name]["worker_pid"] is None and known[name]["slot"] is None
+        if known[name].alarm and known[name].worker_pid is None and known[name].slot is None
     }
 
 
@@ -331,7 +335,7 @@ def test_an_alarm_is_kept_until_auditd_takes_it(second: Stack) -> None:
     os.kill(auditd, signal.SIGSTOP)
     try:
         _link(place.gateway)
-        assert until(lambda: bool(second.host("inspect", sandbox=name)["alarm"]), PATIENCE)
+        assert until(lambda: bool(second.inspect(name).alarm), PATIENCE)
         assert until(lambda: not place.gateway.exists(), PATIENCE)
         assert [] == alarms(second)
     finally:

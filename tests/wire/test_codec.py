@@ -17,11 +17,11 @@ import pytest
 
 import wire.api
 from wire import codec
-from wire.api import auditd, compiler, states, vaultd, worker, zygote
+from wire.api import auditd, compiler, hostd, states, vaultd, worker, zygote
 from wire.codec import CodecError
 from wire.operations import Request, operation
 
-MODULES = (auditd, compiler, states, vaultd, worker, zygote)
+MODULES = (auditd, compiler, hostd, states, vaultd, worker, zygote)
 TYPES = sorted(
     {
         kind
@@ -33,6 +33,12 @@ TYPES = sorted(
 )
 TEXTS = ("", "a", "sbx-1", "0" * 64, "gateway", "vault", "é\ud800", "x" * 70, "/x")
 NUMBERS = (-1, 0, 1, 5000, 2**31, 2**53 - 1, 2**53)
+
+
+DRAWN: dict[type, dict[str, tuple[str | int, ...]]] = {
+    hostd.Launch: {"sandbox": ("a", "sbx-1"), "cpu_nanos": (10**6, 10**9), "memory_bytes": (6 << 20, 2**40)}
+}
+"""What fields are drawn from where most values would be refused."""
 
 
 class Colour(StrEnum):
@@ -205,10 +211,13 @@ def _drawn(kind: Any, draw: random.Random) -> Any:
     if origin is Mapping:
         return {draw.choice(TEXTS): _drawn(typing.get_args(kind)[1], draw) for _ in range(draw.randrange(4))}
     if is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
+        hints, few = typing.get_type_hints(kind), DRAWN.get(kind, {})
+        names = [field.name for field in fields(kind) if field.init]
         for _ in range(5000):
             try:
-                return kind(**{field.name: _drawn(hints[field.name], draw) for field in fields(kind) if field.init})
+                return kind(
+                    **{name: draw.choice(few[name]) if name in few else _drawn(hints[name], draw) for name in names}
+                )
             except ValueError:
                 continue
         raise AssertionError(f"no {kind.__name__} was drawn")

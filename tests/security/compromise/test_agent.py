@@ -13,7 +13,7 @@ def test_hostile_code_runs_as_each_daemon_and_worker(compromised: CompromisedSta
     with compromised.create(runtime) as sandbox:
         worker = compromised.hostile(sandbox.id)
         try:
-            assert compromised.host("inspect", sandbox=sandbox.id)["worker_pid"] == worker.pid
+            assert compromised.inspect(sandbox.id).worker_pid == worker.pid
             assert worker.run("import os; value = [os.getpid(), os.getuid()]") == [worker.pid, _uid(worker.pid)]
             assert worker.run("value = type(process).__name__") == "Worker"
             with pytest.raises(Refused) as refused:

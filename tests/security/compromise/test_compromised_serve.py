@@ -27,6 +27,7 @@ from testbed.stack import IMAGE, POLICY, Stack
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from tests.stacks import beside, put_secrets
 from wire.api import vaultd
+from wire.api.hostd import Remove
 from wire.operations import Request, operation, parameters
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
@@ -197,7 +198,7 @@ class Taken:
         }
 
     def remove(self, sandbox: str) -> None:
-        assert [] == self.stack.host("remove", sandbox=sandbox)["residue"]
+        assert () == self.stack.ask(Remove(sandbox)).residue
         self.vault(vaultd.CloseSandbox(sandbox))
 
     def judged(self, sandbox: str, host: str) -> list[dict[str, Any]]:
@@ -284,7 +285,7 @@ def test_a_launch_that_brings_a_worker_s_configuration_brings_the_attacker_nothi
 def test_a_new_policy_that_brings_a_worker_s_configuration_changes_nothing(taken: Taken, runtime: str) -> None:
     policy = compile_named(load(taken.stack.policy), "agents").to_json()
     answer = taken.launch(runtime, "true")
-    before = taken.stack.host("inspect", sandbox=answer.sandbox)["policy"]
+    before = taken.stack.inspect(answer.sandbox).policy
     whole = complete(taken, answer.sandbox, policy)
     selection = taken.honest(answer.sandbox, runtime, "true", "")["selection"]
     attempts: list[dict[str, Any]] = [
@@ -301,7 +302,7 @@ def test_a_new_policy_that_brings_a_worker_s_configuration_changes_nothing(taken
         for attempt in attempts
     ]
     assert ["invalid"] * len(attempts) == [code.get("error", {}).get("code") for code in codes]
-    assert before == taken.stack.host("inspect", sandbox=answer.sandbox)["policy"]
+    assert before == taken.stack.inspect(answer.sandbox).policy
     taken.remove(answer.sandbox)
 
 

@@ -165,9 +165,10 @@ def _has(stack: CompromisedStack, table: str) -> bool:
 
 def _answers(stack: CompromisedStack) -> bool:
     try:
-        return "sandboxes" in stack.host("list")
+        stack.sandboxes()
     except (OSError, StackError):
         return False
+    return True
 
 
 def hostd(stack: CompromisedStack) -> int:

@@ -19,6 +19,8 @@ from opensandbox import SandboxSync
 from testbed.internet import API
 from testbed.stack import StackError
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
+from wire.api.hostd import Configure, Remove, Removed
+from wire.operations import Ping
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -97,14 +99,14 @@ class Taken:
         record: dict[str, Any] = json.loads((self.stack.run / "records" / f"{self.id}.json").read_text())
         return record
 
-    def configure(self, **options: bool) -> None:
+    def configure(self, *, decided: bool = False) -> None:
         """Have hostd give it again what it has."""
-        self.stack.host("configure", sandbox=self.id, selection=self.record()["selection"], **options)
+        self.stack.ask(Configure(self.id, self.record()["selection"], decided))
 
     def removed(self) -> None:
         """Remove it, past `serve`; nothing is left."""
-        assert {"residue": []} == self.stack.host("remove", sandbox=self.id)
-        assert self.id not in [item["sandbox"] for item in self.stack.host("list")["sandboxes"]]
+        assert Removed(()) == self.stack.ask(Remove(self.id))
+        assert self.id not in [item.sandbox for item in self.stack.sandboxes()]
         assert not Path(f"/proc/{self.worker.pid}").exists()
 
 
@@ -156,7 +158,7 @@ def test_frames_of_small_parts_with_unread_answers_do_not_grow_a_daemon(
     taken.worker.run(FIND.format(channel=CHANNELS[channel]))
     taken.worker.begin(FLOOD + UNREAD)
     works(other)
-    assert taken.id in [item["sandbox"] for item in taken.stack.host("list")["sandboxes"]]
+    assert taken.id in [item.sandbox for item in taken.stack.sandboxes()]
     assert taken.worker.finish() < 2000
     assert peak(pid) - before < GROWTH
     assert Path(f"/proc/{pid}").exists()
@@ -186,8 +188,8 @@ wire.serving.parameters = lambda answer: {{"digest": {digest}}}
 """)
     with pytest.raises(StackError, match="did not confirm"):
         taken.configure()
-    states = {item["sandbox"]: item for item in taken.stack.host("list")["sandboxes"]}
-    assert taken.record()["compiled"]["digest"] == states[taken.id]["policy"]
+    states = {item.sandbox: item for item in taken.stack.sandboxes()}
+    assert taken.record()["compiled"]["digest"] == states[taken.id].policy
     taken.worker.close()
     former, taken.worker = taken.worker.pid, taken.stack.hostile(taken.id)
     assert former != taken.worker.pid
@@ -270,14 +272,14 @@ def test_a_worker_whose_channel_was_ended_gets_a_new_one(taken: Taken, channel: 
     while not taken.worker.run(f"value = process.{ended} is not former and not process.{ended}.closed.is_set()"):
         assert time.monotonic() < deadline
     works(taken.sandbox)
-    assert taken.worker.pid == taken.stack.host("inspect", sandbox=taken.id)["worker_pid"]
+    assert taken.worker.pid == taken.stack.inspect(taken.id).worker_pid
 
 
 def test_a_serve_that_hangs_is_replaced(compromised: CompromisedStack) -> None:
     """Its process is not dead and its connections are open; calls are answered again."""
     serve = compromised.hostile("serve")
     assert compromised.healthy()
-    compromised.host("ping")
+    compromised.ask(Ping())
     os.kill(serve.pid, signal.SIGSTOP)
     serve.close()
     after = compromised.hostile("serve")

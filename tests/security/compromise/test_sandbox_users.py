@@ -39,7 +39,7 @@ def said(sandbox: SandboxSync, command: str) -> str:
 
 
 def first_process(stack: Stack, sandbox: SandboxSync) -> Path:
-    container = stack.host("inspect", sandbox=str(sandbox.id))["container"]
+    container = stack.container(str(sandbox.id))
     return Path("/proc", stack.docker("inspect", "-f", "{{.State.Pid}}", container).stdout.strip())
 
 

@@ -289,7 +289,7 @@ def _by_hand(stack: LayeredStack) -> int:
 
 def _filtered(stack: LayeredStack, sandbox: str) -> bool:
     """Whether the container's first process has a seccomp filter."""
-    container = stack.host("inspect", sandbox=sandbox)["container"]
+    container = stack.container(sandbox)
     pid = stack.docker("inspect", "--format", "{{.State.Pid}}", container).stdout.strip()
     return "Seccomp:\t2" in Path(f"/proc/{pid}/status").read_text()
 

@@ -78,7 +78,7 @@ class LayeredStack(SubstitutedStack):
 
     def worker_status(self, sandbox: str) -> dict[str, str]:
         """What the kernel says of a sandbox's worker."""
-        pid = self.host("inspect", sandbox=sandbox)["worker_pid"]
+        pid = self.worker_pid(sandbox)
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         return fields | {"mounts": str(len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines()))}

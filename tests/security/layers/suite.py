@@ -200,7 +200,7 @@ class Pair:
             wires = [resources.enter_context(Capture(net, "net0"))]
             near = {}
             for name in every:
-                uplink = far_end_of(int(self.stack.host("inspect", sandbox=name)["slot"]) % 32)
+                uplink = far_end_of(int(self.stack.inspect(name).slot) % 32)
                 if _nsenter(net, "link", "show", uplink):
                     wires.append(resources.enter_context(Capture(net, uplink)))
                 near[name] = resources.enter_context(Capture(self.stack.netns(name, "sbx"), "eth0"))
@@ -240,7 +240,7 @@ class Pair:
 
     def _worker(self, sandbox: str) -> int | None:
         """The process that is the sandbox's worker now."""
-        pid = self.stack.host("inspect", sandbox=sandbox)["worker_pid"]
+        pid = self.stack.worker_pid(sandbox)
         return int(pid) if pid and Path(f"/proc/{pid}/exe").exists() else None
 
     def _honest(self, runtime: str, noted: list[dict[str, Any]], answers: dict[str, str]) -> bool:
@@ -277,7 +277,7 @@ class Pair:
 
     def _unplanned(self, sandbox: str) -> None:
         """Start a container without a plan in the sandbox's network, as root on the host may: it asks for a name."""
-        network = f"container:{self.stack.host('inspect', sandbox=sandbox)['container']}"
+        network = f"container:{self.stack.container(sandbox)}"
         message = ways_out.query(_unplanned_name(sandbox))
         code = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto({message!r}, ('192.0.2.1', 53))"
         start = ("run", "--rm", "--runtime", "sallyport-runc", "--network", network, IMAGE)

@@ -1,0 +1,281 @@
+"""What hostd is asked on its socket.
+
+The types bound what needs no knowledge of the host: counts, lengths and forms. `runtimes.spec.check_launch` judges what
+depends on Docker and on the runtimes, and `runtimes.operator` what the operator allows.
+"""
+
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from wire.api.states import HostState
+from wire.ids import check_digest, check_sandbox
+from wire.operations import Operations, Request
+
+MOST_TEXT: Final = 128 * 1024
+"""The longest argument and the longest value of a variable, in characters."""
+_MOST_ENTRIES: Final = 1024
+_MOST_ARGUMENTS: Final = 256
+_MOST_ENVIRONMENT: Final = 1024 * 1024
+_MOST_ROOT: Final = 64 * 1024
+_LEAST_CPU_NANOS: Final = 1_000_000
+_MOST_CPU_NANOS: Final = 1024 * 10**9
+_LEAST_MEMORY: Final = 6 * 1024 * 1024
+_MOST_MEMORY: Final = 2**44
+_MOST_PIDS: Final = 4 * 1024 * 1024
+_MOST_DISK: Final = 2**50
+
+
+class Runtime(StrEnum):
+    """What runs a sandbox."""
+
+    RUNC = "runc"
+    RUNSC = "runsc"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding about the host; `remedy` is empty when it is fine."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """Return it as a line for people."""
+        if self.ok:
+            return f"ok    {self.name}: {self.detail}"
+        return f"FAIL  {self.name}: {self.detail} -> {self.remedy or 'see the server log'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All findings."""
+
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Doctor(Request[Diagnosis]):
+    """Ask whether this host can run Sallyport."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDescription:
+    """An image; `env` has texts of the form `NAME=value`."""
+
+    id: str
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    env: tuple[str, ...]
+    workdir: str
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeImage(Request[ImageDescription]):
+    """Look an image up. One that the host does not have is refused (`unknown_image`)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageNames:
+    """Names of images of this host: the configured ones first, and not all where there are very many."""
+
+    images: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Images(Request[ImageNames]):
+    """Ask for the names of the images of this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInForce:
+    """The digest of the policy that the sandbox's worker has confirmed."""
+
+    digest: str
+
+    def __post_init__(self) -> None:
+        check_digest(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(Request[PolicyInForce]):
+    """Launch a sandbox. After a refusal, no part of it is left.
+
+    It cannot name mounts, capabilities, devices or namespaces.
+
+    Attributes:
+        image: a name of an image of this host.
+        entrypoint: the program and its arguments.
+        env: variables of the sandbox.
+        cpu_nanos: processor time, in billionths of a processor.
+        pids: the limit of processes.
+        disk_bytes: the limit of what the sandbox writes; None is no limit.
+        isolation: whether execd may mount inside the sandbox, for isolated sessions.
+        ca_root: PEM that the sandbox's programs trust beside the operator's roots. No worker trusts it.
+        execd_token_sha256: of the token that execd accepts, in hexadecimal.
+        selection: which policy the sandbox has, as a JSON text. Only the compiler reads it.
+    """
+
+    sandbox: str
+    runtime: Runtime
+    image: str
+    entrypoint: tuple[str, ...] = field(repr=False)
+    env: Mapping[str, str] = field(repr=False)
+    cpu_nanos: int
+    memory_bytes: int
+    pids: int
+    disk_bytes: int | None
+    isolation: bool
+    ca_root: str = field(repr=False)
+    execd_token_sha256: str
+    selection: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+        check_digest(self.execd_token_sha256)
+        _bounded(self.entrypoint, 1, _MOST_ARGUMENTS, "arguments")
+        _bounded(self.env, 0, _MOST_ENTRIES, "variables")
+        _bounded(self.ca_root, 1, _MOST_ROOT, "characters of ca_root")
+        _within(self.cpu_nanos, _LEAST_CPU_NANOS, _MOST_CPU_NANOS, "cpu_nanos")
+        _within(self.memory_bytes, _LEAST_MEMORY, _MOST_MEMORY, "memory_bytes")
+        _within(self.pids, 1, _MOST_PIDS, "pids")
+        if self.disk_bytes is not None:
+            _within(self.disk_bytes, 1, _MOST_DISK, "disk_bytes")
+        if not self.entrypoint[0] or any(map(_unfit, self.entrypoint)):
+            raise ValueError("an argument is too long or has a NUL, or the program has no name")
+        if any(map(_unfit, self.env.values())):
+            raise ValueError("a variable's value is too long or has a NUL")
+        if sum(len(name) + len(text) for name, text in self.env.items()) > _MOST_ENVIRONMENT:
+            raise ValueError("the environment is too large")
+
+
+@dataclass(frozen=True, slots=True)
+class Configure(Request[PolicyInForce]):
+    """Give a sandbox's worker another policy: the one of a selection (JSON text), under the operator's document.
+
+    `decided`: the policy is in force whatever happens. A worker that is replaced meanwhile begins with it. Else a
+    worker that does not confirm it keeps the former one.
+    """
+
+    sandbox: str
+    selection: str = field(repr=False)
+    decided: bool
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What is left of a sandbox, as sentences for a log. Empty is the good case."""
+
+    residue: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remove(Request[Removed]):
+    """Remove a sandbox; an unknown one is no error."""
+
+    sandbox: str
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSandboxState:
+    """What hostd knows of a sandbox.
+
+    Attributes:
+        reason: a sentence about `state`, or empty.
+        exit_code: of the container, once it has ended.
+        oom: whether the kernel ended a process of it at its memory limit.
+        worker_pid: None while it has no worker.
+        slot: the number of its slot.
+        generation: of its worker.
+        restarts: how many workers have been replaced.
+        policy: the digest that its worker has confirmed, or empty.
+        alarm: why it was cut off, or empty.
+    """
+
+    sandbox: str
+    state: HostState
+    reason: str = ""
+    exit_code: int | None = None
+    oom: bool = False
+    worker_pid: int | None = None
+    container: str | None = None
+    slot: int | None = None
+    generation: int = 1
+    restarts: int = 0
+    policy: str = ""
+    alarm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The state of every sandbox."""
+
+    sandboxes: tuple[HostSandboxState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class List(Request[Listed]):
+    """Ask for the state of every sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDescription:
+    """The network namespaces of a sandbox.
+
+    Attributes:
+        sandbox_netns: the file of the sandbox's namespace.
+        gateway_netns: the file of its gateway's namespace.
+        inodes: of both.
+        links: the names of the links in the sandbox's namespace.
+    """
+
+    sandbox_netns: str
+    gateway_netns: str
+    inodes: tuple[int, ...]
+    links: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """The state of one sandbox, and its slot if it has one."""
+
+    state: HostSandboxState
+    network: SlotDescription | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect(Request[Inspected]):
+    """Ask for the state of one sandbox."""
+
+    sandbox: str
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+
+
+def _unfit(text: str) -> bool:
+    return "\0" in text or len(text) > MOST_TEXT
+
+
+def _bounded(value: Sized, least: int, most: int, what: str) -> None:
+    if not least <= len(value) <= most:
+        raise ValueError(f"{what}: from {least} to {most}")
+
+
+def _within(number: int, least: int, most: int, what: str) -> None:
+    if not least <= number <= most:
+        raise ValueError(f"{what}: from {least} to {most}")
+
+
+OPERATIONS: Final = Operations(Doctor, DescribeImage, Images, Launch, Configure, Remove, List, Inspect)
