@@ -158,7 +158,9 @@ class Taken:
     secret: str
 
     def ask(self, daemon: str, op: str, **parameters: Any) -> dict[str, Any]:
-        """What hostd or vaultd answers to `serve`."""
+        """What hostd or vaultd answers to `serve`; hostd takes a selection as a JSON text."""
+        if isinstance(selection := parameters.get("selection"), dict):
+            parameters["selection"] = json.dumps(selection)
         code = f"value = ask({str(self.stack.run / daemon)!r}, {op!r}, json.loads({json.dumps(parameters)!r}))"
         answer: dict[str, Any] = self.process.run(ASK + code)
         return answer
