@@ -3,6 +3,8 @@
 - It has no bridge, no iptables, no forwarding and no network but loopback: it cannot touch the host's network, and
   a second dockerd on the host's own network would delete the first one's bridge.
 - It is stopped by its process id, never by name, and its containerd with it.
+- It binds its data directory over itself. One that is killed leaves this mount, and the next one does not consider it
+  its own, so `stop` removes it.
 - Containers and their shims outlive it, so that a sandbox works on while it is started again. Nothing can be started
   meanwhile, or by it afterwards: each container had a launch plan for one start only.
 """
@@ -79,6 +81,8 @@ class Dockerd:
         parents = (Path(self._socket).parent, Path(config.pidfile).parent, Path(config.log).parent)
         for directory in (config.data_root, config.exec_root, *parents):
             Path(directory).mkdir(mode=0o711, parents=True, exist_ok=True)
+        if not netns.is_mount_point(Path(config.data_root)):
+            self._unmount_note.touch(mode=0o600)
         if not await self._adopt():
             await self._launch()
         self._monitor = asyncio.create_task(self._keep(), name="dockerd")
@@ -107,7 +111,6 @@ class Dockerd:
         stale = Path(self._config.exec_root, "containerd")
         for path in (Path(self._config.pidfile), *stale.glob("containerd*.pid"), *stale.glob("containerd*.sock*")):
             path.unlink(missing_ok=True)
-        bound = self._bind_note.exists()
         log = os.open(self._config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -127,8 +130,6 @@ class Dockerd:
         except TimeoutError as error:
             await self._end(process)
             raise NotReady(f"dockerd does not answer; see {self._config.log}") from error
-        if bound:  # by a dockerd that was killed; this one found the mount and does not consider it its own
-            self._bind_note.touch(mode=0o600)
 
     async def _answering(self, process: AdoptedProcess) -> None:
         while True:
@@ -223,15 +224,15 @@ class Dockerd:
 
     def _unmount(self) -> None:
         netns.unmount_below(Path(self._config.exec_root))
-        if self._bind_note.exists():
+        if self._unmount_note.exists():
             netns.unmount(Path(self._config.data_root))
-            self._bind_note.unlink()
+            self._unmount_note.unlink()
 
     @property
     def _notes(self) -> Path:
         return self._daemon_json.parent
 
     @property
-    def _bind_note(self) -> Path:
-        """What dockerd writes when it bound its data directory over itself, to undo that when it ends in order."""
-        return Path(self._config.exec_root, "unmount-on-shutdown")
+    def _unmount_note(self) -> Path:
+        """It exists if the data directory was no mount point before the first start: a mount there is dockerd's."""
+        return self._notes / "dockerd-unmount"

@@ -13,6 +13,7 @@ All functions block for milliseconds: call them in a worker thread.
 import contextlib
 import ctypes
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -306,6 +307,12 @@ def unmount_below(directory: Path) -> None:
         point = line.split(" ")[4]
         if " - nsfs " in line and Path(point).is_relative_to(directory):
             _unmount(point)
+
+
+def is_mount_point(path: Path) -> bool:
+    """Whether something is mounted on `path`, also where it is bound over itself."""
+    point = re.sub(r"[\\ \t\n]", lambda found: f"\\{ord(found[0]):03o}", os.path.realpath(path))
+    return any(line.split(" ")[4] == point for line in Path("/proc/self/mountinfo").read_text().splitlines())
 
 
 def unmount(path: Path) -> None:
