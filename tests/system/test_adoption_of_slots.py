@@ -42,7 +42,7 @@ class Place:
             "gateway_inode": self.slot.gateway_inode,
             "container": "c" * 64,
             "policy": "digest",
-            "selection": {"policy_name": "agents"},
+            "selection": '{"policy_name": "agents"}',
             "compiled": {"digest": "d"},
         }
         return SandboxRecord(**(plain | changes))
