@@ -99,13 +99,19 @@ class Faulty(Stack):
             yield http
 
     def hook(self, op: str, **parameters: Any) -> dict[str, Any]:
-        """Ask what only `faulty_hostd` answers."""
+        """Ask what only `faulty_hostd` answers.
+
+        Raises:
+            StackError: it refused.
+            OSError: it does not answer.
+        """
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
             sock.settimeout(60)
             sock.connect(str(self.run / "hostd.sock"))
             wire.send(sock, {"id": 1, "op": op, **parameters})
             received = wire.receive(sock)
-        assert received is not None
+        if received is None or "ok" not in received[0]:
+            raise StackError(f"hostd refused {op}: {received}")
         return dict(received[0]["ok"])
 
     def disagreements(self) -> list[str]:
