@@ -200,11 +200,12 @@ _BEATING = "exec('while True:\\n os.write(int(os.environ[\\'SALLYPORT_HOSTD_READ
 @pytest.mark.parametrize("hang", ["stopped", "asleep", "looping"])
 def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[..., Kept], hang: str) -> None:
     """Once it was ready. It is not dead, so nothing but its silence tells."""
-    kept = keep(_READY + {"stopped": _BEATING, "asleep": _STAY, "looping": "exec('while True: pass')"}[hang], *_SOON)
-    first = int(kept.lines(1)[0])
+    hanging = {"stopped": _BEATING, "asleep": _STAY, "looping": "exec('while True: pass')"}[hang]
+    kept = keep(_READY + "open(sys.argv[1], 'a').write('up\\n'); " + hanging, *_SOON)
+    first = int(kept.lines(2)[0])
     if hang == "stopped":
         os.kill(first, signal.SIGSTOP)
-    assert str(first) != kept.lines(2)[1]
+    assert str(first) != kept.lines(3)[2]
     assert not alive(first)
 
 
