@@ -132,7 +132,7 @@ class Acceptor:
             reset(client.sock)  # no configuration, or the client dialled the proxy itself
             return
         try:
-            async with Patience(config.limits.first_bytes):
+            async with Patience(config.constants.limits.first_bytes):
                 opening = await read_opening(client.sock)
         except TimeoutError:
             await self._deny_quietly(client, live, "first-bytes", "no complete ClientHello or request head in time")
@@ -287,7 +287,7 @@ class Acceptor:
                 await self._deny(client, live, denial, alert(ACCESS_DENIED), facts)
                 return
             live.still_allowed = self._still_reachable(live.still_allowed, upstream)
-            limits = self._active().limits
+            limits = self._active().constants.limits
             end = await relay(
                 client.sock,
                 upstream.sock,
@@ -408,7 +408,7 @@ class Acceptor:
 
 
 def _connections(config: GatewayConfig) -> int:
-    return min(config.limits.connections, config.policy.limits.connections)
+    return min(config.constants.limits.connections, config.policy.limits.connections)
 
 
 def original_destination(sock: socket.socket) -> tuple[str, int]:

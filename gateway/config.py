@@ -1,4 +1,4 @@
-"""What hostd tells a worker to enforce, checked strictly.
+"""What a worker enforces: the policy of its sandbox, and what all workers have in common; checked strictly.
 
 - A part that cannot be refuses the whole configuration. The worker keeps the one that it had.
 - Limits have defaults and ceilings here; a configuration can narrow or widen them within the ceilings only.
@@ -14,6 +14,7 @@ from gateway.dns.queries import Upstream
 from policy.compiled import CompiledPolicy
 from policy.names import InvalidName, canonical_host
 from wire.api.worker import Configure
+from wire.api.zygote import Prepare
 from wire.endpoints import parse_endpoint
 from wire.errors import ConfigError
 
@@ -55,8 +56,8 @@ _CEILINGS = GatewayLimits(
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayConfig:
-    """One sandbox's gateway, as configured.
+class WorkerConstants:
+    """What all workers of a host have in common. The zygote reads it once; each worker inherits it.
 
     Attributes:
         upstream_roots: PEM of the authorities that may vouch for upstream servers.
@@ -65,9 +66,6 @@ class GatewayConfig:
         inside: the sandbox's address on its link.
     """
 
-    sandbox: str
-    generation: int
-    policy: CompiledPolicy
     upstream_roots: str = field(repr=False)
     dns_upstreams: tuple[Upstream, ...]
     inside: IPv4Address
@@ -76,21 +74,13 @@ class GatewayConfig:
     limits: GatewayLimits = GatewayLimits()
 
     @classmethod
-    def of(cls, request: Configure) -> "GatewayConfig":
-        """Return what `request` says.
+    def of(cls, given: Prepare) -> "WorkerConstants":
+        """Return what `given` says.
 
         Raises:
             ConfigError: some part of it cannot be, or is out of range.
         """
-        given = request.configuration
-        try:
-            policy = CompiledPolicy.from_json(json.loads(given.policy))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ConfigError(f"policy is not a compiled policy: {type(error).__name__}") from error
         return cls(
-            sandbox=request.sandbox,
-            generation=request.generation,
-            policy=policy,
             upstream_roots=given.upstream_roots,
             dns_upstreams=tuple(parse_upstream(item) for item in _list(given.dns_upstreams, "dns_upstreams")),
             inside=_inside(given.inside),
@@ -98,6 +88,29 @@ class GatewayConfig:
             host_addresses=_host_addresses(given.host_addresses),
             limits=_limits(given.limits),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """One sandbox's gateway, as configured."""
+
+    sandbox: str
+    generation: int
+    policy: CompiledPolicy
+    constants: WorkerConstants
+
+    @classmethod
+    def of(cls, request: Configure, constants: WorkerConstants) -> "GatewayConfig":
+        """Return what `request` says.
+
+        Raises:
+            ConfigError: its policy is no compiled policy.
+        """
+        try:
+            policy = CompiledPolicy.from_json(json.loads(request.policy))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(f"policy is not a compiled policy: {type(error).__name__}") from error
+        return cls(request.sandbox, request.generation, policy, constants)
 
 
 def parse_upstream(item: str) -> Upstream:

@@ -92,13 +92,13 @@ class Ingress:
         if config is None:
             return None
         try:
-            await self._audit.accept("ingress", "allow", address=str(config.inside), port=port)
+            await self._audit.accept("ingress", "allow", address=str(config.constants.inside), port=port)
         except AuditUnavailable:
             return None
         sock = await self._inside.dialling_socket()
         try:
             async with Patience(DIAL_SECONDS):
-                await asyncio.get_running_loop().sock_connect(sock, (str(config.inside), port))
+                await asyncio.get_running_loop().sock_connect(sock, (str(config.constants.inside), port))
         except (OSError, TimeoutError):
             sock.close()
             return None

@@ -58,11 +58,11 @@ class Inspection:
             ValueError: the upstream roots cannot be read.
         """
         wanted = (
-            config.upstream_roots,
+            config.constants.upstream_roots,
             EngineLimits(
-                flows=config.limits.connections,
-                idle_seconds=config.limits.idle,
-                scrub_body_bytes=config.limits.scrub_body_bytes,
+                flows=config.constants.limits.connections,
+                idle_seconds=config.constants.limits.idle,
+                scrub_body_bytes=config.constants.limits.scrub_body_bytes,
             ),
         )
         if wanted == self._built_for:

@@ -7,7 +7,7 @@ gateway namespace (as root: port 53) -> drop groups, gid, uid -> not dumpable, l
 
 - No upstream socket exists before the change of user. A socket keeps the uid of its maker, and the guard's rules match
   by uid.
-- `become_worker` uses nothing of the zygote except imported modules.
+- `become_worker` uses nothing of the zygote except imported modules and `Order.constants`.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from gateway import confine
+from gateway.config import WorkerConstants
 from gateway.inside import InsideSockets, Listeners
 
 MAX_DESCRIPTORS = 8192
@@ -74,6 +75,7 @@ class Order:
     uid: int
     gid: int
     cgroup: tuple[str, ...]
+    constants: WorkerConstants
     descriptors: Descriptors
 
 

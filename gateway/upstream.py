@@ -97,7 +97,7 @@ class UpstreamDialler:
             DialError: no address of the host is allowed, or none could be connected.
         """
         config = await self._ready()
-        mapped = config.host_addresses.get(host)
+        mapped = config.constants.host_addresses.get(host)
         source = AddressSource.RESOLVED if mapped is None else AddressSource.MAPPED
         addresses = await self._resolved(host) if mapped is None else mapped
         destinations = [Destination(host, address, port, scheme, source) for address in addresses]
@@ -134,7 +134,7 @@ class UpstreamDialler:
     async def _ready(self) -> GatewayConfig:
         """Wait for this dial's turn; return the configuration in force then."""
         config = self._usable()
-        wait = self._turn(config.limits)
+        wait = self._turn(config.constants.limits)
         if wait > 0:
             await asyncio.sleep(wait)
             config = self._usable()
@@ -163,7 +163,7 @@ class UpstreamDialler:
 
     async def _connect(self, destinations: list[Destination], announce: Announce) -> UpstreamConnection:
         """Connect to the first allowed destination that accepts. Those allowed only by observe mode come last."""
-        limits = self._usable().limits
+        limits = self._usable().constants.limits
         try:
             async with Patience(limits.connect):
                 await self._places.acquire()
@@ -218,14 +218,16 @@ def literal(address: IPv4Address | IPv6Address, port: int) -> Destination:
 def judge(config: GatewayConfig, destination: Destination) -> AllowAddress | Deny:
     """Judge `destination` with the operator's exceptions and this host's own addresses."""
     own = own_address(destination.address)
-    return decide_address(config.policy, replace(destination, own=own), config.allowed_addresses)
+    return decide_address(config.policy, replace(destination, own=own), config.constants.allowed_addresses)
 
 
 def judge_answer(
     config: GatewayConfig, host: str, address: IPv4Address | IPv6Address, source: AddressSource
 ) -> AllowAddress | Deny:
     """Judge whether a DNS answer for `host` may contain this address."""
-    return decide_answer(config.policy, host, address, source, config.allowed_addresses, own=own_address(address))
+    return decide_answer(
+        config.policy, host, address, source, config.constants.allowed_addresses, own=own_address(address)
+    )
 
 
 def own_address(address: IPv4Address | IPv6Address) -> bool:

@@ -202,7 +202,7 @@ class Worker:
 
     async def _configure(self, request: worker.Configure) -> str:
         try:
-            config = GatewayConfig.of(request)
+            config = GatewayConfig.of(request, self._order.constants)
         except ConfigError as error:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from error
         if (config.sandbox, config.generation) != (self._order.sandbox, self._order.generation):
@@ -218,7 +218,7 @@ class Worker:
         self._state.config = config
         put_in_place()
         self._resolver.discard()
-        self._resolver.set_upstreams(config.dns_upstreams)
+        self._resolver.set_upstreams(config.constants.dns_upstreams)
         cut = self._registry.recheck() + self._streams.recheck()
         if self._inspection.engine is not None:
             cut += self._inspection.engine.recheck()

@@ -11,7 +11,7 @@ The zygote is single-threaded and blocking: a fork would copy the locked locks o
 - The zygote shares one PID namespace with all workers: generators are reseeded by pid, so each pid must be unique.
 - The zygote exits when hostd's channel ends. Workers then see the end of their own channels.
 
-The zygote does not restart workers, and holds no policy or secret.
+The zygote does not restart workers, and holds no policy or secret. It holds what all workers have in common.
 """
 
 import gc
@@ -22,14 +22,13 @@ import select
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import wire.frames as frames
 from gateway import spawn
-from wire.api.zygote import DESCRIPTORS, OPERATIONS, Exited, Fork, Forked, Identify, Identity
-from wire.errors import Code, RequestError
+from gateway.config import WorkerConstants
+from wire.api.zygote import DESCRIPTORS, OPERATIONS, Exited, Fork, Forked, Identify, Identity, Prepare
+from wire.errors import Code, ConfigError, RequestError
 from wire.frames import FrameError, Message, close_all
 from wire.operations import Done, operation, parameters
 
@@ -38,26 +37,14 @@ CONTROL_ENV = "SALLYPORT_CONTROL_FD"
 _log = logging.getLogger("gateway.zygote")
 
 
-@dataclass(frozen=True, slots=True)
-class ZygoteConfig:
-    """The zygote's configuration file."""
+def check_config(path: Path) -> None:
+    """Check the configuration file: an empty object. What workers have in common comes with `Prepare`.
 
-    worker_defaults: dict[str, Any]
-
-    @classmethod
-    def load(cls, path: Path) -> "ZygoteConfig":
-        """Read the file.
-
-        Raises:
-            ValueError: it is no JSON, or has unknown keys.
-        """
-        data = json.loads(path.read_text())
-        if not isinstance(data, dict) or set(data) - {"worker_defaults"}:
-            raise ValueError("zygote configuration has unknown keys")
-        defaults = data.get("worker_defaults", {})
-        if not isinstance(defaults, dict) or defaults:
-            raise ValueError("worker_defaults has unknown keys")
-        return cls(defaults)
+    Raises:
+        ValueError: it is something else.
+    """
+    if json.loads(path.read_text()) != {}:
+        raise ValueError("the zygote's configuration is not an empty object")
 
 
 class Zygote:
@@ -66,6 +53,7 @@ class Zygote:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: set[int] = set()
+        self._constants: WorkerConstants | None = None
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -118,8 +106,11 @@ class Zygote:
 
     def _handle(self, message: object, fds: list[int]) -> Done | Forked | Identity:
         match message:
+            case Prepare():
+                self._constants = constants(message)
+                return Done()
             case Fork():
-                return Forked(self._fork(order(message, fds)))
+                return Forked(self._fork(order(message, fds, self._constants)))
             case Identify():
                 return Identity(os.getpid())
             case _:
@@ -145,15 +136,29 @@ class Zygote:
         return pid
 
 
-def order(fork: Fork, fds: list[int]) -> spawn.Order:
+def constants(given: Prepare) -> WorkerConstants:
+    """Return what all workers have in common.
+
+    Raises:
+        RequestError: some part of it cannot be, or is out of range.
+    """
+    try:
+        return WorkerConstants.of(given)
+    except ConfigError as error:
+        raise RequestError(Code.INVALID, str(error)) from None
+
+
+def order(fork: Fork, fds: list[int], common: WorkerConstants | None) -> spawn.Order:
     """Return the order for a worker, from a request and its descriptors.
 
     Raises:
-        RequestError: the number of descriptors is wrong.
+        RequestError: the number of descriptors is wrong, or there was no `Prepare`.
     """
+    if common is None:
+        raise RequestError(Code.UNAVAILABLE, "fork comes after prepare")
     if len(fds) != DESCRIPTORS:
         raise RequestError(Code.INVALID, f"fork takes {DESCRIPTORS} descriptors")
-    return spawn.Order(fork.sandbox, fork.generation, fork.uid, fork.gid, fork.cgroup, spawn.Descriptors(*fds))
+    return spawn.Order(fork.sandbox, fork.generation, fork.uid, fork.gid, fork.cgroup, common, spawn.Descriptors(*fds))
 
 
 def main(arguments: list[str]) -> int:
@@ -162,7 +167,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         _log.error("usage: python -m gateway.zygote CONFIG.json")
         return 64
-    ZygoteConfig.load(Path(arguments[0]))
+    check_config(Path(arguments[0]))
     control = socket.socket(fileno=int(os.environ.pop(CONTROL_ENV)))
     control.set_inheritable(False)
     control.setblocking(True)

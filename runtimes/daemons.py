@@ -44,7 +44,7 @@ from runtimes.process.supervisor import (
 )
 from runtimes.spec import HostConfig, ProcessConfig
 from wire.api import auditd, compiler, vaultd
-from wire.api.zygote import REPORTS, Exited, Identify
+from wire.api.zygote import REPORTS, Exited, Identify, Prepare
 from wire.frames import close_all
 from wire.serving import handler
 from wire.sockets import LISTEN_FD
@@ -62,14 +62,22 @@ ADOPTABLE = ("auditd", "vaultd", "serve")
 class Daemons:
     """Started by `start`, ended in the other order by `stop`."""
 
-    def __init__(self, config: HostConfig, reconnect: Callable[[str], None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: HostConfig,
+        constants: Prepare,
+        reconnect: Callable[[str], None],
+        changed: Callable[[], None],
+    ) -> None:
         """Keep what is needed.
 
         Args:
+            constants: what each zygote gets for its workers.
             reconnect: called with the name of each daemon that is a new process for the workers.
             changed: called when the compiler has another document of the operator's.
         """
         self._config = config
+        self._constants = constants
         self._run = Path(config.run_dir)
         self._reconnect = reconnect
         self._changed = changed
@@ -349,6 +357,7 @@ class Daemons:
         client = wire.Client(self._controls.pop("zygote"), handler(REPORTS, self._from_zygote), takes=wire.NARROW)
         client.start()
         pid = (await client.ask(Identify(), timeout=None)).pid
+        await client.ask(self._constants)
         previous = self._clients.get("zygote")
         self._clients["zygote"], self._zygote_pid = client, pid
         self._look_after("zygote", pid, client)

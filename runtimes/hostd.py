@@ -41,7 +41,7 @@ from runtimes.net.drops import Drops
 from runtimes.net.guard import GuardError, NetGuard
 from runtimes.net.netns import NftError
 from runtimes.net.nft import GuardPlan
-from runtimes.operator import Operator
+from runtimes.operator import Operator, worker_constants
 from runtimes.process import predecessor
 from runtimes.process.bounded_log import ANCHORS_NAME
 from runtimes.process.cgroups import Cgroups, Processor
@@ -136,8 +136,9 @@ class Host:
         self._dockerd: Dockerd | None = None
         self._docker: Docker | None = None
         self._guard = NetGuard(self._run / "config" / "guard.nft", upstream, self._guard_changed)
-        self._daemons = Daemons(config, self._reconnect, self._document_changed)
-        self._operator = Operator(config, self._daemons)
+        constants = worker_constants(config)
+        self._daemons = Daemons(config, constants, self._reconnect, self._document_changed)
+        self._operator = Operator(config, self._daemons, constants.upstream_roots)
         self._sandboxes: Sandboxes | None = None
         self._alarms = Alarms(self._daemons)
         self._chains: Chains | None = None

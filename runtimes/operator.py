@@ -1,8 +1,9 @@
-"""The operator's part of what is launched: everything in a worker's configuration that a caller cannot say.
+"""The operator's part of what is launched: everything that a worker enforces and a caller cannot say.
 
 - A policy is compiled by the compiler, from the operator's file and what the sandbox was given (a selection). Nothing
   of a selection is read here, and of a compiled policy only its size: the worker validates it.
-- Trust roots, resolvers, address exceptions, fixed addresses and limits come from hostd's own configuration.
+- Trust roots, resolvers, address exceptions, fixed addresses and limits come from hostd's own configuration. They are
+  equal for all workers: the zygote gets them once.
 - Maxima are judged here, whatever was judged before.
 """
 
@@ -18,7 +19,7 @@ from runtimes.net.plan import PLAN
 from runtimes.spec import HostConfig
 from wire.api.compiler import Compile
 from wire.api.hostd import Launch
-from wire.api.worker import Configuration
+from wire.api.zygote import Prepare
 
 type Policy = dict[str, Any]
 """A compiled policy, in its JSON form."""
@@ -30,23 +31,35 @@ COMPILE_SECONDS = 10.0
 _PATIENCE_SECONDS = 5.0
 
 
+def worker_constants(config: HostConfig) -> Prepare:
+    """Return what all workers have in common; the trust roots are read now.
+
+    Raises:
+        OSError: they cannot be read.
+        ValueError: they are too large.
+    """
+    with Path(config.upstream_roots).open("rb") as file:
+        roots = file.read(MAX_ROOTS + 1)
+    if len(roots) > MAX_ROOTS:
+        raise ValueError(f"{config.upstream_roots} is larger than {MAX_ROOTS} bytes")
+    return Prepare(
+        upstream_roots=roots.decode("utf-8", "ignore"),
+        dns_upstreams=tuple(config.dns_upstreams),
+        inside=str(PLAN.inside),
+        allowed_addresses=tuple(config.allowed_addresses),
+        host_addresses={name: tuple(addresses) for name, addresses in config.host_addresses.items()},
+        limits=config.gateway_limits,
+    )
+
+
 class Operator:
     """The operator's word; made once, at hostd's start."""
 
-    def __init__(self, config: HostConfig, daemons: Daemons) -> None:
-        """Read the trust roots.
-
-        Raises:
-            OSError: they cannot be read.
-            ValueError: they are too large.
-        """
+    def __init__(self, config: HostConfig, daemons: Daemons, roots: str) -> None:
+        """Keep the operator's trust roots (PEM) and what compiles policies."""
         self._config = config
         self._daemons = daemons
-        with Path(config.upstream_roots).open("rb") as file:
-            roots = file.read(MAX_ROOTS + 1)
-        if len(roots) > MAX_ROOTS:
-            raise ValueError(f"{config.upstream_roots} is larger than {MAX_ROOTS} bytes")
-        self._roots = roots.decode("utf-8", "ignore")
+        self._roots = roots
 
     async def compile(self, selection: str) -> Policy:
         """Return the policy of a selection (JSON text) under the operator's document as it is now.
@@ -74,19 +87,6 @@ class Operator:
         if not isinstance(policy, dict):
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the compiler's answer is no policy")
         return policy
-
-    def configuration(self, policy: Policy) -> Configuration:
-        """Return a worker's configuration with a compiled policy."""
-        config = self._config
-        return Configuration(
-            policy=json.dumps(policy),
-            upstream_roots=self._roots,
-            dns_upstreams=tuple(config.dns_upstreams),
-            inside=str(PLAN.inside),
-            allowed_addresses=tuple(config.allowed_addresses),
-            host_addresses={name: tuple(addresses) for name, addresses in config.host_addresses.items()},
-            limits=config.gateway_limits,
-        )
 
     def ca_bundle(self, root: str) -> str:
         """Return what the programs in a sandbox trust: the operator's roots, and the sandbox's own."""

@@ -241,8 +241,8 @@ class Sandboxes:
         finally:
             os.close(ledger)
         try:
-            configuration = self._operator.configuration(sandbox.compiled)
-            sandbox.policy = await worker.configure(configuration, policy_digest(sandbox.compiled))
+            compiled = sandbox.compiled
+            sandbox.policy = await worker.configure(json.dumps(compiled), policy_digest(compiled))
             while guard != self._guard.lives:  # `guard_changed` tells those that are there already
                 guard = self._guard.lives
                 await worker.guarded(self._guard.pidfd)
@@ -419,7 +419,7 @@ class Sandboxes:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox has no gateway worker now")
         try:
             digest = await sandbox.worker.configure(
-                self._operator.configuration(policy),
+                json.dumps(policy),
                 policy_digest(policy),
                 _DECIDED_SECONDS if decided else _CONFIRM_SECONDS,
             )

@@ -96,20 +96,18 @@ class WorkerProcess:
     def _page(self) -> bytes:
         return os.pread(self._ledger, _PAGE, 0)
 
-    async def configure(
-        self, configuration: worker.Configuration, digest: str, seconds: float = _CONFIGURE_SECONDS
-    ) -> str:
-        """Give it a configuration and wait for its word; return the digest of the policy that is in force now.
+    async def configure(self, policy: str, digest: str, seconds: float = _CONFIGURE_SECONDS) -> str:
+        """Give it a compiled policy (JSON text) and wait for its word; return the digest of the one in force now.
 
         Args:
-            digest: of the configuration's policy, which it has to confirm.
+            digest: of the policy, which it has to confirm.
             seconds: what it gets for it, of its own time (`liveness.within`).
 
         Raises:
             wire.RemoteError: it refused; what it had stays in force.
             ConnectionError, TimeoutError: it is gone or stuck, or confirms something else.
         """
-        request = worker.Configure(self.identity.sandbox, self.identity.generation, configuration)
+        request = worker.Configure(self.identity.sandbox, self.identity.generation, policy)
         answer = await within(self.pid, seconds, self.control.ask(request, timeout=None))
         if answer.digest != digest:
             raise ConnectionError("the worker confirmed something else")

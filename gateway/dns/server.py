@@ -151,7 +151,7 @@ class DnsServer:
         config = self._state.config
         if config is None:
             return unavailable(verdict)
-        mapped = config.host_addresses.get(verdict.host)
+        mapped = config.constants.host_addresses.get(verdict.host)
         source = AddressSource.RESOLVED if mapped is None else AddressSource.MAPPED
         outcome, addresses, ttl = Outcome.ADDRESSES, mapped or (), MAX_TTL
         if mapped is None:

@@ -242,7 +242,7 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
         "auditd": audit_config(settings),
         "vaultd": vault_config(settings),
         "compiler": compiler_config(settings),
-        "zygote": {"worker_defaults": {}},
+        "zygote": {},
     }
     for name, document in files.items():
         _write(directory / f"{name}.json", json.dumps(document, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A configuration is read whole or not at all."""
+"""What workers have in common, and a configuration, are read whole or not at all."""
 
 import json
 from dataclasses import replace
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from gateway.config import GatewayConfig, GatewayLimits
+from gateway.config import GatewayConfig, GatewayLimits, WorkerConstants
 from gateway.dns.queries import Upstream
 from policy.compiled import DENY_ALL
-from wire.api.worker import Configuration, Configure
+from wire.api.worker import Configure
+from wire.api.zygote import Prepare
 from wire.errors import ConfigError
 
-CONFIGURATION = Configuration(
-    policy=json.dumps(DENY_ALL.to_json()),
+PREPARE = Prepare(
     upstream_roots="pem",
     dns_upstreams=("93.184.216.53:53", "[2001:db8::53]:5353"),
     inside="192.0.2.2",
@@ -24,36 +24,45 @@ CONFIGURATION = Configuration(
 )
 
 
-def read(**changes: Any) -> GatewayConfig:
-    return GatewayConfig.of(Configure("sbx-1", 3, replace(CONFIGURATION, **changes)))
+def read(**changes: Any) -> WorkerConstants:
+    return WorkerConstants.of(replace(PREPARE, **changes))
 
 
-def test_a_configuration_is_read() -> None:
-    config = read()
-    assert ("sbx-1", 3, DENY_ALL, "pem") == (config.sandbox, config.generation, config.policy, config.upstream_roots)
+def test_constants_are_read() -> None:
+    constants = read()
+    assert "pem" == constants.upstream_roots
     assert (
         Upstream(IPv4Address("93.184.216.53"), 53),
         Upstream(IPv6Address("2001:db8::53"), 5353),
-    ) == config.dns_upstreams
-    assert (ip_network("10.1.0.0/16"),) == config.allowed_addresses
-    assert {"api.corp.example": (IPv4Address("10.2.0.1"),)} == config.host_addresses
-    assert GatewayLimits(connections=10) == config.limits
-    assert IPv4Address("192.0.2.2") == config.inside
+    ) == constants.dns_upstreams
+    assert (ip_network("10.1.0.0/16"),) == constants.allowed_addresses
+    assert {"api.corp.example": (IPv4Address("10.2.0.1"),)} == constants.host_addresses
+    assert GatewayLimits(connections=10) == constants.limits
+    assert IPv4Address("192.0.2.2") == constants.inside
 
 
 def test_what_is_not_given_has_defaults() -> None:
-    config = read(allowed_addresses=(), host_addresses={}, limits={})
-    assert ((), {}, GatewayLimits()) == (config.allowed_addresses, config.host_addresses, config.limits)
+    constants = read(allowed_addresses=(), host_addresses={}, limits={})
+    assert ((), {}, GatewayLimits()) == (constants.allowed_addresses, constants.host_addresses, constants.limits)
+
+
+def test_a_configuration_is_its_policy_with_the_constants() -> None:
+    constants = read()
+    config = GatewayConfig.of(Configure("sbx-1", 3, json.dumps(DENY_ALL.to_json())), constants)
+    assert GatewayConfig("sbx-1", 3, DENY_ALL, constants) == config
+
+
+@pytest.mark.parametrize(
+    "policy", ["", "{}", "null", "[" * 100_000, json.dumps(DENY_ALL.to_json() | {"digest": "0" * 64})]
+)
+def test_what_is_no_compiled_policy_is_refused(policy: str) -> None:
+    with pytest.raises(ConfigError):
+        GatewayConfig.of(Configure("sbx-1", 3, policy), read())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"policy": ""},
-        {"policy": "{}"},
-        {"policy": "null"},
-        {"policy": "[" * 100_000},
-        {"policy": json.dumps(DENY_ALL.to_json() | {"digest": "0" * 64})},
         {"dns_upstreams": ("resolver.example:53",)},
         {"dns_upstreams": ("1.1.1.1",)},
         {"dns_upstreams": ("1.1.1.1:0",)},

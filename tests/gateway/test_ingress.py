@@ -9,11 +9,11 @@ from ipaddress import IPv4Address
 import pytest
 
 from audit.client import AuditUnavailable
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, WorkerConstants
 from gateway.ingress import Ingress
 from policy.compiled import DENY_ALL
 
-CONFIG = GatewayConfig("sbx-1", 1, DENY_ALL, "", (), IPv4Address("127.0.0.1"), (), {})
+CONFIG = GatewayConfig("sbx-1", 1, DENY_ALL, WorkerConstants("", (), IPv4Address("127.0.0.1")))
 CONNECTED, REFUSED = b"\x00", b"\x01"
 
 
@@ -109,6 +109,6 @@ async def test_port_0_is_refused(way: Way) -> None:
 
 async def test_the_address_is_that_of_the_configuration_in_force(way: Way, inside: int) -> None:
     """Nothing listens at the other one."""
-    way.config = replace(CONFIG, inside=IPv4Address("127.0.0.2"))
+    way.config = replace(CONFIG, constants=replace(CONFIG.constants, inside=IPv4Address("127.0.0.2")))
     assert REFUSED == await way.ask(inside.to_bytes(2, "big"))
     assert [{"address": "127.0.0.2", "port": inside}] == [fields for _, _, fields in way.records]

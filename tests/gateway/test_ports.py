@@ -12,7 +12,7 @@ import pytest
 import wire
 from audit.client import AuditClient, AuditUnavailable
 from gateway.budget import Budget
-from gateway.config import GatewayConfig, GatewayLimits
+from gateway.config import GatewayConfig, GatewayLimits, WorkerConstants
 from gateway.dns.queries import Outcome
 from gateway.dns.resolver import Resolution, Resolver
 from gateway.effects import SecretRefused
@@ -298,7 +298,12 @@ FLOW = {"flow": "f1", "host": "good.test", "destination": "203.0.113.9"}
 
 def configured(policy: CompiledPolicy) -> GatewayConfig:
     hosts = {"good.test": (IPv4Address("127.0.0.1"),)}
-    return GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), (), hosts)
+    return GatewayConfig("sbx-1", 1, policy, WorkerConstants("", (), IPv4Address("192.0.2.2"), (), hosts))
+
+
+def changed(config: GatewayConfig, **changes: Any) -> GatewayConfig:
+    """The same sandbox at a host with other constants."""
+    return replace(config, constants=replace(config.constants, **changes))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +346,7 @@ async def test_nothing_is_dialled_while_the_guard_is_gone() -> None:
 async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_connection_may() -> None:
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    config = replace(configured(allowing(port)), limits=GatewayLimits(dial_rate=20, connect=1))
+    config = changed(configured(allowing(port)), limits=GatewayLimits(dial_rate=20, connect=1))
     clock = asyncio.get_running_loop().time
     dialler = UpstreamDialler(Resolver((), clock, lambda: True), in_force(config), clock)
     started = clock()
@@ -363,7 +368,7 @@ async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_c
 
 
 async def test_a_dial_that_waited_is_judged_by_the_policy_it_finds_then() -> None:
-    config = replace(configured(allowing(1)), limits=GatewayLimits(dial_rate=1, connect=5))
+    config = changed(configured(allowing(1)), limits=GatewayLimits(dial_rate=1, connect=5))
     clock = asyncio.get_running_loop().time
     state = in_force(config)
     dialler = UpstreamDialler(Resolver((), clock, lambda: True), state, clock)
@@ -487,7 +492,7 @@ class Waiting(Resolver):
 
 
 async def test_an_answer_is_judged_by_the_policy_that_is_in_force_when_it_comes() -> None:
-    config = replace(configured(allowing(443)), host_addresses={})
+    config = changed(configured(allowing(443)), host_addresses={})
     resolver, clock = Waiting(), asyncio.get_running_loop().time
     state = in_force(config)
     dialler = UpstreamDialler(resolver, state, clock)
@@ -513,7 +518,7 @@ async def test_the_operators_own_map_dials_nothing_that_the_operator_always_deni
 
 
 async def test_a_name_beyond_a_bound_is_not_dialled_and_the_rule_is_said() -> None:
-    config = replace(configured(allowing(443)), host_addresses={})
+    config = changed(configured(allowing(443)), host_addresses={})
     denied = Deny("dns.unique_names", "Too many.")
     clock = asyncio.get_running_loop().time
     resolver = Resolver((), clock, may_ask=lambda _host: denied)
@@ -533,7 +538,7 @@ async def test_a_name_beyond_a_bound_is_not_dialled_and_the_rule_is_said() -> No
 )
 def test_the_host_knows_its_own_addresses(address: str, opened: tuple[IPv4Network, ...], own: bool) -> None:
     """An exception of the operator opens them."""
-    config = GatewayConfig("sbx-1", 1, allowing(443), "", (), IPv4Address("192.0.2.2"), opened)
+    config = GatewayConfig("sbx-1", 1, allowing(443), WorkerConstants("", (), IPv4Address("192.0.2.2"), opened))
     destination = Destination("good.test", IPv4Address(address), 443, Scheme.HTTPS, AddressSource.RESOLVED)
 
     assert own is own_address(IPv4Address(address))
@@ -592,7 +597,7 @@ async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_diall
     server = await asyncio.start_server(note, "127.0.0.2", 0)
     port = server.sockets[0].getsockname()[1]
     hosts = {"good.test": (IPv4Address("127.0.0.1"), IPv4Address("127.0.0.2"))}
-    config = replace(configured(allowing(port)), host_addresses=hosts)
+    config = changed(configured(allowing(port)), host_addresses=hosts)
     clock = asyncio.get_running_loop().time
     dialler = UpstreamDialler(Resolver((), clock), in_force(config), clock)
     budget = Budget(Ledger.fresh(), Bound(Limits()), clock, lambda: None)
@@ -633,7 +638,7 @@ async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(
     port = server.sockets[0].getsockname()[1]
     policy = compile_named(load_text(NETWORKS.replace("PORT", str(port))), name)
     opened = (ip_network("127.0.0.1/32"),)
-    config = GatewayConfig("sbx-1", 1, policy, "", (), IPv4Address("192.0.2.2"), opened)
+    config = GatewayConfig("sbx-1", 1, policy, WorkerConstants("", (), IPv4Address("192.0.2.2"), opened))
     clock = asyncio.get_running_loop().time
     dialler = UpstreamDialler(Resolved((), clock, lambda: True), in_force(config), clock)
     budget = Budget(Ledger.fresh(), Bound(Limits()), clock, lambda: None)

@@ -1,13 +1,15 @@
 """A fork request is exactly one, or nothing is forked."""
 
+from ipaddress import IPv4Address
 from typing import Any
 
 import pytest
 
+from gateway.config import WorkerConstants
 from gateway.spawn import Descriptors, Order
-from gateway.zygote import order
+from gateway.zygote import constants, order
 from wire import Code, RequestError
-from wire.api.zygote import OPERATIONS, Fork
+from wire.api.zygote import OPERATIONS, Fork, Prepare
 
 REQUEST: dict[str, Any] = {
     "sandbox": "sbx-1",
@@ -18,12 +20,27 @@ REQUEST: dict[str, Any] = {
 }
 FORK = Fork("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",))
 FDS = [10, 11, 12, 13, 14, 15, 16, 17]
+CONSTANTS = WorkerConstants("pem", (), IPv4Address("192.0.2.2"))
 
 
 def test_a_whole_request_is_an_order() -> None:
-    expected = Order("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",), Descriptors(*FDS))
+    expected = Order("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",), CONSTANTS, Descriptors(*FDS))
     assert FORK == OPERATIONS.read("fork", REQUEST)
-    assert expected == order(FORK, FDS)
+    assert expected == order(FORK, FDS, CONSTANTS)
+
+
+def test_what_workers_have_in_common_is_read_once_and_comes_before_a_fork() -> None:
+    assert CONSTANTS == constants(Prepare("pem", (), "192.0.2.2"))
+    with pytest.raises(RequestError) as refused:
+        order(FORK, FDS, None)
+    assert Code.UNAVAILABLE is refused.value.code
+
+
+@pytest.mark.parametrize("changes", [{"inside": "x"}, {"limits": {"surprise": 1}}, {"dns_upstreams": ("name:53",)}])
+def test_constants_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        constants(Prepare(**({"upstream_roots": "pem", "dns_upstreams": (), "inside": "192.0.2.2"} | changes)))
+    assert Code.INVALID is refused.value.code
 
 
 @pytest.mark.parametrize(
@@ -53,5 +70,5 @@ def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fds", [[], FDS[:7], [*FDS, 18]])
 def test_another_number_of_descriptors_is_refused(fds: list[int]) -> None:
     with pytest.raises(RequestError) as refused:
-        order(FORK, fds)
+        order(FORK, fds, CONSTANTS)
     assert Code.INVALID is refused.value.code

@@ -50,6 +50,7 @@ async def _compiler() -> None:
 
 async def _zygote() -> None:
     children: set[asyncio.Task[None]] = set()
+    prepared: list[zygote.Prepare] = []
 
     async def watch(client: wire.Client, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -57,11 +58,16 @@ async def _zygote() -> None:
             await client.tell(zygote.Exited(process.pid, status))
 
     async def handle(
-        client: wire.Client, request: zygote.Fork | zygote.Identify, fds: list[int]
-    ) -> zygote.Forked | zygote.Identity:
+        client: wire.Client, request: zygote.Prepare | zygote.Fork | zygote.Identify, fds: list[int]
+    ) -> zygote.Forked | zygote.Identity | None:
         try:
             if isinstance(request, zygote.Identify):
                 return zygote.Identity(os.getpid())
+            if isinstance(request, zygote.Prepare):
+                prepared.append(request)
+                return None
+            if not prepared:
+                raise wire.RequestError(wire.Code.UNAVAILABLE, "fork comes after prepare")
             if len(fds) != zygote.DESCRIPTORS:
                 raise wire.RequestError(wire.Code.INVALID, "fork takes 8 descriptors")
             order = {**parameters(request), "fds": fds}
@@ -134,7 +140,7 @@ async def _worker(order: dict[str, Any]) -> None:
     def configure(request: worker.Configure) -> str:
         if (request.sandbox, request.generation) != (order["sandbox"], order["generation"]):
             raise wire.RequestError(wire.Code.INVALID, "this configuration is of another sandbox or generation")
-        given = json.loads(request.configuration.policy)
+        given = json.loads(request.policy)
         if given.get("refuse"):
             raise wire.RequestError(wire.Code.FORBIDDEN, "told to refuse")
         if "digest" not in given:

@@ -1,6 +1,5 @@
 """The operator's part of a launch: from hostd's configuration and the compiler, whatever was asked for."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import pytest
 
 import wire
-from gateway.config import GatewayConfig
-from policy.compiled import DENY_ALL
 from runtimes import operator
-from runtimes.operator import MAX_ROOTS, Operator
+from runtimes.operator import MAX_ROOTS, Operator, worker_constants
 from runtimes.spec import HostConfig
 from tests.runtimes.test_spec import host_config, launch_of
 from wire.api.compiler import Compile, CompiledText
-from wire.api.worker import Configuration, Configure
+from wire.api.zygote import Prepare
 
 
 class Daemons:
@@ -51,14 +48,13 @@ def made(tmp_path: Path, answer: Callable[[], str] = str, **changes: Any) -> Ope
     if not roots.exists():
         roots.write_text("operator's roots\n")
     config = HostConfig.model_validate(host_config(upstream_roots=str(roots), **changes))
-    return Operator(config, Daemons(answer))  # type: ignore[arg-type]
+    return Operator(config, Daemons(answer), worker_constants(config).upstream_roots)  # type: ignore[arg-type]
 
 
-def test_a_worker_s_configuration_is_the_operator_s_but_for_the_policy(tmp_path: Path) -> None:
-    whole = made(tmp_path).configuration(DENY_ALL.to_json())
-    assert DENY_ALL.to_json() == json.loads(whole.policy)
-    assert whole == Configuration(
-        policy=whole.policy,
+def test_what_workers_have_in_common_is_the_operator_s(tmp_path: Path) -> None:
+    roots = tmp_path / "roots.pem"
+    roots.write_text("operator's roots\n")
+    assert worker_constants(HostConfig.model_validate(host_config(upstream_roots=str(roots)))) == Prepare(
         upstream_roots="operator's roots\n",
         dns_upstreams=("10.0.0.53:53",),
         inside="192.0.2.2",
@@ -66,7 +62,6 @@ def test_a_worker_s_configuration_is_the_operator_s_but_for_the_policy(tmp_path:
         host_addresses={"git.corp.example": ("10.0.0.5",)},
         limits={"idle": 60},
     )
-    assert DENY_ALL == GatewayConfig.of(Configure("sbx-1", 1, whole)).policy
 
 
 def test_programs_trust_the_operator_s_roots_and_the_sandbox_s_own(tmp_path: Path) -> None:
@@ -75,10 +70,7 @@ def test_programs_trust_the_operator_s_roots_and_the_sandbox_s_own(tmp_path: Pat
 
 def test_roots_that_cannot_be_had_are_no_start(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        Operator(
-            HostConfig.model_validate(host_config(upstream_roots=str(tmp_path / "none"))),
-            Daemons(str),  # type: ignore[arg-type]
-        )
+        worker_constants(HostConfig.model_validate(host_config(upstream_roots=str(tmp_path / "none"))))
     (tmp_path / "roots.pem").write_text("x" * (MAX_ROOTS + 1))
     with pytest.raises(ValueError, match="larger than"):
         made(tmp_path)

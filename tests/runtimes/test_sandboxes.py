@@ -66,7 +66,7 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
     beyond: Any = NoContainers()
     groups = Cgroups(str(tmp_path), Hierarchies(2, (tmp_path / "groups",)))
     sandboxes = Sandboxes(
-        config, Operator(config, compiler), beyond, compiler, beyond, groups, RecordStore(tmp_path / "records")
+        config, Operator(config, compiler, "roots"), beyond, compiler, beyond, groups, RecordStore(tmp_path / "records")
     )
     specs = [launch_of(sandbox=f"sbx-{number}") for number in range(6)]
     launches = [asyncio.create_task(sandboxes.launch(spec)) for spec in specs]

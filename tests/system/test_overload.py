@@ -196,8 +196,8 @@ def test_a_worker_that_gets_little_of_a_processor_is_kept_and_ends_what_it_accep
     tmp_path: Path,
 ) -> None:
     """Each request is answered by the server, or turned away before it was accepted, with a time to come again."""
-    with worker(rig, tmp_path) as gate, contextlib.ExitStack() as stack:
-        gate.configure(RULES, limits={"dial_rate": 1000})
+    with worker(rig, tmp_path, limits={"dial_rate": 1000}) as gate, contextlib.ExitStack() as stack:
+        gate.configure(RULES)
         streams = [stack.enter_context(gate.dial(port=80)) for _ in range(STREAMS)]
         assert {"200": STREAMS} == answers(streams)
         with watched(gate) as replaced, starved(gate.pid):
@@ -215,8 +215,8 @@ def test_a_worker_that_gets_next_to_nothing_of_a_processor_is_kept(
     tmp_path: Path,
 ) -> None:
     """It answers no ping for half a minute, and all its requests once it may run again."""
-    with worker(rig, tmp_path) as gate, contextlib.ExitStack() as stack:
-        gate.configure(RULES, limits={"dial_rate": 1000})
+    with worker(rig, tmp_path, limits={"dial_rate": 1000}) as gate, contextlib.ExitStack() as stack:
+        gate.configure(RULES)
         streams = [stack.enter_context(gate.dial(port=80)) for _ in range(STREAMS)]
         assert {"200": STREAMS} == answers(streams)
         with watched(gate) as replaced:

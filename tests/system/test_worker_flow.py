@@ -45,6 +45,7 @@ from vault import keyring
 from wire import bind_unix, frames
 from wire.api import vaultd as vapi
 from wire.api import worker as wapi
+from wire.api import zygote as zapi
 from wire.codec import decode
 from wire.operations import Notification, Ping, Request, answer_type, operation, parameters
 from wire.sockets import LISTEN_FD
@@ -208,6 +209,11 @@ class Rig:
     generation: int = 0
 
     @property
+    def constants(self) -> zapi.Prepare:
+        """What workers have in common; WEB is on the loopback of the very namespace that is dialled from."""
+        return zapi.Prepare(self.roots, (f"{DNS}:53",), str(PLAN.inside), (f"{WEB}/32",))
+
+    @property
     def sandbox(self) -> str:
         return f"sbx-{self.generation:08x}{os.getpid():016x}"
 
@@ -230,16 +236,12 @@ class Gate:
     root: str
     ledger: int
 
-    def configure(self, rules: CompiledPolicy, **changes: Any) -> str:
-        configuration = wapi.Configuration(
-            policy=json.dumps(rules.to_json()),
-            upstream_roots=self.rig.roots,
-            dns_upstreams=(f"{DNS}:53",),
-            inside=str(PLAN.inside),
-            allowed_addresses=(f"{WEB}/32",),  # it is on the loopback of the very namespace that is dialled from
-        )
-        request = wapi.Configure(self.rig.sandbox, self.rig.generation, replace(configuration, **changes))
-        return self.control.ask(request).digest
+    def configure(self, rules: CompiledPolicy) -> str:
+        return self.give(json.dumps(rules.to_json()))
+
+    def give(self, policy: str) -> str:
+        """Configure it with any text."""
+        return self.control.ask(wapi.Configure(self.rig.sandbox, self.rig.generation, policy)).digest
 
     def dial(self, address: str = WEB, port: int = 443) -> socket.socket:
         def connect() -> socket.socket:
@@ -407,7 +409,7 @@ def rig(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Rig]:
     config = tmp_path_factory.mktemp("zygote") / "zygote.json"
-    config.write_text('{"worker_defaults": {}}')
+    config.write_text("{}")
     ours, theirs = socket.socketpair()
     log, refused = config.with_name("stderr"), config.with_name("refused")
     stderr = log.open("wb")
@@ -423,6 +425,10 @@ def rig(
     made = Rig(channel(ours), *auditd, internet, vaultd, internet.certificate, stderr.fileno())
     try:
         made.zygote.call("ping")
+        with pytest.raises(AssertionError, match="fork comes after prepare"):
+            made.zygote.ask(zapi.Fork(made.sandbox, 1, UID, UID, ()))
+        with pytest.raises(AssertionError, match="unknown limit"):
+            made.zygote.ask(replace(made.constants, limits={"surprise": 1}))
         yield made
     finally:
         ours.close()
@@ -437,8 +443,9 @@ def rig(
 
 
 @contextlib.contextmanager
-def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
+def worker(rig: Rig, directory: Path, uid: int = UID, **constants: Any) -> Iterator[Gate]:
     rig.generation += 1
+    rig.zygote.ask(replace(rig.constants, **constants))
     control, control_child = socket.socketpair()
     audit, audit_child = socket.socketpair()
     vault, vault_child = socket.socketpair()
@@ -455,20 +462,13 @@ def worker(rig: Rig, directory: Path, uid: int = UID) -> Iterator[Gate]:
         ledger = os.memfd_create("ledger")
         os.ftruncate(ledger, 4096)
         fds = (control_child, audit_child, vault_child, namespace, guard_read, listener, ledger, rig.errors)
-        answer = rig.zygote.call(
-            "fork",
-            tuple(item if isinstance(item, int) else item.fileno() for item in fds),
-            sandbox=rig.sandbox,
-            generation=rig.generation,
-            uid=uid,
-            gid=uid,
-            cgroup=[],
-        )
+        fork = zapi.Fork(rig.sandbox, rig.generation, uid, uid, ())
+        forked = rig.zygote.ask(fork, *(item if isinstance(item, int) else item.fileno() for item in fds))
     for item in (control_child, audit_child, vault_child, audit, vault):
         item.close()
     os.close(namespace)
     os.close(guard_read)
-    gate = Gate(rig, int(answer["pid"]), channel(control), guard_write, path, opened.root_pem, ledger)
+    gate = Gate(rig, forked.pid, channel(control), guard_write, path, opened.root_pem, ledger)
     try:
         yield gate
     finally:
@@ -666,15 +666,18 @@ def test_a_new_policy_cuts_the_live_flows_it_no_longer_permits_and_keeps_the_oth
         assert b"still here" == good.recv(100)
 
 
-def test_a_new_policy_cuts_live_flows_to_an_address_that_it_denies_and_opens_no_other(gate: Gate) -> None:
-    """Wherever the address comes from: DNS, or the operator's own map."""
-    for mapped in ({}, {"good.example.com": (WEB,)}):
-        gate.configure(policy("good.example.com"), host_addresses=mapped)
+@pytest.mark.parametrize("mapped", [{}, {"good.example.com": (WEB,)}], ids=["DNS", "the operator's map"])
+def test_a_new_policy_cuts_live_flows_to_an_address_that_it_denies_and_opens_no_other(
+    rig: Rig, tmp_path: Path, mapped: dict[str, tuple[str, ...]]
+) -> None:
+    """Wherever the address comes from."""
+    rig.internet.forget()
+    with worker(rig, tmp_path, host_addresses=mapped) as gate:
+        gate.configure(policy("good.example.com"))
         with gate.dial() as client:
             client.sendall(hello("good.example.com"))
             cut = gate.rig.internet.next_connection()
-            denying = replace(policy("good.example.com"), always_deny=(f"{WEB}/32",))
-            gate.configure(denying, host_addresses=mapped)
+            gate.configure(replace(policy("good.example.com"), always_deny=(f"{WEB}/32",)))
             assert b"" == ended(client)
             ended(cut)
         known = len(gate.rig.internet.accepted)
@@ -683,7 +686,7 @@ def test_a_new_policy_cuts_live_flows_to_an_address_that_it_denies_and_opens_no_
             assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
         assert known == len(gate.rig.internet.accepted)
         assert [] == gate.ask("good.example.com").rr
-    assert of_rule(gate, "always-deny:1")
+        assert of_rule(gate, "always-deny:1")
 
 
 def test_a_dead_guard_cuts_live_flows_and_stops_dialling_until_a_new_one(gate: Gate) -> None:
@@ -718,9 +721,9 @@ def test_a_killed_worker_leaves_refused_connections_and_the_zygote_says_so(gate:
 
 def test_a_configuration_that_is_not_one_changes_nothing(gate: Gate) -> None:
     digest = gate.configure(policy("good.example.com"))
-    for changes in ({"limits": {"surprise": 1}}, {"policy": "{}"}, {"inside": "x"}):
+    for text in ("", "{}", "null", json.dumps(DENY_ALL.to_json() | {"surprise": 1})):
         with pytest.raises(AssertionError, match="error"):
-            gate.configure(DENY_ALL, **changes)
+            gate.give(text)
     gate.rig.generation += 1
     with pytest.raises(AssertionError, match="of another sandbox or generation"):
         gate.configure(DENY_ALL)
@@ -779,7 +782,7 @@ def mounts_of(pid: int, thread: str) -> list[list[str]]:
 def test_no_thread_of_a_worker_sees_a_file_system(gate: Gate) -> None:
     """One mount, read-only, closed and empty; the zygote it was forked from still has all of its own."""
     gate.configure(policy("good.example.com"))
-    zygote = int(gate.rig.zygote.call("identify")["pid"])
+    zygote = gate.rig.zygote.ask(zapi.Identify()).pid
     assert len(mounts_of(zygote, str(zygote))) > 1
     assert [] != os.listdir(f"/proc/{zygote}/root")
     for thread in os.listdir(f"/proc/{gate.pid}/task"):
@@ -887,8 +890,14 @@ def test_bytes_of_inspected_flows_count_too(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(("of_policy", "of_gateway"), [(1, 512), (512, 1)])
-def test_the_smaller_cap_on_connections_holds(gate: Gate, of_policy: int, of_gateway: int) -> None:
-    gate.configure(limited(policy("good.example.com"), connections=of_policy), limits={"connections": of_gateway})
+def test_the_smaller_cap_on_connections_holds(rig: Rig, tmp_path: Path, of_policy: int, of_gateway: int) -> None:
+    rig.internet.forget()
+    with worker(rig, tmp_path, limits={"connections": of_gateway}) as gate:
+        _second_connection_is_refused(gate, of_policy)
+
+
+def _second_connection_is_refused(gate: Gate, of_policy: int) -> None:
+    gate.configure(limited(policy("good.example.com"), connections=of_policy))
     with gate.dial() as client:
         client.sendall(hello("good.example.com"))
         gate.rig.internet.next_connection()

@@ -1,6 +1,5 @@
 """What hostd asks a worker (`CONTROL`), and what a worker asks hostd (`ASKED`)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -17,29 +16,6 @@ class ChannelName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
-    """What a worker enforces. `gateway.config` says what the texts mean, and checks them.
-
-    Attributes:
-        policy: a compiled policy, as a JSON text. Only the worker reads it.
-        upstream_roots: PEM of the authorities that may vouch for upstream servers.
-        dns_upstreams: resolvers, as `ip:port`.
-        inside: the sandbox's address on its link.
-        allowed_addresses: networks that may be dialled although they are not public.
-        host_addresses: addresses by name; they are used instead of DNS.
-        limits: fields of `gateway.config.GatewayLimits` that differ from its defaults.
-    """
-
-    policy: str = field(repr=False)
-    upstream_roots: str = field(repr=False)
-    dns_upstreams: tuple[str, ...]
-    inside: str
-    allowed_addresses: tuple[str, ...] = ()
-    host_addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Confirmed:
     """The digest of the policy that is in force now."""
 
@@ -51,11 +27,11 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Request[Confirmed]):
-    """Put a configuration in force. A refused one leaves the former in force."""
+    """Put a compiled policy, a JSON text that only the worker reads, in force. A refused one leaves the former."""
 
     sandbox: str
     generation: int
-    configuration: Configuration
+    policy: str = field(repr=False)
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)

@@ -1,16 +1,40 @@
 """What hostd asks the zygote, and what the zygote reports."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from wire.ids import check_generation, check_sandbox
-from wire.operations import Notification, Operations, Request
+from wire.operations import Done, Notification, Operations, Request
 
 DESCRIPTORS: Final = 8
 """That come with a `Fork`; `gateway.spawn.Descriptors` has their order."""
 _LEAST_UID: Final = 1000
 _MOST_UID: Final = 2**32 - 2
 _MOST_GROUPS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(Request[Done]):
+    """Set what all workers have in common, before the first `Fork`. It holds for each later one.
+
+    `gateway.config` says what the texts mean, and checks them. A refused `Prepare` changes nothing.
+
+    Attributes:
+        upstream_roots: PEM of the authorities that may vouch for upstream servers.
+        dns_upstreams: resolvers, as `ip:port`.
+        inside: the sandbox's address on its link.
+        allowed_addresses: networks that may be dialled although they are not public.
+        host_addresses: addresses by name; they are used instead of DNS.
+        limits: fields of `gateway.config.GatewayLimits` that differ from its defaults.
+    """
+
+    upstream_roots: str = field(repr=False)
+    dns_upstreams: tuple[str, ...]
+    inside: str
+    allowed_addresses: tuple[str, ...] = ()
+    host_addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +97,5 @@ def _check_pid(pid: int) -> None:
         raise ValueError("not the process id of a zygote or worker")
 
 
-OPERATIONS: Final = Operations(Fork, Identify)
+OPERATIONS: Final = Operations(Prepare, Fork, Identify)
 REPORTS: Final = Operations(Exited)
