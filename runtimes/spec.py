@@ -1,6 +1,7 @@
 """What hostd is configured with, and what a launch must be on any host.
 
-Unknown keys, wrong types and out-of-range numbers are refused; there are no defaults for anything that isolates.
+Unknown and missing keys, wrong types and out-of-range numbers are refused. Defaults are those of the settings
+(`lifecycle/config/keys.py`) and stand nowhere else.
 """
 
 import re
@@ -64,12 +65,12 @@ class Uids(_Strict):
     Each sandbox on runc has a range of uids, see `sandbox_users`; `workers` bounds their number, too.
     """
 
-    serve: int = Field(default=700000001, ge=1)
-    vaultd: int = Field(default=700000002, ge=1)
-    auditd: int = Field(default=700000003, ge=1)
-    compiler: int = Field(default=700000004, ge=1)
-    worker_base: int = Field(default=700001000, ge=1)
-    workers: int = Field(default=4094, ge=1, le=4094)
+    serve: int = Field(ge=1)
+    vaultd: int = Field(ge=1)
+    auditd: int = Field(ge=1)
+    compiler: int = Field(ge=1)
+    worker_base: int = Field(ge=1)
+    workers: int = Field(ge=1, le=4094)
 
     @model_validator(mode="after")
     def _distinct(self) -> "Uids":
@@ -100,7 +101,7 @@ class Maxima(_Strict):
 class DockerdConfig(_Strict):
     """A dockerd of our own, in a network namespace of its own."""
 
-    binary: str = "/usr/sbin/dockerd"
+    binary: str
     data_root: str
     exec_root: str
     pidfile: str
@@ -124,7 +125,7 @@ class ImageConfig(_Strict):
 
     name: str
     tar: str
-    env: Annotated[dict[str, str], AfterValidator(image_environment)] = {}
+    env: Annotated[dict[str, str], AfterValidator(image_environment)]
 
 
 class ProcessConfig(_Strict):
@@ -148,11 +149,11 @@ LEAST_MEMORY: Final = 256 << 20
 class DaemonMemory(_Strict):
     """Bytes that each daemon may have; one that wants more is ended by the kernel and started again."""
 
-    auditd: int = Field(default=1 << 30, ge=LEAST_MEMORY)
-    vaultd: int = Field(default=1 << 30, ge=LEAST_MEMORY)
-    zygote: int = Field(default=1 << 30, ge=LEAST_MEMORY)
-    compiler: int = Field(default=1 << 30, ge=LEAST_MEMORY)
-    serve: int = Field(default=2 << 30, ge=LEAST_MEMORY)
+    auditd: int = Field(ge=LEAST_MEMORY)
+    vaultd: int = Field(ge=LEAST_MEMORY)
+    zygote: int = Field(ge=LEAST_MEMORY)
+    compiler: int = Field(ge=LEAST_MEMORY)
+    serve: int = Field(ge=LEAST_MEMORY)
 
 
 class HostConfig(_Strict):
@@ -173,7 +174,7 @@ class HostConfig(_Strict):
     runc: str
     execd: str
     upstream_roots: str
-    uids: Uids = Uids()
+    uids: Uids
     dns_upstreams: list[str]
     allowed_addresses: list[str]
     host_addresses: dict[str, list[str]]
@@ -181,10 +182,10 @@ class HostConfig(_Strict):
     maxima: Maxima
     launch_concurrency: int = Field(ge=1, le=256)
     processes: list[ProcessConfig]
-    listen: ListenConfig | None = None
-    runtimes: list[Annotated[Runtime, Field(strict=False)]] = Field(default=list(Runtime), min_length=1)
-    disk_limits: bool = True
-    memory: DaemonMemory = DaemonMemory()
+    listen: ListenConfig | None
+    runtimes: list[Annotated[Runtime, Field(strict=False)]] = Field(min_length=1)
+    disk_limits: bool
+    memory: DaemonMemory
 
     @property
     def programs(self) -> dict[Runtime, str]:

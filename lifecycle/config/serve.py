@@ -5,7 +5,7 @@ It holds digests of API keys, never a key. Unknown or missing keys are refused.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,17 @@ class ServeConfig:
     key_digests: tuple[str, ...]
     limits: SandboxLimits
     daemon_uids: Mapping[str, int]
-    bounds: CreationBounds = field(default_factory=CreationBounds)
-    allowed_hosts: tuple[str, ...] = ()
-    external_base: str = ""
-    ignored_fields: tuple[str, ...] = ()
-    proxy_connections: int = 128
-    renew_interval: float | None = None
-    keep_alive: int = 30
-    concurrency: int | None = 1024
-    backlog: int = 2048
-    graceful_shutdown: int = 5
-    log_level: str = "INFO"
+    bounds: CreationBounds
+    allowed_hosts: tuple[str, ...]
+    external_base: str
+    ignored_fields: tuple[str, ...]
+    proxy_connections: int
+    renew_interval: float | None
+    keep_alive: int
+    concurrency: int | None
+    backlog: int
+    graceful_shutdown: int
+    log_level: str
 
     def text(self) -> str:
         """Return the text of the file."""

@@ -57,8 +57,8 @@ class SandboxLimits:
     default_runtime: str
     defaults: Resources
     maxima: Resources
-    max_timeout: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    max_timeout: int | None
+    env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,10 @@ _log = logging.getLogger(__name__)
 class CreationBounds:
     """How much at once, and for how long a caller is kept waiting."""
 
-    launches: int = 4
-    pending: int = 128
-    sandboxes: int = 1000
-    answer_seconds: float = 20.0
+    launches: int
+    pending: int
+    sandboxes: int
+    answer_seconds: float
 
 
 class Creation:

@@ -71,6 +71,9 @@ class HttpServer(uvicorn.Server):
             await super().shutdown(sockets)
 
 
+BOUNDS = CreationBounds(launches=4, pending=128, sandboxes=1000, answer_seconds=10.0)
+
+
 class StandIn:
     """Answers from `answer`; `fail` makes an operation refuse, `hold` makes it wait.
 
@@ -424,10 +427,21 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
                 "runc",
                 defaults=Resources(1_000_000_000, 512 << 20, 256, 1 << 30),
                 maxima=Resources(4_000_000_000, 4 << 30, 4096, 8 << 30),
+                max_timeout=None,
+                env={},
             ),
             daemon_uids=dict.fromkeys(("hostd", "vaultd", "auditd"), os.getuid()),
-            bounds=CreationBounds(answer_seconds=10.0),
+            bounds=BOUNDS,
+            allowed_hosts=(),
+            external_base="",
+            ignored_fields=(),
+            proxy_connections=128,
+            renew_interval=None,
+            keep_alive=30,
+            concurrency=1024,
+            backlog=2048,
             graceful_shutdown=1,
+            log_level="INFO",
         )
         config = replace(config, **changes)
         path = None if policy is None else directory / "policies.yaml"

@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from standins import IMAGE, KEY, World, world
+from standins import BOUNDS, IMAGE, KEY, World, world
 
 import wire
 from lifecycle.sandboxes import reaper
@@ -118,7 +119,7 @@ async def test_a_client_that_goes_away_leaves_nothing(server: World) -> None:
 
 async def test_a_slow_launch_is_answered_pending() -> None:
     """A caller learns the id in time; the endpoint answers at once; Running comes when it is."""
-    async with world(bounds=CreationBounds(answer_seconds=0.2)) as described, described.serving() as server:
+    async with world(bounds=replace(BOUNDS, answer_seconds=0.2)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         async with server.client() as client:
             made = await client.post("/v1/sandboxes", json=BODY)
@@ -137,7 +138,7 @@ async def test_a_slow_launch_is_answered_pending() -> None:
 
 async def test_a_failure_after_the_answer_is_shown() -> None:
     """A client that got Pending then gets Failed, and may delete the sandbox."""
-    async with world(bounds=CreationBounds(answer_seconds=0.2)) as described, described.serving() as server:
+    async with world(bounds=replace(BOUNDS, answer_seconds=0.2)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
         async with server.client() as client:
@@ -269,7 +270,7 @@ async def test_an_ended_entrypoint_is_shown(server: World) -> None:
 
 async def test_creations_are_bounded() -> None:
     """Beyond the bound a caller gets a retry answer; the requests that fill it continue."""
-    async with world(bounds=CreationBounds(pending=1, answer_seconds=0.1)) as described, described.serving() as server:
+    async with world(bounds=replace(BOUNDS, pending=1, answer_seconds=0.1)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         async with server.client() as client:
             assert 202 == (await client.post("/v1/sandboxes", json=BODY)).status_code
@@ -278,7 +279,7 @@ async def test_creations_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "bounds", [CreationBounds(pending=2, answer_seconds=0.1), CreationBounds(sandboxes=2, answer_seconds=0.1)]
+    "bounds", [replace(BOUNDS, pending=2, answer_seconds=0.1), replace(BOUNDS, sandboxes=2, answer_seconds=0.1)]
 )
 async def test_creations_that_come_together_are_bounded(bounds: CreationBounds) -> None:
     async with world(bounds=bounds) as described, described.serving() as server:

@@ -9,9 +9,7 @@ from runtimes.daemons import FileCounter
 from runtimes.net import netns
 from runtimes.process import predecessor
 from runtimes.records import RecordStore, SandboxRecord
-from runtimes.spec import Uids
-
-UIDS = Uids()
+from tests.runtimes.test_spec import UIDS
 
 
 def record(**changes: Any) -> SandboxRecord:

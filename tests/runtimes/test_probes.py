@@ -9,8 +9,8 @@ from runtimes.checks import probes
 from runtimes.checks.doctor import DoctorQuestion, add_to_docker, ask
 from runtimes.checks.probes import CheckError
 from runtimes.engine.wrappers import entries
-from runtimes.spec import HostConfig, Uids
-from tests.runtimes.test_spec import host_config
+from runtimes.spec import HostConfig
+from tests.runtimes.test_spec import UIDS, host_config
 
 
 def _elf(*kinds: int) -> bytes:
@@ -50,7 +50,7 @@ def test_a_static_program_asks_for_no_loader(head: bytes, static: bool) -> None:
     ],
 )
 def test_ids_of_others_are_reported_to_the_last_number(name: str, first: int, count: int, expected: list[str]) -> None:
-    assert expected == probes.overlapping(Uids(), [(name, first, count)])
+    assert expected == probes.overlapping(UIDS, [(name, first, count)])
 
 
 def test_subordinate_ranges_are_read_and_rubbish_is_not() -> None:
@@ -67,7 +67,7 @@ def test_a_missing_program_is_distinguished_from_a_failing_one() -> None:
 
 def test_an_image_must_be_a_tar(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_text("no tar")
-    images = [{"name": "x", "tar": str(tmp_path / "x.tar")}]
+    images = [{"name": "x", "tar": str(tmp_path / "x.tar"), "env": {}}]
     with pytest.raises(CheckError, match="is not a tar"):
         probes.images(HostConfig.model_validate(host_config(images=images)))
     (tmp_path / "x.tar").write_bytes(bytes(10240))

@@ -38,6 +38,17 @@ def launch_of(**changes: Any) -> Launch:
     return launch
 
 
+UIDS = Uids(
+    serve=700000001,
+    vaultd=700000002,
+    auditd=700000003,
+    compiler=700000004,
+    worker_base=700001000,
+    workers=4094,
+)
+MEMORY = dict.fromkeys(("auditd", "vaultd", "zygote", "compiler", "serve"), 1 << 30)
+
+
 def host_config(**changes: Any) -> dict[str, Any]:
     processes = [{"name": name, "module": "a.b", "config": "/c"} for name in ("auditd", "vaultd", "compiler", "zygote")]
     return {
@@ -65,6 +76,11 @@ def host_config(**changes: Any) -> dict[str, Any]:
         },
         "launch_concurrency": 4,
         "processes": processes,
+        "uids": UIDS.model_dump(),
+        "listen": None,
+        "runtimes": ["runc", "runsc"],
+        "disk_limits": True,
+        "memory": MEMORY,
     } | changes
 
 
@@ -166,6 +182,7 @@ def test_the_host_configuration_is_read_from_json() -> None:
         {"upstream_roots": "relative"},
         {"unknown": 1},
         {"images": [{"name": "x"}]},
+        {"images": [{"name": "x", "tar": "/x"}]},
         {"images": [{"name": "x", "tar": "/x", "env": {"A B": "c"}}]},
         {"images": [{"name": "x", "tar": "/x", "env": {"A": "b\nUSER root"}}]},
         {"images": [{"name": "x", "tar": "/x", "env": {"A": 'b" B="c'}}]},
@@ -178,8 +195,15 @@ def test_a_wrong_host_configuration_is_refused(changes: dict[str, Any]) -> None:
         HostConfig.model_validate(host_config(**changes))
 
 
+@pytest.mark.parametrize("missing", sorted(host_config()))
+def test_each_default_is_that_of_a_setting(missing: str) -> None:
+    """So the file has every key."""
+    with pytest.raises(ValidationError, match=missing):
+        HostConfig.model_validate({key: value for key, value in host_config().items() if key != missing})
+
+
 def test_no_two_processes_share_a_user() -> None:
     with pytest.raises(ValidationError):
-        Uids(serve=700000001, vaultd=700000001)
+        Uids(**(UIDS.model_dump() | {"vaultd": UIDS.serve}))
     with pytest.raises(ValidationError):
-        Uids(serve=700001005)
+        Uids(**(UIDS.model_dump() | {"serve": 700001005}))

@@ -14,11 +14,10 @@ from runtimes.engine.docker import ContainerState
 from runtimes.net import netns, slots
 from runtimes.net.plan import PLAN
 from runtimes.records import SandboxRecord
-from runtimes.spec import Uids
+from tests.runtimes.test_spec import UIDS
 
 pytestmark = pytest.mark.system
 
-UIDS = Uids()
 INDEX = 7
 
 

@@ -29,10 +29,10 @@ from runtimes.engine.docker import LABEL
 from runtimes.net import netns
 from runtimes.net.slot_pool import AHEAD
 from runtimes.process.cgroups import Cgroups
-from runtimes.spec import Uids
 from testbed.traces import alive, cookie_of
 from tests.conftest import ONE_RUNTIME
 from tests.runtimes.standin import digest
+from tests.runtimes.test_spec import MEMORY, UIDS
 from tests.system.test_watch_cuts_off import guards
 from vault import keyring
 from wire.api import vaultd
@@ -72,7 +72,7 @@ class Hostd:
         self.directory = directory
         """A daemon ends when a worker is attached to it while `NAME.brittle` is here."""
         netns.create(self.upstream, {})
-        state, uids = directory / "state", Uids()
+        state, uids = directory / "state", UIDS
         for part, owner in (("audit", uids.auditd), ("vault", uids.vaultd)):
             (state / part).mkdir(mode=0o700, parents=True)
             os.chown(state / part, owner, owner)
@@ -124,6 +124,11 @@ class Hostd:
             },
             "launch_concurrency": 4,
             "processes": processes,
+            "uids": UIDS.model_dump(),
+            "listen": None,
+            "runtimes": ["runc", "runsc"],
+            "disk_limits": True,
+            "memory": MEMORY,
         }
         config = directory / "host.json"
         config.write_text(json.dumps(host))
@@ -174,7 +179,7 @@ class Hostd:
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                with BlockingClient(self.run / "vault.sock", Uids().vaultd, PATIENCE) as client:
+                with BlockingClient(self.run / "vault.sock", UIDS.vaultd, PATIENCE) as client:
                     return client.ask(request)
             except OSError:
                 assert time.monotonic() < deadline, self.log.read_text()

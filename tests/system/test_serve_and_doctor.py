@@ -365,7 +365,7 @@ def test_the_doctor_finds_what_else_is_wrong(machine: Machine) -> None:
     script = machine.broken("execd")
     machine.top |= {
         "execd": str(script),
-        "images": [{"name": "x", "tar": str(script)}],
+        "images": [{"name": "x", "tar": str(script), "env": {}}],
         "upstream_roots": str(script),
         "dns_upstreams": ["127.0.0.53:53"],
         "uids.worker_base": 1,

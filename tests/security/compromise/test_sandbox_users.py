@@ -8,8 +8,9 @@ import pytest
 from opensandbox.sync.sandbox import SandboxSync
 
 from runtimes.engine.user_namespace import RANGE
-from runtimes.spec import Uids, sandbox_users
+from runtimes.spec import sandbox_users
 from testbed.stack import Stack
+from tests.runtimes.test_spec import UIDS
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -48,7 +49,7 @@ def test_each_sandbox_is_another_user_to_the_host(stack: Stack, pair: tuple[Sand
 
     assert 2 == len(set(users))
     for sandbox, user in zip(pair, users, strict=True):
-        assert user in range(sandbox_users(0), sandbox_users(Uids().workers), RANGE)
+        assert user in range(sandbox_users(0), sandbox_users(UIDS.workers), RANGE)
         assert ["0", str(user), str(RANGE)] == said(sandbox, "cat /proc/self/uid_map").split()
         assert ["0", str(user), str(RANGE)] == said(sandbox, "cat /proc/self/gid_map").split()
 
