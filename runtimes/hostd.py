@@ -1,17 +1,18 @@
 """hostd: the only process with root's power over the host. `python -m runtimes.hostd HOST.json`
 
-This is the composition: directories, dockerd, guard, daemons, sandboxes, and the socket with its closed operations.
+This module composes directories, dockerd, guard, daemons, sandboxes, and the socket with its closed set of operations.
 
-- Only root and serve may connect; parameters are validated strictly; an unknown operation is refused.
-- It speaks no HTTP to anybody but Docker, and holds no secret.
-- The socket of the API comes from the watchdog and goes to each `serve`; a port that is taken ends the start at once.
-- SIGINT and SIGTERM remove all sandboxes and end everything it started.
-- After a SIGKILL workers, zygote and guard end by themselves (their channels end) and sandboxes are closed. The kernel
-  denies the workers everything from then on (`guard`), and `watchdog` kills those that stay. The next start, which the
-  watchdog sees to, adopts the daemons and sandboxes that are as they were written down, and removes everything else.
-- It starts side by side whatever does not need the other: what is back late is closed for as long.
+- Only root and serve can connect. Requests are decoded strictly; an unknown operation is refused.
+- It speaks HTTP to Docker only, and holds no secret.
+- The watchdog passes it the API's socket, and it passes the socket to each `serve`. If the port is taken, the start
+  fails at once.
+- On SIGINT and SIGTERM it removes all sandboxes and ends everything that it started.
+- After a SIGKILL the workers, the zygote and the guard end, because their channels end, and the sandboxes are closed.
+  From then on the kernel denies the workers everything (`guard`), and `watchdog` kills those that remain. The watchdog
+  starts the next hostd. It adopts the daemons and sandboxes that match their records, and removes everything else.
+- Parts that do not depend on each other start concurrently: a sandbox stays closed until its parts are back.
 
-It is long because nothing else may know all parts: each operation here is a check and one call.
+The module is long because no other module knows all parts. Each operation is a check and one call.
 """
 
 import asyncio
@@ -75,11 +76,11 @@ from wire.frames import close_all
 
 _LISTED_IMAGES = 100
 _GATED_SECONDS = 5.0
-"""For adopted sandboxes to have their gates again before anything else takes time; they may come later, too."""
+"""Adopted sandboxes get this time to have their gateways back before other work begins."""
 
 _M_ARENA_MAX, _HEAPS = -8, 2
-"""Of glibc's malloc: by itself it has eight heaps a processor, for the short-lived threads that enter namespaces all of
-them, and each keeps the most that it ever held."""
+"""Of glibc's malloc. Its default is eight heaps for each processor. The short-lived threads that enter namespaces would
+use all of them, and each heap keeps its largest size."""
 
 _log = logging.getLogger("hostd")
 
@@ -115,7 +116,7 @@ def make_directories(config: HostConfig) -> None:
 
 
 def _hand_over(directory: Path, uid: int) -> None:
-    """Give a daemon what root made in its directory before it (a key, say); plain files and directories only."""
+    """Give a daemon the plain files and directories that root made in its directory before, such as a key."""
     for _, directories, files, fd in os.fwalk(directory):
         for name in (*directories, *files):
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -152,7 +153,7 @@ class Host:
 
     @property
     def succeeds(self) -> bool:
-        """Whether a hostd before this one was killed here: there is something to adopt or to remove."""
+        """Whether a former hostd was killed here and left parts to adopt or to remove."""
         return predecessor.any_left(self._run / "config")
 
     async def _guard_changed(self, pidfd: int) -> None:
@@ -168,10 +169,10 @@ class Host:
             self._sandboxes.document_changed()
 
     async def start(self) -> None:
-        """Start everything; at a first start the socket comes last but serve.
+        """Start everything. At a first start the socket is the last part before serve.
 
         Raises:
-            StartRefused, DockerError, GuardError, NftError, NotReady, OSError: it cannot run; call `stop`.
+            StartRefused, DockerError, GuardError, NftError, NotReady, OSError: hostd cannot run; call `stop`.
         """
         config, succeeds = self._config, self.succeeds
         if not succeeds:
@@ -183,10 +184,10 @@ class Host:
             raise StartRefused(f"another server runs in {self._run}") from None
         self._daemons.listen()
         notes = self._run / "config"
-        spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended where its successor is started
+        spared = (*ADOPTABLE, "dockerd", "guard")  # each is adopted, or ended when its successor is started
         if ended := await asyncio.to_thread(predecessor.end_all, notes, spared, 0.0):
             _log.warning("ended what a predecessor left running: %s", ", ".join(ended))
-        if succeeds:  # what runs is closed and the API is away: both come back side by side
+        if succeeds:  # sandboxes are closed and the API is down: both are restored concurrently
             await together(self._stand(watched=False), self._daemons.start_serve())
             docker, sandboxes = self._parts()
             await sandboxes.gated(_GATED_SECONDS)
@@ -198,7 +199,7 @@ class Host:
         _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", self._adopted)
 
     async def _stand(self, *, watched: bool) -> None:
-        """Start or adopt what sandboxes need, adopt those that fit, and listen; `watched`: once there is a watch."""
+        """Start or adopt what sandboxes need, adopt the sandboxes that fit, and listen; if `watched`, after the watch began."""
         config, uids = self._config, self._config.uids
         workers = (uids.worker_base, uids.worker_base + uids.workers - 1)
         await together(
@@ -216,7 +217,7 @@ class Host:
         )
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
-        self._sandboxes.document_changed()  # since they were written down, perhaps
+        self._sandboxes.document_changed()  # it may have changed since their records
         self._chains = Chains(self._daemons, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.tell)
         self._sandboxes.gone = self._chains.wake
         self._chains.start()
@@ -229,9 +230,9 @@ class Host:
         self._server = await wire.serve_unix(listener, self.handle, allowed_uids=frozenset((0, uids.serve)))
 
     async def _start_watch(self, sandboxes: Sandboxes, docker: Docker) -> None:
-        """Begin to watch, and to launch: nothing is launched before, and adopted sandboxes have their gates back first.
+        """Begin to watch, then allow launches. Adopted sandboxes have their gateways back before.
 
-        Only one thing at a time: the reference slot and the checks would take the processors from those gates.
+        These steps run one after the other: the reference slot and the checks would delay the gateways.
         """
         self._alarms.start()
         programs = (Path(shim.__file__), Path(user_namespace.__file__))
@@ -243,10 +244,10 @@ class Host:
         self._watching.set()
 
     async def _check_late(self, *, adopted: int) -> None:
-        """Import and ask what a first start does, now that sandboxes have their gates again.
+        """Import images and run the checks of a first start, after the sandboxes have their gateways back.
 
-        What guards those was looked at one by one: a check that fails, on a machine under load perhaps, or an image
-        whose file is gone, is no reason to close them. Without any it refuses as a first start does.
+        Each adopted sandbox was examined itself. So a check that fails under load, or a missing image file, closes no
+        sandbox. Without adopted sandboxes it refuses the start, like a first start.
         """
         try:
             await self._import_images()
@@ -284,7 +285,7 @@ class Host:
         """End everything that `start` started or adopted.
 
         Args:
-            remove: remove all sandboxes first; else they stay cut off, for the next start to adopt.
+            remove: remove all sandboxes first. Else they stay closed, and the next start adopts them.
         """
         await self._daemons.stop_serve()
         if remove:
@@ -399,13 +400,13 @@ async def run(config: HostConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # blocked by the watchdog until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the watchdog has blocked them
     try:
         host = Host(config)
     except (OSError, ValueError) as error:
         _log.error("cannot run: %s; run: sallyport doctor", error)
         return 1
-    # A start that takes over what a killed hostd left is not given up half way: what it adopts is removed in order.
+    # A start that adopts is completed, so that everything that it adopted is then removed in order.
     patient = host.succeeds
     starting = asyncio.create_task(host.start(), name="start")
     stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -438,14 +439,14 @@ async def run(config: HostConfig) -> int:
 
 
 async def _beat(watchdog: BinaryIO) -> None:
-    """Tell the watchdog that we are ready, and from then on that we live."""
+    """Send the watchdog a byte when hostd is ready, and then at an interval while it works."""
     while True:
-        watchdog.write(b"1")  # into a pipe that never blocks
+        watchdog.write(b"1")  # the pipe does not block
         await asyncio.sleep(BEAT_SECONDS)
 
 
 def _watchdog() -> BinaryIO | None:
-    """Return where to tell the watchdog, if there is one, that we are ready: from then on we are restarted."""
+    """Return the pipe to the watchdog, if there is one. After the first byte the watchdog restarts hostd."""
     number = os.environ.pop(READY_FD, "")
     if not number.isdigit():
         return None

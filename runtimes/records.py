@@ -1,10 +1,10 @@
-"""What is written down of each sandbox, so that a hostd that was killed leaves enough to adopt it, or to remove it.
+"""The records of sandboxes. After a kill of hostd, the next hostd adopts or removes each sandbox by its record.
 
-- One file per sandbox in a directory of root's alone; replaced as a whole, before the step that it describes.
-- It holds no secret: a policy, names and numbers.
-- A file that is not exactly a record counts as none: what it was about is then removed, not adopted.
+- Each sandbox has one file, in a directory of root. It is replaced as a whole, before the step that it describes.
+- A record has no secret: it has a policy, names and numbers.
+- A file that is not exactly a record counts as missing: its sandbox is removed, not adopted.
 
-It outlives processes, not the host: there is no sync to disk, because no sandbox survives a crash of the host.
+Records are not synced to disk, because no sandbox survives a crash of the host.
 """
 
 import logging
@@ -23,7 +23,7 @@ type Phase = Literal["launching", "running", "removing"]
 
 
 class SandboxRecord(BaseModel):
-    """One sandbox. Only one in phase `running` may be adopted; the others were half made or half removed."""
+    """One sandbox. Only a sandbox in phase `running` can be adopted: in another phase it is incomplete."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
@@ -48,10 +48,10 @@ class RecordStore:
         self._directory = directory
 
     def write(self, record: SandboxRecord) -> None:
-        """Write a record in place of the sandbox's former one.
+        """Replace the record of a sandbox.
 
         Raises:
-            OSError: the former one is still there.
+            OSError: the former record is still there.
         """
         temporary = self._directory / f"{record.sandbox}.new"
         with open(temporary, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -59,12 +59,12 @@ class RecordStore:
         temporary.rename(self._directory / f"{record.sandbox}.json")
 
     def remove(self, sandbox: str) -> None:
-        """Forget a sandbox, known or not."""
+        """Remove the record of a sandbox, if it has one."""
         for suffix in ("json", "new"):
             (self._directory / f"{sandbox}.{suffix}").unlink(missing_ok=True)
 
     def read_all(self) -> tuple[SandboxRecord, ...]:
-        """Return every record; what is none is reported and left out."""
+        """Return every record. Other files are logged and left out."""
         found = []
         for path in sorted(self._directory.glob("*.json")):
             try:
@@ -77,7 +77,7 @@ class RecordStore:
         return tuple(found)
 
     def keep(self, sandboxes: frozenset[str]) -> None:
-        """Remove every file but the records of these sandboxes."""
+        """Remove every file except the records of these sandboxes."""
         for path in self._directory.iterdir():
             if path.suffix != ".json" or path.stem not in sandboxes:
                 path.unlink()

@@ -1,6 +1,6 @@
-"""One sandbox as hostd knows it: its parts, its record, and its description in answers.
+"""One sandbox in hostd: its parts, its record, and its description in answers.
 
-It changes nothing; `sandboxes` does.
+`sandboxes` changes it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from wire.api.states import HostState
 
 @dataclass(slots=True)
 class HostSandbox:
-    """What exists of one sandbox. Parts are None until made and after they are gone."""
+    """The parts of one sandbox. A part is None before it is made and after it was removed."""
 
     id: str
     generation: int
@@ -44,12 +44,12 @@ class HostSandbox:
     running: bool = False
     leaving: bool = False
     unended: list[WorkerProcess] = field(default_factory=list)
-    """Former workers that could not be cleared away when they were replaced."""
+    """Former workers that could not be removed completely."""
     alarm: str = ""
-    """Why it was cut off, if it was; nothing of it is left then but this entry."""
+    """Why it was cut off, or empty. After that only this entry is left of it."""
 
     def record(self, worker_base: int) -> SandboxRecord:
-        """Return what is written down of it now."""
+        """Return its record."""
         slot, index = self.slot, self.slot_index
         return SandboxRecord(
             sandbox=self.id,
@@ -68,7 +68,7 @@ class HostSandbox:
 
 
 async def describe(sandbox: HostSandbox, docker: Docker, running: Container[str] = ()) -> HostSandboxState:
-    """Return the state of a sandbox, as `list` and `inspect` report it; Docker is not asked of `running` containers."""
+    """Return the state of a sandbox for `list` and `inspect`. Docker is not asked for the containers in `running`."""
     state, reason, exit_code, oom = HostState.CREATING, "", None, False
     if sandbox.alarm:
         state, reason = HostState.ALARM, sandbox.alarm
@@ -81,7 +81,7 @@ async def describe(sandbox: HostSandbox, docker: Docker, running: Container[str]
             state, reason = HostState.UNKNOWN, str(error)
         else:
             if found is None:
-                state, reason = HostState.GONE, "the container was removed by somebody else"
+                state, reason = HostState.GONE, "another program removed the container"
             else:
                 state, reason, oom = _container_state(found.status), found.error, found.oom
                 exit_code = found.exit_code if state in (HostState.EXITED, HostState.DEAD) else None
@@ -125,7 +125,7 @@ _CODES: tuple[tuple[type[BaseException], wire.Code, Callable[[BaseException], st
 
 
 def told(error: BaseException) -> BaseException:
-    """Return the error that the caller of `launch` gets."""
+    """Return the error of a launch for its caller."""
     for kind, code, text in _CODES:
         if isinstance(error, kind):
             return wire.RequestError(code, text(error)[:500])

@@ -1,20 +1,19 @@
-"""Sandboxes: launched as a transaction, kept behind a live gateway, removed without residue.
+"""Launches sandboxes as a transaction, keeps each behind a live gateway, and removes them without residue.
 
-- One order, never another: slot, worker (denies everything), its configuration, plan, start. The container is created
-  meanwhile; without its plan it cannot start.
-- Each step that fails takes all former ones back. A sandbox whose worker has died stays closed: its packets end in a
-  namespace without a way out, until the next generation has the same configuration.
-- Each step is written down before it is taken (`records`), so that after our own death there is enough to adopt a
-  sandbox that runs, or to remove one that was half made. What is adopted, and what is not, is `adoption`'s to say.
-- A generation is written down before a worker is spawned with it: no number is ever used twice.
-- One lock per sandbox; work on different sandboxes runs side by side, launches a few at a time. A launch or a removal
-  that has begun comes to its end, whether or not anybody still waits for it.
-- Removal kills the worker first, so traffic ends, whichever task holds the lock and whatever else fails. It is judged
-  by process, inode, mount, group and file.
-- A worker that does not confirm a decided configuration is killed after two seconds of its own time.
+- A launch has a fixed order: slot, worker (which denies everything), policy, plan, start. The container is created at
+  the same time; it cannot start without its plan.
+- A step that fails undoes all former steps. A sandbox whose worker has died stays closed: its packets end in a
+  namespace without a way out, until the next worker has the same policy.
+- hostd records each step before it takes it (`records`). After hostd's death, the next hostd can adopt a sandbox that
+  runs and remove one that is incomplete. `adoption` decides which.
+- hostd records a generation before it spawns a worker with it. No number is used twice.
+- Each sandbox has one lock. Work on different sandboxes runs concurrently; the number of concurrent launches is
+  bounded. A launch or removal that has begun is completed, also if its caller no longer waits.
+- A removal kills the worker first. This ends the traffic, also if another task holds the lock or another step fails.
+  The removal then checks processes, inodes, mounts, control groups and files.
+- A worker that does not confirm a decided policy is killed after two seconds of its own time.
 
-It is longer than a module should be: launch, replacement, adoption, cutting off and removal are one transaction over
-one state under one lock, and are read together.
+The module is long because launch, replacement, adoption, cutting off and removal change one state under one lock.
 """
 
 import asyncio
@@ -59,7 +58,7 @@ _CHANNEL_SECONDS = 1.0
 _CONFIRM_SECONDS = 20.0
 _DECIDED_SECONDS = 2.0
 _REFUSALS = frozenset({wire.Code.INVALID, wire.Code.AUDIT_UNAVAILABLE, wire.Code.INTERNAL})
-"""What a worker may refuse a configuration with; `gateway` is said for anything else."""
+"""The codes of a worker's refusal that the caller gets. The caller gets `gateway` for any other code."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,22 +92,22 @@ class Sandboxes:
         self._endings = Endings()
         self._reconnecting: set[asyncio.Task[None]] = set()
         self._documents = 0
-        """How many documents of the operator's the compiler has had."""
+        """The number of documents of the operator that the compiler has read."""
         self._following: asyncio.Task[None] | None = None
         self._asked: set[tuple[str, str]] = set()
         self.plans = Plans(self._run / "plans")
         self.slots = SlotPool(self._run / "netns", config.uids.workers)
         self.closing = False
         self.refusal: Callable[[], str] = lambda: ""
-        """Says why nothing may be launched now; asked at each launch."""
+        """Returns why no launch is allowed now, or an empty text. Each launch calls it."""
         self.gone: Callable[[], None] = lambda: None
-        """Called when nothing of a sandbox is left and it is no longer known."""
+        """Called after a sandbox was removed completely."""
 
     async def launch(self, spec: Launch) -> str:
-        """Launch one sandbox; returns the digest of its policy when its container has started.
+        """Launch one sandbox. Return the digest of its policy when its container has started.
 
         Raises:
-            wire.RequestError: it cannot be, with a code; nothing of it is left.
+            wire.RequestError: the launch failed; no part of the sandbox is left.
         """
         if self.closing:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is stopping")
@@ -135,10 +134,10 @@ class Sandboxes:
                 raise told(error) from error
 
     def adopt(self, record: SandboxRecord, slot: slots.Slot) -> None:
-        """Take over a sandbox that runs; its worker is spawned as soon as possible, with the policy that was in force.
+        """Adopt a sandbox that runs. It gets a worker as soon as possible, with the policy that was in force.
 
         Raises:
-            OSError: its ingress cannot be made; nothing was taken over.
+            OSError: its ingress listener cannot be made; the sandbox was not adopted.
         """
         sandbox = HostSandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
@@ -150,7 +149,7 @@ class Sandboxes:
         sandbox.watch = asyncio.create_task(self._watch(sandbox), name=f"watch-{record.sandbox}")
 
     async def gated(self, seconds: float) -> None:
-        """Wait until every sandbox that runs has a worker, but no longer than `seconds`."""
+        """Wait until every running sandbox has a worker, for at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while any(sandbox.running and sandbox.worker is None for sandbox in self._known.values()):  # noqa: ASYNC110
@@ -163,7 +162,7 @@ class Sandboxes:
         began = time.monotonic()
         sandbox.selection, sandbox.compiled = spec.selection, await self._operator.compile(spec.selection)
         self._write_down(sandbox)
-        # The gate and the container are made side by side. The container is inert: only the plan lets it start.
+        # Gateway and container are made concurrently. The container cannot start without the plan.
         (slotted, gated), (created, room, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
         self._plan(sandbox, spec, room, mounts)
         await self._docker.start(sandbox.container or "")
@@ -184,19 +183,19 @@ class Sandboxes:
         return sandbox.policy
 
     async def _gate(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, float]:
-        """Take a slot, and then a worker for it that has confirmed its configuration; return when each was there."""
+        """Take a slot and spawn a worker that has confirmed its policy. Return the time at which each was complete."""
         sandbox.slot = await self.slots.take()
         sandbox.slot_index = sandbox.slot.index
         slotted = time.monotonic()
         sandbox.ingress = self._listen(spec.sandbox)
         self._write_down(sandbox)
         self._ledgers.create(spec.sandbox)
-        await self._daemons.available(_PATIENCE_SECONDS)  # one that died is usually back in less
+        await self._daemons.available(_PATIENCE_SECONDS)  # a daemon that died is usually back earlier
         sandbox.worker = await self._spawn(sandbox)
         return slotted, time.monotonic()
 
     async def _create(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, int | None, tuple[Mount, ...]]:
-        """Create the container, which cannot start yet; return when it was there, its room on disk, and its mounts."""
+        """Create the container, without its plan. Return the time, its space on disk (bytes or None) and its mounts."""
         image = await self._docker.image(spec.image)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
         plan = plan_container(spec, image.id, files, Path(self._config.execd))
@@ -211,13 +210,13 @@ class Sandboxes:
         return await self._docker.layout(sandbox.container)
 
     def _listen(self, sandbox: str) -> socket.socket:
-        """Make the ingress listener; connections wait in it while there is no worker."""
+        """Make the ingress listener. Connections wait in it while there is no worker."""
         listener = wire.bind_unix(self._run / "ingress" / f"{sandbox}.sock", 0o660, (0, self._config.uids.serve))
         listener.listen(128)
         return listener
 
     async def _spawn(self, sandbox: HostSandbox) -> WorkerProcess:
-        """Return a worker that has confirmed its configuration; one that has not is ended again."""
+        """Return a new worker that has confirmed its policy. A worker that does not confirm it is ended."""
         if sandbox.slot is None or sandbox.ingress is None or sandbox.slot_index is None:
             raise RuntimeError("no slot")
         identity = WorkerIdentity(
@@ -243,7 +242,7 @@ class Sandboxes:
         try:
             compiled = sandbox.compiled
             sandbox.policy = await worker.configure(json.dumps(compiled), policy_digest(compiled))
-            while guard != self._guard.lives:  # `guard_changed` tells those that are there already
+            while guard != self._guard.lives:  # `guard_changed` informs the workers that exist already
                 guard = self._guard.lives
                 await worker.guarded(self._guard.pidfd)
         except BaseException:
@@ -256,7 +255,7 @@ class Sandboxes:
             await asyncio.to_thread(self._disks.prepare, spec.sandbox, spec.disk_bytes)
 
     async def _attach_disk(self, spec: Launch, layer: Path | None) -> int | None:
-        """Put the disk of its own under the container's root file system; return what fits on it, None if unlimited."""
+        """Mount the sandbox's own disk under the container's root file system. Return its bytes, None: no limit."""
         if spec.disk_bytes is None:
             return None
         if layer is None:
@@ -264,7 +263,7 @@ class Sandboxes:
         return await asyncio.to_thread(self._disks.attach, spec.sandbox, layer)
 
     def _plan(self, sandbox: HostSandbox, spec: Launch, room: int | None, mounts: tuple[Mount, ...]) -> None:
-        """Write the launch plan: only now can the container start, and only once."""
+        """Write the launch plan. It lets the container start, once."""
         if sandbox.slot is None or sandbox.container is None:
             raise RuntimeError("no slot")
         plan = {
@@ -281,7 +280,7 @@ class Sandboxes:
         self.plans.write(sandbox.container, plan)
 
     async def _watch(self, sandbox: HostSandbox) -> None:
-        """Give a sandbox a new worker whenever its worker has ended."""
+        """Replace the worker of a sandbox each time it has ended."""
         attempt = 0
         while True:
             worker = sandbox.worker
@@ -315,7 +314,7 @@ class Sandboxes:
             _log.warning("no new worker for %s: %s", sandbox.id, type(error).__name__)
 
     def reconnect(self, daemon: str) -> None:
-        """auditd or vaultd is a new process: give every worker a channel to it, beside whatever else goes on."""
+        """Give every worker a channel to the new process of auditd or vaultd. This does not wait."""
         for sandbox in list(self._known.values()):
             self._begin(self._reconnect(sandbox, daemon), f"reconnect-{sandbox.id}")
 
@@ -325,7 +324,7 @@ class Sandboxes:
         task.add_done_callback(self._reconnecting.discard)
 
     def _channel_ended(self, sandbox: HostSandbox, daemon: str) -> None:
-        """Give a worker that asks for it a new channel, one at a time; while the daemon is away all workers wait."""
+        """Give a worker the new channel that it requests, one at a time. While the daemon is down all workers wait."""
         if sandbox.worker is not None and (sandbox.id, daemon) not in self._asked and self._daemons.connected(daemon):
             self._asked.add((sandbox.id, daemon))
             self._begin(self._renew_channel(sandbox, daemon, sandbox.worker.reconnects), f"channel-{sandbox.id}")
@@ -339,46 +338,45 @@ class Sandboxes:
             self._asked.discard((sandbox.id, daemon))
 
     async def _reconnect(self, sandbox: HostSandbox, daemon: str, reconnects: int | None = None) -> None:
-        # Under the lock: a worker that is being spawned may still have been attached to the former process.
+        # Under the lock, because a worker in its spawn can be attached to the former process.
         async with sandbox.lock:
             if (worker := sandbox.worker) is None or reconnects not in (None, worker.reconnects):
-                return  # it was given one meanwhile
+                return  # it has a new channel already
             try:
                 await worker.reconnect(daemon)
-            except NotAttached as error:  # the daemon's next process brings a channel, and the worker asks for one
+            except NotAttached as error:  # the worker requests a channel of the daemon's next process
                 _log.warning("%s took no channel of %s: %s", daemon, sandbox.id, error)
             except (OSError, wire.RemoteError) as error:  # ConnectionError and TimeoutError are OSErrors
                 _log.warning("worker of %s has no channel to %s: %s", sandbox.id, daemon, type(error).__name__)
-                worker.kill()  # another one is spawned
+                worker.kill()  # a new worker is spawned
 
     async def guard_changed(self, pidfd: int) -> None:
-        """Tell all workers of the new guard, side by side: one that does not read holds up no other."""
+        """Send all workers the new guard concurrently: a worker that does not read delays no other."""
         workers = [sandbox.worker for sandbox in self._known.values() if sandbox.worker is not None]
         await asyncio.gather(*(worker.guarded(pidfd) for worker in workers))
 
     async def configure(self, name: str, selection: str, *, decided: bool) -> str:
-        """Give a sandbox's worker another policy and return its digest; the old one stays when it is refused.
+        """Put another policy in force and return its digest. After a refusal the former policy stays in force.
 
-        It is written down once the worker has confirmed it. Whichever process dies, one of the two policies is in
-        force afterwards.
+        hostd records the policy after the worker has confirmed it. If a process dies meanwhile, one of the two policies
+        is in force afterwards.
 
         Args:
-            decided: it replaces what a new worker would get at once, whether or not the present worker confirms
-                it. A sandbox without a worker gets none with the former policy.
+            decided: a new worker gets this policy from now on, also if the present worker does not confirm it.
         """
         sandbox = self._get(name)
         while True:
             document, policy = self._documents, await self._operator.compile(selection)
-            if decided:  # before the lock: it may be held while a worker is spawned
+            if decided:  # before the lock: a spawn can hold it
                 sandbox.selection, sandbox.compiled = selection, policy
             async with self._turn(sandbox, decided=decided):
-                if self._get(name) is not sandbox:  # removed meanwhile, and made again
+                if self._get(name) is not sandbox:  # it was removed and launched again
                     raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox is being removed")
                 if document == self._documents:
                     return await self._put_in_force(sandbox, selection, policy, decided=decided)
 
     def document_changed(self) -> None:
-        """The compiler has another document of the operator's: have it in force everywhere, whatever `serve` does."""
+        """Put the operator's new document in force in every sandbox. This does not depend on `serve`."""
         self._documents += 1
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow(), name="follow-document")
@@ -394,14 +392,17 @@ class Sandboxes:
                     _log.error("a sandbox is not under the changed document: %s", type(outcome).__name__)
 
     async def _recompile(self, sandbox: HostSandbox) -> None:
-        """Put in force what a sandbox was given, under the document of now; what cannot be compiled closes it."""
+        """Compile a sandbox's selection under the present document and put the policy in force.
+
+        A selection that cannot be compiled closes the sandbox.
+        """
         async with self._turn(sandbox, decided=True):
             if not sandbox.running:
                 return
             try:
                 policy = await self._operator.compile(sandbox.selection)
             except wire.RequestError as error:
-                if error.code == wire.Code.UNAVAILABLE:  # a compiler that is back says that it has a document
+                if error.code == wire.Code.UNAVAILABLE:  # a new compiler reports its document
                     return
                 policy = {}
             if policy == sandbox.compiled:
@@ -412,7 +413,7 @@ class Sandboxes:
                 _log.warning("%s is not under the changed document yet: %s", sandbox.id, error.code)
 
     async def _put_in_force(self, sandbox: HostSandbox, selection: str, policy: Policy, *, decided: bool) -> str:
-        """Have the worker confirm a policy, and write it down; the caller holds the lock."""
+        """Let the worker confirm a policy, and record it. The caller holds the lock."""
         if decided:
             self._keep(sandbox, selection, policy)
         if sandbox.worker is None or not sandbox.running:
@@ -428,14 +429,14 @@ class Sandboxes:
                 sandbox.worker.kill()
             raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for a gateway") from None
         except wire.RemoteError as error:
-            # With "internal" it does not say how far it came; and what it has must not stay if that is over.
+            # After "internal" its state is unknown. A former policy must not stay in force after a decision.
             unchanged = sandbox.policy == policy_digest(policy) != ""
             if error.code == wire.Code.INTERNAL or (decided and not unchanged):
                 sandbox.worker.kill()
             code = error.code if error.code in _REFUSALS else wire.Code.GATEWAY
             raise wire.RequestError(code, error.message[:500]) from error
         except (ConnectionError, TimeoutError) as error:
-            # It may have applied it or not. A new worker with the configuration that is known is sure.
+            # Its state is unknown. A new worker has a known policy.
             sandbox.worker.kill()
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the gateway worker did not confirm") from error
         former = sandbox.selection, sandbox.compiled, sandbox.policy
@@ -450,7 +451,7 @@ class Sandboxes:
 
     @contextlib.asynccontextmanager
     async def _turn(self, sandbox: HostSandbox, *, decided: bool) -> AsyncIterator[None]:
-        """Hold the lock. What was decided does not wait behind a worker that holds others up: that one is killed."""
+        """Hold the lock. If a worker delays a decided policy, it is killed."""
         if decided and (worker := sandbox.worker) is not None:
             try:
                 await within(worker.pid, _DECIDED_SECONDS, sandbox.lock.acquire())
@@ -465,7 +466,7 @@ class Sandboxes:
             sandbox.lock.release()
 
     def _keep(self, sandbox: HostSandbox, selection: str, policy: Policy) -> None:
-        """Have the next worker begin with a policy; one that cannot be written down is lost with hostd."""
+        """Let the next worker begin with a policy. If it cannot be recorded, hostd's death loses it."""
         sandbox.selection, sandbox.compiled = selection, policy
         try:
             self._write_down(sandbox)
@@ -478,13 +479,13 @@ class Sandboxes:
         return sandbox
 
     async def remove(self, name: str) -> tuple[str, ...]:
-        """Remove a sandbox; return what is left of it. One that is not known may still have a container."""
+        """Remove a sandbox. Return what is left of it. An unknown sandbox can still have a container."""
         sandbox = self._known.get(name)
         if sandbox is None:
             sandbox = HostSandbox(name, 1, self._config.runtimes[0])
         sandbox.running, sandbox.leaving = False, True
         if sandbox.watch is not None:
-            sandbox.watch.cancel()  # a spawn that is under way is cancelled, not awaited
+            sandbox.watch.cancel()  # this also cancels a spawn
         _kill(sandbox)
         return await self._endings.whole(self._leave(sandbox))
 
@@ -493,7 +494,7 @@ class Sandboxes:
             return await self._unmake(sandbox)
 
     def watched(self) -> tuple[tuple[str, slots.Slot, str], ...]:
-        """Return (id, slot, container) of every sandbox that runs behind its gateway."""
+        """Return (id, slot, container) of every running sandbox."""
         return tuple(
             (sandbox.id, sandbox.slot, sandbox.container)
             for sandbox in self._known.values()
@@ -501,7 +502,7 @@ class Sandboxes:
         )
 
     def computing(self) -> tuple[Computing, ...]:
-        """Return what computes for each running sandbox that has a worker."""
+        """Return the container and the worker of each running sandbox that has both."""
         return tuple(
             Computing(sandbox.container, sandbox.worker.pid, sandbox.worker.identity.cgroup)
             for sandbox in self._known.values()
@@ -509,9 +510,9 @@ class Sandboxes:
         )
 
     async def cut(self, name: str, slot: slots.Slot, why: str) -> None:
-        """Cut a sandbox off for good and unmake it; until its removal it is listed with its alarm.
+        """Cut a sandbox off permanently and remove its parts. It is listed with its alarm until its removal.
 
-        Does nothing if the sandbox is no longer the one that runs in `slot`.
+        Does nothing if another sandbox runs in `slot` now.
         """
         sandbox = self._known.get(name)
         if sandbox is None or not sandbox.running or sandbox.slot is not slot:
@@ -540,7 +541,7 @@ class Sandboxes:
         return tuple(residue)
 
     async def release(self) -> None:
-        """End all workers, and leave everything else to the next hostd."""
+        """End all workers. Everything else stays for the next hostd."""
         for sandbox in list(self._known.values()):
             sandbox.running = False
             if sandbox.watch is not None:
@@ -550,12 +551,12 @@ class Sandboxes:
                 await sandbox.worker.end()
 
     async def _unmake(self, sandbox: HostSandbox, *, forget: bool = True) -> tuple[str, ...]:
-        """Take everything back, in whatever state it is; the caller holds the lock."""
+        """Remove all parts of a sandbox, in any state. The caller holds the lock."""
         _kill(sandbox)
         sandbox.running = False
         sandbox.phase = "removing"
         if sandbox.id in self._known:
-            with contextlib.suppress(Exception):  # a removal is not held up: at worst it is adopted, and removed again
+            with contextlib.suppress(Exception):  # without it the next hostd adopts it, and `serve` removes it
                 self._write_down(sandbox)
         if sandbox.watch is not None:
             sandbox.watch.cancel()
@@ -588,9 +589,9 @@ class Sandboxes:
         return tuple(residue)
 
     async def _remove_container(self, sandbox: HostSandbox) -> list[str]:
-        """Remove the container, and what Docker forgets: after its own death, or when a start has failed.
+        """Remove the container, also parts that Docker does not remove after its own death or a failed start.
 
-        Without Docker its processes are ended all the same; the container itself is left for the next attempt.
+        While Docker is down its processes are ended; the next attempt removes the container itself.
         """
         known = {sandbox.container} if sandbox.container is not None else set()
         left = []
@@ -617,13 +618,13 @@ class Sandboxes:
     async def list(self) -> tuple[HostSandboxState, ...]:
         """Return the state of every sandbox."""
         running: frozenset[str] = frozenset()
-        with contextlib.suppress(DockerError):  # then each is asked for, and says so
+        with contextlib.suppress(DockerError):  # then Docker is asked for each container
             running = await self._docker.running()
         known = list(self._known.values())
         return tuple(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
 
     async def inspect(self, name: str) -> Inspected:
-        """Return the state of one sandbox and what it consists of."""
+        """Return the state of one sandbox and its network namespaces."""
         sandbox = self._get(name)
         described = await describe(sandbox, self._docker)
         if (slot := sandbox.slot) is None:
@@ -634,6 +635,6 @@ class Sandboxes:
 
 
 def _kill(sandbox: HostSandbox) -> None:
-    """Kill the workers of a sandbox, which ends its traffic; this waits for nothing."""
+    """Kill the workers of a sandbox, which ends its traffic. This does not wait."""
     for worker in (*sandbox.unended, *([] if sandbox.worker is None else [sandbox.worker])):
         worker.kill()

@@ -1,9 +1,9 @@
-"""The directory of launch plans, and that it holds nothing but what hostd wrote.
+"""The directory of launch plans, and the check that it has only what hostd wrote.
 
-- Only the shim changes anything there: it renames a plan it claims, and leaves its content.
-- The directory is the one that was there at the start, root's alone; no plan is written into another one.
+- Only the shim changes it: the shim renames a plan to claim it, and does not change its content.
+- The directory is the one of the start, and belongs to root. No plan is written into another directory.
 
-All of it runs on hostd's event loop, so a plan is never looked at while it is written.
+All of this runs on hostd's event loop, so a plan is not read during its write.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Something in the directory is not as it was written. `container` None: it belongs to no plan of ours."""
+    """A deviation of the directory from what was written. `container` is None if no plan of this hostd is concerned."""
 
     reason: str
     container: str | None = None
@@ -40,10 +40,10 @@ class Plans:
         self._identity = (status.st_dev, status.st_ino)
 
     def write(self, container: str, plan: Mapping[str, Any]) -> None:
-        """Write the plan of `container`: from now on it can be started, once.
+        """Write the plan of `container`, which can then start once.
 
         Raises:
-            OSError: it cannot be written, or the directory is not as it was.
+            OSError: the plan cannot be written, or the directory is another one.
         """
         if wrong := self.directory_changed():
             raise OSError(f"launch plans: {wrong}")
@@ -56,7 +56,7 @@ class Plans:
         self._written[container] = hashlib.sha256(content).digest()
 
     def adopt(self, container: str) -> None:
-        """Take over the claimed plan of a container that a former hostd launched; without one it is a deviation."""
+        """Adopt the claimed plan of a container that a former hostd launched. A missing plan is a deviation."""
         try:
             content = (self._directory / f"{container}.claimed").read_bytes()
         except OSError:
@@ -65,7 +65,7 @@ class Plans:
         self._claimed.add(container)
 
     def forget(self, container: str) -> None:
-        """Remove whatever there is of the plan of `container`."""
+        """Remove the plan of `container` in each of its forms."""
         self._written.pop(container, None)
         self._claimed.discard(container)
         for suffix in (*_SUFFIXES, ".new"):
@@ -73,7 +73,7 @@ class Plans:
                 (self._directory / f"{container}{suffix}").unlink(missing_ok=True)
 
     def directory_changed(self) -> str:
-        """Return what is wrong with the directory itself, nothing if all is well."""
+        """Return the deviation of the directory itself, or an empty text."""
         try:
             status = os.stat(self._directory, follow_symlinks=False)
         except OSError as error:
@@ -85,7 +85,7 @@ class Plans:
         return ""
 
     def deviations(self) -> tuple[Deviation, ...]:
-        """Compare what is there with what was written; what is foreign is removed."""
+        """Compare the files with what was written. Foreign files are removed."""
         found: list[Deviation] = []
         if wrong := self.directory_changed():
             found.append(Deviation(wrong))
@@ -97,7 +97,7 @@ class Plans:
         return tuple(found)
 
     def _wrong(self, container: str, digest: bytes) -> str:
-        """Return what is wrong with a plan. Looked for in this order, one that is being claimed is seen once."""
+        """Return the deviation of a plan. This order of the look-ups finds a plan also during its claim."""
         claimed = self._state(container, ".claimed", digest)
         fresh = self._state(container, ".json", digest)
         if claimed == fresh == _GONE:

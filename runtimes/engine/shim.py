@@ -1,26 +1,26 @@
-"""The OCI runtime that Docker calls: puts a container into its prepared namespace, or refuses it.
+"""The OCI runtime that Docker calls. It puts a container into its prepared namespace, or refuses it.
 
 Started as `python3 -IS shim.py <runc|runsc> <real runtime> <plan directory> <flag>... -- <Docker's arguments>`,
 with the standard library, `profile` and `user_namespace` only: it runs as root on each container start. The wrapper
 calls it for the subcommands in `CHECKED`.
 
-- What differs between runtimes is in `profile`.
+- `profile` has the differences between runtimes.
 - A container that shares the host's kernel gets a user namespace of its own (`user_namespace`), so per-user quotas of
   the kernel are not shared.
 - `create` needs a launch plan, named by Docker's container id, and claims it by an atomic rename: a plan works once. No
   plan, no container: `docker start` by hand, a restart policy or a reboot cannot start a sandbox without its gate.
-- The bundle must have exactly one network namespace entry, without a path; the plan's path goes there, and the inode
-  found there must be the plan's.
-- The bundle must already be as hard as hostd asked for: what Docker, its configuration or another client changed
-  (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not repaired.
-- CAP_SYS_ADMIN is there if the plan says so, and only where it is a right over the sandbox's own kernel.
-  CAP_SETPCAP comes with it: execd needs it to take both out of the bounding set of what it starts.
-- With a limit on what the sandbox may write, its root file system must not be larger, and the volumes of its image
-  (directories elsewhere, without a limit) are not mounted: what they hold is in the root file system, too.
+- The bundle must have exactly one network namespace entry, without a path. The shim adds the plan's path, and the
+  inode of that file must be the plan's.
+- The bundle must be as restricted as hostd requested. A change by Docker, its configuration or another client
+  (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not corrected.
+- The container has CAP_SYS_ADMIN only if the plan allows it, and only on a runtime with a kernel of the sandbox's own.
+  It then also has CAP_SETPCAP: execd needs it to remove both from the bounding set of the processes that it starts.
+- If the plan limits what the sandbox can write, the root file system must not be larger. The volumes of its image are
+  other directories without a limit, so they are not mounted: the root file system has their content, too.
 - Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
-- `run` and `restore` would start without a plan and are refused; an `exec` with more than the container's capabilities,
-  or with an option that Docker does not use, is refused; every other subcommand goes to the real runtime as it came.
+- `run` and `restore` would start without a plan and are refused. An `exec` with more capabilities than the container, or
+  with an option that Docker does not use, is refused. Each other subcommand goes to the real runtime unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _EXEC_WITH_VALUE = frozenset(("--process", "-p", "--console-socket", "--pid-file
 _EXEC_ALONE = frozenset(("--detach", "-d"))
 _REFUSED = frozenset(("run", "restore", "checkpoint"))
 CHECKED = _REFUSED | {"create", "exec"}
-"""The subcommands that are more than passed on."""
+"""The subcommands that the shim checks."""
 _DEVICES = frozenset(((1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (136, None)))
 _FORBIDDEN_CALLS = frozenset(
     (
@@ -101,7 +101,7 @@ _MAX_FILE = 4 * 1024 * 1024
 
 
 class LaunchRefused(Exception):
-    """The container must not be created; the text says why."""
+    """The container must not be created. The text has the reason."""
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], str | None, list[str], str | None]:
@@ -131,7 +131,7 @@ def create_target(rest: list[str]) -> tuple[str, str]:
 
 
 def exec_target(rest: list[str]) -> tuple[str, str]:
-    """Return (container id, process file) of `exec`'s arguments; no other option may say what runs, or with what."""
+    """Return (container id, process file) of `exec`'s arguments. Other options for the process are refused."""
     return _target("exec", rest, ("--process", "-p"), _EXEC_WITH_VALUE, _EXEC_ALONE)
 
 
@@ -170,7 +170,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def replace_json(path: str, value: dict[str, Any]) -> None:
-    """Put a JSON object in the place of a file, for root alone."""
+    """Replace a file by a JSON object that only root can read."""
     temporary = f"{path}.sallyport"
     with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         json.dump(value, file)
@@ -178,7 +178,7 @@ def replace_json(path: str, value: dict[str, Any]) -> None:
 
 
 def claim(plans: str, container: str) -> dict[str, Any]:
-    """Take the plan of `container`; it is gone for everybody else."""
+    """Claim the plan of `container`. No other process can claim it then."""
     claimed = os.path.join(plans, f"{container}.claimed")
     try:
         os.rename(os.path.join(plans, f"{container}.json"), claimed)
@@ -188,7 +188,7 @@ def claim(plans: str, container: str) -> dict[str, Any]:
 
 
 def check_process(process: dict[str, Any], *, isolation: bool = False) -> None:
-    """Refuse a process with more privileges than a sandbox has; `isolation` is one that may mount."""
+    """Refuse a process with more privileges than a sandbox has. With `isolation` it can mount."""
     if process.get("noNewPrivileges") is not True:
         raise LaunchRefused("noNewPrivileges is not set")
     for kind, names in (process.get("capabilities") or {}).items():
@@ -198,7 +198,7 @@ def check_process(process: dict[str, Any], *, isolation: bool = False) -> None:
 
 
 def check_seccomp(seccomp: Any) -> None:
-    """Refuse a filter that is not an allowlist, or that opens a door the sandbox must not have."""
+    """Refuse a filter that is not an allowlist, or that permits a call that a sandbox must not have."""
     if not isinstance(seccomp, dict) or seccomp.get("defaultAction") != "SCMP_ACT_ERRNO":
         raise LaunchRefused("no seccomp allowlist")
     if len(seccomp.get("architectures") or ()) > 1:
@@ -306,7 +306,7 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
 
 
 def bound_writes(config: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Refuse a root file system that is larger than planned; leave out writable mounts of other ones."""
+    """Refuse a root file system that is larger than planned, and remove writable mounts of other file systems."""
     found = os.statvfs(config["root"]["path"])
     if found.f_bavail * found.f_frsize > plan["room"]:
         raise LaunchRefused("what the container writes is not bounded")
@@ -325,7 +325,7 @@ def remaining_hooks(hooks: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
-    """Do what `create` needs before the real runtime runs; return how much the sandbox may write."""
+    """Do the work of `create` before the real runtime. Return how many bytes the sandbox can write."""
     container, bundle = create_target(rest)
     plan = claim(plans, container)
     if plan.get("container") != container or plan.get("runtime") != kind:
@@ -346,7 +346,7 @@ def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
 
 
 def sized(kind: str, flags: list[str], room: int | None) -> list[str]:
-    """Have the runtime say "no space left" itself, and show the sandbox its true size, before the disk is full."""
+    """Let the runtime enforce the size, so that the sandbox sees it and gets "no space left" before the disk is full."""
     if room is None:
         return flags
     bounded = PROFILES[kind].size_flag
@@ -354,7 +354,7 @@ def sized(kind: str, flags: list[str], room: int | None) -> list[str]:
 
 
 def check_exec(kind: str, plans: str, rest: list[str]) -> None:
-    """Refuse an exec with more privileges than the container; put it into its network where that is needed."""
+    """Refuse an exec with more privileges than the container. Enter the container's network where runc does not."""
     container, path = exec_target(rest)
     process = read_json(path)
     check_process(process)
@@ -365,7 +365,7 @@ def check_exec(kind: str, plans: str, rest: list[str]) -> None:
 
 
 def report(log: str | None, text: str) -> None:
-    """Tell Docker why: it shows the last error of the runtime's log file."""
+    """Write the reason to the runtime's log file. Docker shows its last error."""
     print(f"sallyport: {text}", file=sys.stderr)
     if log:
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -374,7 +374,7 @@ def report(log: str | None, text: str) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run as described above; returns only to refuse."""
+    """Run the shim. It returns only after a refusal."""
     split = words.index("--")
     (kind, real, plans, *flags), arguments = words[:split], words[split + 1 :]
     log = None
