@@ -199,7 +199,7 @@ class Host:
         _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", self._adopted)
 
     async def _stand(self, *, watched: bool) -> None:
-        """Start or adopt what sandboxes need, adopt the sandboxes that fit, and listen; if `watched`, after the watch began."""
+        """Start or adopt what sandboxes need, adopt those that fit, and listen; `watched`: after the watch began."""
         config, uids = self._config, self._config.uids
         workers = (uids.worker_base, uids.worker_base + uids.workers - 1)
         await together(

@@ -13,14 +13,14 @@ calls it for the subcommands in `CHECKED`.
   inode of that file must be the plan's.
 - The bundle must be as restricted as hostd requested. A change by Docker, its configuration or another client
   (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not corrected.
-- The container has CAP_SYS_ADMIN only if the plan allows it, and only on a runtime with a kernel of the sandbox's own.
+- The container has CAP_SYS_ADMIN only if the plan allows it, and only on a runtime with a kernel of its own.
   It then also has CAP_SETPCAP: execd needs it to remove both from the bounding set of the processes that it starts.
 - If the plan limits what the sandbox can write, the root file system must not be larger. The volumes of its image are
   other directories without a limit, so they are not mounted: the root file system has their content, too.
 - Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
-- `run` and `restore` would start without a plan and are refused. An `exec` with more capabilities than the container, or
-  with an option that Docker does not use, is refused. Each other subcommand goes to the real runtime unchanged.
+- `run` and `restore` would start without a plan and are refused. An `exec` with more capabilities than the container,
+  or with an option that Docker does not use, is refused. Each other subcommand goes to the real runtime unchanged.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
 
 
 def sized(kind: str, flags: list[str], room: int | None) -> list[str]:
-    """Let the runtime enforce the size, so that the sandbox sees it and gets "no space left" before the disk is full."""
+    """Let the runtime enforce the size, so that the sandbox sees it and gets "no space left" before the disk fills."""
     if room is None:
         return flags
     bounded = PROFILES[kind].size_flag
