@@ -1,5 +1,5 @@
-"""Benchmarks: what Sallyport costs, each figure beside a named peer that was measured in the same run.
+"""Benchmarks: the cost of Sallyport, each figure beside a named peer that was measured in the same run.
 
-They drive a whole server through its public faces, next to the demo's internet. No figure here fails anything: machines
-differ, and so does what else runs on them.
+They use a complete server through its public interfaces, with the demo's internet. No figure causes a failure,
+because hosts differ, and so does their load.
 """

@@ -1,7 +1,8 @@
 """The SDK's own share of a call: the same calls, answered at once with the server's previous answers.
 
-Calls are first passed on to the real server, and its answers kept; from then on a server in a thread here gives those,
-byte for byte, with nothing behind it. An answer belongs to the first line of its request; the last one counts.
+Calls are first forwarded to the real server, and its answers stored. Then a server in a thread of this process
+returns these answers, byte for byte, without any other work. An answer belongs to the first line of its request; the
+last one counts.
 """
 
 import socketserver
@@ -17,11 +18,11 @@ from opensandbox.sync.sandbox import SandboxSync
 
 @contextmanager
 def canned(api_key: str, port: int, sandbox: str, calls: Callable[[SandboxSync], Any]) -> Iterator[SandboxSync]:
-    """Yield the SDK's view of a sandbox, for the calls that `calls` makes, and for no others."""
+    """Yield an SDK object of a sandbox; only the calls that `calls` makes work with it."""
     with _Server(("127.0.0.1", 0), _Answers) as server:
         ours = f"127.0.0.1:{server.server_address[1]}"
         with _Recording(port, server.answers) as transport:
-            # The Host stays ours, and so does the address that the server says execd has.
+            # Host and execd's address in the answers stay those of the server here.
             passed_on = ConnectionConfigSync(domain=ours, api_key=api_key, transport=transport)
             calls(SandboxSync.connect(sandbox, connection_config=passed_on))
         threading.Thread(target=server.serve_forever, name="canned", daemon=True).start()
@@ -38,7 +39,7 @@ def canned(api_key: str, port: int, sandbox: str, calls: Callable[[SandboxSync],
 
 
 class _Recording(httpx.HTTPTransport):
-    """Passes requests on to a port of this host; keeps the answers."""
+    """Forwards requests to a port of this host; stores the answers."""
 
     def __init__(self, port: int, answers: dict[bytes, bytes]) -> None:
         super().__init__()

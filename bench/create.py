@@ -1,12 +1,12 @@
-"""From a create call to the first command's result, through the SDK; beside the same with Docker alone.
+"""The time from a create call to the first command's result, through the SDK; beside the same with Docker alone.
 
-- The peer is the least that Docker does for the same: a container of the same image and limits under the same runtime
-  without our shim, created and started through Docker's API, until the first output of its command is read.
-- `ours` is the difference of each pair of neighbouring rounds, both without the processor time that the calling
-  process itself spent: what the SDK needs for its clients is neither Docker's nor ours. It is small because our shim
-  also takes a hook of Docker's away; the parts say where the time goes all the same.
-- Every sandbox is new, and has a policy and a bound secret. What hostd makes ahead of any need, an empty slot, is made
-  again in the rests between two measurements, and counted in neither of them.
+- The peer is the minimum that Docker does for the same: a container of the same image and limits on the same runtime
+  without the shim, created and started through Docker's API, until the first output of its command is read.
+- `ours` is the difference of each pair of neighbouring rounds. The processor time of the calling process itself is
+  subtracted from both, because the SDK's clients belong neither to Docker nor to Sallyport. The difference is small
+  also because the shim removes a hook of Docker's. The parts show where the time is spent in any case.
+- Every sandbox is new, and has a policy and a bound secret. hostd makes an empty slot ahead of need; it does this in
+  the pauses between two measurements, so neither of them counts it.
 """
 
 import json
@@ -36,7 +36,7 @@ _PARTS = ("slot", "gateway", "create", "start", "launch")
 
 
 def measure(ground: Ground, rounds: int) -> list[Figure]:
-    """Measure both runtimes, ours and the peer in turn."""
+    """Measure both runtimes, Sallyport and the peer in turn."""
     api = docker.APIClient(base_url=f"unix://{ground.stack.run / 'docker.sock'}", version="auto")
     try:
         add_plain_runsc(ground, api)
@@ -50,7 +50,7 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
 
 def _runtime(ground: Ground, api: Any, runtime: str, rounds: int) -> list[Figure]:
     docker_socket = str(ground.stack.run / "docker.sock")
-    _plain(api, docker_socket, PLAIN[runtime])  # the first of each reads files that the later ones find in memory
+    _plain(api, docker_socket, PLAIN[runtime])  # the first call reads files that are in memory for the later ones
     _sallyport(ground, runtime)
     plain, whole, ready, command, names, ours, callers = [], [], [], [], [], [], []
     for _ in range(rounds):
@@ -84,7 +84,12 @@ def _runtime(ground: Ground, api: Any, runtime: str, rounds: int) -> list[Figure
 
 
 def _sallyport(ground: Ground, runtime: str) -> tuple[str, float, float, float]:
-    """Return the sandbox's id and milliseconds: until the SDK called it ready, until a command's result, of our cpu."""
+    """Measure one sandbox.
+
+    Returns:
+        Its id, and milliseconds until the SDK reports it as ready, until a command's result, and of this process's
+        cpu.
+    """
     began, spent = time.perf_counter(), time.process_time()
     sandbox = ground.create(runtime)
     ready = time.perf_counter()
@@ -98,7 +103,7 @@ def _sallyport(ground: Ground, runtime: str) -> tuple[str, float, float, float]:
 
 
 def _plain(api: Any, docker_socket: str, runtime: str) -> tuple[float, float]:
-    """Return the milliseconds until a container of Docker's has printed something, and those of our own cpu."""
+    """Return the milliseconds until a container of Docker has printed something, and those of this process's cpu."""
     began, spent = time.perf_counter(), time.process_time()
     host = api.create_host_config(
         network_mode="none",
@@ -126,7 +131,7 @@ def _plain(api: Any, docker_socket: str, runtime: str) -> tuple[float, float]:
 
 @contextmanager
 def _attached(docker_socket: str, container: str) -> Iterator[socket.socket]:
-    """A connection on which the container's output comes (docker-py does not close its own)."""
+    """Yield a connection that receives the container's output (docker-py does not close its own)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(30)
         sock.connect(docker_socket)
@@ -141,7 +146,7 @@ def _attached(docker_socket: str, container: str) -> Iterator[socket.socket]:
 
 
 def add_plain_runsc(ground: Ground, api: Any) -> None:
-    """Make runsc without our shim known to the benchmark's own dockerd."""
+    """Add runsc without the shim to the runtimes of the benchmark's own dockerd."""
     path = ground.stack.run / "config" / "daemon.json"
     known = json.loads(path.read_text())
     known["runtimes"][PLAIN["runsc"]] = {"path": os.environ["SALLYPORT_RUNSC"], "runtimeArgs": list(RUNSC.flags)}

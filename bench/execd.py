@@ -1,11 +1,11 @@
-"""The in-sandbox daemon through the SDK and the whole way to it: commands, files, transfers; its start; what it takes.
+"""execd through the SDK and the complete path to it: commands, files, transfers; its start; its memory.
 
-- Small calls are read beside what of them is not ours: the SDK's own part, its call against canned answers; for a
-  command also what bash takes, when another program of the same sandbox starts it.
-- Transfers are read beside `docker cp` of the same bytes to and from a plain container.
-- The start is the runtime's alone: from calling its `start` on a made container, whose root holds execd and nothing
-  else, to the first answer on the host's loopback.
-- Memory is what the control group of a fresh sandbox counts above that of a container that sleeps.
+- Small calls are compared with the parts of them that are not Sallyport's: the SDK's own share (its call against
+  canned answers), and for a command also bash's time, when another program of the same sandbox starts it.
+- Transfers are compared with `docker cp` of the same bytes to and from a plain container.
+- The start is that of the runtime alone: from the call of its `start` on a created container, whose root has only
+  execd, to the first answer on the host's loopback.
+- Memory is the difference between the control groups of a new sandbox and of a container that sleeps.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ def _runtime(
 
 
 def _not_ours(ground: Ground, runtime: str, rounds: int) -> list[Figure]:
-    """The parts of the small calls that are not Sallyport's."""
+    """Return the figures of the parts of small calls that are not Sallyport's."""
     sandbox = ground.create(runtime)
     try:
         printed = sandbox.commands.run(f"python3 -c '{_BASH.format(rounds=rounds)}'").logs.stdout
@@ -131,12 +131,12 @@ def _not_ours(ground: Ground, runtime: str, rounds: int) -> list[Figure]:
 
 
 def _echoes(sandbox: Any, rounds: int) -> list[float]:
-    """The milliseconds of each of some commands."""
+    """Return the milliseconds of each of `rounds` commands."""
     return [_timed(lambda: sandbox.commands.run("echo x")) for _ in range(rounds)]
 
 
 def _small_files(sandbox: Any) -> list[float]:
-    """The milliseconds of each of many writes and reads in turn."""
+    """Return the milliseconds of each of many writes and reads, in turn."""
     samples = []
     for index in range(OPERATIONS // 2):
         path = f"/tmp/small-{index}"  # noqa: S108
@@ -164,7 +164,7 @@ def _docker_cp(ground: Ground, content: Path) -> tuple[list[float], list[float]]
 
 @contextmanager
 def _sleeping(ground: Ground, runtime: str) -> Iterator[str]:
-    """A container of Docker's that sleeps."""
+    """Yield the id of a Docker container that sleeps."""
     options = ("--network", "none", "--runtime", runtime, "--memory", "2g", "--pids-limit", "1024")
     made = ground.stack.docker("run", "-d", *options, IMAGE, "sleep", "infinity")
     if made.returncode != 0:
@@ -177,7 +177,7 @@ def _sleeping(ground: Ground, runtime: str) -> Iterator[str]:
 
 
 def _memory(container: str) -> int:
-    """What the container's control group counts, in bytes."""
+    """Return the memory that the container's control group counts, in bytes."""
     for name in ("memory.usage_in_bytes", "memory.current"):
         for path in Path("/sys/fs/cgroup").glob(f"**/*{container}*/{name}"):
             return int(path.read_text())
@@ -185,7 +185,7 @@ def _memory(container: str) -> int:
 
 
 def _start(runtime: str, directory: Path) -> float:
-    """The milliseconds from the runtime's `start` to an answer."""
+    """Return the milliseconds from the runtime's `start` to an answer."""
     bundle = Path(tempfile.mkdtemp(dir=directory))
     (bundle / "rootfs").mkdir()
     shutil.copy(os.environ["SALLYPORT_EXECD"], bundle / "rootfs" / "execd")

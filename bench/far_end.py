@@ -1,8 +1,9 @@
-"""The far end: TLS hosts that answer each GET with the same small page, and note when connections come and go.
+"""The far end: TLS hosts that answer each GET with the same small page, and note when connections begin and end.
 
     python -m bench.far_end DIRECTORY NAME=ADDRESS...
 
-Certificates are DIRECTORY/NAME.pem; notes go to DIRECTORY/far-end.jsonl, times are the machine's monotonic clock.
+Certificates are DIRECTORY/NAME.pem; notes go to DIRECTORY/far-end.jsonl; times are those of the host's monotonic
+clock.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class Connection(asyncio.Protocol):
         self._notes.write(json.dumps({"event": event, "host": self._host, "at": time.monotonic(), **fields}) + "\n")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._pending += data

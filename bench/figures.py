@@ -1,4 +1,4 @@
-"""Figures: samples of one quantity, their summary, a table of them and one JSON document. Pure but for `machine`."""
+"""Figures: samples of one quantity, their summary, a table of them and one JSON document. Pure except `machine`."""
 
 import datetime
 import importlib.metadata
@@ -16,7 +16,7 @@ _HEAD = ("", "n", "min", "median", "p95", "p99", "max", "unit", "ratio", "goal")
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a figure should stay under (or at): `of` is `median` or `p99`."""
+    """An upper limit, inclusive, for a figure: `of` is `median` or `p99`."""
 
     of: str
     limit: float
@@ -27,7 +27,7 @@ class Figure:
     """Samples of one quantity.
 
     Attributes:
-        peer: name of the figure of the same run that this one is to be read beside.
+        peer: the name of the figure of the same run with which this one is compared.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Figure:
     goal: Goal | None = None
 
     def summary(self) -> dict[str, float]:
-        """Count, extremes and quantiles."""
+        """Return count, extremes and quantiles."""
         ordered = sorted(self.values)
         return {
             "n": len(ordered),
@@ -70,7 +70,7 @@ def describe(figures: Sequence[Figure]) -> list[dict[str, Any]]:
 
 
 def table(described: Sequence[dict[str, Any]]) -> str:
-    """Lay figures out for a reader."""
+    """Return figures as a text table."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for row in described:
         goal = row.get("goal")
@@ -98,7 +98,7 @@ def table(described: Sequence[dict[str, Any]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Say where and with what was measured."""
+    """Return a description of the host and the versions with which was measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
     memory = int(Path("/proc/meminfo").read_text().split()[1]) >> 10

@@ -1,7 +1,7 @@
-"""The first code of a fresh code-interpreter sandbox, through the official SDK.
+"""The first code of a new code-interpreter sandbox, through the official SDK.
 
-Each round makes a sandbox and waits until the SDK calls its interpreter ready; then comes the first code of its life,
-in the default context, and a second run of the same.
+Each round makes a sandbox and waits until the SDK reports its interpreter as ready. Then it runs the sandbox's first
+code, in the default context, and the same code again.
 """
 
 import time
@@ -23,7 +23,7 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
     """Run the first code of `rounds` sandboxes on each runtime, in turn.
 
     Raises:
-        BenchError: it did not print what it should.
+        BenchError: the code did not print the expected text.
     """
     samples: dict[str, list[tuple[float, float, float]]] = {runtime: [] for runtime in RUNTIMES}
     for _ in range(rounds):

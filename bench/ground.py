@@ -1,4 +1,4 @@
-"""What all benchmarks stand on: the demo's internet, hosts that answer fast, a server, and the secret in its vault."""
+"""The common base of all benchmarks: the demo's internet, fast hosts, a server, and the secret in its vault."""
 
 import json
 import secrets
@@ -39,7 +39,7 @@ class BenchStack(Stack):
 
 
 class CodeStack(BenchStack):
-    """One that has the code-interpreter image, too."""
+    """The benchmarks' server, with the code-interpreter image."""
 
     @property
     def settings(self) -> str:
@@ -55,7 +55,7 @@ class Ground:
     token: str
 
     def notes(self, since: int = 0) -> list[dict[str, Any]]:
-        """What the far end has noted, from its `since`th note on."""
+        """Return the far end's notes, from number `since` on."""
         return whole_lines(self.internet.directory / "far-end.jsonl")[since:]
 
     def create(self, runtime: str) -> SandboxSync:
@@ -65,10 +65,10 @@ class Ground:
 
 @contextmanager
 def ground(directory: Path, prefix: str, *, code: bool) -> Iterator[Ground]:
-    """Set everything up below `directory`, with the code-interpreter image if `code`; take it down again.
+    """Start everything below `directory`, with the code-interpreter image if `code`; stop it at the end.
 
     Raises:
-        InternetError, StackError: it could not be.
+        InternetError, StackError: it could not be started.
     """
     token = secrets.token_urlsafe(40)
     accounts = {"git": "a:b", "index": "a:b", "api": token}
@@ -99,7 +99,7 @@ def _far_end(internet: Internet) -> Iterator[None]:
 
 
 def in_namespace(internet: Internet, namespace: str, *command: str) -> list[str]:
-    """Return `command` as it is run inside one of the internet's namespaces."""
+    """Return the command that runs `command` inside one of the internet's namespaces."""
     return ["nsenter", f"--net={internet.path(namespace)}", *command]
 
 
@@ -109,7 +109,7 @@ def put_client(sandbox: SandboxSync) -> None:
 
 
 def run_client(sandbox: SandboxSync, plan: dict[str, Any]) -> Any:
-    """Run the client inside; return what it saw.
+    """Run the client inside; return its result.
 
     Raises:
         BenchError: it failed.
@@ -127,7 +127,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) 
     """Wait for `condition`.
 
     Raises:
-        BenchError: it did not come true.
+        BenchError: it did not become true in time.
     """
     deadline = time.monotonic() + seconds
     while not condition():

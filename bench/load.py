@@ -1,12 +1,12 @@
-"""A client of the standard library only: it also runs inside sandboxes, on the Python they have.
+"""A load client that needs only the standard library: it also runs inside sandboxes, on their Python.
 
     python3 load.py '{"host": ..., "connections": 8, "seconds": 1.0, "address": null, "proxy": null, "roots": null}'
     python3 load.py '{"hold": [HOST, ...]}'
 
-The first sends one GET after another on each of `connections` kept connections, one thread each; with `proxy`
-([address, port]) it asks for a tunnel to `address` first. The second opens one flow to each host, uses it once, and
-prints when it was aborted: times of the monotonic clock, which a runc sandbox shares with its host. Both print one JSON
-object.
+The first form sends one GET after another on each of `connections` kept connections, one thread each; with `proxy`
+([address, port]) it first requests a tunnel to `address`. The second form opens one flow to each host, uses it once,
+and prints when it was aborted: times of the monotonic clock, which a runc sandbox shares with its host. Both print
+one JSON object.
 """
 
 import json
@@ -23,7 +23,7 @@ def read_answer(reader: IO[bytes]) -> None:
     """Read one response.
 
     Raises:
-        OSError: it is not whole, or its status is not 200.
+        OSError: it is incomplete, or its status is not 200.
     """
     status = reader.readline()
     length = 0
@@ -36,7 +36,7 @@ def read_answer(reader: IO[bytes]) -> None:
 
 
 def connect(plan: dict[str, Any]) -> ssl.SSLSocket:
-    """Open one connection, TLS done."""
+    """Open one connection with TLS."""
     address = plan.get("address") or plan["host"]
     sock = socket.create_connection(tuple(plan.get("proxy") or (address, 443)), 20)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -55,12 +55,12 @@ def connect(plan: dict[str, Any]) -> ssl.SSLSocket:
 
 
 def request(host: str) -> bytes:
-    """Return the one request that is ever sent."""
+    """Return the request; all requests are equal."""
     return f"GET /v1/page HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\n\r\n".encode()
 
 
 class Load:
-    """Sends as much as the answers allow."""
+    """Sends requests as fast as the answers arrive."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
@@ -69,11 +69,11 @@ class Load:
         self.failures: list[str] = []
 
     def drive(self) -> None:
-        """Load one connection until the time is over."""
+        """Send requests on one connection until the time is over."""
         data = request(self._plan["host"])
         try:
             with connect(self._plan) as sock, sock.makefile("rb") as reader:
-                sock.sendall(data)  # the first one makes the connection to the far end, and does not count
+                sock.sendall(data)  # not counted, because it makes the connection to the far end
                 read_answer(reader)
                 self._ready.wait()
                 deadline = time.monotonic() + self._plan["seconds"]
@@ -89,7 +89,7 @@ class Load:
             return
 
     def result(self) -> dict[str, Any]:
-        """Run all connections; return what was seen."""
+        """Run all connections; return counts, failures and latencies."""
         _all([threading.Thread(target=self.drive) for _ in range(self._plan["connections"])])
         ordered = sorted(self.latencies)
         count = len(ordered)
@@ -129,11 +129,11 @@ class Hold:
             return reader.read(1)
         except TimeoutError:
             raise
-        except OSError:  # a reset, or an end without TLS's own
+        except OSError:  # a reset, or an end without a TLS close
             return b""
 
     def result(self) -> dict[str, Any]:
-        """Hold all flows to their ends; return when those were."""
+        """Hold all flows until their ends; return the times."""
         _all([threading.Thread(target=self.keep, args=(host,)) for host in self._hosts])
         return {"ended": self.ended, "failures": self.failures[:3]}
 

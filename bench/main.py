@@ -28,7 +28,7 @@ ROUNDS = 20
 
 
 class Interrupted(BaseException):
-    """SIGTERM arrived; unwinds every context manager, as Ctrl-C does."""
+    """SIGTERM arrived. It unwinds every context manager, like Ctrl-C."""
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

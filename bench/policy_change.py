@@ -1,7 +1,7 @@
-"""From a change of policy to the end of the last flow that it forbids.
+"""The time from a change of policy to the end of the last flow that it forbids.
 
 Twenty flows of one sandbox, half of them spliced and half inspected, are open and idle when a `PUT` of the policy
-takes their hosts away. The end of each is seen on both sides: by the client in the sandbox and by the far end.
+forbids their hosts. The end of each is measured on both sides: by the client in the sandbox and by the far end.
 """
 
 import threading
@@ -15,7 +15,7 @@ from bench.ground import INSPECTED, SPLICED, BenchError, Ground, put_client, run
 
 FLOWS = 20
 REST = 1.0
-"""Seconds between two rounds: a sandbox may dial 50 times a second, and a hundred at once."""
+"""Seconds between two rounds, because a sandbox can dial only 50 times a second, with a burst of a hundred."""
 LIMIT = 250.0
 _NOTHING: dict[str, Any] = {"defaultAction": "deny", "egress": []}
 _EVERYTHING: dict[str, Any] = {"defaultAction": "allow", "egress": []}

@@ -1,9 +1,9 @@
-"""HTTPS requests a second and their latency: spliced, inspected, injected; beside a plain `mitmdump`, and beside none.
+"""HTTPS requests per second and latency: spliced, inspected, injected; with plain `mitmdump`; without a gateway.
 
-- The same client everywhere: eight connections that are kept, small answers. For ours it runs inside a sandbox.
-- The peer is the stock program of the mitmproxy wheel, as an explicit proxy in the namespace our workers dial from,
-  with an addon of one line that sets the same header.
-- How many requests carried the header is counted at the far end.
+- The client is always the same: eight kept connections, small answers. For Sallyport it runs inside a sandbox.
+- The peer is the unmodified program of the mitmproxy wheel, as an explicit proxy in the namespace from which workers
+  dial, with an addon of one line that sets the same header.
+- The far end counts the requests that have the header.
 """
 
 import json
@@ -42,7 +42,7 @@ _QUANTITIES = (("requests", "1/s", "rate"), ("latency p50", "ms", "p50_ms"), ("l
 
 
 def measure(ground: Ground, rounds: int) -> list[Figure]:
-    """Measure all ways in turn, `rounds` times."""
+    """Measure all paths in turn, `rounds` times."""
     sandbox = ground.stack.create("runc", policy="bench", resource={"cpu": "2", "memory": "2Gi"})
     try:
         put_client(sandbox)
@@ -113,7 +113,7 @@ def _listens(ground: Ground) -> bool:
 
 @contextmanager
 def _mitmdump(ground: Ground) -> Iterator[str]:
-    """Run the peer; yields the path of its root certificate."""
+    """Run the peer; yield the path of its root certificate."""
     directory = ground.internet.directory / "mitmdump"
     command = in_namespace(
         ground.internet,

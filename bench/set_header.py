@@ -1,4 +1,4 @@
-"""The peer's addon: sets the header that our gateway injects. Loaded by `mitmdump -s`."""
+"""The peer's addon: sets the header that the gateway injects. Loaded by `mitmdump -s`."""
 
 import os
 

@@ -1,7 +1,7 @@
 """`./run demo`: the main job on real input, attacked from inside, judged at the far end.
 
-Prints a table with one row an attempt, the audit records behind it, the decisions by rule; the last line is
-`demo: ok ...` or `demo: FAILED ...`, and so is the exit status.
+Prints a table with one row for each attempt, the audit records behind it, and the decisions by rule. The last line is
+`demo: ok ...` or `demo: FAILED ...`, and the exit status agrees with it.
 """
 
 import logging
@@ -29,7 +29,7 @@ WIDTH = 160
 
 
 class Interrupted(BaseException):
-    """SIGTERM arrived; unwinds every context manager, as Ctrl-C does."""
+    """SIGTERM arrived. It unwinds every context manager, like Ctrl-C."""
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -37,7 +37,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def make_secrets() -> Secrets:
-    """Three fresh secrets; only the upstreams and the vault get them."""
+    """Return three new secrets; only the upstreams and the vault get them."""
     return Secrets(
         git=f"ledger-bot:{secrets.token_hex(20)}",
         index=f"index-bot:{secrets.token_hex(20)}",
@@ -54,10 +54,10 @@ def say(text: str) -> None:
 
 
 def demo(directory: Path, rows: list[Row]) -> str:
-    """Run everything below `directory`, adding to the table row by row: a failure does not hide what came before.
+    """Run everything below `directory`. Each row is added at once, so that a failure does not hide earlier ones.
 
     Returns:
-        What the audit log says of it all.
+        The report of the audit log.
     """
     values = make_secrets()
     say("building an internet with an attacker in it")
@@ -104,7 +104,7 @@ def demo(directory: Path, rows: list[Row]) -> str:
 
 
 def noticed_attacks(net: Internet, stack: Stack, runtime: str, values: Secrets, controls: Controls) -> list[Row]:
-    """The attacks that a sandbox does not survive, each from a privileged container beside one of its own."""
+    """Run the attacks that cut their sandbox off, each from a privileged container beside a new sandbox."""
     rows = []
     for attempt in (attempt for attempt in ATTEMPTS if attempt.noticed):
         say(f"{attempt.title}: from a privileged container beside {runtime}")
@@ -119,7 +119,7 @@ def noticed_attacks(net: Internet, stack: Stack, runtime: str, values: Secrets, 
 
 
 def audit_report(stack: Stack) -> str:
-    """The denials behind the table, the decisions by rule, and the log's own verification."""
+    """Return the denials behind the table, the decisions by rule, and the result of the log's own verification."""
     records = stack.audit_records()
     denials = stack.sallyport("audit", "tail", "--denied").splitlines()
     shown = denials[-SHOWN_DENIALS:]
@@ -133,9 +133,9 @@ def audit_report(stack: Stack) -> str:
 
 
 def main() -> int:
-    """Run the demo; 0 when every row is as expected."""
+    """Run the demo; return 0 if every row is as expected."""
     signal.signal(signal.SIGTERM, _interrupt)
-    logging.getLogger("opensandbox").setLevel(logging.CRITICAL)  # failures are rows, not lines between them
+    logging.getLogger("opensandbox").setLevel(logging.CRITICAL)  # failures are rows, not lines of output
     rows: list[Row] = []
     failure = report = ""
     try:

@@ -1,4 +1,4 @@
-"""A sandbox of the demo: its work, the attacks from inside it, the death of its gateway, its removal."""
+"""A sandbox of the demo: its work, the attacks from inside it, the death of its worker, its removal."""
 
 import contextlib
 import subprocess
@@ -26,13 +26,13 @@ from testbed.stack import EMPTY_IMAGE, Stack
 
 REPLACEMENT_SECONDS = 2.0
 REPLACEMENT_REQUESTS = 10
-"""On a machine so busy that this many requests take longer than `REPLACEMENT_SECONDS`, their time is the bound."""
+"""If a busy host needs more than `REPLACEMENT_SECONDS` for this number of requests, their time is the limit."""
 CUT_OFF_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0
 _HANDED_OUT = "nothing arrives"
 
 Controls = dict[str, dict[str, int]]
-"""For each runtime and probe, how much arrived from a place without a gate."""
+"""For each runtime and probe, how much arrived from a place without a gateway."""
 
 _PYTHON_REQUEST = """
 import json, sys, urllib.request
@@ -48,7 +48,7 @@ print(json.loads(body)["method"])
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """What the vault holds: two `user:password` pairs and a bearer token."""
+    """The secrets in the vault: two `user:password` pairs and a bearer token."""
 
     git: str
     index: str
@@ -59,7 +59,7 @@ class Secrets:
 
     @property
     def values(self) -> list[str]:
-        """Every string whose appearance in a sandbox would be a leak, passwords also without their user."""
+        """Every string that must not be in a sandbox: the secrets, and the passwords also without their user."""
         passwords = [pair.split(":", 1)[1] for pair in (self.git, self.index)]
         return [self.git, self.index, self.api, *passwords]
 
@@ -79,7 +79,7 @@ class DemoSandbox:
         self._sandbox.files.write_file("/tmp/request.py", _PYTHON_REQUEST)
 
     def run(self, command: str, **environment: str) -> tuple[int | None, str]:
-        """Run a shell command inside; returns its exit code and what it printed."""
+        """Run a shell command inside; return its exit code and its output."""
         options = RunCommandOpts(timeout=timedelta(seconds=120), envs=environment or None)
         execution = self._sandbox.commands.run(command, opts=options)
         printed = "".join(message.text for message in (*execution.logs.stdout, *execution.logs.stderr))
@@ -87,7 +87,7 @@ class DemoSandbox:
         return execution.exit_code, printed
 
     def work(self) -> list[Row]:
-        """The job: stock tools against private services, none of them holding a secret."""
+        """Do the job: unmodified tools with private services; none of the tools has a secret."""
         jobs = (
             ("git clone", f"git clone -q https://{GIT}/ledger.git /tmp/ledger && cat /tmp/ledger/ledger.txt", "ledger"),
             (
@@ -101,7 +101,7 @@ class DemoSandbox:
             ("requests, the API", "python3 /tmp/request.py requests", "POST"),
             ("curl, a host without secrets", f"curl -sS --max-time 10 https://{STATUS}/", STATUS),
         )
-        self.run("rm -rf /tmp/ledger /tmp/site")  # the job can be done again
+        self.run("rm -rf /tmp/ledger /tmp/site")  # so that the job can be repeated
         rows = []
         for title, command, expected in jobs:
             code, printed = self.run(command)
@@ -114,7 +114,7 @@ class DemoSandbox:
         return rows
 
     def attempt(self, probe: str) -> Report:
-        """Run one probe in the workload; returns what it saw.
+        """Run one probe in the workload; return its report.
 
         Raises:
             ProbeError: it did not run to its end.
@@ -129,7 +129,8 @@ class DemoSandbox:
     def privileged_attacks(self, attempts: tuple[Attempt, ...], watch: FarEndWatch, controls: Controls) -> list[Row]:
         """Try the ways out again, from a privileged container in this sandbox's network namespace.
 
-        Those for which the sandbox is cut off are `noticed_attack`'s: it does not survive them.
+        Attempts for which the sandbox is cut off are left to `noticed_attack`, because the sandbox does not survive
+        them.
         """
         netns = self._stack.netns(self.id, "sbx")
         with self.address_restored(), PrivilegedContainer(netns, sandbox_targets(), "192.0.2.1") as container:
@@ -146,9 +147,11 @@ class DemoSandbox:
             ]
 
     def noticed_attack(self, attempt: Attempt, watch: FarEndWatch, controls: Controls) -> list[Row]:
-        """Try one that changes the namespace, from a privileged container: nothing arrives, and it is the end.
+        """Try an attack that changes the namespace, from a privileged container: the sandbox must be cut off.
 
-        The container may end with its sandbox before the probe does; the alarm then shows that it was tried.
+        Nothing may arrive at the far end.
+
+        The container can end with its sandbox before the probe does; the alarm then shows that the attack was tried.
         """
         netns = self._stack.netns(self.id, "sbx")
         place = f"{self.runtime}, privileged"
@@ -173,7 +176,7 @@ class DemoSandbox:
 
     @contextmanager
     def address_restored(self) -> Iterator[None]:
-        """Give the host-side view of a runsc sandbox its address back meanwhile (runsc takes it away)."""
+        """Restore the address in the host-side view of a runsc sandbox for this time (runsc removes it)."""
         netns = self._stack.netns(self.id, "sbx")
         added = _nsenter(netns, "addr", "add", "192.0.2.2/30", "dev", "eth0")
         _nsenter(netns, "route", "add", "default", "via", "192.0.2.1", "dev", "eth0")
@@ -194,9 +197,10 @@ class DemoSandbox:
     ) -> Row:
         """Judge by what arrived, if the probe ran to its end.
 
-        Its control, and whether its own kernel lets it begin, must be as the table of attempts says.
+        The result of its control, and whether the sandbox's kernel permits its start, must agree with the table of
+        attempts.
         """
-        kernel = "runc" if privileged else self.runtime  # the privileged container runs on the host's
+        kernel = "runc" if privileged else self.runtime  # the privileged container runs on the host's kernel
         control = controls[kernel][attempt.probe]
         can_arrive = attempt.control(kernel) is not Control.ABSENT
         can_begin = privileged or attempt.control(kernel) is Control.WORKLOAD
@@ -215,7 +219,7 @@ class DemoSandbox:
         return Row(place, attempt.title, _HANDED_OUT, observed, good)
 
     def leak_search(self) -> list[Row]:
-        """Search everything the sandbox can read, and all it was ever answered, for any form of a secret."""
+        """Search everything the sandbox can read, and all answers that it received, for any form of a secret."""
         planted = f"planted-{self.id[-12:]}-in-environment", f"planted-{self.id[-12:]}-in-file"
         self.run(
             f"printf %s {planted[1]} >/tmp/planted; sleep 120 </dev/null >/dev/null 2>&1 & "
@@ -231,7 +235,7 @@ class DemoSandbox:
         return [Row(self.runtime, title, "none", observed, found == 0 and control == 2)]
 
     def kill_worker(self, internet: Internet) -> Row:
-        """Kill the gateway worker: nothing gets out, and the same policy is served again in time."""
+        """Kill the gateway worker: nothing may escape, and the same policy must be served again in time."""
         pid = self._stack.worker_pid(self.id)
         with Capture(internet.path(internet.net), "net0") as wire:
             self.run(
@@ -247,7 +251,7 @@ class DemoSandbox:
             killed = time.monotonic()
             served = None
             while served is None and time.monotonic() - killed < _PATIENCE_SECONDS:
-                with contextlib.suppress(SandboxException):  # the way in goes through the worker, too
+                with contextlib.suppress(SandboxException):  # the ingress goes through the worker, too
                     code, printed = self.run(ask)
                     if code == 0 and '"method"' in printed:
                         served = time.monotonic() - killed
@@ -264,7 +268,7 @@ class DemoSandbox:
         self._sandbox.close()
 
     def delete(self) -> Row:
-        """Delete the sandbox and look for anything it left on this machine."""
+        """Delete the sandbox and search for its remains on this host."""
         traces = self._stack.traces(self.id)
         self.close()
         left = traces.remaining()
@@ -278,7 +282,7 @@ def _nsenter(netns: str, *arguments: str) -> bool:
 
 
 def empty_image_works(stack: Stack, runtime: str) -> Row:
-    """execd in an image without a single file: up, and it takes and gives files."""
+    """Check execd in an image without any file: it starts, and accepts and returns files."""
     title, content = "execd in an empty image", "bytes in an empty image"
     sandbox: Any = None
     try:

@@ -25,17 +25,22 @@ PARALLEL = 4
 WARM = 24
 RUNTIMES = ("runc", "runsc")
 SLACK = 8
-"""Descriptors a daemon may hold more than before: connections kept for the next call, as one per thread for Docker."""
+"""The number of additional descriptors that a daemon may hold: connections kept for the next call, such as
+one per thread for Docker."""
 GROWTH_KIB = 12 * 1024
-"""What a daemon's own memory may grow by after the warm-up; a leak of 12 KiB a create shows at the thousandth."""
+"""The growth of a daemon's own memory that is permitted after the warm-up. A leak of 12 KiB per create exceeds it at
+the thousandth."""
 SETTLE_SECONDS = 30.0
 _LOG = ("audit",)
-"""What grows by design: the audit log."""
+"""The directory that grows by design: the audit log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a running Sallyport has; `memory` is anonymous resident memory in KiB, `inodes` those of run and state."""
+    """The resources of a running Sallyport.
+
+    `memory` is anonymous resident memory in KiB, `inodes` the number of entries in run and state directories.
+    """
 
     census: Census
     descriptors: dict[str, int]
@@ -44,12 +49,12 @@ class Holding:
 
 
 def hold(stack: Stack) -> Holding:
-    """Count what `stack` has now."""
+    """Count the present resources of `stack`."""
     return Holding(take(stack), descriptors(stack), memory(stack), inodes(stack))
 
 
 def memory(stack: Stack) -> dict[str, int]:
-    """Anonymous resident memory of each daemon."""
+    """Return the anonymous resident memory of each daemon, in KiB."""
     found = {}
     for name, pid in daemons(stack).items():
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -58,7 +63,7 @@ def memory(stack: Stack) -> dict[str, int]:
 
 
 def inodes(stack: Stack) -> int:
-    """Entries below the run and state directories, without the audit log's and Docker's own."""
+    """Return the number of entries below the run and state directories, without the audit log's and Docker's own."""
     number = 0
     for top, left_out in ((stack.run, "docker"), (stack.state, *_LOG)):
         for directory, names, files in os.walk(top):
@@ -70,9 +75,9 @@ def inodes(stack: Stack) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a soak saw. `millis` are those of each create call, in order of their ends.
+    """The results of a soak. `millis` are those of each create call, in order of their ends.
 
-    `memory` is what the daemons had after each quarter of the creates: what leaks grows evenly.
+    `memory` is that of the daemons after each quarter of the creates, because a leak grows evenly.
     """
 
     before: Holding
@@ -83,7 +88,7 @@ class Report:
 
     @property
     def grown(self) -> list[str]:
-        """What is not as it was before."""
+        """The resources that have grown or changed."""
         found = [f"{kind}: {what}" for kind, what in self.after.census.beyond(self.before.census).items()]
         for name, count in self.after.descriptors.items():
             if count > self.before.descriptors.get(name, 0) + SLACK:
@@ -96,7 +101,7 @@ class Report:
         return found
 
     def lines(self) -> list[str]:
-        """The report, for a reader."""
+        """Return the report as lines of text."""
         a, b = self.before, self.after
         first, last = self.millis[: len(self.millis) // 4], self.millis[-(len(self.millis) // 4) :]
         quarter = f"first quarter {statistics.median(first):.0f}, last quarter {statistics.median(last):.0f}"
@@ -120,7 +125,7 @@ class Report:
 
 
 def body(runtime: str) -> dict[str, Any]:
-    """A create call: the empty image, no policy."""
+    """Return a create call: the empty image, no policy."""
     return {
         "image": {"uri": EMPTY_IMAGE},
         "resourceLimits": {"memory": "256Mi"},
@@ -131,7 +136,7 @@ def body(runtime: str) -> dict[str, Any]:
 
 
 async def _loop(stack: Stack, creates: int) -> list[float]:
-    """Make and remove `creates` sandboxes, the runtimes in turn; return how long each create call took."""
+    """Make and remove `creates` sandboxes, the runtimes in turn; return the duration of each create call."""
     headers = {"OPEN-SANDBOX-API-KEY": stack.api_key}
     numbers, millis = iter(range(creates)), []
     async with httpx.AsyncClient(base_url=f"{stack.base}/v1", headers=headers, timeout=180, trust_env=False) as http:
@@ -151,7 +156,7 @@ async def _loop(stack: Stack, creates: int) -> list[float]:
 
 
 def soak(stack: Stack, creates: int, warm: int = WARM) -> Report:
-    """Warm up, count, loop, wait until the counts are as before or the time is over, and report."""
+    """Warm up, count, run the loop, wait until the counts are as before or the time is over, and report."""
     asyncio.run(_loop(stack, warm))
     before = hold(stack)
     began = time.monotonic()
@@ -168,7 +173,7 @@ def soak(stack: Stack, creates: int, warm: int = WARM) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a soak on a Sallyport of its own; 0 when nothing has grown."""
+    """Run a soak on a separate Sallyport; return 0 if nothing has grown."""
     parser = argparse.ArgumentParser(prog="./run soak", description=__doc__, allow_abbrev=False)
     parser.add_argument("--creates", type=int, default=1000)
     creates = parser.parse_args(arguments).creates

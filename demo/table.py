@@ -1,11 +1,11 @@
-"""The table a reader judges the demo by."""
+"""The table of the demo's results."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One attempt: where it ran, what was tried, what should and what did happen at the far end."""
+    """One attempt: its place, the attempt itself, the expected and the observed result at the far end."""
 
     place: str
     tried: str

@@ -1,4 +1,4 @@
-"""`python -m frontdoor COMMAND ...`: what `./run` becomes."""
+"""`python -m frontdoor COMMAND ...`: the program that `./run` executes."""
 
 import sys
 

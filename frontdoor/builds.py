@@ -1,4 +1,4 @@
-"""What is built once and kept in the cache under a name that says from what: runsc, execd, images, clients."""
+"""Parts that are built once: runsc, execd, images, clients. The name of each in the cache identifies its sources."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ _RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 
 @dataclass(frozen=True)
 class Built:
-    """What the product needs, by path. `code_image` may not be there."""
+    """Paths of the parts that the product needs. `code_image` can be missing."""
 
     runsc: str
     execd: str
@@ -26,7 +26,7 @@ class Built:
 
     @property
     def exported(self) -> dict[str, str]:
-        """The variables that demo, bench and tests read."""
+        """The environment variables that demo, bench and tests read."""
         return {
             "SALLYPORT_RUNSC": self.runsc,
             "SALLYPORT_EXECD": self.execd,
@@ -36,7 +36,7 @@ class Built:
 
 
 def set_up(places: Places) -> Built:
-    """Install packages, build what is missing, and export where it lies."""
+    """Install packages, build what is missing, and export the paths."""
     packages.install(packages.PACKAGES)
     root = Path(places.checkout)
     built = Built(
@@ -51,7 +51,7 @@ def set_up(places: Places) -> Built:
 
 
 def code_image(places: Places, built: Built) -> None:
-    """Build the code-interpreter image and export it: the demo has no use for kernels, so `set_up` leaves it out."""
+    """Build the code-interpreter image and export it. `set_up` does not do it, because the demo needs no kernels."""
     if not os.path.isfile(built.code_image):
         title = "code-interpreter image (Debian and PyPI packages)"
         step(title, "images/code-interpreter.sh", built.code_image, built.base_image, UV=places.uv)
@@ -59,7 +59,7 @@ def code_image(places: Places, built: Built) -> None:
 
 
 def for_tests(places: Places) -> None:
-    """Install and build what only tests need, and export it."""
+    """Install and build the parts that only tests need, and export them."""
     packages.install(packages.TEST_PACKAGES)
     root = Path(places.checkout)
     clients = f"{places.cache}/{names.clients(root)}"
@@ -72,7 +72,7 @@ def for_tests(places: Places) -> None:
 
 
 def go(places: Places) -> tuple[str, ...]:
-    """Return the command `go`: the machine's, else that of the PyPI wheel. What it builds is static from now on."""
+    """Return the command `go`: that of the host, otherwise that of the PyPI wheel. Its builds are static."""
     os.environ["CGO_ENABLED"] = "0"
     if shutil.which("go"):
         environment = os.environ | {"GOTOOLCHAIN": "local"}
@@ -82,7 +82,7 @@ def go(places: Places) -> tuple[str, ...]:
 
 
 def _runsc(places: Places) -> str:
-    """Return a runsc that starts a sandbox here: old releases fail on current kernels."""
+    """Return a runsc that can start a sandbox here: old releases fail on current kernels."""
     kept = f"{places.cache}/runsc-{_RUNSC_VERSION}"
     if os.access(kept, os.X_OK):
         return kept

@@ -1,8 +1,8 @@
 """`./run clean`: ends and removes what this home made, and only what is provably its own.
 
-- Processes: see `processes`. A process that only has a file of ours open is not ended.
+- Processes: see `processes`. A process that only has a file of the home open is not ended.
 - Network namespaces: those that the demo noted in the home (testbed/namespaces.py), by name, number and cookie.
-- The nft table under the guard: if a server noted this very table in our run directory.
+- The floor, the nft table below the guard's: if a server noted exactly this table in a run directory of this home.
 - Mounts and files below the home, the run directories and `.venv`.
 """
 
@@ -57,7 +57,7 @@ def _unescaped(point: str) -> str:
 
 
 def _end_processes(places: Places) -> None:
-    home = processes.read_home(places)  # once: what ends removes its notes
+    home = processes.read_home(places)  # read once, because processes remove their notes when they end
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes.own(processes.read_all(), home, os.getpid()):
             _send(process, number)
@@ -69,7 +69,7 @@ def _end_processes(places: Places) -> None:
 
 
 def _send(process: processes.Process, number: int) -> None:
-    """Send a signal to this very process, not to one that was given its number."""
+    """Send a signal to exactly this process, not to one that reuses its number."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
@@ -92,7 +92,7 @@ def _remove_namespaces(notes: Path) -> None:
 
 
 def identity(path: str) -> str:
-    """Return what identifies the network namespace at `path`: boot, inode number, cookie."""
+    """Return the identity of the network namespace at `path`: boot, inode number, cookie."""
     found: list[int] = []
 
     def enter() -> None:
@@ -116,7 +116,7 @@ def identity(path: str) -> str:
 
 
 def _remove_floor(notes: tuple[Path, ...]) -> None:
-    """Remove the floor of a killed server, if a server of ours laid this very table (`runtimes/net/guard.py`)."""
+    """Remove a killed server's floor, if a server of this home loaded exactly this table (`runtimes/net/guard.py`)."""
     listed = subprocess.run(("nft", "-a", "-t", "list", "table", *_FLOOR), capture_output=True, text=True, check=False)
     handle = re.search(r"# handle (\d+)$", listed.stdout, re.MULTILINE)
     if handle is None:

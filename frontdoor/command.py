@@ -1,6 +1,6 @@
-"""Becomes the `sallyport` command, with settings that say what was built here.
+"""Becomes the `sallyport` command, with settings for the parts that were built here.
 
-`./run sallyport policy check` runs often and has no use for the rest: this module imports little.
+`./run sallyport policy check` runs often and needs nothing else, so this module imports little.
 """
 
 import os
@@ -13,13 +13,14 @@ from frontdoor.places import Places
 if TYPE_CHECKING:
     from frontdoor.builds import Built
 
-# Where execd finds the image's Jupyter server. Its token guards nothing: only the sandbox itself reaches that address.
+# The address at which execd finds the image's Jupyter server. Its token protects nothing, because only the sandbox
+# itself can reach that address.
 _CODE_ENV = "{ JUPYTER_HOST = 'http://127.0.0.1:44771', JUPYTER_TOKEN = 'opensandboxcodeinterpreterjupyter' }"
 _DEFAULTS_FD = 8
 
 
 def settings(places: Places, built: "Built", dockerd: str, with_code: bool) -> str:
-    """Return what was built here as settings, TOML; the operator's own file wins over them, key by key."""
+    """Return the settings for the built parts, TOML; the operator's own file overrides them, key by key."""
     code = f"  {{ name = 'sallyport/code-interpreter', tar = '{built.code_image}', env = {_CODE_ENV} }},"
     return f"""\
 # Written by ./run at each start. Your own settings go into a file of yours: ./run serve --config FILE
@@ -44,22 +45,22 @@ log = '{places.home}/dockerd.log'
 
 
 def places_only(places: Places) -> str:
-    """Return the settings for when nothing was built: where things will be."""
+    """Return the settings for the case that nothing was built: the future directories."""
     return f"[sallyport]\nstate_dir = '{places.home}/state'\nrun_dir = '{places.run_dir}'\n"
 
 
 def write_built(places: Places, built: "Built") -> None:
-    """Write the settings file that names what was built."""
+    """Write the settings file with the paths of the built parts."""
     new = f"{places.built}.new"
     text = settings(places, built, shutil.which("dockerd") or "", os.path.isfile(built.code_image))
     with open(new, "w") as file:
         file.write(text)
-    os.chmod(new, 0o644)  # every user's commands read it
+    os.chmod(new, 0o644)  # commands of every user read it
     os.rename(new, places.built)
 
 
 def become(places: Places, arguments: list[str]) -> NoReturn:
-    """Become the command, of the environment that runs this, in the caller's directory: users name files from there."""
+    """Become the command of this process's environment, in the caller's directory: users' paths are relative to it."""
     from frontdoor.steps import become as execute
 
     program = os.path.join(os.path.dirname(sys.executable), "sallyport")

@@ -1,7 +1,7 @@
 """The test suite in lanes, each a session of pytest with a JUnit report; and the static checks beside them.
 
-System tests mostly wait: three sessions run beside each other, each with a Sallyport of its own, and the static checks
-beside them. The tests that judge times come after, alone.
+System tests mostly wait. So three sessions run concurrently, each with its own Sallyport, and the static checks
+beside them. The tests that measure times run afterwards, alone.
 """
 
 import os
@@ -34,12 +34,12 @@ LANES = {
 }
 """The options of pytest that select the tests of each lane; each test is in one lane."""
 _NICE = 5
-_TESTS_FAILED = 1  # of pytest; above: interrupted, or not run at all
+_TESTS_FAILED = 1  # of pytest; a higher status: interrupted, or not run at all
 
 
 @dataclass(frozen=True)
 class Suite:
-    """How sessions of pytest are started: `selected` are options of each, `kept` descriptors that each holds open."""
+    """The way to start sessions of pytest: `selected` are options of each, `kept` descriptors that each holds open."""
 
     python: str
     reports: str
@@ -47,7 +47,7 @@ class Suite:
     kept: tuple[int, ...] = ()
 
     def command(self, name: str, *options: str) -> list[str]:
-        """Return the command line of a lane. A shell's background work ignores interrupts; pytest must not."""
+        """Return the command line of a lane. A shell's background jobs ignore interrupts; pytest must not."""
         report = f"--junitxml={self.reports}/{name}.xml"
         pytest = (self.python, "-m", "pytest", "-q", "--durations=15", report, *self.selected, *options)
         return ["env", "--default-signal=INT", *pytest]
@@ -64,17 +64,17 @@ class Suite:
 
 
 def sessions() -> int:
-    """How many sessions run the fast tests: half of their time they wait."""
+    """Return the number of sessions that run the fast tests; they wait half of their time."""
     return len(os.sched_getaffinity(0)) * 2
 
 
 def fast_options() -> tuple[str, ...]:
-    """The options of pytest that select and spread the fast tests."""
+    """Return the options of pytest that select and distribute the fast tests."""
     return (*LANES["fast"], "-n", str(sessions()), "--dist", "worksteal")
 
 
 def split(arguments: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what holds for each lane, and the arguments that select tests instead of the lanes."""
+    """Return the options for each lane, and the arguments that select tests instead of the lanes."""
     return (("--all",), tuple(arguments[1:])) if arguments[:1] == ["--all"] else ((), tuple(arguments))
 
 
@@ -111,7 +111,7 @@ def _session(places: Places, suite: Suite, name: str) -> int:
 
 
 def static_checks(go: tuple[str, ...]) -> int:
-    """Run linters, type checker and Go's tests, after the tests in rank.
+    """Run linters, type checker and Go's tests, with a lower priority than the tests.
 
     Raises:
         Failure: one of them failed; its output has been printed.
@@ -126,7 +126,7 @@ def static_checks(go: tuple[str, ...]) -> int:
 
 
 def _execd_tests(go: tuple[str, ...]) -> None:
-    """Races, what a linter finds, and for a moment what hostile input does to the parsers."""
+    """Run execd's tests with the race detector and linters, and fuzz its parsers for a short time."""
     call(*go, "vet", "./...", cwd="execd")
     call(*go, "test", "-race", "./...", cwd="execd", CGO_ENABLED="1")
     call(*go, "run", _STATICCHECK, "./...", cwd="execd")

@@ -1,4 +1,4 @@
-"""Only one of demo, soak, chaos, bench, test and serve at a time: they share the home's Docker data directory."""
+"""The lock for demo, soak, chaos, bench, test and serve: one at a time, since they share the home's Docker data."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ from frontdoor.places import Places
 from frontdoor.steps import Failure
 
 DESCRIPTOR = 9
-"""Holds the lock. What this process becomes inherits it."""
+"""The descriptor that holds the lock. The program that this process executes inherits it."""
 
 
 def only_one(places: Places) -> None:

@@ -1,4 +1,4 @@
-"""The commands of `./run`, once the bootstrap has found or made their Python environment."""
+"""The commands of `./run`, after the bootstrap has found or made their Python environment."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ Command = Callable[[Places, list[str]], int]
 def main(arguments: list[str]) -> int:
     """Run a command, or become the program that it names; return the exit status."""
     name, *rest = arguments or ["help"]
-    if name == "sallyport":  # needs nothing else
+    if name == "sallyport":  # it needs nothing else
         command.become(enter(os.environ), rest)
     run = COMMANDS.get(name)
     if run is None:
@@ -42,7 +42,7 @@ def usage() -> str:
 
 
 def _program(module: str, with_code: bool = False) -> Command:
-    """A command that sets up everything and becomes a Python program of the checkout."""
+    """Return a command that sets up everything and becomes a Python program of the checkout."""
 
     def run(places: Places, arguments: list[str]) -> int:
         from frontdoor import builds, lock, steps

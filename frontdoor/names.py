@@ -1,4 +1,4 @@
-"""The names of what is built: each holds a hash of what it is built from, so that an unchanged source is built once."""
+"""The names of built parts: each has a hash of its sources, so that unchanged sources are built once."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ _DIGITS = 16
 
 
 def of_files(root: Path, paths: Iterable[str]) -> str:
-    """Return the hash of files below `root`: that of what `sha256sum` prints for their sorted paths."""
+    """Return the hash of files below `root`: that of the output of `sha256sum` for their sorted paths."""
     listing = hashlib.sha256()
     for path in sorted(paths, key=os.fsencode):
         listing.update(f"{_digest((root / path).read_bytes())}  {path}\n".encode())
@@ -17,7 +17,7 @@ def of_files(root: Path, paths: Iterable[str]) -> str:
 
 
 def of_contents(*paths: Path) -> str:
-    """Return the hash of the contents of files, one behind the other."""
+    """Return the hash of the concatenated contents of files."""
     return _digest(b"".join(path.read_bytes() for path in paths))[:_DIGITS]
 
 
@@ -33,7 +33,7 @@ def image(root: Path, name: str) -> str:
 
 
 def code_image(root: Path) -> str:
-    """Return the name of the code-interpreter image: all that lies below images/ goes into it."""
+    """Return the name of the code-interpreter image: everything below images/ is part of it."""
     sources = (path for path in _files(root, "images") if "/__pycache__/" not in path)
     return f"code-interpreter-{of_files(root, sources)}.tar"
 

@@ -1,4 +1,4 @@
-"""Debian packages: what is missing is named, then installed."""
+"""Debian packages: missing ones are listed, then installed."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ TEST_PACKAGES = ("gcc", "libc6-dev")
 
 
 def install(names: tuple[str, ...]) -> None:
-    """Install those packages that are missing. A dockerd from elsewhere does for `docker.io`."""
+    """Install the packages that are missing. Any dockerd on the PATH counts as `docker.io`."""
     missing = [name for name in names if not _installed(name)]
     if missing:
         say(f"about to install Debian packages: {' '.join(missing)}")

@@ -1,4 +1,4 @@
-"""Where everything lies that `./run` makes, and what it exports for the processes that it starts."""
+"""The paths of everything that `./run` makes, and the variables that it exports to its child processes."""
 
 import os
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ class Places:
     cache: str
     run_dir: str
     internet: str
-    """How the names of the namespaces begin that the demo makes: those of another home begin otherwise."""
+    """The prefix of the names of the namespaces that the demo makes; another home has another prefix."""
     caller: str
-    """The directory that `./run` was called in: the user may name files from there."""
+    """The directory in which `./run` was called: the user can give paths relative to it."""
     uv: str
 
     @property
@@ -53,12 +53,12 @@ class Places:
 
     @property
     def built(self) -> str:
-        """The settings file that names what was built."""
+        """The settings file with the paths of the built parts."""
         return f"{self.home}/built.toml"
 
     @property
     def exported(self) -> dict[str, str]:
-        """What every process is started with. Tools keep their own files below the home, where `clean` removes them."""
+        """The variables of every child process. Tools keep their files below the home, where `clean` removes them."""
         return {
             "SALLYPORT_TEST_INTERNET": self.internet,
             "UV_CACHE_DIR": f"{self.cache}/uv-cache",
@@ -85,7 +85,7 @@ def find(environment: Mapping[str, str], checkout: str, user: int) -> Places:
 
 
 def enter(environment: "os._Environ[str]") -> Places:
-    """Return this process's places; take the bootstrap's variables out of its environment and put ours in."""
+    """Return this process's places. Replace the bootstrap's variables in its environment by those of the places."""
     places = find(environment, os.getcwd(), os.getuid())
     for name in ("RUN_CALLER", "RUN_UV"):
         environment.pop(name, None)
@@ -94,7 +94,7 @@ def enter(environment: "os._Environ[str]") -> Places:
 
 
 def internet_prefix(home: str) -> str:
-    """Return how the names of a home's namespaces begin."""
+    """Return the prefix of the names of a home's namespaces."""
     return "spdemo" if home == DEFAULT_HOME else f"sp{checksum(home.encode())}"
 
 

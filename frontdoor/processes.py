@@ -1,15 +1,15 @@
-"""Which processes belong to a home: those that it started. Naming one of its files proves nothing.
+"""Decides which processes belong to a home: those that it started. A mere mention of one of its files proves nothing.
 
-A process is a home's own if one of these holds:
+A process belongs to a home if one of these conditions holds:
 
 - hostd noted it in the run directory, with its start time (`config/*.pid`, see runtimes/process/predecessor.py);
 - it is in the control group of a container of the home's dockerd;
-- its program lies below the home or the run directory (the first argument says so: uv, the Python of mutation);
-- it is a program that the product starts, with a configuration, socket or directory of the run directory
-  (dockerd, containerd, its shims, runsc), or a build script whose output lies below the home;
-- it is `python -m` a module of ours, or the command `sallyport`, with a file of the home or the run directory, or with
-  the home in its environment;
-- a process that is the home's own started it.
+- its program is below the home or the run directory, according to the first argument (uv, the Python of mutation);
+- it is a program that the product starts, with a configuration, socket or directory of the run directory (dockerd,
+  containerd, its shims, runsc), or a build script whose output is below the home;
+- it is `python -m` a module of Sallyport, or the command `sallyport`, with a file of the home or the run directory,
+  or with the home in its environment;
+- a process that belongs to the home started it.
 """
 
 import os
@@ -31,7 +31,7 @@ _CONTAINERS = "docker/containerd/daemon/io.containerd.runtime.v2.task/moby"
 
 @dataclass(frozen=True)
 class Process:
-    """What the kernel says of a process. `started` is in clock ticks after boot; `home` is its SALLYPORT_HOME."""
+    """The kernel's data of a process. `started` is in clock ticks after boot; `home` is its SALLYPORT_HOME."""
 
     pid: int
     parent: int
@@ -42,12 +42,12 @@ class Process:
 
     @property
     def program(self) -> str:
-        """The name of its program, as its first argument has it."""
+        """The name of its program, according to its first argument."""
         return os.path.basename(self.arguments[0]) if self.arguments else ""
 
     @property
     def module(self) -> str:
-        """M of `python -m M`, else an empty string."""
+        """M of `python -m M`, otherwise an empty string."""
         if not self.program.startswith("python"):
             return ""
         words = iter(self.arguments[1:])
@@ -61,7 +61,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Home:
-    """What a home knows of its own: directories, noted processes (pid, start time), ids of containers."""
+    """The evidence of a home: directories, noted processes (pid, start time), ids of containers."""
 
     homes: tuple[str, ...]
     run_dirs: tuple[str, ...]
@@ -69,7 +69,7 @@ class Home:
     containers: frozenset[str] = field(default_factory=frozenset)
 
     def owns(self, process: Process) -> bool:
-        """Whether the process itself shows that it is the home's own."""
+        """Return whether the process itself shows that it belongs to the home."""
         arguments = process.arguments
         return (
             (process.pid, process.started) in self.noted
@@ -90,7 +90,7 @@ class Home:
         return command and arguments[2:3] == ("--defaults",) and self._named(arguments[3:4])
 
     def _named(self, arguments: Iterable[str]) -> bool:
-        """Whether an argument is a path of ours: PATH, --option=PATH or unix://PATH."""
+        """Return whether an argument is a path of the home: PATH, --option=PATH or unix://PATH."""
         return any(self._below(argument.rpartition("=")[2].removeprefix("unix://")) for argument in arguments)
 
     def _below(self, path: str) -> bool:
@@ -102,7 +102,7 @@ def _builds(arguments: tuple[str, ...]) -> bool:
 
 
 def own(processes: Iterable[Process], home: Home, spared: int) -> list[Process]:
-    """Return the home's own processes, and what these started; not process `spared`, nor those that led to it."""
+    """Return the home's processes and their descendants, except process `spared` and its ancestors."""
     known = {process.pid: process for process in processes}
     kept = set()
     while spared in known and spared not in kept:
@@ -115,7 +115,7 @@ def own(processes: Iterable[Process], home: Home, spared: int) -> list[Process]:
 
 
 def read_home(places: Places) -> Home:
-    """Read what the home and its run directories know."""
+    """Read the evidence of the home and its run directories."""
     noted, containers = set(), set()
     for directory in map(Path, places.run_dirs):
         for note in directory.glob("config/*.pid"):
@@ -127,7 +127,7 @@ def read_home(places: Places) -> Home:
 
 
 def read_all() -> list[Process]:
-    """Read all processes of the machine. May be called by root only."""
+    """Read all processes of the host. Only root can call it."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and (process := read(int(name))) is not None:

@@ -1,4 +1,4 @@
-"""Messages, long steps, and work beside other work. Output of a long step is shown only when it fails."""
+"""Messages, long steps, and concurrent work. The output of a long step is shown only if it fails."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ _SHOWN_LINES = 40
 
 
 class Failure(Exception):
-    """A command cannot go on; the message says why, `status` is the exit status."""
+    """A command cannot continue; the message says why, `status` is the exit status."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ def say(message: str) -> None:
 
 
 def step(title: str, *command: str, cwd: str | None = None, **environment: str) -> None:
-    """Run a long command; say what it does, then how long it took.
+    """Run a long command; print its title, then the time that it took.
 
     Raises:
         Failure: the command failed; the end of its output has been printed.
@@ -56,8 +56,8 @@ def call(*command: str, cwd: str | None = None, **environment: str) -> None:
 
 
 def become(program: str, *arguments: str) -> NoReturn:
-    """Replace this process. Signals reach the program itself, with the handling that this process was started with."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # CPython ignores them; a program that is executed inherits that
+    """Replace this process. Signals reach the program itself, with the handling with which this process was started."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # CPython ignores them, and an executed program inherits that
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -65,7 +65,7 @@ def become(program: str, *arguments: str) -> NoReturn:
 
 
 class Beside:
-    """Work in a process of its own, beside the others; `wait` shows its output. Make none while threads run."""
+    """Work in a separate process, concurrent with the rest; `wait` shows its output. Create none while threads run."""
 
     def __init__(self, name: str, work: Callable[[], int]) -> None:
         """Start `work`, which returns an exit status."""
@@ -89,7 +89,7 @@ class Beside:
         return code if code >= 0 else 128 - code
 
     def end(self) -> None:
-        """End work that is no longer wanted; its output is dropped."""
+        """End work that is no longer needed; its output is dropped."""
         if self._pid:
             os.kill(self._pid, signal.SIGTERM)
             os.waitpid(self._pid, 0)

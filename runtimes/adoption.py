@@ -1,10 +1,11 @@
-"""Which sandboxes of a killed hostd are taken over, and the removal of everything else that it left.
+"""Decides which sandboxes of a killed hostd are adopted, and removes everything else that it left.
 
-A sandbox is adopted only if all of it is as it was written down: its launch was complete, its container runs, both
-namespaces are mounted where they were with the very inodes, and the container's first process lives in that sandbox
-namespace. It gets a new worker with its stored configuration; until that stands it is closed, as it was before.
+A sandbox is adopted only if all of it matches its record: its launch was complete, its container runs, both
+namespaces are mounted at their paths with the recorded inodes, and the container's first process is in that sandbox
+namespace. It gets a new worker with its stored configuration. Until then it stays closed.
 
-Anything else - half made, half removed, unknown, not matching - is removed, and judged by process, inode and mount.
+Everything else (incomplete, partly removed, unknown, not matching) is removed. The removal is checked by process,
+inode and mount.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Leavings:
-    """What a predecessor leaves beside Docker's things and the run directory."""
+    """The resources of a killed hostd besides Docker's and the run directory."""
 
     cgroups: Cgroups
     disks: Disks
@@ -41,16 +42,16 @@ class Leavings:
 
 
 class Unfit(Exception):
-    """The sandbox is not what was written down; the text says in what."""
+    """The sandbox does not match its record; the text says how."""
 
 
 async def adopt_or_remove(
     run: Path, uids: Uids, docker: Docker, leavings: Leavings
 ) -> list[tuple[SandboxRecord, slots.Slot]]:
-    """Return the sandboxes to adopt, with their slots; of all others nothing is left, or it is reported.
+    """Return the sandboxes to adopt, with their slots. Remove all others, and log what could not be removed.
 
     Raises:
-        docker.DockerError: Docker cannot say what there is; nothing was adopted.
+        docker.DockerError: Docker cannot list its containers; nothing was adopted.
     """
     present = dict(await docker.ours())
     fit: list[tuple[SandboxRecord, slots.Slot]] = []
@@ -74,11 +75,11 @@ async def adopt_or_remove(
 
 
 def examine(record: SandboxRecord, state: ContainerState | None, run: Path, uids: Uids) -> slots.Slot:
-    """Return the slot of a sandbox that may be adopted. Blocks for milliseconds.
+    """Return the slot of a sandbox that can be adopted. Blocks for milliseconds.
 
     Raises:
-        Unfit: it may not.
-        OSError: a part of it cannot be looked at.
+        Unfit: it cannot be adopted.
+        OSError: a part of it cannot be read.
     """
     index, inodes = record.slot, (record.sandbox_inode, record.gateway_inode)
     if record.phase != "running" or index is None or inodes[0] is None or inodes[1] is None:
@@ -105,12 +106,12 @@ async def _sweep(
     kept: Sequence[tuple[SandboxRecord, slots.Slot]],
     present: Sequence[str],
 ) -> list[str]:
-    """Remove everything but what is kept; return what is left."""
+    """Remove everything except what is kept; return what is left."""
     names = frozenset(record.sandbox for record, _ in kept)
     alive = {record.container for record, _ in kept}
     gone = [container for container in present if container not in alive]
     written = {path.stem for path in (run / "plans").iterdir()} - alive
-    # Plans first: what Docker still has under way cannot start any more. Then traffic: without its worker a slot leads
+    # Plans first, so that no start that Docker has begun can succeed. Then traffic: without its worker a slot leads
     # nowhere, and its processes end with it.
     for path in (run / "plans").iterdir():
         if path.stem not in alive:
@@ -123,7 +124,7 @@ async def _sweep(
         residue += await asyncio.to_thread(remove_container_groups, container)
     residue += await asyncio.to_thread(leavings.disks.sweep, names)
     residue += leavings.ledgers.sweep(names)
-    for path in (run / "plans").iterdir():  # what a start that was under way has claimed meanwhile
+    for path in (run / "plans").iterdir():  # plans that a start has claimed meanwhile
         if path.stem not in alive:
             path.unlink(missing_ok=True)
     for path in (run / "ingress").iterdir():
@@ -136,9 +137,9 @@ async def _sweep(
 
 
 async def _remove_containers(docker: Docker, alive: Collection[str | None]) -> tuple[str, ...]:
-    """Remove all of our containers but those `alive`; return what stays.
+    """Remove all containers of this server except `alive`; return those that are left.
 
-    A start that the killed hostd had asked for may still be under way in Docker, which refuses a removal meanwhile.
+    Docker can still execute a start that the killed hostd requested. It refuses a removal meanwhile.
     """
     deadline = time.monotonic() + _REMOVE_SECONDS
     while True:

@@ -1,8 +1,8 @@
-"""Alarms on their way into the audit log.
+"""Sends alarms to the audit log.
 
 - No caller waits for a record. A record that auditd does not accept is sent again later, in the order of the events.
 - The queue is bounded. The next alarm's record has the number of alarms that did not fit.
-- Each record names the moment at which the deviation was seen; its own time is that of its writing.
+- Each record has the time at which the difference was seen; the record's own time is that of its writing.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One thing that is not as it should be. `rule` says what kind of thing, for the record."""
+    """One difference from the required state. `rule` is its kind, for the record."""
 
     rule: str
     reason: str
@@ -39,7 +39,7 @@ class _Alarm:
     seen: str
 
     def entry(self, lost: int) -> Entry:
-        """Return its record; `lost` alarms could not be kept."""
+        """Return the record of the alarm; `lost` is the number of alarms that did not fit into the queue."""
         fields: dict[str, str | int] = {
             "rule": self.finding.rule,
             "reason": self.finding.reason,
@@ -50,7 +50,7 @@ class _Alarm:
 
 
 class Alarms:
-    """Takes alarms and hands them to auditd."""
+    """Queues alarms and sends them to auditd."""
 
     def __init__(self, daemons: Daemons) -> None:
         self._daemons = daemons
@@ -61,11 +61,11 @@ class Alarms:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to hand over."""
+        """Start to send."""
         self._task = asyncio.create_task(self._hand_over(), name="alarms")
 
     async def stop(self) -> None:
-        """Give auditd a moment to take the rest, then say in our own log what it did not take."""
+        """Give auditd a moment to accept the rest, then write to hostd's log what it did not accept."""
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FLUSH_SECONDS):

@@ -1,12 +1,12 @@
-"""The audit log as hostd sees it: chains of sandboxes that are gone are ended, and anchors are kept.
+"""hostd's part of the audit log: it ends the chains of removed sandboxes, and keeps anchors.
 
-- hostd alone ends chains. A round compares the open chains with the sandboxes that exist. What a round missed (auditd
-  was down, a launch failed, hostd was killed) the next round finds: nothing has to be remembered.
-- Each round appends an anchor, auditd's statement of where its log stands, to a file that only root can write.
-  `sallyport audit verify` compares the log with it: auditd cannot alter unnoticed what was anchored.
-- The anchors take two files of at most `MAX_BYTES` each. The first anchor of a file names the heads of all open
-  chains, the others those that changed.
-- Another log than the one anchored before, or a log that has become shorter, is an alarm.
+- Only hostd ends chains. A round compares the open chains with the sandboxes that exist. If a round failed (auditd
+  was down, a launch failed, hostd was killed), the next round does its work, so no state must be kept.
+- Each round appends an anchor, auditd's statement of the log's state, to a file that only root can write. `sallyport
+  audit verify` compares the log with it, so auditd cannot alter the anchored part unnoticed.
+- The anchors take two files of at most `MAX_BYTES` each. The first anchor of a file has the heads of all open chains,
+  the others those that changed.
+- It raises an alarm if the log is not the one that was anchored before, or has become shorter.
 """
 
 import asyncio
@@ -54,12 +54,12 @@ class Chains:
         self._done = True
 
     def start(self) -> None:
-        """Begin with a round."""
+        """Start with a round."""
         self._wake.set()
         self._task = asyncio.create_task(self._rounds(), name="chains")
 
     def wake(self) -> None:
-        """Do a round soon: a sandbox is gone."""
+        """Request a round soon, because a sandbox was removed."""
         self._wake.set()
 
     async def stop(self) -> None:
@@ -78,12 +78,12 @@ class Chains:
                 async with asyncio.timeout(_ROUND_SECONDS):
                     await self._wake.wait()
             self._wake.clear()
-            if not await finished(self._round()):  # one that is cut off might write after the last one
+            if not await finished(self._round()):  # a round that is cancelled could write after the last one
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._wake.set()
 
     async def _round(self) -> bool:
-        """Keep an anchor and end the chains of sandboxes that are gone; return whether all of it was done."""
+        """Keep an anchor and end the chains of removed sandboxes; return whether everything succeeded."""
         try:
             auditd = self._daemons.client("auditd")
             anchor = await auditd.ask(Heads(), timeout=_CALL_SECONDS)
@@ -118,7 +118,7 @@ class Chains:
 
 
 def _newest(kept: BoundedLog) -> Anchor | None:
-    """Return the newest anchor that was kept; its heads are those that changed then."""
+    """Return the newest anchor in the file; its heads are those that had changed."""
     for line in reversed(kept.read()):
         with contextlib.suppress(anchors.AnchorError):
             return anchors.read_line(line)

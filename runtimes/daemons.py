@@ -1,20 +1,21 @@
-"""The daemons around hostd and its channels to them: auditd, vaultd, compiler, zygote, serve.
+"""The daemons that hostd starts, and its channels to them: auditd, vaultd, compiler, zygote, serve.
 
-- The sockets of auditd and vaultd are bound here, in a directory that only root can write, and handed to each process
-  of theirs: connections wait while a daemon is started again, and its name is never free. Only root and serve may
-  connect. The daemon itself calls `listen`, so clients see its uid. An adopted daemon has a socket that hostd has not:
-  hostd puts a new one in its place when that daemon is started again.
+- hostd binds the sockets of auditd and vaultd, in a directory that only root can write, and passes them to each of
+  the daemon's processes. So connections wait while a daemon is restarted, and its name is never free. Only root and
+  serve can connect. The daemon itself calls `listen`, so clients see its uid. hostd does not have the socket of an
+  adopted daemon. It replaces that socket by a new one when this daemon is restarted.
 - serve gets the API's socket (`api_listener`).
-- auditd, vaultd and serve are adopted from a former hostd where they run as they would be started: others reach them
-  by their sockets. vaultd only together with auditd, whose channel it holds; zygote and compiler never: they had the
-  old one's channels.
-- vaultd gets its audit channel from us at each of its starts; without auditd it ends, and is started again. The number
-  of that channel never repeats, whatever was killed: it is on disk before it is used.
-- After auditd or vaultd came back, every worker gets a new channel: the former one ended with the old daemon.
-- One that hangs is ended like one that died, and started again. serve is asked over its own connection to us, from its
-  first request on.
-- A zygote is renewed after a worker died by a signal: a fork keeps its parent's address space layout, and an
-  attacker gets no second guess at the same one.
+- auditd, vaultd and serve are adopted from a former hostd if hostd would start them in exactly the same way, because
+  other processes reach them by their sockets. vaultd is adopted only together with auditd, to which it holds a
+  channel. zygote and compiler are never adopted, because their channels led to the former hostd.
+- hostd gives vaultd an audit channel at each of its starts. Without auditd vaultd ends, and is restarted. The number
+  of that channel is never repeated after any kill, because it is on disk before it is used.
+- After a restart of auditd or vaultd, every worker gets a new channel, because the former one ended with the old
+  daemon.
+- A daemon that hangs is killed and restarted. hostd asks serve over the connection that serve itself has made to
+  hostd, from serve's first request on.
+- The zygote is renewed after a signal has ended a worker. The reason: a fork has its parent's address space layout,
+  and an attacker must not get a second attempt at the same layout.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ ADOPTABLE = ("auditd", "vaultd", "serve")
 
 
 class Daemons:
-    """Started by `start`, ended in the other order by `stop`."""
+    """All daemons: `start` starts them, `stop` ends them in a fixed order, serve first and auditd last."""
 
     def __init__(
         self,
@@ -69,12 +70,12 @@ class Daemons:
         reconnect: Callable[[str], None],
         changed: Callable[[], None],
     ) -> None:
-        """Keep what is needed.
+        """Store the parameters.
 
         Args:
-            constants: what each zygote gets for its workers.
+            constants: sent to each zygote, for its workers.
             reconnect: called with the name of each daemon that is a new process for the workers.
-            changed: called when the compiler has another document of the operator's.
+            changed: called when the compiler has another document of the operator.
         """
         self._config = config
         self._constants = constants
@@ -98,10 +99,10 @@ class Daemons:
         self._bound: dict[str, socket.socket] = {}
 
     async def start(self) -> None:
-        """Start zygote and compiler, and beside them auditd and vaultd; of these, those that run already are adopted.
+        """Start zygote, compiler, auditd and vaultd concurrently; adopt auditd and vaultd if they run and match.
 
         Raises:
-            supervisor.NotReady: one of them does not come up; call `stop`.
+            supervisor.NotReady: one of them does not become ready; call `stop`.
         """
         await together(self._start(self._named("zygote")), self._start(self._named("compiler")), self._start_vault())
 
@@ -117,10 +118,10 @@ class Daemons:
         return next(item for item in self._config.processes if item.name == name)
 
     def listen(self) -> None:
-        """Have the API's socket, from the watchdog, or else made here. Before anything is started.
+        """Get the API's socket from the watchdog, or make it. To be called before anything is started.
 
         Raises:
-            OSError: its address is taken, or not ours.
+            OSError: its address is taken, or not one of this host.
         """
         if (address := self._config.listen) is not None:
             notes = self._run / "config"
@@ -130,14 +131,14 @@ class Daemons:
         """Start or adopt serve, if there is one, and wait until it listens.
 
         Raises:
-            supervisor.NotReady: it cannot; it said why.
+            supervisor.NotReady: it cannot listen; its output says why.
         """
         for item in self._config.processes:
             if item.name == "serve" and not await self._adopted(item):
                 await self._start(item)
 
     async def _adopted(self, process: ProcessConfig) -> bool:
-        """Adopt a daemon that a former hostd left, if it would be started just the same; return whether it was."""
+        """Adopt a daemon of a former hostd if it would be started in exactly the same way; return whether it was."""
         daemon = self._daemon(process)
         left = await asyncio.to_thread(predecessor.take, self._run / "config", process.name, daemon.program.identity)
         if left is None or not await daemon.adopt(left, partial(self._answers, process.name)):
@@ -146,7 +147,7 @@ class Daemons:
         return True
 
     async def _start(self, process: ProcessConfig) -> None:
-        """Start a daemon, in place of one that was left."""
+        """Start a daemon, after the former process was ended."""
         await asyncio.to_thread(predecessor.end, self._run / "config", process.name, _END_SECONDS)
         daemon = self._daemon(process)
         self._supervised[process.name] = daemon
@@ -160,7 +161,7 @@ class Daemons:
         return {"auditd": self._config.uids.auditd, "vaultd": self._config.uids.vaultd}[name]
 
     def _bind(self, name: str) -> Inheritance:
-        """Return the daemon's socket: the one that its former process had, where there is one here."""
+        """Return the daemon's socket: that of its former process, if hostd has it."""
         if name not in self._bound:
             self._bound[name] = wire.bind_unix(self._sockets[name], 0o660, (0, self._config.uids.serve))
         return Inheritance({LISTEN_FD: os.dup(self._bound[name].fileno())})
@@ -211,12 +212,12 @@ class Daemons:
         return Supervised(self._config.python, program, self._groups, prepare, ready, up, noted)
 
     def _address(self, name: str) -> bytes:
-        """The address of the socket that a daemon was started with, where that is configured."""
+        """Return the address of the socket with which a daemon is started, empty if none is configured."""
         listens = name == "serve" and self._config.listen is not None
         return self._config.listen.model_dump_json().encode() if listens and self._config.listen else b""
 
     def _hand_over(self, process: ProcessConfig, uid: int) -> Path:
-        """Copy a daemon's configuration to where only it can read it, and cannot change what its next process reads."""
+        """Copy a daemon's configuration to a file that the daemon can read and cannot change for its next process."""
         directory = self._run / "config"
         copy = directory / f"{process.name}.json"
         copy.unlink(missing_ok=True)
@@ -239,7 +240,7 @@ class Daemons:
         return client
 
     def connected(self, name: str) -> bool:
-        """Whether there is a connection to a daemon."""
+        """Return whether there is a connection to a daemon."""
         return (client := self._clients.get(name)) is not None and not client.closed.is_set()
 
     def zygote(self) -> tuple[wire.Client, int]:
@@ -279,7 +280,7 @@ class Daemons:
         self._looking[name] = asyncio.create_task(self._end_hung(name, pid, client), name=f"look-after-{name}")
 
     def heard(self, client: wire.Client) -> None:
-        """Look after serve by a connection of its own, if `client` is one and there is none yet."""
+        """Observe serve by its own connection, if `client` is one and serve is not observed yet."""
         looking, serve = self._looking.get("serve"), self._supervised.get("serve")
         if serve is not None and serve.pid == client.peer.pid and (looking is None or looking.done()):
             self._look_after("serve", serve.pid, client)
@@ -302,13 +303,13 @@ class Daemons:
         if restarted:
             self._reconnect("auditd")
         if restarted and (self._attaching is None or self._attaching.done()):
-            # vaultd's channel ended with the old auditd. It ends by itself; this is for one that hangs.
+            # vaultd's channel ended with the old auditd. vaultd then ends by itself; this call is for one that hangs.
             await self._supervised["vaultd"].kick()
 
     async def _vault_channel(self) -> Inheritance:
-        """Make vaultd's audit channel, and open the vault's head, which only root can.
+        """Make vaultd's audit channel, and open the vault's head file, which only root can open.
 
-        The channel gets its other end once auditd is there: both may start side by side.
+        The other end goes to auditd when auditd is ready, because both can start concurrently.
         """
         ours, theirs = socket.socketpair()
         if self._attaching is not None:
@@ -319,7 +320,7 @@ class Daemons:
         return Inheritance({**inherited, **self._bind("vaultd").fds})
 
     async def _attach_vault(self, ours: socket.socket) -> None:
-        with ours:  # closed whatever happens: a channel that leads nowhere ends vaultd, which is then started again
+        with ours:  # closed in any case: without its other end the channel ends vaultd, which is then restarted
             try:
                 async with asyncio.timeout(_UP_SECONDS):
                     await self.reachable("auditd")
@@ -334,7 +335,7 @@ class Daemons:
             self._reconnect("vaultd")
 
     async def _control_channel(self, name: str) -> Inheritance:
-        """Make the channel to a daemon that has no socket: only hostd can speak to it."""
+        """Make the channel to a daemon that has no socket: only hostd can send to it."""
         ours, theirs = socket.socketpair()
         self._controls[name] = ours
         return Inheritance({"SALLYPORT_CONTROL_FD": theirs.detach()})
@@ -345,7 +346,7 @@ class Daemons:
         await client.ask(wire.Ping(), timeout=None)
         previous = self._clients.get("compiler")
         self._clients["compiler"] = client
-        self._look_after("compiler", self._supervised["compiler"].pid, client)  # its own word of its pid counts nothing
+        self._look_after("compiler", self._supervised["compiler"].pid, client)  # not a pid that it reports itself
         if previous is not None:
             await previous.close()
 
@@ -362,7 +363,7 @@ class Daemons:
         self._clients["zygote"], self._zygote_pid = client, pid
         self._look_after("zygote", pid, client)
         if previous is not None:
-            await previous.answered(_FORK_SECONDS)  # the former one completes the fork that it has begun
+            await previous.answered(_FORK_SECONDS)  # the former zygote completes a fork that it has begun
             await previous.close()
 
     async def _zygote_up(self, restarted: bool) -> None:
@@ -375,7 +376,10 @@ class Daemons:
         return Inheritance({"SALLYPORT_READY_FD": theirs, LISTEN_FD: os.dup(self._listener.fileno())})
 
     async def _serve_ready(self) -> None:
-        """Wait for the byte that serve writes once it listens. If it ends before, its status is what counts."""
+        """Wait for the byte that serve writes when it listens.
+
+        If serve ends before, wait until cancelled: the caller waits for the process too, and reports its status.
+        """
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         pipe = os.fdopen(self._serve_read, "rb", buffering=0)
@@ -393,7 +397,7 @@ class Daemons:
         self._killed.discard(exited.pid)
 
     def killed(self, pid: int) -> None:
-        """Say that we ended this worker ourselves: its death is no reason for a new zygote."""
+        """Note that hostd has killed this worker, so that its death causes no new zygote."""
         self._killed.add(pid)
 
     def _renew_zygote(self) -> None:
@@ -401,7 +405,7 @@ class Daemons:
             self._renewal = asyncio.create_task(self._renew(), name="renew-zygote")
 
     async def _renew(self) -> None:
-        """Start a new zygote beside the old one, then exchange them: workers are spawned meanwhile."""
+        """Start a new zygote beside the old one, then replace the old one; workers can be spawned meanwhile."""
         old = self._supervised["zygote"]
         fresh = self._daemon(next(item for item in self._config.processes if item.name == "zygote"))
         await fresh.start()
@@ -409,12 +413,12 @@ class Daemons:
         await old.stop()
 
     async def fresh_zygote(self) -> None:
-        """Wait until a renewal that is under way is over."""
+        """Wait until a renewal in progress has ended."""
         if self._renewal is not None:
             await asyncio.gather(self._renewal, return_exceptions=True)
 
     async def forget(self, sandboxes: Sequence[str]) -> None:
-        """Have vaultd forget what it holds for sandboxes that are gone: `serve` is no longer there to say so."""
+        """Delete the state of removed sandboxes in vaultd, when `serve` cannot request it any more."""
         for sandbox in sandboxes:
             try:
                 await self.client("vaultd").ask(vaultd.CloseSandbox(sandbox), timeout=_FORGET_SECONDS)
@@ -422,7 +426,7 @@ class Daemons:
                 _log.error("vaultd did not forget %s: %s", sandbox, type(error).__name__)
 
     async def stop_serve(self) -> None:
-        """End serve first: no client can ask for a sandbox while they are removed."""
+        """End serve first, so that no client can create a sandbox while they are removed."""
         if (serve := self._supervised.pop("serve", None)) is not None:
             await serve.stop()
 
@@ -433,7 +437,7 @@ class Daemons:
             self._listener = None
 
     async def stop(self) -> None:
-        """End all daemons, the last started first."""
+        """End all daemons in a fixed order."""
         for task in (self._renewal, self._attaching, *self._looking.values()):
             if task is not None:
                 task.cancel()
@@ -450,7 +454,7 @@ class Daemons:
         await asyncio.to_thread(self._groups.sweep)
 
     async def attach(self, name: str, sock: socket.socket, request: wire.Request[wire.Done]) -> None:
-        """Hand one end of a channel to a daemon, bound to the identity in `request`."""
+        """Give one end of a channel to a daemon, bound to the identity in `request`."""
         await self.client(name).ask(request, fds=[sock.fileno()])
 
 
@@ -459,7 +463,7 @@ async def _nothing(_restarted: bool) -> None:
 
 
 class FileCounter:
-    """A number in a file that only grows, over the death of every process and of the host."""
+    """A number in a file that only grows, also after the death of any process and of the host."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -468,7 +472,7 @@ class FileCounter:
         """Return the next number; it is on disk.
 
         Raises:
-            OSError, ValueError: it cannot be; no number was used.
+            OSError, ValueError: it cannot be written; no number was used.
         """
         number = int(self._path.read_text()) + 1 if self._path.exists() else 1
         temporary = self._path.with_suffix(".new")

@@ -1,8 +1,8 @@
-"""The pages that keep what each sandbox has used up while its workers come and go (`gateway.ledger` writes them).
+"""The pages that hold the counts of each sandbox while its workers are replaced (`gateway.ledger` writes them).
 
-- A page is made once, at launch, and only opened for later workers: a page that is missing is not made again, and
-  without one no worker is spawned.
-- They are files, so that they outlive hostd, too; they are root's alone.
+- A page is made once, at launch, and only opened for later workers. A missing page is not made again, and without it
+  no worker is spawned.
+- They are files, so that they also outlive hostd. Only root can read and write them.
 """
 
 import os
@@ -12,7 +12,7 @@ _SIZE = 4096
 
 
 class Ledgers:
-    """The pages of one hostd, in its own `directory`."""
+    """The pages of one hostd, in `directory`, which nothing else uses."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -21,12 +21,12 @@ class Ledgers:
         """Make the page of a new sandbox.
 
         Raises:
-            OSError: it cannot be made, or is there already.
+            OSError: it cannot be made, or exists already.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self._directory / sandbox, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _SIZE)  # a worker that writes to it must not find the disk full
+            os.posix_fallocate(fd, 0, _SIZE)  # so that a worker's write never fails because the disk is full
         finally:
             os.close(fd)
 
@@ -45,6 +45,6 @@ class Ledgers:
         return (f"file {path}",) if os.path.lexists(path) else ()
 
     def sweep(self, keep: frozenset[str] = frozenset()) -> tuple[str, ...]:
-        """Remove every page but those of `keep`; return what is left."""
+        """Remove every page except those of `keep`; return what is left."""
         names = {path.name for path in self._directory.iterdir()} if self._directory.is_dir() else set()
         return tuple(item for name in sorted(names - keep) for item in self.remove(name))

@@ -1,10 +1,10 @@
-"""The operator's part of what is launched: everything that a worker enforces and a caller cannot say.
+"""The operator's part of a launch: everything that a worker enforces and a caller cannot set.
 
-- A policy is compiled by the compiler, from the operator's file and what the sandbox was given (a selection). Nothing
-  of a selection is read here, and of a compiled policy only its size: the worker validates it.
+- The compiler makes a policy from the operator's file and the sandbox's selection. Nothing of a selection is read
+  here, and of a compiled policy only its form and its digest: the worker validates it.
 - Trust roots, resolvers, address exceptions, fixed addresses and limits come from hostd's own configuration. They are
   equal for all workers: the zygote gets them once.
-- Maxima are judged here, whatever was judged before.
+- Maxima are checked here, independently of earlier checks.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _PATIENCE_SECONDS = 5.0
 
 
 def worker_constants(config: HostConfig) -> Prepare:
-    """Return what all workers have in common; the trust roots are read now.
+    """Return the part of the configuration that all workers have in common; the trust roots are read now.
 
     Raises:
         OSError: they cannot be read.
@@ -53,10 +53,10 @@ def worker_constants(config: HostConfig) -> Prepare:
 
 
 class Operator:
-    """The operator's word; made once, at hostd's start."""
+    """The operator's configuration and policy file, as applied to launches; made once, at hostd's start."""
 
     def __init__(self, config: HostConfig, daemons: Daemons, roots: str) -> None:
-        """Keep the operator's trust roots (PEM) and what compiles policies."""
+        """Store the configuration, the daemons and the operator's trust roots (PEM)."""
         self._config = config
         self._daemons = daemons
         self._roots = roots
@@ -65,7 +65,8 @@ class Operator:
         """Return the policy of a selection (JSON text) under the operator's document as it is now.
 
         Raises:
-            wire.RequestError: there is none: `invalid`, `too_large`, or `unavailable` if the compiler does not answer.
+            wire.RequestError: there is none: `invalid`, `too_large`, or `unavailable` if the compiler does not
+                answer.
         """
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
@@ -89,14 +90,14 @@ class Operator:
         return policy
 
     def ca_bundle(self, root: str) -> str:
-        """Return what the programs in a sandbox trust: the operator's roots, and the sandbox's own."""
+        """Return the trust anchors of the programs in a sandbox: the operator's roots, and the sandbox's own."""
         return f"{self._roots.rstrip()}\n{root}"
 
     def judge(self, spec: Launch, others: int) -> None:
-        """Judge a launch beside `others` sandboxes.
+        """Check a launch, while `others` other sandboxes exist.
 
         Raises:
-            wire.RequestError: it is beyond what the operator allows.
+            wire.RequestError: it exceeds what the operator allows.
         """
         config, maxima = self._config, self._config.maxima
         if spec.runtime not in config.runtimes:
@@ -112,6 +113,6 @@ class Operator:
 
 
 def policy_digest(policy: Policy) -> str:
-    """Return the digest that a compiled policy names, empty if it names none."""
+    """Return the digest in a compiled policy, empty if it has no valid one."""
     digest = policy.get("digest")
     return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else ""

@@ -1,7 +1,7 @@
-"""What hostd is configured with, and what a launch must be on any host.
+"""The configuration of hostd, and the checks that a launch must pass on any host.
 
-Unknown and missing keys, wrong types and out-of-range numbers are refused. Defaults are those of the settings
-(`lifecycle/config/keys.py`) and stand nowhere else.
+Unknown and missing keys, wrong types and out-of-range numbers are refused. Defaults are defined only in the settings
+(`lifecycle/config/keys.py`).
 """
 
 import re
@@ -19,9 +19,9 @@ from wire.endpoints import parse_endpoint
 from wire.ids import SANDBOX_ID
 
 IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z0-9_:@-])*")
-"""What Docker may be asked for as an image: part of a path there, so nothing that leads elsewhere in it."""
+"""The image names for which Docker can be asked. A name is part of a path there, so it must not lead elsewhere."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
-_IMAGE_TEXT = re.compile(r"[ !#%-\[\]-~]{0,1024}")  # what Docker's ENV takes as it is: no quote, dollar or backslash
+_IMAGE_TEXT = re.compile(r"[ !#%-\[\]-~]{0,1024}")  # Docker's ENV takes it unchanged: no quote, dollar or backslash
 
 SandboxId = Annotated[str, Field(pattern=rf"^{SANDBOX_ID.pattern}$")]
 
@@ -37,10 +37,10 @@ class _Strict(BaseModel):
 
 
 def check_launch(launch: Launch) -> None:
-    """Check what a launch asks of Docker and of its runtime.
+    """Check the values of a launch that go to Docker and to its runtime.
 
     Raises:
-        ValueError: no sandbox can be made so. The message has no value of the launch.
+        ValueError: the launch is not possible. The message has no value of the launch.
     """
     _image_name(launch.image)
     if any(not _ENV_NAME.fullmatch(name) for name in launch.env):
@@ -62,7 +62,7 @@ def sandbox_users(index: int) -> int:
 class Uids(_Strict):
     """Numeric users of the daemons; gateway workers have `workers` uids from `worker_base` on.
 
-    Each sandbox on runc has a range of uids, see `sandbox_users`; `workers` bounds their number, too.
+    Each sandbox on runc has a range of uids, see `sandbox_users`; `workers` is also the limit of their number.
     """
 
     serve: int = Field(ge=1)
@@ -84,12 +84,12 @@ class Uids(_Strict):
 
     @property
     def daemons(self) -> tuple[int, ...]:
-        """Of the daemons, one each."""
+        """The uids of the daemons, one for each."""
         return self.serve, self.vaultd, self.auditd, self.compiler
 
 
 class Maxima(_Strict):
-    """The most that one sandbox may have, and how many there may be. `disk_bytes` None is no limit."""
+    """The maximum that one sandbox can have, and the maximum number of sandboxes. `disk_bytes` None is no limit."""
 
     cpu_nanos: int = Field(ge=1)
     memory_bytes: int = Field(ge=1)
@@ -99,7 +99,7 @@ class Maxima(_Strict):
 
 
 class DockerdConfig(_Strict):
-    """A dockerd of our own, in a network namespace of its own."""
+    """The dockerd that hostd starts, in its own network namespace."""
 
     binary: str
     data_root: str
@@ -109,10 +109,11 @@ class DockerdConfig(_Strict):
 
 
 def image_environment(env: dict[str, str]) -> dict[str, str]:
-    """Return the environment of an image.
+    """Check the environment of an image, and return it.
 
     Raises:
-        ValueError: a name is none, or a value is long or has other than printable ASCII, or `"`, `$` or a backslash.
+        ValueError: a name is invalid; or a value is too long, or has `"`, `$`, a backslash or other than printable
+            ASCII.
     """
     for name, text in env.items():
         if not _ENV_NAME.fullmatch(name) or not _IMAGE_TEXT.fullmatch(text):
@@ -121,7 +122,7 @@ def image_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 class ImageConfig(_Strict):
-    """An image imported from a root file system tar when it is missing or the tar or `env` has changed."""
+    """An image that is imported from a root file system tar if it is missing, or if the tar or `env` has changed."""
 
     name: str
     tar: str
@@ -137,7 +138,7 @@ class ProcessConfig(_Strict):
 
 
 class ListenConfig(_Strict):
-    """The address of the API; an address or a name of this host."""
+    """The address of the API: an address or a name of this host."""
 
     host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)
@@ -147,7 +148,7 @@ LEAST_MEMORY: Final = 256 << 20
 
 
 class DaemonMemory(_Strict):
-    """Bytes that each daemon may have; one that wants more is ended by the kernel and started again."""
+    """Memory limits of the daemons, in bytes. The kernel kills a daemon above its limit, and hostd restarts it."""
 
     auditd: int = Field(ge=LEAST_MEMORY)
     vaultd: int = Field(ge=LEAST_MEMORY)
@@ -157,10 +158,10 @@ class DaemonMemory(_Strict):
 
 
 class HostConfig(_Strict):
-    """What `python -m runtimes.hostd` reads. With `disk_limits` a launch without a limit is refused.
+    """The configuration file of `python -m runtimes.hostd`. With `disk_limits` a launch without a limit is refused.
 
-    All that is the operator's in a worker's configuration is here or in the operator's policy file, which the compiler
-    reads: no call can say it. `listen` is None where no process is `serve`.
+    All of the operator's part of a worker's configuration is here or in the operator's policy file, which the
+    compiler reads: no call can set it. `listen` is None if no process is `serve`.
     """
 
     run_dir: str

@@ -1,15 +1,16 @@
-"""One gateway worker: spawned with its channels, configured before it lets a flow in, watched by a pidfd.
+"""One gateway worker: spawned with its channels, configured before it accepts a flow, observed by a pidfd.
 
 - The order is fixed: audit and vault channels and cgroup, fork, configuration. A step that fails ends the child.
-- When auditd or vaultd is a new process, it gets a new channel and lives on; it sends what it had to record then. A
-  daemon that ends before it has the channel costs no worker: the worker refuses what needs the daemon, and asks again.
-- Its identity (sandbox, generation) is given to auditd and vaultd by us, never by the worker.
-- Its standard error is a pipe of its own, logged within bounds under the sandbox's id.
-- A worker is ended through its pidfd: a number that was used again is never hit.
-- It may ask for a new channel when one has ended, and for nothing else.
-- What it answers is believed nowhere: it confirms exactly what it was given, or counts as one that does not.
-- A worker that hangs counts as ended. The evidence is its progress (answers to `ping`, changes of its ledger) and what
-  it does with the processor (`liveness`), never how long an answer takes.
+- If auditd or vaultd is a new process, the worker gets a new channel and continues. It then sends the records that it
+  has queued. If a daemon ends before it has the channel, no worker is ended: the worker refuses everything that needs
+  the daemon, and requests a channel again.
+- hostd gives its identity (sandbox, generation) to auditd and vaultd; the worker never does.
+- Its standard error is its own pipe, logged within bounds under the sandbox's id.
+- A worker is killed through its pidfd, so that a process which reuses the number is never signalled.
+- A worker can request a new channel when one has ended, and nothing else.
+- The answers of a worker are not trusted. It confirms exactly what it was given; any other answer counts as none.
+- A worker that hangs counts as ended. The evidence is its progress (answers to `Beat`, changes of its ledger) and its
+  use of the processor (`liveness`), never the time that an answer takes.
 """
 
 import asyncio
@@ -64,11 +65,11 @@ class WorkerIdentity:
 
 
 class NotAttached(Exception):
-    """A daemon ended or did not answer while a worker's channel was handed to it; the worker is as it was."""
+    """A daemon ended or did not answer while it got a worker's new channel; the worker did not change."""
 
 
 class WorkerProcess:
-    """A running worker. Make one with `spawn_worker`."""
+    """A running worker. `spawn_worker` makes it."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class WorkerProcess:
         ledger: int,
         output: Output,
     ) -> None:
-        """Watch process `pid`, which writes `output`; `ledger` is read for signs of life and stays the caller's."""
+        """Observe process `pid`, which writes `output`. `ledger` is read for progress; the caller still owns it."""
         self.identity = identity
         self.pid = pid
         self.control = control
@@ -91,21 +92,21 @@ class WorkerProcess:
         self._output = output
         self._gone = False
         self.reconnects = 0
-        """How many new channels it was given."""
+        """The number of new channels that it was given."""
 
     def _page(self) -> bytes:
         return os.pread(self._ledger, _PAGE, 0)
 
     async def configure(self, policy: str, digest: str, seconds: float = _CONFIGURE_SECONDS) -> str:
-        """Give it a compiled policy (JSON text) and wait for its word; return the digest of the one in force now.
+        """Give it a compiled policy (JSON text) and wait until it confirms it; return the confirmed digest.
 
         Args:
-            digest: of the policy, which it has to confirm.
-            seconds: what it gets for it, of its own time (`liveness.within`).
+            digest: of the policy; the worker must confirm it.
+            seconds: the limit, in the worker's own time (`liveness.within`).
 
         Raises:
-            wire.RemoteError: it refused; what it had stays in force.
-            ConnectionError, TimeoutError: it is gone or stuck, or confirms something else.
+            wire.RemoteError: it refused; the former policy stays in force.
+            ConnectionError, TimeoutError: it has ended or does not answer, or confirms something else.
         """
         request = worker.Configure(self.identity.sandbox, self.identity.generation, policy)
         answer = await within(self.pid, seconds, self.control.ask(request, timeout=None))
@@ -114,11 +115,11 @@ class WorkerProcess:
         return digest
 
     async def reconnect(self, daemon: str) -> None:
-        """Give it a new channel to auditd or vaultd, which is a new process, and wait for its word.
+        """Give it a new channel to auditd or vaultd, which is a new process, and wait until it confirms it.
 
         Raises:
-            NotAttached: the daemon's fault; try again.
-            wire.RemoteError, ConnectionError, TimeoutError, OSError: it has none now; end it.
+            NotAttached: the daemon failed; try again.
+            wire.RemoteError, ConnectionError, TimeoutError, OSError: it has no channel now; end it.
         """
         with contextlib.ExitStack() as stack:
             there, here = map(stack.enter_context, socket.socketpair())
@@ -131,7 +132,7 @@ class WorkerProcess:
             self.reconnects += 1
 
     async def guarded(self, pidfd: int) -> None:
-        """Give it the pidfd of a new guard. A worker that does not take it is killed."""
+        """Give it the pidfd of a new guard. A worker that does not accept it is killed."""
         try:
             await within(self.pid, _RECONNECT_SECONDS, self.control.tell(worker.Guarded(), fds=[pidfd]))
         except (ConnectionError, TimeoutError):
@@ -144,7 +145,7 @@ class WorkerProcess:
             _log.error("the worker of %s hangs: %s", self.identity.sandbox, hangs)
 
     def kill(self) -> None:
-        """Kill it; every call that waits for it ends. `end` clears away what is left."""
+        """Kill it; every call that waits for it returns. `end` removes what is left."""
         if self._gone:
             return
         if not select.select([self._pidfd], [], [], 0)[0]:
@@ -153,7 +154,7 @@ class WorkerProcess:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def end(self) -> tuple[str, ...]:
-        """Kill it and remove its group; return what is left. May be called again when something was."""
+        """Kill it and remove its group; return what is left. Can be called again if something is left."""
         if not self._gone:
             self.kill()
             await self.control.close()
@@ -170,10 +171,10 @@ class WorkerProcess:
 
 
 async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: WorkerIdentity) -> None:
-    """Hand `end` to auditd or vaultd as the channel of the worker that is `identity`.
+    """Give `end` to auditd or vaultd as the channel of the worker with `identity`.
 
     Raises:
-        wire.RemoteError, ConnectionError, TimeoutError: it was not taken.
+        wire.RemoteError, ConnectionError, TimeoutError: it was not accepted.
     """
     requests: dict[str, wire.Request[wire.Done]] = {
         "auditd": auditd.Attach(auditd.Producer.GATEWAY, identity.sandbox, identity.generation),
@@ -192,7 +193,7 @@ async def spawn_worker(
     limits: GroupLimits,
     ended: Callable[[str], None],
 ) -> WorkerProcess:
-    """Make a worker that refuses everything until it is configured; `ledger` stays the caller's.
+    """Make a worker that refuses everything until it is configured. The caller keeps the ownership of `ledger`.
 
     `ended` gets the name of the daemon to which the worker has no channel any more, as the worker reports.
 
@@ -201,7 +202,7 @@ async def spawn_worker(
     """
     zygote, parent = daemons.zygote()
     with contextlib.ExitStack() as stack:
-        # closed when done: each end is then with its new owner, and the death of that owner is seen at once
+        # Closed at the end: then only the new owner has each end, so that the owner's death is noticed at once.
         control_here, control_there = map(stack.enter_context, socket.socketpair())
         audit_there, audit_here = map(stack.enter_context, socket.socketpair())
         vault_there, vault_here = map(stack.enter_context, socket.socketpair())
@@ -210,7 +211,7 @@ async def spawn_worker(
         reading, errors = pipe()
         stack.callback(os.close, errors)
         output = Output(identity.sandbox, reading, WORKER)
-        # Made before there is a worker: it can pass no descriptors to us.
+        # Made before the worker, and narrow: the worker can pass no descriptors to hostd.
         asked = handler(worker.ASKED, partial(_asked, ended))
         control = wire.Client(control_here.dup(), asked, takes=wire.NARROW)
         try:
@@ -239,13 +240,13 @@ async def spawn_worker(
 async def _asked(
     ended: Callable[[str], None], _control: wire.Client, request: worker.RequestChannel, fds: list[int]
 ) -> None:
-    """Answer a worker."""
+    """Handle the request of a worker."""
     close_all(fds)
     ended(next(daemon for daemon, channel in _CHANNELS.items() if channel is request.channel))
 
 
 def _child(pid: int, parent: int) -> int:
-    """Return `pid` if it is a process that the zygote has made.
+    """Return `pid` if it is a child process of the zygote.
 
     Raises:
         ConnectionError: it is not.

@@ -1,1 +1,1 @@
-"""What demo, bench, chaos and tests share: an internet of their own, attacks, and captures at the far ends."""
+"""The common parts of demo, bench, chaos and tests: a separate internet, attacks, and captures at the far ends."""

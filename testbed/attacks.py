@@ -1,8 +1,8 @@
-"""Attacks in exact bytes: sent from a sandbox and, for the control, from where no gate stands; judged at the far end.
+"""Attacks in exact bytes: sent from a sandbox and, as a control, without a gateway; judged at the far end.
 
-- Every attack writes its mark into what it sends, so that what arrives can be attributed to it.
-- `Verdicts` holds both sides of one batch: what each client got, and what the servers noted, the wire carried and the
-  audit log says of that time.
+- Every attack writes its mark into the bytes that it sends, so that what arrives can be attributed to it.
+- `Verdicts` has both sides of one batch: the answers to each client; and the servers' notes, the frames on the wire
+  and the audit records of that time.
 """
 
 import json
@@ -25,9 +25,11 @@ MARK = "@@"
 SCRIPT = "/tmp/raw_client.py"
 _SETTLE_SECONDS = 10.0
 _ARRIVES_SECONDS = 5.0
-"""For a request behind an answer: a client that hangs up before it is forwarded takes it back."""
+"""For a request after which an answer is expected: if the client closed before the request is forwarded, it would be
+lost."""
 _STILL_SECONDS, _STILL_AT_MOST = 0.3, 5.0
-"""Without a frame before a batch begins: what earlier flows still say to each other is none of it. Others may go on."""
+"""Before a batch begins, this time must pass without a frame, because frames of earlier flows do not belong to the
+batch. The wait ends after `_STILL_AT_MOST`, because other flows can continue."""
 
 type Request = tuple[str, int, str, str]
 """Host, port, method and path, without the query."""
@@ -40,7 +42,7 @@ class Attack:
     Attributes:
         name: a sentence or a few words, unique in its batch.
         send: texts (latin-1, one write each) and pauses in seconds; `@@` stands for the attack's mark.
-        tls: the server name to speak TLS to; None speaks in clear.
+        tls: the server name for TLS; None: no TLS.
         arrives: the targets that may arrive at the host, in any order; `@@` as above.
         options: more of `raw_client`'s case: `alpn`, `hello`, `quiet`, `udp`.
     """
@@ -54,7 +56,7 @@ class Attack:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def case(self, mark: str) -> dict[str, Any]:
-        """As `raw_client` takes it."""
+        """Return the case in `raw_client`'s format."""
         send = [part.replace(MARK, mark) if isinstance(part, str) else part for part in self.send]
         address = ADDRESSES.get(self.host, self.host)
         case: dict[str, Any] = {"address": address, "port": self.port, "send": send, **self.options}
@@ -67,7 +69,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What became of a batch."""
+    """The results of a batch."""
 
     marks: dict[str, str]
     answers: dict[str, dict[str, Any]]
@@ -76,26 +78,26 @@ class Verdicts:
     records: list[dict[str, Any]]
 
     def answer(self, attack: Attack) -> str:
-        """The bytes the client got, latin-1."""
+        """Return the bytes that the client received, latin-1."""
         return str(self.answers[attack.name]["received"])
 
     def arrived(self, attack: Attack) -> list[str]:
-        """The targets of requests with this attack's mark that any server received."""
+        """Return the targets of requests with this attack's mark that any server received."""
         mark = self.marks[attack.name]
         return sorted(str(note["target"]) for note in self.noted if "target" in note and mark in json.dumps(note))
 
     def heard(self, attack: Attack) -> bool:
-        """Whether any server got a byte string with this attack's mark, a request or not."""
+        """Return whether any server received bytes with this attack's mark, in a request or not."""
         mark = self.marks[attack.name]
         return any(mark in note.get("heard", "") for note in self.noted)
 
     def expected(self, attack: Attack) -> list[str]:
-        """The targets that may arrive."""
+        """Return the targets that may arrive."""
         return sorted(target.replace(MARK, self.marks[attack.name]) for target in attack.arrives)
 
     @property
     def received_requests(self) -> Counter[Request]:
-        """Every request any server received."""
+        """Every request that any server received."""
         return Counter(
             (str(note["host"]), int(note["port"]), str(note["method"]), str(note["target"]).partition("?")[0])
             for note in self.noted
@@ -104,7 +106,7 @@ class Verdicts:
 
     @property
     def logged_requests(self) -> Counter[Request]:
-        """Every request the audit log says was allowed."""
+        """Every request that the audit log records as allowed."""
         return Counter(
             (str(record["host"]), int(record["port"]), str(record["method"]), str(record["path"]))
             for record in self.records
@@ -112,12 +114,12 @@ class Verdicts:
         )
 
     def data_frames(self) -> list[Frame]:
-        """Frames of TCP and UDP that came to any server but the resolver."""
+        """Return frames of TCP and UDP that any server except the resolver received."""
         return [frame for frame in self.frames if frame.destination != DNS_ADDRESS and frame.protocol in (6, 17)]
 
 
 def marks(attacks: Iterable[Attack]) -> dict[str, str]:
-    """A mark for each attack that appears nowhere else."""
+    """Return a mark for each attack that occurs nowhere else."""
     prefix = os.urandom(3).hex()
     return {attack.name: f"m{prefix}{number:03d}z" for number, attack in enumerate(attacks)}
 
@@ -143,7 +145,7 @@ def from_sandbox(attacks: tuple[Attack, ...], internet: Internet, stack: Stack, 
 
 
 def from_outside(attacks: tuple[Attack, ...], internet: Internet) -> Verdicts:
-    """The control: run a batch where no gate stands."""
+    """Run a batch in a place without a gateway, as a control."""
 
     def run(cases: str) -> str:
         namespace = internet.path(internet.control)
@@ -192,7 +194,7 @@ def _run(
 
 
 def _wait_until_still(*wires: Capture) -> None:
-    """Until nothing has come for a moment, or the time is over."""
+    """Wait until no frame has arrived for a moment, or the time is over."""
     deadline = time.monotonic() + _STILL_AT_MOST
     seen, since = [-1], time.monotonic()
     while (now := time.monotonic()) < deadline and now - since < _STILL_SECONDS:

@@ -1,4 +1,4 @@
-"""Listens on every address of its namespace and counts connections: a service that no sandbox should be able to reach.
+"""Listens on every address of its namespace and counts connections: a service that no sandbox may reach.
 
 python -m testbed.canary COUNTER PORT...        one byte is appended to COUNTER for each connection
 """
@@ -29,7 +29,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def main() -> None:
-    """Listen until killed; prints `ready` once every port is open."""
+    """Listen until killed; print `ready` when every port is open."""
     counter = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     servers = [_Server(int(port), counter) for port in sys.argv[2:]]
     threads = [threading.Thread(target=server.serve_forever) for server in servers]

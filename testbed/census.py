@@ -1,6 +1,6 @@
-"""Counts everything a running Sallyport has on this machine, to be compared before and after.
+"""Counts all resources of a running Sallyport on this host, for a comparison of before and after.
 
-Nothing is asked of Sallyport itself: processes come from /proc, mounts from mountinfo, groups and files from the file
+It does not query Sallyport itself: processes come from /proc, mounts from mountinfo, groups and files from the file
 system, containers from Docker, rows from the database file.
 """
 
@@ -32,10 +32,10 @@ _READY_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What exists on the machine. Command lines identify processes, so that a restarted one counts as the same.
+    """The resources on the host. Command lines identify processes, so that a restarted one counts as the same.
 
-    So are the control groups of the workers, without the generation, which is the last part of their names, and the
-    slots, without their numbers.
+    For the same reason control groups of workers have no generation, which is the last part of their names, and slots
+    have no numbers.
     """
 
     processes: tuple[str, ...]
@@ -47,7 +47,7 @@ class Census:
     rows: int
 
     def beyond(self, before: "Census") -> dict[str, object]:
-        """What came and what went, by kind."""
+        """Return the additions and removals, by kind."""
         differences: dict[str, object] = {}
         for field in fields(self):
             old, new = getattr(before, field.name), getattr(self, field.name)
@@ -58,7 +58,7 @@ class Census:
 
 
 def take(stack: Stack) -> Census:
-    """Take the census of `stack`, once the slots that it makes ahead of need stand."""
+    """Take the census of `stack`, when the slots that it makes ahead of need are ready."""
     run, state = stack.run, stack.state
     deadline = time.monotonic() + _READY_SECONDS
     while _idle(run) < stack.slots_ahead and time.monotonic() < deadline and hostd_runs(stack):
@@ -88,7 +88,7 @@ def take(stack: Stack) -> Census:
                 _unnumbered(str(path))
                 for place in _places(run, state)
                 for path in place.rglob("*")
-                if path.name != ".index"  # of a sealed directory: one, from its first record on
+                if path.name != ".index"  # there is one in a sealed directory, from its first record on
             )
         ),
         containers=tuple(sorted(listed.split())),
@@ -99,13 +99,13 @@ def take(stack: Stack) -> Census:
 def _slots(run: Path, side: str = "*") -> set[int]:
     found = set()
     for path in (run / "netns").glob(side):
-        with suppress(FileNotFoundError):  # one that was no sandbox's yet may be gone by now
+        with suppress(FileNotFoundError):  # an unused slot can be removed meanwhile
             found.add(path.stat().st_ino)
     return found
 
 
 def _idle(run: Path) -> int:
-    """How many slots are unused: the namespaces without a process, equally many on each side."""
+    """Return the number of unused slots: namespaces without a process, the lower number of the two sides."""
     used = {inode for inodes in namespaces_in_use().values() for inode in inodes}
     free = mounted_namespaces().keys() - used
     return min(len(_slots(run, side) & free) for side in ("*-gw", "*-sbx"))
@@ -125,7 +125,7 @@ def _rows(path: Path) -> int:
 
 
 def command_lines() -> dict[int, str]:
-    """The command line of every process."""
+    """Return the command line of every process."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -136,7 +136,7 @@ def command_lines() -> dict[int, str]:
 
 
 def daemons(stack: Stack) -> dict[str, int]:
-    """The pid of each daemon of `stack`, by hostd's notes: what a daemon forked has its command line, too."""
+    """Return the pid of each daemon of `stack` from hostd's notes: a fork of a daemon has the same command line."""
     hostd = [pid for pid, line in command_lines().items() if f"-m runtimes.hostd {stack.run}/" in line]
     started = [(start, pid) for pid in hostd if (start := start_time(pid)) is not None]
     found = {"runtimes.hostd": min(started)[1]} if started else {}
@@ -149,10 +149,10 @@ def daemons(stack: Stack) -> dict[str, int]:
 
 
 def hostd_runs(stack: Stack) -> bool:
-    """Whether there is a hostd of `stack`."""
+    """Return whether a hostd of `stack` runs."""
     return "runtimes.hostd" in daemons(stack)
 
 
 def descriptors(stack: Stack) -> dict[str, int]:
-    """How many descriptors each daemon holds."""
+    """Return the number of descriptors of each daemon."""
     return {module: len(os.listdir(f"/proc/{pid}/fd")) for module, pid in daemons(stack).items()}

@@ -1,9 +1,9 @@
-"""Collects what a sandbox can read: environments, command lines, process memory and every file that is not the image's.
+"""Collects what a sandbox can read: environments, command lines, process memory and all files not from the image.
 
     python3 collect.py OUTPUT SINCE        files changed at or after SINCE (seconds of the epoch)
 
-Standard library only; it runs inside sandboxes. Nothing is searched here: the secrets never enter the sandbox, not
-even to be looked for. The collection is searched outside.
+Standard library only; it runs inside sandboxes. It does not search, because the secrets must never enter the sandbox,
+not even for a search. The collection is searched outside.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SKIPPED = ("/proc", "/sys", "/dev")
 
 
 def mounts() -> set[str]:
-    """What is mounted: files of ours among them, which are older than the sandbox."""
+    """Return all mount points, among them those of Sallyport's files, which are older than the sandbox."""
     with open("/proc/mounts") as table:
         return {line.split()[1] for line in table}
 
 
 def files(since: float) -> Iterator[str]:
-    """Regular files that changed since, and those that are mounts of their own."""
+    """Yield regular files that have changed since then, and those that are mount points."""
     mounted = mounts()
     for directory, names, leaves in os.walk("/", followlinks=False):
         names[:] = [name for name in names if os.path.join(directory, name) not in SKIPPED]
@@ -35,13 +35,13 @@ def files(since: float) -> Iterator[str]:
             path = os.path.join(directory, leaf)
             with contextlib.suppress(OSError):
                 status = os.lstat(path)
-                recent = status.st_mtime >= since  # not ctime: gVisor reports the present for the image's files
+                recent = status.st_mtime >= since  # not ctime: gVisor reports the present time for the image's files
                 if stat.S_ISREG(status.st_mode) and (recent or path in mounted):
                     yield path
 
 
 def memory(pid: str) -> Iterator[bytes]:
-    """The writable memory of a process, as far as this one may read it."""
+    """Yield the writable memory of a process, if this one is allowed to read it."""
     left = MAX_MEMORY
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as mem:
         for line in maps:

@@ -1,4 +1,4 @@
-"""Control runs: the same probes where no gate stands. A row whose control does not arrive proves nothing."""
+"""Control runs: the same probes in a place without a gateway. A row whose control does not arrive proves nothing."""
 
 import subprocess
 
@@ -10,15 +10,15 @@ from testbed.privileged import PrivilegedContainer
 
 _CANARY = "control-gateway"
 _CLOSED = "table ip control { chain out { type filter hook output priority 0; policy drop; }; }"
-"""Lets nothing out of a namespace until the rules there are flushed."""
+"""Drops all packets that leave a namespace until its rules are flushed."""
 
 
 def run_controls(internet: Internet, runtime: str) -> dict[str, int]:
-    """Run every probe from the ungated namespace, in a privileged container of `runtime`.
+    """Run every probe from the namespace without a gateway, in a privileged container of `runtime`.
 
     Returns:
-        For each probe, how much arrived at its far end (frames or connections). The neighbour's frames are
-        counted on the control's own wire: a segment it does share.
+        For each probe, how much arrived at its far end (frames or connections). The neighbour's frames are counted on
+        the control's own wire, because it shares that segment.
     """
     net = internet.path(internet.net)
     canary = internet.start_canary(net, _CANARY, *GATEWAY_CANARY_PORTS)
@@ -44,7 +44,7 @@ def _rule(internet: Internet, command: str) -> None:
 
 
 def _arrives(internet: Internet, wire: Capture, container: PrivilegedContainer, attempt: Attempt) -> int:
-    """Run one probe and wait for what arrives of it."""
+    """Run one probe, wait for its traffic, and return how much has arrived."""
     mark, host, gateway = wire.mark(), internet.canary_hits("host"), internet.canary_hits(_CANARY)
     report = container.attempt(attempt.probe)
 

@@ -1,7 +1,7 @@
-"""Responses of a server that gives a secret back, in every shape HTTP has for it.
+"""Responses of a server that returns a secret, in every form that HTTP has for it.
 
-Each form is the bytes of a whole response, in the pieces in which they are written, and whether the connection ends
-with it. The demo API sends them from `/v1/echo?form=NAME`.
+Each form has the bytes of a complete response, in the pieces in which they are written, and whether the connection
+ends with it. The demo API sends them from `/v1/echo?form=NAME`.
 """
 
 import base64
@@ -70,14 +70,14 @@ _STATUSES = {
 }
 
 PAUSE = b""
-"""In the place of a piece: a moment in which nothing is sent."""
+"""Instead of a piece: a pause in which nothing is sent."""
 
 REDIRECTS = {
     "attacker": f"https://{ATTACKER}/taken",
     "metadata": f"http://{METADATA_ADDRESS}/latest/meta-data/",
     "plain": "http://api.bank.example/v1/plain",
 }
-"""Where `/v1/redirect?to=NAME&status=CODE` sends its visitors."""
+"""The targets of `/v1/redirect?to=NAME&status=CODE`."""
 
 
 def _whole(status: str, body: bytes, *fields: str) -> bytes:
@@ -92,7 +92,7 @@ def _chunked(body: bytes, size: int, trailers: bytes = b"") -> Pieces:
 
 
 def mirror(body: bytes, first: int) -> Pieces:
-    """What the client sent, sent back: its first bytes, a moment later the others."""
+    """Return the client's bytes as a response: the first ones, and after a pause the others."""
     head, *_ = _chunked(b"", 1)
     parts = (b"%x\r\n%s\r\n" % (len(part), part) if part else b"" for part in (body[:first], body[first:]))
     before, after = parts
@@ -100,7 +100,7 @@ def mirror(body: bytes, first: int) -> Pieces:
 
 
 def forms(secret: str) -> dict[str, tuple[Pieces, bool]]:
-    """Every response that holds `secret`, by name."""
+    """Return every response that contains `secret`, by name."""
     body = f"you sent {secret} to me\n".encode()
     raw = secret.encode()
     made: dict[str, tuple[Pieces, bool]] = {

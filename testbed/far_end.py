@@ -1,4 +1,4 @@
-"""Watches every far end at once while an attempt runs, and turns what arrived into evidence."""
+"""Watches all far ends concurrently while an attempt runs, and converts what arrived into evidence."""
 
 import json
 import subprocess
@@ -27,11 +27,11 @@ from testbed.stack import Stack
 
 GATEWAY_CANARY_PORTS = (8080, 15002)
 SETTLE_SECONDS = 0.15
-"""How long a frame may take from one namespace to the next; the control runs show that it is enough."""
+"""The time that a frame can need from one namespace to the next. The control runs show that it suffices."""
 
 
 def wait_for(count: Callable[[], int], seconds: float = 20.0) -> int:
-    """Ask `count` until it is positive or `seconds` have passed; returns its last answer."""
+    """Call `count` until it is positive or `seconds` have passed; return its last result."""
     deadline = time.monotonic() + seconds
     while (result := count()) == 0 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -39,7 +39,7 @@ def wait_for(count: Callable[[], int], seconds: float = 20.0) -> int:
 
 
 def targets(**places: object) -> dict[str, Any]:
-    """The probes' input: the same far ends from everywhere, and the place that the probe starts from."""
+    """Return the probes' input: the far ends, which are equal for all places, and `places` of the probe's start."""
     return {
         "attacker_name": ATTACKER,
         "attacker": ADDRESSES[ATTACKER],
@@ -55,14 +55,14 @@ def targets(**places: object) -> dict[str, Any]:
 
 
 def sandbox_targets() -> dict[str, Any]:
-    """The targets as seen from any sandbox: every slot has the same addresses."""
+    """Return the targets for any sandbox: every slot has the same addresses."""
     return targets(
         resolver="192.0.2.1", gateway="192.0.2.1", inside="192.0.2.2", interface="eth0", gateway_mac="02:53:50:00:00:01"
     )
 
 
 def control_targets() -> dict[str, Any]:
-    """The targets as seen from the place without a gate."""
+    """Return the targets for the place without a gateway."""
     return targets(
         resolver=DNS_ADDRESS,
         gateway=CONTROL_GATEWAY,
@@ -73,7 +73,7 @@ def control_targets() -> dict[str, Any]:
 
 
 class FarEndWatch:
-    """The far ends of one sandbox's attempts. Use as a context manager."""
+    """The far ends during one sandbox's attempts. Use as a context manager."""
 
     def __init__(self, internet: Internet, stack: Stack, sandbox: Any, other: Any) -> None:
         self._internet, self._stack = internet, stack
@@ -96,12 +96,12 @@ class FarEndWatch:
         self._resources.close()
 
     def mark(self) -> tuple[int, int, int, int]:
-        """Where every far end stands now."""
+        """Return the present state of every far end."""
         host, gateway = self._internet.canary_hits("host"), self._internet.canary_hits(self._canary_name)
         return self._wire.mark(), self._neighbour.mark(), host, gateway
 
     def since(self, mark: tuple[int, int, int, int], report: Report) -> Evidence:
-        """What arrived since `mark`, after a moment for stragglers."""
+        """Return the evidence of what has arrived since `mark`, after a pause for late frames."""
         time.sleep(SETTLE_SECONDS)
         wire, neighbour, host, gateway = mark
         return Evidence(
@@ -114,7 +114,7 @@ class FarEndWatch:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a canary this demo started."""
+    """End a canary that this demo has started."""
     process.kill()
     process.wait()
     if process.stdout is not None:
@@ -122,5 +122,5 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def probe_environment(values: dict[str, Any]) -> str:
-    """The environment value the probes read their targets from."""
+    """Return the environment value from which the probes read their targets."""
     return json.dumps(values)

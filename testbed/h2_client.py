@@ -1,4 +1,4 @@
-"""Speaks HTTP/2 with no regard for its rules, and says what came back.
+"""Sends HTTP/2 without a check of its rules, and reports the results.
 
     PYTHONPATH=h2.zip python3 h2_client.py < cases.json > results.json
 
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 5.0
 
 
 def run(case: dict[str, Any]) -> list[str]:
-    """Carry one case out. Never raises."""
+    """Run one case. Never raises."""
     outcomes = {1 + 2 * number: "closed" for number in range(len(case["requests"]))}
     try:
         _converse(case, outcomes)

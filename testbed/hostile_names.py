@@ -1,6 +1,6 @@
-"""Names whose owner lies in DNS: about where they are, about other names, and differently each time.
+"""Names with false DNS records: about their own addresses, about other names, and different for each query.
 
-A policy may allow each of them; what their records say must open nothing.
+A policy may allow each of them; their records must not permit access to anything else.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ REFUSED = {
     "broadcast": "255.255.255.255",
     "the-host": UP_ADDRESS,
 }
-"""Names with one address each, none of which a sandbox may reach."""
+"""Names with one address each, which no sandbox may reach."""
 HOSTILE = tuple(
     f"{label}.{DOMAIN}"
     for label in (*REFUSED, "mixed", "flip", "alias-inside", "alias-attacker", "loop", "chain", "foreign", "dotted")
@@ -31,13 +31,13 @@ HOSTILE = tuple(
 
 
 class HostileNames:
-    """Answers for `HOSTILE`; remembers how often each was asked."""
+    """Answers for `HOSTILE`; counts the queries for each name."""
 
     def __init__(self) -> None:
         self._asked: Counter[str] = Counter()
 
     def records(self, name: str) -> list[RR] | None:
-        """The answer section for `name` (lower case, no trailing dot), or None when it is not one of these."""
+        """Return the answer section for `name` (lower case, no trailing dot), or None if it is not one of these."""
         label, dot, parent = name.partition(".")
         if dot and parent == "chain.bank.example":
             depth = int(label)
@@ -62,7 +62,7 @@ class HostileNames:
                 return [_alias(name, f"0.chain.{DOMAIN}")]
             case "dotted":
                 return [_alias(name, f"evil\\046{DOMAIN}")]
-            case _:  # an answer about its own name and, unasked, about the API's
+            case _:  # an answer about its own name and, unrequested, about the API's
                 return [_address(name, PUBLIC), _address(API, ADDRESSES[ATTACKER], ttl=86400)]
 
 

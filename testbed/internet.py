@@ -1,12 +1,12 @@
-"""A small internet in namespaces of its own: names, addresses, servers and a wire one can listen to.
+"""A small internet in separate namespaces: names, addresses, servers and a wire that can be captured.
 
     sandbox -> gateway worker -> [up] ===veth=== [net] git, index, API, attacker, metadata, DNS
                 control       -> [ctl] ==veth===   |
 
-- `up` is the workers' upstream namespace. It has one address of its own (the "host's public address").
-- `net` holds every server, on addresses that look public and exist only there.
-- `ctl` is connected like a host without any gate: what a control run sends from there does arrive.
-- Nothing is connected to the machine's own network. Removing the namespaces removes everything.
+- `up` is the workers' upstream namespace. It has one address (the "host's public address").
+- `net` has every server, on addresses that look public and exist only there.
+- `ctl` is connected like a host without any gateway: what a control run sends from there does arrive.
+- Nothing is connected to the host's own network. The removal of the namespaces removes everything.
 """
 
 import json
@@ -28,7 +28,7 @@ INDEX = "pypi.bank.example"
 API = "api.bank.example"
 STATUS = "status.bank.example"
 SPLICED = "raw.bank.example"
-"""Its port 443 takes raw bytes, see `raw_host`."""
+"""Its port 443 accepts raw bytes, see `raw_host`."""
 SILENT = "silent.bank.example"
 """Its address answers no SYN."""
 ATTACKER = "www.attacker.example"
@@ -52,24 +52,24 @@ CONTROL_ADDRESS = "93.184.218.2"
 CONTROL_GATEWAY = "93.184.218.1"
 _CONTROL_GATEWAY_V6 = "2606:2800:221::1"
 LOCAL_CANARY_PORTS = ways_out.HOST_PORTS
-"""Ports on which the upstream namespace itself answers: the "host's own services" no sandbox may reach."""
+"""Ports on which the upstream namespace itself answers: the "host's own services", which no sandbox may reach."""
 
 
 PREFIX = os.environ.get("SALLYPORT_TEST_INTERNET", "spdemo")
-"""How the names of namespaces begin; `./run` gives each home a prefix of its own."""
+"""The prefix of the namespaces' names; `./run` gives each home a different one."""
 
 in_namespace = capture.in_namespace
 InternetError, ip = namespaces.InternetError, namespaces.ip
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that another process writes, one a line; a line without its end is none yet."""
+    """Return the JSON objects of a file that another process writes, one a line, without an incomplete last line."""
     written, _, _ = path.read_text().rpartition("\n")
     return [json.loads(line) for line in written.splitlines()]
 
 
 def received_field(note: dict[str, Any], name: str) -> str | None:
-    """The value of a header field that a server received; None if it received none.
+    """Return the value of a header field that a server received; None if it received none.
 
     Raises:
         InternetError: the server received the field more than once.
@@ -87,7 +87,7 @@ class Internet:
     prefix: str
     directory: Path
     accounts: dict[str, str]
-    """What the servers demand: `git` and `index` are `user:password`, `api` a bearer token."""
+    """The servers' credentials: `git` and `index` are `user:password`, `api` a bearer token."""
     authority: Authority = field(default_factory=lambda: make_authority("Demo Internet Root"))
     _servers: subprocess.Popen[bytes] | None = None
     _canary: subprocess.Popen[bytes] | None = None
@@ -106,7 +106,7 @@ class Internet:
 
     @staticmethod
     def path(namespace: str) -> str:
-        """The file one opens to join `namespace`."""
+        """Return the file through which `namespace` can be entered."""
         return f"/run/netns/{namespace}"
 
     @property
@@ -116,11 +116,11 @@ class Internet:
 
     @property
     def request_log(self) -> Path:
-        """What the servers received, one JSON object a line."""
+        """The requests that the servers received, one JSON object a line."""
         return self.directory / "requests.jsonl"
 
     def notes(self) -> list[dict[str, Any]]:
-        """What the request log says by now."""
+        """Return the present content of the request log."""
         return whole_lines(self.request_log)
 
     def __enter__(self) -> "Internet":
@@ -164,7 +164,7 @@ class Internet:
         Path("/proc/sys/net/ipv6/conf/default/router_solicitations").write_text("0")
 
     def connect_control(self) -> None:
-        """Give the control namespace its addresses and routes, also again: runsc takes them away when it starts."""
+        """Give the control namespace its addresses and routes. Called again when runsc has removed them."""
         place = ("-n", self.control)
         ip(*place, "addr", "replace", f"{CONTROL_ADDRESS}/24", "dev", CONTROL_INTERFACE)
         ip(*place, "route", "replace", "default", "via", CONTROL_GATEWAY)
@@ -182,7 +182,7 @@ class Internet:
         return self._start("testbed.canary", netns, str(self.directory / f"canary-{name}"), *map(str, ports))
 
     def canary_hits(self, name: str) -> int:
-        """How many connections the canary `name` has taken."""
+        """Return the number of connections that the canary `name` has accepted."""
         path = self.directory / f"canary-{name}"
         return path.stat().st_size if path.exists() else 0
 
@@ -194,7 +194,7 @@ class Internet:
         ip("-n", near, "route", "add", "default", "via", far_address)
 
     def _start(self, module: str, netns: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a server process in the namespace at `netns`; returns when it says that it listens."""
+        """Start a server process in the namespace at `netns`; return when it reports that it listens."""
         process = subprocess.Popen(
             with_parent("nsenter", f"--net={netns}", sys.executable, "-m", module, *arguments), stdout=subprocess.PIPE
         )
@@ -205,7 +205,7 @@ class Internet:
         return process
 
     def remove(self) -> None:
-        """End the servers and remove the namespaces; harmless when there are none."""
+        """End the servers and remove the namespaces, if there are any."""
         for process in (self._servers, self._canary):
             if process is not None:
                 process.kill()
@@ -217,5 +217,5 @@ class Internet:
             namespaces.remove(namespace)
 
     def open_socket(self, namespace: str, family: int, kind: int, protocol: int = 0) -> socket.socket:
-        """Make a socket that lives in `namespace`."""
+        """Make a socket in `namespace`."""
         return in_namespace(self.path(namespace), lambda: socket.socket(family, kind, protocol))

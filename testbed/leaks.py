@@ -1,4 +1,4 @@
-"""Finds a secret in each form it may have: raw, base64 at each alignment, hexadecimal, percent, JSON, reversed."""
+"""Finds a secret in all its forms: raw, base64 at each alignment, hexadecimal, percent, JSON, reversed."""
 
 import base64
 import gzip
@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 
 def forms_of(value: str) -> list[bytes]:
-    """The encodings of `value` to look for, each long enough not to appear by chance."""
+    """Return the encodings of `value` to search for, each long enough not to occur by chance."""
     raw = value.encode()
     forms = {raw, raw[::-1], raw.hex().encode(), raw.hex().upper().encode()}
     forms.add(quote(value, safe="").encode())
@@ -18,13 +18,13 @@ def forms_of(value: str) -> list[bytes]:
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for shift in range(3):
             encoded = encode(b"\0" * shift + raw)
-            # The first and last group mix with neighbouring bytes; what lies between is the same wherever it stands.
+            # The first and last group depend on neighbouring bytes; the part between them is equal at each position.
             forms.add(encoded[4 if shift else 0 : len(encoded) // 4 * 4 - 4])
     return [form for form in forms if len(form) >= 12]
 
 
 def leaks_in(texts: Iterable[bytes], forms: list[bytes]) -> int:
-    """How many of `texts`, as they are or decompressed, contain any of `forms`."""
+    """Return how many of `texts`, unchanged or decompressed, contain any of `forms`."""
     return sum(1 for text in texts if any(form in view for view in _views(text) for form in forms))
 
 

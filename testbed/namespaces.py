@@ -1,7 +1,7 @@
-"""Network namespaces with names, as `ip netns` knows them, each noted in the home before it has its name.
+"""Network namespaces with names of `ip netns`. Each is noted in the home before it gets its name.
 
-The note identifies the namespace: the boot, its number (inode) and its cookie. `./run clean`
-removes a namespace only if a note of its home says that it is this one.
+The note identifies the namespace: the boot, its number (inode) and its cookie. `./run clean` removes a namespace only
+if a note of its home identifies exactly this one.
 """
 
 import os
@@ -11,24 +11,24 @@ import threading
 from pathlib import Path
 
 HOME = Path(os.environ.get("SALLYPORT_HOME", "/var/lib/sallyport"))
-"""The home of the process, whatever its servers are given as theirs."""
+"""The home of this process, even if its servers get another one."""
 SO_NETNS_COOKIE = 71
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class InternetError(Exception):
-    """The internet could not be set up; the message says which command failed and why."""
+    """The internet could not be set up; the message has the failed command and the reason."""
 
 
 def ip(*arguments: str) -> None:
-    """Run `ip`, or raise `InternetError` with what it said."""
+    """Run `ip`; raise `InternetError` with its message if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise InternetError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def cookie() -> int:
-    """Return the cookie of this thread's network namespace, unique since the machine started."""
+    """Return the cookie of this thread's network namespace, unique since the start of the host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), "little")
 
@@ -48,7 +48,7 @@ def make(name: str, home: Path = HOME) -> None:
         except Exception as error:  # noqa: BLE001 - carried to the caller's thread
             failure.append(error)
 
-    thread = threading.Thread(target=run)  # it ends, and with it its stay in the namespace
+    thread = threading.Thread(target=run)  # it ends, and so leaves the namespace
     thread.start()
     thread.join()
     if failure:

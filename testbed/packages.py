@@ -1,4 +1,4 @@
-"""The package that the demo internet's index publishes, as pip and npm take it."""
+"""The package that the demo internet's index publishes, in the formats of pip and npm."""
 
 import base64
 import hashlib

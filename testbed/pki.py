@@ -1,6 +1,6 @@
-"""The demo internet's certificate authority: one root, one certificate a host.
+"""The demo internet's certificate authority: one root, one certificate for each host.
 
-Keys are made fresh for each run and live as long as the directory they are written to.
+Keys are generated for each run, and exist as long as the directory to which they are written.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def make_authority(name: str) -> Authority:
 
 
 def write_host_certificate(authority: Authority, host: str, directory: Path) -> Path:
-    """Write `host`'s certificate and key as one PEM file (0600) into `directory`; returns its path."""
+    """Write `host`'s certificate and key as one PEM file (0600) into `directory`; return its path."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
     certificate = (

@@ -1,7 +1,7 @@
 """A privileged container in any network namespace: every capability, no seccomp, the host's own tools.
 
-It plays an attacker outside of the sandbox's confinement but inside its network namespace: only the far side of the
-veth stops it. On runsc it shows what gVisor's kernel can do at all.
+It represents an attacker outside of the sandbox's confinement but inside its network namespace: only the other side
+of the veth stops it. On runsc it shows the most that gVisor's kernel can do.
 """
 
 import json
@@ -38,22 +38,22 @@ _CAPABILITIES = [
     "CAP_MKNOD",
 ]
 _OF_ITS_OWN_KERNEL = ("CAP_SYS_MODULE", "CAP_SYS_BOOT", "CAP_SYS_NICE", "CAP_SYS_RAWIO", "CAP_SYSLOG")
-"""More on runsc, where they give no privilege on the host."""
+"""Additional capabilities on runsc, where they give no privilege on the host."""
 _RUNSC_FLAGS = ("--network=sandbox", "--net-raw", "--allow-packet-socket-write", "--ignore-cgroups")
 _HOST_DIRECTORIES = ("/usr", "/etc")
 
 
 class Ended(RuntimeError):
-    """The container is gone in the middle of a probe: Sallyport ends whatever is in a slot that it removes."""
+    """The container has ended during a probe: Sallyport ends all processes in a slot that it removes."""
 
 
 @contextmanager
 def privileged(
     runtime: str, program: Path, *arguments: str, netns: str | None = None, resolver: str = "", **environment: str
 ) -> Iterator[list[str]]:
-    """A container that runs a Python program: yields the command that starts it in the foreground.
+    """Yield the command that starts a container with a Python program in the foreground.
 
-    `netns` None is a network namespace of its own.
+    `netns` None: a new network namespace.
     """
     name = f"sallyport-demo-{uuid.uuid4().hex[:12]}"
     with tempfile.TemporaryDirectory(prefix="sallyport-demo-") as directory:
@@ -144,10 +144,10 @@ class PrivilegedContainer:
         return self
 
     def attempt(self, name: str) -> Report:
-        """Run one probe; returns what it saw.
+        """Run one probe; return its report.
 
         Raises:
-            Ended: it came to no answer.
+            Ended: it gave no answer.
             ProbeError: it did not run to its end.
         """
         assert self._process.stdin is not None and self._process.stdout is not None  # noqa: S101

@@ -1,17 +1,18 @@
-"""Sends exact bytes, in exact pieces, over TCP, TLS or UDP, and says what came back.
+"""Sends exact bytes, in exact pieces, over TCP, TLS or UDP, and reports the answers.
 
     python3 raw_client.py < cases.json > results.json
 
-Standard library only; it runs inside sandboxes, and where no gate stands for the control. It takes an object of named
-cases, or a list of those: batches, one after the other. A case is an object:
+Standard library only. It runs inside sandboxes and, as a control, in a place without a gateway. It reads an object of
+named cases, or a list of such objects: batches, one after the other. A case is an object:
 
-- `address`, `port`; `udp: true` for a datagram; `sni`: speak TLS to that name, with `alpn` if given;
+- `address`, `port`; `udp: true` for a datagram; `sni`: use TLS with that server name, with `alpn` if given;
 - `send`: a list of texts (latin-1, one write each) and numbers (seconds to wait);
-- `hello`: how to disfigure the first flight: `replace` [from, to], `append` (hex of an extension), `record` (bytes in
-  each TLS record), `segment` (bytes in each write), `between` (hex put between the records), `limit` (bytes sent);
-- `quiet`: seconds without a byte after which the answer counts as complete; `patience`: seconds until its first one.
+- `hello`: changes of the first flight: `replace` [from, to], `append` (hex of an extension), `record` (bytes in each
+  TLS record), `segment` (bytes in each write), `between` (hex put between the records), `limit` (bytes sent);
+- `quiet`: seconds without a byte after which the answer counts as complete; `patience`: seconds until its first byte.
 
-A result has `received` (latin-1), `ended` (whether the peer closed) and `error` (the name of what went wrong, or "").
+A result has `received` (latin-1), `ended` (whether the other side has closed) and `error` (the name of the exception,
+or "").
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PATIENCE_SECONDS = 6.0
-"""For a datagram's answer, which may never come; a connection's, which a busy machine holds up, has twice as long."""
+"""The limit for a datagram's answer, which can be missing. A connection's limit is twice as long, because a busy host
+delays it."""
 QUIET_SECONDS = 0.8
 _PARALLEL = 24
 
 
 class Channel:
-    """A connected socket, with TLS on it where the case wants that."""
+    """A connected socket, with TLS if the case requests it."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         kind = socket.SOCK_DGRAM if case.get("udp") else socket.SOCK_STREAM
@@ -105,10 +107,10 @@ class Channel:
             self._flush()
 
     def receive(self, seconds: float) -> bytes:
-        """What comes next; empty at the end.
+        """Return the next bytes; empty at the end.
 
         Raises:
-            TimeoutError: nothing came.
+            TimeoutError: nothing arrived in time.
         """
         self._sock.settimeout(seconds)
         if self._tls is None:
@@ -129,7 +131,7 @@ class Channel:
 
 
 def _with_extension(data: bytes, extension: bytes) -> bytes:
-    """A ClientHello in one record, with one more extension at the end."""
+    """Return the ClientHello in one record, with one more extension at the end."""
     body = bytearray(data[9:])
     at = 34 + 1 + body[34]
     at += 2 + int.from_bytes(body[at : at + 2], "big")
@@ -142,7 +144,7 @@ def _with_extension(data: bytes, extension: bytes) -> bytes:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Carry one case out. Never raises."""
+    """Run one case. Never raises."""
     received, ended, error = bytearray(), False, ""
     channel = None
     try:

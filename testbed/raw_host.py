@@ -1,14 +1,15 @@
-"""A host that records raw TCP: what a splice relays ends here, byte for byte, the ClientHello included.
+"""A host that records raw TCP: it receives what a splice relays, byte for byte, with the ClientHello.
 
-The client sends one TLS ClientHello and then, in clear, a line of JSON that says what the host shall do: `mark`, and
+The client sends one TLS ClientHello and then, in clear, a line of JSON that instructs the host: `mark`, and
 
 - `exchange`: send `down` bytes of `stream(mark)`, in chunks, and read until the end of the stream. With `wait` the
   first byte is sent when the client's stream has ended. Sending ends with a half close.
 - `reset`: read `after` bytes and reset the connection.
-- `silent`: read and say nothing. `drip`: send a byte five times a second. `deaf`: read nothing more.
+- `silent`: read and send nothing. `drip`: send a byte five times a second. `deaf`: read nothing more.
 
-Each connection makes two notes: `began`, and `ended` with `received` and `sent` (bytes), `digest` (SHA-256 of all that
-was received) and `how` (`eof`, `reset`). It is no TLS server: a gateway in between must splice the flow.
+Each connection makes two notes: `began`, and `ended` with `received` and `sent` (bytes), `digest` (SHA-256 of all
+received bytes) and `how` (`eof`, `reset`). It is no TLS server: a gateway between client and host must splice the
+flow.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ _BLOCK = 1 << 20
 
 
 def stream(mark: str, size: int) -> Iterator[bytes]:
-    """`size` bytes that only `mark` determines, in chunks of random sizes."""
+    """Yield `size` bytes that depend only on `mark`, in chunks of random sizes."""
     chosen = random.Random(mark)  # noqa: S311 - both ends make the same bytes
     block = chosen.randbytes(_BLOCK)
     while size > 0:
@@ -75,7 +76,7 @@ class _Connection(socketserver.BaseRequestHandler):
             body = self._exactly(int.from_bytes(record[3:5]))
             if left is None:
                 head, body = body[:4], body[4:]
-                while len(head) < 4:  # a header cut by a record's end
+                while len(head) < 4:  # the header is split by a record's end
                     self._exactly(3)
                     more = self._exactly(int.from_bytes(self._exactly(2)))
                     head, body = (head + more)[:4], (head + more)[4:]
@@ -126,7 +127,7 @@ class _Connection(socketserver.BaseRequestHandler):
             time.sleep(0.2)
 
     def _deaf(self, _order: dict[str, Any]) -> None:
-        # Only the connection's own end is looked for: an error, since nothing is read.
+        # Only the connection's own end is awaited: it is an error, because nothing is read.
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if self.request.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != 1:  # not ESTABLISHED

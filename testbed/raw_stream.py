@@ -1,12 +1,13 @@
-"""The client of `raw_host`: a ClientHello, an order, many bytes; says what came back. Standard library only.
+"""The client of `raw_host`: sends a ClientHello, an order and many bytes; reports the answers. Standard library only.
 
     python3 raw_stream.py < cases.json > results.json
 
-A case has `address`, `port`, `sni`, `order` (what the host shall do; `mark` in it names the connection), `up` (bytes
-sent after the order, made by the mark), and may have `segment` and `record` (sizes the ClientHello is cut into), `wait`
-(send only once the host's stream has ended), `slow` (seconds between reads of 64 KiB), `deaf` (seconds without
-reading), `then` (`reset`, or `close` at once) after sending, `hold` (seconds to stay without sending the end). A result
-has `received`, `sent`, `digest`, `digest_up` (of all bytes sent, ClientHello included), `how` and `seconds`.
+A case has `address`, `port`, `sni`, `order` (the instruction for the host; its `mark` names the connection), `up`
+(the number of bytes sent after the order, made from the mark). It can have `segment` and `record` (sizes into which
+the ClientHello is split), `wait` (send only when the host's stream has ended), `slow` (seconds between reads of 64
+KiB), `deaf` (seconds without reading), `then` (`reset`, or `close` at once) after sending, `hold` (seconds before the
+end of the stream is sent). A result has `received`, `sent`, `digest`, `digest_up` (of all bytes sent, with the
+ClientHello), `how` and `seconds`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BLOCK = 1 << 20
 
 
 def stream(mark: str, size: int) -> Iterator[bytes]:
-    """As in `raw_host`."""
+    """Yield the same bytes as in `raw_host`."""
     chosen = random.Random(mark)  # noqa: S311 - both ends make the same bytes
     block = chosen.randbytes(_BLOCK)
     while size > 0:
@@ -39,7 +40,7 @@ def stream(mark: str, size: int) -> Iterator[bytes]:
 
 
 def hello(sni: str | None, record: int | None) -> bytes:
-    """A real ClientHello, in records of `record` bytes."""
+    """Return a real ClientHello, in records of `record` bytes."""
     context = ssl.create_default_context()
     context.check_hostname = False
     out = ssl.MemoryBIO()
@@ -115,7 +116,7 @@ class Conversation:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Carry one case out. Never raises."""
+    """Run one case. Never raises."""
     began = time.monotonic()
     try:
         conversation = Conversation(case)
@@ -138,7 +139,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all cases at once."""
+    """Run all cases concurrently."""
     cases = json.load(sys.stdin)
     with ThreadPoolExecutor(max(1, len(cases))) as pool:
         results = list(pool.map(run, cases.values()))

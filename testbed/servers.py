@@ -3,10 +3,10 @@
     python -m testbed.servers DIRECTORY ACCOUNTS
 
 - Each address is one host with its own certificate; each request is noted before it is answered.
-- The Git host runs the stock `git http-backend`; the index speaks PEP 503 and npm's protocol; both demand basic
-  authentication.
-- The API demands a bearer token and reports what it received, the token included: as a careless upstream does.
-- The raw host takes bytes of any kind after a ClientHello (`raw_host`).
+- The Git host runs the unmodified `git http-backend`; the index implements PEP 503 and npm's protocol; both require
+  basic authentication.
+- The API requires a bearer token. Like a careless upstream, it returns what it received, with the token.
+- The raw host accepts any bytes after a ClientHello (`raw_host`).
 - The attacker accepts and notes everything, on HTTPS, HTTP and several other ports.
 """
 
@@ -55,7 +55,7 @@ _MAX_HEARD = 64 * 1024
 
 
 class RequestLog:
-    """What arrived, one JSON object a line."""
+    """What the servers received, one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)  # each note in one write
@@ -87,7 +87,7 @@ def _git_repository(parent: Path) -> Path:
 
 
 class _Heard(io.RawIOBase):
-    """Reads a connection and remembers the beginning of what it read."""
+    """Reads a connection and keeps the first bytes that it has read."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -104,13 +104,13 @@ class _Heard(io.RawIOBase):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request of any of the hosts; the server it belongs to says which."""
+    """One request to any of the hosts; its server determines which host."""
 
     protocol_version = "HTTP/1.1"
     server: "Host"
 
     def log_message(self, format: str, *args: object) -> None:
-        """The request log is the record; nothing goes to standard error."""
+        """Write nothing to standard error: the request log is the record."""
 
     def setup(self) -> None:
         super().setup()
@@ -118,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self._heard)
 
     def finish(self) -> None:
-        """What was no request has arrived all the same."""
+        """Note all received bytes, also those that were no request."""
         super().finish()
         self.server.log.note(self.server.name, port=self.server.port, heard=bytes(self._heard.data).decode("latin-1"))
 
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _raw(self, pieces: list[bytes], ends: bool) -> None:
-        """Send a response as it is, each piece in a TLS record of its own; to HEAD only the first."""
+        """Send a response unchanged, each piece in its own TLS record; for HEAD only the first piece."""
         for piece in pieces[:1] if self.command == "HEAD" else pieces:
             if piece == PAUSE:
                 time.sleep(0.3)
@@ -271,7 +271,7 @@ class Host(ThreadingHTTPServer):
         super().__init__(address, Handler)
 
     def finish_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Handshake on the request's own thread, so that a silent client does not delay another one."""
+        """Do the handshake in the request's own thread, so that a silent client does not delay another one."""
         request.settimeout(30)
         with contextlib.suppress(OSError):
             if self._context is not None:
@@ -283,7 +283,7 @@ class Host(ThreadingHTTPServer):
 
 
 class _TcpSink(socketserver.BaseRequestHandler):
-    """The attacker's other TCP ports: note what comes, say hello."""
+    """One of the attacker's other TCP ports: notes what it receives, sends a greeting."""
 
     server: "_TcpSinkServer"
 
@@ -312,7 +312,7 @@ class Names:
         self._hostile = HostileNames()
 
     def answer(self, query: bytes) -> bytes | None:
-        """Answer one message; None for what is not one."""
+        """Answer one message; return None if it is not a valid query."""
         try:
             request = DNSRecord.parse(query)
         except (DNSError, ValueError, IndexError):
@@ -370,8 +370,8 @@ def _serve_udp_sink(log: RequestLog, address: str, port: int) -> None:
 
 
 def main() -> None:
-    """Serve until killed; prints `ready` once everything listens."""
-    os.umask(0o077)  # what the servers note holds what they were sent
+    """Serve until killed; print `ready` when everything listens."""
+    os.umask(0o077)  # the notes contain what the servers received
     directory, accounts_path = Path(sys.argv[1]), Path(sys.argv[2])
     accounts = dict(line.split("=", 1) for line in accounts_path.read_text().splitlines())
     log = RequestLog(directory / "requests.jsonl")

@@ -1,4 +1,4 @@
-"""A whole Sallyport beside the demo internet: the processes of `sallyport serve`, driven through their public faces."""
+"""A complete Sallyport beside the demo internet: the processes of `sallyport serve`, used through public interfaces."""
 
 import http.client
 import os
@@ -28,16 +28,16 @@ from wire.sockets import ROOT
 POLICY = Path(__file__).with_name("policy.yaml")
 IMAGE = "sallyport/base"
 EMPTY_IMAGE = "sallyport/empty"
-CODE_IMAGE = "opensandbox/code-interpreter:v1.1.0"  # as the SDK's examples name it
+CODE_IMAGE = "opensandbox/code-interpreter:v1.1.0"  # the name in the SDK's examples
 CODE_ENTRYPOINT = ["/opt/code-interpreter/code-interpreter.sh"]
 START_SECONDS = 300
 STOP_SECONDS = 180
-"""Generous: a fresh machine takes in every image first, and others may be at work beside."""
-_LIFETIME = timedelta(hours=2)  # longer than all the tests take: their session's sandboxes are made once
+"""Long limits, because a new host imports every image first, and can have other load."""
+_LIFETIME = timedelta(hours=2)  # longer than all tests: their session's sandboxes are created once
 
 
 def code_image() -> str:
-    """Settings (TOML, to append) that give a server the code-interpreter image."""
+    """Return settings (TOML, to append) with the code-interpreter image."""
     return f"""
 [[sallyport.images]]
 name = "{CODE_IMAGE}"
@@ -47,7 +47,7 @@ env = {{JUPYTER_HOST = "http://127.0.0.1:44771", JUPYTER_TOKEN = "opensandboxcod
 
 
 def free_port() -> int:
-    """Draw a free TCP port of loopback, from below those that the kernel gives to outgoing connections."""
+    """Return a random free TCP port of loopback, below the range that the kernel uses for outgoing connections."""
     while True:
         port = 20000 + secrets.randbelow(10000)
         with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
@@ -55,17 +55,17 @@ def free_port() -> int:
 
 
 class StackError(Exception):
-    """A step of the demo did not work; the message says which."""
+    """A step of the demo failed; the message says which."""
 
 
 class Stack:
-    """The running server. Use as a context manager; `directory` holds everything it writes but Docker's data."""
+    """The running server. Use as a context manager; `directory` holds everything it writes except Docker's data."""
 
     slots_ahead = AHEAD
-    """How many slots the server has ready while nothing is launched."""
+    """The number of slots that the server has ready while nothing is launched."""
 
     def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 0) -> None:
-        """Without a port one is drawn."""
+        """Without a port choose a random one."""
         self.internet, self.directory, self.policy, self.port = internet, directory, policy, port or free_port()
         home = Path(os.environ["SALLYPORT_HOME"])
         self.state, self.run = directory / "state", Path(os.environ["SALLYPORT_RUN_DIR"])
@@ -75,7 +75,7 @@ class Stack:
 
     @property
     def stores(self) -> tuple[Path, Path]:
-        """Where all that lasts is written: the server's directory and Docker's."""
+        """The directories of all permanent data: the server's and Docker's."""
         return self.state, self._docker_data
 
     @property
@@ -116,12 +116,12 @@ data_root = "{self._docker_data}"
         return self
 
     def start(self) -> None:
-        """Start the server and wait until it answers; also after `kill`, to take over what was left."""
+        """Start the server and wait until it answers; also after `kill`, to adopt what was left."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
         self.config.write_text(self.settings)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                with_parent(*self.command, signal="TERM"),  # it removes its sandboxes then
+                with_parent(*self.command, signal="TERM"),  # it then removes its sandboxes
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -133,7 +133,7 @@ data_root = "{self._docker_data}"
             raise
 
     def kill(self) -> None:
-        """Send SIGKILL to the processes that were started here; nothing is removed."""
+        """Send SIGKILL to the process that was started here; nothing is removed."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -144,7 +144,7 @@ data_root = "{self._docker_data}"
 
     @property
     def command(self) -> list[str]:
-        """What starts the server."""
+        """The command that starts the server."""
         return [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), "serve"]
 
     @property
@@ -166,8 +166,9 @@ data_root = "{self._docker_data}"
         raise StackError(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
 
     def healthy(self) -> bool:
-        """Whether the API answers now."""
-        # An HTTP client of httpx reads all certificates of the system when made: too much for each look.
+        """Return whether the API answers now."""
+        # Not httpx: a client of it reads all certificates of the system when it is made, which is too slow for each
+        # call.
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
         try:
             connection.request("GET", "/health")
@@ -178,11 +179,11 @@ data_root = "{self._docker_data}"
             connection.close()
 
     def tail(self) -> str:
-        """The last lines of the server's own log."""
+        """Return the last lines of the server's own log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
     def stop(self) -> None:
-        """Ask the server to end as Ctrl-C does, and wait until everything it started is gone."""
+        """End the server like Ctrl-C does, and wait until everything that it started has ended."""
         if self._process is None:
             return
         self._process.terminate()
@@ -201,11 +202,11 @@ data_root = "{self._docker_data}"
 
     @property
     def connection(self) -> ConnectionConfigSync:
-        """How the published SDK reaches this server."""
+        """The SDK's configuration for a connection to this server."""
         return ConnectionConfigSync(domain=f"127.0.0.1:{self.port}", api_key=self.api_key)
 
     def create(self, runtime: str, image: str = IMAGE, policy: str | None = "agents", **options: Any) -> SandboxSync:
-        """Create a sandbox with the unmodified SDK, under a named policy or what `options` say."""
+        """Create a sandbox with the unmodified SDK, under a named policy or with `options`."""
         extensions = {"sallyport.runtime": runtime, **({"sallyport.policy": policy} if policy else {})}
         return SandboxSync.create(
             image, connection_config=self.connection, extensions=extensions, timeout=_LIFETIME, **options
@@ -216,12 +217,12 @@ data_root = "{self._docker_data}"
         return SandboxSync.connect(sandbox, connection_config=self.connection)
 
     def docker(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Docker's own client against the daemon below, as root on the host may."""
+        """Run Docker's own client with the server's dockerd, as root of the host can."""
         command = ["docker", "-H", f"unix://{self.run / 'docker.sock'}", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def sallyport(self, *arguments: str, stdin: str = "") -> str:
-        """Run the `sallyport` command line against this server; returns what it printed."""
+        """Run the `sallyport` command line with this server; return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "lifecycle.cli", "--config", str(self.config), *arguments],
             input=stdin,
@@ -234,7 +235,7 @@ data_root = "{self._docker_data}"
         return done.stdout
 
     def ask[Answer](self, request: Request[Answer]) -> Answer:
-        """Ask hostd directly, as root may.
+        """Ask hostd directly, as root can.
 
         Raises:
             StackError: it refused.
@@ -247,15 +248,15 @@ data_root = "{self._docker_data}"
                 raise StackError(f"hostd refused {operation(request)}: {error}") from None
 
     def inspect(self, sandbox: str) -> HostSandboxState:
-        """What hostd knows of a sandbox."""
+        """Return hostd's state of a sandbox."""
         return self.ask(Inspect(sandbox)).state
 
     def sandboxes(self) -> tuple[HostSandboxState, ...]:
-        """What hostd knows of every sandbox."""
+        """Return hostd's state of every sandbox."""
         return self.ask(List()).sandboxes
 
     def worker_pid(self, sandbox: str) -> int:
-        """The process id of a sandbox's worker.
+        """Return the process id of a sandbox's worker.
 
         Raises:
             StackError: it has none now.
@@ -265,7 +266,7 @@ data_root = "{self._docker_data}"
         return pid
 
     def container(self, sandbox: str) -> str:
-        """The id of a sandbox's container.
+        """Return the id of a sandbox's container.
 
         Raises:
             StackError: it has none now.
@@ -275,19 +276,19 @@ data_root = "{self._docker_data}"
         return container
 
     def netns(self, sandbox: str, side: str) -> str:
-        """The namespace file of a sandbox's slot; `side` is `sbx` or `gw`."""
+        """Return the namespace file of a sandbox's slot; `side` is `sbx` or `gw`."""
         slot = self.inspect(sandbox).slot
         return str(self.run / "netns" / f"{slot}-{side}")
 
     def traces(self, sandbox: str) -> Traces:
-        """What `sandbox` has on this machine, to be looked for after its removal."""
+        """Return the traces of `sandbox` on this host, to search for them after its removal."""
         container = self.container(sandbox)
         netns = [self.netns(sandbox, side) for side in ("sbx", "gw")]
         places = (self.run, self.state / "hostd", self.state / "vault", self._docker_data / "containers")
         return take(sandbox, container, netns, places, str(self.run / "docker.sock"))
 
     def audit_records(self) -> list[dict[str, Any]]:
-        """Every record of the audit log, in order."""
+        """Return every record of the audit log, in order."""
         records = []
         for path in sorted((self.state / "audit").glob("audit-*.jsonl")):
             records += whole_lines(path)

@@ -1,7 +1,7 @@
-"""What a sandbox has on the host, by process, namespace and mount: taken while it lives, looked for when it is gone.
+"""The traces of a sandbox on the host: read while the sandbox exists, searched for after its removal.
 
-The kernel uses the number (inode) of a namespace that has ended again for the next one. It never uses the cookie of a
-network namespace again.
+The kernel uses the number (inode) of a removed namespace for the next one. It never reuses the cookie of a network
+namespace.
 """
 
 import os
@@ -15,7 +15,7 @@ from testbed.namespaces import cookie
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """The traces of one sandbox, and where to look for them again."""
+    """The traces of one sandbox, and the places to search for them."""
 
     sandbox: str
     container: str
@@ -24,16 +24,16 @@ class Traces:
     namespaces: frozenset[tuple[int, int]]
     """(inode, cookie) of its network namespaces."""
     directories: tuple[Path, ...]
-    """Where files of it may stand."""
+    """The directories that can contain files of the sandbox."""
     docker_socket: str
 
     @property
     def described(self) -> str:
-        """What was looked for, in words."""
+        """A description of the traces."""
         return f"{len(self.processes)} processes, {len(self.namespaces)} namespaces, mounts, cgroups, files"
 
     def remaining(self) -> list[str]:
-        """Everything of the sandbox that is still there."""
+        """Return all traces of the sandbox that still exist."""
         left = [f"process {pid}" for pid, start in sorted(self.processes) if start_time(pid) == start]
         left += [f"network namespace {inode}" for inode, cookie in sorted(self.namespaces) if alive(inode, cookie)]
         needles = (self.sandbox, self.container)
@@ -56,7 +56,7 @@ class Traces:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started (clock ticks since boot); None if there is none, or only its exit status."""
+    """Return the start time of a process (clock ticks since boot); None if there is none, or only its exit status."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -65,7 +65,7 @@ def start_time(pid: int) -> int | None:
 
 
 def namespaces_in_use() -> dict[int, set[int]]:
-    """For each process, the inodes of the network namespaces of its threads."""
+    """Return for each process the inodes of the network namespaces of its threads."""
     found: dict[int, set[int]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         inodes = set()
@@ -79,7 +79,7 @@ def namespaces_in_use() -> dict[int, set[int]]:
 
 
 def mounted_namespaces() -> dict[int, str]:
-    """The network namespaces that a bind mount keeps: for each inode, where."""
+    """Return the mount point of each network namespace (by inode) that a bind mount keeps."""
     points = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
@@ -89,12 +89,12 @@ def mounted_namespaces() -> dict[int, str]:
 
 
 def cookie_of(path: str) -> int:
-    """The cookie of the network namespace at `path`, unique since the machine started."""
+    """Return the cookie of the network namespace at `path`, unique since the start of the host."""
     return in_namespace(path, cookie)
 
 
 def alive(inode: int, cookie: int) -> bool:
-    """Whether this very network namespace is used by a thread or kept by a mount."""
+    """Return whether exactly this network namespace is used by a thread or kept by a mount."""
     for path in _places_of(inode):
         try:
             if os.stat(path).st_ino == inode and cookie_of(path) == cookie:
@@ -105,7 +105,7 @@ def alive(inode: int, cookie: int) -> bool:
 
 
 def _places_of(inode: int) -> list[str]:
-    """Where the network namespace with this number can be entered now."""
+    """Return the paths by which the network namespace with this number can be entered now."""
     paths = [point for number, point in mounted_namespaces().items() if number == inode]
     for pid, inodes in namespaces_in_use().items():
         if inode in inodes:
@@ -121,7 +121,7 @@ def _tasks(pid: int) -> list[str]:
 
 
 def take(sandbox: str, container: str, netns: list[str], directories: tuple[Path, ...], docker_socket: str) -> Traces:
-    """Take the traces of a living sandbox."""
+    """Return the traces of a running sandbox."""
     namespaces = {os.stat(path).st_ino: cookie_of(path) for path in netns}
     processes = set()
     for pid, inodes in namespaces_in_use().items():
@@ -138,7 +138,7 @@ def take(sandbox: str, container: str, netns: list[str], directories: tuple[Path
 
 
 def left_by_server(run: Path, state: Path) -> list[str]:
-    """What a server that has ended left: processes that name its directories, mounts below them."""
+    """Return what an ended server has left: processes with its directories in their command line, mounts below them."""
     needles = (f"{run}/", f"{state}/")
     left = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):

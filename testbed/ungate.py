@@ -1,7 +1,7 @@
 """Removes every layer of a sandbox's network isolation, to show that a denial test can fail.
 
-The product never does this: the gateway namespace gets an uplink, forwarding and no rules. From then on the sandbox
-is on the demo internet like any host. For tests only; the sandbox is deleted afterwards.
+The product never does this: the gateway namespace gets an uplink, forwarding and no rules. Then the sandbox is
+connected to the demo internet like any host. For tests only; the sandbox is deleted afterwards.
 """
 
 import subprocess
@@ -12,18 +12,18 @@ from testbed.stack import Stack
 BRIDGE = "ungate-br"
 _TO_RESOLVER = f"ip daddr 192.0.2.1 meta l4proto {{ tcp, udp }} th dport 53 dnat to {DNS_ADDRESS}"
 _RESOLVER = f"table ip ungate {{ chain pre {{ type nat hook prerouting priority dstnat; {_TO_RESOLVER}; }}; }}"
-"""The address that a sandbox has for its resolver is that of the internet's."""
+"""Redirects the sandbox's resolver address to the internet's resolver."""
 
 
 def far_end_of(index: int) -> str:
-    """The name, in the demo internet, of the interface that `uplink` made."""
+    """Return the name, in the demo internet, of the interface that `uplink` made."""
     return f"ungated{index}"
 
 
 def uplink(gateway: str, net: str, index: int = 0) -> None:
-    """Give the gateway namespace at `gateway` a way to the demo internet at `net`: a link, routes, forwarding.
+    """Connect the gateway namespace at `gateway` with the demo internet at `net`: a link, routes, forwarding.
 
-    Its rules stay as they are. `index` keeps several of them apart; below 32.
+    Its rules do not change. `index` distinguishes several of them; below 32.
     """
     near, far = f"ungate{index}", far_end_of(index)
     address, router = f"93.184.{219 + index}.1", f"93.184.{219 + index}.2"
@@ -55,7 +55,7 @@ def uplink(gateway: str, net: str, index: int = 0) -> None:
 
 
 class Ungated:
-    """A sandbox without a gate, connected to `internet` through the interface `far`. Use as a context manager."""
+    """A sandbox without a gateway, connected to `internet` through the interface `far`. Use as a context manager."""
 
     far = far_end_of(0)
 
@@ -76,7 +76,7 @@ class Ungated:
 
 
 def join_neighbours(stack: Stack, one: str, other: str) -> None:
-    """Put two sandboxes on one Ethernet segment, as nothing in the product can."""
+    """Put two sandboxes on one Ethernet segment, which nothing in the product can do."""
     first, second = stack.netns(one, "gw"), stack.netns(other, "gw")
     _in(first, "ip", "link", "add", "join0", "type", "veth", "peer", "name", "join1")
     with open(second) as handle:

@@ -1,6 +1,6 @@
-"""Processes that do not outlive the one that started them, however that ends."""
+"""Processes that end with the process that started them, whatever ended it."""
 
 
 def with_parent(*command: str, signal: str = "KILL") -> list[str]:
-    """`command`, which the kernel sends `signal` when the thread that starts it ends."""
+    """Return the command that runs `command` and receives `signal` from the kernel when the starting thread ends."""
     return ["setpriv", "--pdeathsig", signal, *command]

@@ -1,10 +1,10 @@
-"""The load of one sandbox. Standard library only, any Python from 3.9: it runs inside.
+"""The load of one sandbox. Standard library only, any Python from 3.9, because it runs inside the sandbox.
 
     python3 client.py PLAN.json RESULTS.jsonl
 
-- One process from the first kill to the last. It loads its trust roots at its start and never again.
-- Every question carries a random id in its path or its name; its outcome is one line of RESULTS.
-- SIGTERM ends it in order: every question that was begun is answered or has failed, and has its line.
+- One process runs from the first kill to the last. It loads its trust roots only at its start.
+- Every question has a random id in its path or its name; its outcome is one line of RESULTS.
+- SIGTERM ends it in order: every question that has begun is answered or has failed, and has its line.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from typing import Any
 
 TIMEOUT = 2.0
 DNS_TIMEOUT = 1.0
-"""Time limit of one datagram to a resolver one hop away. A lost one is not sent again: a retry is a new question."""
+"""Time limit of one datagram to the resolver, which is one hop away. A lost one is not sent again: a retry is a new
+question."""
 AGAIN = 0.25
-"""Seconds at most until a question that failed is followed by another: how exactly a recovery can be seen."""
+"""The maximum of seconds between a failed question and the next one. It is the precision with which a recovery is
+measured."""
 RESOLVER = "192.0.2.1"
 KEPT = 20
-"""Requests over one kept connection."""
+"""The number of requests over one kept connection."""
 
 Result = tuple[bool, str, bytes]
-"""Whether it went as policy says, what was seen in a word, and the bytes that were received."""
+"""Whether the outcome agrees with policy, a word that describes the outcome, and the bytes that were received."""
 
 
 class Client:
-    """The threads of one load and what they found."""
+    """The threads of one load and their results."""
 
     def __init__(self, plan: dict[str, Any], results: str) -> None:
         self._plan = plan
@@ -51,7 +53,7 @@ class Client:
         self.stop = threading.Event()
 
     def run(self) -> None:
-        """Ask until SIGTERM."""
+        """Ask questions until SIGTERM."""
         kinds: list[tuple[str, float, Callable[[], Callable[[str], Result]]]] = [
             ("secret", 0.2, lambda: self._https("api", "/v1/")),
             ("plain", 0.5, lambda: self._https("status", "/", keep=not self._plan["spliced"])),
@@ -88,7 +90,7 @@ class Client:
             self.stop.wait(pause if good else min(pause, AGAIN))
 
     def _https(self, name: str, prefix: str, expected: int = 200, keep: bool = True) -> Callable[[str], Result]:
-        """Requests to one host, most over a kept connection, each fourth (or all) over a fresh one."""
+        """Return a function that sends requests to one host: every fourth (or each) over a new connection."""
         host = self._plan[name]
         kept: list[http.client.HTTPSConnection] = []
         used = [0]
@@ -128,7 +130,7 @@ class Client:
         return ask
 
     def forbidden_host(self, ident: str) -> Result:
-        """Plain HTTP to the attacker's address and name: a readable denial."""
+        """Send plain HTTP to the attacker's address and name: a readable denial is expected."""
         name = f"{ident}.{self._plan['attacker_name']}"
         with socket.create_connection((self._plan["attacker"], 80), TIMEOUT) as sock:
             sock.sendall(b"GET /%s HTTP/1.1\r\nHost: %s\r\n\r\n" % (ident.encode(), name.encode()))
@@ -136,7 +138,7 @@ class Client:
         return answer.startswith(b"HTTP/1.1 403 "), answer[9:12].decode("latin-1") or "ended", answer
 
     def forbidden_sni(self, ident: str) -> Result:
-        """TLS for a name that policy denies: refused by an alert."""
+        """Begin TLS for a name that policy denies: an alert is expected."""
         name = f"{ident}.{self._plan['attacker_name']}"
         with socket.create_connection((self._plan["attacker"], 443), TIMEOUT) as raw:
             try:
@@ -147,17 +149,17 @@ class Client:
                 return "UNRECOGNIZED_NAME" in str(error).upper(), str(error.reason), b""
 
     def allowed_name(self, ident: str) -> Result:
-        """A fresh name below an allowed zone. It does not exist, but only the far end knows that."""
+        """Ask for a new name below an allowed zone. It does not exist, but only the far end knows that."""
         answer = query(f"{ident}.{self._plan['zone']}")
         return answer[3] & 15 == 3, rcode(answer), answer
 
     def forbidden_name(self, ident: str) -> Result:
-        """A name that policy does not resolve."""
+        """Ask for a name that policy does not resolve."""
         answer = query(f"{ident}.{self._plan['attacker_name']}")
         return answer[3] & 15 == 3, rcode(answer), answer
 
     def spam(self, ident: str) -> Result:
-        """Every other attempt to reach the attacker. The only expectation: none of it arrives."""
+        """Try all other ways to the attacker. The only expectation: nothing arrives."""
         data, attacker = ident.encode(), self._plan["attacker"]
         got = []
         for port in (22, 53, 443, 9999):
@@ -196,7 +198,7 @@ def query(name: str) -> bytes:
 
 
 def resolve(name: str) -> str:
-    """The first address of `name`. One question, no retries: a failure must be visible."""
+    """Return the first address of `name`. One question, no retries, because a failure must be visible."""
     answer = query(name)
     if answer[3] & 15 or not int.from_bytes(answer[6:8], "big"):
         raise OSError(f"no address: {rcode(answer)}")
@@ -204,12 +206,12 @@ def resolve(name: str) -> str:
 
 
 def rcode(answer: bytes) -> str:
-    """The result code as one of a few fixed words."""
+    """Return the result code as one of a few fixed words."""
     return f"rcode {answer[3] & 15}"
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Read to the end, or to the time-out."""
+    """Read until the end or the time-out."""
     data = b""
     while part := sock.recv(4096):
         data += part
@@ -217,7 +219,7 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def main() -> None:
-    """Run the load that the plan describes."""
+    """Run the load of the plan."""
     with open(sys.argv[1]) as file:
         client = Client(json.load(file), sys.argv[2])
     signal.signal(signal.SIGTERM, lambda _number, _frame: client.stop.set())

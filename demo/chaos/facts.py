@@ -1,6 +1,6 @@
-"""What a chaos run found out, as plain values: from the clients, the far end, the log, the wire and the kills.
+"""The results of a chaos run, as plain values: from the clients, the far end, the log, the wire and the kills.
 
-Pure but for `read_*`, which parse what was written down.
+Pure: the `read_*` functions parse text that was recorded.
 """
 
 import json
@@ -16,12 +16,12 @@ IDENT = re.compile(r"q[a-d][0-9a-f]{22}")
 """The id of one question: its load, its number, and sixteen random digits."""
 
 FORBIDDEN = frozenset({"path", "name", "sni", "nodns", "spam"})
-"""Kinds of questions of which nothing may ever arrive anywhere."""
+"""Kinds of questions of which nothing may ever arrive at any far end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question as its client saw it. Times are the host's clock."""
+    """One question as its client observed it. Times are those of the host's clock."""
 
     ident: str
     sandbox: str
@@ -42,14 +42,14 @@ class Arrival:
     method: str = ""
     path: str = ""
     secret: bool = False
-    """Whether the right secret was in it."""
+    """Whether it contained the right secret."""
     whole: bool = True
     at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of the audit log, as far as it matters here."""
+    """One record of the audit log, with the fields that are used here."""
 
     kind: str
     decision: str
@@ -65,7 +65,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: what, when, and until when its consequences were looked at (the next kill, or the end)."""
+    """One kill: the parts, its time, and the end of its observation (the next kill, or the end)."""
 
     parts: tuple[str, ...]
     at: float
@@ -76,26 +76,26 @@ class Kill:
     whole: float | None = None
     """Seconds until every part was a new process and every sandbox had a worker; None: never."""
     created: float | None = None
-    """Seconds a create and delete took after that; None: not tried."""
+    """Seconds that a create and delete took afterwards; None: not tried."""
     create_failed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What was on the wire towards the internet."""
+    """The frames on the wire towards the internet."""
 
     escaped: tuple[str, ...]
-    """Frames that no policy allows, in words."""
+    """Descriptions of the frames that no policy allows."""
     allowed: int
     control: int
-    """Frames that the control namespace sent to the attacker: they show that the watch sees such a frame."""
+    """Control frames from the upstream namespace to the attacker: they show that the watch records such a frame."""
     missed: int
-    """Frames the watch could not take in time."""
+    """Frames that the watch was too late to record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything the judge gets."""
+    """The input of the judge."""
 
     asked: tuple[Asked, ...]
     arrivals: tuple[Arrival, ...]
@@ -103,21 +103,22 @@ class Facts:
     kills: tuple[Kill, ...]
     wire: Wire
     sandboxes: Mapping[str, str]
-    """The tag of each load, and its sandbox."""
+    """The sandbox of each load, by tag."""
     spliced: frozenset[str]
-    """Sandboxes whose questions to the host without a secret are spliced: each is a flow of its own."""
+    """Sandboxes whose questions to the host without a secret are spliced: each of these questions is a separate
+    flow."""
     secret_forms: tuple[bytes, ...]
     stray_names: tuple[str, ...]
-    """Names that the internet's DNS was asked for and that carry no id."""
+    """Names without an id for which the internet's DNS was asked."""
     allowed_names: frozenset[str]
     verified: str
-    """What `sallyport audit verify` found wrong; empty when the log is whole."""
+    """The faults that `sallyport audit verify` has found; empty if the log is intact."""
     census: Mapping[str, object]
-    """What is on the machine beyond what was there before the first kill."""
+    """The resources on the host in addition to those before the first kill."""
 
 
 def read_asked(lines: Iterable[str], sandbox: str) -> list[Asked]:
-    """Parse what one client wrote."""
+    """Parse the results of one client."""
     items = (json.loads(line) for line in lines if line.strip())
     return [
         Asked(
@@ -135,7 +136,7 @@ def read_asked(lines: Iterable[str], sandbox: str) -> list[Asked]:
 
 
 def read_far_end(lines: Iterable[str], authorization: str) -> tuple[list[Arrival], list[str]]:
-    """Parse what the internet's servers received; returns the arrivals and the names asked for without an id."""
+    """Parse what the internet's servers received; return the arrivals, and the queried names without an id."""
     arrivals: list[Arrival] = []
     raw: list[tuple[str, str, float]] = []
     strays: list[str] = []
@@ -157,7 +158,7 @@ def read_far_end(lines: Iterable[str], authorization: str) -> tuple[list[Arrival
 
 
 def read_log(records: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """Keep of the audit log what belongs to sandboxes."""
+    """Return the records of the audit log with the fields that are used here."""
     found = []
     for item in records:
         host, path = str(item.get("host", "")), str(item.get("path", ""))

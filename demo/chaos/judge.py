@@ -1,12 +1,12 @@
 """The verdict on a chaos run. Pure: facts in, findings out.
 
-- Nothing escapes: no frame, no byte and no name of a forbidden kind, and no frame the watch may have missed.
-- Wire and log agree one to one: what arrived has exactly one allow record, of the right host, method, path and
-  sandbox; what the log says was allowed did arrive, or its flow was aborted (see `_cut`).
+- Nothing escapes: no frame, no byte and no name of a forbidden kind, and the watch may have missed no frame.
+- Wire and log agree one to one. What arrived has exactly one allow record, of the right host, method, path and
+  sandbox. What is recorded as allowed did arrive, or its flow was aborted (see `_cut`).
 - A secret that arrived has exactly one record of its use.
-- A denial that a client received is on record, unless auditd was down or the worker was killed.
-- Clients never see a secret, never lose their trust, are never answered what policy forbids.
-- All clients are served again in time after each kill, and under the same policy.
+- A denial that a client received is recorded, unless auditd was down or the worker was killed.
+- Clients never receive a secret, their trust never fails, and they never get an answer that policy forbids.
+- After each kill all clients are served again in time, and under the same policy.
 """
 
 from bisect import bisect_left
@@ -18,36 +18,36 @@ from demo.chaos.facts import FORBIDDEN, Arrival, Asked, Facts, Kill, Record
 from testbed.internet import DNS_ADDRESS, STATUS
 
 BOUND = 5.0
-"""Seconds in which everything is back after a kill."""
+"""The seconds in which everything must have recovered after a kill."""
 AFTERMATH = 1.0
-"""Seconds after everything is there again in which a failure, or a record, may still be a kill's."""
+"""Seconds after a complete recovery in which a failure, or a record, can still be caused by the kill."""
 _CLOCKS = 0.05
-"""Seconds by which the clocks of a sandbox and of the host may differ."""
+"""The maximal difference between the clocks of a sandbox and of the host, in seconds."""
 _SHOWN = 8
 _AT_HOST = frozenset({"secret", "plain"})
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """How long one kill was felt."""
+    """The durations of one kill's effects."""
 
     parts: tuple[str, ...]
     served: float | None
-    """Seconds until the last of the sandboxes was served again; 0: none of them noticed; None: never."""
+    """Seconds until the last sandbox was served again; 0: none of them noticed the kill; None: never."""
     api: float | None
     whole: float | None
     created: float | None
 
     @property
     def all(self) -> float | None:
-        """Seconds until sandboxes were served, the API answered and every process was there; None: never."""
+        """Seconds until sandboxes were served, the API answered and every process ran; None: never."""
         times = (self.served, self.api, self.whole)
         return None if None in times else max(time for time in times if time is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong, by the name of what was looked at, and how much of everything there was."""
+    """The findings, by the name of the check, and the counts."""
 
     findings: dict[str, list[str]]
     counts: dict[str, int]
@@ -55,12 +55,12 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no finding."""
         return not any(self.findings.values())
 
 
 def judge(facts: Facts, bound: float = BOUND) -> Verdict:
-    """Judge everything; after a kill all must be back within `bound` seconds."""
+    """Judge all facts; after a kill everything must have recovered within `bound` seconds."""
     questions = _questions(facts)
     stories = [_Story(kill, questions) for kill in facts.kills]
     outages = [
@@ -102,7 +102,7 @@ def judge(facts: Facts, bound: float = BOUND) -> Verdict:
     return Verdict(findings, counts, tuple(outages))
 
 
-# What left.
+# Frames and requests that left.
 
 
 def _escapes(facts: Facts) -> Iterator[str]:
@@ -125,9 +125,9 @@ def _escapes(facts: Facts) -> Iterator[str]:
 
 
 def _allows(facts: Facts) -> dict[str, list[Record]]:
-    """The allow records of questions: of requests, of names, and of spliced flows.
+    """Return the allow records of questions: of requests, of names, and of spliced flows.
 
-    The record of a flow carries no id; it belongs to the one question that was open when it was written.
+    The record of a flow has no id. It belongs to the one question that was open when it was written.
     """
     found: dict[str, list[Record]] = defaultdict(list)
     flows: dict[str, list[Record]] = defaultdict(list)
@@ -162,7 +162,7 @@ def _disagreement(facts: Facts, arrival: Arrival, records: list[Record]) -> str:
     if not records:
         return f"{arrival.ident} arrived at {arrival.host} without an allow record"
     record, expected = records[0], facts.sandboxes.get(arrival.ident[1])
-    if record.kind == "flow":  # found by its sandbox and its time
+    if record.kind == "flow":  # matched by its sandbox and its time
         return "" if record.host == arrival.host else f"{arrival.ident} was relayed to {arrival.host}"
     if record.sandbox != expected:
         return f"{arrival.ident} of {expected} is recorded as of {record.sandbox}"
@@ -177,7 +177,7 @@ def _disagreement(facts: Facts, arrival: Arrival, records: list[Record]) -> str:
 
 
 def _missing(facts: Facts) -> dict[str, Record]:
-    """What was allowed and never arrived, by id."""
+    """Return what was allowed and never arrived, by id."""
     arrived = {arrival.ident for arrival in facts.arrivals}
     return {ident: records[0] for ident, records in _allows(facts).items() if records and ident not in arrived}
 
@@ -204,7 +204,7 @@ def _unarrived(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[st
 
 
 def _cut(asked: Asked | None, record: Record, troubles: list[tuple[float, float]]) -> bool:
-    """Whether a flow was aborted between record and first byte: its client got nothing while a part was down."""
+    """Return whether a flow was aborted between record and first byte: while a part was down its client got nothing."""
     return asked is not None and not asked.good and _within(record.at, troubles)
 
 
@@ -239,7 +239,7 @@ def _denials(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[str]
     )
     kinds = {asked.ident: asked for asked in facts.asked}
     doubled = Counter((r.ident, r.kind) for r in facts.records if r.decision == "deny" and r.ident)
-    # A killed auditd may have written a record without confirming it: then the denial is recorded twice.
+    # A killed auditd can have written a record without confirming it: then the denial is recorded twice.
     yield from _some(
         f"{ident} ({kinds[ident].kind}) has {count} records of its denial"
         for (ident, _), count in doubled.items()
@@ -292,19 +292,23 @@ def _within(moment: float, troubles: list[tuple[float, float]]) -> bool:
 
 
 class _Story:
-    """What the clients lived through after one kill, by sandbox and kind of question."""
+    """The outcomes for the clients after one kill, by sandbox and kind of question."""
 
     def __init__(self, kill: Kill, questions: dict[tuple[str, str], list[Asked]]) -> None:
         self.end = kill.at
-        """When the last failure of this kill's was over."""
+        """The end of the last failure that this kill caused."""
         self.served: float | None = 0.0
-        """When the last of all was served again, in seconds after the kill; None: it was not."""
+        """Seconds after the kill until the last client was served again; None: it was not."""
         horizon = kill.at + max(kill.api or 0.0, kill.whole or 0.0) + AFTERMATH
         for asked in questions.values():
             self._follow(kill, horizon, asked[bisect_left(asked, kill.at, key=lambda item: item.ended) :])
 
     def _follow(self, kill: Kill, horizon: float, asked: list[Asked]) -> None:
-        """A failure is this kill's if it began before everything was there again, or follows such a one directly."""
+        """Follow the questions of one kind.
+
+        A failure is caused by this kill if it began before the recovery was complete, or if it directly follows such
+        a failure.
+        """
         failed = False
         for item in asked:
             if item.began > horizon and not failed:
@@ -321,7 +325,7 @@ class _Story:
 
 
 def _questions(facts: Facts) -> dict[tuple[str, str], list[Asked]]:
-    """The questions of each kind and sandbox, in order: each kind is asked by one thread, one after the other."""
+    """Return the questions of each kind and sandbox, in order: one thread asks those of a kind one by one."""
     found: dict[tuple[str, str], list[Asked]] = defaultdict(list)
     for item in facts.asked:
         found[item.sandbox, item.kind].append(item)
@@ -350,7 +354,7 @@ def _late(facts: Facts, outages: list[Outage], bound: float) -> Iterator[str]:
 
 
 def _without_cause(facts: Facts, troubles: list[tuple[float, float]]) -> Iterator[str]:
-    """Failures while nothing was gone: one alone may be the machine's; three in a row are not."""
+    """Yield failures while nothing was down: a single one can be caused by the host's load, three in a row cannot."""
     for (sandbox, kind), items in _questions(facts).items():
         row = 0
         for item in items:
@@ -360,6 +364,6 @@ def _without_cause(facts: Facts, troubles: list[tuple[float, float]]) -> Iterato
 
 
 def _some(findings: Iterable[str]) -> list[str]:
-    """The findings that are not empty, the first few in full."""
+    """Return the findings that are not empty, the first few in full."""
     real = [text for text in findings if text]
     return real if len(real) <= _SHOWN else [*real[:_SHOWN], f"... and {len(real) - _SHOWN} more of these"]

@@ -1,9 +1,10 @@
-"""What can be killed, and how it is found.
+"""The processes that can be killed, and how they are found.
 
-- Only processes of one server: their command line names its run directory, or (the guard) they stand in the upstream
-  namespace of its internet, or hostd named them as a worker.
-- A process is killed through its pidfd, after a second look: a number that was used again is never hit.
-- Which comes when is the choice of one seeded generator.
+- Only processes of one server are killed: their command line has its run directory, or (the guard) they are in the
+  upstream namespace of its internet, or hostd reports them as a worker.
+- A process is killed through its pidfd, after a second check, so that a process which reuses the number is never
+  killed.
+- A generator with a seed determines the order.
 """
 
 import os
@@ -48,7 +49,7 @@ type Process = tuple[int, int]
 
 
 def find(stack: Stack, part: Part) -> list[Process]:
-    """Every process of `stack` that is `part`; of workers, those that hostd knows."""
+    """Return every process of `stack` that is `part`; of workers, those that hostd reports."""
     if part is Part.WORKER:
         pids = list(workers(stack).values())
     else:
@@ -58,7 +59,7 @@ def find(stack: Stack, part: Part) -> list[Process]:
 
 
 def workers(stack: Stack) -> dict[str, int]:
-    """The worker of each sandbox, as hostd has it; those that have none are not there."""
+    """Return the worker of each sandbox, as hostd reports it; sandboxes without a worker are left out."""
     try:
         listed = stack.sandboxes()
     except (OSError, StackError):
@@ -84,7 +85,7 @@ def _is(stack: Stack, part: Part, pid: int, upstream: int) -> bool:
             return False
         if part in (Part.DOCKERD, Part.CONTAINERD):
             return Path(words[0]).name == part
-        # Workers have their zygote's command line, but another user.
+        # A worker has its zygote's command line, but another user.
         return words[1:3] == ["-m", _MODULES[part]] and (part is not Part.ZYGOTE or os.stat(f"/proc/{pid}").st_uid == 0)
     except OSError:
         return False
@@ -92,7 +93,7 @@ def _is(stack: Stack, part: Part, pid: int, upstream: int) -> bool:
 
 @contextmanager
 def held(processes: Sequence[Process]) -> Iterator[list[int]]:
-    """Pidfds of those processes that are still the ones that were meant."""
+    """Yield pidfds of those processes that still have the expected start time."""
     fds: list[int] = []
     try:
         for pid, started in processes:
@@ -109,7 +110,7 @@ def held(processes: Sequence[Process]) -> Iterator[list[int]]:
 
 
 def kill(stack: Stack, parts: Sequence[Part], chosen: random.Random) -> list[Process]:
-    """Kill one process of each part, all found before the first is hit; returns those that were killed."""
+    """Kill one process of each part, after all have been found; return those that were chosen."""
     victims = [chosen.choice(found) for part in parts if (found := sorted(find(stack, part)))]
     with held(victims) as fds:
         for fd in fds:
@@ -119,11 +120,11 @@ def kill(stack: Stack, parts: Sequence[Part], chosen: random.Random) -> list[Pro
 
 
 def plan(parts: Sequence[Part], chosen: random.Random) -> Iterator[tuple[Part, ...]]:
-    """Kills without end: each part alone and then each pair, in random order, and all again in another."""
+    """Yield kills without end: each part alone and then each pair, in random order, then again in another order."""
     alone: list[tuple[Part, ...]] = [(part,) for part in parts]
     pairs = list(combinations(parts, 2))
     while True:
         chosen.shuffle(alone)
         chosen.shuffle(pairs)
-        yield from alone  # first, so that a short run has met every part
+        yield from alone  # first, so that a short run kills every part
         yield from pairs

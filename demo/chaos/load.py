@@ -1,4 +1,4 @@
-"""The four sandboxes of a chaos run and the client in each: two on runsc, two on runc, by both routes of a secret."""
+"""The four sandboxes of a chaos run and their clients: two on runsc, two on runc, with both sources of a secret."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ class Load:
     tag: str
     runtime: str
     operator: bool
-    """Under a policy of the operator's; otherwise under the call's own, with a credential vault."""
+    """True: under a policy of the operator. False: under the call's own policy, with a credential vault."""
     sandbox: SandboxSync
 
     @property
@@ -59,7 +59,7 @@ class Load:
         )
 
     def finish(self) -> list[Asked]:
-        """End the client and fetch what it found."""
+        """End the client and fetch its results."""
         said = self._run(
             f"kill -TERM $(cat /tmp/client.pid); for i in $(seq {_END_SECONDS * 10}); do "
             "kill -0 $(cat /tmp/client.pid) 2>/dev/null || break; sleep 0.1; done; cat /tmp/client.log"
@@ -75,7 +75,7 @@ class Load:
 
 @contextmanager
 def loads(stack: Stack, token: str) -> Iterator[list[Load]]:
-    """Four sandboxes, deleted in the end."""
+    """Yield four sandboxes, and delete them at the end."""
     made: list[Load] = []
     try:
         for tag, runtime, operator in (
@@ -98,7 +98,7 @@ def _operator(stack: Stack, runtime: str) -> SandboxSync:
 
 
 def _api(stack: Stack, runtime: str, token: str) -> SandboxSync:
-    """A sandbox under the call's own network policy, its secret in its credential vault."""
+    """Return a sandbox under the call's own network policy, with its secret in its credential vault."""
     rules = [NetworkRule(action="allow", target=target) for target in (API, STATUS, f"*.{ZONE}")]
     sandbox = stack.create(
         runtime,
@@ -130,7 +130,7 @@ def _remove(sandbox: SandboxSync) -> None:
 
 
 def make_and_delete(stack: Stack, runtime: str) -> float:
-    """Create a sandbox in which nothing runs and delete it; returns the seconds it took. Raises what the SDK raises."""
+    """Create an empty sandbox and delete it; return the seconds that this took. Raises the SDK's exceptions."""
     began = time.monotonic()
     sandbox = stack.create(runtime, image=EMPTY_IMAGE, policy=None)
     try:

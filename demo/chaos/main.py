@@ -1,9 +1,9 @@
-"""`./run chaos`: a whole Sallyport beside the demo internet, killed part by part under load, and judged.
+"""`./run chaos`: a complete Sallyport beside the demo internet, killed part by part under load, and judged.
 
     python -m demo.chaos [--minutes N] [--seed N] [--parts worker,auditd,...] [--out DIR]
 
-Prints the kills as they come, a table of recoveries by part and by pair, the findings, and the path of a JSON document
-with all of it; the last line is `chaos: ok ...` or `chaos: FAILED ...`, and so is the exit status.
+Prints each kill, a table of recoveries by part and by pair, the findings, and the path of a JSON document with all of
+it. The last line is `chaos: ok ...` or `chaos: FAILED ...`, and the exit status agrees with it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _BEGAN = time.monotonic()
 
 
 class Interrupted(BaseException):
-    """SIGTERM arrived; unwinds every context manager, as Ctrl-C does."""
+    """SIGTERM arrived. It unwinds every context manager, like Ctrl-C."""
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 
 def figures(values: Iterable[float | None]) -> dict[str, Any]:
-    """Median, 95th percentile and worst of `values`, in seconds; what never came back makes them infinite."""
+    """Return median, 95th percentile and maximum of `values`, in seconds. A None (no recovery) counts as infinite."""
     found = sorted(math.inf if value is None else value for value in values)
     if not found:
         return {}
@@ -58,7 +58,7 @@ def figures(values: Iterable[float | None]) -> dict[str, Any]:
 
 
 def recoveries(outages: Iterable[Outage]) -> dict[str, dict[str, Any]]:
-    """The figures of all kills alone and in pairs, of each part alone, and of each pair."""
+    """Return the figures of all single kills, of all kills in pairs, of each part alone, and of each pair."""
     groups: dict[str, list[Outage]] = {"alone": [], "in pairs": []}
     for outage in sorted(outages, key=lambda outage: (len(outage.parts), sorted(outage.parts))):
         groups["alone" if len(outage.parts) == 1 else "in pairs"].append(outage)
@@ -77,10 +77,10 @@ def recoveries(outages: Iterable[Outage]) -> dict[str, dict[str, Any]]:
 
 
 def print_verdict(verdict: Verdict, table: dict[str, dict[str, Any]]) -> None:
-    """Print what was found and how fast everything came back."""
+    """Print the findings and the times of the recoveries."""
 
     def cell(values: dict[str, Any], kills: int) -> str:
-        if kills == 1:  # then all three are one
+        if kills == 1:  # then all three are equal
             values = dict(list(values.items())[:1])
         shown = ("-" if value is None else f"{value:.2f}" for value in values.values())
         return " ".join(f"{text:>6}" for text in shown).ljust(21)
@@ -105,7 +105,7 @@ def print_verdict(verdict: Verdict, table: dict[str, dict[str, Any]]) -> None:
 def report(
     verdict: Verdict, table: dict[str, dict[str, Any]], settings: Settings, machine: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything as one JSON document. Times are seconds; null: it never came back."""
+    """Return all results as one JSON document. Times are seconds; null: no recovery."""
     return {
         "seed": settings.seed,
         "seconds": settings.seconds,
@@ -152,11 +152,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """Make the run; 0 when nothing is wrong."""
+    """Do the run; return 0 if there is no finding."""
     options = arguments(words)
     signal.signal(signal.SIGTERM, _interrupt)
     for name in ("opensandbox", "httpx"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are findings, not lines between them
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are findings, not lines of output
     seed = secrets.randbits(32) if options.seed is None else options.seed
     settings = Settings(options.minutes * 60, options.parts, seed)
     say(f"seed {seed}; {options.minutes:g} minutes; {', '.join(options.parts)}")

@@ -1,4 +1,4 @@
-"""One chaos run: kill after kill, each only when the one before is over, and then everything that was found out."""
+"""One chaos run: a series of kills, each after the recovery from the one before, and then all of the facts."""
 
 import json
 import random
@@ -18,17 +18,18 @@ from testbed.leaks import forms_of
 from testbed.stack import Stack, StackError
 
 PATIENCE = 30.0
-"""Seconds after which a run no longer waits for a recovery: the judge will say that it was late."""
+"""Seconds after which a run no longer waits for a recovery; the judge then reports that it was late."""
 _WARM_UP = 20.0
 _STEADY = 1.0
 _POLL = 0.1
-"""Seconds between two looks. They are kept cheap: what measures must not take the processors from what comes back."""
+"""Seconds between two checks. The checks are cheap, because the measurement must not take processor time from the
+recovery."""
 _CREATED_AFTER = frozenset({Part.SERVE, Part.HOSTD, Part.DOCKERD, Part.CONTAINERD})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How long, which parts, from which seed."""
+    """Duration, parts and seed of a run."""
 
     seconds: float
     parts: tuple[Part, ...]
@@ -37,11 +38,11 @@ class Settings:
 
 
 class ChaosError(Exception):
-    """The run could not be made; that says nothing about what was to be judged."""
+    """The run could not be made, so there is no verdict."""
 
 
 class Run:
-    """Kills while the load goes on."""
+    """Kills processes while the load continues."""
 
     def __init__(self, stack: Stack, load: Sequence[Load], settings: Settings, say: Callable[[str], None]) -> None:
         self._stack, self._load, self._settings, self._say = stack, load, settings, say
@@ -51,7 +52,7 @@ class Run:
         self._runtimes = cycle(("runc", "runsc"))
 
     def _arrived(self) -> None:
-        """Note when a request that may have a secret was last seen of each client."""
+        """Note the time at which the last request that can have a secret arrived from each client."""
         for line in self._far.lines():
             item = json.loads(line)
             if item["host"] == API and (match := IDENT.search(item.get("target", ""))) is not None:
@@ -63,7 +64,7 @@ class Run:
         return all(now - self._seen.get(load.tag, 0.0) < _STEADY for load in self._load)
 
     def warm_up(self) -> None:
-        """Wait until all four are served.
+        """Wait until all four loads are served.
 
         Raises:
             ChaosError: they are not.
@@ -75,7 +76,7 @@ class Run:
             time.sleep(0.05)
 
     def kill_on(self) -> list[Kill]:
-        """Kill for as long as the settings say."""
+        """Kill parts for the configured time."""
         done: list[Kill] = []
         end = time.monotonic() + self._settings.seconds
         for number, parts in enumerate(kills.plan(self._settings.parts, self._chosen)):
@@ -129,10 +130,10 @@ def _told(kill: Kill) -> str:
 
 
 def run(stack: Stack, token: str, settings: Settings, say: Callable[[str], None]) -> Facts:
-    """Make a chaos run on a running server and return what it found out. The vault holds `token` as `api-token`.
+    """Make a chaos run on a running server and return its facts. The vault has `token` as `api-token`.
 
     Raises:
-        ChaosError: there was no load to begin with.
+        ChaosError: the load could not be started.
     """
     for runtime in ("runsc", "runc"):
         make_and_delete(stack, runtime)  # what a runtime makes once and keeps is no residue
@@ -170,7 +171,7 @@ def run(stack: Stack, token: str, settings: Settings, say: Callable[[str], None]
 
 
 def _settled(stack: Stack, wanted: census.Census | None = None) -> census.Census:
-    """The census, once it no longer changes, or is the wanted one."""
+    """Return the census when it no longer changes, or equals `wanted`."""
     deadline = time.monotonic() + 15
     taken = census.take(stack)
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Watches the wire towards the demo internet for frames that no policy allows, and what the far end has written."""
+"""Watches the wire towards the demo internet for frames that no policy allows, and reads the far end's file."""
 
 import socket
 from pathlib import Path
@@ -12,23 +12,23 @@ _TCP, _UDP, _ICMP, _ICMP6 = 6, 17, 1, 58
 _UNREACHABLE = 3
 _HOSTS = frozenset({ADDRESSES[API], ADDRESSES[STATUS]})
 _CONTROL_PORT = 9
-"""No service answers there: the kernel would refuse an answer, and that refusal is a frame, too."""
+"""No service listens there: the kernel would reject an answer, and that rejection is also a frame."""
 
 
 def permitted(frame: Frame) -> bool:
-    """Whether the policies of this run let such a frame out, or the kernel sends it by itself."""
+    """Return whether this run's policies allow such a frame, or the kernel sends it by itself."""
     if frame.destination in _HOSTS and (frame.protocol, frame.destination_port) == (_TCP, 443):
         return True
     if frame.destination == DNS_ADDRESS and (frame.protocol, frame.destination_port) == (_UDP, 53):
         return True
     if frame.protocol == _ICMP and frame.destination in (*_HOSTS, DNS_ADDRESS):
-        return frame.data[34] == _UNREACHABLE  # to an answer whose asker was killed
-    # The neighbour discovery of the namespace itself; workers are given no IPv6 here.
+        return frame.data[34] == _UNREACHABLE  # for an answer to a process that was killed
+    # The neighbour discovery of the namespace itself; workers get no IPv6 here.
     return frame.destination.startswith("ff02:") and frame.protocol in (0, _ICMP6)
 
 
 class WireWatch:
-    """Counts permitted frames and keeps all others. Use as a context manager."""
+    """Counts permitted frames and records all others. Use as a context manager."""
 
     def __init__(self, internet: Internet) -> None:
         self._internet = internet
@@ -55,7 +55,7 @@ class WireWatch:
         self._capture.__exit__()
 
     def found(self) -> Wire:
-        """What was seen until now."""
+        """Return what was recorded until now."""
         escaped = [
             f"{f.source} to {f.destination}, protocol {f.protocol}, port {f.destination_port}"
             for f in self._capture.since(self._from)
@@ -64,14 +64,14 @@ class WireWatch:
 
 
 class Tail:
-    """What is appended to a file of lines."""
+    """Reads the lines that are appended to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size
 
     def lines(self) -> list[str]:
-        """The whole lines that are new since the last call."""
+        """Return the complete lines that are new since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()

@@ -1,9 +1,9 @@
-"""Tells whether this host can run Sallyport, and what to do where it cannot.
+"""Checks whether this host can run Sallyport, and says how to repair what is missing.
 
 `python -m runtimes.checks.doctor [--json] HOST.json`
 
 - Each failure has a sentence that says how to repair it.
-- `refusal` runs those checks without which there would be no enforcement: hostd does not start if one fails.
+- `refusal` runs the checks without which there would be no enforcement: hostd does not start if one fails.
 - It changes nothing and leaves nothing behind. In particular it does not edit Docker's configuration.
 """
 
@@ -62,12 +62,12 @@ _DOCKER = "start Docker and set sallyport.docker.socket, or set sallyport.docker
 
 
 class StartRefused(Exception):
-    """Without this there would be no enforcement; the message is the reason."""
+    """A check failed without which there would be no enforcement; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorQuestion:
-    """What to find out; `remedy` is for when the probe raises. `vital` is asked at each start, and must be quick."""
+    """One check. `remedy` is shown if the probe raises. A `vital` check runs at each start, and must be quick."""
 
     name: str
     remedy: str
@@ -93,7 +93,7 @@ _PROGRAMS: dict[Runtime, Callable[[str], tuple[DoctorQuestion, ...]]] = {
 
 
 def questions(config: HostConfig) -> tuple[DoctorQuestion, ...]:
-    """Return everything there is to ask, but what only a connected Docker can say."""
+    """Return all checks, except the one that needs a connection to Docker."""
     asked = [
         DoctorQuestion("permissions", _ROOT, probes.permissions, vital=True),
         DoctorQuestion("kernel", "", probes.kernel),
@@ -131,7 +131,7 @@ def questions(config: HostConfig) -> tuple[DoctorQuestion, ...]:
 
 
 def ask(question: DoctorQuestion) -> Check:
-    """Answer one question."""
+    """Run one check."""
     try:
         return Check(question.name, True, probes.attempt(question.probe))
     except CheckError as error:
@@ -139,10 +139,10 @@ def ask(question: DoctorQuestion) -> Check:
 
 
 async def refusal(config: HostConfig) -> None:
-    """Ask what is vital, all at once.
+    """Run the vital checks concurrently.
 
     Raises:
-        Refused: something is missing; nothing was started or left behind.
+        StartRefused: something is missing; nothing was started, nothing is left.
     """
     vital = [question for question in questions(config) if question.vital]
     for check in await asyncio.gather(*(asyncio.to_thread(ask, question) for question in vital)):
@@ -151,7 +151,7 @@ async def refusal(config: HostConfig) -> None:
 
 
 async def runtimes_known(config: HostConfig, docker: Docker) -> Check:
-    """Find out whether Docker knows the shimmed runtimes; the remedy is the very text to add."""
+    """Check whether Docker knows the shimmed runtimes; the remedy is the exact text to add."""
     wanted = wrappers.entries(Path(config.run_dir) / "runtimes", config.runtimes)
     try:
         version = (await docker.version())["Version"]
@@ -168,13 +168,13 @@ async def runtimes_known(config: HostConfig, docker: Docker) -> Check:
 
 
 def add_to_docker(entries: dict[str, dict[str, str]]) -> str:
-    """Return the sentence that tells what to add to Docker's configuration."""
+    """Return the sentence that says what to add to Docker's configuration."""
     text = json.dumps({"runtimes": entries})[1:-1]
     return f"add to /etc/docker/daemon.json, inside its braces, and send dockerd a SIGHUP: {text}"
 
 
 async def diagnose(config: HostConfig, docker: Docker | None) -> list[Check]:
-    """Run all checks. Without `docker` one that is not ours to start is connected to for the moment."""
+    """Run all checks. Without `docker` connect to the host's Docker for them, unless hostd starts its own."""
     checks = [await asyncio.to_thread(ask, question) for question in questions(config)]
     if docker is not None:
         return [*checks, await runtimes_known(config, docker)]
@@ -191,7 +191,7 @@ async def diagnose(config: HostConfig, docker: Docker | None) -> list[Check]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the findings; 0 if all is well."""
+    """Print the findings; return 0 if all checks succeeded."""
     wire_form = arguments[:1] == ["--json"]
     files = arguments[1:] if wire_form else arguments
     if len(files) != 1:

@@ -1,9 +1,9 @@
 """Probes of this host: each tries one thing that Sallyport needs, and leaves nothing behind.
 
-- A probe does the very thing that is needed (it makes a slot, loads the rules, runs a sandbox) where it can.
-- It returns what it found, in a few words, and raises with the reason where the thing cannot be done.
+- If possible a probe does exactly what is needed: it makes a slot, loads the rules, runs a sandbox.
+- It returns a short description of the result. If the thing cannot be done, it raises an error with the reason.
 
-What to do about a failure is said by `doctor`.
+`doctor` says how to repair a failure.
 """
 
 import grp
@@ -53,14 +53,14 @@ _PT_INTERP = 3
 
 
 class CheckError(Exception):
-    """The thing is not as it must be; the message says how it is."""
+    """The host does not have what is needed; the message describes its state."""
 
 
 def run(*command: str) -> str:
-    """Run a program; return the first line it printed.
+    """Run a program; return the first line of its output.
 
     Raises:
-        ProbeError: it is missing, failed or hangs.
+        CheckError: it is missing, failed or hangs.
     """
     try:
         done = subprocess.run(
@@ -85,7 +85,7 @@ def run(*command: str) -> str:
 
 
 def permissions() -> str:
-    """Root, with the capabilities that namespaces, rules and containers take."""
+    """Root, with the capabilities that namespaces, rules and containers need."""
     if os.geteuid() != 0:
         raise CheckError("not root")
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
@@ -97,13 +97,13 @@ def permissions() -> str:
 
 
 def kernel() -> str:
-    """Which one runs."""
+    """Return name, release and machine of the kernel."""
     system = os.uname()
     return f"{system.sysname} {system.release} {system.machine}"
 
 
 def nft_program() -> str:
-    """`nft` and what comes with it."""
+    """`nft`, `nsenter` and `unshare`."""
     version = run("nft", "--version")
     run("nsenter", "--version")
     run("unshare", "--version")
@@ -111,7 +111,7 @@ def nft_program() -> str:
 
 
 def namespace() -> str:
-    """A network namespace of our own."""
+    """A new network namespace."""
     with _scratch() as directory:
         path = Path(directory, "netns")
         netns.create_sandbox(path)
@@ -120,7 +120,7 @@ def namespace() -> str:
 
 
 def slot() -> str:
-    """A whole slot: namespaces, link, nat and netdev ingress rules."""
+    """A complete slot: namespaces, link, nat and netdev ingress rules."""
     with _scratch() as directory:
         made = slots.make(Path(directory), 0, PLAN)
         if residue := slots.destroy(made):
@@ -129,7 +129,7 @@ def slot() -> str:
 
 
 def disk(config: HostConfig) -> str:
-    """A file system of a sandbox's own, behind a loop device, where they will be."""
+    """A file system for one sandbox, on a loop device, in the directory where these will be."""
     place = Path(config.state_dir)
     there = next(path for path in (place, *place.parents) if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=there) as directory:
@@ -149,7 +149,7 @@ def sandbox_namespace(config: HostConfig) -> str:
 
 
 def guard(config: HostConfig) -> str:
-    """The guard's table and the floor under it, in a namespace of their own."""
+    """The guard's table and the floor, in a namespace made for this probe."""
     uids = config.uids
     last = uids.worker_base + uids.workers - 1
     plan = nft.GuardPlan(uids.worker_base, last, config.resolvers, config.allowed)
@@ -165,7 +165,7 @@ def guard(config: HostConfig) -> str:
 
 
 def cgroups() -> str:
-    """Control groups that workers can be put into."""
+    """Control groups for workers."""
     found = find(Path("/proc/self/mountinfo").read_text())
     closed = [str(root) for root in found.roots if _read_only(root)]
     if closed:
@@ -182,7 +182,7 @@ def _read_only(path: Path) -> bool:
 
 
 def seccomp() -> str:
-    """Filters with an errno action, which runc containers are started under."""
+    """Filters with an errno action, under which containers on runc are started."""
     actions = Path("/proc/sys/kernel/seccomp/actions_avail").read_text().split()
     if not {"errno", "allow"} <= set(actions):
         raise CheckError("the kernel's seccomp filters have no errno action")
@@ -190,12 +190,12 @@ def seccomp() -> str:
 
 
 def program(path: str) -> str:
-    """A program that can say its version."""
+    """A program that prints its version."""
     return f"{path}: {run(path, '--version') or 'runs'}"
 
 
 def runsc(path: str) -> str:
-    """A runsc, and which one: a build from its Go module says nothing itself, but holds the module's version."""
+    """A runsc with its version. A build from the Go module does not print it, but contains the module's version."""
     said = program(path)
     if "VERSION_MISSING" not in said:
         return said
@@ -206,7 +206,7 @@ def runsc(path: str) -> str:
 
 
 def gvisor(path: str) -> str:
-    """A runsc that starts a sandbox here: old releases fail on current kernels."""
+    """A runsc that can start a sandbox here: old releases fail on current kernels."""
     with _scratch() as directory:
         try:
             run(path, f"--root={directory}", "--network=none", "--ignore-cgroups", "do", "true")
@@ -216,7 +216,7 @@ def gvisor(path: str) -> str:
 
 
 def execd(path: str) -> str:
-    """A static program that everybody can run and only its owner can write."""
+    """A static program that every user can execute and only its owner can write."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o555 != 0o555 or status.st_mode & 0o022:
         raise CheckError(f"{path} must be a program that everybody can run and only its owner can write")
@@ -227,7 +227,7 @@ def execd(path: str) -> str:
 
 
 def is_static(head: bytes) -> bool:
-    """Tell from its beginning whether a program is a 64-bit little-endian ELF that needs no loader."""
+    """Return whether a program that begins with `head` is a 64-bit little-endian ELF that needs no loader."""
     if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":
         return False
     (offset,) = struct.unpack_from("<Q", head, 32)
@@ -238,7 +238,7 @@ def is_static(head: bytes) -> bool:
 
 
 def images(config: HostConfig) -> str:
-    """The tars of images."""
+    """The tar files of images."""
     for image in config.images:
         if not Path(image.tar).is_file():
             raise CheckError(f"image {image.name}: there is no file {image.tar}")
@@ -249,7 +249,7 @@ def images(config: HostConfig) -> str:
 
 
 def roots(path: str) -> str:
-    """The certificate authorities that upstream servers are verified against."""
+    """The certificate authorities by which upstream servers are verified."""
     if not os.stat(path).st_mode & 0o004:
         raise CheckError(f"{path} is not readable by everybody")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -291,7 +291,7 @@ def subordinate(text: str) -> list[tuple[str, int, int]]:
 
 
 def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Return the names whose ids (name, first, count) meet ours, sorted."""
+    """Return the names whose ids (name, first, count) overlap with those of Sallyport, sorted."""
     ours = [range(uid, uid + 1) for uid in uids.daemons]
     ours.append(range(uids.worker_base, uids.worker_base + uids.workers))
     ours.append(range(sandbox_users(0), sandbox_users(uids.workers)))
@@ -300,7 +300,7 @@ def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
 
 
 def upstream(config: HostConfig) -> str:
-    """The namespace that workers dial from."""
+    """The network namespace from which workers dial."""
     if config.upstream_netns is None:
         return "workers dial from this network namespace"
     path = Path(config.upstream_netns)
@@ -312,7 +312,7 @@ def upstream(config: HostConfig) -> str:
 
 
 def interpreter(config: HostConfig) -> str:
-    """A CPython 3.13 or newer that daemons are started with."""
+    """A CPython, 3.13 or newer, with which daemons are started."""
     said = run(config.python, "-IS", "-c", "import sys; print(sys.version_info[:2] >= (3, 13), sys.version.split()[0])")
     good, _, version = said.partition(" ")
     if good != "True":
@@ -323,9 +323,9 @@ def interpreter(config: HostConfig) -> str:
 
 
 def packages() -> str:
-    """Every package this interpreter has for Sallyport, in a version that Sallyport asks for.
+    """All packages that Sallyport requires, in versions that it permits.
 
-    Source: importlib.metadata, against the floors in pyproject.toml.
+    Source: importlib.metadata, compared with the minimum versions in pyproject.toml.
     """
     try:
         asked = [Requirement(text) for text in metadata.requires("sallyport") or ()]
@@ -343,7 +343,7 @@ def packages() -> str:
 
 
 def docker_answers(path: str) -> str:
-    """A server that speaks Docker's protocol listens at the socket."""
+    """A server at the socket that speaks Docker's protocol."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(5.0)
         try:
@@ -361,7 +361,7 @@ def docker_answers(path: str) -> str:
 
 
 def attempt[T](probe: Callable[[], T]) -> T:
-    """Run a probe; whatever an operating system can answer becomes a `CheckError`."""
+    """Run a probe; convert the errors of the operating system into a `CheckError`."""
     try:
         return probe()
     except (OSError, ValueError, netns.NftError, subprocess.SubprocessError) as error:

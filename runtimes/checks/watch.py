@@ -1,16 +1,17 @@
-"""The watch: every running sandbox is compared with how it was made, every few seconds.
+"""The watch: compares every running sandbox with a reference every few seconds.
 
-- What is right is not recorded from the sandbox that is judged: every slot is the same, so a slot that is made for this
-  only, and unmade again, says how all of them have to look.
-- A slot that is not as it should be, or cannot be looked at, is cut off: links first, then worker and container. A
-  guard whose table, or whose floor, is not its own is renewed. While plan directory or wrappers are not ours nothing
-  is launched.
-- Every deviation is an alarm record. The reaction never waits for it: what auditd cannot take now it gets later.
-- What the kernel has dropped of a sandbox at its rates is read on the same occasion, for the log (`drops`).
-- Rules are listed only when nft has counted a change there, and once in a while.
+- The reference is not recorded from the sandbox that is judged. All slots are equal, so the watch makes a slot only
+  for this purpose, reads it and destroys it.
+- If a slot differs from the reference, or cannot be read, its sandbox is cut off: links first, then worker and
+  container. If the guard's table or the floor differs, both are renewed. If the plan directory or the wrappers have
+  changed, nothing is launched.
+- Every difference causes an alarm record. The reaction never waits for the record: what auditd cannot accept now it
+  gets later.
+- Each round also reads the counts of the packets that the kernel has dropped of each sandbox, for the log (`drops`).
+- Rules are listed only if nft has counted a change in the namespace, and in each `_LIST_EVERY`th round.
 
-It does not look into the sandbox: addresses and routes that runsc takes from its side are no deviation. What comes and
-goes between two rounds can be missed; that nothing leaves meanwhile is what the slot is built for.
+The watch does not look into the sandbox: if runsc removes addresses and routes on its side, this is no difference. A
+change that is undone between two rounds can be missed; the slot itself ensures that nothing leaves meanwhile.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _JITTER = 0.2
 _PARALLEL = 4
 _LIST_EVERY = 20
 _UNREADABLE = 2
-"""How often in a row a slot may not be readable before it counts as changed."""
+"""The number of consecutive rounds in which a slot cannot be read, from which it counts as changed."""
 _ORDER = ("link", "address", "route", "policy", "neighbour", "queue", "setting")
 _NEVER = -1
 
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """How every slot has to look: facts of both namespaces, and the gateway's rules as nft lists them."""
+    """The reference for all slots: facts of both namespaces, and the gateway's rules as nft lists them."""
 
     gateway: frozenset[str]
     sandbox: frozenset[str]
@@ -53,7 +54,7 @@ class Golden:
 
 
 def reference(directory: Path, index: int) -> Golden:
-    """Make a slot, read it, unmake it. Blocks for some hundred milliseconds.
+    """Make a slot, read it, destroy it. Blocks for some hundred milliseconds.
 
     Raises:
         OSError, netns.NftError: it cannot be made or read.
@@ -71,14 +72,15 @@ def reference(directory: Path, index: int) -> Golden:
 
 
 def compare_gateway(golden: Golden, seen: frozenset[str]) -> Breach | None:
-    """Judge the gateway's side: it has to be as it was made."""
+    """Judge the gateway's side: it must equal the reference."""
     return _told("gateway", seen - golden.gateway, golden.gateway - seen)
 
 
 def compare_sandbox(golden: Golden, seen: frozenset[str]) -> Breach | None:
-    """Judge the sandbox's side as the host sees it: nothing may have come, and no link may have gone.
+    """Judge the sandbox's side as the host sees it: nothing may be added, and no link may be missing.
 
-    Neighbours, queues and the loss of addresses and routes are the workload's own business, and runsc's.
+    Neighbours, queues and the loss of addresses and routes are ignored, because the workload and runsc may change
+    them.
     """
     came = {fact for fact in seen - golden.sandbox if _kind(fact) not in ("neighbour", "queue")}
     return _told("sandbox", came, {fact for fact in golden.sandbox - seen if _kind(fact) == "link"})
@@ -89,7 +91,7 @@ def _kind(fact: str) -> str:
 
 
 def _told(side: str, came: Iterable[str], gone: Iterable[str]) -> Breach | None:
-    """Name what weighs most first: what else changed is often its consequence."""
+    """Return a breach that names the most important change first, because the others are often its consequences."""
     changes = sorted(
         [(_ORDER.index(_kind(fact)), 0, fact) for fact in came]
         + [(_ORDER.index(_kind(fact)), 1, fact) for fact in gone]
@@ -102,7 +104,7 @@ def _told(side: str, came: Iterable[str], gone: Iterable[str]) -> Breach | None:
 
 
 class Watch:
-    """Watches from `start` to `stop`. `directory` is where slots are made; on `files` launches depend."""
+    """Watches from `start` to `stop`. It makes slots in `directory`. A change of `files` prevents launches."""
 
     def __init__(
         self,
@@ -133,23 +135,23 @@ class Watch:
         self._cuts: set[asyncio.Task[None]] = set()
 
     async def start(self, index: int) -> None:
-        """Make the reference under slot number `index`, which no sandbox has, and begin.
+        """Make the reference with slot number `index`, which no sandbox uses, and begin.
 
         Raises:
-            OSError, netns.NftError: there is nothing to compare with.
+            OSError, netns.NftError: the reference could not be made.
         """
         self._golden = await asyncio.to_thread(reference, self._directory, index)
         self._sandboxes.refusal = self.refusal
         self._task = asyncio.create_task(self._run(), name="watch")
 
     async def stop(self) -> None:
-        """Stop watching; cuts that are under way are finished."""
+        """Stop watching; complete the cuts that have begun."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, *self._cuts, return_exceptions=True)
 
     def refusal(self) -> str:
-        """Return why nothing may be launched now, nothing if all is well."""
+        """Return why no launch is allowed now, or an empty text."""
         return self._sandboxes.plans.directory_changed() or ", ".join(
             f"{name} was changed" for name in self._files.changed()
         )
@@ -188,10 +190,10 @@ class Watch:
         self._pids = {container: pid for container, pid in self._pids.items() if container in containers}
         self._generations = {inode: number for inode, number in self._generations.items() if inode in inodes}
 
-    # -- what hostd keeps on disk
+    # -- files of hostd
 
     def _check_files(self, watched: Iterable[tuple[str, slots.Slot, str]]) -> None:
-        """Judge wrappers and plans. A difference that lasts is reported once."""
+        """Judge wrappers and plans. A difference that persists is reported once."""
         by_container = {container: (name, slot) for name, slot, container in watched}
         standing = {Breach("isolation.file", f"{name} was changed") for name in self._files.changed()}
         for deviation in self._sandboxes.plans.deviations():
@@ -223,7 +225,7 @@ class Watch:
         except netns.NftError:
             wrong = "is gone"
         if guard.restarts != restarts or not guard.in_force:
-            return  # it ended meanwhile: the next round reports it
+            return  # the guard ended meanwhile: the next round reports it
         if not wrong:
             self._guard_generation = generation
             return
@@ -259,10 +261,10 @@ class Watch:
         return await self._first_process(slot, container)
 
     async def _judge_slot(self, slot: slots.Slot, known: int | None) -> tuple[Breach | None, netstate.Gateway]:
-        """Judge what a slot itself consists of; its rules are listed unless they are those of generation `known`.
+        """Judge the facts of a slot. List its rules unless their generation is `known`.
 
         Raises:
-            netns.Elsewhere, OSError, netns.NftError: it cannot be looked at.
+            netns.Elsewhere, OSError, netns.NftError: it cannot be read.
         """
         golden = self._golden
         if golden is None:
@@ -282,7 +284,7 @@ class Watch:
         return await asyncio.to_thread(netns.list_rules, slot.gateway, "ruleset") == golden.rules
 
     async def judge_idle(self, slot: slots.Slot, known: int | None) -> int | None:
-        """Judge a slot that is no sandbox's yet, as `slot_pool.Judge`; what cannot be read is not as it was made."""
+        """Judge a slot that no sandbox uses yet, as `slot_pool.Judge`. A slot that cannot be read counts as changed."""
         try:
             finding, seen = await self._judge_slot(slot, known)
         except netns.Elsewhere as error:
@@ -297,11 +299,11 @@ class Watch:
         return None
 
     async def _first_process(self, slot: slots.Slot, container: str) -> Breach | None:
-        """Judge where the container's first process is. One that has ended is not judged."""
+        """Judge the namespace of the container's first process. A process that has ended is not judged."""
         if container not in self._pids:
             try:
                 state = await self._docker.state(container)
-            except DockerError:  # an outage of Docker is no change of the slot; it is asked again in the next round
+            except DockerError:  # an outage of Docker is no change of the slot; the next round asks again
                 return None
             pid = 0 if state is None else state.pid
             self._pids[container] = (pid, predecessor.start_time(pid) if pid else None)
@@ -319,7 +321,7 @@ class Watch:
     # -- reactions
 
     def _cut(self, name: str, slot: slots.Slot, finding: Breach) -> None:
-        """Cut off the sandbox and raise an alarm, if it is still the one that was looked at."""
+        """Cut the sandbox off and raise an alarm, if it is still the one that was judged."""
         if not any(item[0] == name and item[1] is slot for item in self._sandboxes.watched()):
             return
         task = asyncio.create_task(self._sandboxes.cut(name, slot, f"{finding.rule}: {finding.reason}"))

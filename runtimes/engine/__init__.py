@@ -1,1 +1,1 @@
-"""Containers: Docker, the OCI shim, and what a container consists of. The only package that imports docker."""
+"""Containers: Docker, the OCI shim, and the parts of a container. The only package that imports docker."""

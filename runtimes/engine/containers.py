@@ -1,12 +1,12 @@
-"""What a sandbox's container is: its command, environment, files and limits, from the launch specification.
+"""The container of a sandbox: its command, environment, files and limits, derived from the launch specification.
 
-- The image's entrypoint is replaced by execd, which starts the requested one.
-- Trust anchors, resolver, hosts, host name and machine id are ours, at fixed read-only mounts; the request cannot move
-  them.
-- Each container has a launch file of its own. By it execd knows a restore, and by the secret whose hash it holds, the
-  host; no process knows the secret of a container that is started, not restored.
-- Processes are a container's when their command line names its id: shim, runtime, its helpers.
-- Everything mounted is readable by everybody inside: nothing here is secret.
+- execd replaces the image's entrypoint, and starts the requested one.
+- Trust anchors, resolver, hosts, host name and machine id are files of Sallyport, at fixed read-only mounts. The
+  request cannot move them.
+- Each container has its own launch file. By a change of it execd recognizes a restore; by the secret whose hash it
+  holds, it recognizes the host. No process knows the secret of a container that is started, not restored.
+- A process belongs to a container if its command line has the container's id: shim, runtime, its helpers.
+- Every user inside can read all mounted files: nothing here is secret.
 """
 
 import os
@@ -58,10 +58,10 @@ _MOUNTED = {
 
 
 def environment(sandbox: str, requested: Mapping[str, str]) -> dict[str, str]:
-    """Return the container's environment: the request's wins, except for what makes it trust its gateway.
+    """Return the container's environment. The request's values win, except for the variables of the trust anchors.
 
-    CACERT_UPDATES keeps Debian's Java packages from writing their own trust store where ours is mounted, which would
-    make their installation in a sandbox fail.
+    CACERT_UPDATES prevents Debian's Java packages from writing their own trust store where Sallyport's is mounted:
+    that would make their installation in a sandbox fail.
     """
     own = {"OPENSANDBOX_ID": sandbox, "EXECD_ENVS": "/opt/opensandbox/.env", "CACERT_UPDATES": "disabled"}
     return {**own, **requested, **dict.fromkeys(CA_VARIABLES, CA_BUNDLE)}
@@ -73,7 +73,7 @@ def command(token_sha256: str, entrypoint: Sequence[str]) -> list[str]:
 
 
 def write_files(directory: Path, spec: Launch, ca_bundle: str) -> Path:
-    """Write what will be mounted into a new `directory`; return it. `ca_bundle` is what programs inside trust.
+    """Write the files that will be mounted into a new `directory`; return it. Programs inside trust `ca_bundle`.
 
     Raises:
         OSError: it exists, or cannot be written.
@@ -97,10 +97,10 @@ def write_files(directory: Path, spec: Launch, ca_bundle: str) -> Path:
 
 
 def process_limits(spec: Launch) -> tuple[int, int | None]:
-    """Return the limit of the container's cgroup, and that of each user inside, if its own kernel is to keep one.
+    """Return the limit of the container's cgroup, and that of each user inside (None: it is not enforced inside).
 
-    gVisor stands still when the host gives it no more threads: there the sandbox's limit is kept inside, where a fork
-    then fails as it should, and the host's is that much larger.
+    gVisor hangs when the host gives it no more threads. So on gVisor the sandbox's kernel enforces the limit, where a
+    fork then fails as it should, and the host's limit is larger.
     """
     if PROFILES[spec.runtime].inner_limits:
         return spec.pids + _KERNEL_THREADS, max(spec.pids, _FEWEST_PROCESSES)
@@ -108,7 +108,7 @@ def process_limits(spec: Launch) -> tuple[int, int | None]:
 
 
 def plan_container(spec: Launch, image: str, files: Path, execd: Path) -> ContainerPlan:
-    """Return the container of `spec`. `image` is the id that was looked at, `files` what `write_files` wrote."""
+    """Return the container of `spec`. `image` is the id that was inspected, `files` the result of `write_files`."""
     pids, processes = process_limits(spec)
     return ContainerPlan(
         name=container_name(spec.sandbox),
@@ -129,7 +129,7 @@ def plan_container(spec: Launch, image: str, files: Path, execd: Path) -> Contai
 
 
 def processes(container: str) -> tuple[int, ...]:
-    """Return the processes on the host that name container id `container` in their command line."""
+    """Return the processes on the host that have container id `container` in their command line."""
     needle, found = container.encode(), []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -141,9 +141,10 @@ def processes(container: str) -> tuple[int, ...]:
 
 
 def end_processes(container: str) -> tuple[str, ...]:
-    """Wait until the processes of a removed container have left, end those that do not; return what is left.
+    """Wait until the processes of a removed container have ended, kill those that do not; return what is left.
 
-    Blocks for at most some seconds. After a start that failed, or a death of Docker, its shim may stay for ever.
+    Blocks for at most some seconds. After a failed start, or a death of Docker, the container's shim can stay for
+    ever.
     """
     began = time.monotonic()
     while left := processes(container):

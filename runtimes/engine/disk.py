@@ -1,17 +1,19 @@
-"""A disk of its own for each sandbox: what it writes is bounded by the size of a file system, not by a quota.
+"""A separate disk for each sandbox: the size of a file system, not a quota, limits what the sandbox writes.
 
-- A file of the full size is allocated on the host (the host cannot run out of room later) and formatted as ext4 while
-  the container is created, then mounted over its own overlay2 directory, before its start. Upper and work directory of
-  the root file system then lie in it; so does the file that runsc keeps its overlay in. One fence for both runtimes.
-- The file is unlinked once its loop device holds it: the last unmount frees device and room, whichever process was
-  killed.
-- Devices are known by the name of the file behind them, which names the sandbox. Nothing is remembered here: `detach`
-  and `sweep` find what a killed predecessor attached.
-- `detach` is judged by the loop device being free again. A process that makes a mount namespace copies what is
-  mounted at that moment, and keeps the device. The removal of the directory first ends all copies of the mount.
+- A file of the full size is allocated on the host, so the host cannot run out of space later. It is formatted as ext4
+  while the container is created, then mounted over the container's overlay2 directory, before its start. Upper and
+  work directory of the root file system then are on this disk; so is the file in which runsc keeps its overlay. So
+  one limit covers both runtimes.
+- The file is unlinked when its loop device holds it. So the last unmount frees device and space, whichever process
+  was killed.
+- A device is identified by the name of its backing file, which contains the sandbox's id. No state is kept here:
+  `detach` and `sweep` find the devices that a killed hostd attached.
+- `detach` succeeds when the loop device is free again. A process that makes a mount namespace copies the mounts of
+  that moment, and so keeps the device. The removal of the directory first removes all copies of the mount.
 
 Project quotas would share one file system, but need CONFIG_QFMT_V2 for ext4 or CONFIG_XFS_QUOTA, and root inside runc
-could leave its project by FS_IOC_FSSETXATTR. There is no journal: nothing of a sandbox survives its host.
+could leave its project by FS_IOC_FSSETXATTR. There is no journal, because nothing of a sandbox is used after a crash
+of its host.
 
 All functions block: call them in a worker thread.
 """
@@ -48,12 +50,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DiskError(Exception):
-    """There is no disk; the message says why. Nothing is left behind."""
+    """A disk cannot be made; the message says why. Nothing is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """A loop device of ours: its name below /sys/block, its number as mountinfo writes it, and whose it is."""
+    """A loop device of hostd: its name below /sys/block, its number as in mountinfo, and its sandbox."""
 
     name: str
     number: str
@@ -61,20 +63,20 @@ class _Device:
 
 
 class Disks:
-    """The disks of one hostd, made in its own `directory`."""
+    """The disks of one hostd, made in `directory`, which nothing else uses."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def prepare(self, sandbox: str, size: int) -> None:
-        """Make a disk of `size` bytes, which `attach` will put in its place.
+        """Make a disk of `size` bytes, which `attach` will mount at its final place.
 
         Raises:
-            DiskError: the host has no room, or cannot do it.
+            DiskError: the host has no space, or cannot do it.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
         file, stage = self._directory / f"{sandbox}.img", self._stage(sandbox)
-        with self._undone(sandbox), ExitStack() as temporary:  # mounted, the mount holds the device, and that the file
+        with self._undone(sandbox), ExitStack() as temporary:  # the mount then holds device and file
             temporary.callback(file.unlink, missing_ok=True)
             _allocate(file, size)
             _run("mkfs.ext4", *_FLAGS, "-i", str(_BYTES_PER_INODE), str(file))
@@ -84,10 +86,10 @@ class Disks:
             _mount(device, stage)
 
     def attach(self, sandbox: str, layer: Path) -> int:
-        """Put the prepared disk under `layer`, a created container's overlay2 directory; return how many bytes fit.
+        """Mount the prepared disk at `layer`, a created container's overlay2 directory; return how many bytes fit.
 
         Raises:
-            DiskError: the host cannot do it; the prepared disk is gone.
+            DiskError: the host cannot do it; the prepared disk was removed.
         """
         stage = self._stage(sandbox)
         with self._undone(sandbox):
@@ -101,12 +103,12 @@ class Disks:
             return found.f_bavail * found.f_frsize
 
     def _stage(self, sandbox: str) -> Path:
-        """Where a disk is mounted until it is in its place."""
+        """Return the directory at which a disk is mounted until it is at its final place."""
         return self._directory / f"{sandbox}.stage"
 
     @contextmanager
     def _undone(self, sandbox: str) -> Iterator[None]:
-        """Leave nothing of the disk if the work on it fails."""
+        """Remove all of the disk if the work on it fails."""
         try:
             yield
         except OSError as error:
@@ -119,7 +121,7 @@ class Disks:
             raise
 
     def detach(self, sandbox: str) -> tuple[str, ...]:
-        """Unmount a sandbox's disk wherever it is mounted; return what is left. Its container must be gone."""
+        """Unmount a sandbox's disk at all mount points; return what is left. Its container must be removed before."""
         deadline = time.monotonic() + _FREE_SECONDS
         while left := [device for device in self._devices() if device.sandbox == sandbox]:
             for point in _mounted({device.number for device in left}):
@@ -133,7 +135,7 @@ class Disks:
         return tuple(f"disk /dev/{device.name} of {sandbox}" for device in left)
 
     def sweep(self, keep: frozenset[str] = frozenset()) -> tuple[str, ...]:
-        """Detach every disk but those of `keep`; return what is left."""
+        """Detach every disk except those of `keep`; return what is left."""
         names = {device.sandbox for device in self._devices()}
         if self._directory.is_dir():
             names |= {path.stem for path in self._directory.iterdir()}
@@ -141,7 +143,7 @@ class Disks:
 
     def _devices(self) -> Iterator[_Device]:
         for entry in Path("/sys/block").glob("loop*/loop/backing_file"):
-            with suppress(OSError):  # freed while we looked
+            with suppress(OSError):  # freed during this loop
                 file = Path(entry.read_text().rstrip("\n").removesuffix(" (deleted)"))
                 if file.parent == self._directory.resolve():
                     number = (entry.parent.parent / "dev").read_text().strip()
@@ -149,7 +151,7 @@ class Disks:
 
 
 def probe(directory: Path) -> str:
-    """Try the whole of it in a scratch `directory`.
+    """Prepare, attach and detach a disk in a temporary `directory`.
 
     Raises:
         DiskError: it cannot be done here.
@@ -191,7 +193,7 @@ def _run(*command: str) -> None:
 
 
 def _loop(file: Path) -> tuple[int, str]:
-    """Put `file` behind a free loop device; return a descriptor that keeps it and the device's path."""
+    """Attach `file` to a free loop device; return a descriptor that keeps it, and the device's path."""
     with open("/dev/loop-control", "rb+", buffering=0) as control, open(file, "rb+", buffering=0) as backing:
         for _ in range(_ATTEMPTS):
             number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
@@ -228,6 +230,6 @@ def _unmount(point: Path) -> None:
 
 
 def _mounted(numbers: set[str]) -> tuple[Path, ...]:
-    """Where devices of these numbers are mounted, in our mount namespace."""
+    """Return the mount points of devices with these numbers, in hostd's mount namespace."""
     lines = (line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines())
     return tuple(Path(fields[4].encode().decode("unicode_escape")) for fields in lines if fields[2] in numbers)

@@ -1,13 +1,14 @@
-"""Containers and images, through Docker. The only user of the docker package.
+"""Containers and images, through Docker. The only module that uses the docker package.
 
-- Its blocking calls run in a pool of a few threads; each has a time limit. A daemon that is coming back is waited for
-  where a launch begins, with `image`.
-- A container gets no network, no capability beyond the list, no privilege to gain, limits, no restarts, and binds that
-  we name. Nothing of it comes from the image but user, work directory and environment.
-- An image whose files of users Docker could not read to their end is refused: Docker would hold the container's lock
-  for ever. If Docker delays an answer for another reason, only the callers for that container wait, for some seconds.
-- The label `sallyport.sandbox` marks ours, `sallyport.instance` the server's; without both, and the name that goes with
-  them, nothing is ever removed: labels may come from an image.
+- Its blocking calls run in a pool of a few threads; each has a time limit. `image`, with which a launch begins, waits
+  for a Docker that is being restarted.
+- A container gets no network, only the capabilities of a fixed list, no way to gain privileges, limits, no restarts,
+  and only binds of Sallyport. From the image it takes only user, work directory and environment.
+- An image is refused if Docker could not read its user files (`/etc/passwd`, `/etc/group`) to their end, because then
+  Docker would hold the container's lock for ever. If Docker delays an answer for another reason, only the callers for
+  that container wait, for some seconds.
+- The label `sallyport.sandbox` marks containers of Sallyport, `sallyport.instance` those of this server. A container
+  is removed only if it has both labels and the matching name, because labels can come from an image.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ INSTANCE_LABEL = "sallyport.instance"
 _SOURCE_LABEL = "sallyport.source"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
 ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN", "SETPCAP")
-"""With isolated sessions, on runsc only: there they are rights over the sandbox's own kernel. By the second one execd
-takes both out of the bounding set of what it starts."""
+"""With isolated sessions, on runsc only: there they are capabilities over the sandbox's own kernel. execd uses the
+second one to remove both from the bounding set of the programs that it starts."""
 _THREADS = 8
 _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
@@ -42,7 +43,8 @@ _USERS = ("/etc/passwd", "/etc/group")
 _MOST_USERS = 1 << 20
 _LINKS = 8
 _NOT_PLAIN = 0x8F280000
-"""Of the modes in Go's `io/fs`: directory, link, device, pipe, socket, character device, or something else."""
+"""Bits of the modes in Go's `io/fs`: directory, link, device, pipe, socket, character device, or another special
+file."""
 _LINK = 0x08000000
 _JUDGED_IMAGES = 1024
 _DEFAULT_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -58,16 +60,16 @@ class DockerError(Exception):
 
 
 class UnknownImage(DockerError):
-    """There is no such image here."""
+    """This Docker has no such image."""
 
 
 class UnusableImage(DockerError):
-    """The image itself keeps it from being started; `str()` says to its owner what is wrong with it."""
+    """The image cannot be started because of its content; `str()` describes the fault to the image's owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalImage:
-    """What an image says about how to run it."""
+    """The parts of an image's configuration that are used to run it."""
 
     id: str
     entrypoint: tuple[str, ...]
@@ -102,12 +104,12 @@ class ContainerPlan:
     memory_bytes: int
     pids: int
     processes: int | None
-    """What each user inside may run, where a kernel of the sandbox's own counts that."""
+    """The limit of processes of each user inside, if the sandbox has its own kernel, which counts them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A bind that a container has: ours, or an anonymous volume of its image."""
+    """A bind of a container: one of Sallyport, or an anonymous volume of its image."""
 
     source: str
     destination: str
@@ -116,10 +118,10 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a container lies.
+    """The places of a container on the host.
 
-    `layer` is the directory that holds its own part of its root file system, None where the storage driver is not
-    overlay2; `mounts` are its binds and volumes.
+    `layer` is the directory that has the container's own part of its root file system, None if the storage driver is
+    not overlay2; `mounts` are its binds and volumes.
     """
 
     layer: Path | None
@@ -142,15 +144,16 @@ class Docker:
     """One Docker daemon, by its socket."""
 
     def __init__(self, socket: str, instance: str = "") -> None:
-        """Connect.
+        """Connect to the daemon.
 
         Args:
-            instance: what distinguishes our containers from another server's on the same Docker.
+            instance: distinguishes the containers of this server from those of another one on the same Docker.
 
         Raises:
-            DockerError: there is no Docker at `socket`, or another user than ours, which is root, serves it.
+            DockerError: there is no Docker at `socket`, or its server runs as another user than this process, which
+                is root.
         """
-        # Imported late, and so beside other work: it takes half a second.
+        # Imported late, so that the import, which takes half a second, runs concurrently with other work.
         import docker
         import docker.errors
         import requests.exceptions
@@ -175,14 +178,14 @@ class Docker:
         self._judged: set[str] = set()
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._looking.shutdown(wait=False, cancel_futures=True)
         self._api.close()
         self._slow.close()
 
     async def _run[T](self, call: Callable[[], T], patience: float = 0.0, pool: ThreadPoolExecutor | None = None) -> T:
-        """Call, and if it may be repeated for `patience` seconds again while Docker does not answer."""
+        """Run `call`; while Docker does not answer, repeat it for `patience` seconds."""
         loop = asyncio.get_running_loop()
         until = loop.time() + patience
         while True:
@@ -207,7 +210,7 @@ class Docker:
         return tuple(sorted(information.get("Runtimes") or {}))
 
     async def image(self, name: str) -> LocalImage:
-        """Return what image `name` says; a Docker that is being started again is waited for.
+        """Return the configuration of image `name`; wait for a Docker that is being restarted.
 
         Raises:
             UnknownImage: it is not here. Nothing is pulled.
@@ -223,13 +226,13 @@ class Docker:
         )
 
     async def image_names(self) -> tuple[str, ...]:
-        """Return the names that images have here; `:latest` is left out of them."""
+        """Return the names of the images, without `:latest`."""
         found = await self._run(self._api.images)
         tags = {tag for image in found for tag in image.get("RepoTags") or ()}
         return tuple(sorted(tag.removesuffix(":latest") for tag in tags if tag != "<none>:<none>"))
 
     async def import_image(self, name: str, tar: Path, env: Mapping[str, str]) -> None:
-        """Import the root file system `tar` as `name` with `env`, unless just that was imported before.
+        """Import the root file system `tar` as `name` with `env`, unless exactly this was imported before.
 
         Preconditions: `env` has passed `spec.image_environment`.
         """
@@ -253,10 +256,10 @@ class Docker:
         )
 
     async def create(self, plan: ContainerPlan) -> str:
-        """Create a container, not started; return its id.
+        """Create a container without starting it; return its id.
 
         Raises:
-            UnknownImage, DockerError: there is none now.
+            UnknownImage, DockerError: it was not created.
         """
         ulimits = [{"Name": "core", "Soft": 0, "Hard": 0}]  # a crash must not reach the host's core handler
         if plan.processes is not None:
@@ -299,10 +302,10 @@ class Docker:
         return str(created["Id"])
 
     async def judge_users(self, container: str, image: str) -> None:
-        """Look at the files of users in a created container of `image`, which Docker and runc read at its start.
+        """Check the user files in a created container of `image`, which Docker and runc read at its start.
 
         Raises:
-            UnusableImage: one of them is none, or too large; the container must not be started.
+            UnusableImage: one of them is not a plain file, or too large; the container must not be started.
             DockerError: Docker refused, or did not answer.
         """
         if image in self._judged:
@@ -314,7 +317,7 @@ class Docker:
         self._judged.add(image)
 
     def _judge_file(self, container: str, path: str) -> None:
-        """Follow links as Docker does, inside the container; that there is no such file is fine."""
+        """Check one file, following links inside the container as Docker does. A missing file is accepted."""
         named = path
         for _ in range(_LINKS):
             url = self._api._url("/containers/{0}/archive", container)
@@ -331,7 +334,7 @@ class Docker:
         raise UnusableImage(f"{named} of the image is no plain file, or too large")
 
     async def layout(self, container: str) -> Layout:
-        """Return where a created container lies."""
+        """Return the layout of a created container."""
         found = await self._run(lambda: self._api.inspect_container(container))
         mounts = tuple(
             Mount(str(item["Source"]), str(item["Destination"]), not item.get("RW", True))
@@ -356,7 +359,7 @@ class Docker:
         """Return the container's state, None if there is no such container.
 
         Raises:
-            DockerError: Docker does not say it within seconds.
+            DockerError: Docker does not answer within seconds.
         """
         try:
             found = await self._look(container, lambda: self._api.inspect_container(container))
@@ -375,10 +378,10 @@ class Docker:
         )
 
     async def _look(self, what: str, call: Callable[[], Any]) -> Any:
-        """Call in the pool for looks, and wait some seconds; callers with the same `what` share one answer.
+        """Run `call` in the pool for queries, and wait some seconds; callers with the same `what` share one answer.
 
         Raises:
-            DockerError: Docker refused, or does not say it in time.
+            DockerError: Docker refused, or does not answer in time.
         """
         look = self._looks.get(what)
         if look is None:
@@ -393,20 +396,20 @@ class Docker:
     def _looked(self, what: str, ended: asyncio.Task[Any]) -> None:
         del self._looks[what]
         if not ended.cancelled():
-            ended.exception()  # perhaps no caller waits for it any more
+            ended.exception()  # marks the exception as retrieved, because all callers may have stopped waiting
 
     async def running(self) -> frozenset[str]:
-        """Return the ids of our containers that run: one call, whatever their number.
+        """Return the ids of this server's containers that run: one call, for any number.
 
         Raises:
-            DockerError: Docker does not say it within seconds.
+            DockerError: Docker does not answer within seconds.
         """
         filters = {"label": f"{INSTANCE_LABEL}={self._instance}", "status": "running"}
         found = await self._look(_RUNNING, lambda: self._api.containers(filters=filters))
         return frozenset(str(item["Id"]) for item in found)
 
     async def remove(self, container: str) -> None:
-        """Kill and remove a container and its anonymous volumes; one that is not there is fine."""
+        """Kill and remove a container, if it exists, and its anonymous volumes."""
         try:
             await self._run(lambda: self._api.remove_container(container, force=True, v=True))
         except DockerError as error:
@@ -414,9 +417,9 @@ class Docker:
                 raise
 
     async def ours(self, sandbox: str | None = None) -> tuple[tuple[str, str], ...]:
-        """Return (container id, sandbox id) of our containers in any state."""
+        """Return (container id, sandbox id) of this server's containers in any state."""
         labels = [LABEL if sandbox is None else f"{LABEL}={sandbox}", f"{INSTANCE_LABEL}={self._instance}"]
         found = await self._run(lambda: self._api.containers(all=True, filters={"label": labels}))
         ours = ((str(item["Id"]), str(item["Labels"][LABEL]), item.get("Names")) for item in found)
-        # One that is being removed may have lost its name already.
+        # A container that is being removed may have no name any more.
         return tuple((ident, name) for ident, name, names in ours if not names or f"/{container_name(name)}" in names)

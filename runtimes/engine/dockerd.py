@@ -1,12 +1,12 @@
-"""A dockerd of our own, in a network namespace of its own.
+"""A dockerd that hostd starts, in its own network namespace.
 
-- It has no bridge, no iptables, no forwarding and no network but loopback: it cannot touch the host's network, and
-  a second dockerd on the host's own network would delete the first one's bridge.
+- It has no bridge, no iptables, no forwarding and no network but loopback, so it cannot change the host's network. A
+  second dockerd in the host's own network namespace would delete the first one's bridge.
 - It is stopped by its process id, never by name, and its containerd with it.
-- It binds its data directory over itself. One that is killed leaves this mount, and the next one does not consider it
-  its own, so `stop` removes it.
-- Containers and their shims outlive it, so that a sandbox works on while it is started again. Nothing can be started
-  meanwhile, or by it afterwards: each container had a launch plan for one start only.
+- It binds its data directory over itself. A dockerd that is killed leaves this mount, and the next one does not treat
+  it as its own, so `stop` removes it.
+- Containers and their shims outlive it, so that sandboxes continue while it is restarted. No container can be started
+  meanwhile, or again afterwards, because its launch plan was for one start only.
 """
 
 import asyncio
@@ -59,12 +59,12 @@ def arguments(config: DockerdConfig, socket: str, daemon_json: Path) -> list[str
 class Dockerd:
     """Keeps one dockerd running, from `start` to `stop`.
 
-    After a crash it is started again, and with it its containerd, its child. When only containerd has ended dockerd is
-    ended too: by itself it would take many seconds to start another. Its containers live on meanwhile (live-restore).
+    After a crash it is started again, with its child containerd. If only containerd has ended, dockerd is ended too,
+    because it would need many seconds to start another one. Containers run on meanwhile (live-restore).
     """
 
     def __init__(self, config: DockerdConfig, socket: str, daemon_json: Path) -> None:
-        """Keep what is needed; process notes go beside `daemon_json`."""
+        """Store the parameters; notes about processes are files beside `daemon_json`."""
         self._config = config
         self._socket = socket
         self._daemon_json = daemon_json
@@ -72,7 +72,7 @@ class Dockerd:
         self._monitor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Adopt it where it runs as it would be started, else start it; wait until it answers.
+        """Adopt a dockerd that runs with the same configuration, otherwise start one; wait until it answers.
 
         Raises:
             NotReady: it ended, or does not answer in time.
@@ -88,7 +88,7 @@ class Dockerd:
         self._monitor = asyncio.create_task(self._keep(), name="dockerd")
 
     async def _adopt(self) -> bool:
-        """Take over the one that runs, if it is as it would be started and answers; return False once it has ended."""
+        """Adopt the running dockerd if its configuration is the same and it answers; else end it and return False."""
         left = await asyncio.to_thread(predecessor.take, self._notes, _NAME, self._identity())
         if left is not None and await asyncio.to_thread(self._lost_containerd, left.pid):
             _log.error("containerd ended: dockerd is started again with a new one")
@@ -169,7 +169,7 @@ class Dockerd:
                 _log.error("dockerd does not come back: %s", error)
 
     async def _either_ended(self, process: AdoptedProcess) -> None:
-        """Wait until dockerd or the containerd that it has started has ended."""
+        """Wait until dockerd, or the containerd that it has started, has ended."""
         if await asyncio.to_thread(self._lost_containerd, process.pid):
             return
         waiting = [asyncio.create_task(process.wait(), name="dockerd-end")]
@@ -184,14 +184,14 @@ class Dockerd:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     def _lost_containerd(self, parent: int) -> bool:
-        """Whether process `parent` has started a containerd, and none of its own runs any more."""
+        """Return whether process `parent` has started a containerd, but has no running one now."""
         return any(self._containerd_notes()) and self._containerd(parent) is None
 
     def _containerd_notes(self) -> Iterator[Path]:
         return Path(self._config.exec_root, "containerd").glob("*containerd.pid")
 
     def _containerd(self, parent: int) -> Adopted | None:
-        """Return the containerd that process `parent` has started; None where it uses one that was there."""
+        """Return the containerd that process `parent` has started; None if it uses one that existed before."""
         for path in self._containerd_notes():
             try:
                 pid = int(path.read_text())
@@ -214,7 +214,7 @@ class Dockerd:
         await process.wait()
 
     async def stop(self) -> None:
-        """End it, orderly first."""
+        """End dockerd, first with SIGTERM, and remove its mounts."""
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)
@@ -234,5 +234,8 @@ class Dockerd:
 
     @property
     def _unmount_note(self) -> Path:
-        """It exists if the data directory was no mount point before the first start: a mount there is dockerd's."""
+        """The path of a file that exists if the data directory was no mount point before the first start.
+
+        Then a mount there belongs to dockerd.
+        """
         return self._notes / "dockerd-unmount"

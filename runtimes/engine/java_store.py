@@ -1,8 +1,9 @@
-"""The trust store of a sandbox as Java reads it: a JKS file of the certificates that the PEM bundle has.
+"""The trust store of a sandbox in Java's format: a JKS file of the certificates in the PEM bundle.
 
-Java knows no variable for trust anchors: it reads the file `cacerts` of its own installation, which is the same file
-for all Java packages of a distribution. The format is JKS (magic, version, entries, digest), which each Java since 1.2
-reads without a password, as it reads its own. Nothing here parses a certificate: hostd runs as root.
+Java has no environment variable for trust anchors. It reads the file `cacerts` of its own installation, which is the
+same file for all Java packages of a distribution. The format is JKS (magic, version, entries, digest), which each
+Java since 1.2 reads without a password, like its own store. Nothing here parses a certificate, because hostd runs as
+root.
 """
 
 import base64
@@ -19,7 +20,7 @@ _BLOCK = re.compile(r"^-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]*)-----END CE
 def certificates(bundle: str) -> list[bytes]:
     """Return the DER certificates of a PEM `bundle`, each once. A block that is no DER sequence is left out.
 
-    Java refuses a whole store for one entry that it cannot read.
+    The reason: Java refuses the whole store for one entry that it cannot read.
     """
     found: dict[bytes, None] = {}
     for block in _BLOCK.finditer(bundle):
@@ -33,7 +34,7 @@ def certificates(bundle: str) -> list[bytes]:
 
 
 def _is_sequence(der: bytes) -> bool:
-    """Say whether `der` is one ASN.1 sequence and nothing behind it."""
+    """Return whether `der` is exactly one ASN.1 sequence."""
     if len(der) < 4 or der[0] != 0x30:
         return False
     if der[1] < 0x80:
@@ -43,11 +44,11 @@ def _is_sequence(der: bytes) -> bool:
 
 
 def java_store(bundle: str) -> bytes:
-    """Return a JKS trust store with the certificates of a PEM `bundle`; the same for the same bundle."""
+    """Return a JKS trust store with the certificates of a PEM `bundle`; equal bundles give equal stores."""
     anchors = certificates(bundle)
     store = bytearray(b"".join(number.to_bytes(4) for number in (_MAGIC, _VERSION, len(anchors))))
     for index, der in enumerate(anchors):
-        store += _TRUSTED.to_bytes(4) + _text(f"anchor-{index}") + (0).to_bytes(8)  # when it was added: not said
+        store += _TRUSTED.to_bytes(4) + _text(f"anchor-{index}") + (0).to_bytes(8)  # the entry's date: not set
         store += _text("X.509") + len(der).to_bytes(4) + der
     store += hashlib.sha1(PASSWORD.encode("utf-16-be") + _SALT + store, usedforsecurity=False).digest()
     return bytes(store)

@@ -1,20 +1,20 @@
-"""What each runtime is and needs: the only place that knows one runtime from another. Pure.
+"""The properties and needs of each runtime: the only place that distinguishes runtimes. Pure.
 
 The shim imports it for each container, so it imports nothing.
 """
 
 
 class RuntimeProfile:
-    """The declared capabilities of one runtime.
+    """The properties of one runtime.
 
     Attributes:
         name: the name in settings, calls and launch plans.
         flags: options for each call of the real runtime.
-        size_flag: the one of `flags` that can bound what a sandbox writes; empty without one.
-        user_namespace: each container needs a user namespace of its own, since it shares the host's kernel.
-        seccomp: each bundle must have a seccomp profile. Without it one that is there is checked all the same.
-        isolation: execd may mount inside, since it has rights over the sandbox's own kernel only.
-        inner_limits: the limit of processes is kept inside, by the sandbox's own kernel.
+        size_flag: the one of `flags` that can limit what a sandbox writes; empty if there is none.
+        user_namespace: each container needs its own user namespace, because it shares the host's kernel.
+        seccomp: each bundle must have a seccomp profile. If False, a profile that is there is checked too.
+        isolation: execd may mount inside, because its capabilities apply only to the sandbox's own kernel.
+        inner_limits: the sandbox's own kernel enforces the limit of processes.
     """
 
     __slots__ = ("flags", "inner_limits", "isolation", "name", "seccomp", "size_flag", "user_namespace")
@@ -44,7 +44,7 @@ RUNC = RuntimeProfile(
 )
 RUNSC = RuntimeProfile(
     "runsc",
-    # Stated even where they are the default today: a changed default must not open anything.
+    # Stated even if they are the defaults, so that a changed default of runsc cannot weaken isolation.
     flags=(
         "--network=sandbox",
         "--net-raw=false",

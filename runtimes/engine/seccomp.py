@@ -1,10 +1,12 @@
 """The seccomp profile of runc containers, in Docker's format. Pure.
 
-- An allowlist: everything else fails with EPERM, clone3 with ENOSYS so that libc falls back to clone, io_setup so
-  that databases do without: its quota is one for the host.
-- `socket()` opens AF_UNIX, AF_INET, AF_INET6 and NETLINK_ROUTE only: no vsock, packet, alg, xdp or netfilter door.
-- No io_uring (it opens sockets past this filter), no namespaces, mounts, bpf, keyrings, ptrace, userfaultfd, perf.
-- One architecture: 32-bit calls, whose `socketcall` hides its arguments from a filter, are not there at all.
+- It is an allowlist. Other calls fail with EPERM, except two that fail with ENOSYS: clone3, so that libc falls back
+  to clone, and io_setup, so that databases work without it (its quota is shared by the whole host).
+- `socket()` can open only AF_UNIX, AF_INET, AF_INET6 and NETLINK_ROUTE: no vsock, packet, alg, xdp or netfilter
+  socket.
+- It forbids io_uring (which opens sockets without this filter), namespaces, mounts, bpf, keyrings, ptrace,
+  userfaultfd and perf.
+- It has one architecture. 32-bit calls are forbidden, because their `socketcall` hides its arguments from a filter.
 
 runsc does not use it: its own kernel has none of these.
 """
@@ -72,7 +74,7 @@ def _allow(names: list[str], *arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile() -> dict[str, Any]:
-    """Return the profile as Docker's API takes it (`seccomp=` and its JSON)."""
+    """Return the profile in the format of Docker's API (`seccomp=` and its JSON)."""
     names = sorted({*(_FILES + _MEMORY + _PROCESSES + _EVENTS_AND_TIME + _IPC_AND_SOCKETS).split()})
     return {
         "defaultAction": "SCMP_ACT_ERRNO",
@@ -82,7 +84,7 @@ def profile() -> dict[str, Any]:
             _allow(["socket"], _argument(0, AF_NETLINK), _argument(2, _NETLINK_ROUTE)),
             _allow(["socketpair"], _argument(0, AF_UNIX)),
             _allow(["clone"], _argument(0, _CLONE_NAMESPACES, "SCMP_CMP_MASKED_EQ", 0)),
-            # fs.aio-max-nr is one count for the host. Programs of libaio fall back to threads.
+            # fs.aio-max-nr is one limit for the host. Programs that use libaio fall back to threads.
             {"names": ["io_setup"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS, "args": []},
             {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS, "args": []},
             *(_allow(["personality"], _argument(0, value)) for value in _PERSONALITIES),
@@ -91,5 +93,5 @@ def profile() -> dict[str, Any]:
 
 
 def profile_json() -> str:
-    """Return the profile as compact JSON, always the same bytes."""
+    """Return the profile as compact JSON; the bytes are always the same."""
     return json.dumps(profile(), separators=(",", ":"), sort_keys=True)

@@ -5,7 +5,7 @@ locked memory, pipe pages, descriptors in flight, processes. It charges the owne
 sandbox has a range of uids, and its namespace is owned by the first of them.
 
 `prepare` runs in the shim, which then becomes runc. Its mounts are in a private mount namespace that ends with runc,
-so the host keeps none of them. A tmpfs over /dev holds there:
+so the host keeps none of them. In that namespace a tmpfs over /dev holds:
 
 - the user namespace, which runc joins;
 - the root file system: the same overlay2 layers, each idmapped (owners on disk do not change), and a new upper
@@ -13,8 +13,8 @@ so the host keeps none of them. A tmpfs over /dev holds there:
 - `sysfs` of the container's network namespace, and device nodes: runc can create neither in a user namespace. The
   nodes are not the host's, because locks and inotify on a shared node would connect sandboxes.
 
-The process also enters the network namespace and takes the container's rlimits: runc, once in the user namespace, has
-no right to do the former, and on some hosts not the latter.
+The process also enters the network namespace and takes over the container's rlimits. The reason: in the user
+namespace runc lacks the privilege for the former, and on some hosts for the latter.
 
 Standard library only. Needs Linux 5.19 and a file system that supports idmapped mounts (ext4, XFS, Btrfs).
 """
@@ -30,11 +30,11 @@ import struct
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing is slow to import, and this starts for each container
+if TYPE_CHECKING:  # typing is slow to import, and this module is imported for each container
     from typing import Any
 
 RANGE = 65536
-"""Users of a sandbox: 0 to 65535 inside."""
+"""The number of users of a sandbox: 0 to 65535 inside."""
 TERMINALS = 128
 _SHELF = "/dev/sallyport"
 _ROOT = f"{_SHELF}/root"
@@ -72,7 +72,7 @@ def prepare(config: dict[str, Any], base: int, network: tuple[str, int]) -> None
 
     Raises:
         OSError: the kernel or a file system cannot do it.
-        ValueError: the root file system is not an overlay, or not that of a fresh container.
+        ValueError: the root file system is not an overlay, or not that of a new container.
     """
     users = _user_namespace(base)
     _enter_network(*network)
@@ -102,7 +102,7 @@ def _rewrite(config: dict[str, Any], base: int, sysfs: str, volumes: dict[str, s
         *(entry for entry in linux["namespaces"] if entry["type"] != "network"),
         {"type": "user", "path": f"{_SHELF}/user"},
     ]
-    linux.pop("sysctl", None)  # those of the network namespace are set there
+    linux.pop("sysctl", None)  # hostd sets those of the network namespace
     config["root"]["path"] = _ROOT
     for mount in config["mounts"]:
         kind, options = mount.get("type"), mount.get("options") or []
@@ -117,8 +117,8 @@ def _rewrite(config: dict[str, Any], base: int, sysfs: str, volumes: dict[str, s
 def prepare_exec(process: dict[str, Any], network: tuple[str, int]) -> None:
     """Prepare this process to become `runc exec`.
 
-    That changes to the path of the root file system first, and does not join the network namespace, which is no part of
-    the container's configuration: without this the command would run in the network of Docker.
+    runc first changes to the path of the root file system. It does not join the network namespace, which is no part
+    of the container's configuration. Without this preparation the command would run in Docker's network namespace.
     """
     _enter_network(*network)
     _unshare_mounts()
@@ -127,9 +127,9 @@ def prepare_exec(process: dict[str, Any], network: tuple[str, int]) -> None:
 
 
 def take_limits(process: dict[str, Any]) -> None:
-    """Move the limits of a process to this one, from which runc and the container inherit them.
+    """Apply the rlimits of a container's process to this one, from which runc and the container inherit them.
 
-    For a process of another user runc itself would need CAP_SYS_RESOURCE, which not every host's root has.
+    For a process of another user runc itself would need CAP_SYS_RESOURCE, which root does not have on every host.
     """
     for limit in process.pop("rlimits", None) or ():
         resource.setrlimit(getattr(resource, limit["type"]), (limit["soft"], limit["hard"]))
@@ -147,14 +147,16 @@ def _opened(path: str) -> int:
 
 
 def _overlay(layers: list[int], written: int, work: int) -> None:
-    """Mount the root file system of detached mounts, topmost first, and two directories that are open."""
+    """Mount the root file system from detached mounts `layers`, topmost first, and two open directories."""
     places = [_put(tree, _directory(str(index))) for index, tree in enumerate(layers)]
     options = f"lowerdir={':'.join(places)},upperdir=/proc/self/fd/{written},workdir=/proc/self/fd/{work},index=off"
     _mount("overlay", _ROOT, "overlay", 0, options)
 
 
 def probe(directory: str, base: int) -> None:
-    """Try it for users from `base` in an empty `directory`. Changes this process as `prepare` does.
+    """Make such a namespace and root file system for users from `base` in an empty `directory`.
+
+    Changes this process as `prepare` does.
 
     Raises:
         OSError: this host cannot do it.
@@ -180,7 +182,7 @@ def _user_namespace(base: int) -> int:
         status = 1
         try:
             os.close(go)
-            # Keeps its capabilities: some hosts allow no unprivileged user namespaces.
+            # The process keeps its capabilities, because some hosts allow no unprivileged user namespaces.
             _checked(_libc.prctl(_PR_SET_SECUREBITS, _NO_SETUID_FIXUP, 0, 0, 0), "securebits")
             os.setresgid(base, base, base)
             os.setresuid(base, base, base)
@@ -216,13 +218,13 @@ def _enter_network(path: str, inode: int) -> None:
 
 
 def _layers(root: str) -> tuple[list[str], str]:
-    """Return the lower directories of the overlay at `root`, topmost first, and its upper one."""
+    """Return the lower directories of the overlay at `root`, topmost first, and its upper directory."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         found = [line.rstrip("\n").split(" ") for line in file if _plain(line.split(" ", 5)[4]) == root]
     if not found or found[-1][-3] != "overlay":
         raise ValueError("the root file system is not an overlay")
     options = dict(item.partition("=")[::2] for item in found[-1][-1].split(","))
-    beside = os.path.dirname(os.path.dirname(root))  # what Docker's shortened names are relative to
+    beside = os.path.dirname(os.path.dirname(root))  # Docker's shortened names are relative to it
     lower = [os.path.join(beside, _plain(path)) for path in options["lowerdir"].split(":")]
     return lower, os.path.join(beside, _plain(options["upperdir"]))
 
@@ -232,9 +234,10 @@ def _plain(text: str) -> str:
 
 
 def _own_part(upper: str, base: int) -> tuple[str, str]:
-    """Create the upper and work directories of the container beside `upper`, with a copy of it for users from `base`.
+    """Create the upper and work directories of the container beside `upper`.
 
-    Docker keeps an overlay with `upper` mounted, and two overlays must not share an upper directory.
+    The upper directory is a copy of `upper` for users from `base`. Docker keeps an overlay with `upper` mounted, and
+    two overlays must not share an upper directory.
     """
     place = os.path.join(os.path.dirname(upper), "sallyport")
     os.mkdir(place, 0o700)
@@ -265,7 +268,7 @@ def _copy(source: str, target: str, base: int, copied: list[int]) -> None:
 
 
 def _idmapped(path: str, users: int) -> int:
-    """Return a detached mount of `path` in which its owners are those of the user namespace."""
+    """Return a detached mount of `path` that maps the owners of files into the user namespace."""
     tree = _checked(_libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _CLONE_TREE | _CLOEXEC), path)
     attributes = struct.pack("4Q", _ATTR_IDMAP, 0, 0, users)
     _checked(_libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attributes, len(attributes)), path)
@@ -273,7 +276,7 @@ def _idmapped(path: str, users: int) -> int:
 
 
 def _put(tree: int, place: str) -> str:
-    """Mount a detached mount at `place`; return that."""
+    """Mount a detached mount at `place`; return `place`."""
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, place.encode(), _FROM_EMPTY_PATH), place)
     os.close(tree)
     return place
@@ -285,7 +288,7 @@ def _unshare_mounts() -> None:
 
 
 def _cover_dev(base: int) -> None:
-    """Mount an empty directory over /dev, with device nodes of user `base` and an empty place for a root."""
+    """Mount a tmpfs over /dev, with device nodes of user `base` and an empty directory for the root file system."""
     _mount("none", "/dev", "tmpfs", _MS_NOSUID | _MS_NOEXEC, "mode=0755,size=64k")
     os.mkdir(_SHELF, 0o755)
     os.chmod(_SHELF, 0o755)  # noqa: S103 - only this mount namespace and the container's first process see it

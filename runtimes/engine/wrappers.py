@@ -1,9 +1,10 @@
-"""Writes what Docker needs to call the shim: one executable wrapper per runtime, and their `runtimes` entries.
+"""Writes the files by which Docker calls the shim: one executable wrapper per runtime, and their `runtimes` entries.
 
-- A wrapper fixes interpreter, shim, real runtime, plan directory and runtime flags: nothing comes from the environment.
-- It calls the shim when any of its words is a subcommand that the shim checks, wherever that word stands; only without
-  one does it go straight to the real runtime (Docker makes several such calls for each container).
-- Wrappers belong to root and are replaced as a whole.
+- A wrapper fixes interpreter, shim, real runtime, plan directory and runtime flags: nothing comes from the
+  environment.
+- It calls the shim if any of its arguments is a subcommand that the shim checks, at any position. Otherwise it
+  executes the real runtime directly (Docker makes several such calls for each container).
+- Wrappers belong to root. A new version replaces the whole file.
 """
 
 import json
@@ -28,7 +29,7 @@ esac
 
 
 def runtime_name(runtime: Runtime) -> str:
-    """Return the name that Docker knows the shimmed runtime by."""
+    """Return the name of the shimmed runtime in Docker's configuration."""
     return f"sallyport-{runtime}"
 
 
@@ -52,6 +53,6 @@ def entries(directory: Path, runtimes: Sequence[Runtime]) -> dict[str, dict[str,
 
 
 def write_daemon_json(path: Path, runtimes: dict[str, Any]) -> None:
-    """Write a configuration file for our own dockerd. Its containers outlive it, and the next dockerd finds them."""
+    """Write a configuration file for the dockerd of hostd. Containers outlive it, and the next dockerd finds them."""
     path.write_text(json.dumps({"live-restore": True, "runtimes": runtimes}, indent=2) + "\n")
     os.chmod(path, 0o644)

@@ -1,9 +1,9 @@
-"""What the kernel has dropped of each sandbox in its slot, on its way into the audit log.
+"""Counts of the packets that the kernel has dropped in each sandbox's slot, and their records in the audit log.
 
-- A record is the number since the sandbox was launched. It is written when the number has grown, so at most one for
-  each counter in a round of the watch, however hard a sandbox floods.
-- If auditd does not accept a record, a later round writes one with the number at that time. No caller waits. Nothing is
-  lost but what a sandbox had dropped in its last seconds.
+- A record holds the number since the sandbox was launched. It is written when the number has grown. So each round of
+  the watch writes at most one for each counter, at any rate of a flood.
+- If auditd does not accept a record, a later round writes one with the number at that time. No caller waits. Only the
+  drops of a sandbox's last seconds can be missing from the log.
 """
 
 import logging
@@ -29,19 +29,19 @@ class Drops:
         self._told: dict[tuple[str, str], int] = {}
 
     def seen(self, sandbox: str, counters: Mapping[str, int]) -> None:
-        """Take note of the counters of a sandbox's slot."""
+        """Store the counters of a sandbox's slot."""
         for name in DROPS:
             if count := counters.get(name, 0):
                 self._seen[sandbox, name] = count
 
     def forget(self, remaining: Container[str]) -> None:
-        """Drop what is known of sandboxes that are gone."""
+        """Remove the counters of sandboxes that were removed."""
         for known in (self._seen, self._told):
             for key in [key for key in known if key[0] not in remaining]:
                 del known[key]
 
     async def tell(self) -> None:
-        """Hand what has grown to auditd. Never fails."""
+        """Send records of the counters that have grown to auditd. Never fails."""
         grown = [item for item in self._seen.items() if self._told.get(item[0]) != item[1]][:_MOST]
         if not grown:
             return

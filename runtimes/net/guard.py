@@ -1,12 +1,14 @@
-"""The guard: a process that owns the upstream namespace's rules for worker uids; and the floor under it.
+"""The guard: a process that owns the upstream namespace's rules for worker uids; and the floor below it.
 
-- The guard's table has `flags owner`: another's `nft flush ruleset` does not remove it, and it goes with its owner.
-- Without it nothing of a worker leaves: the floor, a table without owner, drops each packet that the guard has not
-  accepted. It is laid before the first worker, stands when guard and hostd die, is replaced in one transaction by
-  the next hostd's, and removed when no worker is left (`remove_floor`). A flush removes it: then the guard binds alone
-  until the watch has seen it, and it is laid again before the guard is renewed.
-- Workers hold a pidfd of the owner, too, and refuse to dial once it has ended; a new guard is announced to them.
-- The guard's standard input is ours: when hostd dies, nft sees the end of input and ends too.
+- The guard's table has `flags owner`: `nft flush ruleset` of another process does not remove it, and the kernel
+  removes it when its owner ends.
+- Without the guard's table no packet of a worker leaves: the floor, a table without owner, drops each packet that the
+  guard has not accepted. The floor is loaded before the first worker starts and stays when guard and hostd end. The
+  next hostd replaces it in one transaction; it is removed when no worker is left (`remove_floor`). A flush removes
+  the floor: then only the guard's table restricts workers until the watch has seen the difference. The floor is
+  loaded again before the guard is renewed.
+- Workers hold a pidfd of the owner too, and refuse to dial once it has ended; they are notified of a new guard.
+- The guard's standard input is a pipe from hostd. When hostd ends, nft reads the end of input and ends too.
 """
 
 import asyncio
@@ -35,15 +37,16 @@ class GuardError(Exception):
 
 
 class NetGuard:
-    """Keeps one guard process alive. `pidfd` is that of the current one, `lives` how many there were with it.
+    """Keeps one guard process running.
 
-    `tables` is the guard's and the floor as they were listed when they first came into force; every later guard's must
-    be the same.
+    `pidfd` is the pidfd of the current process; `lives` is the number of guards so far, with the current one.
+    `tables` is the listing of guard and floor when they first came into force. The tables of each later guard must be
+    the same.
     `in_force` is true from then until the process is seen to have ended.
     """
 
     def __init__(self, rules_file: Path, upstream: Path | None, changed: Callable[[int], Awaitable[None]]) -> None:
-        """Keep what is needed; process notes go beside `rules_file`."""
+        """Store the parameters; notes about processes are files beside `rules_file`."""
         self.rules_file = rules_file
         self._floor_note = rules_file.with_name("floor")
         self._upstream = upstream
@@ -64,7 +67,7 @@ class NetGuard:
         Raises:
             GuardError: it is not in force in time.
         """
-        # A former hostd's guard ends with it, but the table is its own until it has.
+        # The guard of a former hostd ends with that hostd. Until it has ended, it owns the table.
         await asyncio.to_thread(predecessor.end, self.rules_file.parent, "guard")
         self.rules_file.write_text(nft.render_guard(plan, self._owner))
         self._floor = nft.render_floor(plan)
@@ -90,7 +93,8 @@ class NetGuard:
                     if process.returncode is not None:
                         raise GuardError("nft ended")
                     await asyncio.sleep(0.02)
-                # Behind the guard: its table is ours alone, so no other server's floor is replaced here.
+                # After the guard's table, which only this hostd can own now. So no other server's floor is replaced
+                # here.
                 await self._lay_floor()
                 await self._compare()
         except (TimeoutError, OSError, netns.NftError) as error:
@@ -122,20 +126,20 @@ class NetGuard:
         await asyncio.to_thread(netns.load_rules, self._upstream, self._floor)
         try:
             await asyncio.to_thread(self._note_floor)
-        except (OSError, netns.NftError) as error:  # only `./run clean` reads it, and leaves a floor without a note
+        except (OSError, netns.NftError) as error:  # only `./run clean` reads the note; without it the floor stays
             _log.warning("the floor is not noted: %s", error)
 
     def _note_floor(self) -> None:
-        """Note which table is ours: `./run clean` removes no other. A namespace never gives a handle again.
+        """Write a note that identifies this table, because `./run clean` removes no other.
 
-        The note has the boot, the number of the namespace and the table's handle.
+        The note has the boot, the number of the namespace and the table's handle. A namespace never reuses a handle.
         """
         listed = netns.list_rules(self._upstream, "-a", "-t", "table", "inet", nft.FLOOR_TABLE)
         handle = listed.partition("# handle ")[2].partition("\n")[0]
         self._floor_note.write_text(f"{_BOOT_ID.read_text().strip()} {netns.inode(self._upstream)} {handle}\n")
 
     async def remove_floor(self) -> None:
-        """Remove the floor, if we have laid it. No worker may be left.
+        """Remove the floor, if this hostd has loaded it. No worker may be left.
 
         Raises:
             netns.NftError: it is still there.
@@ -150,19 +154,19 @@ class NetGuard:
         return await asyncio.to_thread(netns.list_rules, self._upstream, "-t", "table", "inet", table)
 
     async def listed(self) -> str:
-        """Return both tables as they are now, without what their sets hold.
+        """Return both tables as they are now, without the elements of their sets.
 
         Raises:
-            netns.NftError: one is gone.
+            netns.NftError: a table is missing.
         """
         return await self._list(nft.GUARD_TABLE) + await self._list(nft.FLOOR_TABLE)
 
     async def generation(self) -> int:
-        """Return the number that nft counts its changes with in the upstream namespace."""
+        """Return the generation of nft's rules in the upstream namespace: it grows with each change."""
         return await asyncio.to_thread(netstate.generation, self._upstream)
 
     async def renew(self) -> None:
-        """Lay the floor again and end the guard: workers stop dialling at once, and go on with the next one."""
+        """Load the floor again and end the guard. Workers stop dialling at once, and continue with the next guard."""
         self.in_force = False
         try:
             await self._lay_floor()
@@ -199,7 +203,7 @@ class NetGuard:
         await process.wait()
 
     async def stop(self) -> None:
-        """End the guard; its table goes with it, the floor stays."""
+        """End the guard. The kernel removes its table; the floor stays."""
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)

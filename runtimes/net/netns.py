@@ -1,10 +1,11 @@
-"""Network namespaces and the link between them. The only user of pyroute2.
+"""Network namespaces and the link between them. The only module that uses pyroute2.
 
-Everything that must happen inside a namespace runs in a thread of its own that enters it and then ends: a network
-namespace belongs to a thread, and a thread that has changed its own is never used again.
+Work inside a namespace runs in a new thread that enters the namespace and then ends. The reason: a network namespace
+belongs to a thread, and a thread that has changed its namespace is never used again.
 
-- A namespace is a bind mount of its nsfs inode at a path of ours. A path that exists already is never adopted.
-- Addresses, routes and neighbours are complete before anybody runs inside (runsc reads them once, at its start).
+- A namespace is held by a bind mount of its nsfs inode at a path that hostd chooses. A path that exists already is
+  never adopted.
+- Addresses, routes and neighbours are complete before any process runs inside (runsc reads them once, at its start).
 - Sysctls are written before the first link exists; one that cannot be written is an error.
 
 All functions block for milliseconds: call them in a worker thread.
@@ -44,7 +45,7 @@ def _unmount(target: str) -> None:
 
 
 def in_thread[T](work: Callable[[], T]) -> T:
-    """Run `work` in a fresh thread and return its result, or raise what it raised."""
+    """Run `work` in a new thread and return its result, or raise its exception."""
     result: list[T] = []
     failure: list[BaseException] = []
 
@@ -63,14 +64,14 @@ def in_thread[T](work: Callable[[], T]) -> T:
 
 
 class Elsewhere(Exception):
-    """A path leads to another namespace than the one that was made there, or to none."""
+    """The namespace at a path is not the one that was made there, or there is none."""
 
 
 def inside[T](path: Path, work: Callable[[], T], inode: int | None = None) -> T:
-    """Run `work` in a fresh thread inside the namespace at `path`. Subprocesses it starts are inside too.
+    """Run `work` in a new thread inside the namespace at `path`. Subprocesses that it starts are inside too.
 
     Raises:
-        Elsewhere: an `inode` was named, and the namespace there has another one; nothing was run.
+        Elsewhere: `inode` is given, and the namespace has another one; nothing was run.
     """
 
     def enter() -> T:
@@ -96,7 +97,7 @@ def create(path: Path, sysctls: Mapping[str, str]) -> int:
 
     Raises:
         FileExistsError: there is something at `path`.
-        OSError: the kernel refused; nothing is left behind.
+        OSError: the kernel refused; nothing is left.
     """
     os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
@@ -116,7 +117,7 @@ def create(path: Path, sysctls: Mapping[str, str]) -> int:
 
 
 def delete(path: Path) -> None:
-    """Unmount and remove the namespace at `path`; nothing there is fine."""
+    """Unmount and remove the namespace at `path`, if there is one."""
     with contextlib.suppress(OSError):
         while True:  # a second mount at the same path is removed as well
             _unmount(str(path))
@@ -129,7 +130,7 @@ def create_gateway(path: Path) -> int:
 
 
 def create_sandbox(path: Path) -> int:
-    """Make the sandbox's namespace, its loopback up."""
+    """Make the sandbox's namespace, with its loopback up."""
     inode = create(path, SANDBOX_SYSCTLS)
     try:
         inside(path, lambda: _loopback_up())
@@ -141,7 +142,7 @@ def create_sandbox(path: Path) -> int:
 
 @contextmanager
 def _netlink() -> Iterator[Any]:
-    # Imported late: that takes most of a second, and a hostd that adopts needs no link.
+    # Imported late: the import takes most of a second, and a hostd that adopts needs no link.
     from pyroute2 import IPRoute
 
     handle = IPRoute()
@@ -159,7 +160,7 @@ def _loopback_up() -> None:
 def link(sandbox: Path, gateway: Path, plan: NetworkPlan) -> None:
     """Make the slot's veth pair directly inside the two namespaces and set both ends up.
 
-    The gateway's end comes first: it has its address and its static neighbour when the sandbox's end comes up.
+    The gateway's end is configured first, so it has its address and static neighbour when the sandbox's end comes up.
     """
     fd = os.open(gateway, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -219,10 +220,10 @@ def links(path: Path) -> tuple[str, ...]:
 
 
 def sever(path: Path, inode: int) -> None:
-    """Remove every link but the loopback from the namespace at `path`; what cannot be removed is set down.
+    """Remove every link except the loopback from the namespace at `path`; set down a link that cannot be removed.
 
     Raises:
-        Elsewhere: it is not the one with `inode`; nothing was touched.
+        Elsewhere: the namespace does not have `inode`; nothing was changed.
     """
 
     def cut() -> None:
@@ -234,7 +235,7 @@ def sever(path: Path, inode: int) -> None:
                     continue
                 try:
                     route.link("del", index=item["index"])
-                except NetlinkError:  # gone with its peer, or a device that only moves
+                except NetlinkError:  # removed with its other end, or a device that cannot be deleted
                     with contextlib.suppress(NetlinkError):
                         route.link("set", index=item["index"], state="down")
 
@@ -258,7 +259,7 @@ def _nft(*arguments: str, text: str | None = None) -> str:
 
 
 def load_rules(path: Path | None, ruleset: str) -> None:
-    """Load `ruleset` in the namespace at `path` (None: our own), in one transaction.
+    """Load `ruleset` in the namespace at `path` (None: that of the caller), in one transaction.
 
     Raises:
         NftError: nft refused; nothing of it is in force.
@@ -270,19 +271,19 @@ def load_rules(path: Path | None, ruleset: str) -> None:
 
 
 def list_rules(path: Path | None, *what: str) -> str:
-    """Return `nft -s list <what>` of the namespace at `path` (None: our own); `what` may begin with options."""
+    """Return `nft -s list <what>` of the namespace at `path` (None: the caller's). Options in `what` come first."""
     options = tuple(word for word in what if word.startswith("-"))
     arguments = ("-s", *options, "list", *what[len(options) :])
     return _nft(*arguments) if path is None else inside(path, lambda: _nft(*arguments))
 
 
 def inode(path: Path | None) -> int:
-    """Return the inode of the network namespace at `path` (None: our own)."""
+    """Return the inode of the network namespace at `path` (None: that of the current process)."""
     return os.stat(path or "/proc/self/ns/net").st_ino
 
 
 def of_process(pid: int) -> int:
-    """Return the inode of the network namespace that process `pid` lives in.
+    """Return the inode of the network namespace of process `pid`.
 
     Raises:
         OSError: there is no such process.
@@ -291,7 +292,7 @@ def of_process(pid: int) -> int:
 
 
 def mounted(inodes: frozenset[int]) -> tuple[str, ...]:
-    """Return the mount points of these namespaces in our mount namespace."""
+    """Return the mount points of these namespaces in hostd's mount namespace."""
     wanted = {f"net:[{number}]" for number in inodes}
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -310,13 +311,13 @@ def unmount_below(directory: Path) -> None:
 
 
 def is_mount_point(path: Path) -> bool:
-    """Whether something is mounted on `path`, also where it is bound over itself."""
+    """Return whether `path` is a mount point, also if it is bound over itself."""
     point = re.sub(r"[\\ \t\n]", lambda found: f"\\{ord(found[0]):03o}", os.path.realpath(path))
     return any(line.split(" ")[4] == point for line in Path("/proc/self/mountinfo").read_text().splitlines())
 
 
 def unmount(path: Path) -> None:
-    """Take one mount off `path`; none there is fine."""
+    """Remove one mount from `path`, if there is one."""
     with contextlib.suppress(OSError):
         _unmount(str(path))
 

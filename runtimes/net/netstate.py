@@ -1,11 +1,13 @@
-"""What a network namespace consists of, read from the kernel as facts that can be compared.
+"""The state of a network namespace, read from the kernel as facts that can be compared.
 
 - A namespace is read only if its inode is that of the namespace that was made at the path.
-- A fact is a line of text that is the same for every slot; counters, timers and what traffic alone changes is no fact.
-- Raw netlink dumps with the standard library: a namespace costs half a millisecond, where parsing everything costs ten.
-- An answer that is cut short, refused or late is an error, never an empty state.
+- A fact is a line of text that is equal for every slot. Counters, timers and state that traffic alone changes are not
+  facts.
+- It reads raw netlink dumps with the standard library, which takes half a millisecond for a namespace; to parse
+  everything would take ten.
+- An answer that is truncated, refused or late is an error, never an empty state.
 
-It changes nothing and judges nothing (`watch`). Its functions block: call them in a worker thread.
+This module changes nothing and judges nothing; `watch` does. Its functions block: call them in a worker thread.
 """
 
 import os
@@ -30,17 +32,17 @@ _GETGEN, _GETOBJ = 10 << 8 | 16, 10 << 8 | 19
 _COUNTER = 1
 _NTF_PROXY = 0x08
 _QUIET_NEIGHBOURS = 0x01 | 0x20 | 0x40
-"""INCOMPLETE, FAILED and NOARP: made by the kernel, they lead nowhere. (NONE is 0.)"""
+"""INCOMPLETE, FAILED and NOARP: the kernel makes these entries, and no packet is sent to them. (NONE is 0.)"""
 _FAMILIES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 
 type Attributes = dict[int, bytes]
 
 
 def _messages(sock: socket.socket, kind: int, body: bytes, flags: int = _DUMP) -> Iterator[bytes]:
-    """Ask and yield the payload of each answer.
+    """Send a request and yield the payload of each answer.
 
     Raises:
-        OSError: refused, cut short or late.
+        OSError: the answer was an error, truncated or late.
     """
     sock.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST | flags, 1, 0) + body)
     for _ in range(_MOST_MESSAGES):
@@ -123,7 +125,7 @@ def route_fact(payload: bytes) -> str:
 
 
 def neighbour_fact(payload: bytes) -> str | None:
-    """Describe one neighbour of a dump; None for one that leads nowhere."""
+    """Describe one neighbour of a dump; None for one to which no packet is sent."""
     _, index, state, flags, _ = struct.unpack_from("=BxxxiHBB", payload)
     found = attributes(payload[12:])
     if flags & _NTF_PROXY:
@@ -143,7 +145,7 @@ def policy_fact(payload: bytes) -> str:
 
 
 def queue_fact(payload: bytes) -> str:
-    """Describe one queue of a dump: where programs and redirections are hooked in."""
+    """Describe one queue of a dump; programs and redirections are attached to queues."""
     _, index, _, parent, _ = struct.unpack_from("=BxxxiIII", payload)
     return f"queue {_text(attributes(payload[20:]).get(1))} on link {index} below {parent:x}"
 
@@ -202,7 +204,7 @@ def counter(payload: bytes) -> tuple[str, int] | None:
 
 
 def _counters() -> dict[str, int]:
-    """Sum up the counters of one name, and add what the IP stack itself has dropped."""
+    """Return the packets of each counter, summed by name, and the packets that the IP stack itself has dropped."""
     found = {MALFORMED: _malformed(Path("/proc/thread-self/net/snmp").read_text())}
     with _nftables() as sock:
         for name, packets in filter(None, map(counter, _messages(sock, _GETOBJ, struct.pack("!BBH", 0, 0, 0)))):
@@ -211,7 +213,7 @@ def _counters() -> dict[str, int]:
 
 
 def _malformed(snmp: str) -> int:
-    """Packets whose header or destination the kernel could not use, between the rules of both tables."""
+    """Return the number of packets that the IP stack dropped for their header or destination, between both tables."""
     names, values = (line.split() for line in snmp.splitlines() if line.startswith("Ip: "))
     counted = dict(zip(names, values, strict=True))
     return sum(int(counted[name]) for name in ("InHdrErrors", "InAddrErrors", "InDiscards"))
@@ -219,7 +221,7 @@ def _malformed(snmp: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """A gateway namespace as it is now: what can be compared, nft's number of changes, packets in nft's counters."""
+    """The state of a gateway namespace: its facts, the generation of nft's rules, and the packets in nft's counters."""
 
     facts: frozenset[str]
     generation: int
@@ -227,17 +229,17 @@ class Gateway:
 
 
 def facts(path: Path, inode: int, sysctls: Sequence[str]) -> frozenset[str]:
-    """Return what the namespace at `path` consists of, nft's rules aside.
+    """Return the facts of the namespace at `path`, without nft's rules.
 
     Raises:
-        netns.Elsewhere: it is not the one with `inode`.
+        netns.Elsewhere: the namespace does not have `inode`.
         OSError: it could not be read.
     """
     return netns.inside(path, lambda: _facts(sysctls), inode)
 
 
 def gateway(path: Path, inode: int, sysctls: Sequence[str]) -> Gateway:
-    """Return the same of a gateway's namespace, and what nft counts there.
+    """Return the facts of a gateway's namespace, and nft's generation and counters there.
 
     Raises:
         netns.Elsewhere, OSError: as `facts`.
@@ -246,5 +248,5 @@ def gateway(path: Path, inode: int, sysctls: Sequence[str]) -> Gateway:
 
 
 def generation(path: Path | None) -> int:
-    """Return the number that nft counts its changes with in the namespace at `path` (None: our own)."""
+    """Return the generation of nft's rules, which grows with each change, at `path` (None: the caller's)."""
     return _generation() if path is None else netns.inside(path, _generation)

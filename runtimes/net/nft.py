@@ -1,15 +1,18 @@
 """Renders the nftables rules: a slot's gateway namespace, and guard and floor of the upstream namespace. Pure.
 
-- Each ruleset is one file for one `nft -f`: it is there as a whole or not at all.
-- In a slot every base chain has policy drop, and the namespace has no uplink: the rules steer, they do not contain.
-- Rules take numbers and parsed addresses only; no text of a caller reaches nft.
-- `ct count` forgets connections that are over, the table does not: they leave it after seconds here, not minutes, so
-  that a client that opens and closes connections without pause does not fill the table.
-- Every frame of a sandbox that is dropped is in exactly one named counter of `DROPS`: by its kind, or by the rate that
-  it went over. (`netstate` adds what the kernel's own stack drops between the two tables: damaged IP headers.) TCP of
-  no connection that the stack answers with a reset is counted, too.
-- What is beyond a slot's rates is dropped where it arrives, before anything is spent on it. What would pass them by, a
-  connection that begins in fragments, is dropped with all fragments: nothing that a sandbox sends here needs them.
+- Each ruleset is one file for one `nft -f`: it is loaded completely or not at all.
+- In a slot every base chain has policy drop, and the namespace has no uplink. So the rules only redirect traffic;
+  isolation does not depend on them.
+- Rules contain only numbers and parsed addresses; no text of a caller reaches nft.
+- `ct count` does not count connections that have ended, but the connection table still holds them. Here they leave
+  the table after seconds instead of minutes, so that a client that opens and closes connections without pause does
+  not fill it.
+- Each dropped frame of a sandbox is counted in exactly one named counter of `DROPS`: by its kind, or by the rate that
+  it exceeded. (`netstate` adds the packets with damaged IP headers, which the kernel's own stack drops between the
+  two tables.) TCP packets that belong to no connection are counted too; the stack answers them with a reset.
+- Packets above a slot's rates are dropped at ingress, before any other work is done for them. All fragments are
+  dropped, because a connection that begins in fragments would bypass the rates. No traffic of a sandbox needs
+  fragments here.
 """
 
 from collections.abc import Sequence
@@ -21,10 +24,10 @@ from runtimes.net.plan import NetworkPlan
 GUARD_TABLE = "sallyport_guard"
 FLOOR_TABLE = "sallyport_floor"
 _ACCEPTED = 0x08000000
-"""The bit of a packet's mark that stands for the guard's word, between the two priorities around the guard's only.
+"""The bit of a packet's mark that says that the guard has accepted the packet.
 
-It is cleared before the guard's chain and after it: a mark of the host's is worth nothing here, and keeps its other
-bits. Routing was decided before.
+The floor clears it just before the guard's chain and after it. So a mark that another program of the host has set has
+no effect here, and keeps its other bits. The bit does not change the route, which was chosen before.
 """
 MALFORMED = "malformed"
 DROPS = {
@@ -41,10 +44,11 @@ DROPS = {
     "drop_other": ("drop-other", "frames of another protocol"),
     MALFORMED: ("drop-malformed", "IP packets with a damaged header"),
 }
-"""The counters of a slot's gateway namespace: the rule that the audit log calls each by, and what it counts."""
+"""The counters of a slot's gateway namespace: the name of each one's rule in the audit log, and the frames it counts.
+"""
 _KINDS = tuple(name for name in DROPS if name.startswith("drop_"))
 _REFUSE = "counter reject with icmpx admin-prohibited"
-"""A dial that is refused fails at once."""
+"""The rejection makes a refused dial fail at once."""
 
 _CLOSED_V4 = (
     "0.0.0.0/8",
@@ -82,13 +86,13 @@ _CLOSED_V6 = (
 
 @dataclass(frozen=True, slots=True)
 class GuardPlan:
-    """What gateway workers may dial from the upstream namespace.
+    """The destinations that gateway workers may dial from the upstream namespace.
 
     Attributes:
         first_uid, last_uid: the workers' uids, both included.
-        resolvers: exact pinholes (address, port), UDP and TCP.
-        allowed: operator-named ranges that are open although they are private or local.
-        connections, rate, burst: per uid: live connections; new ones per second.
+        resolvers: exact exceptions (address, port), UDP and TCP.
+        allowed: ranges that the operator has opened although they are private or local.
+        connections, rate, burst: per uid: concurrent connections; new connections per second, and their burst.
     """
 
     first_uid: int
@@ -101,7 +105,7 @@ class GuardPlan:
 
 
 def _brief(family: str) -> str:
-    """How long a connection that is over, or not yet one, stays in the table, in seconds."""
+    """Return the time-outs, in seconds, of tracked connections that are not yet established or are closing."""
     policy = "syn_sent : 20, syn_recv : 10, fin_wait : 30, close_wait : 60, last_ack : 10, time_wait : 2, close : 2"
     return f"""\
 	ct timeout brief-{family} {{
@@ -200,11 +204,13 @@ table inet sallyport {{
 
 
 def render_guard(plan: GuardPlan, owner: str) -> str:
-    """Return the guard's ruleset: matches worker uids only, everybody else's traffic is untouched.
+    """Return the guard's ruleset. It matches only workers' uids; traffic of other uids does not change.
 
-    - Only what a worker dialled itself leaves: a packet that answers another's, or of no tracked flow, is dropped.
-    - Each packet is judged by its destination, not by the flow's past: a flow may be another process's.
-    - `owner` is written as the table's comment: a server tells its own table from another server's by it.
+    - Only packets of connections that a worker has opened leave. A packet that answers another's connection, or
+      belongs to no tracked flow, is dropped.
+    - Each packet is judged by its destination, not by its flow's state, because the flow can belong to another
+      process.
+    - `owner` is the table's comment. A server uses it to distinguish its table from another server's.
     """
     refuse = _REFUSE
     lines = [
@@ -261,9 +267,9 @@ table inet {GUARD_TABLE} {{
 
 
 def render_floor(plan: GuardPlan) -> str:
-    """Return what lies under the guard: nothing of a worker leaves without the guard's word for that very packet.
+    """Return the floor's ruleset: it drops each packet of a worker that the guard has not accepted.
 
-    The table has no owner, so it stands while guard or hostd is dead. It takes the place of one that is there.
+    The table has no owner, so it stays when guard or hostd end. It replaces an existing one.
     """
     workers, cleared = f"meta skuid {plan.first_uid}-{plan.last_uid}", 0xFFFFFFFF & ~_ACCEPTED
     return f"""\

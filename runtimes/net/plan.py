@@ -1,8 +1,8 @@
 """The address plan of a slot. Pure data.
 
-- Every slot has the same addresses and link addresses: a slot is a world of its own, so nothing is allocated, and a
-  checkpoint taken in one slot runs on in any other.
-- The range (192.0.2.0/30, RFC 5737) is routed nowhere: a packet that escaped would get no answer.
+- Every slot has the same IP and MAC addresses, because each slot is separate from all others. So nothing is
+  allocated, and a checkpoint taken in one slot can be restored in any other.
+- The range (192.0.2.0/30, RFC 5737) is routed nowhere: a packet that left the slot would get no answer.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class NetworkPlan:
 
     Attributes:
         inside, gateway: addresses of the sandbox's and of the gateway's end.
-        proxy_port, dns_port: where the gateway worker listens on `gateway`.
+        proxy_port, dns_port: the ports on which the gateway worker listens on `gateway`.
         max_connections: tracked connections of one slot; further new ones are dropped.
-        syn_rate: connections that one slot may begin in a second; twice that at once.
-        datagram_rate: packets that are not TCP, which are DNS questions, in a second; twice that at once.
+        syn_rate: new connections of one slot per second; the burst is twice that.
+        datagram_rate: packets other than TCP (DNS questions) per second; the burst is twice that.
     """
 
     inside: IPv4Address
@@ -94,7 +94,7 @@ WATCHED_SYSCTLS = (
     ),
     f"net/ipv6/conf/{PLAN.gateway_interface}/disable_ipv6",
 )
-"""Compared while the sandbox runs: what was set, and what its link took over from it."""
+"""The settings that are compared while the sandbox runs: those above, and those that its link derives from them."""
 
 SANDBOX_SYSCTLS = _COMMON_SYSCTLS | {
     "net/ipv4/ping_group_range": "1 0",

@@ -1,11 +1,12 @@
-"""Slots made ahead of need: a launch takes one that stands, and makes one itself only where none does.
+"""A pool of slots made ahead of need. A launch takes a ready slot, and makes one only if none is ready.
 
-- A slot has no state of its sandbox, so one made before is as good as one made now. Each is given away once.
-- The watch does not cover a slot before its use. So the judge compares it when it is made and when it is taken. A slot
-  that has changed is reported and destroyed, and never used. Without a judge no slot is made ahead.
+- A slot has no state of its sandbox, so one made ahead equals one made now. Each is used once.
+- The watch does not cover a slot before its use. So the judge compares it when it is made and when it is taken. A
+  slot that has changed is reported and destroyed, and never used. Without a judge no slot is made ahead.
 - New slots are made when no slot was taken for a moment, so that this work does not slow down a launch.
-- Slots are numbered, and numbers used in turn: one, and the uid that belongs to it, rests before its next use.
-- Nothing of it is written down. What a killed hostd had ready is swept by the next one like anything that it left.
+- Slots have numbers, which are used in turn. So a number, and the uid that belongs to it, stays unused for a time
+  before its next use.
+- Ready slots are not recorded. After a kill of hostd the next one removes them, like everything else that was left.
 """
 
 import asyncio
@@ -21,21 +22,21 @@ from runtimes.net.plan import PLAN
 from runtimes.process.finish import finished, taken
 
 AHEAD = 2
-"""How many slots stand ready."""
+"""The number of slots that stand ready."""
 
 _CALM_SECONDS = 1.0
 _BACKOFF_SECONDS = 5.0
 _ATTEMPTS = 16
 
 type Judge = Callable[[slots.Slot, int | None], Awaitable[int | None]]
-"""Takes a slot and the generation of its rules when they were last read, None if never; returns the generation now if
-the slot is as it was made, None if it is not, and tells why not."""
+"""Takes a slot and the generation of its rules when they were last read (None: never). If the slot is as it was made,
+it returns the present generation. Otherwise it reports the difference and returns None."""
 
 _log = logging.getLogger(__name__)
 
 
 class SlotPool:
-    """The slots of one host that are no sandbox's, and the numbers that are free."""
+    """The slots of one host that no sandbox uses, and the free numbers."""
 
     def __init__(self, directory: Path, numbers: int) -> None:
         self._directory = directory
@@ -47,11 +48,11 @@ class SlotPool:
         self._refilling: asyncio.Task[None] | None = None
 
     def reserve(self, index: int) -> None:
-        """Number `index` is an adopted sandbox's."""
+        """Mark number `index` as used by an adopted sandbox."""
         self._free.remove(index)
 
     def release(self, index: int) -> None:
-        """Number `index` is free again: nothing of its slot is left."""
+        """Mark number `index` as free: nothing of its slot is left."""
         self._free.append(index)
 
     def prepare(self, judge: Judge) -> None:
@@ -61,11 +62,11 @@ class SlotPool:
         self._refilling = asyncio.create_task(self._refill(), name="slots")
 
     async def take(self) -> slots.Slot:
-        """Return a slot that is the caller's; its number comes back by `release`. Not to be cancelled.
+        """Return a slot for the caller, which must return its number with `release`. Must not be cancelled.
 
         Raises:
             wire.RequestError: no number is free.
-            OSError, netns.NftError: none stood ready, and one could not be made.
+            OSError, netns.NftError: none was ready, and one could not be made.
         """
         self._taken_at = time.monotonic()
         while self._ready:
@@ -77,7 +78,7 @@ class SlotPool:
         return await self._make()
 
     async def close(self) -> None:
-        """Make no more, and unmake those that stand ready."""
+        """Stop making slots, and destroy those that are ready."""
         if self._refilling is not None:
             self._refilling.cancel()
             await asyncio.gather(self._refilling, return_exceptions=True)
@@ -85,7 +86,7 @@ class SlotPool:
             await self._discard(self._ready.popleft()[0])
 
     async def _make(self) -> slots.Slot:
-        """Make a slot under the next free number; one whose name is taken by a stranger is passed over."""
+        """Make a slot with the next free number; skip a number at whose path there is a foreign file."""
         for _ in range(min(len(self._free), _ATTEMPTS)):
             index = self._free.popleft()
             try:
@@ -99,7 +100,7 @@ class SlotPool:
         raise wire.RequestError(wire.Code.FULL, "no slot is free")
 
     async def _judged(self, slot: slots.Slot, generation: int | None) -> int | None:
-        """Return what the judge says; without one, or if it fails, the slot is not as it was made."""
+        """Return the judge's result. Without a judge, or if it fails, the slot counts as changed."""
         try:
             return None if self._judge is None else await self._judge(slot, generation)
         except Exception:  # noqa: BLE001 - what could not be judged is not used
@@ -123,7 +124,7 @@ class SlotPool:
                 await asyncio.sleep(_BACKOFF_SECONDS)
 
     async def _added(self) -> bool:
-        """Make one more slot; whether it stands ready now."""
+        """Make one more slot; return whether it is ready."""
         try:
             slot = await self._make()
         except (OSError, netns.NftError, wire.RequestError) as error:

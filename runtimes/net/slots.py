@@ -1,9 +1,9 @@
-"""A slot: the namespaces, the link and the rules that one sandbox lives behind; made whole, used once.
+"""A slot: the namespaces, the link and the rules that isolate one sandbox. It is made completely and used once.
 
-- Making is a transaction: a step that fails takes the earlier ones back.
-- Destroying ends every process inside, and is judged by inode and mount, not by a command's success.
-- The kernel gives the inode of a namespace that is gone to the next one made. So the namespaces are held open while a
-  slot is destroyed, and one that is not at its path any more is not looked for by its number.
+- To make a slot is a transaction: a step that fails undoes the earlier ones.
+- To destroy a slot ends every process inside. The result is checked by inode and mount, not by a command's success.
+- The kernel can give the inode of a removed namespace to the next one. So the namespaces are held open while a slot
+  is destroyed, and a namespace that is no longer at its path is not searched for by its inode.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _SETTLE_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot that exists. The inodes identify it for ever; paths and index are used again after it."""
+    """A slot that exists. The inodes identify it as long as it exists; paths and index are used again after it."""
 
     index: int
     sandbox: Path
@@ -31,12 +31,12 @@ class Slot:
 
     @property
     def inodes(self) -> frozenset[int]:
-        """Both namespaces."""
+        """The inodes of both namespaces."""
         return frozenset((self.sandbox_inode, self.gateway_inode))
 
 
 def paths(directory: Path, index: int) -> tuple[Path, Path]:
-    """Return where the namespaces of slot `index` are mounted: the sandbox's and the gateway's."""
+    """Return the paths at which the namespaces of slot `index` are mounted: the sandbox's and the gateway's."""
     return directory / f"{index}-sbx", directory / f"{index}-gw"
 
 
@@ -53,7 +53,7 @@ def make(directory: Path, index: int, plan: NetworkPlan) -> Slot:
         made.append(gateway)
         sandbox_inode = netns.create_sandbox(sandbox)
         made.append(sandbox)
-        # Rules pin an interface, so the link comes first; there is no process on either side yet.
+        # The link is made before the rules, which name its interface. No process runs on either side yet.
         netns.link(sandbox, gateway, plan)
         netns.load_rules(gateway, nft.render_gateway(plan))
     except BaseException:
@@ -64,16 +64,16 @@ def make(directory: Path, index: int, plan: NetworkPlan) -> Slot:
 
 
 def sever(slot: Slot) -> None:
-    """Take the links of `slot` away: nothing passes from now on, whatever still stands. Blocks for milliseconds."""
+    """Remove the links of `slot`, so that no more traffic passes, whatever else remains. Blocks for milliseconds."""
     for path, inode in ((slot.gateway, slot.gateway_inode), (slot.sandbox, slot.sandbox_inode)):
         with contextlib.suppress(netns.Elsewhere, OSError):
             netns.sever(path, inode)
 
 
 def destroy(slot: Slot) -> tuple[str, ...]:
-    """End everything inside `slot` and unmake it; return what is left, nothing if all went well.
+    """End everything inside `slot` and destroy it; return what is left, nothing after a success.
 
-    Namespaces with a process that cannot be ended stay mounted, so that it is still found the next time.
+    Namespaces with a process that cannot be ended stay mounted, so that a later call still finds it.
     """
     deadline = time.monotonic() + _SETTLE_SECONDS
     with contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ def destroy(slot: Slot) -> tuple[str, ...]:
 
 
 def _hold(stack: contextlib.ExitStack, path: Path) -> int | None:
-    """Hold what is at `path` open, and return its inode; None if nothing is there."""
+    """Hold the file at `path` open, and return its inode; None if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -115,8 +115,7 @@ def _kill(inodes: frozenset[int]) -> tuple[int, ...]:
 
 
 def sweep(directory: Path, kept: frozenset[int] = frozenset()) -> tuple[str, ...]:
-    """Remove what a killed predecessor left in `directory`, processes included, but slots `kept`; return the
-    residue."""
+    """Remove from `directory` what a killed hostd has left, with processes, except slots `kept`; return the residue."""
     residue: list[str] = []
     spared = {path for index in kept for path in paths(directory, index)}
     for path in sorted(set(directory.iterdir()) - spared):

@@ -1,1 +1,1 @@
-"""Processes of ours: start, adoption, limits, output, liveness and end."""
+"""The processes of Sallyport: start, adoption, limits, output, liveness and end."""

@@ -1,8 +1,9 @@
-"""A process that a former hostd started and that outlived it: waited for, and signalled, through a pidfd.
+"""A process that a former hostd started and that still runs. It is awaited and signalled through a pidfd.
 
-- It has the part of `asyncio.subprocess.Process` that supervision uses, so what is adopted is kept as what was started.
-- A pidfd is of one process for ever: a number that was used again is never waited for or hit.
-- It is not our child, so its exit status is not ours to know.
+- It has the part of `asyncio.subprocess.Process` that supervision uses, so adopted processes are supervised like
+  those that this hostd has started.
+- A pidfd always refers to the same process. So a process that reuses the number is never awaited or signalled.
+- It is not a child of this hostd, so its exit status is unknown.
 """
 
 import asyncio
@@ -15,11 +16,11 @@ UNKNOWN_STATUS = 255
 
 
 class AdoptedProcess(Protocol):
-    """What supervision needs of a process, ours or adopted."""
+    """The interface that supervision needs of a process, started or adopted."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         ...
 
     @property
@@ -32,11 +33,11 @@ class AdoptedProcess(Protocol):
         ...
 
     def send_signal(self, signal: int) -> None:
-        """Signal it."""
+        """Send a signal to the process."""
         ...
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         ...
 
 
@@ -52,7 +53,7 @@ class Adopted:
 
     @property
     def pidfd(self) -> int:
-        """Its pidfd, which stays this object's."""
+        """The pidfd; this object keeps its ownership."""
         return self._pidfd
 
     @property
@@ -66,7 +67,7 @@ class Adopted:
         return UNKNOWN_STATUS
 
     def send_signal(self, signal: int) -> None:
-        """Signal it.
+        """Send a signal to the process.
 
         Raises:
             ProcessLookupError: it has ended.
@@ -74,7 +75,7 @@ class Adopted:
         _send(self._pidfd, signal)
 
     def kill(self) -> None:
-        """End it; one that has ended is fine."""
+        """Kill the process, if it has not ended."""
         try:
             _send(self._pidfd, signal.SIGKILL)
         except ProcessLookupError:
@@ -86,7 +87,7 @@ def _send(pidfd: int, number: int) -> None:
 
 
 async def readable(fd: int) -> None:
-    """Wait until `fd` can be read: for a pidfd, until its process has ended. Any number may wait on one."""
+    """Wait until `fd` can be read: for a pidfd, until its process has ended. Several callers can wait for one `fd`."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 

@@ -1,14 +1,14 @@
-"""The socket that the API listens on: made once, and held by processes that outlive `serve`.
+"""The socket on which the API listens. It is made once, and held by processes that outlive `serve`.
 
-`sallyport serve` makes it before anything else, and keeps it as the watchdog; hostd inherits it, and hands it to each
-`serve`. A hostd without a watchdog makes it itself.
+`sallyport serve` makes it before anything else, and keeps it as the watchdog. hostd inherits it, and passes it to
+each `serve`. A hostd without a watchdog makes it itself.
 
 - The port is never free while a server runs: connections wait in the socket while `serve` is started again. Only an
   orderly end of the server closes it (`end`).
-- It listens from its first moment. SO_REUSEADDR (for connections of a former server in TIME_WAIT) would let another
-  process bind the address of a socket that is bound and does not listen.
-- After the death of the watchdog and hostd only `serve` has it. The next server takes it from that process
-  (pidfd_getfd); what it is given must listen at the very address.
+- It listens from the moment of its creation. The reason: SO_REUSEADDR (for connections of a former server in
+  TIME_WAIT) would let another process bind the address of a socket that is bound and does not listen.
+- When watchdog and hostd have ended, only `serve` has it. The next server takes it from that process (pidfd_getfd),
+  and accepts only a socket that listens at exactly this address.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from runtimes.process import predecessor
 from wire.sockets import LISTEN_FD
 
 API_FD = "SALLYPORT_API_FD"
-"""The environment variable that tells the watchdog and hostd its number."""
+"""The environment variable that passes the number of the socket to the watchdog and hostd."""
 _BACKLOG = 2048
 _PIDFD_GETFD = 438  # on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address.
 
     Raises:
-        OSError: it is taken, or not ours; the text names it.
+        OSError: the address is taken, or not one of this host; the text names it.
     """
     try:
         return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
@@ -48,7 +48,7 @@ def obtain(host: str, port: int, notes: Path) -> socket.socket:
         notes: the directory in which hostd notes its processes.
 
     Raises:
-        OSError: the address is taken by something else, or not ours; the text names it.
+        OSError: another program has the address, or it is not one of this host; the text names it.
     """
     try:
         return bind(host, port)
@@ -59,13 +59,13 @@ def obtain(host: str, port: int, notes: Path) -> socket.socket:
 
 
 def hand_over(listener: socket.socket) -> None:
-    """Have the program that this process executes next find the socket (`inherited`); it is no longer the caller's."""
+    """Pass the socket to the program that this process executes next (`inherited`); the caller no longer owns it."""
     listener.set_inheritable(True)
     os.environ[API_FD] = str(listener.detach())
 
 
 def inherited() -> socket.socket | None:
-    """Return the socket that the watchdog has handed to this process; None if there is no watchdog."""
+    """Return the socket that the watchdog has passed to this process; None if there is no watchdog."""
     number = os.environ.pop(API_FD, "")
     if not number.isdigit():
         return None
@@ -75,7 +75,7 @@ def inherited() -> socket.socket | None:
 
 
 def end(listener: socket.socket) -> None:
-    """Refuse connections from now on, whichever process has the socket, and close it here."""
+    """Refuse connections from now on, in each process that has the socket, and close it here."""
     with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)
     listener.close()

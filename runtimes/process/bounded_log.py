@@ -1,7 +1,7 @@
-"""Lines that are kept on disk within a bound: a file and the one before it.
+"""Lines that are kept on disk within a bound: in a file and its predecessor.
 
-A file that would grow beyond its bound becomes the former one, whose own content goes. What is appended is on disk when
-`append` returns. A line that a crash cut off is not returned.
+A file that would exceed its bound is renamed to the predecessor, which loses its own content. An appended line is on
+disk when `append` returns. An incomplete last line, left by a crash, is not returned.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 ANCHORS_NAME: Final = "anchors.jsonl"
-"""Of the file in hostd's directory that keeps anchors of the audit log."""
+"""The name of the file in hostd's directory that holds anchors of the audit log."""
 
 
 class BoundedLog:
@@ -21,7 +21,7 @@ class BoundedLog:
         self._most = most
 
     def read(self) -> list[bytes]:
-        """Return all whole lines, oldest first.
+        """Return all complete lines, oldest first.
 
         Raises:
             OSError: a file cannot be read.
@@ -47,7 +47,7 @@ class BoundedLog:
                 self._path.rename(self._old)
                 fd = os.open(self._path, flags, 0o600)
                 size = 0
-            if size and os.pread(fd, 1, size - 1) != b"\n":  # a crash cut the last line off
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # a crash left an incomplete last line
                 line = b"\n" + line
             data = first if not size else line
             if os.write(fd, data) != len(data):

@@ -1,8 +1,9 @@
 """Control groups of gateway workers: memory, processes, cpu; cgroup v1 and v2.
 
-- One group per worker, below `sallyport/<instance>/`, made before the fork; the worker joins it before its first byte.
-- All workers together weigh as much as all containers: neither side of a sandbox can push another's aside.
-- Removing a group kills the processes in it. It succeeds when the directory is gone.
+- Each worker has one group below `sallyport/<instance>/`. It is made before the fork; the worker joins it before its
+  first byte.
+- All workers together have the same CPU weight as all containers, so neither can displace the other.
+- To remove a group kills the processes in it. The removal succeeds when the directory no longer exists.
 """
 
 import contextlib
@@ -18,10 +19,10 @@ _CONTROLLERS = ("memory", "cpu", "pids")
 _SETTLE_SECONDS = 2.0
 _WEIGHT = 1  # of all workers, against 1 of all containers
 PERIOD = 20_000
-"""Microseconds of a period of processor time. A group that has used up its share waits for the next period, which is
-short."""
+"""Microseconds of a period of processor time. It is short, because a group that has used its share waits for the next
+one."""
 _LONG_PERIOD = 100_000
-_LEAST_QUOTA = 1000  # microseconds; the kernel takes no less
+_LEAST_QUOTA = 1000  # microseconds; the kernel accepts no lower value
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Hierarchies:
 
 
 def _mounts(mountinfo: str) -> tuple[Path | None, dict[str, Path]]:
-    """Return where cgroup v2 is mounted, and each controller of v1."""
+    """Return the mount point of cgroup v2, and that of each controller of v1."""
     unified: Path | None = None
     legacy: dict[str, Path] = {}
     for line in mountinfo.splitlines():
@@ -59,7 +60,7 @@ def find(mountinfo: str) -> Hierarchies:
     """Find the hierarchies in the text of /proc/self/mountinfo.
 
     Raises:
-        OSError: a controller that workers need is nowhere.
+        OSError: a controller that workers need is not mounted.
     """
     unified, legacy = _mounts(mountinfo)
     found = {legacy[name] for name in _CONTROLLERS if name in legacy}
@@ -71,13 +72,13 @@ def find(mountinfo: str) -> Hierarchies:
 
 
 def processor_time(nanos: int) -> tuple[int, int]:
-    """Return period and quota, in microseconds, for so many billionths of a processor; a hundredth is the least."""
+    """Return period and quota, in microseconds, for `nanos` billionths of a processor; the minimum is a hundredth."""
     period = PERIOD if nanos * PERIOD >= _LEAST_QUOTA * 10**9 else _LONG_PERIOD
     return period, max(_LEAST_QUOTA, nanos * period // 10**9)
 
 
 def settings(version: int, limits: GroupLimits) -> Mapping[str, str]:
-    """Return file names and what to write there; on v1 each hierarchy has some of them."""
+    """Return file names and the values to write; on v1 each hierarchy has some of the files."""
     quota = int(limits.cpus * PERIOD)
     if version == 2:
         return {
@@ -100,7 +101,7 @@ _OPTIONAL = frozenset(("memory.memsw.limit_in_bytes", "memory.swap.max"))
 
 
 class Cgroups:
-    """The groups of one hostd, distinguished from another's by its run directory."""
+    """The groups of one hostd; their parent directory is derived from hostd's run directory."""
 
     def __init__(self, run_dir: str, hierarchies: Hierarchies | None = None) -> None:
         self.hierarchies = hierarchies or find(Path("/proc/self/mountinfo").read_text())
@@ -113,7 +114,7 @@ class Cgroups:
         """Make group `name` with `limits`; return the directories to join.
 
         Raises:
-            OSError: a limit cannot be set; nothing is left behind.
+            OSError: a limit cannot be set; nothing is left.
         """
         directories = self._directories(name)
         try:
@@ -134,7 +135,7 @@ class Cgroups:
         return directories
 
     def _weigh(self) -> None:
-        """Set the weight of what all workers are in: its neighbours are Docker's or systemd's groups."""
+        """Set the CPU weight of the parent group of all workers; its siblings are Docker's or systemd's groups."""
         file, weight = ("cpu.weight", 100) if self.hierarchies.version == 2 else ("cpu.shares", 1024)
         for root in self.hierarchies.roots:
             place = root / self.parent.parts[0] / file
@@ -164,7 +165,7 @@ class Cgroups:
         return tuple(f"cgroup {directory}" for directory in left)
 
     def end_all(self, seconds: float) -> None:
-        """Give the processes in all groups of this instance so long to end by themselves, then kill the others."""
+        """Give the processes in all groups of this instance this time to end by themselves, then kill the others."""
         deadline = time.monotonic() + seconds
         while pids := self._pids():
             if time.monotonic() >= deadline:
@@ -200,12 +201,12 @@ class Cgroups:
 
 
 def _of_container(container: str) -> tuple[Path, Path]:
-    """Both of Docker's layouts: of its cgroupfs driver, and of systemd's."""
+    """Return the paths of a container's group in both layouts of Docker: of its cgroupfs driver, and of systemd's."""
     return Path("docker", container), Path("system.slice", f"docker-{container}.scope")
 
 
 class Processor:
-    """How much processor time containers have used, and what they and workers weigh; of one hostd.
+    """Reads the processor time of containers, and sets CPU weights of containers and workers; one object per hostd.
 
     Raises:
         OSError: the host has no such controllers.
@@ -233,10 +234,10 @@ class Processor:
         return int(fields["usage_usec"]) / 1e6
 
     def weigh(self, container: str, worker: str, *, share: float) -> None:
-        """Give a container and the worker of group `worker` this share of the usual weight.
+        """Set the CPU weight of a container and of the worker in group `worker` to this share of the default.
 
         Raises:
-            OSError: it could not be done for both.
+            OSError: it could not be set for both.
         """
         file, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
         for group in (_present(self._weights, container), self._weights / self._parent / worker):
@@ -251,11 +252,11 @@ def _present(point: Path, container: str) -> Path:
 
 
 def remove_container_groups(container: str, mountinfo: str | None = None) -> tuple[str, ...]:
-    """Remove Docker's groups of a container that is gone; return those that stay.
+    """Remove Docker's groups of a container that no longer exists; return those that remain.
 
-    Docker does it itself, unless its shim was killed before it could. Both of its layouts are looked at: `docker/<id>`
-    of the cgroupfs driver and systemd's scope. Blocks for at most `_SETTLE_SECONDS`: a group can be removed only when
-    the last process in it has been reaped.
+    Docker does this itself, unless its shim was killed before. Both layouts are tried: `docker/<id>` of the cgroupfs
+    driver and systemd's scope. Blocks for at most `_SETTLE_SECONDS`, because a group can be removed only after the
+    last process in it has been reaped.
     """
     text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
     kinds = (" - cgroup ", " - cgroup2 ")

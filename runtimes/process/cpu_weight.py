@@ -1,11 +1,13 @@
 """Gives a sandbox that computes without a pause a lower CPU weight than one that pauses.
 
-- Twice a second each sandbox's processor time, its worker's included, is averaged over about a second. From `HEAVY`
-  processors on container and worker have `SHARE` of the usual weight, until the average is below `LIGHT`.
+- Twice a second each sandbox's processor time, with that of its worker, is averaged over about a second. If the
+  average reaches `HEAVY` processors, container and worker get `SHARE` of the default weight, until it is below
+  `LIGHT`.
 - A weight has an effect only under contention: a sandbox that competes with no other gets all that its limits allow.
-- What cannot be read or written leaves the sandbox as it is, until the next look.
+- If a value cannot be read or written, the sandbox stays as it is until the next round.
 
-The kernel is fair among those that want to run now; that one of them wanted to all the time does not count there.
+The kernel's scheduler is fair only among the tasks that can run now. It does not consider that one of them was busy
+all the time before.
 """
 
 import asyncio
@@ -22,14 +24,14 @@ SECONDS: Final = 0.5
 HEAVY: Final = 0.4
 LIGHT: Final = 0.2
 SHARE: Final = 1 / 16
-_FORGETS: Final = 1.0  # of the average, each second
+_FORGETS: Final = 1.0  # the share of the average that is forgotten each second
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What computes for one sandbox: its container, and its worker by its process and its group."""
+    """The processes that compute for one sandbox: its container, and its worker by its process and its group."""
 
     container: str
     pid: int
@@ -38,7 +40,7 @@ class Computing:
 
 @dataclass(slots=True)
 class _Account:
-    """What is known of one sandbox. `at` and `used` are of the last look, in seconds."""
+    """The measurements of one sandbox. `at` and `used` are of the last round, in seconds."""
 
     at: float
     used: float
@@ -48,7 +50,7 @@ class _Account:
 
 
 class CpuWeight:
-    """Weighs the sandboxes that `computing` names, from `start` to `stop`."""
+    """Sets the CPU weights of the sandboxes that `computing` returns, from `start` to `stop`."""
 
     def __init__(self, processor: Processor, computing: Callable[[], Sequence[Computing]]) -> None:
         self._processor = processor
@@ -57,11 +59,11 @@ class CpuWeight:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the periodic task."""
         self._task = asyncio.create_task(self._run(), name="cpu weight")
 
     async def stop(self) -> None:
-        """End; weights stay as they are."""
+        """Stop the periodic task; weights stay as they are."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -76,12 +78,12 @@ class CpuWeight:
             await asyncio.sleep(SECONDS)
 
     def look(self, computing: Sequence[Computing], now: float) -> None:
-        """Account for the time since the last look, and set the weights that follow. Blocks for milliseconds."""
+        """Account for the time since the last round, and set the resulting weights. Blocks for milliseconds."""
         self._accounts = {item: self._accounts[item] for item in computing if item in self._accounts}
         for item in computing:
             try:
                 self._weigh(item, now)
-            except (OSError, ValueError, KeyError, IndexError):  # it is ending, or only beginning
+            except (OSError, ValueError, KeyError, IndexError):  # the sandbox is ending, or not complete yet
                 continue
 
     def _weigh(self, item: Computing, now: float) -> None:
@@ -101,7 +103,7 @@ def process_seconds(pid: int) -> float:
     """Return the processor time that a process has used.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no such process.
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,10 @@
-"""Control groups of the daemons: a bound on the memory of each, beside hostd's own bounds on what it is asked.
+"""Control groups of the daemons: a limit on the memory of each, besides the limits that hostd sets on requests.
 
-- A daemon joins its group before its first instruction of ours (`enter`); one that is adopted is in it already.
-- Beyond its bound the kernel kills the daemon, which is then started again: the host and the other daemons go on.
-- On cgroup v2 a group also shares out processors: there this one weighs three times as much as others.
+- A daemon joins its group before its first instruction of Sallyport's code (`enter`). An adopted one is in it
+  already.
+- The kernel kills a daemon that exceeds its limit, and hostd starts it again. The host and the other daemons
+  continue.
+- On cgroup v2 a group also distributes processor time. There this group has three times the default CPU weight.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ _SWAP: Final = frozenset(("memory.memsw.limit_in_bytes", "memory.swap.max"))
 
 
 class DaemonGroups:
-    """The groups of one hostd's daemons, distinguished from another's by its run directory."""
+    """The groups of one hostd's daemons; their parent directory is derived from hostd's run directory."""
 
     def __init__(self, run_dir: str, hierarchies: Hierarchies | None = None) -> None:
         self._hierarchies = hierarchies or find(Path("/proc/self/mountinfo").read_text())
@@ -32,7 +34,7 @@ class DaemonGroups:
         return next(root for root in roots if (root / "memory.limit_in_bytes").exists())
 
     def create(self, name: str, memory_bytes: int) -> Path:
-        """Make group `name`, or take the one of a former process; return its directory.
+        """Make group `name`, or reuse that of a former process; return its directory.
 
         Raises:
             OSError: its limit cannot be set.
@@ -55,7 +57,7 @@ class DaemonGroups:
         return directory
 
     def sweep(self) -> None:
-        """Remove all groups in which nothing runs."""
+        """Remove all groups without a process."""
         instance = self._root() / _BASE / self._instance
         groups = [path for path in instance.iterdir() if path.is_dir()] if instance.is_dir() else []
         for directory in (*groups, instance, instance.parent):
@@ -64,7 +66,7 @@ class DaemonGroups:
 
 
 def _write(file: Path, value: str) -> None:
-    """Set a limit. On v1 the one with swap is never below the one without: to raise that, it is raised first."""
+    """Set a limit. On v1 the limit with swap is never below the one without, so if necessary it is raised first."""
     try:
         file.write_text(value)
     except OSError:

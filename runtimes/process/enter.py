@@ -1,12 +1,13 @@
 """Becomes a daemon: joins its group, enters its namespace, makes its interpreter readable, drops its user, executes.
 
-Started as root, `python3 -IS enter.py <json>`, standard library only; the JSON is an object with `cgroup` (a
+Started as root, `python3 -IS enter.py <json>`, standard library only. The JSON is an object with `cgroup` (a
 directory), `netns` (path or null), `uid`, `gid`, `expose` (paths the daemon must be able to read) and `argv`.
 
-- An interpreter below a closed home directory could not be executed by another user. Only then the daemon gets a mount
-  namespace of its own in which an empty directory covers the closed one and only the exposed paths are put back.
-- In that namespace no mount of a sandbox's namespace stays: a daemon never keeps a slot alive.
-- Daemons with a user of their own can gain no privileges (`no_new_privs`).
+- Another user could not execute an interpreter below a closed home directory. Only in that case the daemon gets its
+  own mount namespace. There an empty directory covers the closed one, and only the exposed paths are mounted into it.
+- In that mount namespace no mount of a network namespace remains, so that a daemon never keeps a slot's namespace
+  alive.
+- Daemons with their own user can gain no privileges (`no_new_privs`).
 """
 
 import ctypes
@@ -33,7 +34,7 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def closed_ancestor(path: str) -> str | None:
-    """Return the topmost directory on the way to `path` that others cannot pass, None if there is none."""
+    """Return the topmost directory of `path` that other users cannot enter, None if there is none."""
     parts = path.strip("/").split("/")
     for count in range(1, len(parts)):
         directory = "/" + "/".join(parts[:count])
@@ -43,7 +44,7 @@ def closed_ancestor(path: str) -> str | None:
 
 
 def expose(paths: list[str]) -> None:
-    """Make `paths` reachable for every user, in a mount namespace of our own if need be."""
+    """Make `paths` reachable for every user, if necessary in a new mount namespace."""
     closed = {path: closed_ancestor(path) for path in dict.fromkeys([*paths, *map(os.path.realpath, paths)])}
     wanted = {path: directory for path, directory in closed.items() if directory is not None}
     if not wanted:
@@ -51,7 +52,7 @@ def expose(paths: list[str]) -> None:
     os.unshare(os.CLONE_NEWNS)
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _forget_namespaces()
-    # Opened in this namespace and before the covering: the binds below reach what lies underneath.
+    # Opened in this namespace, before the directories are covered: so the binds below find the original files.
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in wanted}
     for directory in sorted(set(wanted.values())):
         _mount("none", directory, "tmpfs", 0, "mode=0711,size=64k")
@@ -67,7 +68,7 @@ def _namespaces() -> list[str]:
 
 
 def _forget_namespaces() -> None:
-    """Unmount every namespace here. One whose file is deleted meanwhile goes by itself, which must not stop us."""
+    """Unmount every network namespace here. A mount that another process removes meanwhile is no error."""
     for point in _namespaces():
         if _libc.umount2(point.encode(), _MNT_DETACH) != 0 and ctypes.get_errno() not in (errno.ENOENT, errno.EINVAL):
             _check(-1, point)
@@ -76,7 +77,7 @@ def _forget_namespaces() -> None:
 
 
 def become(uid: int, gid: int) -> None:
-    """Drop to `uid`, for good."""
+    """Drop to `uid`, permanently."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -85,7 +86,7 @@ def become(uid: int, gid: int) -> None:
 
 
 def main(text: str) -> None:
-    """Do it; returns never."""
+    """Perform the steps and execute the daemon. Never returns."""
     order = json.loads(text)
     os.umask(0o022)
     with open(os.path.join(order["cgroup"], "cgroup.procs"), "wb", buffering=0) as group:

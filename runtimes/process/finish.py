@@ -1,8 +1,8 @@
-"""Work that must run to its end once it has begun: if it were cancelled, what it has made so far would remain.
+"""Work that must run to its end once it has begun, because a cancellation would leave what it has made so far.
 
-- What is part of a transaction is never cancelled in its middle, where a thread or Docker might still complete a step
-  that no record has: `finished`, `both`, `Endings`. What may be cancelled is waited for: `together`.
-- Nothing here undoes anything or sets a time limit; each piece of work has limits of its own.
+- A part of a transaction is never cancelled before its end, because a thread or Docker could still complete a step
+  that is not recorded: `finished`, `both`, `Endings`. Work that can be cancelled is awaited: `together`.
+- Nothing here undoes a step or sets a time limit; each piece of work has its own limits.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 async def finished[T](work: Awaitable[T]) -> T:
-    """Wait for `work`, to its end even when the caller is cancelled meanwhile; then the cancellation goes on."""
+    """Wait until `work` has ended, even if the caller is cancelled meanwhile; then raise the cancellation."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -25,7 +25,7 @@ async def finished[T](work: Awaitable[T]) -> T:
             except asyncio.CancelledError:
                 continue
         if not task.cancelled():
-            task.exception()  # the cancellation is what the caller hears of
+            task.exception()  # the caller receives the cancellation
         raise
 
 
@@ -34,7 +34,7 @@ async def both[A, B](one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B])
 
     Raises:
         asyncio.CancelledError: the caller was cancelled.
-        Exception: what a step raised; if both did, the first one's.
+        Exception: the exception of a step; if both failed, the first one's.
     """
     first, second = await finished(asyncio.gather(one, other, return_exceptions=True))
     if isinstance(first, BaseException):
@@ -45,7 +45,7 @@ async def both[A, B](one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B])
 
 
 async def together(*works: Coroutine[Any, Any, Any]) -> None:
-    """Run `works` at once; when one fails the others are cancelled and waited for, and its own exception is raised."""
+    """Run `works` concurrently. If one fails, cancel the others, wait for them, and raise its exception."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -57,7 +57,7 @@ async def together(*works: Coroutine[Any, Any, Any]) -> None:
 
 
 async def taken(what: str, step: Awaitable[Sequence[str]]) -> list[str]:
-    """Do one step of a removal. One that fails is residue; the steps after it are done all the same."""
+    """Run one step of a removal. If it fails, return this as residue, so that the caller can continue."""
     try:
         return list(await step)
     except Exception as error:  # noqa: BLE001 - reported as residue: it is tried again

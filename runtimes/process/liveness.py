@@ -1,16 +1,17 @@
-"""Tells a process that hangs from one that waits for its turn. `Liveness` is pure; `ended` and `within` ask and look.
+"""Distinguishes a process that hangs from one that waits. `Liveness` is pure; `ended` and `within` do IO.
 
-- Evidence of life is progress: something that only the process itself changes (`Sample.progress`). How late it is says
-  nothing: a busy machine makes any process late.
-- Without progress, a process that uses the processor is charged for the processor time it used: an endless loop uses
-  it up, on a busy machine as much as on an idle one.
-- A process that could run and is not given a processor is charged nothing, nor one that waits for the kernel (its
-  state is D): it hangs no more than the machine does, and a kill would not end it.
-- A process that does not even want the processor (stopped, or asleep although it has a request to answer) is charged
-  for the time that passed, at most `longest` for one look: an observer that was late itself must not count that.
-- Progress clears all charges. A process that has ended is no matter of this module.
-- What a process was asked for is waited for by the same charges (`within`), and nothing that it does meanwhile clears
-  them: a process that is taken over can do anything but that.
+- The evidence is progress: a value that only the process itself changes (`Sample.progress`). A delay alone is no
+  evidence of a hang, because a busy machine delays every process.
+- A process without progress is charged for the processor time that it used. An endless loop uses this time up, on a
+  busy machine as much as on an idle one.
+- A process that could run but gets no processor is not charged. Nor is one that waits for the kernel (its state is
+  D): the machine causes its delay, and a kill would not end it.
+- A process that does not request the processor (stopped, or asleep although it has a request to answer) is charged
+  for the time that passed. The charge is at most `longest` for one look, because an observer that was late itself
+  must not count its delay.
+- Progress clears all charges. Processes that have ended are outside the scope of this module.
+- `within` waits for the answer to a request by the same charges. There no other activity of the process clears them,
+  because a compromised process can do anything except answer.
 """
 
 import asyncio
@@ -25,15 +26,16 @@ if TYPE_CHECKING:  # the watchdog has the standard library only
     import wire
 
 CPU_SECONDS: Final = 10.0
-"""Processor time without progress. The longest honest turn of a worker's loop was seen at some two seconds of it."""
+"""Processor time without progress. The longest turn of a correct worker's loop that was measured used about two
+seconds."""
 IDLE_SECONDS: Final = 10.0
-"""Time without progress and without a wish to run."""
+"""Time without progress in which the process did not request the processor."""
 _CALM_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0
 _WAITS: Final = ("R", "D")
 _STEP_SECONDS: Final = 0.1
 MOST: Final = 4
-"""How many times the seconds `within` waits for a process that is given no processor."""
+"""`within` waits at most this multiple of its seconds, also for a process that gets no processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Sample:
     Attributes:
         at: monotonic seconds.
         progress: differs from that of the last look if the process did something meanwhile.
-        cpu: seconds of processor time it used since it began.
+        cpu: seconds of processor time that it has used since its start.
         waits: it has a processor, or waits for one or for the kernel.
     """
 
@@ -54,12 +56,12 @@ class Sample:
 
 
 class Liveness:
-    """Judges one process by the samples of it.
+    """Judges one process by its samples.
 
     Args:
-        longest: the most seconds that lie between two looks of an observer in time.
-        idle: seconds without progress and without a wish to run.
-        cpu: seconds of processor time without progress.
+        longest: the most seconds between two looks of an observer that is not late.
+        idle: permitted seconds without progress in which the process did not request the processor.
+        cpu: permitted seconds of processor time without progress.
     """
 
     def __init__(self, longest: float, idle: float = IDLE_SECONDS, cpu: float = CPU_SECONDS) -> None:
@@ -76,7 +78,7 @@ class Liveness:
         return self._idle > 0 or self._busy > 0
 
     def look(self, sample: Sample) -> str | None:
-        """Take a sample; return why the process counts as hung, None while it does not."""
+        """Take a sample; return the reason if the process counts as hung, otherwise None."""
         last, self._last = self._last, sample
         if last is None or sample.progress != last.progress:
             self._idle = self._busy = 0.0
@@ -92,10 +94,13 @@ class Liveness:
 
 
 def observe(pid: int, at: float, progress: Hashable, *, whole: bool = False) -> Sample:
-    """Look at a process: its first thread, which has the event loop; `whole`: at the time that all its threads used.
+    """Return a sample of a process: of its first thread, which has the event loop.
+
+    Args:
+        whole: return the processor time of all its threads.
 
     Raises:
-        OSError, ValueError, IndexError: it cannot be looked at; it has ended.
+        OSError, ValueError, IndexError: it cannot be read, because it has ended.
     """
     stat = _stat(f"/proc/{pid}/task/{pid}/stat")
     used = _stat(f"/proc/{pid}/stat") if whole else stat
@@ -108,19 +113,19 @@ def _stat(path: str) -> list[str]:
 
 
 async def within[T](pid: int, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, for which process `pid` was asked and gets so many seconds.
+    """Return the result of `work`, a request to process `pid`, which has this many seconds for it.
 
-    A second is one of its processor time, or one in which it did not want the processor.
+    The seconds count in which the process used the processor or did not request it.
 
     Raises:
-        TimeoutError: it had them; `work` is cancelled.
+        TimeoutError: the process has used them; `work` is cancelled.
     """
     task = asyncio.ensure_future(work)
     charged, last = 0.0, None
     try:
         for _ in range(round(MOST * seconds / _STEP_SECONDS)):
             sample = None
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended: `work` will say so
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended: `work` raises its error
                 sample = observe(pid, 0.0, None, whole=True)
             if last is not None:
                 waited = sample is not None and (sample.waits or last.waits)
@@ -144,10 +149,11 @@ async def ended(
     request: "wire.Request[Any]",
     evidence: Callable[[], Hashable] = lambda: None,
 ) -> str | None:
-    """Wait until a process of ours has ended, or its `connection` has: None; or until it hangs: why.
+    """Wait until a child process or its `connection` has ended (None), or until the process hangs (the reason).
 
-    It is asked `request`, and an answer is progress. So is whatever else `evidence` (may raise OSError) reads of it
-    without its help: that is seen even when this loop is too late to read the answer.
+    It gets `request` again and again, and each answer is progress. Progress is also each change of what `evidence`
+    (can raise OSError) reads of the process without its help: this is seen even if this loop reads the answer too
+    late.
     """
     liveness, answers = Liveness(_LOOK_SECONDS), 0
     asked: asyncio.Task[Any] | None = None
@@ -159,7 +165,7 @@ async def ended(
                     await connection.closed.wait()
                     return None
             if asked is not None and asked.done():
-                asked.exception()  # a refusal is a sign of life, too, and a closed connection is seen above
+                asked.exception()  # a refusal is a sign of life too; the code above finds a closed connection
                 answers += 1
                 asked = None
             try:

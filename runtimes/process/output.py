@@ -1,12 +1,14 @@
-"""What our child processes write to standard output and error: read from a pipe of each, and logged within bounds.
+"""The output of child processes: standard output and error are read from a pipe and logged within bounds.
 
-- No child has hostd's own standard error: it could fill the journal, change the flags of a description that is shared
-  with hostd, or write escape sequences to a terminal.
-- A child that writes more than its pace loses lines; how many of those that were read is said with the next one. It
-  never waits: its end of the pipe does not block. What it does to that end concerns it alone.
-- A line is cut at `LINE_CHARACTERS`; what cannot be printed is escaped; the child's name stands before each line.
-- Reading is paced, too: a flood costs one read of `_CHUNK` in `_PAUSE_SECONDS`.
-- A process that outlives hostd writes into a pipe without a reader meanwhile, which Python's logging ignores. The next
+- No child has hostd's own standard error. With it a child could fill the journal, change the flags of a file
+  description that it shares with hostd, or write escape sequences to a terminal.
+- A child that writes more than its pace loses lines. The next logged line says how many of the lines that were read
+  are missing. The child never waits, because its end of the pipe does not block. What the child does to that end
+  affects only itself.
+- A line is truncated at `LINE_CHARACTERS`; unprintable characters are escaped; each line begins with the child's
+  name.
+- The rate of reading is limited too: a flood costs one read of `_CHUNK` in `_PAUSE_SECONDS`.
+- While there is no hostd, a process writes into a pipe without a reader; Python's logging ignores the error. The next
   hostd opens the same pipe again.
 """
 
@@ -25,14 +27,14 @@ LINE_CHARACTERS: Final = 1000
 _CHUNK: Final = 16384
 _PAUSE_SECONDS: Final = 0.05
 _PIPE_READS: Final = 5
-"""Reads that empty a pipe of the usual size (64 KiB) after its writers are gone."""
+"""The number of reads that empty a pipe of the default size (64 KiB) after its writers have closed it."""
 
 _log = logging.getLogger("hostd.output")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPace:
-    """How many lines a child may have logged: `burst` at once, `each_second` from then on."""
+    """The number of lines of a child that are logged: `burst` at once, then `each_second`."""
 
     burst: int
     each_second: float
@@ -48,7 +50,7 @@ def pipe() -> tuple[int, int]:
 
 
 class Output:
-    """Logs one child's output; owns `fd`, the end for reading. Make it inside a running loop."""
+    """Logs one child's output; owns `fd`, the end for reading. Must be created inside a running loop."""
 
     def __init__(self, name: str, fd: int, pace: OutputPace, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -64,12 +66,12 @@ class Output:
 
     @classmethod
     def of(cls, process: Adopted, name: str, pace: OutputPace) -> "Output | None":
-        """Log on for a process that was started by a former hostd; None where its standard error is no pipe."""
+        """Continue to log a process that a former hostd started; None if its standard error is no pipe."""
         fd = _reopened(process)
         return None if fd is None else cls(name, fd, pace)
 
     def close(self) -> None:
-        """Log what is in the pipe and close it; may be called again."""
+        """Log what is in the pipe and close it. Can be called again."""
         if self._fd < 0:
             return
         self._loop.remove_reader(self._fd)
@@ -103,7 +105,7 @@ class Output:
         *lines, rest = (self._partial + data).split(b"\n")
         for line in lines:
             self._line(line)
-        self._partial = rest[: LINE_CHARACTERS + 1]  # the rest of a line that is too long is not kept
+        self._partial = rest[: LINE_CHARACTERS + 1]  # the rest of a line that is too long is dropped
 
     def _line(self, line: bytes) -> None:
         now = self._clock()
@@ -118,14 +120,14 @@ class Output:
 
 
 def printable(line: bytes) -> str:
-    """Return the text of a line: one line, without control characters, cut."""
+    """Return the text of a line: one line, without control characters, truncated."""
     text = line[: LINE_CHARACTERS + 1].decode("utf-8", "backslashreplace")
     escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
     return escaped if len(escaped) <= LINE_CHARACTERS else f"{escaped[:LINE_CHARACTERS]}..."
 
 
 def _read(fd: int) -> bytes | None:
-    """Return what can be read: nothing at the end, None where there is nothing now."""
+    """Return what can be read: nothing at the end, None if there is nothing now."""
     try:
         return os.read(fd, _CHUNK)
     except BlockingIOError:
@@ -135,9 +137,10 @@ def _read(fd: int) -> bytes | None:
 
 
 def _reopened(process: Adopted) -> int | None:
-    """Open the pipe that is a process's standard error, for reading; None if it is none.
+    """Open the pipe that is a process's standard error, for reading; None if it is no pipe.
 
-    The process may have put anything in its place: that is looked at without being opened, and only a pipe is opened.
+    The process can have put any file in its place. So the file is inspected without being opened, and only a pipe is
+    opened.
     """
     ours = pipe()
     held = -1

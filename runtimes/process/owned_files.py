@@ -1,7 +1,7 @@
 """Files that only Sallyport may change: the runtime wrappers, the shim, the guard's rules.
 
-- Owner, mode and content are those of the start. A file that was only touched is still the same.
-- A file is read again only when the kernel says that something about it changed.
+- Owner, mode and content must be those of the start. A file of which only the times changed still counts as equal.
+- A file is read again only if its status in the kernel has changed.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ class _Kept:
 
 
 class OwnedFiles:
-    """Remembers `paths` as they are now.
+    """The state of `paths` at the time of creation, for later comparison.
 
     Raises:
         OSError: one of them cannot be read.
@@ -30,7 +30,7 @@ class OwnedFiles:
         self._kept = {path: _read(path) for path in paths}
 
     def changed(self) -> tuple[str, ...]:
-        """Return the names of those that are not as they were."""
+        """Return the names of the files that have changed."""
         return tuple(path.name for path in self._kept if not self._same(path))
 
     def _same(self, path: Path) -> bool:

@@ -1,8 +1,8 @@
-"""What a killed hostd leaves running, and that there is only one hostd.
+"""The processes that a killed hostd leaves running, and the lock that permits only one hostd.
 
-- Each process is noted with its pid, its start time and a digest of what it was started as: a number that was used
-  again is never taken for it, and only what would be started just the same is adopted.
-- The run directory is locked for as long as hostd lives; a second hostd there refuses to start.
+- A note of each process has its pid, its start time and a digest of its program. So another process that reuses the
+  number is never mistaken for it, and a process is adopted only if hostd would start it in exactly the same way.
+- The run directory is locked while hostd runs; a second hostd there refuses to start.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ def lock(directory: Path) -> int:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when process `pid` started (clock ticks after boot), None if there is none."""
+    """Return the start time of process `pid` (clock ticks after boot), None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -57,7 +57,7 @@ def parent(pid: int) -> int | None:
 
 @cache
 def code() -> str:
-    """Identify the code that runs: a daemon of another version is not adopted."""
+    """Return a digest of the present code: a daemon of another version is not adopted."""
     stamps = hashlib.sha256()
     for package in _PACKAGES:
         for path in sorted((_ROOT / package).rglob("*.py")):
@@ -67,24 +67,24 @@ def code() -> str:
 
 
 def digest(*parts: object) -> str:
-    """Return what identifies a process that is started from `parts`."""
+    """Return the identity of a process that is started from `parts`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def note(directory: Path, name: str, pid: int, identity: str = "-") -> None:
-    """Note that `name` is process `pid`, started as `identity` says."""
+    """Write the note that `name` is process `pid`, with its `identity`."""
     temporary = directory / f"{name}.pid.new"
     temporary.write_text(f"{pid} {start_time(pid)} {identity}\n")
     temporary.rename(directory / f"{name}.pid")
 
 
 def any_left(directory: Path) -> bool:
-    """Tell whether anything is noted in `directory`."""
+    """Return whether there is a note in `directory`."""
     return any(directory.glob("*.pid"))
 
 
 def take(directory: Path, name: str, identity: str) -> Adopted | None:
-    """Return the noted process `name` if it still runs and was started as `identity` says."""
+    """Return the noted process `name` if it still runs and was started with `identity`."""
     found = _open(directory / f"{name}.pid")
     if found is None:
         return None
@@ -96,13 +96,13 @@ def take(directory: Path, name: str, identity: str) -> Adopted | None:
 
 
 def find(directory: Path, name: str) -> Adopted | None:
-    """Return the noted process `name` if it still runs, whatever it was started as."""
+    """Return the noted process `name` if it still runs, with any identity."""
     found = _open(directory / f"{name}.pid")
     return None if found is None else Adopted(found[0], found[1])
 
 
 def end(directory: Path, name: str, patience: float = _TERM_SECONDS) -> bool:
-    """End the noted process `name` and forget it; return whether there was one. May block for seconds.
+    """End the noted process `name` and remove the note; return whether the process ran. Can block for seconds.
 
     Args:
         patience: seconds until it is killed.
@@ -125,7 +125,7 @@ def end(directory: Path, name: str, patience: float = _TERM_SECONDS) -> bool:
 
 
 def end_all(directory: Path, spared: Collection[str] = (), patience: float = _TERM_SECONDS) -> tuple[str, ...]:
-    """End every process that is noted in `directory` but those `spared`; return their names. May block for seconds."""
+    """End every process noted in `directory` except `spared`; return the names of those that ran. Can block."""
     names = sorted(path.stem for path in directory.glob("*.pid"))
     return tuple(name for name in names if name not in spared and end(directory, name, patience))
 
@@ -143,7 +143,7 @@ def _open(path: Path) -> tuple[int, int, str] | None:
         fd = os.pidfd_open(pid)
     except OSError:
         return None
-    # Looked at behind the pidfd: it is this process or none.
+    # Checked after the pidfd was opened, so that the check is about the pidfd's process.
     if start_time(pid) != words[1] or select.select([fd], [], [], 0)[0]:
         os.close(fd)
         return None

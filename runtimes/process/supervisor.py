@@ -1,10 +1,11 @@
 """Keeps a daemon running: start or adopt, wait until it answers, start again when it ends.
 
 - The user is dropped before the daemon's first instruction (`enter`), never by the daemon itself.
-- A restart backs off, by two seconds at most: what keeps dying must not keep the rest from being back soon.
-- One that a former hostd left running is adopted if it would be started just the same and answers.
-- What a daemon writes to its standard error is read here and logged within bounds (`output`).
-- Callbacks run after each start, and again after each restart, before the next death is looked at.
+- Restarts back off, by two seconds at most, so that a daemon that ends again and again does not delay the recovery of
+  the others.
+- A daemon that a former hostd left running is adopted if hostd would start it in exactly the same way and it answers.
+- hostd reads a daemon's standard error and logs it within bounds (`output`).
+- Callbacks run after each start and restart, before the next end of the daemon is handled.
 """
 
 import asyncio
@@ -41,9 +42,13 @@ class NotReady(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to start. `netns` None means hostd's own; `expose` are paths it must be able to read; `memory` is its bound.
+    """A program to start.
 
-    `configuration` is the text of its file, for telling whether one that runs is the same.
+    Attributes:
+        netns: its network namespace; None: hostd's own.
+        expose: paths that it must be able to read.
+        memory: its limit, in bytes.
+        configuration: the text of its file, to decide whether a process that runs is the same.
     """
 
     name: str
@@ -56,7 +61,7 @@ class Program:
 
     @property
     def identity(self) -> str:
-        """Equal for two processes that were started from the same code, the same way."""
+        """A digest that is equal for two processes that were started from the same code in the same way."""
         parts = (self.argv, self.uid, self.netns, self.expose, self.memory, self.configuration)
         return predecessor.digest(predecessor.code(), *parts)
 
@@ -65,7 +70,7 @@ class Program:
 class Inheritance:
     """Descriptors for the child by the name of the environment variable that has their number.
 
-    They are closed here once the child has them.
+    hostd closes them when the child has them.
     """
 
     fds: dict[str, int] = field(default_factory=dict)
@@ -78,14 +83,14 @@ type Up = Callable[[bool], Awaitable[None]]
 
 
 def interpreter_paths(run_dir: str, state_dir: str) -> tuple[str, ...]:
-    """Return what every daemon of ours must be able to reach."""
+    """Return the paths that every daemon must be able to read."""
     return (sys.base_prefix, sys.prefix, str(_ROOT), run_dir, state_dir)
 
 
 async def start_process(
     python: str, program: Program, cgroup: Path, inheritance: Inheritance
 ) -> tuple[asyncio.subprocess.Process, Output]:
-    """Start `program` in control group `cgroup`, through `enter`; return it and what it writes."""
+    """Start `program` in control group `cgroup`, through `enter`; return its process and its output."""
     order = {
         "cgroup": str(cgroup),
         "netns": program.netns,
@@ -122,7 +127,7 @@ async def start_process(
 
 
 async def ping(path: Path, uid: int) -> None:
-    """Wait until the daemon at `path`, of user `uid`, answers `ping`. The caller bounds the time."""
+    """Wait until the daemon at `path`, of user `uid`, answers `ping`. The caller limits the time."""
     while True:
         try:
             client = await wire.Client.connect(path, uid)
@@ -172,7 +177,7 @@ class Supervised:
         """Start the daemon and wait until it answers.
 
         Raises:
-            NotReady: it does not; it has been ended.
+            NotReady: it does not answer; it has been ended.
         """
         try:
             await self._launch(restarted=False)
@@ -182,7 +187,7 @@ class Supervised:
         self._keep_from_now()
 
     async def adopt(self, process: Adopted, ready: Ready) -> bool:
-        """Take over a process that runs already; False if it does not answer, and it has been ended."""
+        """Adopt a process that runs already. Return False if it does not answer; then it has been ended."""
         self._process = process
         self._hear(Output.of(process, self.program.name, DAEMON))
         try:
@@ -256,12 +261,12 @@ class Supervised:
         await process.wait()
 
     async def kick(self) -> None:
-        """End the daemon so that it is started again."""
+        """Kill the daemon, so that it is started again."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def stop(self) -> None:
-        """End the daemon, orderly first, and do not start it again."""
+        """End the daemon, first with SIGTERM, and do not start it again."""
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)
@@ -271,5 +276,5 @@ class Supervised:
 
 
 def module_argv(python: str, module: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the command line of one of our modules."""
+    """Return the command line of a module of Sallyport."""
     return (python, "-m", module, *arguments)

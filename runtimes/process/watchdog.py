@@ -1,17 +1,20 @@
 """Keeps hostd running: `sallyport serve` becomes `python -m runtimes.process.watchdog HOST.json`. Standard library.
 
-- hostd that was killed, or ended by itself after it had been ready, is started again, later each time it does not stay;
-  one that cannot run (it ended before it was ever ready) is not: its status is ours.
-- hostd that hangs is killed: once it is ready its event loop writes to us every second. A silence is judged by what it
-  does with the processor meanwhile, as for every other process (`liveness`), and not while it ends in order.
-- SIGINT and SIGTERM are passed on, and hostd's orderly removal is waited for. hostd finds them pending when they come
-  before it can take them: none is lost, at no moment.
-- hostd is killed with its watchdog (PR_SET_PDEATHSIG): none runs without one. The hostd of the next watchdog adopts.
-- Before each hostd, and after the last, the workers of the former one are ended: they have a second to write what they
-  still have to say, which ends every honest one, and are killed then. (Nothing of them leaves meanwhile: `guard`.)
-- Orphans of everything below come to us and are reaped: a dead process never stays in a group or namespace.
+- It starts hostd again after a kill, or if hostd ended after it had been ready. The delay grows if hostd ends again
+  soon. It does not restart a hostd that cannot run (that ended before it was ever ready); it exits with hostd's
+  status.
+- It kills a hostd that hangs: when hostd is ready, its event loop writes to the watchdog every second. Silence is
+  judged by hostd's use of the processor meanwhile, as for every other process (`liveness`), and not during an orderly
+  end.
+- It passes SIGINT and SIGTERM on, and waits for hostd's orderly removal. Signals that arrive before hostd can handle
+  them stay pending, so that none is lost.
+- The kernel kills hostd when its watchdog ends (PR_SET_PDEATHSIG): no hostd runs without one. The hostd of the next
+  watchdog adopts.
+- Before each hostd, and after the last, it ends the workers of the former one. They have a second to write their last
+  records, which is enough for every correct worker; then they are killed. (They can send nothing meanwhile: `guard`.)
+- Orphaned descendants become its children, and it reaps them: no dead process remains in a group or namespace.
 
-It is small so that nothing can make it fail: what it cannot end the next hostd ends.
+It is small, so that there is little that can fail. The next hostd ends processes that the watchdog could not end.
 """
 
 import contextlib
@@ -38,16 +41,16 @@ BEAT_SECONDS = 1.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _AWAITED = (*_ENDING, signal.SIGCHLD)
 _USAGE, _CANNOT_START = 64, 71
-_RANK = b"-5"  # as nice(1) counts: three times as much
+_RANK = b"-5"  # in the scale of nice(1): three times the default weight
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Watchdog:
-    """One hostd after another. `end_workers` is called while there is none.
+    """Runs one hostd after another. It calls `end_workers` while there is none.
 
-    It looks every `tick` seconds. `hangs` are the seconds, and the processor time, in which a hostd that does not hang
-    makes progress (see `liveness`).
+    It looks at hostd every `tick` seconds. `hangs` are the seconds, and the seconds of processor time, after which a
+    hostd without progress counts as hung (see `liveness`).
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Watchdog:
         self._was_ready = False
 
     def run(self) -> int:
-        """Run until hostd has ended for good; return the exit status."""
+        """Run until hostd has ended permanently; return the exit status."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -88,7 +91,7 @@ class Watchdog:
         pid = self._start(told)
         os.close(told)
         liveness, beats = Liveness(self._tick, *self._hangs), 0
-        if self._stopping:  # it came while there was no hostd: this one takes over what is left, to remove it
+        if self._stopping:  # the signal came while there was no hostd: this one adopts what is left, to remove it
             os.kill(pid, signal.SIGTERM)
         try:
             while True:
@@ -116,11 +119,11 @@ class Watchdog:
             return pid
         try:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() == ours:  # else the watchdog died before the prctl call
-                os.setsid()  # a Ctrl-C in our terminal is ours to pass on
+            if os.getppid() == ours:  # otherwise the watchdog ended before the prctl call
+                os.setsid()  # a Ctrl-C in the terminal reaches only the watchdog, which passes it on
                 outrank(os.getpid())
                 os.set_inheritable(told, True)
-                # SIGINT and SIGTERM stay blocked, so pending, until hostd has its handlers.
+                # SIGINT and SIGTERM stay blocked, and so pending, until hostd has its handlers.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))
                 environment = {**os.environ, READY_FD: str(told)}
                 os.execve(self._command[0], self._command, environment)  # noqa: S606 - no shell is meant
@@ -141,7 +144,7 @@ class Watchdog:
                 found = os.waitstatus_to_exitcode(status)
 
     def _pause(self, seconds: float) -> None:
-        """Wait; a signal to end cuts it short."""
+        """Wait; a signal to end shortens the wait."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0 and not self._stopping:
             received = signal.sigtimedwait(_AWAITED, left)
@@ -149,26 +152,27 @@ class Watchdog:
 
 
 def outrank(pid: int) -> None:
-    """Have the session of process `pid` weigh more than others, where the kernel weighs sessions (autogroup).
+    """Give the session of process `pid` a higher CPU weight, if the kernel weighs sessions (autogroup).
 
-    While a guarding process is gone its sandboxes are closed or the API is away: its start has precedence over other
-    work. Where control groups weigh instead this does nothing; give them the weight there.
+    While a supervised process is not running, sandboxes are closed or the API is unavailable. So its start has
+    precedence over other work. If the kernel weighs control groups instead, this has no effect; set the weight of the
+    group there.
     """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "wb", buffering=0) as file:
         file.write(_RANK)
 
 
 def ending(host: Path) -> Callable[[], None]:
-    """Return what ends the workers of the hostd whose configuration file is `host`."""
+    """Return a function that ends the workers of the hostd whose configuration file is `host`."""
 
     def end() -> None:
         try:
             run = str(json.loads(host.read_bytes())["run_dir"])
             with contextlib.ExitStack() as stack:
-                with contextlib.suppress(FileNotFoundError):  # no directory: no hostd can work there
+                with contextlib.suppress(FileNotFoundError):  # without the directory no hostd can run there
                     stack.callback(os.close, lock(Path(run)))
                 Cgroups(run).end_all(_GRACE_SECONDS)
-        except BlockingIOError:  # another server runs there, and the workers are its own
+        except BlockingIOError:  # another server runs there, and the workers belong to it
             return
         except (OSError, ValueError, LookupError, TypeError) as error:
             print(f"sallyport: workers could not be ended: {type(error).__name__}", file=sys.stderr, flush=True)
@@ -184,7 +188,7 @@ def _read(fd: int) -> bytes:
 
 
 def _hangs(liveness: Liveness, pid: int, beats: int) -> str | None:
-    """Say why hostd hangs, None if it does not; it cannot have been reaped yet."""
+    """Return why hostd hangs, None if it does not. hostd must not have been reaped yet."""
     try:
         return liveness.look(observe(pid, time.monotonic(), beats))
     except (OSError, ValueError, IndexError):
@@ -192,7 +196,7 @@ def _hangs(liveness: Liveness, pid: int, beats: int) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Keep a hostd with the configuration file that `arguments` names; return the exit status."""
+    """Keep a hostd with the configuration file in `arguments` running; return the exit status."""
     if len(arguments) != 1:
         print("usage: python -m runtimes.process.watchdog HOST.json", file=sys.stderr)
         return _USAGE
