@@ -62,7 +62,7 @@ def demo(directory: Path, rows: list[Row]) -> str:
     values = make_secrets()
     say("building an internet with an attacker in it")
     with Internet(PREFIX, directory / "internet", {"git": values.git, "index": values.index, "api": values.api}) as net:
-        say("control runs: each attempt from a place without a gate, on the kernel of each runtime")
+        say("control runs: each attempt from a container without a gateway, on the kernel of each runtime")
         controls = {runtime: run_controls(net, runtime) for runtime in RUNTIMES}
         say("starting Sallyport")
         with Stack(net, directory / "sallyport") as stack:

@@ -391,7 +391,7 @@ class Docker:
             async with asyncio.timeout(_LOOK_SECONDS):
                 return await asyncio.shield(look)
         except TimeoutError:
-            raise DockerError("docker does not say it in time") from None
+            raise DockerError("docker did not answer in time") from None
 
     def _looked(self, what: str, ended: asyncio.Task[Any]) -> None:
         del self._looks[what]

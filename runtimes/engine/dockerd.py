@@ -97,7 +97,7 @@ class Dockerd:
             with contextlib.suppress(NotReady, TimeoutError):
                 async with asyncio.timeout(_ADOPT_SECONDS):
                     await self._answering(left)
-                _log.info("dockerd goes on (process %d)", left.pid)
+                _log.info("dockerd was adopted (process %d)", left.pid)
                 self._process = left
                 return True
         await asyncio.to_thread(predecessor.end, self._notes, _NAME)

@@ -120,7 +120,7 @@ class NetGuard:
         listed = await self.listed()
         self.tables = self.tables or listed
         if listed != self.tables:
-            raise OSError("the tables are not what they were")
+            raise OSError("the tables differ from those that the guard made")
 
     async def _lay_floor(self) -> None:
         await asyncio.to_thread(netns.load_rules, self._upstream, self._floor)

@@ -92,7 +92,7 @@ class SlotPool:
             try:
                 return await asyncio.to_thread(slots.make, self._directory, index, PLAN)
             except FileExistsError:
-                _log.error("something stands where slot %d would be made", index)
+                _log.error("slot %d cannot be made: its path exists already", index)
                 self._free.append(index)
             except BaseException:
                 self._free.append(index)

@@ -200,7 +200,7 @@ class Supervised:
             await process.wait()
             self._process = None
             return False
-        _log.info("%s goes on (process %d)", self.program.name, process.pid)
+        _log.info("%s was adopted (process %d)", self.program.name, process.pid)
         self._keep_from_now()
         return True
 
