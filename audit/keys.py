@@ -91,7 +91,7 @@ class Keys:
             _wipe(directory / _FORMER_NAME)
         return keys
 
-    def stand_at(self, epoch: int) -> bool:
+    def resume_at(self, epoch: int) -> bool:
         """Use the key of the epoch of the log's last line: a crash may have interrupted the change of keys.
 
         Returns False if that is neither the key in use nor the following one.

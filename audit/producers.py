@@ -45,7 +45,7 @@ WRITABLE: Final = frozenset[str]().union(*(kinds for producer, kinds in KINDS.it
 """Kinds that some producer may send to auditd."""
 
 
-def misplaced(record: Mapping[str, Any], control: str) -> str | None:
+def misplacement(record: Mapping[str, Any], control: str) -> str | None:
     """Return why auditd cannot have accepted `record` from its producer into its chain; None if it can.
 
     Args:

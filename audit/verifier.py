@@ -21,7 +21,7 @@ from audit.chain import (
     fingerprint,
     parse_line,
 )
-from audit.producers import misplaced
+from audit.producers import misplacement
 from audit.ring import Ring, hexadecimal, public_key
 from audit.shares import DIRECTORY, Kept, Share
 from wire.api import auditd
@@ -304,7 +304,7 @@ class Verifier:
 
     def _check_chain(self, record: dict[str, Any]) -> None:
         """Check the place of a line in its chain, and whether its producer may write it there."""
-        if (why := misplaced(record, CONTROL)) is not None:
+        if (why := misplacement(record, CONTROL)) is not None:
             self._bad(why)
         chain = record["chain"]
         head = self.heads.get(chain, ChainHead())

@@ -13,7 +13,7 @@ from functools import partial
 
 from frontdoor import builds, lock
 from frontdoor.places import Places
-from frontdoor.steps import Beside, call, step
+from frontdoor.steps import BackgroundStep, call, step
 
 _STATICCHECK = "honnef.co/go/tools/cmd/staticcheck@v0.8.2"
 _FUZZED = (
@@ -88,12 +88,12 @@ def run(places: Places, arguments: list[str]) -> int:
     if options:
         return suite.lane("selected", *options)
     with ExitStack() as stack:
-        checks = Beside("checks", lambda: static_checks(go))
+        checks = BackgroundStep("checks", lambda: static_checks(go))
         stack.callback(checks.end)
         status = suite.lane("fast", *fast_options())
         if status > _TESTS_FAILED:
             return status
-        sessions = [Beside(name, partial(_session, own, suite, name)) for name, own in places.sessions.items()]
+        sessions = [BackgroundStep(name, partial(_session, own, suite, name)) for name, own in places.sessions.items()]
         for session in sessions:
             stack.callback(session.end)
         status = suite.lane("system", *LANES["system"]) or status

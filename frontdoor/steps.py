@@ -64,7 +64,7 @@ def become(program: str, *arguments: str) -> NoReturn:
     os.execvp(program, (program, *arguments))  # noqa: S606 - no shell
 
 
-class Beside:
+class BackgroundStep:
     """Work in a separate process, concurrent with the rest; `wait` shows its output. Create none while threads run."""
 
     def __init__(self, name: str, work: Callable[[], int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from policy.names import InvalidName, parse_any_pattern
 from policy.rules import MAX_RULES, Action, network_text
-from policy.strict import Path, StrictError, decode, members, said
+from policy.strict import Path, StrictError, decode, located, members
 
 INERT = "*"
 """The bare wildcard: it is accepted and kept, but matches nothing."""
@@ -187,7 +187,7 @@ def _default_action(value: object, prefix: str) -> Action:
 
 def _parse_rules(value: object, path: Path, prefix: str) -> tuple[NetworkRule, ...]:
     if not isinstance(value, list):
-        raise ApiPolicyError(f"{prefix}{said(path, 'expected an array of rules')}")
+        raise ApiPolicyError(f"{prefix}{located(path, 'expected an array of rules')}")
     if len(value) > MAX_RULES:
         raise ApiPolicyError(_too_many(len(value)), 413)
     return tuple(_parse_rule(item, (*path, position), prefix) for position, item in enumerate(value))

@@ -183,7 +183,7 @@ def _compile_api(
         if binding.name not in refusals and (reason := _refusal(document, policy, binding)) is not None:
             refusals[binding.name] = reason
     if refusals:
-        refusals |= _heirs(bindings, refusals)
+        refusals |= _takeovers(bindings, refusals)
     kept = tuple(binding.compiled() for binding in bindings if binding.name not in refusals)
     dropped = tuple(Dropped(Part.BINDING, name, reason) for name, reason in refusals.items())
     return replace(policy, bindings=kept), dropped
@@ -193,16 +193,16 @@ def _without(bindings: tuple[ApiBinding, ...], reason: str) -> list[Dropped]:
     return [Dropped(Part.BINDING, item.name, f'binding "{item.name}": {reason}') for item in bindings]
 
 
-def _heirs(bindings: tuple[ApiBinding, ...], refusals: Mapping[str, str]) -> dict[str, str]:
+def _takeovers(bindings: tuple[ApiBinding, ...], refusals: Mapping[str, str]) -> dict[str, str]:
     """Refuse the wildcard bindings that would match the hosts of a refused exact binding.
 
     Otherwise a host would get the wildcard's secret as the effect of a stricter document.
     """
-    heirs: dict[str, str] = {}
+    refused: dict[str, str] = {}
     while True:
         above: dict[str, str] = {}  # suffixes above a host of a refused binding -> that binding
         for binding in bindings:
-            if binding.name in refusals or binding.name in heirs:
+            if binding.name in refusals or binding.name in refused:
                 for host in binding.hosts:
                     labels = [] if host.startswith("*.") else host.split(".")
                     above |= {".".join(labels[first:]): binding.name for first in range(1, len(labels))}
@@ -210,13 +210,13 @@ def _heirs(bindings: tuple[ApiBinding, ...], refusals: Mapping[str, str]) -> dic
             binding.name: f'binding "{binding.name}" host "{host}" would take the place of '
             f'binding "{above[host[2:]]}", which is not in force'
             for binding in bindings
-            if binding.name not in refusals and binding.name not in heirs
+            if binding.name not in refusals and binding.name not in refused
             for host in binding.hosts
             if host.startswith("*.") and host[2:] in above
         }
         if not found:
-            return heirs
-        heirs |= found
+            return refused
+        refused |= found
 
 
 def _refusal(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBinding) -> str | None:

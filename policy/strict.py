@@ -44,7 +44,7 @@ def members(value: object, known: Iterable[str], path: Path = (), *, fold: bool 
         StrictError: the value is no object, or has an unknown key or a null.
     """
     if not isinstance(value, dict):
-        raise StrictError(said(path, "expected an object"))
+        raise StrictError(located(path, "expected an object"))
     names = {name.lower() if fold else name: name for name in known}
     found: dict[str, object] = {}
     for key, item in value.items():
@@ -54,7 +54,7 @@ def members(value: object, known: Iterable[str], path: Path = (), *, fold: bool 
         if name in found:
             raise StrictError(f"duplicate key {quoted(place((*path, name)))}")
         if item is None:
-            raise StrictError(said((*path, name), "must not be null"))
+            raise StrictError(located((*path, name), "must not be null"))
         found[name] = item
     return found
 
@@ -75,7 +75,7 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def said(path: Path, problem: str) -> str:
+def located(path: Path, problem: str) -> str:
     """Return the text of an error at a place; for the document itself it is only the problem."""
     return f"{place(path)}: {problem}" if path else problem
 

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Leavings:
+class Leftovers:
     """The resources of a killed hostd besides Docker's and the run directory."""
 
     cgroups: Cgroups
@@ -46,7 +46,7 @@ class Unfit(Exception):
 
 
 async def adopt_or_remove(
-    run: Path, uids: Uids, docker: Docker, leavings: Leavings
+    run: Path, uids: Uids, docker: Docker, leftovers: Leftovers
 ) -> list[tuple[SandboxRecord, slots.Slot]]:
     """Return the sandboxes to adopt, with their slots. Remove all others, and log what could not be removed.
 
@@ -56,7 +56,7 @@ async def adopt_or_remove(
     present = dict(await docker.ours())
     fit: list[tuple[SandboxRecord, slots.Slot]] = []
     taken: set[int] = set()
-    for record in leavings.records.read_all():
+    for record in leftovers.records.read_all():
         try:
             if present.get(record.container or "") != record.sandbox:
                 raise Unfit("its container is not there")
@@ -68,7 +68,7 @@ async def adopt_or_remove(
             continue
         taken.add(slot.index)
         fit.append((record, slot))
-    residue = await _sweep(run, docker, leavings, fit, tuple(present))
+    residue = await _sweep(run, docker, leftovers, fit, tuple(present))
     if residue:
         _log.warning("left by a predecessor: %s", "; ".join(residue))
     return fit
@@ -102,7 +102,7 @@ def examine(record: SandboxRecord, state: ContainerState | None, run: Path, uids
 async def _sweep(
     run: Path,
     docker: Docker,
-    leavings: Leavings,
+    leftovers: Leftovers,
     kept: Sequence[tuple[SandboxRecord, slots.Slot]],
     present: Sequence[str],
 ) -> list[str]:
@@ -116,14 +116,14 @@ async def _sweep(
     for path in (run / "plans").iterdir():
         if path.stem not in alive:
             path.unlink(missing_ok=True)
-    residue = await asyncio.to_thread(leavings.cgroups.sweep)
+    residue = await asyncio.to_thread(leftovers.cgroups.sweep)
     residue += await _remove_containers(docker, alive)
     residue += await asyncio.to_thread(slots.sweep, run / "netns", frozenset(slot.index for _, slot in kept))
     for container in {*gone, *written}:
         residue += await asyncio.to_thread(containers.end_processes, container)
         residue += await asyncio.to_thread(remove_container_groups, container)
-    residue += await asyncio.to_thread(leavings.disks.sweep, names)
-    residue += leavings.ledgers.sweep(names)
+    residue += await asyncio.to_thread(leftovers.disks.sweep, names)
+    residue += leftovers.ledgers.sweep(names)
     for path in (run / "plans").iterdir():  # plans that a start has claimed meanwhile
         if path.stem not in alive:
             path.unlink(missing_ok=True)
@@ -132,7 +132,7 @@ async def _sweep(
     for path in (run / "sandboxes").iterdir():
         if path.name not in names:
             shutil.rmtree(path, ignore_errors=True)
-    leavings.records.keep(names)
+    leftovers.records.keep(names)
     return list(residue)
 
 

@@ -36,7 +36,7 @@ from runtimes.process.daemon_groups import DaemonGroups
 from runtimes.process.finish import together
 from runtimes.process.liveness import ended
 from runtimes.process.supervisor import (
-    Inheritance,
+    InheritedDescriptors,
     Program,
     Supervised,
     interpreter_paths,
@@ -160,13 +160,13 @@ class Daemons:
     def _uid(self, name: str) -> int:
         return {"auditd": self._config.uids.auditd, "vaultd": self._config.uids.vaultd}[name]
 
-    def _bind(self, name: str) -> Inheritance:
+    def _bind(self, name: str) -> InheritedDescriptors:
         """Return the daemon's socket: that of its former process, if hostd has it."""
         if name not in self._bound:
             self._bound[name] = wire.bind_unix(self._sockets[name], 0o660, (0, self._config.uids.serve))
-        return Inheritance({LISTEN_FD: os.dup(self._bound[name].fileno())})
+        return InheritedDescriptors({LISTEN_FD: os.dup(self._bound[name].fileno())})
 
-    async def _audit_socket(self) -> Inheritance:
+    async def _audit_socket(self) -> InheritedDescriptors:
         return self._bind("auditd")
 
     def _daemon(self, process: ProcessConfig) -> Supervised:
@@ -194,7 +194,7 @@ class Daemons:
         process: ProcessConfig,
         uid: int,
         netns: str | None,
-        prepare: Callable[[], Awaitable[Inheritance]],
+        prepare: Callable[[], Awaitable[InheritedDescriptors]],
         ready: Callable[[], Awaitable[None]],
         up: Callable[[bool], Awaitable[None]],
     ) -> Supervised:
@@ -306,7 +306,7 @@ class Daemons:
             # vaultd's channel ended with the old auditd. vaultd then ends by itself; this call is for one that hangs.
             await self._supervised["vaultd"].kick()
 
-    async def _vault_channel(self) -> Inheritance:
+    async def _vault_channel(self) -> InheritedDescriptors:
         """Make vaultd's audit channel, and open the vault's head file, which only root can open.
 
         The other end goes to auditd when auditd is ready, because both can start concurrently.
@@ -317,7 +317,7 @@ class Daemons:
         self._attaching = asyncio.create_task(self._attach_vault(ours), name="vault-channel")
         head = os.open(self._vault_head, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         inherited = {"SALLYPORT_AUDIT_FD": theirs.detach(), "SALLYPORT_VAULT_HEAD_FD": head}
-        return Inheritance({**inherited, **self._bind("vaultd").fds})
+        return InheritedDescriptors({**inherited, **self._bind("vaultd").fds})
 
     async def _attach_vault(self, ours: socket.socket) -> None:
         with ours:  # closed in any case: without its other end the channel ends vaultd, which is then restarted
@@ -334,11 +334,11 @@ class Daemons:
         if restarted:
             self._reconnect("vaultd")
 
-    async def _control_channel(self, name: str) -> Inheritance:
+    async def _control_channel(self, name: str) -> InheritedDescriptors:
         """Make the channel to a daemon that has no socket: only hostd can send to it."""
         ours, theirs = socket.socketpair()
         self._controls[name] = ours
-        return Inheritance({"SALLYPORT_CONTROL_FD": theirs.detach()})
+        return InheritedDescriptors({"SALLYPORT_CONTROL_FD": theirs.detach()})
 
     async def _compiler_ready(self) -> None:
         client = wire.Client(self._controls.pop("compiler"), handler(compiler.REPORTS, self._from_compiler))
@@ -369,11 +369,11 @@ class Daemons:
     async def _zygote_up(self, restarted: bool) -> None:
         _log.info("zygote is up%s", " again" if restarted else "")
 
-    async def _serve_pipe(self) -> Inheritance:
+    async def _serve_pipe(self) -> InheritedDescriptors:
         if self._listener is None:
             raise ConnectionError("the API has no socket")
         self._serve_read, theirs = os.pipe2(os.O_CLOEXEC)
-        return Inheritance({"SALLYPORT_READY_FD": theirs, LISTEN_FD: os.dup(self._listener.fileno())})
+        return InheritedDescriptors({"SALLYPORT_READY_FD": theirs, LISTEN_FD: os.dup(self._listener.fileno())})
 
     async def _serve_ready(self) -> None:
         """Wait for the byte that serve writes when it listens.

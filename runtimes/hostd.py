@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import wire
-from runtimes.adoption import Leavings, adopt_or_remove
+from runtimes.adoption import Leftovers, adopt_or_remove
 from runtimes.alarms import Alarms
 from runtimes.chains import Chains
 from runtimes.checks.doctor import StartRefused, diagnose, refusal, runtimes_known
@@ -188,17 +188,17 @@ class Host:
         if ended := await asyncio.to_thread(predecessor.end_all, notes, spared, 0.0):
             _log.warning("ended what a predecessor left running: %s", ", ".join(ended))
         if succeeds:  # sandboxes are closed and the API is down: both are restored concurrently
-            await together(self._stand(watched=False), self._daemons.start_serve())
+            await together(self._start_parts(watched=False), self._daemons.start_serve())
             docker, sandboxes = self._parts()
             await sandboxes.gated(_GATED_SECONDS)
             await self._start_watch(sandboxes, docker)
             await self._check_late(adopted=self._adopted)
         else:
-            await self._stand(watched=True)
+            await self._start_parts(watched=True)
             await self._daemons.start_serve()
         _log.info("ready: %s, %d sandboxes adopted", self._run / "hostd.sock", self._adopted)
 
-    async def _stand(self, *, watched: bool) -> None:
+    async def _start_parts(self, *, watched: bool) -> None:
         """Start or adopt what sandboxes need, adopt those that fit, and listen; `watched`: after the watch began."""
         config, uids = self._config, self._config.uids
         workers = (uids.worker_base, uids.worker_base + uids.workers - 1)
@@ -209,8 +209,8 @@ class Host:
         )
         docker = self._connected()
         own = Path(config.state_dir) / "hostd"
-        leavings = Leavings(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
-        fit = await adopt_or_remove(self._run, uids, docker, leavings)
+        leftovers = Leftovers(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
+        fit = await adopt_or_remove(self._run, uids, docker, leftovers)
         self._adopted = len(fit)
         self._sandboxes = Sandboxes(
             config, self._operator, docker, self._daemons, self._guard, self._cgroups, self._records

@@ -43,7 +43,7 @@ from runtimes.net.slot_pool import SlotPool
 from runtimes.operator import Operator, Policy, policy_digest
 from runtimes.process.cgroups import Cgroups, GroupLimits, remove_container_groups
 from runtimes.process.cpu_weight import Computing
-from runtimes.process.finish import Endings, both, finished, taken
+from runtimes.process.finish import ShieldedTasks, both, finished, taken
 from runtimes.process.liveness import within
 from runtimes.records import RecordStore, SandboxRecord
 from runtimes.sandbox import HostSandbox, describe, told
@@ -89,7 +89,7 @@ class Sandboxes:
         self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
         self._known: dict[str, HostSandbox] = {}
         self._launching = asyncio.Semaphore(config.launch_concurrency)
-        self._endings = Endings()
+        self._endings = ShieldedTasks()
         self._reconnecting: set[asyncio.Task[None]] = set()
         self._documents = 0
         """The number of documents of the operator that the compiler has read."""

@@ -144,7 +144,7 @@ class Internet:
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):
             namespaces.make(namespace)
-            in_namespace(self.path(namespace), self._hush)
+            in_namespace(self.path(namespace), self._disable_router_solicitations)
             ip("-n", namespace, "link", "set", "lo", "up")
         in_namespace(self.path(self.net), lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1"))
         self._link(self.up, UP_ADDRESS, "up0", NET_ADDRESS, "net0")
@@ -159,7 +159,7 @@ class Internet:
         self._canary = self.start_canary(self.path(self.up), "host", *LOCAL_CANARY_PORTS)
 
     @staticmethod
-    def _hush() -> None:
+    def _disable_router_solicitations() -> None:
         """Turn router solicitations off for new links: kernels send them for hours, and the tests count frames."""
         Path("/proc/sys/net/ipv6/conf/default/router_solicitations").write_text("0")
 

@@ -199,13 +199,15 @@ class Channels:
             if wanted.wildcard:
                 raise GrantError("a release is for one exact host")
         except GrantError as error:
-            self._audit.note("secret.release", "deny", **_who(channel), code=wire.Code.INVALID, reason=str(error))
+            self._audit.note(
+                "secret.release", "deny", **_owner_fields(channel), code=wire.Code.INVALID, reason=str(error)
+            )
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         about: dict[str, Any] = {**wanted.to_json(), "scheme": str(wanted.scheme), "method": method, "path": path}
         if scrub:
             about["action"] = str(ReleasePurpose.SCRUB)
         if not channel.releases.take(self._now()):
-            self._audit.note("secret.release", "deny", **_who(channel), **about, code=wire.Code.RATE_LIMITED)
+            self._audit.note("secret.release", "deny", **_owner_fields(channel), **about, code=wire.Code.RATE_LIMITED)
             raise wire.RequestError(wire.Code.RATE_LIMITED, "too many releases")
         decision = self._custody.decide(channel.sandbox, wanted, method, path, scrub=scrub)
         match decision:
@@ -235,17 +237,19 @@ class Channels:
                     return Released(Value(value.reveal()), former, seconds, consent.scope.form)
             case Consent():
                 refused = Refusal(wire.Code.STALE_GENERATION, "this channel has been replaced")
-        self._audit.note("secret.release", "deny", **_who(channel), **about, code=refused.code, reason=refused.reason)
+        self._audit.note(
+            "secret.release", "deny", **_owner_fields(channel), **about, code=refused.code, reason=refused.reason
+        )
         raise wire.RequestError(refused.code, refused.reason)
 
     async def _accept(
         self, kind: str, decision: str, channel: Channel, fields: dict[str, Any], *, durable: bool = False
     ) -> None:
         try:
-            await self._audit.accept(kind, decision, durable=durable, **_who(channel), **fields)
+            await self._audit.accept(kind, decision, durable=durable, **_owner_fields(channel), **fields)
         except AuditUnavailable:
             raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the audit log did not accept the record") from None
 
 
-def _who(channel: Channel) -> dict[str, Any]:
+def _owner_fields(channel: Channel) -> dict[str, Any]:
     return {"sandbox": channel.sandbox, "target_generation": channel.generation}

@@ -446,7 +446,7 @@ class Log:
         found.finish()
         if not found.ok:
             raise _Changed(found.findings[0])
-        if found.epoch >= 0 and not self._keys.stand_at(found.epoch):
+        if found.epoch >= 0 and not self._keys.resume_at(found.epoch):
             raise _Changed("the last lines belong to an epoch whose key is missing")
         return found
 

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Golden:
+class SlotReference:
     """The reference for all slots: facts of both namespaces, and the gateway's rules as nft lists them."""
 
     gateway: frozenset[str]
@@ -53,7 +53,7 @@ class Golden:
     rules: str
 
 
-def reference(directory: Path, index: int) -> Golden:
+def reference(directory: Path, index: int) -> SlotReference:
     """Make a slot, read it, destroy it. Blocks for some hundred milliseconds.
 
     Raises:
@@ -61,7 +61,7 @@ def reference(directory: Path, index: int) -> Golden:
     """
     slot = slots.make(directory, index, PLAN)
     try:
-        return Golden(
+        return SlotReference(
             netstate.facts(slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS),
             netstate.facts(slot.sandbox, slot.sandbox_inode, tuple(SANDBOX_SYSCTLS)),
             netns.list_rules(slot.gateway, "ruleset"),
@@ -71,26 +71,26 @@ def reference(directory: Path, index: int) -> Golden:
             _log.error("the reference slot left: %s", "; ".join(left))
 
 
-def compare_gateway(golden: Golden, seen: frozenset[str]) -> Breach | None:
+def compare_gateway(expected: SlotReference, seen: frozenset[str]) -> Breach | None:
     """Judge the gateway's side: it must equal the reference."""
-    return _told("gateway", seen - golden.gateway, golden.gateway - seen)
+    return _breach("gateway", seen - expected.gateway, expected.gateway - seen)
 
 
-def compare_sandbox(golden: Golden, seen: frozenset[str]) -> Breach | None:
+def compare_sandbox(expected: SlotReference, seen: frozenset[str]) -> Breach | None:
     """Judge the sandbox's side as the host sees it: nothing may be added, and no link may be missing.
 
     Neighbours, queues and the loss of addresses and routes are ignored, because the workload and runsc may change
     them.
     """
-    came = {fact for fact in seen - golden.sandbox if _kind(fact) not in ("neighbour", "queue")}
-    return _told("sandbox", came, {fact for fact in golden.sandbox - seen if _kind(fact) == "link"})
+    came = {fact for fact in seen - expected.sandbox if _kind(fact) not in ("neighbour", "queue")}
+    return _breach("sandbox", came, {fact for fact in expected.sandbox - seen if _kind(fact) == "link"})
 
 
 def _kind(fact: str) -> str:
     return fact.split(" ", 1)[0]
 
 
-def _told(side: str, came: Iterable[str], gone: Iterable[str]) -> Breach | None:
+def _breach(side: str, came: Iterable[str], gone: Iterable[str]) -> Breach | None:
     """Return a breach that names the most important change first, because the others are often its consequences."""
     changes = sorted(
         [(_ORDER.index(_kind(fact)), 0, fact) for fact in came]
@@ -123,7 +123,7 @@ class Watch:
         self._alarms = alarms
         self._drops = drops
         self._files = files
-        self._golden: Golden | None = None
+        self._golden: SlotReference | None = None
         self._rounds = 0
         self._generations: dict[int, int] = {}
         self._pids: dict[str, tuple[int, str | None]] = {}
@@ -239,7 +239,7 @@ class Watch:
     async def _check(self, name: str, slot: slots.Slot, container: str) -> None:
         try:
             finding = await self._judge(name, slot, container)
-        except netns.Elsewhere as error:
+        except netns.WrongNamespaceError as error:
             finding = Breach("isolation.namespace", str(error))
         except (OSError, netns.NftError) as error:
             count = self._unreadable[name] = self._unreadable.get(name, 0) + 1
@@ -264,30 +264,30 @@ class Watch:
         """Judge the facts of a slot. List its rules unless their generation is `known`.
 
         Raises:
-            netns.Elsewhere, OSError, netns.NftError: it cannot be read.
+            netns.WrongNamespaceError, OSError, netns.NftError: it cannot be read.
         """
-        golden = self._golden
-        if golden is None:
+        expected = self._golden
+        if expected is None:
             raise OSError("there is nothing to compare with")
         seen = await asyncio.to_thread(netstate.gateway, slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS)
-        if (finding := compare_gateway(golden, seen.facts)) is not None:
+        if (finding := compare_gateway(expected, seen.facts)) is not None:
             return finding, seen
         inside = await asyncio.to_thread(netstate.facts, slot.sandbox, slot.sandbox_inode, tuple(SANDBOX_SYSCTLS))
-        if (finding := compare_sandbox(golden, inside)) is not None:
+        if (finding := compare_sandbox(expected, inside)) is not None:
             return finding, seen
-        if known == seen.generation or await self._has_its_rules(slot, golden):
+        if known == seen.generation or await self._has_its_rules(slot, expected):
             return None, seen
         return Breach("isolation.ruleset", "gateway side: the rules are not those of every slot"), seen
 
     @staticmethod
-    async def _has_its_rules(slot: slots.Slot, golden: Golden) -> bool:
-        return await asyncio.to_thread(netns.list_rules, slot.gateway, "ruleset") == golden.rules
+    async def _has_its_rules(slot: slots.Slot, expected: SlotReference) -> bool:
+        return await asyncio.to_thread(netns.list_rules, slot.gateway, "ruleset") == expected.rules
 
     async def judge_idle(self, slot: slots.Slot, known: int | None) -> int | None:
         """Judge a slot that no sandbox uses yet, as `slot_pool.Judge`. A slot that cannot be read counts as changed."""
         try:
             finding, seen = await self._judge_slot(slot, known)
-        except netns.Elsewhere as error:
+        except netns.WrongNamespaceError as error:
             finding = Breach("isolation.namespace", str(error))
         except (OSError, netns.NftError) as error:
             _log.warning("a slot made ahead cannot be read: %s: %s", type(error).__name__, error)

@@ -63,7 +63,7 @@ def in_thread[T](work: Callable[[], T]) -> T:
     return result[0]
 
 
-class Elsewhere(Exception):
+class WrongNamespaceError(Exception):
     """The namespace at a path is not the one that was made there, or there is none."""
 
 
@@ -71,7 +71,7 @@ def inside[T](path: Path, work: Callable[[], T], inode: int | None = None) -> T:
     """Run `work` in a new thread inside the namespace at `path`. Subprocesses that it starts are inside too.
 
     Raises:
-        Elsewhere: `inode` is given, and the namespace has another one; nothing was run.
+        WrongNamespaceError: `inode` is given, and the namespace has another one; nothing was run.
     """
 
     def enter() -> T:
@@ -80,10 +80,10 @@ def inside[T](path: Path, work: Callable[[], T], inode: int | None = None) -> T:
         except OSError as error:
             if inode is None:
                 raise
-            raise Elsewhere(f"{path.name} cannot be opened: {error.strerror}") from error
+            raise WrongNamespaceError(f"{path.name} cannot be opened: {error.strerror}") from error
         try:
             if inode is not None and os.fstat(fd).st_ino != inode:
-                raise Elsewhere(f"{path.name} is another namespace")
+                raise WrongNamespaceError(f"{path.name} is another namespace")
             os.setns(fd, os.CLONE_NEWNET)
         finally:
             os.close(fd)
@@ -223,7 +223,7 @@ def sever(path: Path, inode: int) -> None:
     """Remove every link except the loopback from the namespace at `path`; set down a link that cannot be removed.
 
     Raises:
-        Elsewhere: the namespace does not have `inode`; nothing was changed.
+        WrongNamespaceError: the namespace does not have `inode`; nothing was changed.
     """
 
     def cut() -> None:

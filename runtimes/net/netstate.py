@@ -232,7 +232,7 @@ def facts(path: Path, inode: int, sysctls: Sequence[str]) -> frozenset[str]:
     """Return the facts of the namespace at `path`, without nft's rules.
 
     Raises:
-        netns.Elsewhere: the namespace does not have `inode`.
+        netns.WrongNamespaceError: the namespace does not have `inode`.
         OSError: it could not be read.
     """
     return netns.inside(path, lambda: _facts(sysctls), inode)
@@ -242,7 +242,7 @@ def gateway(path: Path, inode: int, sysctls: Sequence[str]) -> Gateway:
     """Return the facts of a gateway's namespace, and nft's generation and counters there.
 
     Raises:
-        netns.Elsewhere, OSError: as `facts`.
+        netns.WrongNamespaceError, OSError: as `facts`.
     """
     return netns.inside(path, lambda: Gateway(_facts(sysctls), _generation(), _counters()), inode)
 

@@ -66,7 +66,7 @@ def make(directory: Path, index: int, plan: NetworkPlan) -> Slot:
 def sever(slot: Slot) -> None:
     """Remove the links of `slot`, so that no more traffic passes, whatever else remains. Blocks for milliseconds."""
     for path, inode in ((slot.gateway, slot.gateway_inode), (slot.sandbox, slot.sandbox_inode)):
-        with contextlib.suppress(netns.Elsewhere, OSError):
+        with contextlib.suppress(netns.WrongNamespaceError, OSError):
             netns.sever(path, inode)
 
 

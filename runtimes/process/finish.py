@@ -1,7 +1,7 @@
 """Work that must run to its end once it has begun, because a cancellation would leave what it has made so far.
 
 - A part of a transaction is never cancelled before its end, because a thread or Docker could still complete a step
-  that is not recorded: `finished`, `both`, `Endings`. Work that can be cancelled is awaited: `together`.
+  that is not recorded: `finished`, `both`, `ShieldedTasks`. Work that can be cancelled is awaited: `together`.
 - Nothing here undoes a step or sets a time limit; each piece of work has its own limits.
 """
 
@@ -64,7 +64,7 @@ async def taken(what: str, step: Awaitable[Sequence[str]]) -> list[str]:
         return [f"{what}: {type(error).__name__}: {error}"[:200]]
 
 
-class Endings:
+class ShieldedTasks:
     """Work that continues after its caller is cancelled."""
 
     def __init__(self) -> None:

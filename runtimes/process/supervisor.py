@@ -67,7 +67,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Inheritance:
+class InheritedDescriptors:
     """Descriptors for the child by the name of the environment variable that has their number.
 
     hostd closes them when the child has them.
@@ -77,7 +77,7 @@ class Inheritance:
 
 
 type Noted = Callable[[str, int], None]
-type Prepare = Callable[[], Awaitable[Inheritance]]
+type Prepare = Callable[[], Awaitable[InheritedDescriptors]]
 type Ready = Callable[[], Awaitable[None]]
 type Up = Callable[[bool], Awaitable[None]]
 
@@ -88,7 +88,7 @@ def interpreter_paths(run_dir: str, state_dir: str) -> tuple[str, ...]:
 
 
 async def start_process(
-    python: str, program: Program, cgroup: Path, inheritance: Inheritance
+    python: str, program: Program, cgroup: Path, inheritance: InheritedDescriptors
 ) -> tuple[asyncio.subprocess.Process, Output]:
     """Start `program` in control group `cgroup`, through `enter`; return its process and its output."""
     order = {

@@ -39,7 +39,7 @@ def test_work_beside_shows_its_output_when_it_is_waited_for() -> None:
             call("echo", "printed")
             raise Failure("the reason", 3)
 
-        beside = Beside("checks", work)
+        beside = BackgroundStep("checks", work)
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # it has printed all by now
         print("before", flush=True)
         print(beside.wait(), os.environ.get("WORD"))
@@ -49,7 +49,7 @@ def test_work_beside_shows_its_output_when_it_is_waited_for() -> None:
 
 def test_work_that_is_no_longer_wanted_is_ended() -> None:
     done = _program("""
-        beside = Beside("checks", lambda: time.sleep(60) or 0)
+        beside = BackgroundStep("checks", lambda: time.sleep(60) or 0)
         beside.end()
         beside.end()
         print(open(f"/proc/self/task/{os.getpid()}/children").read())
@@ -58,7 +58,7 @@ def test_work_that_is_no_longer_wanted_is_ended() -> None:
 
 
 def _program(text: str) -> subprocess.CompletedProcess[str]:
-    head = "import os, time\nfrom frontdoor.steps import Beside, Failure, call\n"
+    head = "import os, time\nfrom frontdoor.steps import BackgroundStep, Failure, call\n"
     command = [sys.executable, "-c", head + dedent(text)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
 

@@ -7,13 +7,13 @@ from typing import cast
 import pytest
 
 from runtimes.alarms import Alarms, Breach
-from runtimes.checks.watch import Golden, compare_gateway, compare_sandbox
+from runtimes.checks.watch import SlotReference, compare_gateway, compare_sandbox
 from runtimes.daemons import Daemons
 from wire.api.auditd import Accepted, Entry, Record
 
 GATEWAY = frozenset({"link gw0 number 2 up", "address 192.0.2.1/30 on link 2", "setting net/ipv4/ip_forward is 0"})
 SANDBOX = frozenset({"link eth0 number 2 up", "address 192.0.2.2/30 on link 2", "route any/0 on link 2"})
-GOLDEN = Golden(GATEWAY, SANDBOX, "")
+GOLDEN = SlotReference(GATEWAY, SANDBOX, "")
 
 
 def test_what_was_made_is_right() -> None:

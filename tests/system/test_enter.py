@@ -12,7 +12,7 @@ import pytest
 
 from runtimes.net import netns
 from runtimes.process.daemon_groups import DaemonGroups
-from runtimes.process.supervisor import Inheritance, Program, start_process
+from runtimes.process.supervisor import InheritedDescriptors, Program, start_process
 
 pytestmark = pytest.mark.system
 
@@ -73,7 +73,7 @@ async def test_a_daemon_that_takes_more_memory_than_it_may_is_ended_and_another_
         grows = (sys.executable, "-c", "held = b'x' * (200 << 20)")
         program = Program("grows", grows, 0, memory=memory)
         group = groups.create(program.name, program.memory)
-        process, output = await start_process(sys.executable, program, group, Inheritance())
+        process, output = await start_process(sys.executable, program, group, InheritedDescriptors())
         ends.append(await process.wait())
         output.close()
     groups.sweep()
