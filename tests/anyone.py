@@ -1,7 +1,7 @@
-"""Commands as an unprivileged user: no root, no group, no home, none of our directories.
+"""Commands that run as an unprivileged user: without root, groups, a home or a directory of the project.
 
-The interpreter of a development machine may lie below a closed directory, such as /root. Then the command has a mount
-namespace in which that directory is an open one with nothing but the interpreter in it.
+The interpreter of a development machine can be below a closed directory, such as /root. In that case the command runs
+in a mount namespace in which that directory is open and contains only the interpreter.
 """
 
 import os
@@ -22,7 +22,7 @@ exec "$@"
 
 
 def as_anyone(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command; it has no variables but PATH and those given."""
+    """Run a command with PATH and the given variables as its whole environment."""
     interpreter = Path(sys.base_prefix)
     words = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--", *map(str, command)]
     closed = [str(parent) for parent in interpreter.parents if not parent.stat().st_mode & 0o001]
@@ -42,7 +42,7 @@ def as_anyone(*command: str | Path, **environment: str) -> subprocess.CompletedP
 
 
 def own_directory(parent: Path, name: str) -> Path:
-    """Make a directory that this user may write."""
+    """Make a directory to which this user can write."""
     path = parent / name
     path.mkdir()
     os.chown(path, UID, UID)

@@ -1,8 +1,8 @@
 """One demo internet and one running Sallyport for all system and security tests of a session.
 
-These tests need root and what `./run test` prepares (dockerd, runsc, execd, images); it names them in SALLYPORT_*
-variables. Without them a system test fails: it is never skipped. Two sessions at once need a home, a run directory and
-SALLYPORT_TEST_INTERNET (the prefix of their namespaces) each.
+These tests need root and the resources that `./run test` prepares (dockerd, runsc, execd, images) and names in the
+SALLYPORT_* variables. Without them a system test fails: it is never skipped. For two sessions at once, each needs its
+own home, run directory and SALLYPORT_TEST_INTERNET (the prefix of its namespaces).
 """
 
 import secrets
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:  # the fixtures import what they need: the fast tests start without it
+if TYPE_CHECKING:  # each fixture imports what it needs: the fast tests start without these modules
     from demo.sandboxes import Controls, DemoSandbox, Secrets
     from testbed.internet import Internet
     from testbed.stack import Stack
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the fixtures import what they need: the fast tests start wi
 
 RUNTIMES = ("runsc", "runc")
 ONE_RUNTIME = ("runsc", pytest.param("runc", marks=pytest.mark.extended))
-"""Parameters of tests that are about the gateway or the control plane: the second runtime repeats them."""
+"""Parameters of tests of the gateway or the control plane. Only --all runs them on the second runtime too."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples hypothesis tries. How long one takes is the machine's affair."""
+    """Set the number of examples that hypothesis tries. There is no deadline: machines differ in speed."""
     from hypothesis import HealthCheck, settings
 
     calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what runs with --all only."""
+    """Deselect the tests that run only with --all."""
     if config.getoption("every_test"):
         return
     extended = [item for item in items if item.get_closest_marker("extended")]
@@ -61,7 +61,7 @@ def _values() -> "Secrets":
 
 @pytest.fixture(scope="session", name="directory")
 def _directory() -> Iterator[Path]:
-    """Not below pytest's own directory: that is closed to other users, and the daemons run as other users."""
+    """Make a directory outside pytest's. That one is closed to other users, and the daemons run as other users."""
     with tempfile.TemporaryDirectory(prefix="sallyport-test-") as name:
         Path(name).chmod(0o711)
         yield Path(name)
@@ -86,7 +86,10 @@ def _controls(internet: "Internet") -> "Controls":
 
 @pytest.fixture(scope="session", name="code_image")
 def _code_image() -> str:
-    """The name of the code-interpreter image, which the session's server has if some test asks for this."""
+    """Return the name of the code-interpreter image.
+
+    The session's server has this image if a selected test uses this fixture.
+    """
     from testbed.stack import CODE_IMAGE
 
     return CODE_IMAGE
@@ -111,7 +114,7 @@ def _stack(
 
 @pytest.fixture(scope="session", name="sandboxes")
 def _sandboxes(stack: "Stack", values: "Secrets") -> "Iterator[dict[str, DemoSandbox]]":
-    """One long-lived sandbox on each runtime; tests that break one make their own."""
+    """Start one long-lived sandbox on each runtime. A test that breaks a sandbox makes its own."""
     from demo.sandboxes import DemoSandbox
 
     made: dict[str, DemoSandbox] = {}
@@ -126,7 +129,7 @@ def _sandboxes(stack: "Stack", values: "Secrets") -> "Iterator[dict[str, DemoSan
 
 @pytest.fixture(scope="session", name="some_runtimes")
 def _some_runtimes(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """What module fixtures prepare for tests with the parameters ONE_RUNTIME."""
+    """Return the runtimes for which module fixtures prepare, for tests with the parameters ONE_RUNTIME."""
     return RUNTIMES if request.config.getoption("every_test") else RUNTIMES[:1]
 
 
@@ -138,7 +141,7 @@ def _runtime(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", name="governed")
 def _governed(values: "Secrets") -> "Iterator[Governed]":
-    """A server whose gateways are given policies, with an internet of its own."""
+    """Run a server whose gateways take compiled policies from tests, with its own internet."""
     from tests.stacks import Governed, beside, put_secrets
 
     with beside(Governed, "governed", values) as stack:
@@ -149,7 +152,7 @@ def _governed(values: "Secrets") -> "Iterator[Governed]":
 
 @pytest.fixture(name="second")
 def _second() -> "Iterator[Stack]":
-    """A second server beside the session's, with its own Docker and internet, for tests that kill or bend one."""
+    """Run a second server beside the session's, with its own Docker and internet, for tests that kill or change it."""
     from tests.stacks import Second, beside
 
     with beside(Second, "second") as stack:
@@ -158,7 +161,7 @@ def _second() -> "Iterator[Stack]":
 
 @pytest.fixture(scope="module", name="unwatched")
 def _unwatched(values: "Secrets") -> "Iterator[Stack]":
-    """A server that lets a sandbox without its layers be, with an internet of its own."""
+    """Run a server without the watch, with its own internet. It keeps a sandbox whose layers were removed."""
     from tests.stacks import Unwatched, beside, put_secrets
 
     with beside(Unwatched, "unwatched") as stack:

@@ -1,11 +1,13 @@
-"""`sallyport serve` whose hostd takes compiled policies and limits from root: for tests of what workers do with them.
+"""`sallyport serve` with a hostd that accepts compiled policies and limits from root, for tests of the workers.
 
 python -m tests.governed CONFIG.toml
 
-A selection `{"given": POLICY, "limits": LIMITS}` is not compiled. The product has no such way: there a policy is
-compiled from the operator's file, and the limits are those of the settings.
+A selection `{"given": POLICY, "limits": LIMITS}` is not compiled. The product has no such input: it compiles a policy
+from the operator's file, and takes the limits from the settings.
 
-python -m tests.governed zygote.json          its zygote, whose workers take limits out of a policy
+python -m tests.governed zygote.json
+
+This command is the server's zygote. Its workers take the limits from the policy.
 """
 
 import json
@@ -21,14 +23,14 @@ from runtimes import hostd, operator
 from wire.api.worker import Configure
 
 LIMITS = "limits of the gateway"
-"""A member of a policy, here."""
+"""The member of a policy in which this module passes the limits."""
 
 
 class Governed(operator.Operator):
-    """Stands where `runtimes.operator.Operator` stands."""
+    """A replacement for `runtimes.operator.Operator` that accepts compiled policies."""
 
     async def compile(self, selection: str) -> operator.Policy:
-        """Return what was given, its limits beside it."""
+        """Return the given policy with its limits as a member; compile any other selection."""
         given: dict[str, Any] = json.loads(selection)
         if "given" in given:
             return {**given["given"], LIMITS: given["limits"]}
@@ -36,13 +38,13 @@ class Governed(operator.Operator):
 
 
 class Limited(GatewayConfig):
-    """Stands where `gateway.config.GatewayConfig` stands."""
+    """A replacement for `gateway.config.GatewayConfig` that takes limits from the policy."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, request: Configure, constants: WorkerConstants) -> GatewayConfig:
-        """As the product's, with the limits that were given."""
+        """Return the product's configuration, with the limits of the policy if it has any."""
         policy = json.loads(request.policy)
         limits = policy.pop(LIMITS, None)
         if limits is not None:
@@ -51,7 +53,10 @@ class Limited(GatewayConfig):
 
 
 def main(config: str) -> int:
-    """Write what `serve` writes, and become its hostd; with a configuration of hostd or of the zygote, that one."""
+    """Write the files that `serve` writes, and become its hostd.
+
+    With the configuration file of hostd or of the zygote, become that process.
+    """
     if Path(config).name == "zygote.json":
         worker.GatewayConfig = Limited  # type: ignore[misc]
         return zygote.main([config])

@@ -1,7 +1,7 @@
-"""Measures which changed conditions the fast tests notice: mutmut over an area, and the score by module.
+"""Measurement of the changed conditions that the fast tests detect: mutmut over an area, and the score by module.
 
-`python -m tests.mutation_score AREA --workdir DIRECTORY [--sample N] [--seed N]`. The survivors that are accepted, with
-reasons, and the scores are in docs/mutation.md.
+`python -m tests.mutation_score AREA --workdir DIRECTORY [--sample N] [--seed N]`. The scores and the accepted
+survivors, with reasons, are in docs/mutation.md.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NO_MUTANT = "no-mutant-has-this-name"  # mutmut then writes the mutants, measures the tests, and ends
+NO_MUTANT = "no-mutant-has-this-name"  # with this name mutmut writes the mutants, measures the tests, and ends
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Modules of one package, and the tests that have to notice a change in them.
+    """Modules of one package, and the tests that must detect a change in them.
 
     Attributes:
         package: the package.
-        tests: what pytest selects.
-        modules: file names; empty for all of the package.
-        marker: which of the tests run. The plans of the shim are tested as root only.
+        tests: the arguments by which pytest selects the tests.
+        modules: file names; empty for the whole package.
+        marker: the marker expression of the tests that run. Tests of the shim's plans run as root only.
     """
 
     package: str
@@ -82,7 +82,7 @@ AREAS = {
 
 
 def prepare(area: Area, place: Path) -> None:
-    """Copy the checkout to `place`, with the area's configuration of mutmut."""
+    """Copy the checkout to `place`, with the area's mutmut configuration."""
     kept = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     for name in kept:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def prepare(area: Area, place: Path) -> None:
 
 
 def results(place: Path) -> dict[str, str]:
-    """Status by mutant, as mutmut names both."""
+    """Return the status of each mutant, with mutmut's names for both."""
     printed = subprocess.run(
         [sys.executable, "-m", "mutmut", "results", "--all", "true"],
         cwd=place,
@@ -116,14 +116,14 @@ def results(place: Path) -> dict[str, str]:
 
 
 def drawn(names: Sequence[str], count: int, seed: int) -> list[str]:
-    """Draw `count` mutants, the same ones for the same seed; all where there are no more."""
+    """Draw `count` mutants, the same for the same seed; all if there are not more."""
     if not count or count >= len(names):
         return sorted(names)
     return sorted(random.Random(seed).sample(sorted(names), count))
 
 
 def table(found: dict[str, str]) -> list[str]:
-    """The score by module: a mutant is killed if a test fails or takes many times its time."""
+    """Return the score of each module. A mutant is killed if a test fails or takes many times its normal time."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for name, status in found.items():
         counts[name.partition(".x")[0]][status] += 1

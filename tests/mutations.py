@@ -1,6 +1,6 @@
-"""Documents that differ from a valid one at one place, as a typing error or a careless program makes them.
+"""Documents that differ from a valid one at one place, as a typing error or a faulty program makes them.
 
-And what a policy permits, to tell whether a change made it wider.
+Also the requests that a policy permits, to detect that a change made the policy wider.
 """
 
 import itertools
@@ -29,8 +29,8 @@ class Mutation:
 
     Attributes:
         kind: `unknown`, `misspelt`, `case`, `null`, `empty list` or `empty object`.
-        path: the place, with the key as it is in the changed document.
-        without: the valid document without what was at the place.
+        path: the changed place, with the key as it is in the changed document.
+        without: the valid document without the value at that place.
     """
 
     kind: str
@@ -40,7 +40,10 @@ class Mutation:
 
 
 def mutations(document: Any, is_open: Callable[[Path], bool] = lambda path: False) -> Iterator[Mutation]:
-    """Draw from every place of `document`. `is_open` tells the places of maps whose keys are free."""
+    """Yield the mutations at every place of `document`.
+
+    `is_open` returns whether a place is a map with free keys.
+    """
     for path, item in _nodes(document, ()):
         if isinstance(item, dict) and not is_open(path):
             for value in (1, None, []):
@@ -60,7 +63,7 @@ def mutations(document: Any, is_open: Callable[[Path], bool] = lambda path: Fals
 
 
 def one_of_each(drawn: Iterable[Mutation]) -> list[Mutation]:
-    """The first of each kind at each place; of keys, at each object."""
+    """Return the first mutation of each kind at each place; of changed keys, the first of each kind at each object."""
     found: dict[tuple[str, str], Mutation] = {}
     for mutation in drawn:
         is_key = mutation.kind in ("unknown", "misspelt", "case")
@@ -69,7 +72,7 @@ def one_of_each(drawn: Iterable[Mutation]) -> list[Mutation]:
 
 
 def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]) -> frozenset[str]:
-    """The requests that may be sent, those that carry which secret, and the addresses that may be dialled."""
+    """Return the permitted requests, the secrets that they carry, and the addresses that may be dialled."""
     literals = [Destination(None, ip_address(text), 443, Scheme.HTTPS, AddressSource.LITERAL) for text in _ADDRESSES]
     found = {f"dials {one.address}" for one in literals if not isinstance(decide_address(policy, one), Deny)}
     for host, (port, scheme), method, path in itertools.product(hosts, _SPOKEN, _METHODS, paths):
@@ -84,7 +87,7 @@ def _names(key: str) -> Iterator[tuple[str, str]]:
     for name in {key.upper(), key.lower(), key[0].swapcase() + key[1:]} - {key}:
         yield "case", name
     slips = {re.sub("([A-Z])", r"_\1", key).lower(), f"{key}s"}
-    for place in range(len(key)):  # a letter missing, twice, or exchanged with the next
+    for place in range(len(key)):  # leave out a letter, double it, or exchange it with the next
         slip = (key[:place], key[: place + 1] + key[place], key[:place] + key[place : place + 2][::-1])[place % 3]
         slips.add(slip + key[place + (1, 1, 2)[place % 3] :])
     for name in sorted(slips - {key, ""}):
@@ -104,13 +107,13 @@ def _nodes(item: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def _set(document: Any, path: Path, value: Any) -> Any:
     if not path:
         return value
-    changed = json.loads(json.dumps(document))  # shares no part, not even two equal ones
+    changed = json.loads(json.dumps(document))  # a deep copy: equal parts are not shared either
     _parent(changed, path)[path[-1]] = value
     return changed
 
 
 def _removed(document: Any, path: Path) -> Any:
-    changed = json.loads(json.dumps(document))  # shares no part, not even two equal ones
+    changed = json.loads(json.dumps(document))  # a deep copy: equal parts are not shared either
     del _parent(changed, path)[path[-1]]
     return changed
 

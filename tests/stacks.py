@@ -1,6 +1,6 @@
 """The kinds of servers that the system and security tests run, each with the demo's internet.
 
-The root conftest imports this module inside its fixtures: the fast tests do not pay for it.
+The root conftest imports this module inside its fixtures, so that the fast tests do not import it.
 """
 
 import json
@@ -27,7 +27,7 @@ INTERNET = PREFIX
 
 
 class WithCode(Stack):
-    """A Sallyport that has the code-interpreter image, too, under the name its SDK documents."""
+    """A Sallyport that also has the code-interpreter image, under the name that the image's SDK documents."""
 
     @property
     def settings(self) -> str:
@@ -35,7 +35,7 @@ class WithCode(Stack):
 
 
 class Second(Stack):
-    """A Sallyport of its own, with the empty image only: one that may be killed."""
+    """A separate Sallyport with the empty image only. Tests can kill it."""
 
     @property
     def settings(self) -> str:
@@ -44,7 +44,7 @@ class Second(Stack):
 
 
 class Unwatched(Stack):
-    """A Sallyport whose hostd does not look for changes: sandboxes stay when their layers are taken away."""
+    """A Sallyport whose hostd does not watch: sandboxes stay when their layers are removed."""
 
     slots_ahead = 0
 
@@ -54,16 +54,16 @@ class Unwatched(Stack):
 
 
 class Governed(Stack):
-    """A Sallyport whose hostd can be given a compiled policy, as the product's cannot."""
+    """A Sallyport whose hostd accepts a compiled policy; the product's hostd does not."""
 
     @property
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.governed", str(self.config)]
 
     def configure(self, sandbox: str, policy: CompiledPolicy, **limits: int) -> None:
-        """Give a sandbox's gateway another policy and limits, past the API; returns when they are in force.
+        """Give a sandbox's gateway another policy and limits without the API. Return when they are in force.
 
-        The registry gets its digest, too: else `serve` would soon put the registry's back.
+        The registry also gets the policy's digest. Otherwise `serve` would soon restore the registry's policy.
         """
         with closing(sqlite3.connect(self.state / "lifecycle" / "sallyport.db", timeout=10)) as database, database:
             database.execute("UPDATE sandboxes SET policy_digest = ? WHERE id = ?", (policy.digest, sandbox))
@@ -72,7 +72,7 @@ class Governed(Stack):
 
 
 def undescribed_records(records: Iterable[Mapping[str, Any]]) -> set[tuple[str, frozenset[str]]]:
-    """Return the kind, and the fields, of each record that docs/audit-records.md does not describe."""
+    """Return the kind, and the undescribed fields, of each record that docs/audit-records.md does not describe."""
     found = set()
     for record in records:
         kind, fields = str(record["kind"]), frozenset(record)
@@ -93,7 +93,7 @@ def put_secrets(stack: Stack, values: Secrets) -> None:
 
 @contextmanager
 def beside(kind: type[Stack], name: str, values: Secrets | None = None) -> Iterator[Stack]:
-    """Run a server of `kind` beside the session's; the far end accepts `values`."""
+    """Run a server of `kind` beside the session's. The upstream servers accept `values`."""
     run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-{name}")
     far = values or Secrets(git="a:b", index="a:b", api="c")
     accounts = {"git": far.git, "index": far.index, "api": far.api}

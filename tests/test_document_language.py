@@ -1,4 +1,4 @@
-"""Documents, comments and docstrings are in plain technical English, and the links of documents lead somewhere."""
+"""Documents, comments and docstrings use plain technical English, and the links of documents have existing targets."""
 
 import ast
 import io
@@ -39,7 +39,7 @@ ALLOWED = {
     "the operator who": "a person",
     "people who": "persons",
 }
-"""Phrases that hold a forbidden word, and why they may."""
+"""Permitted phrases that contain a forbidden word, and the reasons."""
 _CODE = re.compile(r"```.*?```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)", re.DOTALL)
 _QUOTED = re.compile(r'"[^"\n]*"|“[^”\n]*”')
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -47,7 +47,7 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def prose(text: str) -> str:
-    """A document without code, quotes, targets of links and phrases that are allowed."""
+    """Return a document without code, quotes, targets of links and permitted phrases."""
     text = _QUOTED.sub('""', _CODE.sub("``", text))
     for phrase in ALLOWED:
         text = re.sub(rf"\b{phrase}\b", "", text, flags=re.IGNORECASE)
@@ -55,7 +55,7 @@ def prose(text: str) -> str:
 
 
 def problems(text: str) -> list[str]:
-    """The sentences' forbidden words, each with the words around it."""
+    """Return the forbidden words of the text, each with the words around it."""
     text = re.sub(r"\s+", " ", prose(text))
     return [
         text[max(0, match.start() - 40) : match.end() + 20]
@@ -65,7 +65,10 @@ def problems(text: str) -> list[str]:
 
 
 def comments(source: str) -> Iterator[str]:
-    """The docstrings of Python code, those of attributes too, and its comments; consecutive comments are one text."""
+    """Yield the docstrings and comments of Python code.
+
+    The docstrings include those of attributes. Consecutive comments are one text.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
@@ -79,20 +82,23 @@ def comments(source: str) -> Iterator[str]:
 
 
 def code_problems(source: str) -> list[str]:
-    """The forbidden words in comments and docstrings. A source that has none anywhere is not parsed."""
+    """Return the forbidden words in comments and docstrings.
+
+    A source without any forbidden word is not parsed.
+    """
     if not re.search(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.sub(r"[\s#]+", " ", source), re.IGNORECASE):
         return []
     return [problem for text in comments(source) for problem in problems(text)]
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments that a document's headings have."""
+    """Return the fragments of a document's headings."""
     headings = (heading.replace("`", "").lower() for heading in _HEADING.findall(text))
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
 
 def dead_links(path: Path, text: str) -> list[str]:
-    """The relative links of a document that lead nowhere."""
+    """Return the relative links of a document whose target does not exist."""
     dead = []
     for link in _LINK.findall(text):
         if re.match(r"[a-z]+:", link):
@@ -107,7 +113,7 @@ def dead_links(path: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_document_is_in_plain_language(document: str) -> None:
-    if document != "docs/glossary.md":  # it names the words that are not used
+    if document != "docs/glossary.md":  # the glossary names the words that are not used
         assert [] == problems((ROOT / document).read_text())
 
 

@@ -1,6 +1,6 @@
 """The tables of docs/tests.md: each module of product and front door has tests, each test module is where it belongs.
 
-Also what holds for the suite as a whole: the fast tests start without what the system tests need.
+Also a property of the whole suite: the fast tests start without the imports of the system tests.
 """
 
 import ast
@@ -26,7 +26,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 def rows() -> dict[str, list[str]]:
-    """The rows of both tables by their first column; modules and subjects."""
+    """Return the rows of both tables by their first column: modules and subjects."""
     text = (ROOT / "docs" / "tests.md").read_text()
     found = {first.strip("`"): _CODE.findall(second) for first, second in _ROW.findall(text)}
     return {first: tests for first, tests in found.items() if tests}
@@ -34,7 +34,7 @@ def rows() -> dict[str, list[str]]:
 
 @cache
 def imported(path: Path) -> frozenset[Path]:
-    """The files that a file of ours imports by name, and those that the packages it imports from hand on."""
+    """Return the project's files that a file imports by name, directly or through a package that re-exports them."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -48,7 +48,7 @@ def imported(path: Path) -> frozenset[Path]:
 
 @cache
 def _file(name: str, importer: Path) -> Path | None:
-    for base in (ROOT, importer.parent, TESTS / "lifecycle"):  # tests.lifecycle.conftest puts its folder on the path
+    for base in (ROOT, importer.parent, TESTS / "lifecycle"):  # tests.lifecycle.conftest adds its folder to the path
         place = base / name.replace(".", "/")
         for path in (place.with_suffix(".py"), place / "__init__.py"):
             if path.is_file():
@@ -67,7 +67,7 @@ def _handed_on(package: str, name: str) -> Path | None:
 
 
 def helpers(path: Path) -> set[Path]:
-    """A test module, the conftests above it but the root's, and the modules of tests/ that they import."""
+    """Return a test module, the conftests above it except the root's, and the modules of tests/ that they import."""
     waiting, found = [path, *_conftests(path)], set()
     while waiting:
         one = waiting.pop()
@@ -87,7 +87,7 @@ def _conftests(path: Path) -> Iterator[Path]:
 
 @cache
 def reached(path: Path) -> set[str]:
-    """The modules that a test module or its helpers import, and those that these compose."""
+    """Return the modules that a test module or its helpers import, and the modules that these import in turn."""
     direct = {one for helper in helpers(path) for one in imported(helper)}
     composed = {two for one in direct if _name(one) in PRODUCT for two in imported(one)}
     return {_name(one) for one in direct | composed} & PRODUCT
@@ -98,7 +98,7 @@ def _name(path: Path) -> str:
 
 
 def has_cause(test: str, module: str) -> bool:
-    """Whether a test module reaches a module, or names it: one that it tests as or in another process."""
+    """Return whether a test module reaches a module or names it, because it tests the module in another process."""
     path = TESTS / test
     text = path.read_text()
     return module in reached(path) or module in text or module.removesuffix(".py").replace("/", ".") in text
@@ -123,14 +123,17 @@ def test_each_listed_test_reaches_its_module() -> None:
 
 
 def pure_modules() -> list[str]:
-    """The modules and packages that the import contract on purity lists."""
+    """Return the modules and packages that the import contract on purity lists."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (modules,) = (one["source_modules"] for one in contracts if one["name"].startswith("pure modules "))
     return list(modules)
 
 
 def of_its_name(module: str) -> bool:
-    """Whether `test_<module>.py` or `test_<folder>_<module>.py` of the package's tests imports the module."""
+    """Return whether a test file named after the module imports it.
+
+    The file is `test_<module>.py` or `test_<folder>_<module>.py` among the package's tests.
+    """
     package, *folders, name = module.split(".")
     names = {f"test_{name}.py", *(f"test_{folder}_{name}.py" for folder in folders[-1:])}
     place = module.replace(".", "/")
@@ -147,7 +150,7 @@ def test_each_pure_module_has_a_test_module_of_its_name() -> None:
 
 
 def public_classes() -> Iterator[tuple[str, str]]:
-    """Each public class of product and front door, with its module."""
+    """Yield each public class of product and front door, with its module."""
     for module in sorted(PRODUCT):
         for node in ast.walk(ast.parse((ROOT / module).read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -155,7 +158,7 @@ def public_classes() -> Iterator[tuple[str, str]]:
 
 
 def test_a_public_class_name_has_one_meaning() -> None:
-    """Requests of `wire.api` are named for their operations: two processes can have one of the same name."""
+    """Requests in `wire.api` are an exception: they have the names of operations, which two processes can share."""
     found: dict[str, list[str]] = {}
     for name, module in public_classes():
         found.setdefault(name, []).append(module)
@@ -166,7 +169,10 @@ def test_a_public_class_name_has_one_meaning() -> None:
 
 
 def test_the_root_conftest_imports_nothing_heavy() -> None:
-    """The standard library and pytest, else each run of a single fast test waits for it."""
+    """It imports only the standard library and pytest.
+
+    Otherwise each run of a single fast test waits for more imports.
+    """
     program = (
         "import sys, pytest; before = set(sys.modules); import tests.conftest; "
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"

@@ -1,7 +1,7 @@
-"""A pytest plugin for mutation tests: no cache lasts from one test to the next.
+"""A pytest plugin for mutation tests: it empties all caches before each test.
 
-A process that imports the unchanged module first, and then runs the tests of a change, would else find in a cache what
-the unchanged function returned. Values that a module makes at its import stay.
+A process that first imports the unchanged module and then runs the tests of a mutant would otherwise find results of
+the unchanged function in a cache. Values that a module computes at its import stay.
 """
 
 import functools
@@ -26,10 +26,10 @@ def _registered(maxsize: Any = 128, typed: bool = False) -> Any:
     return decorate
 
 
-functools.lru_cache = _registered  # `functools.cache` calls it, too
+functools.lru_cache = _registered  # `functools.cache` also calls it
 
 
 def pytest_runtest_setup() -> None:
-    """Forget what all caches hold."""
+    """Empty all caches."""
     for cached in _caches:
         cached.cache_clear()

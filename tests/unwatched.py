@@ -1,4 +1,6 @@
-"""`sallyport serve` whose hostd does not watch: for tests that take a sandbox's layers away and look what gets out.
+"""`sallyport serve` with a hostd that does not watch.
+
+Tests use it to remove layers of a sandbox and to examine what the sandbox can then reach.
 
 python -m tests.unwatched CONFIG.toml
 """
@@ -12,23 +14,26 @@ from runtimes.net import slot_pool
 
 
 class Unwatched:
-    """Stands where `runtimes.checks.watch.Watch` stands. It judges no slots, so none are made ahead."""
+    """A replacement for `runtimes.checks.watch.Watch`. It judges no slots, so no idle slots are made."""
 
     def __init__(self, *_: Any) -> None:
         slot_pool.AHEAD = 0
 
     async def start(self, index: int) -> None:
-        """Watch nothing."""
+        """Do nothing: there is no watch to start."""
 
     async def judge_idle(self, *_: Any) -> None:
-        """Vouch for no slot."""
+        """Judge no slot."""
 
     async def stop(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is no watch to stop."""
 
 
 def main(config: str) -> int:
-    """Write what `serve` writes, and become its hostd; with hostd's own configuration (JSON) at once."""
+    """Write the files that `serve` writes, and become its hostd.
+
+    With hostd's own configuration (JSON), become it at once.
+    """
     hostd.Watch = Unwatched  # type: ignore[assignment,misc]
     if config.endswith(".json"):
         return hostd.main([config])

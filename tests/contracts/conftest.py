@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def server() -> AsyncIterator[World]:
-    """A running server that asks for an API key."""
+    """Run a server that requires an API key."""
     async with world() as described, described.serving() as running:
         yield running
 

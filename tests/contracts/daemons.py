@@ -1,7 +1,7 @@
-"""What a client may rely on in each daemon: one table of calls for each kind of client.
+"""The behaviour of each daemon on which its clients can rely: one table of calls for each kind of client.
 
-The stand-ins of the tests and the real daemons have to give the same answers. The calls are made in their order, at a
-daemon at which none was made before.
+The stand-ins of the tests and the real daemons must give the same answers. The calls are made in the table's order,
+to a daemon without earlier calls.
 """
 
 import json
@@ -24,9 +24,10 @@ INLINE = "inline:token"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call. `answer`: the keys that its answer has at least, or the code of its error.
+    """One call.
 
-    `a.b` is a key of the object `a`.
+    `answer` is the set of keys that its answer has at least, or the code of its error. `a.b` is a key of the object
+    `a`.
     """
 
     what: str
@@ -121,7 +122,7 @@ AUDIT_CHANNEL = (
     _step("a record with no decision", "record", "invalid", **_record("vault.open", "maybe")),
     _step("a record of a value", "record", "invalid", **_record("vault.open", "info", value="v")),
 )
-"""What vaultd relies on in its audit channel."""
+"""The calls of vaultd's audit channel."""
 
 SELECTION = {"policy_name": None, "network_policy": None, "bindings": []}
 
@@ -133,18 +134,18 @@ COMPILER = (
     _ask("no selection", compiler.Compile("null"), "invalid"),
     _ask("a selection", compiler.Compile(json.dumps(SELECTION)), {"policy"}),
 )
-"""What hostd relies on in the compiler."""
+"""The calls of hostd to the compiler."""
 
 
 def expected(steps: tuple[Step, ...]) -> Answers:
-    """The answers that the table says."""
+    """Return the answers of the table."""
     found = {step.what: step.answer for step in steps}
     assert len(steps) == len(found), "two steps have one name"
     return found
 
 
 async def answers(call: Call, steps: tuple[Step, ...]) -> Answers:
-    """Make the calls; return the expected keys that each answer has, or the code of its error."""
+    """Make the calls. Return the expected keys that each answer has, or the code of its error."""
     return {step.what: await _answer(call, step) for step in steps}
 
 

@@ -1,6 +1,6 @@
-"""What the state machines against execd share: how they are run, hostile values, quoting.
+"""Common parts of the state machines against execd: the runner, hostile values, quoting.
 
-`SALLYPORT_TEST_DEPTH` multiplies the number of examples, which are random then.
+`SALLYPORT_TEST_DEPTH` multiplies the number of examples, which are then random.
 """
 
 import os
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 DEPTH = int(os.environ.get("SALLYPORT_TEST_DEPTH", "1"))
-TRIPPED = "/tmp/tripped"  # a file that exists once some value was run as a command
+TRIPPED = "/tmp/tripped"  # a file that exists if a value was run as a command
 MORE = (
     "\x01 \x02 \x7f \x1b[31m \x08 \x0b \x0c \xe9 \u2028 \U0001f600 EOF end __execd 251 %s | > ( ) ! * ~ [0] {a,b} a B 7"
 )
@@ -25,7 +25,7 @@ values = st.one_of(hostile, hostile, st.binary(max_size=8).map(lambda raw: raw.r
 
 
 def explore(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
-    """Run a machine; the examples are always the same ones, unless more were asked for."""
+    """Run a machine. The examples are always the same, unless `SALLYPORT_TEST_DEPTH` is set."""
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -36,19 +36,19 @@ def explore(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> 
             database=None,
             print_blob=True,
             report_multiple_bugs=False,
-            phases=[Phase.generate],  # shrinking real sandboxes takes minutes
+            phases=[Phase.generate],  # shrinking with real sandboxes takes minutes
             suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 def failed() -> bool:
-    """Whether a machine's teardown is called because a step failed, or was given up."""
+    """Return whether a machine's teardown runs because a step failed or was abandoned."""
     return sys.exc_info()[0] is not None
 
 
 def quoted(value: bytes) -> str:
-    """The value as a word of bash: as it is where it is text, else with escapes."""
+    """Return the value as a word of bash: unchanged if it is text, otherwise with escapes."""
     try:
         return "'" + value.decode().replace("'", r"'\''") + "'"
     except UnicodeDecodeError:

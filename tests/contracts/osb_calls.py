@@ -1,7 +1,8 @@
-"""Runs the osb command line once for each line on standard input, a JSON list: its arguments, then what it reads.
+"""A runner of the osb command line: it runs it once for each line on standard input.
 
-For the interpreter of osb's own environment. Answers each with a JSON list: exit code, standard output, standard error.
-The program takes seconds to import; what a call does is what it does in a process of its own.
+A line is a JSON list: the arguments, then the standard input. The answer is a JSON list: exit code, standard output,
+standard error. The interpreter is that of osb's own environment. The program takes seconds to import, so one process
+serves all calls; each call behaves as in a process of its own.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The stand-ins of the tests answer as the real daemons do: one table of calls for each, made at both."""
+"""The stand-ins of the tests answer like the real daemons: one table of calls for each kind, made to both."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def _answered(sock: socket.socket, handler: Any) -> AsyncIterator[wire.Cli
 
 @pytest.fixture(name="place")
 def _place() -> Any:
-    """A directory with a short name: the paths of sockets are bounded."""
+    """Make a directory with a short name, because the length of socket paths is limited."""
     with tempfile.TemporaryDirectory(prefix="dc-") as name:
         yield Path(name)
 
@@ -108,7 +108,7 @@ async def test_an_audit_channel_of_auditd_answers_as_the_table_says(place: Path)
     ids=["compiler", "stand-in"],
 )
 async def test_a_compiler_answers_as_the_table_says(module: str, config: dict[str, Any], place: Path) -> None:
-    """Both also say `changed` when they are started."""
+    """Both also send `changed` when they start."""
     (place / "c.json").write_text(json.dumps(config))
     near, far = socket.socketpair()
     changed = asyncio.Event()

@@ -46,13 +46,13 @@ class Api:
 
     @property
     def lists(self) -> str:
-        """The gateway's policy as text."""
+        """Return the gateway's policy as text."""
         return str(self.server.hostd.policies[self.sandbox])
 
 
 @pytest.fixture
 async def api(server: World) -> AsyncIterator[Api]:
-    """A sandbox's egress API; the caller has no API key."""
+    """Return a sandbox's egress API. The caller has no API key."""
     async with server.client() as owner:
         name = (await owner.post("/v1/sandboxes", json=BODY)).json()["id"]
     async with server.client(None) as client:
@@ -60,7 +60,7 @@ async def api(server: World) -> AsyncIterator[Api]:
 
 
 async def test_health_needs_no_token(api: Api) -> None:
-    """And has no newline."""
+    """The answer has no newline."""
     answer = await api.call("GET", "/healthz", OPENSANDBOX_EGRESS_AUTH="")
     assert (200, b"ok") == (answer.status_code, answer.content)
 
@@ -85,7 +85,7 @@ async def test_health_needs_no_token(api: Api) -> None:
 async def test_refusals_are_one_line_of_text(
     api: Api, method: str, path: str, content: Any, status: int, text: str
 ) -> None:
-    """Exactly the contract's texts, and nosniff."""
+    """The texts are exactly the contract's, and nosniff is set."""
     answer = await api.call(method, path, content)
     assert (status, text) == (answer.status_code, answer.text)
     assert "text/plain; charset=utf-8" == answer.headers["content-type"]
@@ -93,7 +93,7 @@ async def test_refusals_are_one_line_of_text(
 
 
 async def test_a_token_is_needed(api: Api) -> None:
-    """None, a wrong one and another sandbox's are refused; an API key will do."""
+    """A missing token, a wrong one and another sandbox's are refused. An API key is accepted."""
     for token in ("", "x", api.server.tokens.egress("sbx-other"), api.server.tokens.execd(api.sandbox)):
         answer = await api.call("GET", "/policy", OPENSANDBOX_EGRESS_AUTH=token)
         assert (401, "unauthorized\n") == (answer.status_code, answer.text)
@@ -116,7 +116,7 @@ async def test_policy_documents(api: Api) -> None:
 
 
 async def test_a_patch_is_prepended_and_in_force_when_answered(api: Api) -> None:
-    """Patch rules first, in their order, the first of each target kept; both surfaces alike."""
+    """Patch rules come first, in their order. The first rule of each target is kept. Both APIs behave the same."""
     rules = [{"action": "deny", "target": "Z.example."}, {"action": "deny", "target": "api.example.org"}]
     assert 200 == (await api.call("PATCH", "/policy", rules)).status_code
     policy = (await api.call("GET", "/policy")).json()["policy"]
@@ -135,7 +135,7 @@ async def test_a_patch_is_prepended_and_in_force_when_answered(api: Api) -> None
 
 
 async def test_a_gateway_that_does_not_confirm_keeps_the_former_policy(api: Api) -> None:
-    """500, and what is read afterwards is what was before."""
+    """The answer is 500, and a later read returns the former policy."""
     api.server.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     answer = await api.call("PATCH", "/policy", [{"action": "allow", "target": "new.example"}])
     assert (500, True) == (answer.status_code, answer.text.startswith("failed to apply nftables policy: "))
@@ -146,7 +146,7 @@ async def test_a_gateway_that_does_not_confirm_keeps_the_former_policy(api: Api)
 
 
 async def test_vault_life(api: Api) -> None:
-    """Created, shown without values, changed by revisions, revoked; the value is at vaultd and nowhere else."""
+    """Created, shown without values, changed by revisions, revoked. The value is stored only at vaultd."""
     made = await api.call("POST", "/credential-vault", VAULT)
     assert 201 == made.status_code, made.text
     match = {
@@ -192,7 +192,7 @@ async def test_vault_life(api: Api) -> None:
 
 
 async def test_a_value_goes_to_another_host_only_when_it_is_given_again(api: Api) -> None:
-    """A wider binding and a new one are refused without the value, and taken with it; a narrower one needs none."""
+    """A wider binding and a new one are refused without the value, and accepted with it. A narrower one needs none."""
     rules = [{"action": "allow", "target": target} for target in ("api.example.org", "b.example.org")]
     assert 200 == (await api.call("POST", "/policy", {"egress": rules})).status_code
     assert 201 == (await api.call("POST", "/credential-vault", VAULT)).status_code
@@ -215,7 +215,7 @@ async def test_a_value_goes_to_another_host_only_when_it_is_given_again(api: Api
 
 
 async def test_revocation_works_with_the_gateway_down(api: Api) -> None:
-    """A revocation reaches vaultd first; the gateway gets its policy when it is back."""
+    """A revocation reaches vaultd first. The gateway gets its policy when it works again."""
     await api.call("POST", "/credential-vault", VAULT)
     api.server.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     assert 204 == (await api.call("DELETE", "/credential-vault")).status_code
@@ -227,7 +227,7 @@ async def test_revocation_works_with_the_gateway_down(api: Api) -> None:
 
 
 async def test_a_vault_that_is_not_activated_is_not_made(api: Api) -> None:
-    """412, no vault, and vaultd has forgotten the value."""
+    """The answer is 412, there is no vault, and vaultd no longer has the value."""
     api.server.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     answer = await api.call("POST", "/credential-vault", VAULT)
     assert (412, "credential proxy is not ready\n") == (answer.status_code, answer.text)
@@ -279,7 +279,7 @@ async def test_a_vault_that_is_not_activated_is_not_made(api: Api) -> None:
     ],
 )
 async def test_vaults_that_are_refused(api: Api, change: dict[str, Any], text: str) -> None:
-    """400 with the contract's text, and nothing reached vaultd."""
+    """The answer is 400 with the contract's text, and vaultd receives nothing."""
     answer = await api.call("POST", "/credential-vault", {**VAULT, **change})
     assert 400 == answer.status_code
     assert text in answer.text
@@ -287,7 +287,7 @@ async def test_vaults_that_are_refused(api: Api, change: dict[str, Any], text: s
 
 
 def full_vault(number: int, value: str) -> dict[str, Any]:
-    """As many credentials, each with a binding of its own."""
+    """Return a vault with `number` credentials, each with its own binding."""
     names = [f"n{position}" for position in range(number)]
     return {
         "credentials": [{"name": name, "source": {"type": "inline", "value": f"{value}-{name}"}} for name in names],
@@ -303,7 +303,7 @@ def full_vault(number: int, value: str) -> dict[str, Any]:
 
 
 async def test_a_full_vault_can_still_be_changed(api: Api) -> None:
-    """256 credentials and bindings; while all are replaced, vaultd has the old ones, too, and one more is refused."""
+    """The limit is 256. While all values are replaced, vaultd also has the old ones. One more credential is refused."""
     most = full_vault(256, "the-first-value")
     assert 201 == (await api.call("POST", "/credential-vault", most)).status_code
     change = {"credentials": {"replace": full_vault(256, "the-second-value")["credentials"]}}
@@ -327,7 +327,7 @@ async def test_a_full_vault_can_still_be_changed(api: Api) -> None:
 
 
 async def test_without_credential_proxy_there_is_no_vault(server: World) -> None:
-    """412 with the text clients know."""
+    """The answer is 412 with the contract's text."""
     async with server.client() as client:
         body = {key: value for key, value in BODY.items() if key != "credentialProxy"}
         api = Api(server, client, (await client.post("/v1/sandboxes", json=body)).json()["id"])
@@ -350,7 +350,7 @@ policies:
 
 
 async def test_operator_policies() -> None:
-    """A named policy brings its grants; without anything the default is used; a changed file is in force soon."""
+    """A named policy has its grants. Without a name the default is used. A changed file is soon in force."""
     async with world(OPERATOR) as described, described.serving() as server, server.client() as client:
         plain = {key: BODY[key] for key in ("image", "entrypoint", "resourceLimits")}
         default = (await client.post("/v1/sandboxes", json=plain)).json()["id"]

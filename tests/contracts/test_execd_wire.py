@@ -1,4 +1,4 @@
-"""What the wire contract of execd asks for and no SDK shows: raw requests to a sandbox on each runtime."""
+"""Requirements of execd's wire contract that no SDK shows: raw requests to a sandbox on each runtime."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ def _http(sandbox: SandboxSync) -> Iterator[httpx.Client]:
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, after a look at its framing."""
+    """Return the events of a stream, after a check of its framing."""
     assert answer.headers["content-type"] == "text/event-stream"
     assert answer.content.isascii()
     *frames, end = answer.text.split("\n\n")
@@ -37,7 +37,7 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_a_stream_is_framed_as_clients_parse_it(http: httpx.Client) -> None:
-    """With nulls for all that may be absent: init first, then a ping, one terminal event, nothing but ASCII."""
+    """Nulls are sent for all optional fields. The stream has init first, a ping, one terminal event, and only ASCII."""
     told = events(http.post("/command", json={"command": "printf 'é\\342\\200\\250\\n\\n\\377'; exit 7"} | NULLS))
     assert ["init", "ping", "stdout", "stdout", "stdout", "error"] == [event["type"] for event in told]
     assert ["é\u2028\n", "\n", "\ufffd"] == [event["text"] for event in told if event["type"] == "stdout"]
@@ -88,7 +88,7 @@ def test_a_refusal_says_why(
 
 
 def test_only_the_sandboxs_own_token_opens_its_execd(http: httpx.Client, sandbox: SandboxSync) -> None:
-    """From outside and from the workload, which is root beside it and finds no token anywhere to try."""
+    """From outside, and from the workload, which is root in the sandbox and finds no token to try."""
     token = http.headers["X-EXECD-ACCESS-TOKEN"]
     egress = sandbox.get_endpoint(18080).headers["OPENSANDBOX-EGRESS-AUTH"]
     for wrong in ("", token[:-1], token.swapcase(), egress, hashlib.sha256(token.encode()).hexdigest()):
@@ -115,7 +115,7 @@ def test_metrics_are_watched_second_by_second(http: httpx.Client) -> None:
 
 
 def test_the_number_of_sessions_has_a_limit(http: httpx.Client, sandbox: SandboxSync) -> None:
-    """The one too many is told so and may come again; the others go on, and each that ends makes room for one."""
+    """A session above the limit gets an answer to try again. The others continue; each that ends frees a place."""
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: http.post("/session", json={}), range(1030)))
     made = [answer.json()["session_id"] for answer in answers if answer.status_code == 200]
@@ -131,7 +131,7 @@ def test_the_number_of_sessions_has_a_limit(http: httpx.Client, sandbox: Sandbox
 
 
 def test_few_connections_to_execd_are_kept(http: httpx.Client) -> None:
-    """However many there were at once: counted in the sandbox, before time alone ends them."""
+    """After any number of concurrent ones. The test counts them in the sandbox before the idle time limit."""
 
     def told(command: str) -> list[str]:
         return [event["text"] for event in events(http.post("/command", json={"command": command})) if "text" in event]

@@ -1,4 +1,4 @@
-"""hostd describes a sandbox by one list of states, and the control plane knows each state of that list and no other."""
+"""hostd describes a sandbox with one list of states. The control plane knows exactly the states of that list."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from wire.api.states import HostState
 from wire.operations import parameters
 
 DOCKER = ("created", "running", "paused", "restarting", "removing", "exited", "dead")
-"""What Docker's API calls the states of a container."""
+"""The states of a container in Docker's API."""
 
 SHOWN: dict[HostState, State | None] = {
     HostState.CREATING: None,
@@ -29,11 +29,11 @@ SHOWN: dict[HostState, State | None] = {
     HostState.UNKNOWN: None,
     HostState.ALARM: State.FAILED,
 }
-"""What the API shows for each; None: what it showed before."""
+"""The state that the API shows for each; None: the former state."""
 
 
 class Container:
-    """Stands where `runtimes.engine.docker.Docker` stands: one container, in the state `status`."""
+    """A replacement for `runtimes.engine.docker.Docker`: one container, in the state `status`."""
 
     def __init__(self, status: str | DockerError | None) -> None:
         self.status = status
@@ -45,13 +45,13 @@ class Container:
 
 
 async def described(status: str | DockerError | None, **changes: Any) -> HostSandboxState:
-    """What hostd says of a sandbox with a container in that state."""
+    """Return hostd's description of a sandbox with a container in that state."""
     docker: Any = Container(status)
     return await describe(HostSandbox("sbx-1", 1, Runtime.RUNC, **({"container": "c"} | changes)), docker)
 
 
 async def test_hostd_sends_the_states_of_the_list_and_all_of_them() -> None:
-    """Docker's, and its own; a state that Docker has in a later release is `unknown`, with a reason."""
+    """Docker's states, and hostd's own. A state that only a later release of Docker has is `unknown`, with a reason."""
     sent = [await described(status) for status in DOCKER]
     assert list(DOCKER) == [item.state for item in sent]
     sent += [await described(None), await described(DockerError("no answer")), await described("", container=None)]

@@ -53,7 +53,7 @@ async def test_every_error_has_code_message_and_request_id(
 
 
 async def test_schema_errors_do_not_repeat_what_was_sent(server: World) -> None:
-    """A 422 says where, not what: the value may have been a secret."""
+    """A 422 names the place, not the value, because the value can be a secret."""
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json={**BODY, "env": {"TOKEN": ["s3cr3t-value"]}})
     assert 422 == answer.status_code
@@ -62,7 +62,7 @@ async def test_schema_errors_do_not_repeat_what_was_sent(server: World) -> None:
 
 
 async def test_a_request_id_is_made_when_none_is_sent(server: World) -> None:
-    """Also on success, and for a blank one."""
+    """Also for a success, and for an empty id."""
     async with server.client() as client:
         answer = await client.get("/health", headers={"X-Request-ID": ""})
     assert 32 == len(answer.headers["x-request-id"])
@@ -126,7 +126,7 @@ async def test_a_request_id_is_made_when_none_is_sent(server: World) -> None:
     ],
 )
 async def test_what_cannot_be_made_is_refused(server: World, change: dict[str, Any], status: int, code: str) -> None:
-    """A refused create leaves no trace anywhere."""
+    """A refused create changes nothing."""
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json={**BODY, **change})
         assert (status, code) == (answer.status_code, answer.json()["code"]), answer.text
@@ -135,7 +135,7 @@ async def test_what_cannot_be_made_is_refused(server: World, change: dict[str, A
 
 
 async def test_responses_hold_no_null_and_everything_promised(server: World) -> None:
-    """Create, get and list omit what is absent; id, state, createdAt and entrypoint are always there."""
+    """Create, get and list omit absent fields. id, state, createdAt and entrypoint are always present."""
     async with server.client() as client:
         made = await client.post("/v1/sandboxes", json=BODY)
         identifier = made.json()["id"]
@@ -155,7 +155,7 @@ async def test_responses_hold_no_null_and_everything_promised(server: World) -> 
 
 
 async def test_extensions_are_echoed_only_if_they_are_the_clients(server: World) -> None:
-    """The namespace of the API and our harmless keys come back, others do not."""
+    """The API's namespace and Sallyport's public keys are returned, others are not."""
     extensions = {"opensandbox.extensions.a": "1", "sallyport.runtime": "runsc", "other": "x"}
     async with server.client() as client:
         made = (await client.post("/v1/sandboxes", json={**BODY, "extensions": extensions})).json()
@@ -164,7 +164,7 @@ async def test_extensions_are_echoed_only_if_they_are_the_clients(server: World)
 
 
 async def test_limits_have_defaults_and_units(server: World) -> None:
-    """`{}` is the server's default, not unlimited."""
+    """`{}` means the server's defaults, not unlimited."""
     async with server.client() as client:
         await client.post("/v1/sandboxes", json=BODY)
         await client.post("/v1/sandboxes", json={**BODY, "resourceLimits": {"cpu": "100m", "memory": "64Mi"}})
@@ -175,13 +175,13 @@ async def test_limits_have_defaults_and_units(server: World) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/version"])
 async def test_open_routes_need_no_key(server: World, path: str) -> None:
-    """Health and version answer anybody."""
+    """Health and version need no key."""
     async with server.client(None) as client:
         assert 200 == (await client.get(path)).status_code
 
 
 async def test_version_names_the_product_and_the_contract(server: World) -> None:
-    """`version` alone is what clients compare, and is the contract's."""
+    """Clients compare only `version`, which is the contract's."""
     async with server.client(None) as client:
         answer = (await client.get("/version")).json()
     expected = {"version": "1.1.1", "contract": "OpenSandbox 1.1.1", "product": "Sallyport", "product_version": "0.1.0"}
@@ -189,7 +189,7 @@ async def test_version_names_the_product_and_the_contract(server: World) -> None
 
 
 async def test_keys(server: World) -> None:
-    """No key, a wrong key, and a right one that is sent twice with a wrong one."""
+    """No key, a wrong key, and a right key together with a wrong one."""
     async with server.client(None) as client:
         assert "MISSING_API_KEY" == (await client.get("/v1/sandboxes")).json()["code"]
         wrong = await client.get("/v1/sandboxes", headers={"OPEN-SANDBOX-API-KEY": "x"})
@@ -218,16 +218,16 @@ NO_KEYS: list[dict[str, str | bytes]] = [
 
 
 async def test_a_key_is_that_key_in_its_header(server: World) -> None:
-    """Nothing like it, nothing near it, and nowhere else."""
+    """No similar key is accepted, and none outside the header."""
     async with server.client(None) as client:
         for fields in NO_KEYS:
             answer = await client.get(f"/v1/sandboxes?OPEN-SANDBOX-API-KEY={KEY}&api_key={KEY}", headers=fields)
             assert 401 == answer.status_code, fields
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # of routes that answer several methods in one way
+@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # from routes that answer several methods in one way
 async def test_every_route_but_two_asks_for_the_key(server: World) -> None:
-    """Whatever the application offers, by its own description."""
+    """For all routes in the application's own description."""
     assert server.server is not None
     described = app.api(server.server.context).openapi()["paths"]
     open_to_all = []
@@ -242,7 +242,7 @@ async def test_every_route_but_two_asks_for_the_key(server: World) -> None:
 
 
 async def test_no_page_of_ours_runs_a_script(server: World) -> None:
-    """Not from us and not from anybody else, whose script would have our origin."""
+    """Neither from this server nor from another one, because the script would have this server's origin."""
     async with server.client(None) as client:
         for path in ("/docs", "/redoc"):
             answer = await client.get(path)
@@ -263,7 +263,7 @@ SPELLINGS = (
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "get"])
 async def test_no_spelling_of_a_path_avoids_the_key(server: World, method: str) -> None:
-    """Whichever of the open routes a path might pass for, without a key it is refused or leads nowhere."""
+    """Any spelling of a path, also one similar to an open route, is refused or unknown without a key."""
     async with server.client() as owner:
         made = (await owner.post("/v1/sandboxes", json=BODY)).json()["id"]
         for target in SPELLINGS:
@@ -277,7 +277,7 @@ async def test_no_spelling_of_a_path_avoids_the_key(server: World, method: str) 
 
 
 async def test_what_a_caller_may_not_say_is_refused(server: World) -> None:
-    """Fields that others decide about are refused by name like any unknown field, and nothing is made."""
+    """Fields that the caller must not set are refused by name like any unknown field, and nothing is made."""
     texts = ("owner", "tenant", "networkMode", "pidMode", "user", "runtime", "lineage", "policy_digest", "createdAt")
     numbers = ("isolation", "privileged", "cpu_nanos", "pids", "generation")
     bold: dict[str, Any] = dict.fromkeys(texts, "host") | dict.fromkeys(numbers, 1)
@@ -302,7 +302,7 @@ FORMS: list[dict[str, str]] = [
 
 
 async def test_only_json_is_read(server: World) -> None:
-    """A form or a text, which a web page can have sent without asking, makes nothing."""
+    """A form or a text, which a web page can send without a preflight request, makes nothing."""
     async with server.client() as client:
         for fields in FORMS:
             content = json.dumps(BODY).encode()
@@ -315,7 +315,7 @@ async def test_only_json_is_read(server: World) -> None:
 
 
 async def test_guessing_is_slowed(server: World) -> None:
-    """After a burst of wrong keys a peer is told to wait."""
+    """After a burst of wrong keys a client must wait."""
     async with server.client("wrong") as client:
         answers = [await client.get("/v1/sandboxes") for _ in range(22)]
     assert {401, 429} == {answer.status_code for answer in answers}
@@ -323,7 +323,7 @@ async def test_guessing_is_slowed(server: World) -> None:
 
 
 async def test_without_keys_no_web_page_may_drive_the_server() -> None:
-    """Insecure mode: loopback names work with any key, a rebound name or a foreign origin does not."""
+    """Insecure mode: loopback names work with any key. A rebound name or a foreign origin does not."""
     async with world(key_digests=()) as described, described.serving() as server, server.client("any") as client:
         assert 200 == (await client.get("/v1/sandboxes")).status_code
         rebound = await client.get("/v1/sandboxes", headers={"Host": "evil.example"})
@@ -335,7 +335,7 @@ async def test_without_keys_no_web_page_may_drive_the_server() -> None:
 
 
 async def test_paging_and_filters(server: World) -> None:
-    """Newest first, OR over states, AND over metadata with special characters, pages past the end are empty."""
+    """Newest first, OR over states, AND over metadata with special characters. Pages after the last are empty."""
     async with server.client() as client:
         names = []
         for number in range(5):
@@ -359,7 +359,7 @@ async def test_paging_and_filters(server: World) -> None:
 
 
 async def test_renewal_rules(server: World) -> None:
-    """Earlier is fine, past is not, and a sandbox with manual cleanup has nothing to renew."""
+    """An earlier time is accepted, a past one is not, and a sandbox with manual cleanup cannot be renewed."""
     async with server.client() as client:
         manual = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
         timed = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 3600})).json()
@@ -380,7 +380,7 @@ def _coded(answer: httpx.Response) -> tuple[int, str]:
 
 
 async def test_metadata_patch(server: World) -> None:
-    """Merge patch: set, delete, keep; reserved keys have the code the clients know."""
+    """A merge patch sets, deletes and keeps. Reserved keys have the contract's error code."""
     async with server.client() as client:
         body = {**BODY, "metadata": {"a": "1", "b": "2"}}
         name = (await client.post("/v1/sandboxes", json=body)).json()["id"]
@@ -395,7 +395,7 @@ async def test_metadata_patch(server: World) -> None:
 
 
 async def test_pause_and_resume_are_not_offered_and_leave_no_record(server: World) -> None:
-    """The answer is 501, the state stays, and the log has nothing of an operation that is not carried out."""
+    """The answer is 501, the state stays, and the log has no record of an operation that is not carried out."""
     assert server.server is not None
     async with server.client() as client:
         name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
@@ -404,7 +404,7 @@ async def test_pause_and_resume_are_not_offered_and_leave_no_record(server: Worl
             assert 404 == (await client.post(f"/v1/sandboxes/sbx-{'0' * 24}/{op}")).status_code
         assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
         assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
-        server.hostd.change(name, state=HostState.PAUSED)  # by Docker's own command, say
+        server.hostd.change(name, state=HostState.PAUSED)  # for example by Docker's own command
         await server.server.observer.observe()
         assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
         assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
@@ -414,7 +414,7 @@ async def test_pause_and_resume_are_not_offered_and_leave_no_record(server: Worl
 
 
 async def test_metrics_events(server: World) -> None:
-    """Accepted without content, refused when malformed."""
+    """Accepted with an empty answer, refused if malformed."""
     async with server.client() as client:
         event = {"eventType": "sandbox.create", "createDurationMs": 5, "success": True}
         answer = await client.post("/v1/metrics/events", json=event)
@@ -423,7 +423,7 @@ async def test_metrics_events(server: World) -> None:
 
 
 async def test_endpoint_of_each_port(server: World) -> None:
-    """Tokens go with their own port only; the base is the caller's Host and mount prefix."""
+    """Tokens are returned only with their own port. The base is the caller's Host and mount prefix."""
     async with server.client() as client:
         name = (await client.post("/sandboxes", json=BODY)).json()["id"]
         plain = (await client.get(f"/sandboxes/{name}/endpoints/8000")).json()
@@ -438,7 +438,7 @@ async def test_endpoint_of_each_port(server: World) -> None:
 
 
 async def test_an_oversized_body_is_refused(server: World) -> None:
-    """Before it is parsed."""
+    """The refusal comes before the body is parsed."""
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", content=json.dumps({"x": "y" * (5 << 20)}))
     assert 413 == answer.status_code
@@ -446,7 +446,7 @@ async def test_an_oversized_body_is_refused(server: World) -> None:
 
 @pytest.mark.parametrize(("pairs", "status"), [(64, 200), (65, 400), (1400, 400)])
 async def test_a_filter_names_no_more_than_a_sandbox_can_have(server: World, pairs: int, status: int) -> None:
-    """Each pair is a condition of its own for the database, which takes a thousand."""
+    """Each pair is a separate condition for the database, which accepts a thousand."""
     wanted = "%26".join(f"{number:x}%3D" for number in range(pairs))
     async with server.client() as client:
         assert status == (await client.get(f"/v1/sandboxes?metadata={wanted}")).status_code

@@ -1,7 +1,7 @@
 """The published programs, unmodified, against a running server: the osb command line, the MCP server, the npm SDK.
 
-`./run test` installs them as tests/clients pins them. What this server does not serve ends as an error that says so.
-What concerns the network is judged by what the demo internet received.
+`./run test` installs the versions that tests/clients pins. A call that this server does not support ends with an
+error that says so. Network effects are judged by the requests that the demo internet received.
 """
 
 import json
@@ -29,13 +29,13 @@ LINES = "for n in 1 2 3; do echo line$n; sleep 0.1; done; echo last >&2; exit 4"
 
 @pytest.fixture(scope="module", name="clients")
 def _clients() -> Path:
-    """Where the programs are."""
+    """Return the directory of the programs."""
     return Path(os.environ["SALLYPORT_CLIENTS"])
 
 
 @pytest.fixture(scope="module", name="surroundings")
 def _surroundings(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a user who has set up nothing but these two variables."""
+    """Return the environment of a user with only these two variables of the server."""
     return {
         "PATH": os.environ["PATH"],
         "HOME": str(tmp_path_factory.mktemp("home")),
@@ -46,7 +46,7 @@ def _surroundings(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 class Lines:
-    """A program that answers each line on its standard input with one."""
+    """A program that answers each line of its standard input with one line."""
 
     def __init__(self, command: list[str | Path], environment: dict[str, str], log: Path) -> None:
         with log.open("wb") as errors:
@@ -70,7 +70,7 @@ class Lines:
         return json.loads(line)
 
     def end(self) -> int:
-        """Close its standard input, as a client does that needs it no more; its exit code."""
+        """Close its standard input, as a client does at its end. Return the exit code."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -83,7 +83,7 @@ class Lines:
 
 
 class Osb:
-    """The osb command line, and a sandbox that it made."""
+    """The osb command line, and a sandbox that it created."""
 
     def __init__(self, lines: Lines, place: Path) -> None:
         self._lines, self.place = lines, place
@@ -95,13 +95,13 @@ class Osb:
         return code, out, err
 
     def told(self, *arguments: str, stdin: str | None = None) -> str:
-        """What it prints, if it succeeds."""
+        """Return its output; it must succeed."""
         code, out, err = self(*arguments, stdin=stdin)
         assert 0 == code, out + err
         return out
 
     def json(self, command: str, *arguments: str, stdin: str | None = None) -> Any:
-        """The same of a command of which JSON is asked."""
+        """Return the parsed output of a command with `-o json`."""
         return json.loads(self.told(*command.split(), "-o", "json", *arguments, stdin=stdin))
 
 
@@ -131,7 +131,7 @@ def until(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 def authorizations(internet: Internet, marker: str) -> list[str | None]:
-    """The authorization of each request that reached any server with `marker` in its target."""
+    """Return the authorization of each request that reached any server with `marker` in its target."""
     notes = [note for note in internet.notes() if marker in str(note.get("target"))]
     return [received_field(note, "Authorization") for note in notes]
 
@@ -323,11 +323,11 @@ def test_osb_says_what_cannot_be(osb: Osb, command: str, code: str) -> None:
     status, out, err = osb(*command.format(id=osb.id).split())
 
     assert 1 == status
-    assert "".join(code.split()) in "".join((out + err).split())  # which wraps its lines
+    assert "".join(code.split()) in "".join((out + err).split())  # the program wraps its lines
 
 
 class Mcp(Lines):
-    """The MCP server over its standard input and output."""
+    """The MCP server on its standard input and output."""
 
     def __init__(self, clients: Path, environment: dict[str, str], log: Path) -> None:
         super().__init__([clients / "mcp/bin/opensandbox-mcp"], environment, log)
@@ -344,7 +344,7 @@ class Mcp(Lines):
         return heard["result"]
 
     def call(self, tool: str, **arguments: Any) -> Any:
-        """What `tool` returns, or None if it says that it failed."""
+        """Return the result of `tool`, or None if it reports a failure."""
         result = self.ask("tools/call", name=tool, arguments=arguments)
         return None if result.get("isError") else result["structuredContent"]
 

@@ -1,6 +1,6 @@
-"""The unmodified OpenSandbox SDK, synchronous and asynchronous, against a running server: what it asks for happens.
+"""The unmodified OpenSandbox SDK, synchronous and asynchronous, against a running server: its calls have their effects.
 
-What concerns the network is judged by what the demo internet received.
+Network effects are judged by the requests that the demo internet received.
 """
 
 import base64
@@ -56,7 +56,7 @@ BIG = 20 << 20
 
 
 async def settle(value: Any) -> Any:
-    """The value of a call of either SDK."""
+    """Return the value of a call of either SDK."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -68,12 +68,12 @@ class Sdk:
         self._open: list[Any] = []
 
     def connection(self, **options: Any) -> Any:
-        """How to reach the server."""
+        """Return the configuration of a connection to the server."""
         cls = ConnectionConfig if self.kind == "async" else ConnectionConfigSync
         return cls(domain=f"127.0.0.1:{self.stack.port}", api_key=self.stack.api_key, **options)
 
     async def create(self, **options: Any) -> Any:
-        """A sandbox that is removed when the test is over."""
+        """Create a sandbox. It is removed after the test."""
         cls: Any = Sandbox if self.kind == "async" else SandboxSync
         proxied = options.pop("use_server_proxy", False)
         extensions = {"sallyport.runtime": "runc"} | options.pop("extensions", {})
@@ -113,7 +113,7 @@ async def _sdk(request: pytest.FixtureRequest, stack: Stack) -> AsyncIterator[Sd
 
 
 async def within(condition: Callable[[], Awaitable[bool]], seconds: float) -> bool:
-    """Whether `condition` became true in time."""
+    """Return whether `condition` became true in time."""
     deadline = time.monotonic() + seconds
     while not await condition():
         if time.monotonic() > deadline:
@@ -130,7 +130,7 @@ async def shell(sandbox: Any, command: str | list[str], **options: Any) -> Any:
 
 
 async def test_what_a_create_call_says_is_what_there_is(sdk: Sdk) -> None:
-    """Entrypoint echoed exactly, environment, metadata, limits given as text, and no expiry where none was asked."""
+    """Entrypoint echoed exactly, environment, metadata, limits as text, and no expiry if none was requested."""
     entrypoint = ["/bin/sh", "-c", "echo started >/tmp/marker; exec sleep 3600"]
     sandbox = await sdk.create(
         entrypoint=entrypoint,
@@ -154,7 +154,7 @@ async def test_what_a_create_call_says_is_what_there_is(sdk: Sdk) -> None:
 
 
 def test_an_explicit_null_is_no_value(stack: Stack) -> None:
-    """A null means that a field is absent where clients send it so."""
+    """For fields that clients send as null, null means absent."""
     plain = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "60"], "resourceLimits": {"memory": "128Mi"}}
     nulls = {"env": {"A": None, "B": "b"}, "timeout": None}
     with httpx.Client(
@@ -212,7 +212,7 @@ async def test_lists_renewals_metadata_and_the_end(sdk: Sdk) -> None:
 
 @pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
 async def test_endpoints_carry_what_their_ports_ask_for(sdk: Sdk, proxied: bool) -> None:
-    """And a second client, that knows only the id, gets the same."""
+    """A second client that knows only the id gets the same."""
     sandbox = await sdk.create(use_server_proxy=proxied)
     again = await sdk.connect(sandbox.id, use_server_proxy=proxied)
     for port, header in ((44772, "X-EXECD-ACCESS-TOKEN"), (18080, "OPENSANDBOX-EGRESS-AUTH"), (8080, None)):
@@ -300,7 +300,7 @@ async def test_commands(sdk: Sdk) -> None:
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_bash_sessions(sdk: Sdk, runtime: str) -> None:
-    """State stays between runs as a shell has it, and one that ends its shell leaves it as it was."""
+    """State stays between runs as in a shell. A run that ends its shell does not change the state."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
     session = await settle(sandbox.commands.create_session(working_directory="/tmp/made/by-session"))
 
@@ -334,7 +334,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_messages_of_bash_sessions_count_the_lines_of_their_user(sdk: Sdk, runtime: str) -> None:
-    """In every run, whatever the session keeps: the numbers are those of the same text in a plain bash."""
+    """In every run, with any state of the session: the line numbers are those of the same text in a plain bash."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
     session = await settle(sandbox.commands.create_session())
 
@@ -351,7 +351,7 @@ async def test_messages_of_bash_sessions_count_the_lines_of_their_user(sdk: Sdk,
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
-    """What one identity wrote belongs to it, and another may not read it."""
+    """A file belongs to the identity that wrote it, and another identity cannot read it."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
     await shell(sandbox, "mkdir -m 1777 /tmp/shared")
     mine, other = sandbox.files_with_identity(1234, 1235), sandbox.files_with_identity(1300, 1300)
@@ -364,7 +364,7 @@ async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None:
-    """No SDK has terminals yet; what a client of the wire contract sees, through the endpoint the SDK was told."""
+    """No SDK has terminals yet. The test uses the wire contract through the endpoint that the SDK returns."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
     endpoint = await settle(sandbox.get_endpoint(44772))
     base, headers = endpoint.endpoint, {**endpoint.headers, "OPEN-SANDBOX-API-KEY": sdk.stack.api_key}
@@ -375,7 +375,7 @@ async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None
         async with connect(f"ws://{base}/pty/{session}/ws", additional_headers=headers) as terminal:
             assert ("connected", "pty") == itemgetter("type", "mode")(json.loads(await terminal.recv()))
             shown = b""
-            while b"# " not in shown:  # while it starts, readline writes back the size that it has read
+            while b"# " not in shown:  # during its start readline writes back the size that it has read
                 frame = await terminal.recv()
                 shown += frame[1:] if isinstance(frame, bytes) else b""
             await terminal.send(json.dumps({"type": "resize", "cols": 91, "rows": 31}))
@@ -393,7 +393,7 @@ async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None
 
 
 def received(internet: Internet, marker: str) -> list[dict[str, Any]]:
-    """The requests that reached any server with `marker` in their target."""
+    """Return the requests that reached any server with `marker` in their target."""
     return [note for note in internet.notes() if marker in str(note.get("target"))]
 
 
@@ -425,7 +425,7 @@ async def test_an_egress_policy_changes_on_the_wire(sdk: Sdk, internet: Internet
 
 
 async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Internet) -> None:
-    """Bearer, basic, apiKey and customHeaders reach the API host; a rotation and a revocation do, once answered."""
+    """Bearer, basic, apiKey and customHeaders reach the API host. A rotation and a revocation hold when answered."""
     rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=API)])
     sandbox = await sdk.create(network_policy=rules, credential_proxy=CredentialProxyConfig(enabled=True))
     values = {name: f"{name}-{secrets.token_hex(20)}" for name in ("token", "key", "first", "second")}
@@ -449,7 +449,7 @@ async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Intern
     assert (1, sorted(values)) == (made.revision, [item.name for item in made.credentials])
 
     async def sent(name: str) -> dict[str, str]:
-        """The headers that reach the API host for a request below the binding's path."""
+        """Return the headers that reach the API host for a request below the binding's path."""
         marker = secrets.token_hex(8)
         command = f"curl -sS -D - --max-time 20 -H 'Authorization: mine' https://{API}/{name}/{marker}"
         execution = await shell(sandbox, command)
@@ -482,7 +482,7 @@ async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Intern
 
 
 async def test_isolated_sessions(sdk: Sdk) -> None:
-    """A layer of its own, state between runs, files, background runs; nothing of it is seen outside."""
+    """A session has its own layer, state between runs, files and background runs. None of it is visible outside."""
     extensions = {"sallyport.runtime": "runsc", "bootstrap.execd.isolation": "enable"}
     sandbox = await sdk.create(extensions=extensions)
     await shell(sandbox, "mkdir -p /workspace /data && echo below >/workspace/file && echo shared >/data/file")
@@ -566,7 +566,7 @@ async def test_isolated_sessions(sdk: Sdk) -> None:
 
 
 async def test_isolated_sessions_are_not_pretended(sdk: Sdk) -> None:
-    """Without the right to mount there are none; on a kernel that is shared nobody gets it."""
+    """Without the right to mount there are none. On a shared kernel no sandbox gets that right."""
     sandbox = await sdk.create()
     capabilities = await settle(sandbox.isolation.capabilities())
     assert not capabilities.available

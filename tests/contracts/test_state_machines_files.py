@@ -1,7 +1,7 @@
-"""A state machine of files and directories: what a model of the tree says, and nothing else changes.
+"""A state machine of files and directories: the tree equals its model, and nothing else changes.
 
-Each step is one call of the SDK. The tree is compared through the API after each, and at the end with what a program
-inside packs of it.
+Each step is one call of the SDK. The tree is compared through the API after each step, and at the end with an archive
+that a program in the sandbox makes of it.
 """
 
 import base64
@@ -38,7 +38,7 @@ type Parts = tuple[str, ...]
 
 
 class Refused(Exception):
-    """What the model expects instead of an effect."""
+    """The status that the model expects instead of an effect."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -47,7 +47,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An entry of the tree; `target` is where a link leads: from the root, or from its own directory."""
+    """An entry of the tree. `target` is the target of a link: from the root, or from the link's directory."""
 
     kind: str  # directory, file, symlink, other
     mode: int  # as octal digits
@@ -61,13 +61,13 @@ class Node:
 
 
 class Tree:
-    """What a directory of Linux does with paths."""
+    """A model of Linux's directories and paths."""
 
     def __init__(self) -> None:
         self.nodes: dict[Parts, Node] = {(): Node("directory", 755)}
 
     def find(self, parts: Parts, *, follow: bool, links: int = 0) -> tuple[Parts, Node | None]:
-        """The real place of a path and what is there; Refused(404) if it leads through what is no directory."""
+        """Return the real place of a path and its node. Raise Refused(404) if a parent is no directory."""
         place: Parts = ()
         for index, name in enumerate(parts):
             last = index == len(parts) - 1
@@ -106,7 +106,7 @@ class Tree:
             except Refused:
                 raise Refused(500) from None
             if node is None and self.find(parts[:length], follow=False)[1] is not None:
-                raise Refused(500)  # a link that leads nowhere
+                raise Refused(500)  # a link without a target
             if node is None:
                 self.nodes[place] = Node("directory", 755)
             elif node.kind != "directory":
@@ -116,7 +116,7 @@ class Tree:
         return [parts for parts in self.nodes if parts[: len(place)] == place]
 
     def walk(self, place: Parts, depth: int) -> Iterator[tuple[Parts, Node]]:
-        """In the order of names, each directory before what is in it."""
+        """Yield entries in the order of names, each directory before its entries."""
         if depth == 0:
             return
         children = [parts for parts in self.nodes if len(parts) == len(place) + 1 and parts[:-1] == place]
@@ -151,12 +151,12 @@ NAMES += [
     "é",
     "e\u0301",
     "😀\u2028",
-    "\x7f\t",  # others below a blank end in 400: the multipart reader refuses them in a header
+    "\x7f\t",  # the multipart reader refuses other control characters in a header with 400
     'x"; filename="y',
     "n" * 255,
 ]
 names = st.sampled_from(NAMES)
-few = st.sampled_from(["a", "b", "c.txt", "$5", "new\nline\r\n", "{a,b}"])  # so that paths meet
+few = st.sampled_from(["a", "b", "c.txt", "$5", "new\nline\r\n", "{a,b}"])  # few names, so that paths coincide
 paths = st.lists(st.one_of(few, few, names), min_size=1, max_size=3).map(tuple)
 contents = st.one_of(
     st.binary(max_size=64),
@@ -181,7 +181,7 @@ NOT_IN = {"[^a-c]": "abc", "[!x]": "x"}
 
 
 def spelled(pattern: list[Any]) -> str:
-    """A pattern as text."""
+    """Return a pattern as text."""
     text = ""
     for kind, value in pattern:
         match kind:
@@ -195,7 +195,7 @@ def spelled(pattern: list[Any]) -> str:
 
 
 def matches(pattern: list[Any], name: str) -> bool:
-    """Whether a pattern is a whole name."""
+    """Return whether a pattern matches a whole name."""
     if not pattern:
         return not name
     (kind, value), rest = pattern[0], pattern[1:]
@@ -213,7 +213,7 @@ def matches(pattern: list[Any], name: str) -> bool:
 
 
 class Files(RuleBasedStateMachine):
-    """A tree, and all that the API does with it."""
+    """A tree, and the API's calls on it."""
 
     sandbox: ClassVar[SandboxSync]
 
@@ -231,7 +231,7 @@ class Files(RuleBasedStateMachine):
         return "/".join((ROOT, *parts))
 
     def judged[T](self, effect: Callable[[], T], call: Callable[[], Any]) -> tuple[T, Any] | None:
-        """Do what a call asks for in the model, too; None if both refuse it in the same way."""
+        """Apply a call to the model and to the API. Return None if both refuse it with the same status."""
         expected, answered, effected, answer = 200, 200, None, None
         try:
             effected = effect()
@@ -459,7 +459,7 @@ class Files(RuleBasedStateMachine):
 
     @rule(parts=paths, leads=paths, relative=st.booleans(), fifo=st.booleans())
     def make_special(self, parts: Parts, leads: Parts, relative: bool, fifo: bool) -> None:
-        """A link, or a pipe: made from inside, as no call makes one."""
+        """Make a link or a pipe with a command in the sandbox, because no call of the API makes one."""
         try:
             place, node = self.tree.find(parts, follow=False)
         except Refused:
@@ -478,7 +478,7 @@ class Files(RuleBasedStateMachine):
         assert expected == [seen(entry) for entry in found]
 
     def teardown(self) -> None:
-        """What a program inside finds is the model, to the last byte."""
+        """An archive from a program in the sandbox equals the model, byte for byte."""
         if failed():
             return
         done = self.sandbox.commands.run(f"cd {quoted(ROOT.encode())} && tar -c . | base64 -w 76")
@@ -507,7 +507,7 @@ class Files(RuleBasedStateMachine):
 
 
 def shown(path: str, node: Node) -> tuple[str, str, int, int]:
-    """What the API says about an entry."""
+    """Return the API's description of an entry."""
     if node.kind == "directory":
         return path, node.kind, node.mode, 0
     return path, node.kind, node.mode, len(node.link.encode()) if node.kind == "symlink" else len(node.content)

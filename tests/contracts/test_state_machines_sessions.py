@@ -1,7 +1,7 @@
-"""A state machine of bash sessions: what one run leaves is what the next one finds, and nothing else.
+"""A state machine of bash sessions: each run finds exactly the state that the previous run left.
 
-What a shell holds is told by the shell itself, into a file, at the beginning and at the end of each run. Besides, the
-model knows what was asked of each session.
+The shell itself writes its state to a file, at the beginning and at the end of each run. The model also records the calls
+for each session.
 """
 
 import re
@@ -41,7 +41,7 @@ done; \builtin printf 'over\0'
 
 @dataclass(slots=True)
 class Told:
-    """What a shell told about itself."""
+    """The state that a shell has written."""
 
     directory: bytes
     umask: bytes
@@ -62,7 +62,7 @@ class Told:
         variables = {}
         while rest:
             name, flags, count, *rest = rest
-            size = max(int(count), 1)  # of a variable without a value there is one empty word
+            size = max(int(count), 1)  # a variable without a value has one empty word
             keys, values, declaration = rest[:size], rest[size : 2 * size], rest[2 * size]
             rest = rest[2 * size + 1 :]
             elements = dict(zip(keys, values, strict=True)) if int(count) else {}
@@ -75,14 +75,14 @@ type Elements = dict[bytes, bytes]
 
 @dataclass(slots=True)
 class Shell:
-    """The model of a session: what was asked of it, and what it told last."""
+    """The model of a session: the calls for it, and the last state that it wrote."""
 
     session: str
-    directory: bytes | None = None  # where the next run begins; None: where the last one ended
+    directory: bytes | None = None  # directory of the next run; None: the last one's
     told: Told | None = None
     given: dict[str, bytes] = field(default_factory=dict)  # by the file of EXECD_ENVS, at the last run
     variables: dict[str, tuple[set[str], Elements]] = field(default_factory=dict)
-    functions: dict[str, bytes] = field(default_factory=dict)  # what they print
+    functions: dict[str, bytes] = field(default_factory=dict)  # by their output
     aliases: dict[str, bytes] = field(default_factory=dict)
     options: dict[str, bool] = field(default_factory=dict)
     umask: int | None = None
@@ -91,7 +91,7 @@ class Shell:
         return self.options.get("xtrace", False) or self.options.get("verbose", False)
 
     def fragile(self) -> bool:
-        """Whether a command that fails ends the shell."""
+        """Return whether a failing command ends the shell."""
         return self.options.get("errexit", False) or self.options.get("posix", False)
 
 
@@ -128,7 +128,7 @@ BODIES = {
     "input": "{{ \\builtin printf %s {word}; }} </dev/null 2>&1 | "
     '{{ \\builtin local v; IFS= \\builtin read -r -d "" v; \\builtin printf %s "$v"; }}',
 }
-ENDINGS: dict[str, int] = {  # what ends a shell before its time, and the exit code the client sees
+ENDINGS: dict[str, int] = {  # commands that end a shell early, and the exit code for the client
     "exit 0": 0,
     "exit 7": 7,
     "\\builtin exec sh -c 'exit 4'": 4,
@@ -141,7 +141,7 @@ ENDINGS: dict[str, int] = {  # what ends a shell before its time, and the exit c
 
 
 class Sessions(RuleBasedStateMachine):
-    """Sessions that keep what their shells hold, each its own."""
+    """Sessions with separate shells and states."""
 
     sandbox: ClassVar[SandboxSync]
     runs: ClassVar[int] = 0
@@ -182,9 +182,9 @@ class Sessions(RuleBasedStateMachine):
         return self.create(f"{PLACE}/plain")
 
     def run(self, shell: Shell, command: str, *, ends: bool | None = True, last: str = "", **options: Any) -> Execution:
-        """Run a command between two moments at which the shell tells what it holds; see what the next run finds.
+        """Run a command between two writes of the shell's state. Compare the first one with the model.
 
-        `ends` says whether the shell comes to the second moment; None: whether it does is its own affair.
+        `ends` is whether the shell reaches the second write; None: either is correct.
         """
         type(self).runs += 1
         name = str(self.runs)
@@ -195,18 +195,18 @@ class Sessions(RuleBasedStateMachine):
         self.compare(shell, now)
         assert ends is None or ends == (left is not None), done
         shell.directory, shell.given, shell.told = None, dict(self.given), left or now
-        if left is None:  # it ended early: what it found is what there is
+        if left is None:  # it ended early: the state at its begin stays
             shell.directory = now.directory
         return done
 
     def changed(self, shell: Shell, command: str, **options: Any) -> bool:
-        """Run a command that must come to its end, unless the shell is one that ends when something fails."""
+        """Run a command that must complete, unless the shell ends at a failure."""
         self.run(shell, command, ends=None if shell.fragile() else True, **options)
         assert shell.told
         return shell.directory is None
 
     def compare(self, shell: Shell, now: Told) -> None:
-        """What the shell finds now is what it left, and what was asked of it."""
+        """Compare the shell's state with the one that it left and with the calls since then."""
         if (left := shell.told) is not None:
             assert (shell.directory or left.directory) == now.directory
             assert left.umask == now.umask
@@ -313,7 +313,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(GIVEN), value=hostile.filter(lambda raw: b"__execd" not in raw))
     def give(self, name: str, value: bytes) -> None:
-        """What the SDK sets for all commands is what sessions find, too, unless they changed it."""
+        """Set a variable for all commands. Sessions get it, too, unless they changed it."""
         self.sandbox.commands.set_env(name, value.decode())
         self.given[name] = value
 
@@ -373,7 +373,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(shell=shells)
     def lose_directory(self, shell: Shell) -> None:
-        """A directory that is gone is an error; the session goes on elsewhere."""
+        """A run in a removed directory is an error. The session continues in another directory."""
         if not self.changed(
             shell,
             f"\\builtin cd {PLACE}/plain && command -p mkdir -p lost && \\builtin cd lost && command -p rmdir ../lost",
@@ -406,7 +406,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(shell=shells, value=values)
     def say(self, shell: Shell, value: bytes) -> None:
-        """Output arrives as it is, and what resembles an event or a marker is only text."""
+        """Output arrives unchanged. Text that resembles an event or a marker has no effect."""
         if shell.noisy() or shell.fragile():
             return
         done = self.run(shell, f"\\builtin printf %s {quoted(value)}; \\builtin printf %s {quoted(value)} >&2")
@@ -414,7 +414,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(shell=shells)
     def meddle(self, shell: Shell) -> None:
-        """No open descriptor leads to the state."""
+        """No open descriptor leads to the session's state."""
         self.changed(
             shell,
             "for fd in {3..251}; do { \\builtin printf 'x\\0y\\0end\\0' >&$fd; } 2>/dev/null; done; "
@@ -423,7 +423,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 def lines(raw: bytes) -> list[str]:
-    """What the events of an output say: lines without their ends, an empty one as its end alone."""
+    """Return the texts of an output's events: lines without their ends; an empty line is its end alone."""
     texts = [line or b"\n" for line in re.split(rb"\r\n|\n|\r", raw)]
     if not raw or raw[-1:] in (b"\n", b"\r"):
         texts.pop()

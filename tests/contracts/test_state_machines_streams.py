@@ -1,6 +1,6 @@
-"""A state machine of background commands: whatever steps a reader takes, the pages are the bytes that were written.
+"""A state machine of background commands: the pages are the written bytes, in any steps of the reader.
 
-Each command writes what it is told to, when it is told to, in one of several ways.
+Each command writes when the test requests it, in one of several ways.
 """
 
 import secrets
@@ -49,19 +49,19 @@ pieces = st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(b"".join)
 
 @dataclass(slots=True)
 class Command:
-    """A background command and what it did so far."""
+    """A background command and its output so far."""
 
     id: str
     name: str
     trapping: bool
     written: bytes = b""
     steps: int = 0
-    read: dict[int, int] = field(default_factory=lambda: {0: 0})  # cursors that were given out, and what they gave
+    read: dict[int, int] = field(default_factory=lambda: {0: 0})  # cursors that were returned, and their next
     code: int | None = None  # None while it runs
 
 
 class Streams(RuleBasedStateMachine):
-    """Background commands, read by several readers."""
+    """Background commands with several readers."""
 
     sandbox: ClassVar[SandboxSync]
     http: ClassVar[httpx.Client]
@@ -109,14 +109,14 @@ class Streams(RuleBasedStateMachine):
         self.wait(command)
 
     def wait(self, command: Command) -> None:
-        """Until a command has done what it was told, the first thing being to begin."""
+        """Wait until a command has done the requested steps; the first step is its start."""
         done = f"{PLACE}/{command.name}.done"
         wait = f'while [ "$(wc -l <{done})" -le {command.steps} ]; do sleep 0.01; done'
         assert 0 == self.sandbox.commands.run(wait).exit_code
 
     @rule(command=commands, data=st.data())
     def read(self, command: Command, data: Any) -> None:
-        """From where some page ended, or from anywhere."""
+        """Read from the end of some page, or from anywhere."""
         size = len(command.written)
         cursor = data.draw(st.one_of(st.sampled_from(sorted(command.read)), st.integers(0, size + 3)))
         answer = self.page(command, cursor)
@@ -128,7 +128,7 @@ class Streams(RuleBasedStateMachine):
             return
         held = command.written[end:]
         assert len(held) < 4
-        if held:  # a character that more output may complete
+        if held:  # a character that more output can complete
             assert command.code is None
             assert held[0] >= 0xC0
         command.read[end] = 0
@@ -140,7 +140,7 @@ class Streams(RuleBasedStateMachine):
 
     @rule(command=commands)
     def look(self, command: Command) -> None:
-        """A command runs, then has ended as it did, for ever."""
+        """A command runs, then its end is reported the same way for ever."""
         self.judge(command)
 
     def judge(self, command: Command) -> None:
@@ -157,7 +157,7 @@ class Streams(RuleBasedStateMachine):
 
     @rule(command=commands, code=st.sampled_from([0, 0, 3, 255]), data=pieces)
     def finish(self, command: Command, code: int, data: bytes) -> None:
-        """What was written last is there as soon as the command has ended."""
+        """The last output is available as soon as the command has ended."""
         if command.code is None:
             source = f"{PLACE}/{command.name}.last"
             self.sandbox.files.write_file(source, data)

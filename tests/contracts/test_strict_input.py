@@ -1,8 +1,10 @@
-"""Every body of the lifecycle, egress and vault APIs: what the server does not read is refused, never dropped (I4).
+"""Every body of the lifecycle, egress and vault APIs: the server refuses all input that it does not read (I4).
 
-From a valid body of each route all bodies are drawn that differ in one place: an unknown, misspelt or otherwise written
-key, a null, an empty list, an empty object, at every depth. Each is refused with a 4xx that names the place, or what it
-sets in force is no wider than the valid body, or than that body without the place.
+For each route, the test makes all bodies that differ from a valid one in one place: an unknown, misspelt or
+differently written key, a null, an empty list, an empty object, at every depth. The server must refuse each with a
+4xx that names the place. Otherwise its effect must be no wider than that of the valid body, or of that body without
+the place.
+
 It tests `lifecycle/api/routes/strict.py`.
 """
 
@@ -103,9 +105,9 @@ LIFECYCLE: dict[Route, list[Any]] = {
         {"eventType": "sandbox.create", "createDurationMs": 5, "success": True, "sandboxId": "s", "image": "i"}
     ],
 }
-"""Valid bodies; that no route is missing is a test of its own."""
+"""Valid bodies. A separate test checks that no route is missing."""
 REFUSED: list[dict[str, Any]] = [{**CREATE, "lifecycle": HOOKS}, {**CREATE, "volumes": [VOLUME]}]
-"""What is known and not offered: bodies that are refused as they are, and stay so however they are changed."""
+"""Known fields that are not offered: these bodies are refused, and so is each mutation of them."""
 POLICY: dict[Route, list[Any]] = {
     ("PUT", "/policy"): LIFECYCLE["PUT", "/sandboxes/{sandbox}/networkpolicy"],
     ("POST", "/policy"): LIFECYCLE["PUT", "/sandboxes/{sandbox}/networkpolicy"],
@@ -134,20 +136,20 @@ PATHS = ("/v1/x", "/a", "/p", "/")
 
 
 def powers(server: World, sandbox: str) -> frozenset[str]:
-    """What a sandbox may do: what its policy permits, and its grants."""
+    """Return the permissions of a sandbox: those of its policy, and its grants."""
     policy = CompiledPolicy.from_json(server.hostd.policies[sandbox])
     return permitted(policy, HOSTS, PATHS) | {f"has {grant}" for grant in server.vaultd.grants[sandbox]}
 
 
 @pytest.fixture
 async def ruled() -> AsyncIterator[World]:
-    """A server under an operator's document."""
+    """Run a server under an operator's document."""
     async with world(OPERATOR) as described, described.serving() as running:
         yield running
 
 
 class Caller:
-    """The client of one server, with a sandbox that has the base's policy and vault."""
+    """The client of one server, with a sandbox that has the policy and vault of the base."""
 
     def __init__(self, server: World, client: httpx.AsyncClient) -> None:
         self.server = server
@@ -155,7 +157,7 @@ class Caller:
         self.sandbox = ""
 
     async def renewed(self, *, vault: bool) -> None:
-        """Replace the sandbox by a fresh one."""
+        """Replace the sandbox by a new one."""
         body = {**OPEN_DEFAULT, "networkPolicy": {"egress": RULES}, "credentialProxy": {"enabled": True}}
         self.sandbox = (await self.client.post("/v1/sandboxes", json={**body, "timeout": 600})).json()["id"]
         if vault:
@@ -169,7 +171,10 @@ class Caller:
         return await self.client.request(method, f"/v1{path.format(sandbox=self.sandbox)}", json=body)
 
     async def call(self, route: Route, body: Any) -> tuple[httpx.Response, frozenset[str]]:
-        """Send a body to a sandbox that no call has changed; return the answer and what the sandbox may do then."""
+        """Send a body to a sandbox that no call has changed.
+
+        Return the answer and the sandbox's permissions after it.
+        """
         method, path = route
         if not self.sandbox:
             await self.renewed(vault=route == ("PATCH", "/credential-vault"))
@@ -182,11 +187,11 @@ class Caller:
 
 
 WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["some", "all"])
-"""Of each kind of mutation one at each place of a body, or all."""
+"""One mutation of each kind at each place of a body, or all."""
 
 
 def drawn(route: Route, body: Any, *, whole: bool) -> list[Mutation]:
-    """The mutations of a body but those of maps that are free."""
+    """Return the mutations of a body, without those of maps with free keys."""
 
     def is_open(path: Path) -> bool:
         return path[-1:] in {(key,) for key in OPEN_KEYS} or (route[1].endswith("/metadata") and not path)
@@ -196,7 +201,7 @@ def drawn(route: Route, body: Any, *, whole: bool) -> list[Mutation]:
 
 
 def names_the_place(answer: httpx.Response, mutation: Mutation) -> bool:
-    """Tell whether a refusal says where: the whole path of a key, of a value a key that it is in."""
+    """Return whether a refusal names the place: a key's whole path, or for a value a key that contains it."""
     if mutation.kind in ("unknown", "misspelt", "case"):
         return place(mutation.path) in answer.text
     keys = [part.removesuffix("s").lower() for part in mutation.path if isinstance(part, str)]
@@ -206,7 +211,7 @@ def names_the_place(answer: httpx.Response, mutation: Mutation) -> bool:
 @WHOLE
 @pytest.mark.parametrize("route", [*LIFECYCLE, *POLICY, *VAULT], ids=" ".join)
 async def test_what_is_not_read_is_refused_or_opens_nothing(ruled: World, route: Route, whole: bool) -> None:
-    """The class: one change at one place of a valid body."""
+    """One change at one place of a valid body."""
     kinds = set()
     async with ruled.client() as client:
         caller = Caller(ruled, client)
@@ -231,7 +236,7 @@ async def test_what_is_not_read_is_refused_or_opens_nothing(ruled: World, route:
 @WHOLE
 @pytest.mark.parametrize("body", REFUSED, ids=["lifecycle", "volumes"])
 async def test_what_is_not_offered_stays_refused(ruled: World, body: dict[str, Any], whole: bool) -> None:
-    """A field of the contract that has no effect here is refused by name, and so is whatever is wrong inside it."""
+    """A field of the contract without an effect here is refused by name, and so is any error in it."""
     async with ruled.client() as client:
         assert 400 == (await client.post("/v1/sandboxes", json=body)).status_code
         found = mutations(body, lambda path: path[:1] not in (("lifecycle",), ("volumes",)))
@@ -244,7 +249,7 @@ async def test_what_is_not_offered_stays_refused(ruled: World, body: dict[str, A
 
 
 async def test_every_route_with_a_body_is_here(server: World) -> None:
-    """By the application's own description; and every route that is served reads strictly."""
+    """By the application's own description. Every route of the server reads strictly."""
     assert server.server is not None
     described = app.api(server.server.context).openapi()["paths"]
     bodies = {
@@ -269,7 +274,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("route", "text"), PLACES)
 async def test_a_key_that_is_given_twice_is_refused(ruled: World, route: Route, text: bytes) -> None:
-    """Neither value is chosen in silence."""
+    """The server does not choose one of the values."""
     async with ruled.client() as client:
         caller = Caller(ruled, client)
         await caller.renewed(vault=False)
@@ -281,7 +286,7 @@ async def test_a_key_that_is_given_twice_is_refused(ruled: World, route: Route, 
 
 
 async def test_a_null_policy_denies_all(ruled: World) -> None:
-    """On create it is not "no policy", which would be the operator's default, and on `/policy` it is a reset."""
+    """On create it does not mean "no policy", which would be the operator's default. On `/policy` it is a reset."""
     async with ruled.client() as client:
         caller = Caller(ruled, client)
         body = {key: OPEN_DEFAULT[key] for key in ("image", "entrypoint", "resourceLimits")}
@@ -304,7 +309,7 @@ async def test_a_query_parameter_that_is_not_read_is_refused(server: World) -> N
 
 
 async def test_a_call_without_a_body_takes_none(server: World) -> None:
-    """What would be said in it is not read."""
+    """The server would not read the body's content."""
     async with server.client() as client:
         name = (await client.post("/v1/sandboxes", json=OPEN_DEFAULT)).json()["id"]
         assert 400 == (await client.post(f"/v1/sandboxes/{name}/resume", json={"a": 1})).status_code
@@ -314,7 +319,7 @@ async def test_a_call_without_a_body_takes_none(server: World) -> None:
 
 
 async def test_the_operator_names_fields_that_may_be_ignored() -> None:
-    """At the top of a body, only those, and never one that the server reads."""
+    """Only those, at the top of a body, and never a field that the server reads."""
     fields = ("newField", "networkPolicy", "b")
     async with world(ignored_fields=fields) as described, described.serving() as server, server.client() as client:
         made = await client.post("/v1/sandboxes", json={**OPEN_DEFAULT, "newField": {"a": 1}})

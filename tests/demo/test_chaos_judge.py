@@ -1,4 +1,4 @@
-"""The judge of the chaos run can fail: each finding is provoked by one fabricated disagreement."""
+"""The judge of the chaos run detects faults: each finding is provoked by one fabricated disagreement."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ def question(tag: str, number: int, kind: str, began: float, good: bool = True) 
 
 
 def told(item: Asked) -> tuple[list[Arrival], list[Record]]:
-    """What far end and log say of a question that went well."""
+    """Return the arrivals and the records of a question that was answered."""
 
     def record(kind: str, decision: str, host: str, path: str = "", status: int | None = None) -> Record:
         method = "GET" if path else ""
@@ -53,7 +53,7 @@ def told(item: Asked) -> tuple[list[Arrival], list[Record]]:
 
 
 def agreeing() -> Facts:
-    """A run in which everything is as it should be: a kill at 100, two failures of each kind, all back after 2 s."""
+    """Return a run without faults: a kill at 100, two failures of each kind, all working again after 2 s."""
     asked, arrivals, records = [], [], []
     number = 0
     for tag in SANDBOXES:
@@ -152,7 +152,7 @@ def _record_without_arrival(facts: Facts) -> Facts:
 
 
 def _outcome_without_arrival(facts: Facts) -> Facts:
-    """A flow that was cut, of which the log claims all the same that it was answered."""
+    """Add an aborted flow with a record that it was answered."""
     item = next(a for a in facts.asked if a.kind == "secret" and not a.good)
     path = f"/v1/{item.ident}"
     allow = Record("request", "allow", "sbx-a", item.ident, API, "GET", path, None, "digest-a", item.began)
@@ -237,7 +237,7 @@ def _never_served(facts: Facts) -> Facts:
 
 
 def _served_late(facts: Facts) -> Facts:
-    """Failures go on until 106 in one sandbox."""
+    """Let failures continue until 106 in one sandbox."""
     lasting = tuple(question("a", 0x900 + n, "secret", 101.1 + n / 2, good=False) for n in range(10))
     late = question("a", 0x990, "secret", 106.2)
     arrived, written = told(late)
@@ -252,7 +252,7 @@ def _served_late(facts: Facts) -> Facts:
 
 
 def _failing_later(facts: Facts) -> Facts:
-    """Three failures in a row long after everything was back."""
+    """Add three consecutive failures long after all worked again."""
     later = tuple(question("a", 0x900 + n, "plain", 120.0 + n, good=False) for n in range(3))
     return replace(facts, asked=(*facts.asked, *later))
 
@@ -298,7 +298,7 @@ def test_each_disagreement_is_found(forge: Callable[[Facts], Facts], finding: st
 
 
 def test_a_flow_that_was_cut_is_no_disagreement() -> None:
-    """On record, never arrived, and its client got nothing while something was gone."""
+    """It is on record, never arrived, and its client got no answer during the outage."""
     facts = agreeing()
     item = next(a for a in facts.asked if a.kind == "secret" and not a.good)
     allow = Record(
@@ -324,7 +324,7 @@ def test_one_that_is_late_within_a_wider_bound_is_good() -> None:
 
 
 def test_what_was_written_down_is_read_back() -> None:
-    """A client's line, the servers' notes (a request, bytes that never became one, a name) and a record of the log."""
+    """A client's line, the servers' notes (a request, bytes without a request, a name) and a record of the log."""
     one, two = ident("a", 1), ident("c", 2)
     line = f'{{"id": "{one}", "kind": "secret", "began": 1, "ended": 2, "good": true, "saw": "200", "got": "\\u00ff"}}'
     headers = '[["Authorization", "Bearer x"]]'

@@ -1,4 +1,4 @@
-"""What the documents name exists: a claim whose test is gone is no longer a claim."""
+"""Names in the documents exist: a claim without its test is no claim."""
 
 import ast
 import re
@@ -24,13 +24,13 @@ def test_every_path_and_test_that_is_named_exists(document: str) -> None:
 
 
 def _claims() -> list[str]:
-    """The rows of the table of claims."""
+    """Return the rows of the table of claims."""
     table = (ROOT / "docs/threat-model.md").read_text().split("\n## Claims")[1].split("\n## ")[0]
     return [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| Claim")]
 
 
 def _extended() -> tuple[set[str], set[str]]:
-    """The test functions, and the modules, that run with --all only."""
+    """Return the test functions, and the modules, that run only with --all."""
     functions, modules = set(), set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.parse(path.read_text()).body:

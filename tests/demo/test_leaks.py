@@ -1,4 +1,4 @@
-"""The leak search finds a secret in every form it claims to know; otherwise its silence would mean nothing."""
+"""The leak search finds a secret in every form that it supports; otherwise an empty result would mean nothing."""
 
 import base64
 import gzip

@@ -1,4 +1,4 @@
-"""What the far end notes is read while it is written."""
+"""The notes of the upstream servers are read while they are written."""
 
 from pathlib import Path
 

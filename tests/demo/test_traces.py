@@ -1,4 +1,4 @@
-"""A namespace that is left is distinguished from another process's namespace."""
+"""A namespace that remains is distinguished from another process's namespace."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def test_a_namespace_is_left_as_long_as_something_keeps_it(namespace: str) -> No
 
 
 def test_a_namespace_that_was_given_the_number_of_one_that_ended_is_not_left(namespace: str) -> None:
-    """As the kernel gives it to the next namespace."""
+    """The kernel can give an ended namespace's number to the next one."""
     traces = take("no-sandbox", "no-container", [namespace], (), "/nonexistent/docker.sock")
     ended = frozenset({(os.stat(namespace).st_ino, cookie_of(namespace) - 1)})
 

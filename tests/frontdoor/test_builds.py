@@ -1,4 +1,4 @@
-"""What is in the cache is not built again; its paths reach the other processes (frontdoor/builds.py)."""
+"""Builds in the cache are not repeated. Their paths reach the other processes (frontdoor/builds.py)."""
 
 import json
 import os
@@ -25,7 +25,7 @@ print(json.dumps({name: value for name, value in os.environ.items() if name.star
 
 
 def run(home: Path) -> subprocess.CompletedProcess[str]:
-    """As root with this home, where neither `go` nor what builds images is on the path."""
+    """Run as root with this home, without `go` and the builders of images on the path."""
     tools = home / "tools"
     tools.mkdir(exist_ok=True)
     for name in ("tar", "env"):
@@ -39,7 +39,7 @@ def run(home: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(name="home")
 def _home(tmp_path: Path) -> Path:
-    """One with a warm cache."""
+    """Make a home with a complete cache."""
     cache = tmp_path / "cache"
     cache.mkdir()
     images = [names.image(ROOT, name) for name in ("base", "small", "java")]
@@ -70,7 +70,7 @@ def test_what_is_in_the_cache_is_exported_and_not_built(home: Path) -> None:
 
 @pytest.mark.parametrize("title", ["execd", "base image", "code-interpreter image", "small image", "published clients"])
 def test_what_is_missing_is_built(home: Path, title: str) -> None:
-    """Here with no success; the message names it."""
+    """The build fails here, and the message names it."""
     missing = {
         "execd": names.execd(ROOT),
         "base image": names.image(ROOT, "base"),

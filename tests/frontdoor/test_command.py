@@ -1,4 +1,4 @@
-"""What was built reaches the command as settings; before anything was built, where things will be."""
+"""The paths of builds reach the command as settings; before a build, the settings have the future paths."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_every_user_can_read_the_settings(tmp_path: Path) -> None:
 
 
 def test_the_command_runs_in_the_callers_directory_with_the_settings(tmp_path: Path) -> None:
-    """As `./run` executes frontdoor/__main__.py: the same process, with settings even where nothing was built."""
+    """As `./run` executes frontdoor/__main__.py: in the same process, with settings even before a build."""
     program = tmp_path / "bin" / "sallyport"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\necho $$ "$PWD" "$1" "$3 $4"; cat "$2"\n')

@@ -31,7 +31,7 @@ def test_arguments_select_lanes_or_tests() -> None:
 @pytest.mark.parametrize("directory", ["tests/policy", "tests/security"])
 @pytest.mark.parametrize("marked", list(itertools.product((False, True), repeat=3)))
 def test_each_test_is_in_one_lane(directory: str, marked: tuple[bool, bool, bool]) -> None:
-    """Markers that belong to no system test change nothing."""
+    """Markers that no system test has change nothing."""
     markers = dict(zip(("system", "timed", "faults"), marked, strict=True))
     lanes = [
         name
@@ -57,7 +57,7 @@ def test_the_status_of_a_lane_is_that_of_its_session(tmp_path: Path, code: str, 
 
 
 def test_an_interrupted_lane_ends_before_its_caller_goes_on(tmp_path: Path) -> None:
-    """The session gets the signal, too, although its starter's starter ignored it, and ends in order."""
+    """The session also gets the signal, although an ancestor process ignored it, and it ends in order."""
     session = (
         "import time\ntry:\n print('up', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n print('ended')\n"
     )

@@ -28,7 +28,7 @@ def test_the_bootstrap_knows_every_command() -> None:
 def test_help_is_printed_and_an_unknown_command_refused(
     arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the bootstrap just so: it needs no environment for this."""
+    """The bootstrap prints the same, and needs no environment for it."""
     assert status == main(arguments)
     printed = capsys.readouterr()
     done = subprocess.run([ROOT / "run", *arguments], capture_output=True, text=True, check=False)

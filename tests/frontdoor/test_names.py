@@ -1,4 +1,4 @@
-"""The names of builds are those that the shell's tools compute: a cache of an earlier version stays warm."""
+"""The names of builds are those that the shell's tools compute, so a cache of an earlier version stays valid."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Places follow from the variables and the user; no two homes share the names of their namespaces."""
+"""Places are derived from the variables and the user. Two homes never share the names of their namespaces."""
 
 import os
 import subprocess

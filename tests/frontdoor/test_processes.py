@@ -1,4 +1,4 @@
-"""Which processes are a home's own: what it started, not what names one of its files."""
+"""A home's own processes are those that it started, not those whose arguments name one of its files."""
 
 import os
 import subprocess
@@ -106,7 +106,7 @@ def test_a_process_is_read_as_the_kernel_has_it() -> None:
     environment = os.environ | {"SALLYPORT_HOME": "/h x"}
     with subprocess.Popen([sys.executable, "-c", READY, "a b"], stdin=PIPE, stdout=PIPE, env=environment) as child:
         assert child.stdout is not None
-        child.stdout.readline()  # until then it may be without its environment
+        child.stdout.readline()  # until then it can be without its environment
         found = read(child.pid)
         child.communicate(b"\n")
     assert found is not None

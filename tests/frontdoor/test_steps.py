@@ -1,4 +1,4 @@
-"""Output of a long step is shown only when it fails; work beside other work shows its output at its end."""
+"""The output of a long step is shown only if it fails. A background step's output is shown at its end."""
 
 import signal
 import subprocess
@@ -32,7 +32,7 @@ def test_a_call_shows_its_output_and_fails_with_its_status(capfd: pytest.Capture
 
 
 def test_work_beside_shows_its_output_when_it_is_waited_for() -> None:
-    """And changes nothing for the others: it is a process of its own."""
+    """It does not affect other steps, because it is a separate process."""
     done = _program("""
         def work():
             os.environ["WORD"] = "beside"
@@ -64,7 +64,7 @@ def _program(text: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_program_that_is_become_has_the_signals_of_a_shells_child() -> None:
-    """CPython ignores SIGPIPE; the program must not inherit that."""
+    """CPython ignores SIGPIPE. The program must not inherit that."""
     program = "from frontdoor.steps import become; become('grep', 'SigIgn', '/proc/self/status')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     ignored = int(done.stdout.split()[1], 16)

@@ -1,7 +1,7 @@
-"""What becomes of a request and its response, whichever engine carries them: one table of cases.
+"""One table of cases for all engines: requests, and the required outcome for the request and its response.
 
-A driver carries a case out and returns what the ports, the server and the client saw. `test_exchange` drives the pure
-exchange; each engine has a driver of its own beside its tests. `check` is the same for all of them.
+A driver carries a case out and returns what the ports, the server and the client received. `test_exchange` drives the
+pure exchange. Each engine has its own driver beside its tests. All use the same `check`.
 """
 
 import base64
@@ -27,12 +27,12 @@ USE = SecretAt(PLAN, HOST, Endpoint(443, Scheme.HTTPS))
 ALLOWED = AllowRequest("r", (PLAN,))
 OPEN = AllowRequest("r")
 MAX_DECODED = 4096
-"""Bytes of an encoded body, and of the decoded one, that are searched."""
+"""The limit of the bytes of an encoded body that are searched, and of the decoded ones."""
 
 ORDER = ["decide", "count", "request allow", "lease", "secret.use allow", "sought", "decide"]
-"""Of a request that is sent a secret. `connect info` follows."""
+"""The steps of a request with a secret. `connect info` follows."""
 PLAIN = ["decide", "count", "request allow", "decide"]
-"""Of a request to a host that is sent none."""
+"""The steps of a request to a host that gets no secret."""
 
 UPGRADE = (b"Upgrade", b"websocket")
 KEY = (b"Sec-WebSocket-Key", b"dGhlIHNhbXBsZSBub25jZQ==")
@@ -46,7 +46,7 @@ type Fields = tuple[tuple[bytes, bytes], ...]
 
 @dataclass
 class Ports:
-    """Policy, budget, vault and log of one flow. They keep the order in which they are asked."""
+    """Policy, budget, vault and log of one flow. They record the order of their calls."""
 
     decision: object = ALLOWED
     uses: tuple[SecretAt, ...] = (USE,)
@@ -56,9 +56,9 @@ class Ports:
     steps: list[str] = field(default_factory=list)
     records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
     on_step: Callable[[int, str], None] = lambda _number, _step: None
-    """Called with the number and name of each step, before it ends; may raise."""
+    """Called with the number and name of each step, before it ends. It may raise."""
     revoke: Callable[[], object] = lambda: None
-    """Calls the secret back: set by what drives a flow."""
+    """Revokes the secret. The driver of a flow sets it."""
     ledger: Ledger = field(default_factory=Ledger.fresh)
 
     def _step(self, name: str) -> None:
@@ -100,12 +100,12 @@ class Ports:
 
 @dataclass
 class Seen:
-    """What came of a case. Header names are in lower case; what frames a message is left out.
+    """The outcome of a case. Header names are in lower case; headers for framing are left out.
 
     Attributes:
-        target, authority, sent, body_sent: what the server got; `sent` is None where it got no byte.
-        status: of the response that the client got, None where it got none.
-        whole: the client can tell that it has all of the response.
+        target, authority, sent, body_sent: what the server received; `sent` is None if it received no byte.
+        status: the status of the client's response, None without a response.
+        whole: the client can see that the response is complete.
     """
 
     ports: Ports
@@ -126,18 +126,18 @@ type Action = Callable[[Ports], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One request, what the server answers, and what must come of it.
+    """One request, the server's response, and the required outcome.
 
     Attributes:
-        during: what happens during the step of that number.
+        during: actions by the number of the step in which they happen.
         pieces: the response's body, as it arrives.
         steps: of the ports, exactly.
-        sent: headers that the server gets, exactly but for `Host` and framing; None: not a byte.
+        sent: headers that the server receives, exactly except for `Host` and framing; None: not a byte.
         shown: the client's status; None: the flow ends without a response.
-        got: headers that the client gets, exactly but for framing; None: those of a page.
-        text: the body that the client gets.
-        page: a part of the body, where it is a page.
-        whole: False where the flow ends within the response.
+        got: headers that the client receives, exactly except for framing; None: those of a page.
+        text: the body that the client receives.
+        page: a part of the body, if it is a page.
+        whole: False if the flow ends within the response.
         denied: rules of the denials in the log.
     """
 
@@ -170,7 +170,7 @@ class Case:
     denied: tuple[str, ...] = ()
 
     def ports(self) -> Ports:
-        """Ports that behave as the case says."""
+        """Return ports that behave as the case specifies."""
         ports = Ports(self.decision, self.uses, self.over, self.secret, self.refused)
 
         def act(number: int, _step: str) -> None:
@@ -182,13 +182,13 @@ class Case:
 
 
 def check(case: Case, seen: Seen) -> None:
-    """Compare what came of a case with what must."""
+    """Compare the outcome of a case with the required one."""
     assert case.steps == seen.ports.steps
     assert list(case.denied) == seen.ports.denials()
     assert case.sent == seen.sent
     if case.sent is not None:
         assert (case.target, HOST.encode(), case.body) == (seen.target, seen.authority, seen.body_sent)
-    # What is on its way when a flow ends may be lost.
+    # Data in transit when a flow ends can be lost.
     assert case.shown == seen.status or (seen.status is None and not case.whole)
     shown = b"\n".join([seen.reason, seen.body, *(b"%s: %s" % one for one in (*seen.headers, *seen.trailers))])
     for form in (SECRET.encode(), SECRET.encode().hex().encode(), base64.b64encode(SECRET.encode())):
@@ -205,22 +205,22 @@ def check(case: Case, seen: Seen) -> None:
 
 
 def fail(_ports: Ports) -> None:
-    """The port is gone."""
+    """Fail as a port whose channel is closed."""
     raise ConnectionError("gone")
 
 
 def revoke(ports: Ports) -> None:
-    """The secret is called back."""
+    """Revoke the secret."""
     ports.revoke()
 
 
 def spend(ports: Ports) -> None:
-    """Responses have revealed enough."""
+    """Use up the number of reflections that responses may reveal."""
     ports.ledger.reflections = MAX_PARTIAL
 
 
 def decided(decision: AllowRequest | Deny) -> Action:
-    """Policy is replaced."""
+    """Return an action that replaces the policy's decision."""
 
     def replace(ports: Ports) -> None:
         ports.decision = decision
@@ -229,12 +229,12 @@ def decided(decision: AllowRequest | Deny) -> Action:
 
 
 def bind(ports: Ports) -> None:
-    """Policy lets the host be sent its first secret."""
+    """Bind the first secret to the host."""
     ports.uses = (USE,)
 
 
 def split(data: bytes, *at: int) -> tuple[bytes, ...]:
-    """`data` in pieces that end at these places."""
+    """Return `data` in pieces that end at these places."""
     places = [0, *at, len(data)]
     return tuple(data[begin:end] for begin, end in itertools.pairwise(places))
 
@@ -466,7 +466,7 @@ UPGRADES = [
 
 
 def _response(name: str, shown: int = 200, **more: object) -> Case:
-    """A response to a request that was sent a secret."""
+    """Return the case of a response to a request with a secret."""
     return Case(name, CONNECTED, shown, sent=INJECTED, **more)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The state of a worker, for tests of a part that reads it."""
+"""The state of a worker, for tests of parts that read it."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,7 +10,7 @@ from policy.rules import Limits
 
 @dataclass
 class Standing:
-    """A guard that is as the test says."""
+    """A guard whose state the test sets."""
 
     alive: bool = True
 
@@ -23,5 +23,5 @@ class Bound:
 
 
 def in_force(config: GatewayConfig | None = None, *, vault: Any = None, alive: bool = True) -> WorkerState:
-    """A worker's state with `config`; the test is its writer."""
+    """Return a worker's state with `config`; only the test changes it."""
     return WorkerState(cast(Guard, Standing(alive)), vault, config)

@@ -1,4 +1,4 @@
-"""Requests come back with time, bytes never; what goes beyond is refused before it happens."""
+"""The budget of requests refills with time, that of bytes never does. Excess is refused before it happens."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ SPENT = Over("the sandbox has sent as many bytes as its policy allows", None)
 
 @dataclass
 class Account:
-    """A budget whose clock and limits the test moves."""
+    """A budget whose clock and limits the test sets."""
 
     limits: Limits | None
     now: float = 1000.0
@@ -24,7 +24,7 @@ class Account:
         self.budget = Budget(self.ledger, self, lambda: self.now, lambda: self.spent.append(self.now))
 
     def requests(self, count: int) -> int:
-        """How many of `count` requests pass now."""
+        """Return how many of `count` requests are allowed now."""
         return sum(self.budget.request() is None for _ in range(count))
 
 

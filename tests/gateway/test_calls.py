@@ -1,4 +1,4 @@
-"""The numbers of the filter are those of Linux; what the filter allows is tested in a process (`test_confine`)."""
+"""The numbers of the filter are those of Linux. `test_confine` tests the filter in a process."""
 
 import socket
 

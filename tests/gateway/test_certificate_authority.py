@@ -18,7 +18,7 @@ HOUR = timedelta(hours=1)
 
 
 class Authority:
-    """A lineage's real root, asked like vaultd; with a clock that the test sets."""
+    """A lineage's real root that answers like vaultd, with a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = datetime.now(UTC)
@@ -38,7 +38,7 @@ class Authority:
         return WorkerAuthority(issued.certificate_pem, issued.chain_pem, issued.key_pem)
 
     async def again(self) -> None:
-        """Wait until it is asked once more."""
+        """Wait for the next request."""
         self.asked.clear()
         await asyncio.wait_for(self.asked.wait(), 20)
 
@@ -57,7 +57,7 @@ async def authority() -> AsyncIterator[Authority]:
 
 
 def handshake(authority: Authority, tmp_path: Path, host: str = "good.test") -> None:
-    """A client that trusts the lineage's root meets a server with the leaf; raises what the client raises."""
+    """Connect a client that trusts the lineage's root to a server with the leaf. Raise the client's exception."""
     leaf = authority.certificates.leaf(host)
     (tmp_path / "leaf.pem").write_bytes(leaf.chain_pem + leaf.key_pem)
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -81,7 +81,7 @@ async def test_before_there_is_an_intermediate_nothing_is_signed() -> None:
 
 
 async def test_the_next_intermediate_comes_at_half_of_the_life(authority: Authority, tmp_path: Path) -> None:
-    """Not before; a client trusts what both sign. A month is many of them."""
+    """Not before. A client trusts the leaves of both. A month uses many of them."""
     handshake(authority, tmp_path)
     first = authority.chain()[1]
     authority.now += INTERMEDIATE_LIFETIME / 2 - HOUR
@@ -103,7 +103,7 @@ async def test_the_next_intermediate_comes_at_half_of_the_life(authority: Author
 
 @pytest.mark.parametrize("jump", [timedelta(days=30), timedelta(hours=-20), timedelta(minutes=-6)])
 async def test_a_clock_that_is_set_brings_another_intermediate(authority: Authority, jump: timedelta) -> None:
-    """Before the next flow is served: nothing is signed with one that does not hold now."""
+    """Before the next flow is served. Nothing is signed with an intermediate that is not valid now."""
     authority.now += jump
     with pytest.raises(ValueError, match="is not valid now"):
         authority.certificates.leaf("good.test")
@@ -126,7 +126,7 @@ async def test_while_the_vault_is_away_the_last_intermediate_signs_until_its_end
 
 
 async def test_a_name_that_policy_has_added_is_waited_for(authority: Authority, tmp_path: Path) -> None:
-    """The first flow to it has a new intermediate; a name that vaultd does not know is not signed."""
+    """The first flow to the name gets a new intermediate. A name that vaultd does not know is not signed."""
     authority.names = ["good.test", "*.more.test"]
     with pytest.raises(ValueError, match="not for this host"):
         authority.certificates.leaf("a.more.test")

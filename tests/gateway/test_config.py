@@ -1,4 +1,4 @@
-"""What workers have in common, and a configuration, are read whole or not at all."""
+"""The constants of all workers, and a configuration, are accepted completely or not at all."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A confined process dials and serves the sockets it has. Every other door is closed to each of its threads.
+"""A confined process can dial and use its sockets. All other operations are denied to each of its threads.
 
 It tests `gateway/confine.py`.
 """

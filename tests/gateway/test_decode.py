@@ -1,4 +1,4 @@
-"""An encoded body is decoded whole and within its limit, or not at all."""
+"""An encoded body is decoded completely and within its limit, or not at all."""
 
 import gzip
 import zlib
@@ -33,7 +33,7 @@ coded = pytest.mark.parametrize("name", CODINGS)
 def test_a_body_is_decoded_within_its_limit(name: str) -> None:
     coding, encode = CODINGS[name]
     body = encode(TEXT)
-    assert len(body) > 2 * 64  # more than one piece of those that are fed one by one
+    assert len(body) > 2 * 64  # more than one piece for decoders that are fed in pieces
     assert TEXT == decode([coding], body, len(TEXT))
     assert decode([coding], body, len(TEXT) - 1) is None
     assert b"" == decode([coding], encode(b""), 0)

@@ -1,4 +1,4 @@
-"""What records say of the policy that decided."""
+"""The fields of records that describe the deciding policy."""
 
 import pytest
 

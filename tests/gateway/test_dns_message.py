@@ -1,4 +1,4 @@
-"""DNS messages byte for byte: what a reader takes, where it stops, and what a builder writes."""
+"""DNS messages byte for byte: accepted input, the reader's limits, and the builder's output."""
 
 import struct
 from ipaddress import ip_address
@@ -224,7 +224,7 @@ def test_a_name_has_at_most_16_pointers(count: int, good: bool) -> None:
 
 
 def test_a_name_over_pointers_is_as_long_as_any() -> None:
-    """255 bytes in all, its parts wherever they are."""
+    """At most 255 bytes in all, wherever its parts are."""
     first = labels(3, 63) + b"\0"
     for size, good in {61: True, 62: False}.items():
         message = head(answers=1) + first + b"\0\1\0\1" + record(labels(1, size) + b"\xc0\x0c", 1, b"\1\2\3\4")
@@ -248,7 +248,7 @@ def test_a_name_is_written_in_255_bytes_at_most() -> None:
 
 
 def test_an_error_is_a_header_with_the_flags_of_the_query() -> None:
-    """Opcode and the wish for recursion are repeated, nothing else."""
+    """Opcode and recursion-desired flag are repeated, nothing else."""
     header = parse_header(struct.pack("!HHHHHH", 7, 0xFFFF, 1, 2, 3, 4))
     assert struct.pack("!HHHHHH", 7, 0xF984, 0, 0, 0, 0) == build_error(header, RCode.NOTIMP)
     plain = parse_header(struct.pack("!HHHHHH", 7, 0, 1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""What a sandbox can write into the names that its gateway resolves is bounded; the names that people use pass."""
+"""The data that a sandbox can encode into resolved names is bounded. Ordinary names are allowed."""
 
 import string
 
@@ -26,7 +26,7 @@ POLICY = policy("good.example.com", f"*.{ZONE}")
 
 
 def over(host: str, rules: CompiledPolicy = POLICY, names: NameBudget | None = None, now: float = 0.0) -> str | None:
-    """The rule that refuses a name, None when it may be resolved."""
+    """Return the rule that refuses a name; None if it may be resolved."""
     denied = (names or NameBudget(Ledger.fresh())).admit(rules, host, now)
     return None if denied is None else denied.rule
 
@@ -168,7 +168,7 @@ def test_each_bound_says_what_it_is(case: str) -> None:
 
 
 def test_the_bound_of_entropy_is_in_hundredths_of_a_bit_and_may_be_reached() -> None:
-    """32 hexadecimal digits, each twice, have four bits a character."""
+    """32 hexadecimal digits, each twice, have four bits per character."""
     label = "0123456789abcdef" * 2
     for entropy_bound, rule in {399: "dns.entropy", 400: None, 401: None}.items():
         rules = policy(f"*.{ZONE}", dns=DnsSettings(entropy=entropy_bound))
@@ -216,7 +216,7 @@ def test_the_names_of_a_former_worker_count_until_their_hour_ends() -> None:
 
 
 def test_the_zones_that_are_counted_are_bounded() -> None:
-    """A zone that is known goes on; those of an hour ago make room."""
+    """A known zone stays allowed. Zones of an hour ago are removed."""
     watch, names = policy("good.example.com", mode=Mode.OBSERVE), NameBudget(Ledger.fresh())
     assert [None] * 1024 == [over(f"a.z{number}.test", watch, names, now=10.0) for number in range(1024)]
     assert "dns.unique_names" == over("a.other.test", watch, names, now=3609.9)
@@ -225,7 +225,7 @@ def test_the_zones_that_are_counted_are_bounded() -> None:
 
 
 def test_the_names_that_are_held_are_bounded() -> None:
-    """50,000 over all zones; those of an hour ago make room, known ones go on."""
+    """At most 50,000 over all zones. Names of an hour ago are removed, known ones stay allowed."""
     wide = policy(f"*.{ZONE}", "*.b.example.com", dns=DnsSettings(unique_names=1_000_000))
     names = NameBudget(Ledger.fresh())
     assert None is over("w.b.example.com", wide, names, now=10.0)
@@ -238,7 +238,7 @@ def test_the_names_that_are_held_are_bounded() -> None:
 
 
 def test_the_names_of_an_hour_ago_are_held_no_longer() -> None:
-    """Hour after hour one zone may have as many."""
+    """One zone may have the same number in each hour."""
     wide = policy(f"*.{ZONE}", dns=DnsSettings(unique_names=1_000_000))
     names = NameBudget(Ledger.fresh())
     for hour in range(2):

@@ -1,4 +1,4 @@
-"""The pure exchange carries out each case, in its order and no other; no event loop runs."""
+"""The pure exchange carries out each case, in its order and no other. No event loop runs."""
 
 import hashlib
 from collections.abc import Callable, Coroutine
@@ -42,7 +42,7 @@ _FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connec
 
 
 def ended[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, which waits for nothing but ports that answer at once."""
+    """Run `work`, which awaits only ports that answer at once."""
     try:
         work.send(None)
     except StopIteration as stop:
@@ -74,7 +74,7 @@ def parts_of(case: Case) -> RequestParts:
 
 
 def drive(case: Case) -> Seen:
-    """What an engine does that frames nothing and connects at once."""
+    """Act as an engine that does no framing and connects at once."""
     ports = case.ports()
     seen, session = Seen(ports), session_of(ports)
     exchange = Exchange(session, "q1")
@@ -233,7 +233,7 @@ def test_a_path_that_is_cut_in_a_record_is_recorded_with_its_hash(length: int) -
     ids=["text", "json"],
 )
 def test_the_page_of_a_denial_has_method_host_and_path_of_the_request(accept: Headers, kind: bytes) -> None:
-    """No query, and no more than the beginning of a long path."""
+    """Without the query, and with only the beginning of a long path."""
     path = b"/".ljust(600, b"a")
     parts = replace(PARTS, method=b"PUT", target=path + b"?q=1", headers=(*PARTS.headers, *accept))
     answer = ended(Exchange(session_of(Ports(Deny("no", "closed"))), "q1").request(parts, DESTINATION, None))
@@ -243,11 +243,11 @@ def test_the_page_of_a_denial_has_method_host_and_path_of_the_request(accept: He
     assert b"PUT https://good.test/aaa" in answer.body
 
 
-# The order is the exchange's own.
+# The exchange enforces its order.
 
 
 def forwarded(ports: Ports | None = None) -> Exchange:
-    """An exchange whose request may be sent."""
+    """Return an exchange whose request may be sent."""
     exchange = Exchange(session_of(ports or Ports()), "q1")
     assert isinstance(ended(exchange.request(PARTS, DESTINATION, None)), Forward)
     return exchange
@@ -266,14 +266,14 @@ def streaming(ports: Ports | None = None) -> Exchange:
 
 
 def refused() -> Exchange:
-    """An exchange that was answered."""
+    """Return an exchange that was answered."""
     exchange = Exchange(session_of(Ports(Deny("no", "closed"))), "q1")
     assert isinstance(ended(exchange.request(PARTS, DESTINATION, None)), Answer)
     return exchange
 
 
 def failed() -> Exchange:
-    """An exchange whose judgement raised."""
+    """Return an exchange whose judgement raised."""
     exchange = Exchange(session_of(Ports(None)), "q1")
     with pytest.raises(TypeError):
         ended(exchange.request(PARTS, DESTINATION, None))
@@ -295,7 +295,7 @@ STEPS: dict[str, Callable[[Exchange], object]] = {
 
 
 def unrecorded() -> Exchange:
-    """An exchange whose connection the log did not accept."""
+    """Return an exchange whose connection the log did not accept."""
     ports = Ports()
     exchange = forwarded(ports)
 
@@ -326,7 +326,7 @@ POSSIBLE: dict[str, tuple[Callable[[], Exchange], set[str]]] = {
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("stage", POSSIBLE)
 def test_a_step_out_of_order_is_a_violation(stage: str, step: str) -> None:
-    """An engine that leaves a step out, or takes one twice, gets no further."""
+    """An engine that omits or repeats a step cannot continue."""
     make, possible = POSSIBLE[stage]
     exchange = make()
     if step in possible:
@@ -419,7 +419,7 @@ def test_a_request_is_under_way_until_it_may_be_forwarded(step: str) -> None:
     assert ([60], None) == (waits, session.effects.admission.retry_after())
 
 
-# What is shown.
+# Relayed responses.
 
 
 def test_a_match_beyond_the_bound_is_not_shown() -> None:
@@ -475,7 +475,7 @@ def test_a_header_value_is_one_line() -> None:
     assert ((b"X-Folded", b"a b c"), (b"X-Nul", b"ab")) == relay.headers
 
 
-# What is in progress.
+# Requests in progress.
 
 
 def test_a_request_is_in_progress_until_it_is_sent_and_answered() -> None:
@@ -495,7 +495,7 @@ def test_what_is_in_progress_is_judged_by_the_policy_in_force() -> None:
     exchange = streaming(ports)
     assert exchange.session.still_allowed()
     ports.uses = (USE, replace(USE, plan=replace(USE.plan, secret="other-token")))
-    assert not exchange.session.still_allowed()  # its host may be sent what is not looked for
+    assert not exchange.session.still_allowed()  # its host can get a secret that is not searched for
     ports.uses, ports.decision = (USE,), Deny("new", "closed")
     assert not exchange.session.still_allowed()
     ports.decision = ALLOWED

@@ -1,4 +1,4 @@
-"""gRPC messages: each goes on when it is whole, and nothing of a secret in any reading of the stream."""
+"""gRPC messages: each is relayed when it is complete, without a secret in any reading of the stream."""
 
 import pytest
 from hypothesis import given, settings

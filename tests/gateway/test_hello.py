@@ -1,4 +1,4 @@
-"""The first bytes of a flow have one meaning, however they arrive, or none."""
+"""The first bytes of a flow have one meaning or none, however they are split."""
 
 import ssl
 import struct
@@ -131,7 +131,7 @@ def test_nothing_may_come_between_the_records_of_a_hello(between):
 
 
 def prefixes_agree(read, data: bytes) -> None:
-    """Once a prefix has a verdict, every longer one has the same; and nothing raises."""
+    """Check that every longer prefix has the verdict of the first decided one, and that nothing raises."""
     whole = read(data)
     decided = None
     for end in range(len(data) + 1):
@@ -298,7 +298,7 @@ def test_each_hello_has_its_verdict(case):
 
 
 def filled(size, cut=16384):
-    """A hello whose records have `size` bytes in all."""
+    """Return a ClientHello whose records have `size` bytes in all."""
     empty = len(records(message(GOOD + extension(51, b"")), cut))
     content = size - empty
     while len(records(message(GOOD + extension(51, bytes(content))), cut)) > size:

@@ -1,4 +1,4 @@
-"""A connection into the sandbox goes to the configured address only, and after its record."""
+"""A connection into the sandbox goes only to the configured address, and after its record."""
 
 import asyncio
 import socket
@@ -19,7 +19,7 @@ CONNECTED, REFUSED = b"\x00", b"\x01"
 
 @dataclass
 class Way:
-    """The listener, and both things that a connection needs: a socket to dial with, and a log."""
+    """The listener, and the parts that a connection needs: a socket to dial with, and a log."""
 
     path: str
     config: GatewayConfig | None = CONFIG
@@ -43,7 +43,7 @@ class Way:
         self.records.append((kind, decision, fields))
 
     async def ask(self, preamble: bytes, data: bytes = b"") -> bytes:
-        """What comes of a connection that writes these, to its end."""
+        """Write these bytes on a connection. Return the answer when it ends."""
         reader, writer = await asyncio.open_unix_connection(self.path)
         writer.write(preamble + data)
         writer.write_eof()
@@ -69,7 +69,7 @@ async def way(tmp_path) -> AsyncIterator[Way]:
 
 @pytest.fixture
 async def inside() -> AsyncIterator[int]:
-    """A port of the sandbox that answers what it is sent."""
+    """Run a server on a port of the sandbox that echoes its input."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.read())
@@ -108,7 +108,7 @@ async def test_port_0_is_refused(way: Way) -> None:
 
 
 async def test_the_address_is_that_of_the_configuration_in_force(way: Way, inside: int) -> None:
-    """Nothing listens at the other one."""
+    """Nothing listens at the other address."""
     way.config = replace(CONFIG, constants=replace(CONFIG.constants, inside=IPv4Address("127.0.0.2")))
     assert REFUSED == await way.ask(inside.to_bytes(2, "big"))
     assert [{"address": "127.0.0.2", "port": inside}] == [fields for _, _, fields in way.records]

@@ -1,4 +1,4 @@
-"""A binding owns its header: one value, the binding's, whatever the client sent."""
+"""A binding owns its header: the request has the binding's value only, whatever the client sent."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a sandbox has used up is not forgotten when its worker is."""
+"""A sandbox's counts outlive its worker."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def _rule(host: str) -> Rule:
 
 
 def mapped(ledgers: Ledgers) -> Ledger:
-    """What a new worker gets."""
+    """Return the ledger as a new worker maps it."""
     return map_ledger(ledgers.open("sbx-1"))
 
 
@@ -111,7 +111,7 @@ def test_a_sweep_keeps_what_lives(ledgers: Ledgers) -> None:
 
 
 def test_a_beat_changes_the_page_and_no_count() -> None:
-    """The number goes round at its end."""
+    """The number wraps at its maximum."""
     memory = bytearray(SIZE)
     ledger = Ledger(memory)
     for expected in (1, 2):

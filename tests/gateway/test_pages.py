@@ -1,4 +1,4 @@
-"""Answers of the gateway in the place of the server."""
+"""Answers of the gateway in place of the server."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A leased secret goes only into requests its owner allowed, and no more bytes go up than the budget lets pass."""
+"""A leased secret goes only into requests that its binding permits, and uploads stay within the budget."""
 
 import asyncio
 import socket
@@ -42,7 +42,7 @@ USE = SecretAt(PLAN, "good.test", Endpoint(443, Scheme.HTTPS))
 
 
 def allowing(port: int) -> CompiledPolicy:
-    """A policy that lets TLS to good.test pass on one port."""
+    """Return a policy that allows TLS to good.test on one port."""
     rule = Rule("r", Action.ALLOW, (HostPattern("good.test"),), endpoints=(Endpoint(port, Scheme.HTTPS),))
     return CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(rule,)),))
 
@@ -123,7 +123,7 @@ async def test_a_value_that_came_with_another_scope_than_was_asked_for_is_not_us
 
 
 UNUSUAL = replace(request(), port=8443)
-"""A port that may speak either scheme."""
+"""A port that can carry either scheme."""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ UNUSUAL = replace(request(), port=8443)
     ids=["host", "port", "scheme"],
 )
 async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, other: RequestFacts) -> None:
-    """Another one is asked for on its own, and so is what is looked for there."""
+    """Another destination needs its own release, for requests and for the search of responses."""
     assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
     far.refusal = wire.RequestError(wire.Code.NOT_BOUND, "the secret is not bound to this destination")
     with pytest.raises(SecretRefused):
@@ -225,7 +225,10 @@ async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSe
 
 
 async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secrets: LeasedSecrets) -> None:
-    """A release for looking serves no request: that is asked for with its method and path; and then serves looking."""
+    """A release for the search serves no request.
+
+    A request's own release, for its method and path, also serves the search.
+    """
     far.scope = Scope(("PUT",))
     far.former = ("yesterday's value",)
     for _ in range(3):
@@ -237,7 +240,7 @@ async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secr
 
 
 async def test_what_is_looked_for_is_asked_for_again_after_a_revocation_and_on_a_new_channel(far: Far) -> None:
-    """Of vaultd started anew, or in a new worker: nothing but the secret's own end ends it."""
+    """From a restarted vaultd, or in a new worker: the search ends only with the secret itself."""
     for values in (1, 2):
         near, other = socket.socketpair()
         server = await wire.serve_connection(other, handler(CHANNEL, far.handle))
@@ -262,7 +265,7 @@ async def test_a_secret_the_sandbox_does_not_have_is_not_asked_for_with_each_req
     far.refusal = None
     far.lease_seconds = 0
     await secrets.lease(PLAN, request())
-    assert (Secret("value 3"),) == await secrets.sought(USE)  # the lease is over, and the secret is there
+    assert (Secret("value 3"),) == await secrets.sought(USE)  # the lease has ended, and the secret exists
 
 
 async def test_what_is_not_known_is_no_absence(far: Far, secrets: LeasedSecrets) -> None:
@@ -274,7 +277,7 @@ async def test_what_is_not_known_is_no_absence(far: Far, secrets: LeasedSecrets)
 
 
 class Recorded:
-    """Keeps what it is told, or does not accept it."""
+    """A log that stores its records, or does not accept them."""
 
     def __init__(self, *, failing: bool = False) -> None:
         self.records: list[tuple[str, str, dict[str, object]]] = []
@@ -302,7 +305,7 @@ def configured(policy: CompiledPolicy) -> GatewayConfig:
 
 
 def changed(config: GatewayConfig, **changes: Any) -> GatewayConfig:
-    """The same sandbox at a host with other constants."""
+    """Return the configuration of the same sandbox on a host with other constants."""
     return replace(config, constants=replace(config.constants, **changes))
 
 
@@ -311,7 +314,7 @@ def changed(config: GatewayConfig, **changes: Any) -> GatewayConfig:
     [(DENY_ALL, DialFailure.POLICY), (POLICY, DialFailure.POLICY), (allowing(1), DialFailure.CONNECT)],
 )
 async def test_a_flow_that_policy_does_not_allow_is_not_dialled(policy: CompiledPolicy, failure: DialFailure) -> None:
-    """Even for the operator's own map, and whatever was decided before."""
+    """Even for the operator's own addresses of hosts, and after any earlier decision."""
     clock = asyncio.get_running_loop().time
     config = configured(policy)
     dialler = UpstreamDialler(Resolver((), clock), in_force(config), clock)
@@ -362,7 +365,7 @@ async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_c
     failures = {end.failure for end in ends if isinstance(end, DialError)}
     server.close()
 
-    assert 60 <= len(made) <= 41 + 20 * (max(begun) + 1)  # a second of turns beyond the last dial's begin
+    assert 60 <= len(made) <= 41 + 20 * (max(begun) + 1)  # one more second of turns than at the beginning of the last dial
     assert {DialFailure.RATE} == failures
     assert all(after >= (number - 41) / 20 for number, after in enumerate(made, 1))
 
@@ -404,7 +407,7 @@ async def test_a_change_of_policy_cuts_connections_to_addresses_that_it_denies()
 
 
 async def test_a_connection_is_not_handed_out_if_the_policy_changed_while_it_was_made() -> None:
-    """The dialler has judged and connected; before its caller has the connection, the policy denies the address."""
+    """The dialler has judged and connected. Before its caller gets the connection, the policy denies the address."""
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     config = configured(allowing(port))
@@ -442,7 +445,7 @@ def test_the_policy_in_force_says_which_secrets_a_host_can_be_sent() -> None:
 
 
 async def test_a_decision_is_recorded_with_the_policy_that_made_it_and_an_outcome_without() -> None:
-    """auditd's end of the channel has the record before `accept` returns, and notes after it."""
+    """auditd has the record before `accept` returns, and gets notes after it."""
     recorded: list[Entry] = []
     all_noted = asyncio.Event()
 
@@ -479,7 +482,7 @@ async def test_a_decision_is_recorded_with_the_policy_that_made_it_and_an_outcom
 
 
 class Waiting(Resolver):
-    """Answers once it is released."""
+    """A resolver that answers when it is released."""
 
     def __init__(self) -> None:
         super().__init__((), lambda: 0.0)
@@ -537,7 +540,7 @@ async def test_a_name_beyond_a_bound_is_not_dialled_and_the_rule_is_said() -> No
     ],
 )
 def test_the_host_knows_its_own_addresses(address: str, opened: tuple[IPv4Network, ...], own: bool) -> None:
-    """An exception of the operator opens them."""
+    """An exception of the operator permits them."""
     config = GatewayConfig("sbx-1", 1, allowing(443), WorkerConstants("", (), IPv4Address("192.0.2.2"), opened))
     destination = Destination("good.test", IPv4Address(address), 443, Scheme.HTTPS, AddressSource.RESOLVED)
 
@@ -575,7 +578,7 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
     await writer.drain()
     assert (False, 0) == (writer.is_closing(), len(spent))
     async with asyncio.timeout(20):
-        await whole.wait()  # a reset may overtake what was sent before it
+        await whole.wait()  # a reset can overtake earlier data
     writer.write(b"X")
     assert (True, 1) == (writer.is_closing(), len(spent))
     async with asyncio.timeout(20):
@@ -584,7 +587,7 @@ async def test_the_write_beyond_the_budget_ends_the_connection_and_is_not_sent()
 
 
 async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_dialled_that_is_not() -> None:
-    """Also the second one of a name, when the first does not answer."""
+    """Also the second address of a name, if the first does not answer."""
     began: list[int] = []
     arrived = asyncio.Event()
     log = Recorded()
@@ -626,7 +629,7 @@ policies:
 
 
 class Resolved(Resolver):
-    """Every name is at 127.0.0.1."""
+    """A resolver with the address 127.0.0.1 for every name."""
 
     async def resolve(self, host: str, *, counted: bool = False) -> Resolution:
         return Resolution(Outcome.ADDRESSES, (IPv4Address("127.0.0.1"),), 60)

@@ -1,4 +1,4 @@
-"""A query gets what policy says of the very labels on the wire, whatever else its bytes are."""
+"""The answer to a query follows the policy for exactly the labels on the wire, whatever its other bytes are."""
 
 import struct
 from ipaddress import ip_address
@@ -305,7 +305,7 @@ EVENTS = {
 
 @pytest.mark.parametrize("case", EVENTS)
 def test_each_denial_is_reported_with_its_rule_and_name(case: str) -> None:
-    """Also to a client that speaks EDNS: Blocked for a name, Prohibited for what is not answered."""
+    """Also to a client with EDNS: Blocked for a name, Prohibited for an unsupported query."""
     message, expected, event = EVENTS[case]
     verdict = ask(message)
     assert isinstance(verdict, QueryAnswer)
@@ -381,7 +381,7 @@ ENDS = {
 
 @pytest.mark.parametrize("outcome", ENDS)
 def test_each_end_of_a_resolution_has_its_answer(outcome: Outcome) -> None:
-    """Without addresses, whatever was found."""
+    """Without addresses, even if some were found."""
     code, extended = ENDS[outcome]
     message = with_opt(query(GOOD))
     verdict = ask(message)

@@ -1,4 +1,4 @@
-"""The resolver believes one answer: of the server it asked, with its id and question, and only what that needs."""
+"""The resolver accepts one answer: from the server it asked, with its id and question, and only the needed records."""
 
 import asyncio
 import socket
@@ -146,7 +146,7 @@ async def test_for_a_name_that_may_not_be_asked_no_query_leaves() -> None:
 
 
 class Held:
-    """A server that answers when it is let; and counts what it was asked."""
+    """A server that answers when it is released, and reports that it was asked."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -155,7 +155,7 @@ class Held:
 
 @asynccontextmanager
 async def held(address: str) -> AsyncIterator[tuple[Upstream, Held]]:
-    """An upstream that knows one address, and answers once it is released."""
+    """Run an upstream resolver with one address that answers when it is released."""
     state = Held()
     answers: set[asyncio.Task[None]] = set()
 
@@ -211,7 +211,7 @@ async def test_a_lookup_under_way_when_policy_changes_is_asked_for_again_or_refu
 
 
 async def test_a_name_that_is_not_known_takes_a_place_in_the_rate_of_names() -> None:
-    """One that is known, one that was counted by its DNS question, and one that is being asked for take none."""
+    """A known name, one counted by its DNS question, and one whose resolution is in progress take no place."""
     async with server(lambda query: [reply(query, a(HOST, "93.184.216.34"))]) as (resolver, queries):
         places = [0.0]
         resolver._turn = lambda: places.pop() if places else None
@@ -224,7 +224,7 @@ async def test_a_name_that_is_not_known_takes_a_place_in_the_rate_of_names() -> 
 
 
 async def test_an_upstream_may_have_an_ipv6_address() -> None:
-    """Over UDP and, for a truncated answer, over TCP."""
+    """Over UDP and, after a truncated answer, over TCP."""
     loop = asyncio.get_running_loop()
 
     class Truncates(asyncio.DatagramProtocol):
@@ -270,7 +270,7 @@ type Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[No
 
 @asynccontextmanager
 async def truncating(serve: Serve | None) -> AsyncIterator[tuple[Resolver, list[bytes]]]:
-    """A server that truncates each answer over UDP, and over TCP does as `serve` says; None: no TCP listener."""
+    """Run a server that truncates each answer over UDP, and runs `serve` over TCP; None: no TCP listener."""
     asked: list[bytes] = []
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -282,7 +282,7 @@ async def truncating(serve: Serve | None) -> AsyncIterator[tuple[Resolver, list[
 
     tcp = None
     port = 0
-    if serve is not None:  # first: few ports of UDP are in use, so the same number is free there
+    if serve is not None:  # first, because few UDP ports are in use: the same number is free there
         tcp = await asyncio.start_server(connection, "127.0.0.1", 0)
         port = tcp.sockets[0].getsockname()[1]
     async with server(lambda query: [reply(query, flags=0x8380)], port) as (resolver, queries):
@@ -363,7 +363,7 @@ async def test_a_hostile_server_over_tcp_is_a_failure_in_bounded_time(
 
 
 async def test_a_server_that_is_silent_holds_a_bounded_number_of_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one too many fails at once; in time all do, and another name is asked for again."""
+    """One question above the limit fails at once. Later all fail, and another name is asked for again."""
     monkeypatch.setattr("gateway.dns.resolver._TRY_SECONDS", 0.2)
     silent = True
     async with server(lambda query: [] if silent else [reply(query, a("x.example.com", "93.184.216.34"))]) as (
@@ -382,7 +382,7 @@ async def test_a_server_that_is_silent_holds_a_bounded_number_of_questions(monke
 
 @given(st.binary(max_size=600), st.integers(0, 6), st.booleans())
 def test_whatever_an_answer_holds_it_is_read_or_malformed(tail: bytes, count: int, pointed: bool) -> None:
-    """And what is read is no longer than what came."""
+    """The records that are read are not longer than the input."""
     head = struct.pack("!HHHHHH", 1, 0x8180, 1, count, 0, 0) + name(HOST) + b"\0\1\0\1"
     body = (b"\xc0\x0c" + tail) if pointed else tail
     with suppress(MalformedMessage):

@@ -1,4 +1,4 @@
-"""What a response head says about itself."""
+"""Properties of a response head."""
 
 import pytest
 

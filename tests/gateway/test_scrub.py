@@ -1,4 +1,4 @@
-"""No form of a secret passes, however the stream is cut, and everything else passes unchanged."""
+"""No form of a secret is relayed, however the stream is split, and all other bytes are unchanged."""
 
 import base64
 import html
@@ -111,7 +111,7 @@ def _units(character: str) -> list[int]:
 
 @pytest.mark.parametrize("escape", range(len(ESCAPES)))
 def test_each_escape_is_taken_out_where_every_character_is_in_it(escape: int) -> None:
-    """Characters of one to four octets."""
+    """With characters of one to four octets."""
     value = 'a/b&c"d+e~Ä中\U0001f600'
     shown = "".join(map(ESCAPES[escape], value)).encode()
     assert b"<" + b"*" * len(shown) + b">" == scrub_bytes(Patterns([value]), b"<" + shown + b">")
@@ -144,7 +144,7 @@ def test_a_line_end_ends_no_match_while_any_value_is_not_ascii(values: list[str]
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_escaped_forms_are_found_however_far_apart_they_are(number: int) -> None:
-    """Where the parts of a body in which escapes are searched meet, and where they do not."""
+    """At and beside the borders of the parts in which escapes are searched."""
     patterns = Patterns(["correct-horse-battery"])
     form = b"correct%2Dhorse%2Dbattery"
     middle = number * patterns.longest
@@ -157,7 +157,7 @@ def test_escaped_forms_are_found_however_far_apart_they_are(number: int) -> None
 def test_four_times_as_much_is_kept_of_what_ends_with_nul_bytes() -> None:
     patterns = Patterns(["correct-horse-battery"])
     near = patterns.context(b"")
-    assert near >= patterns.longest + MIN_COLUMN + len("\r\n") + 8  # a match, the run in front of it, and a wrap
+    assert near >= patterns.longest + MIN_COLUMN + len("\r\n") + 8  # a match, the run before it, and a wrap
     for at, kept in {1: 4 * near, near: 4 * near, near + 1: near, 4 * near: near}.items():
         data = bytearray(b"a" * 4 * near)
         data[-at] = 0
@@ -165,7 +165,7 @@ def test_four_times_as_much_is_kept_of_what_ends_with_nul_bytes() -> None:
 
 
 def test_a_wrap_at_the_bound_is_no_line_end_in_utf_32_either() -> None:
-    """The line in front of it is at the very beginning of what is searched."""
+    """The line before it is at the very beginning of the searched text."""
     patterns = Patterns(["correct-horse-battery"])
     for end in ("\n", "\r\n"):
         for behind in range(patterns.longest - 5, patterns.longest + 5):
@@ -192,7 +192,7 @@ def test_an_escape_that_is_the_beginning_of_another_hides_no_end(rest: str, esca
 )
 @settings(max_examples=150)
 def test_each_character_may_be_escaped_in_its_own_way(value, data, charset, cuts, before):
-    """What stands around it, an introducer of an escape included, does not hide it, and passes."""
+    """Text around it, also the introducer of an escape, does not hide it, and is relayed."""
     chosen = [data.draw(st.sampled_from(ESCAPES))(character) for character in value]
     shown = "".join(chosen)
     front, back, body = (text.encode(charset) for text in (before, "\n", f"{before}{shown}\n"))
@@ -203,7 +203,7 @@ def test_each_character_may_be_escaped_in_its_own_way(value, data, charset, cuts
 
 @pytest.mark.parametrize("value", [".0+XY%c-0000", "%25Y.&Y9a/a%b", "a0%9/9%1X09%9"])
 def test_an_end_inside_an_escape_is_a_beginning_whatever_the_value_holds(value: str) -> None:
-    """The bytes of an unfinished escape may also be read as characters of the value."""
+    """The bytes of an unfinished escape can also be characters of the value."""
     patterns = Patterns([value])
     shown = quote(value, safe="").encode()
     for end in range(12, len(shown)):
@@ -213,7 +213,7 @@ def test_an_end_inside_an_escape_is_a_beginning_whatever_the_value_holds(value: 
 @pytest.mark.parametrize("charset", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("character", ["\u010d", "\u0d0a", "\u0a00", "\U000d0000"])
 def test_a_byte_of_a_character_is_no_line_end(character: str, charset: str) -> None:
-    """The value is found wherever the body is cut."""
+    """The value is found wherever the body is split."""
     value = f"pass{character}word-{character}-0000"
     body = f"{value}.".encode(charset)
     end = len(body) - len(".".encode(charset))
@@ -223,7 +223,7 @@ def test_a_byte_of_a_character_is_no_line_end(character: str, charset: str) -> N
 
 
 def test_what_common_encoders_make_of_it_is_found():
-    """Node and Go where they are installed; see the table above for others."""
+    """Node if it is installed. The table above has the forms of others."""
     made = []
     if (node := shutil.which("node")) is not None:
         script = "const v=process.argv[1];console.log(JSON.stringify(v)+encodeURIComponent(v)+encodeURI(v)+escape(v))"
@@ -256,7 +256,7 @@ def test_base64_is_found_at_every_alignment(value, before, after, urlsafe):
     text = encode(before + value.encode() + after)
     out = scrub_bytes(Patterns([value]), text)
     assert len(text) == len(out)
-    # At most the characters that hold only what surrounds the value are left.
+    # Only characters that encode nothing but the text around the value can remain.
     left = len(text) - out.count(b"*")
     assert left <= -(-len(before) * 8 // 6) + -(-len(after) * 8 // 6) + 4
 
@@ -297,7 +297,7 @@ def test_periodic_values_are_taken_out_whole(repeats, cuts):
 @given(tokens, tokens, st.lists(st.sampled_from(["v", "e", "h", "x", "\n", "0"]), max_size=40))
 @settings(max_examples=50)
 def test_what_is_held_back_depends_on_no_value(value, other, shape):
-    """A server that sends the one, its beginning or an encoding of it is as prompt as with any other of its length."""
+    """The delay of the value, its beginning or an encoding is that of another value of the same length."""
     other = (other * 8)[: len(value)]
     pieces = {"v": value.encode(), "e": quote(value).encode(), "h": value[:5].encode(), "x": b"and so on "}
     pieces |= {"\n": b"\n", "0": bytes(3)}
@@ -337,7 +337,7 @@ def test_a_stream_cut_inside_a_form_shows_no_part_of_it():
 
 
 def test_each_piece_in_which_a_value_is_found_counts_once():
-    value = VALUE.replace("Ä", "")  # of another value a line end would not release the line
+    value = VALUE.replace("Ä", "")  # another value would not release the line at a line end
     raw = value.encode()
     scrubber = Scrubber(Patterns([value]))
     counts = []

@@ -1,4 +1,4 @@
-"""What gives a secret away, which answers can be searched for it, and how much of it they may tell."""
+"""Secrets in responses: values that reveal them, searchable responses, and the limit of what these may reveal."""
 
 import base64
 from collections.abc import Callable
@@ -92,12 +92,12 @@ def test_a_charset_in_which_text_is_not_its_own_bytes_is_not_searched(content_ty
     assert answer is searchable(["text/plain", content_type])
 
 
-# What a flow looks for, and counts.
+# Values to search for, and counts.
 
 
 @dataclass
 class Vault:
-    """What policy binds to the host, and what vaultd answers."""
+    """The policy's bindings of the host, and vaultd's answers."""
 
     uses: tuple[SecretAt, ...]
     values: dict[str, tuple[str, ...] | Exception]
@@ -169,7 +169,7 @@ async def test_all_values_of_all_secrets_of_the_host_are_looked_for_and_asked_fo
     assert (["first", "second"], {"first", "second"}) == (vault.asked, sought.names)
     assert sought.covers([FIRST.plan, SECOND.plan]) and not sought.covers([use("third").plan])
 
-    vault.uses = ()  # it may come back all the same
+    vault.uses = ()  # it can still come back
     await sought.learn()
     assert sought.patterns.spans(b"another-value")
 
@@ -203,7 +203,7 @@ async def test_what_is_looked_for_once_is_bounded_also_when_policy_binds_it_no_m
     ledger.reflections = MAX_PARTIAL
     vault.uses = ()
     assert sought.refusal() is not None
-    assert looking(vault, ledger).refusal() is None  # of a host that never had one
+    assert looking(vault, ledger).refusal() is None  # for a host that never had a secret
 
 
 async def test_each_end_that_looks_like_a_secret_is_counted_before_it_is_shown() -> None:
@@ -229,7 +229,7 @@ def test_patterns_are_shared_bounded_and_forgotten() -> None:
     first = known.of(frozenset({"value-of-today"}))
     for number in range(MAX_PATTERNS - 1):
         known.of(frozenset({f"another value {number}"}))
-    assert first is known.of(frozenset({"value-of-today"}))  # and is the last now that was used
+    assert first is known.of(frozenset({"value-of-today"}))  # it is now the last used
     known.of(frozenset({"one more value"}))
     assert f"KnownPatterns({MAX_PATTERNS})" == repr(known)
     assert first is known.of(frozenset({"value-of-today"}))

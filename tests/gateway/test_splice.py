@@ -1,4 +1,4 @@
-"""What one side sent is what the other gets, and a relay always ends."""
+"""Each side receives what the other one sent, and a relay always ends."""
 
 import asyncio
 import os
@@ -72,7 +72,7 @@ async def test_a_refused_chunk_is_not_sent_and_ends_both_directions(sockets: Soc
         return sum(asked) <= 10
 
     task = asyncio.create_task(relay(inner, outer, traffic, idle=5, total=5, may_send=may_send))
-    await loop.sock_sendall(server, bytes(100))  # downwards nothing is asked
+    await loop.sock_sendall(server, bytes(100))  # downloads need no permission
     await loop.sock_sendall(client, b"0123456789")
     assert b"0123456789" == await loop.sock_recv(server, 100)
     await loop.sock_sendall(client, b"X")
@@ -126,7 +126,7 @@ async def test_what_was_read_first_goes_ahead_and_is_counted_and_asked_for(socke
 
 
 async def test_a_receiver_that_does_not_read_stops_the_sender_and_the_idle_limit_ends_it(sockets: Sockets) -> None:
-    """Only what the kernel took is counted, the first bytes' share included; the receiver finds exactly that."""
+    """Only bytes that the kernel took are counted, with those of `first`. The receiver gets exactly these."""
     client, inner, outer, server = sockets
     traffic = Traffic()
     sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(client, bytes(64 << 20)))

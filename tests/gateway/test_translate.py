@@ -1,4 +1,4 @@
-"""A request has one meaning, or is refused; what is forwarded is what was judged."""
+"""A request has one meaning or is refused. The forwarded request is the judged one."""
 
 from dataclasses import replace
 
@@ -315,7 +315,7 @@ def test_each_refusal_has_its_reason_and_status(case):
 
 
 def head_of(size):
-    """A request whose head counts `size` bytes: target, and name, value and four bytes of each header."""
+    """Return a request whose head counts `size` bytes: target, and name, value and four bytes for each header."""
     counted = len(GET.target) + sum(len(name) + len(value) + 4 for name, value in GET.headers)
     return with_headers((b"X", b"a" * (size - counted - 5)))
 
@@ -492,7 +492,7 @@ FORMS = {
 
 @pytest.mark.parametrize("case", FORMS)
 def test_a_form_that_is_refused_before_policy_is_reported(case):
-    """`sallyport policy explain` says it."""
+    """`sallyport policy explain` shows it."""
     request, expected = FORMS[case]
     assert expected == refusal_of_form(request)
 

@@ -1,4 +1,4 @@
-"""The values between an engine and an exchange are fixed once they are made."""
+"""The values between an engine and an exchange are immutable."""
 
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 

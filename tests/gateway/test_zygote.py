@@ -1,4 +1,4 @@
-"""A fork request is exactly one, or nothing is forked."""
+"""A fork request is exactly one valid request, or nothing is forked."""
 
 from ipaddress import IPv4Address
 from typing import Any

@@ -14,13 +14,13 @@ from standins import World, world
 
 @pytest.fixture
 async def server() -> AsyncIterator[World]:
-    """A running server that asks for an API key."""
+    """Run a server that requires an API key."""
     async with world() as described, described.serving() as running:
         yield running
 
 
 @pytest.fixture
 async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """A running server without a port, that can be killed and started again."""
+    """Run a server without a port. Tests can kill it and start it again."""
     async with running(monkeypatch.setattr) as there:
         yield there

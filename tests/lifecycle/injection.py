@@ -1,9 +1,10 @@
-"""Faults at the control plane's own seams: each call to a daemon and each write to the registry is a step.
+"""Faults in the calls of the control plane: each call to a daemon and each write to the registry is a step.
 
-A request carries its `Injection` in a context variable, so what it starts (a creation's task, a write that outlives its
-caller) counts its steps with it, and the background tasks count none. Steps are found by running, never listed.
+A request carries its `Injection` in a context variable. The tasks that it starts (a creation's task, a write that
+outlives its caller) therefore count their steps with it. Background tasks count none. The steps are found by running
+an operation; there is no list of them.
 
-A kill is simulated by its effects: from the step on, the server's actions have none, as after a SIGKILL.
+A kill is simulated by its effects: from the step on, the server's actions have no effect, as after a SIGKILL.
 """
 
 import asyncio
@@ -28,21 +29,21 @@ REGISTRY = "registry"
 
 @dataclass
 class Injection:
-    """One fault: at step `number` (from 0; -1 is none) of one request, in one of the modes above."""
+    """One fault: at step `number` (from 0; -1 means none) of one request, in one of the modes above."""
 
     number: int = -1
     mode: str = ""
     seen: list[str] = field(default_factory=list)
     fired: bool = False
     leave: Callable[[], object] = lambda: None
-    """Makes the caller of the request go away."""
+    """Disconnects the caller of the request."""
 
 
 current: ContextVar[Injection | None] = ContextVar("injection", default=None)
 
 
 def failure(place: str) -> Exception:
-    """What a broken `place` raises."""
+    """Return the exception that a call to a broken `place` raises."""
     return (
         sqlite3.OperationalError("injected") if place == REGISTRY else daemon_clients.Unreachable(place, TimeoutError())
     )
@@ -50,15 +51,18 @@ def failure(place: str) -> Exception:
 
 @dataclass
 class Injector:
-    """Stands between one server and what it calls; `really` kills the process, else its effects are simulated."""
+    """A layer between one server and its calls.
+
+    If `really` is set, it kills the process. Otherwise it simulates the effects of a kill.
+    """
 
     really: bool = False
     dead: bool = False
     out: set[str] = field(default_factory=set)
-    """The places that do not answer until further notice."""
+    """The places that do not answer until they are removed from this set."""
 
     async def step[T](self, place: str, name: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Do one step, or what the fault makes of it."""
+        """Execute one step, with the fault if it is due."""
         if self.dead:
             raise asyncio.CancelledError
         if place in self.out:
@@ -102,7 +106,7 @@ class Injector:
         raise asyncio.CancelledError
 
     def install(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
-        """Put this in the way of every `Daemon` and `Registry`."""
+        """Intercept the calls of every `Daemon` and `Registry`."""
         ask = daemon_clients.Daemon.ask
 
         async def asked(

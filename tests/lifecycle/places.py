@@ -1,4 +1,4 @@
-"""A server that is killed and started again beside stand-ins, and everything that must agree when it is settled."""
+"""A server that tests kill and start again beside stand-ins, and the checks that all parts agree when it is settled."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ VAULT = {
 
 @dataclass
 class Place:
-    """A server that can be killed and started again, on the same state and beside the same daemons."""
+    """A server that can be killed and started again, with the same state and the same daemons."""
 
     world: World
     injector: Injector
@@ -85,7 +85,7 @@ class Place:
     async def with_fault(
         self, injection: Injection, operation: Callable[[], Awaitable[httpx.Response]]
     ) -> httpx.Response | None:
-        """Do an operation with its fault; None if no client was left for the answer."""
+        """Execute an operation with its fault. Return None if the fault disconnected the client before the answer."""
         context = copy_context()
         context.run(current.set, injection)
         task = asyncio.get_running_loop().create_task(_awaited(operation), context=context)
@@ -105,7 +105,7 @@ async def _awaited(operation: Callable[[], Awaitable[httpx.Response]]) -> httpx.
 
 
 async def wrong(place: Place) -> list[str]:
-    """Everything that registry, host, gateway and vault do not agree on."""
+    """Return every difference between registry, host, gateway and vault."""
     assert place.server is not None
     hostd, vaultd = place.world.hostd, place.world.vaultd
     rows = await place.rows()
@@ -133,7 +133,7 @@ async def wrong(place: Place) -> list[str]:
 
 
 async def settled(place: Place) -> list[str]:
-    """What is still wrong when nothing is, or the time is over."""
+    """Wait until nothing is wrong or the time limit is over. Return what is still wrong."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while (found := await wrong(place)) and time.monotonic() < deadline:  # noqa: ASYNC110 - it is other processes' state
         await asyncio.sleep(0.01)
@@ -146,7 +146,7 @@ def _routes() -> FastAPI:
 
 
 def _api(context: Context) -> FastAPI:
-    """The same routes for every server: they keep nothing, and building them is the dearest part of a start."""
+    """Return the same routes for every server. They keep no state, and building them is the slowest part of a start."""
     routes = _routes()
     routes.state.context = context
     return routes
@@ -154,7 +154,7 @@ def _api(context: Context) -> FastAPI:
 
 @contextlib.asynccontextmanager
 async def running(replace: Callable[[Any, str, Any], None], policy: str | None = None) -> AsyncIterator[Place]:
-    """A running server; what it does later it does soon."""
+    """Run a server whose background tasks run at short intervals."""
     for name, seconds in (("OBSERVE_SECONDS", 0.02), ("RETRY_FIRST", 0.02), ("RETRY_MOST", 0.05)):
         replace(reaper, name, seconds)
     injector = Injector()

@@ -1,8 +1,8 @@
-"""Stand-ins for hostd, vaultd and auditd, and a whole server around them.
+"""Stand-ins for hostd, vaultd and auditd, and a whole server with them.
 
-They are small `wire` servers that keep what they are told and pass sandbox traffic on to a local HTTP server through
-the same unix sockets and preamble as a gateway. The processes themselves are tested where they live; what is under test
-here is the control plane: real uvicorn, real registry, real sockets.
+The stand-ins are small `wire` servers. They store what they receive, and relay sandbox traffic to a local HTTP server
+through the same unix sockets and preamble as a gateway. The real daemons have their own tests. The subject here is
+the control plane, with real uvicorn, registry and sockets.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
 
 _routes: list[Any] = []
-"""The applications of servers that have ended: building one takes longer than the rest of a start."""
+"""The applications of servers that have ended, for reuse: building one takes longer than the rest of a start."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that ends as soon as `ends` is set, and waits only for connections that there are."""
+    """uvicorn that ends as soon as `ends` is set, and waits only for existing connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -66,7 +66,7 @@ class HttpServer(uvicorn.Server):
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        await asyncio.sleep(0)  # those that were idle are closed
+        await asyncio.sleep(0)  # idle connections close in this turn
         if self.server_state.connections or self.server_state.tasks:
             await super().shutdown(sockets)
 
@@ -75,7 +75,7 @@ BOUNDS = CreationBounds(launches=4, pending=128, sandboxes=1000, answer_seconds=
 
 
 class StandIn:
-    """Answers from `answer`; `fail` makes an operation refuse, `hold` makes it wait.
+    """A daemon that answers from `answer`. `fail` makes an operation refuse, `hold` makes it wait.
 
     `tests/contracts/test_daemons.py` compares the answers with those of the real daemons.
     """
@@ -98,35 +98,35 @@ class StandIn:
         return await self.answer(op, parameters)
 
     async def answer(self, op: str, given: dict[str, Any]) -> wire.Message:
-        """Answer one request; each kind of daemon has its own."""
+        """Answer one request. Each kind of daemon implements it."""
         raise NotImplementedError
 
     def named(self, op: str) -> list[dict[str, Any]]:
-        """Parameters of all calls of one operation."""
+        """Return the parameters of all calls of one operation."""
         return [parameters for name, parameters in self.calls if name == op]
 
 
 class StandInHostd(StandIn):
-    """Keeps sandboxes in a dict and relays their ingress to 127.0.0.1:`backend`."""
+    """A stand-in that stores sandboxes in a dict and relays their ingress to 127.0.0.1:`backend`."""
 
     def __init__(self, run_dir: Path, policy_file: Path | None) -> None:
         super().__init__()
         file = OperatorFile(PolicyDocument()) if policy_file is None else OperatorFile.read(policy_file)
         self.compiler = Compiler(file)
-        """What it compiles with: the product's, which reads the operator's file itself."""
+        """The product's compiler, which reads the operator's file itself."""
         self.sandboxes: dict[str, hostd.HostSandboxState] = {}
         self.policies: dict[str, dict[str, Any]] = {}
         """The policy of each sandbox's gateway."""
         self.listeners: dict[str, asyncio.Server] = {}
         self.backend = 0
         self.refusals = 0
-        """How many of the next connections find nothing listening."""
+        """The number of coming connections that find no listener."""
         self.slow: dict[str, asyncio.Event] = {}
-        """What the removal of a sandbox waits for."""
+        """By sandbox: the event that its removal waits for."""
         self.deaf: dict[str, asyncio.Event] = {}
-        """What the gateway of a sandbox waits for before it takes a configuration."""
+        """By sandbox: the event that its gateway waits for before it takes a configuration."""
         self.gone: set[str] = set()
-        """The sandboxes whose gateway has ended; the next one begins with what is in `policies`."""
+        """The sandboxes whose gateway has ended. The next gateway begins with the policy in `policies`."""
         self.ports: list[int] = []
         self._run_dir = run_dir
         self._relays: set[asyncio.Task[None]] = set()
@@ -172,7 +172,7 @@ class StandInHostd(StandIn):
         return hostd.PolicyInForce(policy["digest"])
 
     async def configure(self, request: hostd.Configure) -> hostd.PolicyInForce:
-        """Put a policy in force, or refuse it; tests replace it."""
+        """Put a policy in force, or refuse it. Tests replace this method."""
         sandbox = request.sandbox
         if sandbox not in self.policies:
             raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
@@ -198,7 +198,7 @@ class StandInHostd(StandIn):
             listener.close()
 
     def change(self, sandbox: str, **changes: Any) -> None:
-        """Change what it says of a sandbox."""
+        """Change fields of the sandbox's state."""
         self.sandboxes[sandbox] = replace(self.sandboxes[sandbox], **changes)
 
     async def _ingress(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -245,7 +245,7 @@ class StandInHostd(StandIn):
 
 
 class StandInVaultd(StandIn):
-    """Keeps grants, inline secrets, their bounds and the names to sign for, per sandbox."""
+    """A stand-in that stores grants, inline secrets, their bounds and the names to sign for, per sandbox."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def _grants(forms: Iterable[vaultd.GrantForm]) -> list[Grant]:
 
 
 class StandInAuditd(StandIn):
-    """Keeps records of the kinds that `serve` may send."""
+    """A stand-in that stores records of the kinds that `serve` may send."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class StandInAuditd(StandIn):
 
 @dataclass
 class World:
-    """A running server and its stand-ins. `now` moves the server's clock."""
+    """A running server and its stand-ins. `offset` and `step` move the server's clock."""
 
     config: ServeConfig
     policies: Policies
@@ -373,7 +373,10 @@ class World:
         return f"127.0.0.1:{self.port}"
 
     def clock(self) -> Clock:
-        """A clock of this world: `offset` seconds more have passed, and somebody set it by `step` seconds."""
+        """Return this world's clock.
+
+        `offset` seconds were added to the elapsed time, and the time of day was set by `step` seconds.
+        """
         return Clock(lambda: time.time() + self.offset + self.step, lambda: time.monotonic() + self.offset)
 
     def client(self, key: str | None = KEY, **options: Any) -> httpx.AsyncClient:
@@ -383,7 +386,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["World"]:
-        """Run the server; may be entered again for a restart on the same state."""
+        """Run the server. A test can enter this again, for a restart on the same state."""
         server = build(self.config, self.policies, self.tokens, clock=self.clock())
         routes = _routes.pop() if _routes else server.edge.api
         routes.state.context = server.context
@@ -407,11 +410,12 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(policy: str | None = None, *, ingress: bool = True, **changes: Any) -> AsyncIterator[World]:
-    """Start stand-ins and describe a server; `changes` are fields of `ServeConfig`, `policy` is YAML.
+    """Start stand-ins and describe a server.
 
-    Without `ingress` there is no program in the sandboxes: for tests that do not ask for one, but for many worlds.
+    `changes` are fields of `ServeConfig`, `policy` is YAML. Without `ingress` the sandboxes contain no program: for
+    tests that make no requests to one but run many worlds.
     """
-    # In memory: each write of the registry waits for the disk, and what a power cut does is not tested here.
+    # In memory, because each write of the registry waits for the disk. Effects of a power cut are not tested here.
     with tempfile.TemporaryDirectory(prefix="slp", dir="/dev/shm") as text:
         directory = Path(text)
         (directory / "ingress").mkdir()
@@ -470,7 +474,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
 
 @dataclass
 class Seen:
-    """What the program in the sandbox saw of one request."""
+    """One request as the program in the sandbox received it."""
 
     method: str
     raw_path: bytes
@@ -483,7 +487,7 @@ class Seen:
 
 
 class Program:
-    """The HTTP server "in the sandbox": it remembers what it saw and answers by path."""
+    """The HTTP server "in the sandbox": it records requests and answers by path."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -547,7 +551,7 @@ class Program:
 
 
 def _listener(port: int) -> socket.socket:
-    """Listen on loopback, with what `serve` sets."""
+    """Listen on loopback, with the socket options that `serve` sets."""
     listener = socket.create_server(("127.0.0.1", port))
     prepare(listener)
     return listener

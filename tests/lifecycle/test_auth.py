@@ -1,4 +1,4 @@
-"""Keys, tokens, claims, counts and what a browser may do, each by itself; the ways in are in `test_guesses`."""
+"""Unit tests of keys, tokens, claims, counts and the browser guard. The routes that use them are in `test_guesses`."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ def _refusals(clock: Clock) -> Refusals:
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.booleans(), st.sampled_from([HERE, THERE])), max_size=120))
 def test_the_attempts_of_an_address_are_bounded_by_time(steps: list[tuple[float, bool, str]]) -> None:
-    """Whenever and however often: a burst, and then one for each two seconds; others are not touched."""
+    """For any sequence: one burst, then one attempt in two seconds. Other addresses are not affected."""
     clock = Clock()
     refusals = Refusals(BURST, 0.5, clock)
     compared = dict.fromkeys((HERE, THERE), 0)
@@ -65,7 +65,7 @@ def test_the_attempts_of_an_address_are_bounded_by_time(steps: list[tuple[float,
 
 
 def test_attempts_come_back_with_time_and_never_more_than_a_burst(refusals: Refusals, clock: Clock) -> None:
-    """The wait that is named is enough, and less is not."""
+    """The wait in Retry-After is enough; a shorter one is not."""
     caller = Caller.at(HERE, refusals)
     for rest in (0.0, 10_000.0):
         clock.now += rest
@@ -79,7 +79,7 @@ def test_attempts_come_back_with_time_and_never_more_than_a_burst(refusals: Refu
     assert "1" == refused.value.headers["Retry-After"]
     clock.now += 0.1
     assert caller.proves(KEYS.claim(KEY))
-    assert caller.proves(KEYS.claim(KEY))  # a right one costs nothing
+    assert caller.proves(KEYS.claim(KEY))  # a right claim costs no attempt
 
 
 def test_attempts_beyond_the_last_are_not_owed(refusals: Refusals, clock: Clock) -> None:
@@ -90,7 +90,7 @@ def test_attempts_beyond_the_last_are_not_owed(refusals: Refusals, clock: Clock)
 
 
 def test_a_claim_that_has_to_wait_is_not_compared(refusals: Refusals) -> None:
-    """Neither then nor together with one at another target that may be tried."""
+    """Neither alone nor together with a claim at another target that may be tried."""
     asked: list[str] = []
 
     def claim(target: str, right: bool) -> Claim:
@@ -107,7 +107,7 @@ def test_a_claim_that_has_to_wait_is_not_compared(refusals: Refusals) -> None:
 
 
 def test_each_wrong_claim_counts_and_a_right_one_clears_the_rest(refusals: Refusals) -> None:
-    """Two claims at one target are two attempts; all are compared, so time does not tell which was right."""
+    """Two claims at one target are two attempts. All are compared, so the time does not reveal which one was right."""
     asked: list[bool] = []
 
     def claim(right: bool, presented: bool = True) -> Claim:
@@ -131,7 +131,7 @@ def test_what_is_not_presented_proves_nothing_and_costs_nothing(refusals: Refusa
 
 
 def test_counts_are_bounded_in_number() -> None:
-    """Addresses without end take no memory without end, and the latest are known."""
+    """Any number of addresses uses bounded memory, and the latest addresses are kept."""
     refusals = Refusals(1, 0.5, Clock())
     first, again = "10.255.0.1", "10.255.0.2"
     for address in (first, again):
@@ -166,7 +166,7 @@ def test_counts_are_bounded_in_number() -> None:
     ],
 )
 def test_addresses_of_one_machine_are_one_caller(one: str | None, other: str | None, same: bool) -> None:
-    """A machine has as many IPv6 addresses as it likes; they are one."""
+    """A machine can use many IPv6 addresses of its network; they count as one caller."""
     refusals = Refusals()
     assert same == (Caller.at(one, refusals).peer == Caller.at(other, refusals).peer)
 
@@ -209,7 +209,7 @@ def test_an_authority_is_split(authority: str, host: str) -> None:
     ],
 )
 def test_only_hosts_of_ours_are_allowed(authority: str, allowed: bool) -> None:
-    """A malformed name in the settings allows no malformed Host."""
+    """A malformed name in the settings allows no malformed Host header."""
     guard = BrowserGuard.of(("Sallyport.Test:99", "", "a:b:c"))
     assert allowed == guard.host_allowed(authority)
 

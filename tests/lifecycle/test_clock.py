@@ -1,4 +1,4 @@
-"""The system's clock is set while sandboxes live: none ends early, none lives on, none is forgotten."""
+"""The system clock is set while sandboxes run: none ends early, none runs too long, none is forgotten."""
 
 import asyncio
 import sqlite3
@@ -30,7 +30,7 @@ def test_a_step_is_reported_and_a_slew_is_not(set_by: float, moved: float) -> No
 
 
 def test_a_reading_that_was_held_up_tells_nothing() -> None:
-    """The process stood still between its two clocks: no step, however far apart they are."""
+    """The process was suspended between its two clock readings: that is no step, however far apart they are."""
     assert 0 == _clock([1000.0, 1010.0], [5.0, 15.0, 45.0]).moved()
     assert 0 == _clock([1000.0, 1040.0], [5.0, 15.0, 45.0]).moved()
 
@@ -61,7 +61,7 @@ async def test_what_is_left_of_a_life_stays_when_the_clock_is_set(server: World,
 
 @pytest.mark.parametrize("step", [DAY, -DAY], ids=["ahead", "back"])
 async def test_a_renewal_is_in_the_time_of_the_caller(server: World, step: float) -> None:
-    """At once after the clock was set, before anybody looked."""
+    """Directly after the clock was set, before a background task read the clock."""
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json={**BODY, 'timeout': 60})).json()['id']}"
         server.step = step
@@ -123,7 +123,7 @@ async def test_rows_and_clock_move_together_whoever_stops_waiting(
     async def slow(seconds: float) -> None:
         nonlocal asked
         asked += 1
-        writing = asyncio.ensure_future(shift(seconds))  # as the database's thread: no cancellation ends it
+        writing = asyncio.ensure_future(shift(seconds))  # like the database's thread: a cancellation does not end it
         begun.set()
         await go.wait()
         await writing

@@ -1,4 +1,4 @@
-"""The program `sallyport` as a process: where its options stand, what it prints, how it ends when that is not read."""
+"""The program `sallyport` as a process: the positions of options, its output, and its end if the output is not read."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ def _run(*words: str, home: Path, **options: Any) -> subprocess.CompletedProcess
 
 
 def _leaves(parser: argparse.ArgumentParser, *words: str) -> Iterator[tuple[str, ...]]:
-    """Every command that can be given, by its words."""
+    """Yield the words of every command."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not groups:
         yield words
@@ -40,7 +40,7 @@ def _leaves(parser: argparse.ArgumentParser, *words: str) -> Iterator[tuple[str,
 
 
 INTERRUPTIBLE = ("env", "--default-signal=INT")
-"""A shell starts what runs in its background with SIGINT ignored; the test session may be one of them."""
+"""A shell starts background processes with SIGINT ignored, and the test session can be one of them."""
 LEAVES = sorted(_leaves(cli.parser()))
 NEEDED = {
     ("policy", "explain"): ["--host", "a.example"],
@@ -51,14 +51,14 @@ NEEDED = {
 
 
 def test_every_command_is_known_here() -> None:
-    """The control of the tests below: they see the whole command line."""
+    """A control for the tests below: their list has every command."""
     assert {"serve", "doctor", "init-config", "policy", "vault", "audit"} == {words[0] for words in LEAVES}
     assert 14 == len(LEAVES)
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)
 def test_config_stands_before_or_after_every_word(words: tuple[str, ...]) -> None:
-    """And after the command's own arguments."""
+    """Also after the command's own arguments."""
     line = [*words, *NEEDED.get(words, [])]
     for place in (*range(len(words) + 1), len(line)):
         options = cli.parser().parse_args([*line[:place], "--config", "own.toml", *line[place:]])
@@ -68,7 +68,7 @@ def test_config_stands_before_or_after_every_word(words: tuple[str, ...]) -> Non
 
 
 def test_the_version_is_that_of_the_package_and_names_the_contract(tmp_path: Path) -> None:
-    """`/version` has the same (test_operations)."""
+    """`/version` reports the same version (test_operations)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert about.VERSION == project["version"]
     assert "lifecycle.command:main" == project["scripts"]["sallyport"]
@@ -103,7 +103,7 @@ IN_EACH_RUN = {("check", "stdout"), ("check", "stderr"), ("no file", "stdout"), 
     ],
 )
 def test_an_output_that_nothing_reads_causes_no_traceback(what: str, closed: str, tmp_path: Path) -> None:
-    """As with `| head -1` and `2>&1 | head -1`; the interpreter's end included."""
+    """As with `| head -1` and `2>&1 | head -1`, until the interpreter has ended."""
     read, write = os.pipe()
     os.close(read)
     streams = {name: write for name in ("stdout", "stderr") if closed in (name, "both")}
@@ -118,21 +118,21 @@ def test_an_output_that_nothing_reads_causes_no_traceback(what: str, closed: str
 
 @pytest.mark.parametrize("what", ["check", "help", "explain"])
 def test_an_output_that_cannot_be_written_is_a_plain_message(what: str, tmp_path: Path) -> None:
-    """A full disk is no success."""
+    """With a full disk the command fails."""
     with open("/dev/full", "w") as full:
         done = _run(*PRINTING[what], home=tmp_path, stdout=full)
     assert (74, "sallyport: the output cannot be written: No space left on device\n") == (done.returncode, done.stderr)
 
 
 def test_an_output_that_is_closed_from_the_start_is_no_fault(tmp_path: Path) -> None:
-    """As with `>&-`."""
+    """As with a redirection to `>&-`."""
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *PROGRAM, *PRINTING["check"]]
     done = subprocess.run(command, cwd=ROOT, env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert (0, "") == (done.returncode, done.stderr)
 
 
 def test_an_interrupt_while_the_program_is_loaded_is_silent(tmp_path: Path) -> None:
-    """It ends as by the signal."""
+    """The process ends by the signal."""
     command = [*INTERRUPTIBLE, sys.executable, "-X", "importtime", *PROGRAM[1:], *PRINTING["check"]]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -144,12 +144,12 @@ def test_an_interrupt_while_the_program_is_loaded_is_silent(tmp_path: Path) -> N
 
 
 def test_an_interrupt_of_a_command_under_way_is_silent(tmp_path: Path) -> None:
-    """It waits for its file when the interrupt comes."""
+    """The command waits for its file when the interrupt arrives."""
     os.mkfifo(tmp_path / "fifo")
     command = [*INTERRUPTIBLE, *PROGRAM, "policy", "check", str(tmp_path / "fifo")]
     with (
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
-        open(tmp_path / "fifo", "w"),  # done once the command has opened it
+        open(tmp_path / "fifo", "w"),  # returns when the command has opened it
     ):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -157,7 +157,7 @@ def test_an_interrupt_of_a_command_under_way_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_missing_server_is_said_with_what_starts_it(tmp_path: Path) -> None:
-    """Whether there is no socket or nothing behind it."""
+    """The message is the same if the socket is missing and if no process listens on it."""
     config = tmp_path / "own.toml"
     config.write_text(f'[sallyport]\nrun_dir = "{tmp_path}"\n')
     done = _run("vault", "list", "--config", str(config), home=tmp_path)
@@ -167,7 +167,7 @@ def test_a_missing_server_is_said_with_what_starts_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["check"], ["explain", "--host", "a.example"]])
 def test_a_policy_file_that_is_named_needs_no_settings(words: list[str], tmp_path: Path) -> None:
-    """Broken ones of the user's do not keep it from being read; without a name they do."""
+    """Broken settings of the user do not prevent the read of a named file. Without a name the command fails."""
     (tmp_path / ".sandbox.toml").write_text("nonsense")
     assert _run("policy", *words, str(EXAMPLE), home=tmp_path).returncode in (0, 1)
     assert 2 == _run("policy", *words, home=tmp_path).returncode
@@ -190,7 +190,7 @@ def _base(tmp_path: Path) -> Settings:
 
 
 def test_the_running_servers_settings_are_found(base: Settings, tmp_path: Path) -> None:
-    """All that the commands need; nothing that is secret; what it does not have counts as not set."""
+    """The note has all settings that the commands need and no secret. A setting that it lacks counts as not set."""
     found = running.settings_of(base)
     assert (tmp_path / "served", EXAMPLE, 18999) == (found.state_dir, found.policy_file, found.port)
     assert tmp_path / "served" / "vault" / "master-key" == found.master_key_file
@@ -209,7 +209,7 @@ def test_a_note_in_a_directory_that_others_can_write_is_not_believed(base: Setti
 
 
 def test_a_second_server_in_the_same_place_leaves_the_note(base: Settings, tmp_path: Path) -> None:
-    """It will not start: the first one holds the lock."""
+    """The second server will not start, because the first one holds the lock."""
     held = lock(base.run_dir)
     running.note(_server(tmp_path, policy_file="/of/the/second"))
     assert EXAMPLE == running.settings_of(base).policy_file
@@ -266,7 +266,7 @@ UNTRUE_BY_ROOT = {"of another user": _of_another_user, "where another user rules
 
 @pytest.mark.parametrize("what", [*UNTRUE, *(pytest.param(what, marks=pytest.mark.system) for what in UNTRUE_BY_ROOT)])
 def test_a_note_that_may_be_untrue_counts_for_nothing(base: Settings, what: str) -> None:
-    """The command then has the settings that `serve` would have."""
+    """The command then uses the settings that `serve` would use."""
     assert running.settings_of(base) is not base
     (UNTRUE | UNTRUE_BY_ROOT)[what](base.run_dir / running.NAME)
     assert running.settings_of(base) is base
@@ -275,7 +275,7 @@ def test_a_note_that_may_be_untrue_counts_for_nothing(base: Settings, what: str)
 def test_settings_that_are_named_are_not_replaced(
     base: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `--config` or by the environment; a note is for commands that were given none."""
+    """By `--config` or by the environment. The note is only for commands without named settings."""
     defaults, own = tmp_path / "defaults.toml", tmp_path / "own.toml"
     defaults.write_text(f'[sallyport]\nrun_dir = "{base.run_dir}"\n')
     own.write_text(f'[sallyport]\nstate_dir = "{tmp_path}/own"\n')
@@ -291,7 +291,7 @@ def test_settings_that_are_named_are_not_replaced(
 
 
 def test_an_unknown_setting_is_answered_with_the_one_that_was_meant() -> None:
-    """A key as well as a table."""
+    """For a key and for a table."""
     for document, hint in (
         ({"server": {"prot": 1}}, "did you mean 'server.port'?"),
         ({"sallyport": {"policy_fil": "/x"}}, "did you mean 'sallyport.policy_file'?"),

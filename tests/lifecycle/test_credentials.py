@@ -1,4 +1,4 @@
-"""Keys, tokens and claims, each by itself; the ways in are in `test_guesses`."""
+"""Unit tests of keys, tokens and claims. The routes that use them are in `test_guesses`."""
 
 import base64
 import hmac
@@ -42,18 +42,18 @@ def test_each_key_is_taken(key: str) -> None:
     ids=range(12),
 )
 def test_no_other_key_is_taken(key: str) -> None:
-    """The digest as it is stored is none, nor is text that is not UTF-8, which raises nothing."""
+    """Neither the stored digest nor text that is not UTF-8 is a key; the latter raises no exception."""
     assert not proves(KEYS.claim(key))
 
 
 def test_a_key_of_any_bytes_is_taken() -> None:
-    """A header is bytes: those that are not UTF-8 are lone surrogates in the text."""
+    """A header is bytes. Bytes that are not UTF-8 become lone surrogates in the text."""
     assert proves(KeyRing((digest("k\udcff"),)).claim("k\udcff"))
     assert not proves(KeyRing((digest("k\udcff"),)).claim("k\udcfe"))
 
 
 def test_an_empty_key_is_never_one_of_ours() -> None:
-    """Though its digest is configured."""
+    """Even if the digest of the empty key is configured."""
     ring = KeyRing((digest(""), digest(KEY)))
     assert not ring.claim("").presented
     assert not ring._accepts("")
@@ -69,7 +69,7 @@ def test_without_keys_nothing_is_claimed() -> None:
 
 
 def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many comparisons for the first key as for a wrong one, all of `hmac.compare_digest`."""
+    """The first key and a wrong one cause the same number of comparisons, all with `hmac.compare_digest`."""
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
 
@@ -130,7 +130,7 @@ def test_a_key_of_two_words_is_found() -> None:
     ],
 )
 def test_no_key_is_found_where_there_is_none(value: str) -> None:
-    """What claims to be Basic credentials and is none raises nothing."""
+    """Malformed Basic credentials raise no exception."""
     assert not KEYS.occurs_in(value)
 
 
@@ -169,6 +169,6 @@ def test_a_short_token_key_is_refused_and_none_is_shown() -> None:
 
 
 def test_a_claim_does_not_show_what_was_presented() -> None:
-    """It may be logged."""
+    """Because a claim can be logged."""
     claims = (KEYS.claim(KEY), TOKENS.claim(Purpose.EGRESS, "sbx-1", "token-of-a-sandbox"))
     assert not any(word in repr(claims) for word in (KEY, "token-of-a-sandbox"))

@@ -1,7 +1,7 @@
-"""Changes of one sandbox's egress, called directly: locks, order, what a failure leaves, and what settles it.
+"""Changes of one sandbox's egress, called directly: locks, order, the state after a failure, and settling.
 
-The server's background tasks do not run: what a write leaves stays as it is. What callers see of it over HTTP is in
-tests/contracts/test_egress_api.py, faults at each step are in test_faults_at_each_step.
+The server's background tasks do not run, so the state after a write stays. The behaviour over HTTP is tested in
+tests/contracts/test_egress_api.py, faults at each step in test_faults_at_each_step.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Still:
 
     @property
     def gateway(self) -> CompiledPolicy:
-        """What the gateway has."""
+        """Return the policy of the gateway."""
         return CompiledPolicy.from_json(self.world.hostd.policies[self.sandbox])
 
     @property
@@ -77,7 +77,7 @@ class Still:
 
     @property
     def grants(self) -> set[tuple[str, str]]:
-        """What vaultd has granted: secret and host."""
+        """Return the pairs of secret and host that vaultd has granted."""
         return {(one.secret, one.host) for one in self.world.vaultd.grants[self.sandbox]}
 
     @property
@@ -85,7 +85,7 @@ class Still:
         return set(self.world.vaultd.inline[self.sandbox].values())
 
     def calls(self) -> list[str]:
-        """Calls of daemons since the last question, in the order of each."""
+        """Return the calls of daemons since the last call of this method, for each daemon in order."""
         found = []
         for daemon in (self.world.auditd, self.world.vaultd, self.world.hostd):
             found += [op for op, _ in daemon.calls if op not in ("ping", "inspect")]
@@ -93,7 +93,7 @@ class Still:
         return found
 
     async def document(self, text: str) -> None:
-        """The operator's file changes, for the server and for hostd."""
+        """Change the operator's file, for the server and for hostd."""
         (self.world.config.run_dir / "policies.yaml").write_text(text + "# changed\n")
         assert await self.server.policies.reload()
         self.world.hostd.compiler = Compiler(OperatorFile(load_text(text)))
@@ -121,14 +121,14 @@ async def _still() -> AsyncIterator[Still]:
 
 @pytest.fixture(name="vaulted")
 async def _vaulted(still: Still) -> Still:
-    """Its sandbox has a vault: two credentials and bindings of one host."""
+    """Give the sandbox a vault: two credentials, and bindings of one host."""
     await still.egress.create_vault(still.sandbox, VAULT)
     still.calls()
     return still
 
 
 async def refused(work: Awaitable[object]) -> tuple[int, str]:
-    """Status and text of the refusal."""
+    """Return the status and text of the refusal."""
     with pytest.raises((EgressError, VaultText)) as caught:
         await work
     assert isinstance(caught.value, EgressError | VaultText)
@@ -137,7 +137,7 @@ async def refused(work: Awaitable[object]) -> tuple[int, str]:
 
 
 def writes(still: Still) -> dict[str, Callable[[], Awaitable[object]]]:
-    """Every write there is."""
+    """Return every kind of write."""
     change, name = still.egress, still.sandbox
     return {
         "replace": lambda: change.replace(name, allowing("new.example.org")),
@@ -153,7 +153,7 @@ def writes(still: Still) -> dict[str, Callable[[], Awaitable[object]]]:
 
 
 async def test_the_policy_a_caller_sees_without_one_of_its_own(still: Still) -> None:
-    """Deny; under a named policy, which he can only narrow, allow."""
+    """Deny without a named policy. Allow under a named policy, because the caller can only narrow it."""
     row = replace(await still.row(), network_policy=None)
     assert Action.DENY is user_policy(replace(row, policy_name=None)).default_action
     assert Action.ALLOW is user_policy(replace(row, policy_name="team")).default_action
@@ -187,7 +187,7 @@ async def test_a_vault_that_cannot_be_read_is_not_shown_as_none(still: Still, do
 
 @pytest.mark.parametrize("name", ["replace", "patch", "delete", "create", "mutate", "remove"])
 async def test_a_sandbox_that_ends_takes_no_write(vaulted: Still, name: str) -> None:
-    """In no such state, and nothing is sent to any daemon."""
+    """In each final state the write is refused, and no daemon receives a call."""
     for state in (State.STOPPING, State.FAILED, State.TERMINATED):
         await vaulted.put(state=state)
         before = await vaulted.row()
@@ -230,7 +230,10 @@ async def test_of_two_changes_of_one_revision_one_is_made(vaulted: Still) -> Non
 
 @pytest.mark.parametrize("first", ["policy", "vault"])
 async def test_a_policy_and_a_vault_at_once_do_not_slip_past_each_other(still: Still, first: str) -> None:
-    """Either alone is admitted: a policy without the host, a binding to it. Together they never are."""
+    """Each one alone is admitted: a policy without the host, a binding to the host.
+
+    Both together are never admitted.
+    """
     both: list[Awaitable[object]] = [
         still.egress.replace(still.sandbox, allowing("other.example.org")),
         still.egress.create_vault(still.sandbox, VAULT),
@@ -291,7 +294,7 @@ async def test_a_write_that_takes_too_long_does_not_keep_the_server_from_stoppin
 
 
 async def test_a_policy_is_recorded_before_it_is_in_force(still: Still) -> None:
-    """Without a record nothing is changed, and nothing is left to settle."""
+    """Without a record nothing changes, and nothing remains to be settled."""
     before = await still.row()
     still.world.auditd.fail["record"] = wire.RequestError(wire.Code.STORAGE, "no")
     status, text = await refused(still.egress.patch(still.sandbox, rule("new.example.org")))
@@ -302,7 +305,7 @@ async def test_a_policy_is_recorded_before_it_is_in_force(still: Still) -> None:
 
 
 async def test_the_gateway_has_confirmed_what_the_registry_says(still: Still) -> None:
-    """While it has not, the row is as before, and marked."""
+    """Until the gateway has confirmed, the row is as before, and marked."""
     hold, reached = still.world.hostd.hold, still.world.hostd.reached
     hold["configure"], reached["configure"] = asyncio.Event(), asyncio.Event()
     caller = asyncio.create_task(still.egress.patch(still.sandbox, rule("new.example.org")))
@@ -319,7 +322,7 @@ async def test_the_gateway_has_confirmed_what_the_registry_says(still: Still) ->
 
 @pytest.mark.parametrize(("code", "status"), [("unavailable", 500), ("too_large", 413)])
 async def test_a_policy_that_the_gateway_does_not_take_changes_nothing(still: Still, code: str, status: int) -> None:
-    """The former one is put in force again, and until it is the row is unsettled."""
+    """The former policy is put in force again. Until then the row is unsettled."""
     before = await still.row()
     still.world.hostd.fail["configure"] = wire.RequestError(code, "x")
     assert status == (await refused(still.egress.replace(still.sandbox, allowing("new.example.org"))))[0]
@@ -335,7 +338,7 @@ async def test_a_policy_that_the_gateway_does_not_take_changes_nothing(still: St
 
 
 async def test_a_write_that_fails_is_rolled_back_at_once(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the gateway takes the former policy, nothing is left to settle."""
+    """If the gateway takes the former policy, nothing remains to be settled."""
     before, real = await still.row(), still.world.hostd.configure
 
     async def narrow(request: hostd.Configure) -> hostd.PolicyInForce:
@@ -351,7 +354,7 @@ async def test_a_write_that_fails_is_rolled_back_at_once(still: Still, monkeypat
 
 
 async def test_a_gateway_under_another_document_leaves_the_sandbox_unsettled(still: Still) -> None:
-    """hostd's digest is not ours: what was asked for is stored, and marked until both agree."""
+    """hostd's digest differs from the server's: the requested policy is stored, and marked until both digests agree."""
     compiler, still.world.hostd.compiler = still.world.hostd.compiler, Compiler(OperatorFile(load_text(TIGHTER)))
     changed = await still.egress.patch(still.sandbox, rule("new.example.org"))
     assert "" == changed.policy_digest == (await still.row()).policy_digest
@@ -365,7 +368,7 @@ async def test_a_gateway_under_another_document_leaves_the_sandbox_unsettled(sti
 
 
 async def test_a_policy_that_uncovers_a_binding_is_refused_without_force(vaulted: Still) -> None:
-    """With force the binding goes, and with it what vaultd has granted."""
+    """With force the binding is removed, and vaultd's grant with it."""
     before = await vaulted.row()
     status, text = await refused(vaulted.egress.replace(vaulted.sandbox, allowing("other.example.org")))
     assert (400, True) == (status, text.startswith("credential vault policy validation: "))
@@ -407,7 +410,7 @@ async def test_a_target_without_a_rule_changes_nothing(still: Still) -> None:
 
 
 async def test_a_vault_is_granted_after_it_is_recorded_and_before_the_gateway_has_it(still: Still) -> None:
-    """vaultd has values and grants by the time the gateway asks for them."""
+    """vaultd has values and grants before the gateway can ask for them."""
     hold, reached = still.world.hostd.hold, still.world.hostd.reached
     hold["configure"], reached["configure"] = asyncio.Event(), asyncio.Event()
     caller = asyncio.create_task(still.egress.create_vault(still.sandbox, VAULT))
@@ -433,7 +436,7 @@ async def test_a_vault_is_granted_after_it_is_recorded_and_before_the_gateway_ha
 async def test_a_vault_that_is_not_taken_is_not_there(
     still: Still, caplog: pytest.LogCaptureFixture, daemon: str, op: str, code: str, status: int
 ) -> None:
-    """Its values are dropped at vaultd once that can be, and are in no text and no log."""
+    """Its values are dropped at vaultd as soon as that is possible, and no message or log contains them."""
     before = await still.row()
     caplog.set_level(logging.DEBUG)
     part = getattr(still.world, daemon)
@@ -450,7 +453,7 @@ async def test_a_vault_that_is_not_taken_is_not_there(
 
 
 async def test_a_vault_is_refused_before_a_value_reaches_vaultd(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its text, by the operator's document, by its number of places, and where there is one."""
+    """Because of its text, the operator's document, its number of places, or an existing vault."""
     before = await still.row()
     assert 400 == (await refused(still.egress.create_vault(still.sandbox, {"zzz": 1})))[0]
     monkeypatch.setattr(credential_vault, "MAX_GRANTS", 1)
@@ -468,7 +471,7 @@ async def test_a_vault_is_refused_before_a_value_reaches_vaultd(still: Still, mo
 
 
 async def test_places_count_though_nothing_is_granted_there(vaulted: Still, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A binding that the document in force refuses may be in force again later."""
+    """A binding that the current document refuses can be in force again later."""
     await vaulted.document(TIGHTER)
     await vaulted.egress.replace(vaulted.sandbox, allowing("api.example.org", "other.example.org"))
     other = {**binding("c", "one"), "match": {"hosts": ["other.example.org"]}}
@@ -492,7 +495,7 @@ async def test_what_the_operator_grants_counts(still: Still, monkeypatch: pytest
 
 
 async def test_a_binding_that_the_document_has_come_to_refuse_keeps_no_other_write_out(vaulted: Still) -> None:
-    """What is untouched is not brought by the write; what is changed is."""
+    """The write is not refused for a binding that it does not change. It is refused for one that it changes."""
     await vaulted.document(TIGHTER)
     added = {"credentials": {"add": [credential("three", "value-of-the-third")]}}
     await vaulted.egress.patch_vault(vaulted.sandbox, added)
@@ -516,7 +519,7 @@ async def test_values_that_are_replaced_or_deleted_are_dropped_at_vaultd(vaulted
 
 
 async def test_while_the_gateway_has_not_confirmed_former_and_new_grants_stand(vaulted: Still) -> None:
-    """Either of both policies may be in force; afterwards the new one's are all there is."""
+    """Either policy can be in force until the confirmation. Afterwards only the grants of the new one remain."""
     await vaulted.egress.patch(vaulted.sandbox, rule("other.example.org"))
     hold, reached = vaulted.world.hostd.hold, vaulted.world.hostd.reached
     hold["configure"], reached["configure"] = asyncio.Event(), asyncio.Event()
@@ -549,7 +552,7 @@ async def test_a_value_that_no_binding_uses_is_dropped_when_it_is_replaced(vault
 
 
 async def test_the_places_of_a_binding_out_of_force_go_with_it(vaulted: Still) -> None:
-    """Else its value could be granted there again."""
+    """Otherwise its value could be granted there again."""
     assert 2 == len(vaulted.world.vaultd.bounds[vaulted.sandbox])
     await vaulted.document(TIGHTER)
     vaulted.egress.doubt(vaulted.sandbox)
@@ -571,7 +574,7 @@ async def test_a_value_given_while_its_binding_is_out_of_force_may_be_used_there
 
 
 async def test_what_is_unsettled_is_put_right_as_a_whole_by_the_next_write(vaulted: Still) -> None:
-    """What vaultd has of it is not known."""
+    """Because it is unknown which part of the write reached vaultd."""
     vaulted.world.vaultd.inline[vaulted.sandbox]["inline:left"] = "value-that-was-left"
     await vaulted.put(policy_digest="")
     await vaulted.egress.patch(vaulted.sandbox, rule("new.example.org"))
@@ -580,7 +583,7 @@ async def test_what_is_unsettled_is_put_right_as_a_whole_by_the_next_write(vault
 
 
 async def test_a_write_under_a_new_document_has_recorded_what_that_takes_out_of_force(vaulted: Still) -> None:
-    """Also where it has not been doubted before."""
+    """Also if the document's change was not reported for the sandbox before."""
     await vaulted.document(TIGHTER)
     await vaulted.egress.patch(vaulted.sandbox, rule("new.example.org"))
     assert ["gateway.dropped"] * 2 == [record["kind"] for record in vaulted.world.auditd.records[-2:]]
@@ -592,7 +595,7 @@ async def test_a_write_under_a_new_document_has_recorded_what_that_takes_out_of_
 
 @pytest.mark.parametrize("how", ["vault", "credential"])
 async def test_a_revocation_does_not_wait_for_the_gateway(vaulted: Still, how: str) -> None:
-    """It is written down, cut at vaultd and recorded; the gateway gets its policy later."""
+    """It is stored, applied at vaultd and recorded. The gateway gets its policy later."""
     vaulted.world.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
     if how == "vault":
         await vaulted.egress.delete_vault(vaulted.sandbox)
@@ -611,7 +614,7 @@ async def test_a_revocation_does_not_wait_for_the_gateway(vaulted: Still, how: s
 
 
 async def test_a_revocation_that_vaultd_does_not_hear_is_said_and_carried_forward(vaulted: Still) -> None:
-    """It stays written down; asked again, it is cut before "not found" is said."""
+    """The row keeps the revocation. A second request applies it at vaultd before the answer "not found"."""
     vaulted.world.vaultd.fail |= dict.fromkeys(("narrow", "regrant"), wire.RequestError(wire.Code.INTERNAL, "x"))
     assert 500 == (await refused(vaulted.egress.delete_vault(vaulted.sandbox)))[0]
     assert (None, True) == ((await vaulted.row()).vault, vaulted.egress.unsettled(await vaulted.row()))
@@ -623,7 +626,7 @@ async def test_a_revocation_that_vaultd_does_not_hear_is_said_and_carried_forwar
 
 
 async def test_a_revocation_needs_no_grants_of_vaultd(vaulted: Still) -> None:
-    """Where it gives none, it still takes away: grants, values and the places of those."""
+    """If vaultd grants nothing, it still removes: grants, values and the places of those."""
     vaulted.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.INTERNAL, "x")
     await vaulted.egress.delete_vault(vaulted.sandbox)
     assert (set(), set(), set()) == (vaulted.values, vaulted.grants, vaulted.world.vaultd.bounds[vaulted.sandbox])
@@ -640,7 +643,7 @@ async def test_a_revocation_that_cannot_be_written_down_is_an_error_and_marked(v
 
 
 async def test_a_revocation_needs_no_record(vaulted: Still) -> None:
-    """What closes does not wait for the audit log."""
+    """A change that only removes permissions does not wait for the audit log."""
     vaulted.world.auditd.fail["record"] = wire.RequestError(wire.Code.STORAGE, "no")
     await vaulted.egress.delete_vault(vaulted.sandbox)
     assert (set(), set(), None) == (vaulted.values, vaulted.grants, (await vaulted.row()).vault)
@@ -655,7 +658,7 @@ async def test_where_there_is_no_vault_nothing_is_cut(still: Still) -> None:
 
 
 async def test_what_is_settled_is_left_alone(vaulted: Still) -> None:
-    """And what was compiled under an earlier document that makes no difference."""
+    """Also a row compiled under an earlier document, if the new document makes no difference to it."""
     before = await vaulted.row()
     await vaulted.egress.reapply(vaulted.sandbox)
     vaulted.egress.doubt(vaulted.sandbox)
@@ -668,7 +671,7 @@ async def test_what_is_settled_is_left_alone(vaulted: Still) -> None:
 async def test_a_new_document_is_put_in_force_at_gateway_and_vault(vaulted: Still) -> None:
     await vaulted.document(TIGHTER)
     await vaulted.egress.reapply(vaulted.sandbox)
-    assert [] == vaulted.calls()  # it has not been doubted
+    assert [] == vaulted.calls()  # the document's change was not reported for it
     vaulted.egress.doubt(vaulted.sandbox)
     await vaulted.egress.reapply(vaulted.sandbox)
     assert ("api.example.org",) == vaulted.gateway.always_deny
@@ -679,7 +682,7 @@ async def test_a_new_document_is_put_in_force_at_gateway_and_vault(vaulted: Stil
 
 @pytest.mark.parametrize("mark", ["registry", "memory"])
 async def test_a_mark_has_the_registrys_policy_put_in_force(vaulted: Still, mark: str) -> None:
-    """Whichever of the two has it; the values of rows that are gone are dropped."""
+    """For a mark in either of the two. The values without a row are dropped."""
     vaulted.world.vaultd.inline[vaulted.sandbox]["inline:left"] = "value-that-was-left"
     nothing = (await vaulted.server.policies.nothing()).policy
     vaulted.world.hostd.policies[vaulted.sandbox] = nothing.to_json()
@@ -696,7 +699,7 @@ async def test_a_mark_has_the_registrys_policy_put_in_force(vaulted: Still, mark
 
 @pytest.mark.parametrize("away", ["vaultd", "hostd"])
 async def test_gateway_and_vault_do_not_wait_for_each_other(vaulted: Still, away: str) -> None:
-    """Each gets what is tighter although the other refuses; the sandbox stays unsettled."""
+    """Each one becomes tighter even if the other refuses. The sandbox stays unsettled."""
     await vaulted.document(TIGHTER)
     vaulted.egress.doubt(vaulted.sandbox)
     op = {"vaultd": "regrant", "hostd": "configure"}[away]
@@ -705,7 +708,7 @@ async def test_gateway_and_vault_do_not_wait_for_each_other(vaulted: Still, away
     assert set() == vaulted.grants
     assert (away == "vaultd") == (("api.example.org",) == vaulted.gateway.always_deny)
     assert {"api.example.org"} == vaulted.hosts
-    assert "" == (await vaulted.row()).policy_digest  # also for the next start
+    assert "" == (await vaulted.row()).policy_digest  # the mark is also for the next start
 
 
 async def test_a_database_that_takes_no_mark_keeps_nothing_from_being_settled(vaulted: Still) -> None:
@@ -725,7 +728,7 @@ async def test_a_database_that_takes_no_mark_keeps_nothing_from_being_settled(va
 
 
 async def test_a_vaultd_that_grants_nothing_keeps_what_is_still_granted(still: Still) -> None:
-    """Only what the new document refuses is taken away."""
+    """Only the grants that the new document refuses are removed."""
     await still.egress.patch(still.sandbox, rule("other.example.org"))
     other = {**binding("b", "two"), "match": {"hosts": ["other.example.org"]}}
     await still.egress.create_vault(still.sandbox, {**VAULT, "bindings": [binding("a", "one"), other]})
@@ -738,7 +741,7 @@ async def test_a_vaultd_that_grants_nothing_keeps_what_is_still_granted(still: S
 
 
 async def test_a_vault_that_cannot_be_read_grants_nothing_and_loses_no_value(vaulted: Still) -> None:
-    """A release that can read it may come back; the audit log has it."""
+    """A release that can read the vault can be installed again. The audit log records the failure."""
     await vaulted.put(vault={"revision": "x"}, policy_digest="")
     await vaulted.egress.reapply(vaulted.sandbox)
     assert (set(), {VALUE, "value-of-the-second"}) == (vaulted.grants, vaulted.values)
@@ -777,7 +780,7 @@ async def test_reapplying_raises_nothing_and_forgets_what_is_gone(still: Still) 
 
 
 async def test_a_gateway_with_another_policy_gets_the_registrys(still: Still) -> None:
-    """One that says nothing, or the same, is left alone."""
+    """A gateway that reports no policy, or the same one, is not configured again."""
     row = await still.row()
     for said, configured in (("", 0), (row.policy_digest, 0), ("another", 1)):
         still.world.hostd.change(still.sandbox, policy=said)

@@ -1,4 +1,4 @@
-"""The API's message when a part of the server fails: what failed for the client, without the part's name."""
+"""The API's message when a part of the server fails: it says what failed for the client, without the part's name."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ CODES = ("docker", "network", "gateway", "host", "timeout", "internal")
 
 
 async def _answers(server: World) -> list[str]:
-    """What clients read on every way that asks another part of the server; a sandbox is there."""
+    """Return the error messages of all routes that call another part of the server. A sandbox must exist."""
     said = []
     async with server.client() as client:
         listed = (await client.get("/v1/sandboxes")).json()["items"]
@@ -40,7 +40,7 @@ async def _answers(server: World) -> list[str]:
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("part", ["hostd", "vaultd", "auditd"])
 async def test_no_message_names_a_part_that_refuses(server: World, part: str, code: str) -> None:
-    """Whatever the part itself says."""
+    """For any error text of the part."""
     async with server.client() as client:
         assert (await client.post("/v1/sandboxes", json=BODY)).is_success
     standin = getattr(server, part)
@@ -54,7 +54,7 @@ async def test_no_message_names_a_part_that_refuses(server: World, part: str, co
 
 @pytest.mark.parametrize("part", ["hostd", "vaultd", "auditd"])
 async def test_no_message_names_a_part_that_is_gone(server: World, part: str) -> None:
-    """Its socket is missing."""
+    """The part's socket is missing."""
     async with server.client() as client:
         assert (await client.post("/v1/sandboxes", json=BODY)).is_success
     assert server.server is not None

@@ -1,7 +1,7 @@
-"""A fault at each step of each operation: it is whole or it did not happen, and nothing is left of it.
+"""A fault at each step of each operation: the operation is complete, or nothing of it happened.
 
-The real control plane with stand-ins for the daemons; `injection` finds the steps by running the operation once. The
-same on the real system, for a part of the cases: tests/system/test_faults_of_a_server.py.
+The control plane is real, the daemons are stand-ins. `injection` finds the steps by running the operation once.
+tests/system/test_faults_of_a_server.py does the same on the real system for a part of the cases.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from places import (
 from lifecycle.sandboxes.registry import Sandbox
 
 EXTENDED = ("unreached", "left-before", "killed-before")
-"""Modes whose steps end as those of another mode do, one step earlier or later."""
+"""Modes whose steps end like those of another mode, one step earlier or later."""
 MODES = [pytest.param(mode, marks=[pytest.mark.extended] * (mode in EXTENDED)) for mode in (*ERRORS, *LEAVES, *KILLS)]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A request about an existing sandbox, and the check that it has happened."""
+    """A request about an existing sandbox, and the check that it was carried out."""
 
     method: str
     path: str
@@ -49,7 +49,7 @@ class Operation:
     done: Callable[[Sandbox | None], bool]
     vault: bool = False
     again: frozenset[int] = frozenset()
-    """What a second request may be answered beside `status`: it finds that the first has happened."""
+    """Statuses other than `status` that a second request can get because the first one was carried out."""
 
 
 def _targets(row: Sandbox | None) -> list[str]:
@@ -85,7 +85,10 @@ OPERATIONS = {
 
 
 async def judge(place: Place, operation: Operation, injection: Injection, answer: httpx.Response | None) -> list[str]:
-    """What is wrong after `operation` on its sandbox, settled; then do it again, without a fault."""
+    """Return the faults of the sandbox after `operation`, when it is settled.
+
+    Then repeat the operation without a fault.
+    """
     said = f"{injection.mode} at {injection.seen[-1]}"
     if injection.mode in KILLS:
         await place.stop()
@@ -101,7 +104,7 @@ async def judge(place: Place, operation: Operation, injection: Injection, answer
 
 
 async def run(place: Place, operation: Operation, injection: Injection) -> tuple[list[str], httpx.Response | None]:
-    """One operation with one fault, on a sandbox of its own."""
+    """Execute one operation with one fault, on its own sandbox."""
     name = await create(place, vault=operation.vault)
     before = (await place.rows())[name]
     answer = await place.with_fault(
@@ -131,7 +134,7 @@ async def run(place: Place, operation: Operation, injection: Injection) -> tuple
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPERATIONS)
 async def test_a_change_is_whole_or_did_not_happen(name: str, mode: str, place: Place) -> None:
-    """At each of its steps in turn, until there is none left for the fault: then it goes well."""
+    """With a fault at each step in turn. When no step is left for the fault, the operation succeeds."""
     operation = OPERATIONS[name]
     found: list[str] = []
     for number in count():
@@ -148,7 +151,7 @@ async def test_a_change_is_whole_or_did_not_happen(name: str, mode: str, place: 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_creation_is_whole_or_did_not_happen(mode: str, place: Place) -> None:
-    """A caller that did not get a sandbox's id has no sandbox."""
+    """If the caller did not receive the sandbox's id, the sandbox does not exist."""
     steps = Injection()
     answer = await place.with_fault(steps, lambda: place.http("POST", "", BODY))
     assert answer is not None and 202 == answer.status_code
@@ -173,7 +176,7 @@ async def test_a_creation_is_whole_or_did_not_happen(mode: str, place: Place) ->
         found += [f"{said}: {item}" for item in await settled(place)]
         untold = (await place.rows()).keys() - told
         if mode == "killed-after" and injection.seen[-1] == "registry.update":
-            assert len(untold) <= 1  # it was made, and the answer died with the server: the list shows it
+            assert len(untold) <= 1  # it was made, and the answer was lost with the server: the list shows it
         else:
             found += [f"{said}: nobody was told of {name}" for name in untold]
         for name in await place.rows():

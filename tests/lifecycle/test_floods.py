@@ -1,4 +1,4 @@
-"""An answer of a sandbox in a great many small pieces takes its time from that sandbox's callers, not from all."""
+"""A sandbox's answer in very many small pieces takes time from that sandbox's callers only."""
 
 import asyncio
 import base64
@@ -20,7 +20,7 @@ MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The server's end of a way into a sandbox, and the sandbox's."""
+    """Return the server's and the sandbox's end of a connection."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Others:
-    """Counts how often another task of the loop runs."""
+    """A counter of the turns of another task of the loop."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -42,7 +42,7 @@ class Others:
 
 @pytest.fixture
 async def others() -> Others:
-    """A task that is always ready to run."""
+    """Return a counter whose task is always ready to run."""
     return Others()
 
 
@@ -53,7 +53,7 @@ async def _requested(ours: socket.socket, turns: asyncio.Lock | None = None) -> 
 
 
 async def test_small_pieces_leave_others_their_turns(ends: tuple[socket.socket, socket.socket], others: Others) -> None:
-    """All of it is there at once, and yet it is not all read at once; no byte is lost."""
+    """All pieces are available at once, but the server does not read all of them in one turn. No byte is lost."""
     ours, theirs = ends
     connection = await _requested(ours)
     theirs.send(INTERIM * PIECES + HEAD + b"1\r\na\r\n" * PIECES + b"0\r\n\r\n")
@@ -69,7 +69,7 @@ async def test_small_pieces_leave_others_their_turns(ends: tuple[socket.socket, 
 
 
 async def test_small_pieces_before_a_fault_are_given(ends: tuple[socket.socket, socket.socket]) -> None:
-    """What came before an answer broke off reaches the client."""
+    """The client receives the part of an answer before the fault."""
     ours, theirs = ends
     connection = await _requested(ours)
     theirs.send(HEAD + b"1\r\na\r\n" * 5 + b"nonsense\r\n")
@@ -82,7 +82,7 @@ async def test_small_pieces_before_a_fault_are_given(ends: tuple[socket.socket, 
 
 
 async def test_many_floods_have_one_turn_at_a_time(others: Others) -> None:
-    """With sixteen of them others have about as many turns as all bursts together, not one for sixteen."""
+    """Other tasks have about as many turns as all sixteen bursts together, not one turn for sixteen bursts."""
     pairs = [socket.socketpair() for _ in range(16)]
     turns = asyncio.Lock()
     try:
@@ -102,7 +102,7 @@ async def test_many_floods_have_one_turn_at_a_time(others: Others) -> None:
 
 
 async def test_heads_before_an_answer_are_bounded(ends: tuple[socket.socket, socket.socket]) -> None:
-    """A server that only ever says that it goes on gives no answer."""
+    """A server that sends only interim responses causes an error."""
     ours, theirs = ends
     connection = await _requested(ours)
     theirs.send(INTERIM * MAX_INTERIM)
@@ -114,7 +114,7 @@ async def test_heads_before_an_answer_are_bounded(ends: tuple[socket.socket, soc
 async def test_small_frames_leave_others_their_turns(
     ends: tuple[socket.socket, socket.socket], others: Others, frame: bytes
 ) -> None:
-    """Frames of a WebSocket are parsed a few kilobytes at a time, and messages are passed on a few at a time."""
+    """WebSocket frames are parsed a few kilobytes at a time, and messages are relayed a few at a time."""
     ours, theirs = ends
     sent: list[object] = []
     last = asyncio.Event()
@@ -134,7 +134,7 @@ async def test_small_frames_leave_others_their_turns(
     async with asyncio.timeout(60):
         await last.wait()
     assert (frames if frame[0] == 0x81 else 0) + 1 == len(sent)
-    # one for each 4 KiB of frames, or each 16 messages
+    # one turn for each 4 KiB of frames, or for each 16 messages
     assert others.turns >= frames // (20 if frame[0] == 0x81 else 2048)
     await flood
     for task in (relay, running):

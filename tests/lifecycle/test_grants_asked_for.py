@@ -1,4 +1,4 @@
-"""What the vault is asked to grant: what the compiled policy can use, and nothing wider."""
+"""The grants that `serve` requests from vaultd: those that the compiled policy can use, and no wider ones."""
 
 import pytest
 
@@ -40,7 +40,10 @@ TWO = ("b", "two.example.org", 8443, "https")
 async def test_a_grant_is_as_narrow_as_the_rule_it_comes_from(
     name: str | None, hosts: list[str] | None, bound: list[str], granted: list[tuple[str, str, int, str]]
 ) -> None:
-    """Its host (or pattern), port and scheme; none for a host that the operator or the caller's own policy denies."""
+    """The rule's host (or pattern), port and scheme.
+
+    No grant for a host that the operator's or the caller's policy denies.
+    """
     policies = Policies(OperatorFile(load_text(DOCUMENT)))
     asked = None
     if hosts is not None:

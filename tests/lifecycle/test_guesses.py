@@ -1,4 +1,4 @@
-"""Wrong credentials are counted and delayed on every way in, and the right one is no way round the delay."""
+"""Wrong credentials are counted and delayed on every route, and a right one does not avoid the delay."""
 
 import ast
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +22,7 @@ type Get = Callable[[str, dict[str, str]], Awaitable[int]]
 
 @dataclass
 class Way:
-    """A way in: a path below a sandbox or the API, and the header that has the credential."""
+    """A route that checks a credential: a path below a sandbox or the API, and the header of the credential."""
 
     path: str
     header: str
@@ -86,7 +86,7 @@ class Clock:
 
 @pytest.fixture
 async def timed() -> AsyncIterator[tuple[World, Clock]]:
-    """A server that counts refusals in a time of its own."""
+    """Run a server that counts refusals by a clock of the test."""
     async with world() as described, described.serving() as server:
         assert server.server is not None
         clock = Clock()
@@ -95,7 +95,7 @@ async def timed() -> AsyncIterator[tuple[World, Clock]]:
 
 
 async def ask(server: World, client: httpx.AsyncClient, way: Way, path: str, credential: str) -> int:
-    """Go one way in; the status, of a WebSocket the close code or 101."""
+    """Send a request by one route. Return the status; for a WebSocket the close code, or 101."""
     if not way.websocket:
         answer = await client.get(path, headers={way.header: credential})
         assert (answer.status_code == 429) == ("retry-after" in answer.headers)
@@ -113,7 +113,10 @@ async def ask(server: World, client: httpx.AsyncClient, way: Way, path: str, cre
 
 @pytest.mark.parametrize("name", WAYS)
 async def test_guesses_are_counted_on_every_way_in(timed: tuple[World, Clock], name: str) -> None:
-    """After a burst right and wrong are answered alike; when time has passed the right one is taken again."""
+    """After a burst the answers to right and wrong credentials are the same.
+
+    After the wait the right one is accepted.
+    """
     server, clock = timed
     way = WAYS[name]
     async with server.client() as owner, server.client(None) as client:
@@ -132,7 +135,7 @@ async def test_guesses_are_counted_on_every_way_in(timed: tuple[World, Clock], n
 
 
 async def test_ways_to_one_credential_share_their_count(timed: tuple[World, Clock]) -> None:
-    """A key is not guessed a burst at a time, at one route after the other."""
+    """A client cannot use a burst of guesses of one key at each of several routes."""
     server, _ = timed
     keys = [way for name, way in WAYS.items() if name.startswith("a key")]
     async with server.client() as owner, server.client(None) as client:
@@ -147,7 +150,7 @@ async def test_ways_to_one_credential_share_their_count(timed: tuple[World, Cloc
 
 
 async def test_guesses_at_one_thing_do_not_shut_the_address_out_of_others(timed: tuple[World, Clock]) -> None:
-    """Many clients have one address: those with the tokens of their sandboxes go on while API keys are guessed."""
+    """Many clients can share an address. Those with tokens of their sandboxes continue while API keys are guessed."""
     server, _ = timed
     async with server.client() as owner, server.client(None) as client:
         made, other = [(await owner.post("/v1/sandboxes", json=BODY)).json()["id"] for _ in range(2)]
@@ -176,7 +179,7 @@ async def test_what_presents_nothing_is_no_guess(timed: tuple[World, Clock]) -> 
 
 
 def test_no_other_module_compares_credentials() -> None:
-    """A route that is added later has only `Caller.proves`, which counts."""
+    """A new route must use `Caller.proves`, which counts, because nothing else compares credentials."""
     root = Path(next(iter(lifecycle.__path__)))
     found: dict[str, set[str]] = {}
     for path in root.rglob("*.py"):

@@ -1,6 +1,7 @@
-"""What a sandbox has a browser keep is for the sandbox's own route: cookies, and headers about the whole host.
+"""Cookies and headers that a sandbox sets in a browser apply to the sandbox's own route only.
 
-All sandboxes and the API have one host. Judges are Python's cookie jar, and a jar that follows RFC 6265 to the letter.
+All sandboxes and the API share one host. The test judges with Python's cookie jar, and with a jar that follows RFC
+6265 exactly.
 """
 
 import email.message
@@ -30,13 +31,13 @@ OTHER_HOST = [f"http://{host}{OWN}/x" for host in ("example.test", "other.exampl
 
 
 def received(cookie: bytes, path: bytes) -> list[str]:
-    """The `Set-Cookie` headers that a client gets when the program at `path` sends `cookie`."""
+    """Return the `Set-Cookie` headers that a client gets when the program at `path` sends `cookie`."""
     headers = to_client([(b"Set-Cookie", cookie)], OWN.encode(), path)
     return [value.decode("latin-1") for name, value in headers if name.lower() == b"set-cookie"]
 
 
 def in_pythons_jar(cookies: list[str], asked: str, url: str) -> bool:
-    """Tell whether `http.cookiejar`, given the cookies with an answer to `asked`, sends any to `url`."""
+    """Return whether `http.cookiejar`, given the cookies with an answer to `asked`, sends any to `url`."""
     policy = http.cookiejar.DefaultCookiePolicy
     jar = http.cookiejar.CookieJar(policy(strict_ns_domain=policy.DomainStrictNonDomain))
     headers = email.message.Message()
@@ -50,7 +51,10 @@ def in_pythons_jar(cookies: list[str], asked: str, url: str) -> bool:
 
 
 def by_the_letter(cookies: list[str], asked: str, url: str) -> bool:
-    """The same for RFC 6265, 5.1.3 to 5.4, and 6265bis' bound on attributes; `url` has a path and no port."""
+    """Return the same by RFC 6265, 5.1.3 to 5.4, and 6265bis' limit on attributes.
+
+    `url` has a path and no port.
+    """
     host, _, path = url.removeprefix("http://").partition("/")
     path = f"/{path}"
     for cookie in cookies:
@@ -74,7 +78,7 @@ def by_the_letter(cookies: list[str], asked: str, url: str) -> bool:
 
 
 def leaks(cookies: list[str], asked: str) -> list[str]:
-    """The URLs outside the route that a cookie is sent to."""
+    """Return the URLs outside the route to which a cookie is sent."""
     return [
         url
         for url in (*ELSEWHERE, *OTHER_HOST)
@@ -151,7 +155,7 @@ _ASKED = st.one_of(
 )
 
 
-@pytest.mark.filterwarnings("ignore:http.cookiejar bug")  # of a Max-Age without a value: it drops the cookie
+@pytest.mark.filterwarnings("ignore:http.cookiejar bug")  # a Max-Age without a value: it drops the cookie
 @given(_COOKIES, _ASKED)
 @example("a=1", "")
 @example("a=1; Path", "")
@@ -161,7 +165,7 @@ _ASKED = st.one_of(
 @example("a=1; Domain=example.test; Path=/", "/x")
 @example("a=1; Path=/" + "x" * 1020, "")
 def test_no_cookie_of_a_sandbox_is_sent_anywhere_else(cookie: str, asked: str) -> None:
-    """However it is written, and whichever path of the route was asked for, by neither of two jars."""
+    """For any form of the cookie and any requested path of the route, by neither of the two jars."""
     sent = received(cookie.encode("latin-1"), asked.encode())
     assert [] == leaks(sent, f"{OWN}{asked}")
 
@@ -179,7 +183,7 @@ UNDEFENDED = [
 
 @pytest.mark.parametrize("cookie", UNDEFENDED)
 def test_the_jars_can_tell(cookie: str) -> None:
-    """Control: as the sandbox sent it, each of these reaches another route when the port itself was asked for."""
+    """A control: without the server's changes, each of these cookies of the port's root reaches another route."""
     assert [] != leaks([cookie], OWN)
 
 
@@ -201,7 +205,7 @@ def test_the_jars_can_tell(cookie: str) -> None:
     ],
 )
 def test_a_cookie_keeps_the_meaning_that_it_has_in_the_sandbox(cookie: str, asked: str, expected: str) -> None:
-    """Its path is the program's own, below the route; its lifetime and its attributes for scripts stay."""
+    """The path is the program's own, below the route. The lifetime and the attributes for scripts stay."""
     assert [expected] == received(cookie.encode(), asked.encode())
     where = expected.rpartition("Path=")[2].rstrip("/")
     assert in_pythons_jar([expected.replace(";Secure", "")], f"{OWN}{asked}", f"http://{HOST}{where}/y")
@@ -215,5 +219,5 @@ def test_a_cookie_keeps_the_meaning_that_it_has_in_the_sandbox(cookie: str, aske
     ],
 )
 def test_what_is_about_the_whole_host_is_not_for_a_sandbox_to_say(name: str) -> None:
-    """It would be kept for the API and every other sandbox, too."""
+    """The browser would apply it to the API and every other sandbox, too."""
     assert [ISOLATION] == to_client([(name.encode(), b"value")], OWN.encode(), b"/")

@@ -1,4 +1,4 @@
-"""Hostile calls, each judged by what the next honest caller gets."""
+"""Hostile calls, each judged by the answer to the next honest caller."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "
 
 @pytest.mark.parametrize("moment", ["9999-12-31T23:59:59.999999Z", "9999-12-31T23:59:59-23:59", "2200-01-01T00:00:00Z"])
 async def test_an_expiry_that_cannot_be_represented_is_refused(server: World, moment: str) -> None:
-    """One sandbox with an expiry past the last date would make the list fail for everybody."""
+    """One sandbox with an expiry past the last date would make the list fail for every caller."""
     async with server.client() as client:
         made = (await client.post("/v1/sandboxes", json=BODY)).json()
         route = f"/v1/sandboxes/{made['id']}"
@@ -37,7 +37,7 @@ async def test_an_expiry_that_cannot_be_represented_is_refused(server: World, mo
 async def test_an_unforeseen_failure_is_answered_with_a_fixed_message(
     server: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The caller gets code and message, the log the kind of failure; neither gets what the failure says."""
+    """The caller gets code and message, and the log the type of the failure. Neither contains the failure's text."""
 
     def fail(*_: object) -> None:
         raise ValueError("a value of somebody's")
@@ -55,7 +55,7 @@ async def test_an_unforeseen_failure_is_answered_with_a_fixed_message(
 
 @pytest.mark.parametrize("port", ["18080", "018080", "00018080"])
 async def test_the_egress_api_has_one_spelling(port: str) -> None:
-    """Without keys a page of another origin may reach a sandbox's ports, but not the API that port 18080 is."""
+    """Without keys a page of another origin can reach a sandbox's ports, but not the egress API on port 18080."""
     async with world(key_digests=()) as described, described.serving() as server, server.client() as client:
         made = (await client.post("/v1/sandboxes", json=BODY)).json()
         page = {"Origin": "http://elsewhere.test"}
@@ -95,7 +95,7 @@ BODIES = [
 
 
 async def test_a_body_that_is_none_is_refused_and_changes_nothing(server: World) -> None:
-    """Whichever route takes it: the answer is a refusal in our words, and the next caller finds all as it was."""
+    """On every route: the answer is one of the server's own refusals, and the next caller finds no change."""
     kind = {"content-type": "application/json"}
     async with server.client() as client:
         made = (await client.post("/v1/sandboxes", json={**BODY, "metadata": {"k": "v"}})).json()
@@ -110,7 +110,7 @@ async def test_a_body_that_is_none_is_refused_and_changes_nothing(server: World)
 
 
 async def test_a_label_that_cannot_be_encoded_is_refused(server: World) -> None:
-    """It would make each list fail that it is in."""
+    """Otherwise each list that contains it would fail."""
     kind = {"content-type": "application/json"}
     async with server.client() as client:
         made = (await client.post("/v1/sandboxes", json=BODY)).json()
@@ -138,7 +138,7 @@ FRAMINGS: dict[str, tuple[bytes, bool]] = {
 
 
 async def test_a_request_is_one_request(server: World) -> None:
-    """Whatever is said twice about its length: no other request, as which its body might pass, reaches the sandbox."""
+    """For any contradictory length: no second request, smuggled in the body, reaches the sandbox."""
     async with server.client() as client:
         made = (await client.post("/v1/sandboxes", json=BODY)).json()
     route = f"/v1/sandboxes/{made['id']}/proxy/8000"
@@ -156,7 +156,7 @@ async def test_a_request_is_one_request(server: World) -> None:
 
 
 async def test_a_call_that_is_too_large_to_pass_on_is_its_callers_failure(server: World) -> None:
-    """hostd has one connection from the server: what does not go through must not take other callers' calls with it."""
+    """hostd has one connection from the server. A call that does not fit must not break other callers' calls."""
     server.hostd.hold["launch"] = asyncio.Event()
     server.hostd.reached["launch"] = asyncio.Event()
     async with server.client() as client:
@@ -173,7 +173,7 @@ async def test_a_call_that_is_too_large_to_pass_on_is_its_callers_failure(server
 
 
 def many_bindings(hosts: int) -> dict[str, Any]:
-    """A vault whose 256 bindings compete nowhere, which is known only when all have been compared."""
+    """Return a vault whose 256 bindings have no competing hosts, which is known only after all were compared."""
     return {
         "credentials": [{"name": "c", "source": {"type": "inline", "value": "a-value-of-somebody"}}],
         "bindings": [
@@ -188,9 +188,9 @@ def many_bindings(hosts: int) -> dict[str, Any]:
 
 
 async def test_very_many_bindings_delay_no_other_caller(server: World) -> None:
-    """Eight times as many names, as many as a body holds, take as many times as long, not the square of it.
+    """Eight times as many names, as many as fit into a body, take about eight times as long, not 64 times.
 
-    Compared each with each they take the square; and if others waited meanwhile, so would each look at the health.
+    A comparison of each name with each other would be quadratic. Other callers' requests are answered meanwhile.
     """
     few, many = 19, 152
     lasted: dict[int, list[float]] = {few: [], many: []}
@@ -213,7 +213,7 @@ async def test_very_many_bindings_delay_no_other_caller(server: World) -> None:
 
 
 async def test_a_sandbox_leads_the_server_nowhere(server: World) -> None:
-    """It answers a handshake with a redirect to what only the host reaches: a client follows, the server does not."""
+    """It answers a handshake with a redirect to an address of the host. A client follows it, the server does not."""
     reached: list[str] = []
 
     async def elsewhere(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,7 +247,10 @@ async def test_a_sandbox_leads_the_server_nowhere(server: World) -> None:
 async def test_an_answer_that_breaks_off_is_not_whole_and_fills_no_log(
     server: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The caller sees that something is missing; the log has a line or two, whatever a sandbox breaks how often."""
+    """The caller can see that the answer is incomplete.
+
+    The log has one or two lines, however often a sandbox does this.
+    """
 
     async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         framing = b"Content-Length: 10" if b"/length" in await reader.readuntil(b"\r\n\r\n") else CHUNKED
@@ -272,7 +275,7 @@ QUERY, TOKEN = "token=query-value-of-somebody", "header-value-of-somebody"
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
 async def test_no_log_repeats_what_a_request_says(server: World, level: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Keys, tokens and queries are in no line, however much the operator wants to read."""
+    """Keys, tokens and queries are in no line, at any log level."""
     with caplog.at_level(level):
         async with server.client() as client:
             made = (await client.post("/v1/sandboxes", json=BODY)).json()
@@ -293,7 +296,7 @@ async def test_no_log_repeats_what_a_request_says(server: World, level: int, cap
 
 @pytest.fixture
 async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """A server that waits for a head for a short time only."""
+    """Run a server with a short time limit for request heads."""
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
     async with world() as described, described.serving() as running:
         yield running
@@ -304,7 +307,7 @@ WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", WHOLE[:-2], WHOLE + b"G"])
 async def test_a_head_that_does_not_come_ends_its_connection(hasty: World, sent: bytes) -> None:
-    """Byte by byte, too: a byte does not restart the time limit."""
+    """Also if it comes byte by byte: a byte does not restart the time limit."""
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
     writer.write(sent)
     async with asyncio.timeout(30):
@@ -317,7 +320,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(hasty: World, sent:
 
 
 async def test_a_request_that_has_begun_may_take_its_time(hasty: World) -> None:
-    """An answer without end, a slow body, a WebSocket and a connection between two requests are no late heads."""
+    """The head's time limit does not end an endless answer, a slow body, a WebSocket, or an idle connection."""
     async with hasty.client() as client:
         made = (await client.post("/v1/sandboxes", json=BODY)).json()
         route = f"/v1/sandboxes/{made['id']}/proxy/8000"
@@ -347,7 +350,7 @@ async def test_a_request_that_has_begun_may_take_its_time(hasty: World) -> None:
 
 
 def test_a_client_that_vanished_is_asked_after() -> None:
-    """The kernel watches accepted connections: nothing else notices a dead WebSocket without traffic."""
+    """The kernel probes accepted connections. Without traffic, nothing else detects a dead WebSocket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         prepare(listener)
         with socket.create_connection(listener.getsockname()):

@@ -1,4 +1,4 @@
-"""Connections to execd are kept for the next request, and for no other than the one they may serve."""
+"""Connections to execd are kept for the next request, and only for requests that they may carry."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ END = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nend"
 
 
 class Listener:
-    """A server on execd's port: it says which request it answers, or gives the answer that the test sets."""
+    """A server on execd's port. It answers with the path of the request, or with the answer that the test sets."""
 
     def __init__(self) -> None:
         self.answers: dict[str, bytes] = {}
@@ -47,7 +47,7 @@ class Listener:
             writer.close()
 
     def say(self, unasked: bytes) -> None:
-        """Send this on every connection, or close it if it is nothing."""
+        """Send these bytes on every connection; with empty bytes close the connections."""
         for writer in self._writers:
             writer.write(unasked) if unasked else writer.close()
 
@@ -62,13 +62,13 @@ class Listener:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time alone ends nothing here."""
+    """Set a time limit so long that it ends no connection in these tests."""
     monkeypatch.setattr(idle_pool, "IDLE_SECONDS", 60.0)
 
 
 @pytest.fixture
 async def listener(server: World) -> AsyncIterator[Listener]:
-    """A listener of ours instead of execd in every sandbox of `server`."""
+    """Run a test's listener instead of execd in every sandbox of `server`."""
     made = Listener()
     tcp = await asyncio.start_server(made.serve, "127.0.0.1", 0)
     server.hostd.backend = tcp.sockets[0].getsockname()[1]
@@ -95,7 +95,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def ways(hostd: StandInHostd) -> int:
-    """How many connections into sandboxes there are."""
+    """Return the number of connections into sandboxes."""
     return len(hostd._relays)
 
 
@@ -105,7 +105,7 @@ def idle_ones(server: World) -> int:
 
 
 async def test_requests_to_execd_share_a_connection_and_others_do_not(server: World, listener: Listener) -> None:
-    """Each caller gets the answer to its own request; a second sandbox and another port have ways of their own."""
+    """Each caller gets the answer to its own request. A second sandbox and another port have their own connections."""
     first, second = await create(server), await create(server)
     for path in ("/1", "/2", "/3"):
         assert (200, f"to {path}") == await call(server, first, path, content="body")
@@ -135,7 +135,7 @@ async def test_requests_to_execd_share_a_connection_and_others_do_not(server: Wo
 async def test_a_hostile_answer_ends_the_connection(
     server: World, listener: Listener, answer: bytes, status: int
 ) -> None:
-    """Nothing that follows an answer is taken for the next one's: the next request has a connection of its own."""
+    """Bytes after an answer are not taken for the next answer, because the next request has a new connection."""
     sandbox = await create(server)
     listener.answers["/hostile"] = answer
     assert status == (await call(server, sandbox, "/hostile"))[0]
@@ -158,7 +158,7 @@ async def test_what_comes_while_idle_ends_the_connection(server: World, listener
 
 
 async def test_a_request_that_is_lost_is_not_sent_again(server: World, listener: Listener) -> None:
-    """It is not known whether it was carried out: the caller gets an error."""
+    """It is unknown whether the request was carried out, so the caller gets an error."""
     sandbox = await create(server)
     await call(server, sandbox)
     listener.answers["/lost"] = b""
@@ -169,7 +169,7 @@ async def test_a_request_that_is_lost_is_not_sent_again(server: World, listener:
 
 
 async def test_a_body_that_was_not_sent_whole_ends_the_connection(server: World, listener: Listener) -> None:
-    """What the next caller sends cannot become the rest of it."""
+    """Otherwise the next caller's request could become the rest of the body."""
     sandbox = await create(server)
     await call(server, sandbox)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -186,7 +186,7 @@ async def test_a_body_that_was_not_sent_whole_ends_the_connection(server: World,
 async def test_idle_connections_end_by_themselves(
     server: World, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After their time, and an old one at once."""
+    """A connection ends after its idle time; one above the age limit ends at once."""
     sandbox = await create(server)
     monkeypatch.setattr(idle_pool, "IDLE_SECONDS", 0.05)
     await call(server, sandbox)
@@ -200,7 +200,7 @@ async def test_idle_connections_end_by_themselves(
 
 
 async def test_a_sandbox_that_is_removed_or_changed_state_keeps_none(server: World, listener: Listener) -> None:
-    """A connection from before does not serve after."""
+    """A connection from before the change is not used after it."""
     sandbox = await create(server)
     await call(server, sandbox)
     async with server.client() as client:
@@ -215,7 +215,7 @@ async def test_a_sandbox_that_is_removed_or_changed_state_keeps_none(server: Wor
 
 
 async def test_idle_connections_are_few_and_make_room() -> None:
-    """Never more than their limit, and never more than the sandbox may have with those in use."""
+    """They never exceed their limit, and together with the used ones never the sandbox's limit."""
     async with world(proxy_connections=6) as described, described.serving() as server, server.client() as client:
         sandbox = await create(server)
         program = server.hostd.program  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The documents and `init-config` say what the model of the settings says, and nothing else has a default."""
+"""The documents and `init-config` agree with the model of the settings, and no other place sets a default."""
 
 import ast
 import re
@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def uncommented(text: str) -> str:
-    """The file with each key in force."""
+    """Return the file with each key in force."""
     return re.sub(r"^#(?=[a-z_]+ = )", "", text, flags=re.MULTILINE)
 
 
 def flat(table: dict[str, object], prefix: str = "") -> set[str]:
-    """The keys of a file."""
+    """Return the keys of a file."""
     found: set[str] = set()
     for name, value in table.items():
         key = f"{prefix}{name}"
@@ -30,20 +30,20 @@ def flat(table: dict[str, object], prefix: str = "") -> set[str]:
 
 
 def test_the_table_is_the_one_of_the_model() -> None:
-    """Replace it with what `python -m lifecycle.config.reference` prints."""
+    """If this fails, replace the table by the output of `python -m lifecycle.config.reference`."""
     assert f"\n\n{reference.table()}\n" in (ROOT / "docs" / "configuration.md").read_text()
     assert frozenset() == NOT_APPLICABLE & set(KEYS)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_is_described(key: str) -> None:
-    """A description, and a bound for each number."""
+    """Each key has a description, and each number has limits."""
     assert KEYS[key].description
     assert not isinstance(defaults()[key], int) or isinstance(defaults()[key], bool) or allowed(key)
 
 
 def test_a_new_file_changes_nothing(tmp_path: Path) -> None:
-    """It has every key, all as comments."""
+    """The file has every key, all as comments."""
     path = tmp_path / "new.toml"
     assert 0 == cli.main(["init-config", "--output", str(path)])
     assert {} == read(path, {}).values
@@ -51,7 +51,7 @@ def test_a_new_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_new_file_is_accepted_with_every_key_in_force(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every daemon gets the same settings as without a file, apart from the keys that only have an example."""
+    """Every daemon gets the same settings as without a file, except for keys that have only an example."""
     assert 0 == cli.main(["init-config"])
     text = uncommented(capsys.readouterr().out)
     written = parse(tomllib.loads(text), "new.toml", {})
@@ -75,7 +75,7 @@ def test_no_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_default_stands_in_the_model_only() -> None:
-    """No call for the value of a key brings a default of its own."""
+    """No call that reads a key's value passes its own default."""
     for path in sorted((ROOT / "lifecycle").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "get" == node.func.attr:

@@ -1,4 +1,4 @@
-"""The operator's file changes: what it forbids is in force at once, whatever a sandbox has and whatever is away."""
+"""A change of the operator's file: its denials are in force at once, whatever a sandbox has and whatever is down."""
 
 import asyncio
 import copy
@@ -48,7 +48,7 @@ BINDINGS = {
 
 @dataclass(frozen=True)
 class Tightening:
-    """A later file, the bindings it refuses, and whether it refuses the named policy."""
+    """A later file, the bindings that it refuses, and whether it refuses the named policy."""
 
     text: str
     refused: frozenset[str]
@@ -74,14 +74,14 @@ DENIED = TIGHTENINGS["a bound host is denied"]
 
 @pytest.fixture
 async def ruled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """A server with an operator's policy file, that reads it when the test asks for it."""
+    """Run a server with an operator's policy file, which it reads only on the test's request."""
     monkeypatch.setattr("lifecycle.api.app.POLICY_SECONDS", 3600)
     async with running(monkeypatch.setattr, LOOSE) as there:
         yield there
 
 
 async def make(place: Place, named: bool = False) -> str:
-    """A sandbox with a binding for each host."""
+    """Create a sandbox with a binding for each host."""
     body = copy.deepcopy(BODY)
     body["networkPolicy"]["egress"] = [{"action": "allow", "target": target} for target in ALLOWED]
     if named:
@@ -116,7 +116,7 @@ async def change(place: Place, text: str) -> None:
 
 
 def policy(place: Place, name: str) -> CompiledPolicy:
-    """What the gateway was given."""
+    """Return the policy that the gateway received."""
     return CompiledPolicy.from_json(place.world.hostd.policies[name])
 
 
@@ -145,7 +145,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("case", TIGHTENINGS)
 async def test_what_a_new_document_refuses_is_dropped_and_never_the_document(case: str, ruled: Place) -> None:
-    """And it comes back with the former document: what the caller has given is kept."""
+    """The dropped parts return with the former document, because the caller's input is kept."""
     tighter = TIGHTENINGS[case]
     name = await make(ruled, named=tighter.named)
     before = await row(ruled, name)
@@ -180,7 +180,7 @@ async def test_what_a_new_document_refuses_is_dropped_and_never_the_document(cas
 @pytest.mark.parametrize("case", TIGHTENINGS)
 @pytest.mark.parametrize("force", [False, True])
 async def test_a_caller_can_always_take_away(case: str, force: bool, ruled: Place) -> None:
-    """Deny-all, rules, bindings, credentials, the vault: what is there already is no reason to refuse that."""
+    """Deny-all, rules, bindings, credentials, the vault: refused parts of the row do not prevent their removal."""
     tighter = TIGHTENINGS[case]
     assert ruled.server is not None
     for method, path, body in (
@@ -192,7 +192,7 @@ async def test_a_caller_can_always_take_away(case: str, force: bool, ruled: Plac
     ):
         name = await make(ruled, named=tighter.named)
         await change(ruled, tighter.text)
-        # Only what goes against a binding that is in force is refused, unless it is forced.
+        # The server refuses only a change that conflicts with a binding in force, and accepts it with force.
         uncovers = path == "/networkpolicy" and set(BINDINGS) != tighter.refused
         headers = {"OpenSandbox-Egress-Force": "revoke"} if force else {}
         answer = await ruled.http(method, f"/{name}{path}", body, headers)
@@ -205,7 +205,7 @@ async def test_a_caller_can_always_take_away(case: str, force: bool, ruled: Plac
 
 
 async def test_a_write_is_refused_for_what_it_brings(ruled: Place) -> None:
-    """A binding that the document refuses is not admitted, not even in the place of one that was dropped."""
+    """A binding that the document refuses is not admitted, not even as the replacement of a dropped one."""
     name = await make(ruled)
     await change(ruled, DENIED.text)
     fresh = {"name": "api", "match": {"hosts": ["api.example.org"], "paths": ["/v2/*"]}}
@@ -222,7 +222,7 @@ async def test_a_write_is_refused_for_what_it_brings(ruled: Place) -> None:
 
 
 async def test_a_value_given_while_its_binding_is_out_of_force_is_used_once_that_is_in_force(ruled: Place) -> None:
-    """Its places are those of its bindings, whether or not the document in force permits them."""
+    """The value's places are those of its bindings, whether or not the current document permits them."""
     name = await make(ruled)
     await change(ruled, DENIED.text)
     rotate = {"credentials": {"replace": [credential("api", "another value")]}}
@@ -234,7 +234,7 @@ async def test_a_value_given_while_its_binding_is_out_of_force_is_used_once_that
 
 @pytest.mark.parametrize("away", ["vaultd", "auditd", REGISTRY])
 async def test_a_tighter_policy_waits_only_for_the_gateway(away: str, ruled: Place) -> None:
-    """A change that could not be delivered is sent later: the sandbox is unsettled until then."""
+    """A change that could not be delivered is sent later. The sandbox is unsettled until then."""
     assert ruled.server is not None
     name = await make(ruled)
     ruled.injector.out.add(away)
@@ -262,7 +262,7 @@ async def test_a_vaultd_that_hangs_does_not_keep_the_gateway_waiting(ruled: Plac
 async def test_a_gateway_that_does_not_answer_keeps_no_other_from_its_policy(
     ruled: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reaper, "OBSERVE_SECONDS", 3600)  # the observer would make up for it, later
+    monkeypatch.setattr(reaper, "OBSERVE_SECONDS", 3600)  # otherwise the observer would deliver it later
     names = [await make(ruled) for _ in range(3)]
     ruled.world.hostd.deaf[names[1]] = asyncio.Event()
     changing = asyncio.create_task(change(ruled, DENIED.text))
@@ -293,7 +293,7 @@ async def test_a_gateway_that_has_ended_comes_back_with_the_tighter_policy_and_n
 
 
 async def test_a_sandbox_that_fails_keeps_no_other_from_its_policy(ruled: Place) -> None:
-    """Its row holds what no release has written: it is denied everything, and the others are as they shall be."""
+    """Its row holds data that no release writes. It is denied everything, and the others get the right policy."""
     assert ruled.server is not None
     names = [await make(ruled) for _ in range(3)]
     broken: dict[str, Any] = {"egress": "everything", "defaultAction": 7}
@@ -316,7 +316,7 @@ async def test_a_sandbox_that_fails_keeps_no_other_from_its_policy(ruled: Place)
 
 @pytest.mark.parametrize("body", [{"bindings": {"delete": ["api"]}, "credentials": {"delete": ["api"]}}, None])
 async def test_a_revocation_needs_no_consent_of_vaultd(body: Any, ruled: Place) -> None:
-    """It refuses a secret that the operator's policy asks for: what is revoked is cut all the same."""
+    """vaultd refuses a secret of the operator's policy. The revoked secrets are removed nevertheless."""
     name = await make(ruled, named=True)
     ruled.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.UNKNOWN_SECRET, "nowhere")
     answer = await ruled.http("PATCH" if body else "DELETE", f"/{name}{WALLET}", body)
@@ -330,7 +330,7 @@ async def test_a_revocation_needs_no_consent_of_vaultd(body: Any, ruled: Place) 
 
 
 async def test_what_vaultd_does_not_grant_keeps_nothing_granted_that_is_over(ruled: Place) -> None:
-    """The new document also asks for a secret that is not there: the grants of the former one end all the same."""
+    """The new document also needs a missing secret. The grants of the former document end nevertheless."""
     name = await make(ruled, named=True)
     unfulfilled = "      - {id: more, host: more.example.org, inject: {secret: nowhere, as: bearer}}\n"
     ruled.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.UNKNOWN_SECRET, "nowhere")
@@ -342,7 +342,7 @@ async def test_what_vaultd_does_not_grant_keeps_nothing_granted_that_is_over(rul
 
 
 async def test_a_policy_that_no_gateway_can_be_given_is_deny_all(ruled: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled policy may be larger than a message between processes."""
+    """A compiled policy can be larger than a message between processes."""
     name, small = await make(ruled, named=True), wire.FrameLimits(frame=64 * 1024)
     monkeypatch.setattr(frames, "within", lambda body, _limits: limits.within(body, small))
     many = ", ".join(f"{'long-label.' * 9}host-{number}.example.org" for number in range(1000))
@@ -387,7 +387,7 @@ async def test_a_new_document_during_a_create_is_in_force_when_it_is_answered(ru
 
 
 async def test_a_create_that_waits_for_its_turn_is_admitted_under_the_document_of_its_turn(ruled: Place) -> None:
-    """The policy it names is removed before it is launched: the caller hears of it, and nothing is left."""
+    """The policy that it names is removed before the launch: the caller gets an error, and nothing remains."""
     hostd = ruled.world.hostd
     hostd.hold["launch"] = asyncio.Event()
     body = BODY | {"extensions": {"sallyport.policy": "team"}}
@@ -452,7 +452,7 @@ async def test_an_unusable_file_leaves_the_last_good_document_in_force_and_raise
 async def test_a_file_that_could_not_be_read_is_read_later_though_it_looks_the_same(
     ruled: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of the disk, or no descriptor left: neither shows in what `stat` tells."""
+    """A disk error or a lack of descriptors: `stat` shows neither."""
     name = await make(ruled)
     with monkeypatch.context() as during:
 
@@ -479,7 +479,7 @@ async def test_after_a_restart_the_document_of_now_is_in_force_under_rows_of_bef
 
 
 async def test_a_gateway_under_another_document_than_ours_is_settled_once_both_are_the_same(ruled: Place) -> None:
-    """hostd's compiler has seen the file first: what callers do meanwhile is under the new document at once."""
+    """hostd's compiler has read the file first. Callers' changes are then already under the new document."""
     changed = await make(ruled)
     write(ruled, DENIED.text)
     body = {"defaultAction": "deny", "egress": [{"action": "allow", "target": target} for target in ALLOWED]}
@@ -495,7 +495,7 @@ async def test_a_gateway_under_another_document_than_ours_is_settled_once_both_a
 
 
 async def test_a_gateway_that_is_behind_stays_unsettled_until_it_is_not(ruled: Place) -> None:
-    """The compiler has missed a document that could be read for a moment only."""
+    """The compiler has missed a document that was readable only for a moment."""
     name = await make(ruled)
     compiler = ruled.world.hostd.compiler
     ruled.world.hostd.compiler = Compiler(OperatorFile(load_text(LOOSE)))

@@ -1,4 +1,4 @@
-"""What `doctor --probe` makes of evidence, and what its own server shares with the operator's: programs only."""
+"""Verdicts of `doctor --probe` on its evidence. Its own server shares only programs with the operator's server."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ def test_its_server_shares_nothing_but_programs(tmp_path: Path) -> None:
 
 
 class _Counter:
-    """Hits and frames with the values that the test sets."""
+    """Hits and frames with values set by the test."""
 
     def __init__(self, *frames: Frame) -> None:
         self.hits, self._frames = 0, list(frames)
@@ -154,7 +154,7 @@ def test_what_is_no_report_is_a_failure(status: int | None, printed: str, why: s
     ids=["killed", "not there", "crashed", "crashed among others", "no such probe", "said nothing"],
 )
 def test_a_probe_that_does_not_run_to_its_end_is_a_failure(words: tuple[str, ...], why: str) -> None:
-    """Real processes; the crash is that no target is named."""
+    """With real processes. The crash comes from a missing target."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env={}, check=False)
 
     with pytest.raises(ProbeError, match=why):

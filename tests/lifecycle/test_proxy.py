@@ -13,7 +13,7 @@ BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "
 
 @pytest.fixture
 async def route(server: World) -> str:
-    """The proxy route of a new sandbox."""
+    """Return the proxy route of a new sandbox."""
     async with server.client() as client:
         made = await client.post("/v1/sandboxes", json=BODY)
     return f"/v1/sandboxes/{made.json()['id']}/proxy"
@@ -48,7 +48,7 @@ async def test_path_and_query_arrive_byte_for_byte(server: World, route: str, ta
 
 
 async def test_request_headers(server: World, route: str) -> None:
-    """Our credentials stay here; the application's arrive; where it came from is what we saw."""
+    """The server removes its own credentials, forwards the application's, and sets the source address itself."""
     ours = {
         "OPEN-SANDBOX-API-KEY": KEY,
         "OPENSANDBOX-EGRESS-AUTH": "token",
@@ -80,7 +80,7 @@ async def test_request_headers(server: World, route: str) -> None:
 
 
 async def test_the_execd_token_goes_to_execd_only(server: World, route: str) -> None:
-    """Port 44772 gets it, a user's port does not."""
+    """Port 44772 receives it, a user's port does not."""
     async with server.client(None) as client:
         for port, arrived in ((44772, ["t"]), (8000, [])):
             await client.get(f"{route}/{port}/x", headers={"X-EXECD-ACCESS-TOKEN": "t"})
@@ -88,7 +88,7 @@ async def test_the_execd_token_goes_to_execd_only(server: World, route: str) -> 
 
 
 async def test_response_headers(server: World, route: str) -> None:
-    """Repeated fields stay, Server goes, a rooted Location stays under the route, pages get an origin of their own."""
+    """Repeated fields stay, Server is removed, a rooted Location stays below the route, pages get their own origin."""
     async with server.client(None) as client:
         answer = await client.get(f"{route}/8000/moved")
     assert (302, f"{route}/8000/there?x=1") == (answer.status_code, answer.headers["location"])
@@ -103,7 +103,7 @@ async def test_response_headers(server: World, route: str) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"])
 async def test_methods_and_bodies(server: World, route: str, method: str) -> None:
-    """Each method arrives, with a chunked body whole and in order."""
+    """Each method arrives; a chunked body arrives completely and in order."""
 
     async def chunks() -> Any:
         for _ in range(100):
@@ -117,7 +117,7 @@ async def test_methods_and_bodies(server: World, route: str, method: str) -> Non
 
 
 async def test_answers_stream_and_idle_ones_are_not_cut(server: World, route: str) -> None:
-    """The first event arrives while the second is not yet written."""
+    """The first event arrives before the second one is written."""
     async with server.client(None) as client, client.stream("GET", f"{route}/8000/wait") as answer:
         parts = answer.aiter_raw()
         assert b"first" == await anext(parts)
@@ -126,7 +126,7 @@ async def test_answers_stream_and_idle_ones_are_not_cut(server: World, route: st
 
 
 async def test_a_client_that_leaves_ends_the_request_inside(server: World, route: str) -> None:
-    """The program in the sandbox learns that its client has left."""
+    """The program in the sandbox is notified that its client has disconnected."""
     async with server.client(None) as client, client.stream("GET", f"{route}/8000/wait") as answer:
         parts = answer.aiter_raw()
         assert b"first" == await anext(parts)
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_ends_the_request_inside(server: World, route
 
 
 async def test_nothing_listens(server: World, route: str) -> None:
-    """502 with its code, for a port without a server and for a sandbox that is no more."""
+    """The answer is 502 with its code for a port without a server, and 404 for a removed sandbox."""
     async with server.client() as client:
         answer = await client.get(f"{route}/9/x")
         assert (502, "BACKEND_CONNECTION_FAILED") == (answer.status_code, answer.json()["code"])
@@ -145,7 +145,7 @@ async def test_nothing_listens(server: World, route: str) -> None:
 
 
 async def test_execd_is_waited_for_after_a_start_and_nothing_else_is(server: World, route: str) -> None:
-    """The first call after a create does not fail because the sandbox's daemon needs some milliseconds more."""
+    """The first call after a create does not fail if execd needs some more milliseconds."""
     async with server.client() as client:
         server.hostd.refusals = 3
         assert 200 == (await client.get(f"{route}/44772/x")).status_code
@@ -154,13 +154,13 @@ async def test_execd_is_waited_for_after_a_start_and_nothing_else_is(server: Wor
         assert 502 == (await client.get(f"{route}/8000/x")).status_code
         server.offset = 60
         assert server.server is not None
-        server.server.edge.proxy.close()  # the connection of the first call
+        server.server.edge.proxy.close()  # closes the connection of the first call
         server.hostd.refusals = 1
         assert 502 == (await client.get(f"{route}/44772/x")).status_code
 
 
 async def test_connections_are_counted_per_sandbox() -> None:
-    """Requests to a sandbox at its limit are refused; requests to another one are not."""
+    """Requests to a sandbox at its limit are refused. Requests to another one are not."""
     async with world(proxy_connections=1) as described, described.serving() as server, server.client() as client:
         first, second = [
             f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}/proxy/8000" for _ in "ab"
@@ -175,7 +175,7 @@ async def test_connections_are_counted_per_sandbox() -> None:
 
 
 async def test_secure_access(server: World) -> None:
-    """A secured sandbox asks every caller of every port for its token."""
+    """A secured sandbox requires its token of every caller on every port."""
     async with server.client() as client:
         name = (await client.post("/v1/sandboxes", json={**BODY, "secureAccess": True})).json()["id"]
         headers = (await client.get(f"/v1/sandboxes/{name}/endpoints/8000")).json()["headers"]
@@ -187,7 +187,7 @@ async def test_secure_access(server: World) -> None:
 
 
 async def test_websocket(server: World, route: str) -> None:
-    """Text, bytes, subprotocol, raw path and the close code cross; our key does not."""
+    """Text, bytes, subprotocol, raw path and close code arrive. The API key does not."""
     uri = f"ws://{server.domain}{route}/8000/ws%2Fx?q=%26"
     async with connect(
         uri, subprotocols=["one"], additional_headers={"OPEN-SANDBOX-API-KEY": KEY, "Cookie": "a=b"}, proxy=None
@@ -209,7 +209,7 @@ async def test_websocket(server: World, route: str) -> None:
 
 @pytest.mark.parametrize(("path", "code"), [("8000/refuse", 1008), ("9/x", 1011), ("18080/policy", 1008)])
 async def test_websocket_refusals(server: World, route: str, path: str, code: int) -> None:
-    """A refused handshake is 1008, an unreachable port 1011."""
+    """A refused handshake closes with 1008, an unreachable port with 1011."""
     async with connect(f"ws://{server.domain}{route}/{path}", proxy=None) as socket:
         with pytest.raises(ConnectionClosed) as caught:
             await socket.recv()
@@ -218,7 +218,7 @@ async def test_websocket_refusals(server: World, route: str, path: str, code: in
 
 
 async def test_renew_on_access() -> None:
-    """An access moves the expiry of a sandbox that asked for it; `skip` and the interval hold it back."""
+    """An access extends the expiry of a sandbox that requested this, except with `skip` and within the interval."""
     async with world(renew_interval=60.0) as described, described.serving() as server, server.client() as client:
         body = {**BODY, "timeout": 60, "extensions": {"access.renew.extend.seconds": "300"}}
         name = (await client.post("/v1/sandboxes", json=body)).json()["id"]
@@ -237,6 +237,6 @@ async def test_renew_on_access() -> None:
 
 
 async def test_the_proxy_needs_no_key(server: World, route: str) -> None:
-    """The ports' own tokens are what counts there."""
+    """The ports' own tokens protect it."""
     async with server.client(None) as client:
         assert b"pong:" == (await client.get(f"{route}/8000/x")).content

@@ -1,4 +1,4 @@
-"""How a request's body goes on to a sandbox: in few pieces, all of it, and without waiting for its end."""
+"""Forwarding of a request's body to a sandbox: in few writes, complete, and without a wait for its end."""
 
 import asyncio
 import socket
@@ -22,13 +22,13 @@ def _pair(kind: socket.SocketKind) -> Iterator[tuple[socket.socket, socket.socke
 
 @pytest.fixture
 def messages() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends between which what was written at once is read at once."""
+    """Yield a socket pair on which each write is one read."""
     yield from _pair(socket.SOCK_SEQPACKET)
 
 
 @pytest.fixture
 def stream() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a stream."""
+    """Yield a pair of stream sockets."""
     yield from _pair(socket.SOCK_STREAM)
 
 
@@ -53,7 +53,7 @@ async def test_small_pieces_go_on_in_one(messages: tuple[socket.socket, socket.s
 
 
 async def test_a_piece_does_not_wait_for_the_next(messages: tuple[socket.socket, socket.socket]) -> None:
-    """A client may wait for what its piece does before it sends another."""
+    """A client can wait for the effect of a piece before it sends the next one."""
     ours, theirs = messages
     seen = asyncio.Event()
 
@@ -70,7 +70,7 @@ async def test_a_piece_does_not_wait_for_the_next(messages: tuple[socket.socket,
 
 
 async def test_what_the_kernel_does_not_take_follows_in_order(stream: tuple[socket.socket, socket.socket]) -> None:
-    """The sandbox reads late, and less than a piece fits in between."""
+    """The sandbox reads late, and the socket buffers hold less than one piece."""
     ours, theirs = stream
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     piece, seen = bytes(range(256)) * 200, asyncio.Event()
@@ -90,7 +90,7 @@ async def test_what_the_kernel_does_not_take_follows_in_order(stream: tuple[sock
 
 
 async def test_a_closed_connection_waits_for_nothing(stream: tuple[socket.socket, socket.socket]) -> None:
-    """Its descriptor will be another's."""
+    """Because another connection can get its descriptor."""
     ours, theirs = stream
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     descriptor = ours.fileno()
@@ -101,7 +101,7 @@ async def test_a_closed_connection_waits_for_nothing(stream: tuple[socket.socket
 
     connection = Connection(ours)
     request = asyncio.create_task(connection.request("POST", b"/", HEADERS, body()))
-    await _receive(theirs)  # some of it was sent: what is left waits
+    await _receive(theirs)  # a part was sent, and the rest waits
     connection.close()
     assert not asyncio.get_running_loop().remove_writer(descriptor)
     request.cancel()

@@ -1,4 +1,4 @@
-"""Resource limits: what is asked for, what is given, and what is refused."""
+"""Resource limits: requested and resulting values, and refusals."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Two concurrent requests on one sandbox: each is carried out whole, and both answers are true."""
+"""Two concurrent requests on one sandbox: each is carried out completely, and both answers are true."""
 
 import asyncio
 import time
@@ -26,13 +26,13 @@ NAMED = {key: value for key, value in BODY.items() if key not in ("networkPolicy
 
 @pytest.fixture
 async def ruled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """A server with an operator's policy file."""
+    """Run a server with an operator's policy file."""
     async with running(monkeypatch.setattr, LOOSE) as there:
         yield there
 
 
 async def _document(place: Place, text: str) -> None:
-    """The operator writes another file, and the server reads it."""
+    """Write another operator's file, and make the server read it."""
     assert place.server is not None
     path = place.world.config.run_dir / "policies.yaml"
     path.write_text(text + "# changed\n")
@@ -41,7 +41,7 @@ async def _document(place: Place, text: str) -> None:
 
 
 async def _gone(place: Place, name: str) -> bool:
-    """Whether a sandbox goes in time."""
+    """Return whether a sandbox is removed in time."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while name in await place.rows() and time.monotonic() < deadline:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
@@ -53,13 +53,13 @@ def _hosts(place: Place, name: str) -> str:
 
 
 async def test_a_renewal_that_comes_before_the_removal_wins(place: Place) -> None:
-    """The reaper has seen it expired; before it could begin, the sandbox was renewed: it stays."""
+    """The reaper has read that the sandbox is expired. Before the removal begins, it is renewed: it stays."""
     assert place.server is not None
     name = await create(place, vault=False)
     async with place.server.context.orchestrator._locks.hold(name):
         place.world.offset = 7200
         place.server.reaper.wake()
-        await asyncio.sleep(0.1)  # the reaper waits for the lock now; longer only makes the test stronger
+        await asyncio.sleep(0.1)  # the reaper now waits for the lock; a longer wait only makes the test stronger
         place.world.offset = 0
         later = (datetime.now(UTC) + timedelta(days=1)).isoformat()
         renewed = await place.http("POST", f"/{name}/renew-expiration", {"expiresAt": later})
@@ -74,7 +74,7 @@ async def test_a_renewal_that_comes_before_the_removal_wins(place: Place) -> Non
 
 
 async def test_changes_and_a_removal_at_once(place: Place) -> None:
-    """Ten changes, three deletes: one delete is 204, no answer is 5xx, and nothing is left."""
+    """Ten changes, three deletes: one delete gets 204, no answer is 5xx, and nothing remains."""
     name = await create(place, vault=True)
     changes = [place.http("PATCH", f"/{name}{POLICY}", NEW["egress"][1:]) for _ in range(10)]
     deletes = [place.http("DELETE", f"/{name}") for _ in range(3)]
@@ -86,14 +86,14 @@ async def test_changes_and_a_removal_at_once(place: Place) -> None:
 
 
 async def test_a_delete_during_a_create_waits_for_it(place: Place) -> None:
-    """The id is known from the list before the create is answered."""
+    """The list contains the id before the create is answered."""
     hostd = place.world.hostd
     hostd.hold["launch"], hostd.reached["launch"] = asyncio.Event(), asyncio.Event()
     creating = asyncio.create_task(place.http("POST", "", BODY))
     await hostd.reached["launch"].wait()
     name = next(iter(await place.rows()))
     deleting = asyncio.create_task(place.http("DELETE", f"/{name}"))
-    await asyncio.sleep(0.05)  # lets the delete reach the lock; longer only makes the test stronger
+    await asyncio.sleep(0.05)  # for the delete to reach the lock; a longer wait only makes the test stronger
     hostd.hold["launch"].set()
     made, gone = await asyncio.gather(creating, deleting)
     assert (202, 204) == (made.status_code, gone.status_code)
@@ -112,7 +112,7 @@ async def test_twenty_changes_at_once_lose_none(place: Place) -> None:
 
 
 async def test_a_server_that_stops_finishes_its_writes(place: Place) -> None:
-    """SIGTERM in the middle of a vault's creation: the gateway answers, and then it is whole before the server ends."""
+    """SIGTERM during a vault's creation: after the gateway's answer the write is completed before the server ends."""
     name = await create(place, vault=False)
     hostd = place.world.hostd
     hostd.hold["configure"], hostd.reached["configure"] = asyncio.Event(), asyncio.Event()
@@ -120,7 +120,7 @@ async def test_a_server_that_stops_finishes_its_writes(place: Place) -> None:
     await hostd.reached["configure"].wait()
     stopping = asyncio.create_task(place.stop())
     writing.cancel()
-    await asyncio.sleep(0.05)  # lets the server begin to end; longer only makes the test stronger
+    await asyncio.sleep(0.05)  # for the server to begin its stop; a longer wait only makes the test stronger
     hostd.hold["configure"].set()
     await asyncio.gather(stopping, writing, return_exceptions=True)
     await place.start()
@@ -130,7 +130,7 @@ async def test_a_server_that_stops_finishes_its_writes(place: Place) -> None:
 
 
 async def test_a_new_document_during_a_change_is_not_lost(ruled: Place) -> None:
-    """The change was compiled under the former one: afterwards the gateway has the new one all the same."""
+    """The change was compiled under the former document. Afterwards the gateway has the new one."""
     name = (await ruled.http("POST", "", NAMED)).json()["id"]
     hostd = ruled.world.hostd
     hostd.hold["configure"], hostd.reached["configure"] = asyncio.Event(), asyncio.Event()
@@ -138,7 +138,7 @@ async def test_a_new_document_during_a_change_is_not_lost(ruled: Place) -> None:
     first = asyncio.create_task(_document(ruled, LOOSE.replace("one.", "mid.")))
     await hostd.reached["configure"].wait()
     second = asyncio.create_task(_document(ruled, TIGHT))
-    await asyncio.sleep(0.05)  # lets the second read its file; longer only makes the test stronger
+    await asyncio.sleep(0.05)  # for the second to read its file; a longer wait only makes the test stronger
     hostd.hold["configure"].set()
     await asyncio.gather(first, second)
     assert [] == await settled(ruled)
@@ -169,13 +169,13 @@ async def test_a_document_that_changed_while_the_server_was_down_is_applied(rule
 
 
 async def test_a_database_that_fails_for_a_while_stops_no_task(place: Place) -> None:
-    """Expiry and observation go on when it is back."""
+    """Expiry and observation continue when the database works again."""
     assert place.server is not None
     name = await create(place, vault=True)
     place.injector.out.add(REGISTRY)
     place.world.offset = 7200
     place.server.reaper.wake()
-    await asyncio.sleep(0.2)  # some rounds of both; more only make the test stronger
+    await asyncio.sleep(0.2)  # some rounds of both tasks; more only make the test stronger
     assert name in await place.rows()
     place.injector.out.clear()
     assert await _gone(place, name)

@@ -1,4 +1,4 @@
-"""The state database: what a look-up finds."""
+"""The state database: results of look-ups."""
 
 import asyncio
 import sqlite3
@@ -17,7 +17,7 @@ ROW = Sandbox("one", State.RUNNING, "", "", 1.0, 1.0, None, "image", ("true",), 
 
 @pytest.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
-    """A database with one row."""
+    """Open a database with one row."""
     made = Registry(tmp_path / "state.db")
     await made.open()
     await made.put(ROW)
@@ -26,7 +26,7 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
 
 
 async def test_what_another_process_has_committed_is_found_at_once(registry: Registry, tmp_path: Path) -> None:
-    """Between two look-ups, without a call of ours."""
+    """Between two look-ups, without a call by this process."""
     assert ROW == await registry.get("one")
     with closing(sqlite3.connect(tmp_path / "state.db")) as database, database:
         database.execute("UPDATE sandboxes SET secure_access = 1")
@@ -37,7 +37,7 @@ async def test_what_another_process_has_committed_is_found_at_once(registry: Reg
 
 
 async def test_a_look_up_waits_for_a_write_without_a_waiting_caller(registry: Registry) -> None:
-    """The write has begun and its caller was cancelled: it counts, for what comes later finds it done."""
+    """The write has begun and its caller was cancelled. A later look-up still finds the written row."""
     begun, may_end = threading.Event(), threading.Event()
 
     def change(row: Sandbox) -> Sandbox:
@@ -50,6 +50,6 @@ async def test_a_look_up_waits_for_a_write_without_a_waiting_caller(registry: Re
     write.cancel()
     await asyncio.gather(write, return_exceptions=True)
     look_up = asyncio.create_task(registry.get("one"))
-    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # the look-up has begun
     may_end.set()
     assert replace(ROW, secure_access=True) == await look_up

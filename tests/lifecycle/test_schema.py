@@ -1,4 +1,4 @@
-"""State databases of other releases: migrated with a copy kept, or refused as they are."""
+"""State databases of other releases: they are migrated after a copy, or refused without a change."""
 
 import sqlite3
 from contextlib import closing
@@ -19,7 +19,7 @@ CREATE TABLE IF NOT EXISTS sandboxes (
 CREATE INDEX IF NOT EXISTS sandboxes_created ON sandboxes (created_at DESC, id);
 CREATE INDEX IF NOT EXISTS sandboxes_expires ON sandboxes (expires_at) WHERE expires_at IS NOT NULL;
 """
-"""What the former release, which had no steps, executed before it set the version to 1."""
+"""The statements of the former release, which had no steps. It executed them before it set the version to 1."""
 ROW = (
     "INSERT INTO sandboxes VALUES ('one', 'Running', '', '', 1.0, 1.0, NULL, 'image', '[\"true\"]', 'runc', '{}', "
     "'{}', NULL, NULL, NULL, '', 0, 0, NULL, 'one', NULL)"
@@ -30,7 +30,7 @@ NEXT = (*STEPS, ("ALTER TABLE sandboxes ADD COLUMN owner TEXT", "UPDATE sandboxe
 
 
 def made(path: Path, script: str, version: int) -> Path:
-    """Make a database as another release left it."""
+    """Make a database as another release would leave it."""
     with closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA journal_mode=WAL")
         database.executescript(script)
@@ -39,7 +39,7 @@ def made(path: Path, script: str, version: int) -> Path:
 
 
 def schema(path: Path) -> tuple[int, list[str]]:
-    """The version, and the columns of the table."""
+    """Return the version, and the columns of the table."""
     with closing(sqlite3.connect(path)) as database:
         names = [str(row[1]) for row in database.execute("PRAGMA table_info(sandboxes)")]
         return database.execute("PRAGMA user_version").fetchone()[0], names
@@ -50,7 +50,7 @@ COLUMNS = [word.split()[0] for word in FORMER.split("(", 1)[1].split(") STRICT")
 
 @pytest.mark.parametrize("version", [0, 1])
 async def test_a_database_of_the_former_release_keeps_its_rows(tmp_path: Path, version: int) -> None:
-    """Also one that the former release left between the table and its version."""
+    """Also a database from between the creation of the table and the setting of its version."""
     path = made(tmp_path / "state.db", f"{FORMER}{ROW};", version)
     registry = Registry(path)
     await registry.open()
@@ -60,7 +60,7 @@ async def test_a_database_of_the_former_release_keeps_its_rows(tmp_path: Path, v
 
 
 async def test_a_new_database_has_the_schema_of_the_former_release(tmp_path: Path) -> None:
-    """The first step makes exactly what that release made, and no copy of nothing is kept."""
+    """The first step creates the same schema as that release. An empty database is not copied."""
     registry = Registry(tmp_path / "state.db")
     await registry.open()
     await registry.close()
@@ -76,7 +76,7 @@ async def test_a_new_database_has_the_schema_of_the_former_release(tmp_path: Pat
 
 @pytest.mark.parametrize("version", [0, 1])
 async def test_a_table_of_another_shape_is_not_marked_current(tmp_path: Path, version: int) -> None:
-    """The refusal names file and columns, and leaves the rows as they are."""
+    """The refusal names file and columns, and does not change the rows."""
     older = "CREATE TABLE sandboxes (id TEXT PRIMARY KEY, state TEXT, created_at REAL, expires_at REAL)"
     row = "INSERT INTO sandboxes VALUES ('a', 'b', 1, 2)"
     path = made(tmp_path / "state.db", f"{older}; {row}", version)
@@ -88,7 +88,7 @@ async def test_a_table_of_another_shape_is_not_marked_current(tmp_path: Path, ve
 
 
 async def test_a_database_of_a_newer_release_is_refused(tmp_path: Path) -> None:
-    """With both numbers and what to do; nothing is changed."""
+    """The message has both numbers and a remedy. Nothing is changed."""
     path = made(tmp_path / "state.db", FORMER, 2)
     with pytest.raises(SchemaError, match=r"state\.db has schema 2, .*newer release.* schema 1\..*state\.db\.schema-1"):
         await Registry(path).open()
@@ -96,7 +96,7 @@ async def test_a_database_of_a_newer_release_is_refused(tmp_path: Path) -> None:
 
 
 def test_steps_run_in_order_after_a_copy_is_kept(tmp_path: Path) -> None:
-    """From the former release's database to the one of a release after this one; the copy is the former database."""
+    """From the former release's database to that of a later release. The copy is the former database."""
     path = made(tmp_path / "state.db", f"{FORMER}{ROW};", 1)
     with closing(sqlite3.connect(path)) as database:
         migrate(database, str(path), [*COLUMNS, "owner"], NEXT)
@@ -110,7 +110,7 @@ def test_steps_run_in_order_after_a_copy_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_undoes_all(tmp_path: Path) -> None:
-    """Neither the version nor the table is between two schemas."""
+    """Neither the version nor the table stays between two schemas."""
     path = made(tmp_path / "state.db", f"{FORMER}{ROW};", 1)
     broken = (*NEXT, ("DELETE FROM sandboxes", "INSERT INTO nowhere VALUES (1)"))
     with (
@@ -124,7 +124,7 @@ def test_a_step_that_fails_undoes_all(tmp_path: Path) -> None:
 
 
 def test_without_a_copy_nothing_is_changed(tmp_path: Path) -> None:
-    """A name that is taken by a directory, say."""
+    """For example because a directory has the copy's name."""
     path = made(tmp_path / "state.db", f"{FORMER}{ROW};", 1)
     (tmp_path / "state.db.schema-1").mkdir()
     with closing(sqlite3.connect(path)) as database, pytest.raises(OSError, match="schema-1"):

@@ -51,7 +51,7 @@ async def sandbox(server: World) -> AsyncIterator[Sandbox]:
 
 
 async def test_create_use_and_kill(server: World, sandbox: Sandbox) -> None:
-    """A sandbox is created, healthy, shown with what was sent, and gone after kill."""
+    """A sandbox is created, healthy, shown with the values that were sent, and removed by kill."""
     info = await sandbox.get_info()
     assert "Running" == info.status.state
     assert ["tail", "-f", "/dev/null"] == info.entrypoint
@@ -78,7 +78,7 @@ async def test_connect(server: World, sandbox: Sandbox, through_proxy: bool) -> 
 
 
 async def test_policy_through_the_sdk(server: World, sandbox: Sandbox) -> None:
-    """A patched rule comes first and is what the gateway was given; deletion is idempotent."""
+    """A patched rule comes first, and the gateway receives it. Deletion is idempotent."""
     await sandbox.patch_egress_rules([NetworkRule(action="deny", target="bad.example.org")])
     policy = await sandbox.get_egress_policy()
     assert ["bad.example.org", "example.org"] == [rule.target for rule in policy.egress]
@@ -89,7 +89,7 @@ async def test_policy_through_the_sdk(server: World, sandbox: Sandbox) -> None:
 
 
 async def test_renew_and_list(server: World, sandbox: Sandbox) -> None:
-    """Renewal moves the expiry; the manager finds the sandbox by metadata and state."""
+    """A renewal moves the expiry. The manager finds the sandbox by metadata and state."""
     renewed = await sandbox.renew(timedelta(hours=2))
     manager = await SandboxManager.create(connection(server))
     found = await manager.list_sandbox_infos(SandboxFilter(metadata={"team": "a"}, states=["running"]))
@@ -102,7 +102,7 @@ async def test_renew_and_list(server: World, sandbox: Sandbox) -> None:
 
 
 async def test_unknown_image(server: World) -> None:
-    """An image that is not there is a client error that names it and those that are there, and nothing is left."""
+    """A missing image is a client error that names it and the available images. Nothing remains."""
     with pytest.raises(SandboxApiException) as caught:
         await Sandbox.create("nowhere/x:1", connection_config=connection(server))
     assert (400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED") == (caught.value.status_code, caught.value.error.code)
@@ -112,7 +112,7 @@ async def test_unknown_image(server: World) -> None:
 
 
 class Recording(httpx.AsyncHTTPTransport):
-    """Passes requests on, and keeps where their bodies have a null."""
+    """A transport that forwards requests and records the places of null in their bodies."""
 
     def __init__(self) -> None:
         super().__init__(trust_env=False)
@@ -120,7 +120,7 @@ class Recording(httpx.AsyncHTTPTransport):
         self.nulls: set[str] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request."""
+        """Record and send one request."""
         if request.content:
             route = f"{request.method} {request.url.path.rpartition('/')[2]}"
             self.calls.add(route)
@@ -137,7 +137,7 @@ def _nulls(value: Any, place: str) -> set[str]:
 
 
 async def test_what_the_sdk_sends_as_null_is_what_the_documents_list(server: World) -> None:
-    """With every option of every call that has a body; none of them is refused as unknown or null."""
+    """With every option of every call that has a body. None is refused as unknown or null."""
     wire = Recording()
     connected = connection(server, transport=wire)
     made = await Sandbox.create(
@@ -180,7 +180,7 @@ async def test_what_the_sdk_sends_as_null_is_what_the_documents_list(server: Wor
     for sandbox in (made, bare):
         await sandbox.close()
     await manager.close()
-    await wire.aclose()  # one that was given is not closed by the SDK
+    await wire.aclose()  # the SDK does not close a transport that it was given
 
     assert {
         *("POST sandboxes", "POST renew-expiration", "PATCH metadata", "PATCH policy", "DELETE policy"),

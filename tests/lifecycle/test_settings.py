@@ -1,4 +1,4 @@
-"""Settings: unknown keys are refused by path, the environment wins, files for the daemons are what they read."""
+"""Settings: unknown keys are refused by path, the environment has precedence, the daemons can read their files."""
 
 import json
 import subprocess
@@ -63,13 +63,13 @@ def test_what_cannot_be_is_refused_by_its_path(text: str, problem: str) -> None:
 
 
 def test_keys_without_a_meaning_here_are_reported() -> None:
-    """A file of the reference server can be used, and says what of it has no effect."""
+    """A file of the reference server is accepted, and the keys without an effect are reported."""
     read_ = settings("[docker]\nnetwork_mode = 'bridge'\n[egress]\nimage = 'x'")
     assert ["docker.network_mode", "egress.image"] == [remark.split()[1] for remark in read_.remarks]
 
 
 def test_the_environment_replaces_the_keys() -> None:
-    """Also when it is empty; only the explicit switch runs without one, and only on loopback."""
+    """Also if the variable is empty. Without a key the server runs only with the explicit switch, and on loopback."""
     assert ("file-key-0123456789",) == settings("[server]\napi_key = 'file-key-0123456789'").api_keys
     assert ("env",) == settings("[server]\napi_key = 'file'", **{API_KEY: "env"}).api_keys
     emptied = settings("[server]\napi_key = 'file'", **{API_KEY: ""})
@@ -86,7 +86,7 @@ def test_keys_are_not_shown() -> None:
 
 
 def test_lookup(tmp_path: Path) -> None:
-    """The option, then the variable, then the home directory, then defaults."""
+    """The order is the option, the variable, the home directory, the defaults."""
     for name, port in (("a.toml", 1), ("b.toml", 2), (".sandbox.toml", 3)):
         (tmp_path / name).write_text(f"[server]\nport = {port}\n")
     home = {"HOME": str(tmp_path)}
@@ -99,13 +99,13 @@ def test_lookup(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory whose name is short enough for sockets."""
+    """Make a directory whose name is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="slp") as name:
         yield Path(name)
 
 
 def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file passes its daemon's own check, is root's alone, and holds no API key."""
+    """Every file passes its daemon's own check, is readable by root only, and contains no API key."""
     (short / "roots.pem").write_text("x")
     (short / "roots.pem").chmod(0o644)
     config = short / "settings.toml"
@@ -134,21 +134,21 @@ def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_api_server_and_hostd_bound_launches_alike() -> None:
-    """hostd does not rely on `serve` for it."""
+    """hostd does not rely on `serve` for this limit."""
     read_ = settings("[sallyport]\nlaunch_concurrency = 7")
     assert 7 == launch.serve_config(read_, ()).bounds.launches
     assert 7 == HostConfig.model_validate(launch.host_config(read_, Path("/launch"))).launch_concurrency
 
 
 def test_a_key_may_be_given_as_its_digest() -> None:
-    """Then nothing of ours ever held it."""
+    """Then no file or process of the server contains the key."""
     digest = "ab" * 32
     config = launch.serve_config(settings("", **{API_KEY: f"sha256:{digest}"}), (f"sha256:{digest}",))
     assert (digest,) == config.key_digests
 
 
 def test_the_servers_file_is_strict(tmp_path: Path) -> None:
-    """Unknown keys are refused there too."""
+    """Unknown keys are refused in this file too."""
     path = tmp_path / "serve.json"
     document = json.loads(launch.serve_config(settings(), ()).text())
     path.write_text(json.dumps(document | {"other": 1}))
@@ -157,7 +157,7 @@ def test_the_servers_file_is_strict(tmp_path: Path) -> None:
 
 
 def test_resolvers_of_the_host(tmp_path: Path) -> None:
-    """Those on loopback, or reached through one interface only, are of no use to a gateway."""
+    """Resolvers on loopback, or with an interface in their address, are unusable for a gateway."""
     path = tmp_path / "resolv.conf"
     path.write_text(
         "nameserver 127.0.0.53\nnameserver ::1\nnameserver fe80::1%eth0\nnameserver fe80::2\nnameserver ns.example\n"
@@ -167,7 +167,7 @@ def test_resolvers_of_the_host(tmp_path: Path) -> None:
 
 
 def test_policy_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`policy explain` takes the file and the request's parts, and answers by its exit status."""
+    """`policy explain` takes the file and the parts of a request. Its exit status is the decision."""
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\npolicies:\n  a:\n    rules:\n      - {id: x, host: files.example.org}\n")
     assert 0 == cli.main(["policy", "check", str(path)])
@@ -179,7 +179,7 @@ def test_policy_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_operators_file_wins_key_by_key(tmp_path: Path) -> None:
-    """What was built lies below it: lists and tables are taken whole, keys of other tables stay."""
+    """It has precedence over the build's file. Lists and tables are replaced as a whole; other tables' keys stay."""
     built, own = tmp_path / "built.toml", tmp_path / "own.toml"
     built.write_text(
         '[sallyport]\nrunsc = "/built/runsc"\nexecd = "/built/execd"\nimages = [{name = "b", tar = "/b.tar"}]\n'
@@ -195,7 +195,7 @@ def test_the_operators_file_wins_key_by_key(tmp_path: Path) -> None:
 
 
 def test_both_files_are_checked_and_distinguished(tmp_path: Path) -> None:
-    """An error names the file that it is in; settings that depend on each other are checked together."""
+    """An error names its file. Settings that depend on each other are checked together."""
     built, own = tmp_path / "built.toml", tmp_path / "own.toml"
     own.write_text("")
     built.write_text("[sallyport]\nnonsense = 1\n")

@@ -1,4 +1,4 @@
-"""A row can always be enforced, whatever is stored in it."""
+"""Any stored row can be enforced."""
 
 import copy
 from typing import Any
@@ -58,7 +58,7 @@ def row(network_policy: Any, vault: Any) -> Sandbox:
 
 @st.composite
 def damaged(draw: st.DrawFn, document: dict[str, Any]) -> Any:
-    """The document with another value, or none, at one of its places."""
+    """Return the document with one value replaced or removed."""
     made = copy.deepcopy(document)
     here: Any = made
     while True:
@@ -78,7 +78,7 @@ def damaged(draw: st.DrawFn, document: dict[str, Any]) -> Any:
 
 @given(st.just(NETWORK_POLICY) | damaged(NETWORK_POLICY) | values, st.just(VAULT) | damaged(VAULT) | values)
 def test_what_cannot_be_read_is_out_of_force_and_named(network_policy: Any, vault: Any) -> None:
-    """A damaged row gives no secret that the whole one does not, and allows nothing that it does not."""
+    """A damaged row gives no secret, and allows nothing, beyond those of the undamaged row."""
     read = stored(row(network_policy, vault))
     names = secrets(row(network_policy, vault))
     policy, _ = enforce(PolicyDocument(), None, read.network_policy, read.bindings)
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_out_of_force_and_named(network_policy: Any, vaul
 
 
 def test_a_whole_row_is_read_whole() -> None:
-    """The control of the above."""
+    """A control for the test above."""
     read = stored(row(NETWORK_POLICY, VAULT))
     assert ((), CredentialVault.from_json(VAULT)) == (read.dropped, read.vault)
     assert read.network_policy is not None and NETWORK_POLICY == read.network_policy.to_wire()

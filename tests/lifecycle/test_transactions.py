@@ -1,4 +1,4 @@
-"""Creation and removal are whole or not at all, across failures, clients that leave, and restarts."""
+"""Creation and removal are complete or have no effect, across failures, disconnected clients, and restarts."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Wait for something another task does."""
+    """Wait for the effect of another task."""
     async with asyncio.timeout(60):
         while True:
             outcome = condition()
@@ -39,7 +39,7 @@ async def rows(server: World) -> int:
 
 
 async def test_a_failed_launch_leaves_nothing(server: World) -> None:
-    """hostd refuses: the vault has forgotten the sandbox and no row is left."""
+    """hostd refuses: vaultd no longer has the sandbox, and no row remains."""
     server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=BODY)
@@ -53,7 +53,7 @@ async def test_a_failed_launch_leaves_nothing(server: World) -> None:
     [("full", 429, "SANDBOX::TOO_MANY_REQUESTS"), ("unavailable", 503, "DOCKER::INITIALIZATION_ERROR")],
 )
 async def test_refusals_of_hostd_keep_their_meaning(server: World, code: str, status: int, answer_code: str) -> None:
-    """A full or starting host is something to try again later."""
+    """If the host is full or still starts, the client can try again later."""
     server.hostd.fail["launch"] = wire.RequestError(code, "x")
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=BODY)
@@ -62,7 +62,7 @@ async def test_refusals_of_hostd_keep_their_meaning(server: World, code: str, st
 
 
 async def test_without_a_record_nothing_is_made(server: World) -> None:
-    """The audit log refuses: nothing was launched, nothing opened in the vault."""
+    """The audit log refuses: nothing was launched, and nothing was opened at vaultd."""
     server.auditd.fail["record"] = wire.RequestError(wire.Code.STORAGE, "no")
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=BODY)
@@ -71,7 +71,7 @@ async def test_without_a_record_nothing_is_made(server: World) -> None:
 
 
 async def test_a_vault_that_refuses_stops_the_launch(server: World) -> None:
-    """A secret that cannot be granted is the caller's error, and nothing was launched."""
+    """A secret that cannot be granted is the caller's error. Nothing was launched."""
     server.vaultd.fail["open_sandbox"] = wire.RequestError(wire.Code.NOT_BOUND, "secret x is not bound to y")
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=BODY)
@@ -79,7 +79,7 @@ async def test_a_vault_that_refuses_stops_the_launch(server: World) -> None:
 
 
 async def test_undoing_is_retried_until_it_is_done(server: World) -> None:
-    """What could not be taken back at once is taken back later, and meanwhile is not forgotten."""
+    """A step that could not be undone at once is undone later. Until then its row stays."""
     server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
     server.hostd.fail["remove"] = wire.RequestError(wire.Code.DOCKER, "no")
     async with server.client() as client:
@@ -95,7 +95,7 @@ async def _none(server: World) -> bool:
 
 
 async def test_a_client_that_goes_away_leaves_nothing(server: World) -> None:
-    """The connection ends while the sandbox is being made: it is removed once it is made."""
+    """The connection ends during the sandbox's creation. The sandbox is removed after the creation."""
     server.hostd.hold["launch"] = asyncio.Event()
     server.hostd.reached["launch"] = asyncio.Event()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -110,7 +110,7 @@ async def test_a_client_that_goes_away_leaves_nothing(server: World) -> None:
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     del reader
-    await asyncio.sleep(0.2)  # lets the server read the end of the connection; longer only makes the test stronger
+    await asyncio.sleep(0.2)  # for the server to read the connection's end; a longer wait only makes the test stronger
     server.hostd.hold["launch"].set()
     await until(lambda: _none(server))
     assert ({}, {}) == (server.hostd.sandboxes, server.vaultd.grants)
@@ -118,7 +118,7 @@ async def test_a_client_that_goes_away_leaves_nothing(server: World) -> None:
 
 
 async def test_a_slow_launch_is_answered_pending() -> None:
-    """A caller learns the id in time; the endpoint answers at once; Running comes when it is."""
+    """The caller gets the id and an endpoint in time. The state becomes Running after the launch."""
     async with world(bounds=replace(BOUNDS, answer_seconds=0.2)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         async with server.client() as client:
@@ -137,7 +137,7 @@ async def test_a_slow_launch_is_answered_pending() -> None:
 
 
 async def test_a_failure_after_the_answer_is_shown() -> None:
-    """A client that got Pending then gets Failed, and may delete the sandbox."""
+    """A client that got Pending then gets Failed, and can delete the sandbox."""
     async with world(bounds=replace(BOUNDS, answer_seconds=0.2)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
@@ -154,7 +154,7 @@ async def test_a_failure_after_the_answer_is_shown() -> None:
 
 
 async def test_delete_says_what_is_left(server: World) -> None:
-    """Residue is an error, the sandbox stays known, and the reaper finishes the work."""
+    """A residue is an error. The sandbox stays listed, and the reaper completes the removal."""
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
         server.hostd.fail["remove"] = wire.RequestError(wire.Code.DOCKER, "no")
@@ -166,7 +166,7 @@ async def test_delete_says_what_is_left(server: World) -> None:
 
 
 async def test_expiry(server: World) -> None:
-    """At its time a sandbox is removed like by DELETE."""
+    """At its expiry a sandbox is removed as by DELETE."""
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json={**BODY, 'timeout': 60})).json()['id']}"
         server.offset = 61
@@ -178,7 +178,10 @@ async def test_expiry(server: World) -> None:
 
 
 async def test_an_expiry_while_others_are_looked_at_is_on_time(server: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It expired after those that are over had been read, and before the next expiry was: it goes, without a wake."""
+    """It expires after the read of expired rows and before the read of the next expiry.
+
+    It is removed without a wake.
+    """
     assert server.server is not None
     registry, expired = server.server.registry, server.server.registry.expired
     async with server.client() as client:
@@ -197,7 +200,7 @@ async def test_an_expiry_while_others_are_looked_at_is_on_time(server: World, mo
 
 
 async def test_a_removal_that_hangs_holds_up_no_expiry(server: World) -> None:
-    """hostd does not come back from one removal: another sandbox goes at its time all the same."""
+    """hostd does not answer one removal. Another sandbox is removed at its expiry nevertheless."""
     async with server.client() as client:
         first = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 60})).json()["id"]
         second = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 120})).json()["id"]
@@ -215,7 +218,7 @@ async def test_a_removal_that_hangs_holds_up_no_expiry(server: World) -> None:
 
 
 async def test_many_removals_are_a_few_at_a_time(server: World) -> None:
-    """All expire together, all go, and hostd is never asked for more than four at once."""
+    """All expire together and all are removed. hostd gets at most four removals at a time."""
     async with server.client() as client:
         made = [(await client.post("/v1/sandboxes", json={**BODY, "timeout": 60})).json()["id"] for _ in range(9)]
         server.hostd.slow = {name: asyncio.Event() for name in made}
@@ -224,7 +227,7 @@ async def test_many_removals_are_a_few_at_a_time(server: World) -> None:
         server.server.reaper.wake()
         for ended, asked in enumerate((4, 5, 6, 7, 8, 9, 9, 9, 9)):
             await until(lambda least=asked: len(server.hostd.named("remove")) >= least)
-            await asyncio.sleep(0.05)  # for one too many, that must not come
+            await asyncio.sleep(0.05)  # for an additional removal, which must not come
             names = [parameters["sandbox"] for parameters in server.hostd.named("remove")]
             assert asked == len(names)
             server.hostd.slow[names[ended]].set()
@@ -232,7 +235,7 @@ async def test_many_removals_are_a_few_at_a_time(server: World) -> None:
 
 
 async def test_restart() -> None:
-    """Sandboxes, metadata and renewals survive; expired sandboxes and sandboxes without a request are removed."""
+    """Sandboxes, metadata and renewals survive. Expired sandboxes, and hostd's without a row, are removed."""
     async with world() as described:
         async with described.serving() as server, server.client() as client:
             keep = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 3600})).json()["id"]
@@ -252,12 +255,12 @@ async def test_restart() -> None:
 
 
 async def test_an_ended_entrypoint_is_shown(server: World) -> None:
-    """Exit 0 is Terminated, anything else Failed; at its memory limit with the reason OOM."""
+    """Exit 0 is Terminated, any other exit is Failed; at the memory limit the reason is OOM."""
     assert server.server is not None
     async with server.client() as client:
         for exit_code, oom, expected in (
             (0, False, ("Terminated", "CONTAINER_EXITED")),
-            (0, True, ("Terminated", "CONTAINER_EXITED")),  # a process of it was killed there, and it went on
+            (0, True, ("Terminated", "CONTAINER_EXITED")),  # a child process was killed there
             (3, False, ("Failed", "CONTAINER_EXITED_ERROR")),
             (137, True, ("Failed", "OOM")),
         ):
@@ -269,7 +272,7 @@ async def test_an_ended_entrypoint_is_shown(server: World) -> None:
 
 
 async def test_creations_are_bounded() -> None:
-    """Beyond the bound a caller gets a retry answer; the requests that fill it continue."""
+    """Above the limit a caller gets an answer to try again. The requests that fill it continue."""
     async with world(bounds=replace(BOUNDS, pending=1, answer_seconds=0.1)) as described, described.serving() as server:
         server.hostd.hold["launch"] = asyncio.Event()
         async with server.client() as client:
@@ -294,7 +297,7 @@ async def test_creations_that_come_together_are_bounded(bounds: CreationBounds) 
 
 
 async def test_concurrent_metadata_patches_are_atomic(server: World) -> None:
-    """Each of many patches at once is there afterwards."""
+    """All of many concurrent patches are in the result."""
     async with server.client() as client:
         path = f"/v1/sandboxes/{(await client.post('/v1/sandboxes', json=BODY)).json()['id']}"
         await asyncio.gather(*(client.patch(f"{path}/metadata", json={f"k{i}": "v"}) for i in range(20)))
@@ -302,7 +305,7 @@ async def test_concurrent_metadata_patches_are_atomic(server: World) -> None:
 
 
 async def test_a_sandbox_that_hostd_lost_while_we_ran_is_failed() -> None:
-    """hostd was killed and could not adopt it; one that is there stays Running."""
+    """hostd was killed and could not adopt it. A sandbox that hostd still has stays Running."""
     async with world() as described, described.serving() as server, server.client() as client:
         keep, lost = [(await client.post("/v1/sandboxes", json=BODY)).json()["id"] for _ in range(2)]
         assert server.server is not None
@@ -315,7 +318,7 @@ async def test_a_sandbox_that_hostd_lost_while_we_ran_is_failed() -> None:
 
 
 async def test_a_gateway_with_another_policy_is_given_the_registrys() -> None:
-    """hostd was killed between the gateway's word and ours: whichever it kept, ours is in force in the end."""
+    """hostd was killed between the gateway's confirmation and the server's write. The registry's policy wins."""
     async with world() as described, described.serving() as server, server.client() as client:
         name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
         assert server.server is not None
@@ -333,7 +336,7 @@ async def test_a_gateway_with_another_policy_is_given_the_registrys() -> None:
 
 
 async def test_after_a_restart_every_gateway_and_every_vault_is_as_the_registry_says() -> None:
-    """A former process was killed in the middle of a change: what it had granted beside is taken back."""
+    """A former process was killed during a change. The grants that it added are removed."""
     async with world() as described:
         async with described.serving() as server, server.client() as client:
             name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]

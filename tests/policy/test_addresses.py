@@ -70,7 +70,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("case", CLASSES)
 def test_each_address_has_the_class_of_the_table(case: str) -> None:
-    """Both families, embedded addresses unwrapped."""
+    """Addresses of both families. An embedded address is judged by itself."""
     text, expected = CLASSES[case]
 
     assert expected == classify(text)
@@ -78,7 +78,7 @@ def test_each_address_has_the_class_of_the_table(case: str) -> None:
 
 @pytest.mark.parametrize("case", CLASSES)
 def test_only_public_addresses_are_dialable_without_an_exception(case: str) -> None:
-    """The verdict is the class."""
+    """The verdict follows from the class."""
     text, kind = CLASSES[case]
 
     assert (None if kind is C.PUBLIC else kind) == dialable(text)
@@ -111,7 +111,7 @@ EXCEPTIONS = {
 
 @pytest.mark.parametrize("case", EXCEPTIONS)
 def test_an_exception_opens_what_it_names_and_nothing_beside_it(case: str) -> None:
-    """No exception is stronger than a narrower entry of the table."""
+    """An exception never opens a narrower entry of the table."""
     text, networks, expected = EXCEPTIONS[case]
 
     assert expected == dialable(text, tuple(ip_network(network) for network in networks))
@@ -119,7 +119,7 @@ def test_an_exception_opens_what_it_names_and_nothing_beside_it(case: str) -> No
 
 @given(st.ip_addresses(v=4))
 def test_ipv4_is_classified_totally_and_public_means_globally_reachable(address: IPv4Address) -> None:
-    """Nothing that the standard library calls special is public here."""
+    """No address that the standard library treats as special is public here."""
     kind = classify(address)
 
     if kind is C.PUBLIC:
@@ -129,7 +129,7 @@ def test_ipv4_is_classified_totally_and_public_means_globally_reachable(address:
 
 @given(st.ip_addresses(v=6))
 def test_ipv6_is_classified_totally_and_public_means_global_unicast(address: IPv6Address) -> None:
-    """The class exists for every address, and PUBLIC only inside 2000::/3."""
+    """Every address has a class, and PUBLIC exists only inside 2000::/3."""
     kind = classify(address)
 
     if kind is C.PUBLIC and address.ipv4_mapped is None:
@@ -138,7 +138,7 @@ def test_ipv6_is_classified_totally_and_public_means_global_unicast(address: IPv
 
 @given(st.ip_addresses(v=4), st.sampled_from(["64:ff9b::", "::", "::ffff:0:0:0", "6to4", "teredo", "isatap"]))
 def test_a_wrapped_private_address_is_never_public(inner: IPv4Address, wrapping: str) -> None:
-    """Whatever wraps an address, the result is its class or, around a public one, TRANSLATED."""
+    """For any form of embedding, the result is the inner address's class, or TRANSLATED around a public address."""
     number = int(inner)
     match wrapping:
         case "6to4":
@@ -156,13 +156,13 @@ def test_a_wrapped_private_address_is_never_public(inner: IPv4Address, wrapping:
 
 
 def test_the_documentation_ranges_are_not_dialable_and_the_rigs_are() -> None:
-    """Tests that used documentation addresses would pass for the wrong reason."""
+    """Tests with documentation addresses would succeed for the wrong reason."""
     for network in ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24"):
         assert all(dialable(address) is C.DOCUMENTATION for address in IPv4Network(network))
     assert all(dialable(address) is None for address in IPv4Network("93.184.216.0/24"))
 
 
-# Of each network: the class just below it, at its first address, in its middle, at its last address, just above it.
+# The classes of five addresses of each network: just below it, its first, its middle, its last, just above it.
 EDGES = {
     "0.0.0.0/32": (None, C.UNSPECIFIED, C.UNSPECIFIED, C.UNSPECIFIED, C.RESERVED),
     "0.0.0.0/8": (None, C.UNSPECIFIED, C.RESERVED, C.RESERVED, C.PUBLIC),
@@ -203,7 +203,7 @@ EDGES = {
     "fe80::/10": (C.RESERVED, C.LINK_LOCAL, C.LINK_LOCAL, C.LINK_LOCAL, C.PRIVATE),
     "fec0::/10": (C.LINK_LOCAL, C.PRIVATE, C.PRIVATE, C.PRIVATE, C.MULTICAST),
     "ff00::/8": (C.PRIVATE, C.MULTICAST, C.MULTICAST, C.MULTICAST, None),
-    # the wrappings; an edge of theirs wraps 0.0.0.0 or 255.255.255.255, the middle 128.0.0.0
+    # embedding networks; the addresses at their edges embed 0.0.0.0 or 255.255.255.255, the middle one 128.0.0.0
     "::/96": (None, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.RESERVED),
     "::ffff:0:0/96": (C.RESERVED, C.UNSPECIFIED, C.PUBLIC, C.MULTICAST, C.RESERVED),
     "::ffff:0:0:0/96": (C.RESERVED, C.UNSPECIFIED, C.TRANSLATED, C.MULTICAST, C.RESERVED),
@@ -256,7 +256,10 @@ ISATAP = {
 
 @pytest.mark.parametrize("case", ISATAP)
 def test_an_isatap_address_is_judged_by_what_it_wraps(case: str) -> None:
-    """With the bit for globally unique addresses and without; a denial of the inner address reaches the outer one."""
+    """With and without the bit for globally unique addresses.
+
+    A denial of the inner address applies to the outer one.
+    """
     text, kind, inner = ISATAP[case]
 
     assert kind is classify(text)

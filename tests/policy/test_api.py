@@ -19,7 +19,7 @@ from policy.rules import MAX_RULES, Action
 
 
 def rule(action: str, target: str) -> dict[str, str]:
-    """A rule on the wire."""
+    """Return a rule in its wire form."""
     return {"action": action, "target": target}
 
 
@@ -82,14 +82,14 @@ CANONICAL = {
 
 @pytest.mark.parametrize("case", CLOSED)
 def test_whatever_says_nothing_is_deny_all(case: str) -> None:
-    """Empty, null and missing never open anything."""
+    """Empty, null and missing values open nothing."""
     assert ApiPolicy() == parse_network_policy(CLOSED[case])
     assert "deny_all" == ApiPolicy().status_mode()
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_understood_is_refused_with_the_contracts_text(case: str) -> None:
-    """Status 400 and the exact message."""
+    """With status 400 and the exact message."""
     value, message = REFUSED[case]
     with pytest.raises(ApiPolicyError) as caught:
         parse_network_policy(value)
@@ -99,14 +99,14 @@ def test_what_is_not_understood_is_refused_with_the_contracts_text(case: str) ->
 
 @pytest.mark.parametrize("case", CANONICAL)
 def test_targets_are_compared_in_canonical_form(case: str) -> None:
-    """One target, one form."""
+    """Each target has one canonical form."""
     text, expected = CANONICAL[case]
 
     assert expected == canonical_target(text)
 
 
 def test_targets_are_echoed_as_written_and_in_order() -> None:
-    """GET shows the caller's own text, trimmed; `egress` before `defaultAction`."""
+    """GET returns the caller's own text, trimmed, with `egress` before `defaultAction`."""
     policy = parse_network_policy({"defaultAction": "ALLOW", "EGRESS": [rule(" Deny ", " Good.TEST. "), rule("", "*")]})
 
     assert {
@@ -119,7 +119,7 @@ def test_targets_are_echoed_as_written_and_in_order() -> None:
 
 
 def test_a_patch_goes_in_front_and_the_first_of_equal_targets_stays() -> None:
-    """Within the patch, and of patch and base; the default is untouched."""
+    """Within the patch, and between patch and base. The default does not change."""
     base = parse_network_policy({"defaultAction": "allow", "egress": [rule("deny", "a.test"), rule("allow", "b.test")]})
     patch = parse_patch([rule("allow", "c.test"), rule("allow", "A.test."), rule("deny", "C.TEST")])
     merged = merge_patch(base, patch)
@@ -131,7 +131,7 @@ def test_a_patch_goes_in_front_and_the_first_of_equal_targets_stays() -> None:
 
 
 def test_a_delete_removes_every_rule_of_a_target_and_ignores_the_rest() -> None:
-    """Unknown, blank and unreadable targets change nothing, and repeating it is harmless."""
+    """Unknown, blank and unreadable targets change nothing, and a repetition has no effect."""
     base = parse_network_policy(
         {"egress": [rule("allow", "a.test"), rule("allow", "10.0.0.0/8"), rule("deny", "A.test")]}
     )
@@ -143,7 +143,7 @@ def test_a_delete_removes_every_rule_of_a_target_and_ignores_the_rest() -> None:
 
 
 def test_empty_patches_and_deletes_are_refused() -> None:
-    """The contract's texts."""
+    """With the contract's texts."""
     for value in (None, []):
         with pytest.raises(ApiPolicyError, match=r"^invalid patch rules: empty array$"):
             parse_patch(value)
@@ -156,7 +156,7 @@ def test_empty_patches_and_deletes_are_refused() -> None:
 
 
 def test_the_rule_limit_counts_the_merged_list() -> None:
-    """413 and the contract's text."""
+    """With 413 and the contract's text."""
     base = parse_network_policy({"egress": [rule("allow", f"h{n}.test") for n in range(MAX_RULES)]})
     with pytest.raises(ApiPolicyError) as caught:
         merge_patch(base, parse_patch([rule("allow", "one-more.test")]))
@@ -165,7 +165,7 @@ def test_the_rule_limit_counts_the_merged_list() -> None:
 
 
 def test_a_key_given_twice_in_json_is_refused() -> None:
-    """The last one does not silently win, known or not, at any depth."""
+    """At any depth, for known and unknown keys: the last value is not used silently."""
     for text in ('{"egress": [], "egress": null}', '{"egress": [{"x": 1, "x": 2}]}'):
         with pytest.raises(ApiPolicyError, match=r'^invalid policy: duplicate key "(egress|x)"$'):
             decode_json(text.encode(), "invalid policy: ")
@@ -175,7 +175,7 @@ def test_a_key_given_twice_in_json_is_refused() -> None:
     "text", [b"{", b'{"a": NaN}', b'{"a": -Infinity}', b"{} {}", "{}".encode("utf-16"), b"[" * 100_000]
 )
 def test_what_is_no_json_is_refused(text: bytes) -> None:
-    """Also what only some readers take for JSON."""
+    """Also text that only some parsers accept as JSON."""
     with pytest.raises(ApiPolicyError, match=r"^invalid policy: not valid JSON$"):
         decode_json(text, "invalid policy: ")
 
@@ -193,7 +193,7 @@ def test_a_target_that_is_unknown_does_not_end_a_delete() -> None:
 
 
 def test_a_target_has_at_most_1024_characters() -> None:
-    """An address may be written with zeros; a longer text is not even read."""
+    """An address may have leading zeros. A longer text is not parsed."""
     with pytest.raises(ValueError, match="target too long"):
         canonical_target("a" * 1025)
     with pytest.raises(ValueError, match="longer than 253"):

@@ -1,4 +1,4 @@
-"""Credential bindings on the wire."""
+"""Credential bindings in their wire form."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from policy.rules import Binding
 
 
 def binding(match: Any = None, auth: Any = None, name: Any = "b") -> dict[str, Any]:
-    """A good binding, with parts replaced."""
+    """Return a valid binding with replaced parts."""
     return {
         "name": name,
         "match": {"hosts": ["good.test"], **(match or {})},
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_wrong_is_refused_with_the_contracts_text(case: str) -> None:
-    """Prefix and words."""
+    """With the contract's prefix and words."""
     value, message = REFUSED[case]
     with pytest.raises(ApiPolicyError) as caught:
         parse_binding(value)
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_refused_with_the_contracts_text(case: str) -> None:
 
 
 def test_a_binding_is_echoed_normalised_with_its_defaults() -> None:
-    """And without its credentials."""
+    """The answer does not contain its credentials."""
     parsed = parse_binding(
         binding(
             {"hosts": ["Good.TEST.", "good.test"], "ports": [443]},
@@ -155,7 +155,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("case", PAIRS)
 def test_bindings_that_could_match_one_request_are_refused(case: str) -> None:
-    """Names in sorted order, whatever the order given."""
+    """The names are sorted, for any given order."""
     first, second, conflict = PAIRS[case]
     for names in (("z", "a"), ("a", "z")):
         values = [binding(match, name=name) for match, name in zip((first, second), names, strict=True)]
@@ -179,7 +179,7 @@ _MATCHES = st.fixed_dictionaries(
 
 @given(_MATCHES, _MATCHES)
 def test_two_bindings_compete_where_any_two_of_their_parts_do(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """The comparison that is quick with thousands of names says what one of each with each says."""
+    """The fast comparison, made for thousands of names, equals the comparison of each part with each other."""
 
     def reach(one: HostPattern, other: HostPattern) -> bool:
         if one.wildcard != other.wildcard:
@@ -200,7 +200,7 @@ def test_two_bindings_compete_where_any_two_of_their_parts_do(first: dict[str, A
 
 
 def test_two_bindings_of_one_name_are_refused() -> None:
-    """Names identify."""
+    """Names identify bindings."""
     with pytest.raises(ApiPolicyError, match=r'^duplicate binding name "b"$'):
         parse_bindings([binding(), binding({"hosts": ["other.test"]})])
 
@@ -238,7 +238,7 @@ AUTHS: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, Injection
 
 @pytest.mark.parametrize("kind", AUTHS)
 def test_each_kind_puts_each_credential_where_it_belongs(kind: str) -> None:
-    """The compiled binding, and the JSON from which it is read again."""
+    """In the compiled binding, and in its JSON form."""
     auth, written, plans = AUTHS[kind]
     parsed = parse_binding({"name": " b ", "match": MATCH, "auth": auth})
 

@@ -65,7 +65,7 @@ BINDING = {"name": "b", "match": {"hosts": ["good.test"]}, "auth": {"type": "bea
 
 
 def network(*targets: str, default: str = "deny") -> ApiPolicy:
-    """Allow rules, `!` in front for deny."""
+    """Return a policy with these targets: allow rules, or deny rules for a prefix `!`."""
     rules = [{"action": "deny" if t[0] == "!" else "allow", "target": t.removeprefix("!")} for t in targets]
     return parse_network_policy({"defaultAction": default, "egress": rules})
 
@@ -98,7 +98,7 @@ _TARGETS = st.lists(
 def test_two_policies_are_equal_exactly_when_their_digests_are(
     targets: list[str], default: str, others: list[str]
 ) -> None:
-    """And every policy survives JSON."""
+    """Every policy also survives JSON."""
     first = compile_api(RICH, network(*targets, default=default))
     second = compile_api(RICH, network(*others, default="deny"))
 
@@ -107,7 +107,7 @@ def test_two_policies_are_equal_exactly_when_their_digests_are(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value."""
+    """Return every place in a JSON value."""
     found = [path]
     if isinstance(value, dict):
         for key, item in value.items():
@@ -150,13 +150,13 @@ def test_no_part_of_the_json_can_be_changed_or_removed(path: tuple[Any, ...]) ->
     "document", [None, [], {}, "x", {"format": 1}, {**_SAMPLE, "format": 2}, {**_SAMPLE, "format": True}]
 )
 def test_what_is_no_policy_is_refused(document: Any) -> None:
-    """There is no default policy in an empty document."""
+    """An empty document has no default policy."""
     with pytest.raises(CodecError):
         CompiledPolicy.from_json(document)
 
 
 def test_a_bool_is_no_number_in_json() -> None:
-    """`true` would pass for 1 in Python."""
+    """In Python, `true` would equal 1."""
     document = copy.deepcopy(_SAMPLE)
     document["limits"]["connections"] = True
 
@@ -165,7 +165,7 @@ def test_a_bool_is_no_number_in_json() -> None:
 
 
 def test_a_policy_takes_the_rules_of_its_bases_and_keeps_their_ids() -> None:
-    """Settings come from the nearest policy that has them; modes are never inherited."""
+    """Settings come from the nearest policy that has them. Modes are never inherited."""
     policy = compile_named(RICH, "agents")
 
     assert ["base/pkgs", "agents/api", "agents/plain", "agents/no"] == [rule.id for rule in policy.rules]
@@ -174,14 +174,14 @@ def test_a_policy_takes_the_rules_of_its_bases_and_keeps_their_ids() -> None:
 
 
 def test_the_default_of_an_empty_document_is_deny_all() -> None:
-    """Nothing given, nothing opened."""
+    """Without any input, nothing is allowed."""
     assert DENY_ALL == compile_default(PolicyDocument())
     with pytest.raises(UnknownPolicy):
         compile_named(PolicyDocument(), "agents")
 
 
 def test_the_uses_of_secrets_are_listed_by_place() -> None:
-    """What the vault is asked to grant."""
+    """The grants that are requested from the vault."""
     uses = [
         (use.secret, str(use.scheme), use.host, use.port, str(use.kind))
         for use in secrets_of(POLICIES["a named policy"])
@@ -195,7 +195,7 @@ def test_the_uses_of_secrets_are_listed_by_place() -> None:
 
 
 def test_what_a_host_can_be_sent_is_found_by_its_name_and_no_other() -> None:
-    """Whichever method, path or port a rule speaks of; nothing for a host that no rule with a secret names."""
+    """For any method, path or port of a rule. A host that no rule with a secret names gets none."""
     for policy in POLICIES.values():
         hosts = {use.host.replace("*.", "deep.er.") for use in secrets_of(policy)} | {
             "good.test",
@@ -259,7 +259,7 @@ REFUSED_BINDINGS: dict[str, tuple[ApiPolicy, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED_BINDINGS)
 def test_a_binding_needs_an_explicit_rule_and_the_operators_switches(case: str) -> None:
-    """The contract's texts."""
+    """With the contract's texts."""
     policy, match, message = REFUSED_BINDINGS[case]
     bindings = parse_bindings([{**BINDING, "match": {"hosts": ["good.test"], **match}}])
     with pytest.raises(ApiPolicyError) as caught:
@@ -269,7 +269,7 @@ def test_a_binding_needs_an_explicit_rule_and_the_operators_switches(case: str) 
 
 
 def test_a_covered_binding_compiles_and_a_wildcard_needs_its_switch() -> None:
-    """The control of the refusals above."""
+    """A control for the refusals above."""
     wild = parse_bindings([{**BINDING, "match": {"hosts": ["*.good.test"]}}])
     assert compile_api(RICH, network("*.good.test"), wild).bindings
 
@@ -278,7 +278,7 @@ def test_a_covered_binding_compiles_and_a_wildcard_needs_its_switch() -> None:
 
 
 def test_a_narrowed_policy_has_the_stricter_of_both_operator_lists() -> None:
-    """Both come from one document; if they differ, nothing is opened that one of them shuts."""
+    """Both come from one document. If they differ, nothing is allowed that one of them denies."""
 
     def side(
         name: str, host: str, deny: tuple[str, ...], allow: tuple[str, ...], plain: tuple[str, ...], **more: Any
@@ -310,7 +310,7 @@ def test_a_narrowed_policy_has_the_stricter_of_both_operator_lists() -> None:
 
 
 def test_a_policy_has_the_operators_lists_and_its_own_name() -> None:
-    """Also the one that allows nothing, and a caller's."""
+    """Also the policy that allows nothing, and a caller's policy."""
     lists = (RICH.always_deny, RICH.always_allow, RICH.plaintext_secrets)
     assert all(lists)
     for name, policy in {

@@ -1,4 +1,4 @@
-"""A compiled policy: what it takes, and what it says of itself."""
+"""A compiled policy: the values that it accepts, and its properties."""
 
 from dataclasses import replace
 from ipaddress import ip_address

@@ -1,4 +1,4 @@
-"""The compiler: a selection selects and narrows, and the document is the one that the file has now."""
+"""The compiler: a selection selects and narrows, and the document is the current content of the file."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def _file(tmp_path: Path) -> Path:
 
 
 class Hostd:
-    """The other end of the compiler's channel."""
+    """hostd's end of the compiler's channel."""
 
     def __init__(self, file: OperatorFile) -> None:
         ours, theirs = socket.socketpair()
@@ -75,7 +75,7 @@ async def _hostd(file: Path) -> AsyncIterator[Hostd]:
     hostd = Hostd(configured(json.dumps({"policy_file": str(file)})))
     yield hostd
     await hostd.client.close()
-    await hostd.compiler  # it ends with its channel
+    await hostd.compiler  # the compiler ends with its channel
 
 
 async def test_the_document_is_the_one_that_the_file_has_at_each_question(hostd: Hostd, file: Path) -> None:
@@ -106,7 +106,7 @@ async def test_without_a_readable_file_at_the_start_nothing_is_allowed_until_the
         policy = await hostd.compile(selection)
         assert all(rules.rules == () or rules.ceiling == CLOSED.ceiling for rules in policy.lists)
         assert not policy.always_allow
-    assert hostd.told.empty()  # a compiler that was restarted beside a broken file closes no sandbox
+    assert hostd.told.empty()  # a compiler that restarts with a broken file changes no sandbox's policy
     write(file, TIGHT)
     assert "changed" == await hostd.told.get()
     assert compile_named(load_text(TIGHT), "team") == await hostd.compile(TEAM)

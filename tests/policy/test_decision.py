@@ -1,4 +1,4 @@
-"""Decisions, against tables and against small reference models."""
+"""Decisions, compared with tables and with small reference models."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,7 +71,7 @@ HTTP, HTTPS = Scheme.HTTP, Scheme.HTTPS
 
 
 def api(rules: str, default: str = "deny", bindings: Any = None, document: PolicyDocument = DOCUMENT) -> CompiledPolicy:
-    """An API policy from `+allow -deny` words in order."""
+    """Return an API policy of the words `+allow -deny`, in order."""
     egress = [{"action": "allow" if word[0] == "+" else "deny", "target": word[1:]} for word in rules.split()]
     return compile_api(
         document, parse_network_policy({"defaultAction": default, "egress": egress}), parse_bindings(bindings or [])
@@ -79,17 +79,20 @@ def api(rules: str, default: str = "deny", bindings: Any = None, document: Polic
 
 
 def bare(policy: CompiledPolicy, ip: str, port: int, exceptions: tuple[IPv4Network, ...] = ()) -> AllowAddress | Deny:
-    """TLS without a server name."""
+    """Judge a TLS flow without a server name."""
     return decide_address(policy, Destination(None, ip_address(ip), port, HTTPS, AddressSource.LITERAL), exceptions)
 
 
 def resolved(policy: CompiledPolicy, host: str, ip: str, port: int) -> AllowAddress | Deny:
-    """A DNS answer."""
+    """Judge a DNS answer."""
     return decide_address(policy, Destination(host, ip_address(ip), port, HTTPS, AddressSource.RESOLVED))
 
 
 def outcome(decision: AllowName | AllowFlow | AllowRequest | AllowAddress | Deny) -> str:
-    """`rule` of an allow with its treatment, `!rule` of a denial, `?rule` in front of what observe let pass."""
+    """Return a decision as text.
+
+    An allow is its `rule` and treatment, a denial `!rule`, an observed denial has `?rule` in front.
+    """
     match decision:
         case Deny(rule, reason):
             assert reason
@@ -174,14 +177,14 @@ REQUESTS = {
 
 @pytest.mark.parametrize("case", REQUESTS)
 def test_a_request_is_judged_from_the_beginning(case: str) -> None:
-    """Host, method, path; and gets the secrets of the rules that accept it."""
+    """By host, method and path. It gets the secrets of the rules that accept it."""
     host, method, path, expected = REQUESTS[case]
 
     assert expected == outcome(decide_request(AGENTS, RequestFacts(host, 443, HTTPS, method, path, "q=1")))
 
 
 def test_a_denial_by_method_reaches_the_port_it_names() -> None:
-    """`no-delete` is about port 80; its method is denied there in any case."""
+    """`no-delete` applies to port 80. Its method is denied there in any case."""
     for method, expected in {
         "GET": "agents/splice",
         "DELETE": "!agents/no-delete",
@@ -192,7 +195,7 @@ def test_a_denial_by_method_reaches_the_port_it_names() -> None:
 
 
 def test_a_secret_goes_over_plain_http_only_where_the_operator_named_the_pair() -> None:
-    """The compiled policy checks again what loading checked."""
+    """The compiled policy repeats the check of the loader."""
     facts = RequestFacts("plain.good.test", 80, HTTP, "GET", "/")
     assert "agents/plain Authorization=plain" == outcome(decide_request(AGENTS, facts))
 
@@ -202,7 +205,7 @@ def test_a_secret_goes_over_plain_http_only_where_the_operator_named_the_pair() 
 
 
 def test_no_reason_holds_the_query_or_the_path() -> None:
-    """Both may carry secrets of the sandbox's own."""
+    """Both can contain secrets of the sandbox itself."""
     for path in ("/v1/Admin/canary", "/v2/canary", "/v1/../canary"):
         decision = decide_request(AGENTS, RequestFacts("good.test", 443, HTTPS, "GET", path, "canary=1"))
 
@@ -228,7 +231,7 @@ NAMES = {
 
 @pytest.mark.parametrize("host", NAMES)
 def test_a_name_is_resolved_only_if_some_flow_to_it_could_be_allowed(host: str) -> None:
-    """A denial of some path or port does not hide the name; a denial of all does."""
+    """A denial of some path or port does not hide the name. A denial of all does."""
     assert NAMES[host] == outcome(decide_name(AGENTS, host))
 
 
@@ -246,14 +249,14 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("case", ADDRESSES)
 def test_a_bare_address_needs_a_rule_for_that_address(case: str) -> None:
-    """Names and defaults never open one."""
+    """Rules for names, and defaults, never allow an address."""
     ip, port, expected = ADDRESSES[case]
 
     assert expected == outcome(bare(AGENTS, ip, port))
 
 
 def test_an_address_rule_wider_than_the_built_in_denials_does_not_open_them() -> None:
-    """0.0.0.0/0 allows public addresses only; an operator's exception opens what it names."""
+    """0.0.0.0/0 allows public addresses only. An operator's exception allows the addresses it names."""
     policy = api("+0.0.0.0/0 +::/0 -93.184.216.0/24 +93.184.216.34")
 
     assert "api:1" == outcome(bare(policy, "8.8.8.8", 443))
@@ -266,7 +269,7 @@ def test_an_address_rule_wider_than_the_built_in_denials_does_not_open_them() ->
 
 
 def test_an_allowed_name_that_resolves_into_a_denied_network_is_not_dialled() -> None:
-    """The operator's networks bind every name, a caller's all but the always-allowed."""
+    """The operator's networks apply to every name, a caller's to all except always-allowed ones."""
     policy = api("+good.test -93.184.217.0/24 +93.184.217.9")
 
     assert "resolved" == outcome(resolved(policy, "good.test", "93.184.216.34", 443))
@@ -296,14 +299,14 @@ API = {
 
 @pytest.mark.parametrize("case", API)
 def test_an_api_policy_is_first_match_under_the_operator(case: str) -> None:
-    """Order is the caller's, the frame is the operator's."""
+    """The caller sets the order, within the operator's limits."""
     rules, host, port, expected = API[case]
 
     assert expected == outcome(decide_flow(api(rules), FlowFacts(host, port, HTTPS)))
 
 
 def test_default_allow_stays_under_the_ceiling() -> None:
-    """Public names on 80 and 443, and nothing else."""
+    """Only public names, on ports 80 and 443."""
     policy = api("-good.test", "allow")
 
     assert "default splice" == outcome(decide_flow(policy, FlowFacts("other.test", 443, HTTPS)))
@@ -313,7 +316,7 @@ def test_default_allow_stays_under_the_ceiling() -> None:
 
 
 def test_a_narrowed_policy_allows_what_both_allow() -> None:
-    """The caller takes away and adds nothing; secrets of the named policy still apply."""
+    """The caller only removes permissions. Secrets of the named policy still apply."""
     both = narrow(AGENTS, api("+good.test +other.test +tls.good.test"))
 
     def flow(host: str, port: int) -> str:
@@ -360,19 +363,19 @@ OBSERVED: dict[str, tuple[Callable[[], AllowName | AllowFlow | AllowRequest | Al
 
 @pytest.mark.parametrize("case", OBSERVED)
 def test_observe_lets_pass_what_rules_deny_and_says_so(case: str) -> None:
-    """Nothing that rules did not allow gets a secret; what is no rule's matter is denied all the same."""
+    """A request gets no secret unless rules allowed it. A denial that does not come from a rule stays in force."""
     decide, expected = OBSERVED[case]
 
     assert expected == outcome(decide())
 
 
 def binding(name: str, host: str, **match: Any) -> dict[str, Any]:
-    """A bearer binding whose credential has its name."""
+    """Return a bearer binding whose credential has the binding's name."""
     return {"name": name, "match": {"hosts": [host], **match}, "auth": {"type": "bearer", "credential": name}}
 
 
 def test_a_binding_gives_nothing_to_a_request_that_is_only_observed() -> None:
-    """Beside a policy in mode observe the caller's own binding speaks only where that policy's rules allow."""
+    """With a policy in mode observe, the caller's own binding applies only where that policy's rules allow."""
     bindings = [binding("mine", "good.test"), binding("far", "other.test")]
     both = narrow(WATCH, api("+good.test +other.test", bindings=bindings))
 
@@ -397,7 +400,7 @@ def test_an_observed_denial_is_reported_whole() -> None:
 
 
 def test_one_rule_about_paths_wants_clear_paths_of_the_host() -> None:
-    """Other rules of the host may be about anything."""
+    """Other rules of the host can be of any kind."""
     host = (HostPattern("good.test"),)
     wide = Rule("wide", Action.ALLOW, host, endpoints=STANDARD)
     shut = Rule("shut", Action.DENY, host, paths=(PathPattern("/admin/*"),))
@@ -414,7 +417,7 @@ def test_an_observed_allow_with_a_secret_cannot_be_made() -> None:
 
 
 def test_bindings_add_headers_to_allowed_requests_and_only_to_them() -> None:
-    """Exact host before wildcard, method and path matched, everything else forwarded as it is."""
+    """An exact host precedes a wildcard, method and path must match, and other requests are forwarded unchanged."""
     document = load_text("version: 1\nwildcard_bindings: true\n")
     policy = api(
         "+good.test +*.good.test",
@@ -440,7 +443,7 @@ def test_bindings_add_headers_to_allowed_requests_and_only_to_them() -> None:
 
 
 def test_two_secrets_for_one_header_are_denied() -> None:
-    """A named rule and a binding that meet on one request."""
+    """A named rule and a binding apply to the same request."""
     both = narrow(AGENTS, api("+good.test", bindings=[binding("b", "good.test")]))
 
     assert "!injection-ambiguous" == outcome(
@@ -452,7 +455,7 @@ def test_two_secrets_for_one_header_are_denied() -> None:
 
 
 def test_deny_all_allows_nothing() -> None:
-    """The zero policy."""
+    """The policy without any rule."""
     assert "!default" == outcome(decide_name(DENY_ALL, "good.test"))
     assert "!default" == outcome(decide_flow(DENY_ALL, FlowFacts("good.test", 443, HTTPS)))
     assert "!default" == outcome(decide_request(DENY_ALL, RequestFacts("good.test", 443, HTTPS, "GET", "/")))
@@ -467,7 +470,7 @@ _RULES = st.lists(st.tuples(st.booleans(), st.sampled_from(_PATTERNS)), max_size
 
 
 def matches(pattern: str, host: str) -> bool:
-    """Label by label, from the right."""
+    """Compare label by label, from the right."""
     labels, wanted = host.split(".")[::-1], pattern.split(".")[::-1]
     if wanted[-1] != "*":
         return labels == wanted
@@ -475,13 +478,13 @@ def matches(pattern: str, host: str) -> bool:
 
 
 def deny_wins(rules: list[tuple[bool, str]], host: str) -> bool:
-    """The YAML language: some allow and no deny."""
+    """Decide as the YAML language: at least one rule allows and none denies."""
     verdicts = [allow for allow, pattern in rules if matches(pattern, host)]
     return bool(verdicts) and all(verdicts)
 
 
 def first_match(rules: list[tuple[bool, str]], host: str, default: bool) -> bool:
-    """The OpenSandbox language."""
+    """Decide as the OpenSandbox language: the first match decides."""
     return next((allow for allow, pattern in rules if matches(pattern, host)), default)
 
 
@@ -489,7 +492,7 @@ def first_match(rules: list[tuple[bool, str]], host: str, default: bool) -> bool
 def test_yaml_rules_equal_the_model_in_any_order_and_with_repetitions(
     rules: list[tuple[bool, str]], host: str, random: Any
 ) -> None:
-    """Deny beats allow; name, flow and request agree."""
+    """Deny precedes allow. The decisions about name, flow and request agree."""
     shuffled = rules + rules[:2]
     random.shuffle(shuffled)
     lines = [f'- {{action: {"allow" if allow else "deny"}, host: "{pattern}"}}' for allow, pattern in shuffled]
@@ -504,7 +507,7 @@ def test_yaml_rules_equal_the_model_in_any_order_and_with_repetitions(
 
 @given(_RULES, st.sampled_from(_HOSTS), st.booleans())
 def test_api_rules_equal_the_model_in_their_order(rules: list[tuple[bool, str]], host: str, default: bool) -> None:
-    """The first match decides; name, flow and request agree."""
+    """The first match decides. The decisions about name, flow and request agree."""
     words = " ".join(("+" if allow else "-") + pattern for allow, pattern in rules)
     policy = api(words, "allow" if default else "deny", document=PolicyDocument())
     expected = first_match(rules, host, default)
@@ -518,7 +521,7 @@ def test_api_rules_equal_the_model_in_their_order(rules: list[tuple[bool, str]],
 def test_a_narrowed_policy_is_the_conjunction(
     named: list[tuple[bool, str]], caller: list[tuple[bool, str]], host: str
 ) -> None:
-    """Never more than either side."""
+    """It never allows more than either side."""
 
     def first(rules: list[tuple[bool, str]]) -> CompiledPolicy:
         return api(" ".join(("+" if a else "-") + p for a, p in rules), document=PolicyDocument())
@@ -537,7 +540,7 @@ def test_the_treatment_words_are_the_gateways() -> None:
 
 
 def test_a_wider_ceiling_opens_https_only() -> None:
-    """Plain HTTP stays on port 80, whatever ports the operator adds for callers."""
+    """Plain HTTP stays on port 80, for any ports that the operator adds for callers."""
     document = load_text("version: 1\nceiling: {ports: [80, 443, 8443]}\n")
     policy = api("+good.test", document=document)
 
@@ -546,7 +549,7 @@ def test_a_wider_ceiling_opens_https_only() -> None:
 
 
 def test_an_always_allowed_network_is_reached_by_tls_on_443_only() -> None:
-    """It outranks the caller's denial there, and says nothing of other ports."""
+    """It precedes the caller's denial there, and does not apply to other ports."""
     document = load_text("version: 1\nalways_allow: [93.184.216.0/24]\n")
     policy = api("-93.184.216.0/24", document=document)
 
@@ -567,7 +570,7 @@ PLAINTEXT = {
 
 @pytest.mark.parametrize("case", PLAINTEXT)
 def test_a_secret_in_plain_http_needs_port_80_and_the_operators_word(case: str) -> None:
-    """Also in a policy that was not loaded from a document, which refuses such rules."""
+    """Also in a policy that was not loaded from a document; a document with such rules is refused."""
     host, port, scheme, expected = PLAINTEXT[case]
     plan = InjectionPlan("p/r", "plain", InjectionKind.BEARER, "Authorization")
     rule = Rule(
@@ -624,7 +627,7 @@ def of_list(*rules: Rule) -> CompiledPolicy:
 
 
 def test_a_name_needs_an_endpoint_that_no_denial_covers() -> None:
-    """One is enough; a denial of some method allows nothing."""
+    """One endpoint is enough. A denial of a method allows nothing."""
     host = (HostPattern("good.test"),)
     both = Rule("allow", Action.ALLOW, host, endpoints=STANDARD)
     shut = [Rule(f"shut-{endpoint.port}", Action.DENY, host, endpoints=(endpoint,)) for endpoint in STANDARD]
@@ -639,7 +642,7 @@ def test_a_name_needs_an_endpoint_that_no_denial_covers() -> None:
 
 
 def test_what_a_later_list_observes_is_reported() -> None:
-    """The first denial that only was observed, wherever its list stands."""
+    """The first observed denial is reported, at any position of its list."""
     policy = CompiledPolicy("p", (*api("+other.test").lists, *WATCH.lists))
 
     assert "?default api:1+observe:watch" == outcome(decide_name(policy, "other.test"))
@@ -758,7 +761,7 @@ def test_each_denial_names_its_rule_and_its_reason(case: str) -> None:
 
 
 def test_two_bindings_that_meet_on_a_request_are_denied() -> None:
-    """Such a policy is not compiled; one that was made otherwise is not trusted."""
+    """Such a policy is never compiled. The decision still denies, if a policy was made in another way."""
     first, second = (
         Binding(name, (HostPattern("good.test"),), (HTTPS,), ("GET",), (PathPattern("/*"),))
         for name in ("first", "second")

@@ -1,4 +1,4 @@
-"""One order of authority for addresses, whatever their source, against a model that is as small as the order itself."""
+"""All sources of addresses have one order of authority. It is compared with a model as small as the order itself."""
 
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
@@ -35,7 +35,7 @@ def targets(most: int) -> st.SearchStrategy[list[str]]:
 
 @st.composite
 def rules(draw: st.DrawFn) -> str:
-    """One rule of the YAML language."""
+    """Draw one rule of the YAML language."""
     action = draw(st.sampled_from(("allow", "deny")))
     network = draw(st.booleans())
     parts = [f"action: {action}"]
@@ -54,7 +54,7 @@ def rules(draw: st.DrawFn) -> str:
 
 @st.composite
 def policies(draw: st.DrawFn) -> CompiledPolicy:
-    """Policies of both languages, and both side by side, with operator lists and bindings."""
+    """Draw policies of both languages, and combinations of them, with operator lists and bindings."""
     written = draw(st.lists(rules(), max_size=5))
     document = load_text(
         "\n".join(
@@ -82,7 +82,7 @@ def policies(draw: st.DrawFn) -> CompiledPolicy:
 
 
 def stands_for(address: IPAddress) -> list[IPAddress]:
-    """The address, and the IPv4 address that packets to it arrive at."""
+    """Return the address, and the IPv4 address to which its packets are delivered."""
     if isinstance(address, IPv6Address) and (address.ipv4_mapped or address in ip_network("64:ff9b::/96")):
         inner = IPv4Address(int(address) & 0xFFFFFFFF)
         return [inner] if address.ipv4_mapped else [address, inner]
@@ -102,13 +102,13 @@ def is_network(target: str) -> bool:
 
 
 def opened(address: IPAddress, exceptions: tuple[str, ...], mapped: bool) -> bool:
-    """Whether the operator lets a special address be dialled."""
+    """Return whether the operator permits dialling a special address."""
     kind = classify(address)
     if kind in (AddressClass.UNSPECIFIED, AddressClass.MULTICAST):
         return False
     entry = {AddressClass.METADATA: 32, AddressClass.PRIVATE: 8, AddressClass.LOOPBACK: 8, AddressClass.LINK_LOCAL: 16}
     plain = stands_for(address)[0]
-    if len(stands_for(address)) == 2:  # NAT64: the wrapping, and what is inside in its own right
+    if len(stands_for(address)) == 2:  # NAT64: the outer address, and the inner one by itself
         outer = mapped or "64:ff9b::/96" in exceptions
         inner = stands_for(address)[1]
         return outer and (classify(inner) is AddressClass.PUBLIC or opened(inner, exceptions, mapped))
@@ -122,7 +122,7 @@ def opened(address: IPAddress, exceptions: tuple[str, ...], mapped: bool) -> boo
 
 
 def model(policy: CompiledPolicy, to: Destination, exceptions: tuple[str, ...]) -> bool:
-    """The order of authority. True: a flow may be opened."""
+    """Return whether the order of authority permits a flow."""
     address, host = to.address, to.host
     try:
         endpoint = Endpoint(to.port, to.scheme)
@@ -187,7 +187,7 @@ DESTINATIONS = tuple(
 
 @given(policies(), EXCEPTED)
 def test_every_source_of_an_address_is_under_one_order(policy: CompiledPolicy, exceptions: tuple[str, ...]) -> None:
-    """Of a drawn policy every destination is judged."""
+    """All destinations are judged under a drawn policy."""
     networks = tuple(ip_network(one) for one in exceptions)
     for to in DESTINATIONS:
         answer = decide_address(policy, to, networks)
@@ -255,7 +255,7 @@ def test_the_order_of_authority(case: str) -> None:
 
 
 def test_a_binding_opens_no_address() -> None:
-    """Its host is judged as any other."""
+    """Its host is judged like any other."""
     document = load_text("version: 1\nalways_deny: [93.184.216.0/24]\n")
     network_policy = parse_network_policy({"egress": [{"action": "allow", "target": "good.test"}]})
     bindings = parse_bindings(
@@ -278,7 +278,7 @@ DENIALS = {
 
 @pytest.mark.parametrize("case", DENIALS)
 def test_a_denial_is_as_wide_as_it_is_written(case: str) -> None:
-    """Without ports it holds on all of them, of the schemes it names."""
+    """Without ports it applies to all ports, with the schemes that it names."""
     extra, denied = DENIALS[case]
     document = load_text(f"""
 version: 1
@@ -453,7 +453,7 @@ def test_a_literal_address_needs_every_list_and_the_ceiling() -> None:
 
 
 def test_a_dns_answer_is_denied_for_a_reason_that_says_more_than_the_default() -> None:
-    """The first such of the ports that could be dialled."""
+    """The first such reason among the ports that could be dialled."""
     policy = compile_named(load_text(LISTS), "p")
 
     def answer(host: str, place: str, **more: bool) -> object:

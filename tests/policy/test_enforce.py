@@ -1,4 +1,4 @@
-"""What was admitted once is enforced under every later document: drawn rows against drawn documents."""
+"""Admitted rows are enforced under every later document: drawn rows with drawn documents."""
 
 from dataclasses import replace
 from itertools import product
@@ -55,7 +55,7 @@ rules = st.lists(
 
 @st.composite
 def documents(draw: st.DrawFn) -> PolicyDocument:
-    """Any document with up to two policies, one of which may extend the other."""
+    """Draw any document with up to two policies, one of which can extend the other."""
     names = draw(st.sampled_from([(), ("p",), ("p", "q")]))
     policies = {
         name: PolicySource(name, ("p",) if name == "q" and draw(st.booleans()) else (), rules=draw(rules))
@@ -108,7 +108,7 @@ def _named(targets: tuple[str, ...], host: str) -> bool:
 
 
 def _operators_part(document: PolicyDocument, row: Row) -> CompiledPolicy:
-    """The most that the document lets a row have, whatever the row says."""
+    """Return the most that the document permits to a row, for any content of the row."""
     name, network_policy, _ = row
     if name is not None and name not in document.policies:
         return compile_named(document, "deny-all")
@@ -137,7 +137,7 @@ def test_nothing_is_allowed_that_the_document_in_force_denies(document: PolicyDo
 
 @given(documents(), rows)
 def test_each_binding_is_in_force_or_named_with_a_reason(document: PolicyDocument, row: Row) -> None:
-    """What was dropped has no use of its secret; what was kept is kept whole, and would be admitted as it is."""
+    """A dropped binding has no use of its secret. A kept one is complete, and would be admitted unchanged."""
     policy, dropped = enforce(document, *row)
     name, network_policy, given_bindings = row
     out = [item.name for item in dropped if item.part is Part.BINDING]
@@ -172,11 +172,11 @@ _ALL = parse_network_policy(
 
 
 @given(documents(), bindings)
-@example(  # the secret of the wildcard would go where the exact host had another
+@example(  # the wildcard's secret would go to the exact host, which had another one
     replace(_WIDE, plaintext_secrets=()),
     (binding("exact", hosts=["b.a.z.test"], schemes=["http", "https"]), binding("wild", hosts=["*.a.z.test"])),
 )
-@example(  # and so on, from one to the next
+@example(  # and further, from one to the next
     replace(_WIDE, plaintext_secrets=()),
     (
         binding("exact", hosts=["c.b.a.z.test"], schemes=["http", "https"]),
@@ -187,7 +187,7 @@ _ALL = parse_network_policy(
 def test_no_secret_goes_anywhere_because_another_was_dropped(
     document: PolicyDocument, given_bindings: tuple[ApiBinding, ...]
 ) -> None:
-    """Each request gets the secret it had under a document that allows all of them, or none."""
+    """Each request gets no secret, or the one that it had under a document that allows all bindings."""
     before, refused = enforce(_WIDE, None, _ALL, given_bindings)
     after, _ = enforce(document, None, _ALL, given_bindings)
     if refused:

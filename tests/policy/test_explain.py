@@ -1,4 +1,4 @@
-"""`policy explain` never says that a request is sent which the gateway refuses."""
+"""`policy explain` never reports that a request is sent if the gateway refuses it."""
 
 import pytest
 from hypothesis import example, given
@@ -49,7 +49,10 @@ METHODS = st.sampled_from(
 
 
 def gateway(policy: CompiledPolicy, request: RequestFacts, target: str) -> bool:
-    """Whether a gateway forwards a request that a client writes with this target, by its own pure parts alone."""
+    """Return whether a gateway forwards a request that a client writes with this target.
+
+    It uses only the gateway's pure parts.
+    """
     flow = decide_flow(policy, request.flow)
     if not isinstance(flow, AllowFlow):
         return False
@@ -78,7 +81,7 @@ def gateway(policy: CompiledPolicy, request: RequestFacts, target: str) -> bool:
 def test_what_is_said_to_be_sent_is_forwarded(
     name: str, host: str, port: int, scheme: Scheme, method: str, target: str
 ) -> None:
-    """For every policy, place, method and target; and what the gateway forwards is not said to be denied."""
+    """For every policy, place, method and target. A request that the gateway forwards is not reported as denied."""
     policy = POLICIES[name]
     request = RequestFacts(host, port, scheme, method, *_split(target))
     explained = explain(policy, request, refusal_of_form)
@@ -86,7 +89,7 @@ def test_what_is_said_to_be_sent_is_forwarded(
         assert explained.conditions
         assert gateway(policy, request, target)
     elif gateway(policy, request, target):
-        # Only where the line, or its target, is read as another request than the one in question.
+        # Except if the request line, or its target, is parsed as another request.
         assert any(part in method + target for part in ("\r\n", "http://", "\0")) or target.endswith("?")
 
 
@@ -109,7 +112,7 @@ def test_what_is_known_only_at_the_time_is_a_condition(policy: str, host: str, c
     ("label", "rule"), [("short", None), (".".join(["x" * 60] * 3), "dns.max_name"), ("a.b.c.d.e.f.g", "dns.")]
 )
 def test_a_name_over_the_bounds_is_not_said_to_be_sent(label: str, rule: str | None) -> None:
-    """The gateway resolves no such name for any protocol."""
+    """The gateway does not resolve such a name for any protocol."""
     policy = compile_named(load_text("version: 1\npolicies: {wild: {rules: [{id: w, host: '*.api.test'}]}}"), "wild")
     request = RequestFacts(f"{label}.api.test", 443, Scheme.HTTPS, "GET", "/")
     explained = explain(policy, request, refusal_of_form, over_bounds)

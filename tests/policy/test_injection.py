@@ -12,7 +12,7 @@ K = InjectionKind
 
 
 def plan(kind: InjectionKind, header: str = "Authorization", username: str | None = None) -> InjectionPlan:
-    """A plan with an unimportant binding and secret."""
+    """Return a plan with an arbitrary binding and secret."""
     return InjectionPlan("agents/api", "token", kind, header, username)
 
 
@@ -63,7 +63,7 @@ def test_each_kind_renders_its_header(case: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("kind", [K.BEARER, K.BASIC_RAW, K.API_KEY])
 def test_a_value_that_a_header_cannot_carry_is_refused_without_being_quoted(case: str, kind: InjectionKind) -> None:
-    """The message names the secret and never holds a part of its value."""
+    """The message names the secret and never contains a part of its value."""
     with pytest.raises(ValueError, match="secret 'token'") as caught:
         render(plan(kind), REFUSED[case])
 
@@ -73,7 +73,7 @@ def test_a_value_that_a_header_cannot_carry_is_refused_without_being_quoted(case
 
 @pytest.mark.parametrize("surrogate", ["\ud800", "\udfff"])
 def test_a_login_that_is_not_unicode_is_refused_without_being_quoted(surrogate: str) -> None:
-    """No error holds the value, and none is caused by one that does."""
+    """No error contains the value, and no error's cause does."""
     for login in (plan(K.BASIC), plan(K.BASIC, username="me")):
         with pytest.raises(ValueError, match=r"secret 'token' has a control character or is not Unicode$") as caught:
             render(login, f"me:v4lue-canary{surrogate}")
@@ -89,7 +89,7 @@ def test_only_blanks_are_refused_at_the_edges() -> None:
 
 
 def test_basic_without_a_colon_is_refused() -> None:
-    """Half a login is not sent."""
+    """An incomplete login is not sent."""
     with pytest.raises(ValueError, match="user:password"):
         render(plan(K.BASIC), "only-a-password")
 
@@ -112,7 +112,7 @@ def test_basic_without_a_colon_is_refused() -> None:
     ],
 )
 def test_headers_that_frame_or_route_are_reserved(name: str) -> None:
-    """Also with underscores, which some servers read as hyphens."""
+    """Also with underscores, which some servers treat as hyphens."""
     with pytest.raises(ValueError, match="reserved credential header name"):
         header_name(name)
 
@@ -178,7 +178,7 @@ def test_a_reserved_header_takes_no_secret_in_any_spelling(name: str) -> None:
 
 
 def test_a_header_near_a_reserved_one_is_free() -> None:
-    """The control: names and prefixes are matched as a whole."""
+    """A control: names and prefixes are matched as a whole."""
     for name in ("X-Host", "Hosts", "Opensandbox", "Sec-Websocket", "X-Sallyport", "Authorization", "Cookie"):
         assert name == header_name(name)
 
@@ -211,7 +211,7 @@ def test_the_longest_value_is_64_kib(kind: InjectionKind) -> None:
 
 
 def test_a_value_or_username_has_no_control_character() -> None:
-    """Of C0, DEL and C1; all others go into a login."""
+    """Of C0, DEL and C1. All other characters are accepted in a login."""
     for octet in range(0x100):
         value = f"me:p{chr(octet)}w"
         if octet < 0x20 or 0x7F <= octet <= 0x9F:

@@ -1,4 +1,4 @@
-"""Reading policy files: every mistake has its line."""
+"""Reading policy files: every mistake is reported with its line."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "policies.example.yaml"
 
 
 def rules(*lines: str) -> str:
-    """A file whose policy `p` has these rules; the first is on line 5."""
+    """Return a file whose policy `p` has these rules; the first is on line 5."""
     return "version: 1\npolicies:\n  p:\n    rules:\n" + "".join(f"      - {line}\n" for line in lines)
 
 
@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_mistake_is_refused_at_its_place(case: str) -> None:
-    """`file:line:column: problem`."""
+    """In the form `file:line:column: problem`."""
     text, message = REFUSED[case]
     with pytest.raises(PolicyError) as caught:
         load_text(text, "p.yaml")
@@ -153,7 +153,7 @@ def test_a_mistake_is_refused_at_its_place(case: str) -> None:
 
 
 def test_a_file_over_the_limit_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
-    """One mebibyte."""
+    """The limit is one mebibyte."""
     big = tmp_path / "big.yaml"
     big.write_text("version: 1\n" + "#" * 1024 * 1024)
 
@@ -162,7 +162,7 @@ def test_a_file_over_the_limit_is_refused_before_it_is_parsed(tmp_path: Path) ->
 
 
 def test_too_many_rules_are_refused() -> None:
-    """4096 in one file."""
+    """The limit is 4096 in one file."""
     with pytest.raises(PolicyError, match="more than 4096 rules"):
         load_text(rules(*("{host: a.test}" for _ in range(4097))))
     two = rules(*("{host: a.test}" for _ in range(4096))) + "  q: {rules: [{host: a.test}]}\n"
@@ -171,7 +171,7 @@ def test_too_many_rules_are_refused() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_a_policy_error(tmp_path: Path) -> None:
-    """So that the caller closes for one reason, not two."""
+    """The caller therefore handles only one kind of error."""
     with pytest.raises(PolicyError, match=r"none\.yaml:1:1: cannot be read"):
         load(tmp_path / "none.yaml")
     bad = tmp_path / "bad.yaml"
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_read_is_a_policy_error(tmp_path: Path) -> None:
     | st.binary(max_size=60)
 )
 def test_any_text_is_a_document_or_a_policy_error(text: str | bytes) -> None:
-    """Nothing else is ever raised."""
+    """No other exception is raised."""
     try:
         document = load_text(text)
     except PolicyError as error:
@@ -195,7 +195,7 @@ def test_any_text_is_a_document_or_a_policy_error(text: str | bytes) -> None:
 
 
 def test_scalars_are_what_they_look_like() -> None:
-    """No YAML 1.1 surprises: `no` is a name, `on` a policy."""
+    """YAML 1.1's special words are plain text: `no` is a name, `on` a policy."""
     document = load_text("version: 1\npolicies:\n  on: {rules: [{id: no, host: no.example}]}\n")
 
     assert "on/no" == compile_named(document, "on").rules[0].id
@@ -221,7 +221,7 @@ ENDPOINTS = {
 
 @pytest.mark.parametrize("text", ENDPOINTS)
 def test_a_rule_has_the_endpoints_that_the_reference_says(text: str) -> None:
-    """Secrets default to 443; denials to everything."""
+    """Rules with secrets default to 443, denials to all endpoints."""
     rule = compile_named(load_text(rules(f"{{{text}}}")), "p").rules[0]
 
     assert tuple(Endpoint(port, Scheme(scheme)) for port, scheme in ENDPOINTS[text]) == rule.endpoints
@@ -245,7 +245,7 @@ def test_remarks_name_what_works_but_may_surprise() -> None:
 
 
 def test_the_example_file_is_good_and_shows_every_feature() -> None:
-    """Each key of the language stands in it at least once."""
+    """It contains each key of the language at least once."""
     from policy import schema
     from policy.injection import InjectionKind
     from policy.rules import DnsSettings, Limits
@@ -280,7 +280,7 @@ MUTATIONS = list(mutations(DOCUMENT, lambda path: path == ("policies",)))
 
 
 def _powers(document: Any) -> dict[str, frozenset[str]] | None:
-    """What each policy of a document permits; None if the document is refused."""
+    """Return the permissions of each policy of a document; None if the document is refused."""
     try:
         read = load_text(yaml.safe_dump(document))
     except PolicyError as error:
@@ -306,7 +306,7 @@ def test_what_is_not_read_is_refused_or_opens_nothing(mutation: Mutation) -> Non
 
 
 def test_no_rule_reads_an_empty_list_or_a_null() -> None:
-    """Every key of every rule: the whole of that class, not a sample."""
+    """For every key of every rule: all mutations of that kind, not a sample."""
     tried = set()
     for mutation in MUTATIONS:
         if "rules" in mutation.path[:-1] and mutation.kind in ("null", "empty list"):

@@ -106,7 +106,7 @@ POLICY_REFUSED = {
 
 @pytest.mark.parametrize("case", WIRE_ACCEPTED)
 def test_a_clean_wire_name_has_one_canonical_form(case: str) -> None:
-    """The canonical form is what the table says."""
+    """The canonical form is that of the table."""
     raw, expected = WIRE_ACCEPTED[case]
 
     assert expected == wire_host(raw)
@@ -121,7 +121,7 @@ def test_anything_else_on_the_wire_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", POLICY_ACCEPTED)
 def test_a_policy_stores_a_labels(case: str) -> None:
-    """What a person writes in their script is stored as what the wire carries."""
+    """A name in another script is stored in its form on the wire."""
     text, expected = POLICY_ACCEPTED[case]
 
     assert expected == canonical_host(text)
@@ -129,13 +129,13 @@ def test_a_policy_stores_a_labels(case: str) -> None:
 
 @pytest.mark.parametrize("case", POLICY_REFUSED)
 def test_a_policy_name_that_only_looks_right_is_refused(case: str) -> None:
-    """No compatibility mapping: it would make two spellings of one name."""
+    """There is no compatibility mapping, because it would give one name two spellings."""
     with pytest.raises(InvalidName):
         canonical_host(POLICY_REFUSED[case])
 
 
 def test_the_message_of_a_refusal_is_plain_ascii() -> None:
-    """A hostile name cannot reach a terminal through an error."""
+    """A hostile name cannot send control characters to a terminal through an error."""
     with pytest.raises(InvalidName) as caught:
         wire_host(b"\x1b]0;x\x07\r\n\xe2\x80\xae.test")
 
@@ -143,7 +143,7 @@ def test_the_message_of_a_refusal_is_plain_ascii() -> None:
 
 
 def reference(raw: bytes) -> str | None:
-    """The canonicaliser again, written the slow way."""
+    """Return the canonical form by a second, simple implementation."""
     text = "".join(chr(b + 32) if 65 <= b <= 90 else chr(b) for b in raw)
     labels = text.split(".")
     if labels[-1] == "":
@@ -178,7 +178,7 @@ _NAMES = st.lists(_LABELS, max_size=6).map(".".join).map(str.encode)
 
 @given(_NAMES | st.binary(max_size=40))
 def test_the_canonicaliser_equals_its_reference_and_never_raises_anything_else(raw: bytes) -> None:
-    """Same verdict, same result, ASCII out, and applying it again changes nothing."""
+    """The same verdict and result. The output is ASCII, and a second application changes nothing."""
     try:
         actual = wire_host(raw)
     except InvalidName:
@@ -191,7 +191,7 @@ def test_the_canonicaliser_equals_its_reference_and_never_raises_anything_else(r
 
 @given(st.text(max_size=30))
 def test_what_a_person_wrote_becomes_a_wire_name_or_is_refused(text: str) -> None:
-    """No text makes a policy name that the wire could not carry."""
+    """Every accepted policy name can occur on the wire."""
     try:
         host = canonical_host(text)
     except InvalidName:
@@ -216,7 +216,7 @@ MATCHES = {
 
 @pytest.mark.parametrize("case", MATCHES)
 def test_patterns_match_by_label(case: str) -> None:
-    """Suffixes end at label boundaries; the apex is outside."""
+    """Suffixes end at label boundaries, and the apex does not match."""
     pattern, host, expected = MATCHES[case]
 
     assert expected == HostPattern(pattern).matches(host)
@@ -247,26 +247,26 @@ DANGEROUS = {
 
 @pytest.mark.parametrize("case", DANGEROUS)
 def test_patterns_that_span_owners_or_are_no_patterns_are_refused(case: str) -> None:
-    """Nothing that gives access is wider than one registrable name."""
+    """No pattern that allows is wider than one registrable name."""
     with pytest.raises(InvalidName):
         parse_pattern(DANGEROUS[case])
 
 
 @pytest.mark.parametrize("text", ["*.good.test", "*.example.com", "*.bucket.s3.amazonaws.com", "*.me.github.io"])
 def test_a_wildcard_below_a_registration_is_a_pattern(text: str) -> None:
-    """The control of the refusals above."""
+    """A control for the refusals above."""
     assert text == parse_pattern(text).text
 
 
 @pytest.mark.parametrize("text", ["\u00e4.test", "A.test", "a.test.", "", "10.0.0.1", "a b"])
 def test_any_other_text_is_not_canonical(text: str) -> None:
-    """An answer, not an error."""
+    """The function returns False and raises nothing."""
     assert is_canonical(text) is False
     assert is_canonical("a.test")
 
 
 def test_an_exact_name_may_be_a_public_suffix() -> None:
-    """It has one owner."""
+    """Because it has one owner."""
     assert "github.io" == parse_pattern("github.io").text
 
 
@@ -297,7 +297,7 @@ def test_a_refused_wildcard_is_distinguished_from_a_name(text: str) -> None:
 
 
 def test_width_is_free_where_it_only_takes_away() -> None:
-    """A denial may name a whole top-level domain; it is still a pattern and nothing else."""
+    """A denial may name a whole top-level domain. It must still be a pattern."""
     assert "*.com" == parse_any_pattern("*.com").text
     with pytest.raises(InvalidName):
         parse_any_pattern("*")
@@ -361,7 +361,7 @@ _ANY_PUBLIC = compile_api(
 
 @pytest.mark.parametrize("suffix", LOCAL_SUFFIXES)
 def test_no_rule_of_a_caller_opens_a_local_name(suffix: str) -> None:
-    """The suffix itself, and names below it; a name that only looks like one of them is public."""
+    """The suffix itself, and names below it. A name that only resembles one of them is public."""
     for host in (suffix, f"a.{suffix}", f"a.b.{suffix}"):
         assert is_local_name(host)
         denial = decide_name(_ANY_PUBLIC, host)

@@ -81,7 +81,7 @@ CLEAR = [
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
 def test_a_path_that_servers_read_differently_is_ambiguous(case: str) -> None:
-    """It is refused on hosts with path rules, never rewritten."""
+    """It is refused on hosts with path rules, and never rewritten."""
     path, reason = AMBIGUOUS[case]
 
     assert reason == ambiguity(path)
@@ -89,7 +89,7 @@ def test_a_path_that_servers_read_differently_is_ambiguous(case: str) -> None:
 
 @pytest.mark.parametrize("path", CLEAR)
 def test_ordinary_paths_are_clear(path: str) -> None:
-    """The control of the refusals above."""
+    """A control for the refusals above."""
     assert ambiguity(path) is None
 
 
@@ -100,7 +100,7 @@ _PIECES = st.sampled_from(
 
 @given(st.lists(_PIECES, max_size=12).map(lambda pieces: "/v1/safe/" + "".join(pieces)))
 def test_no_accepted_path_leaves_the_prefix_under_common_normalisers(path: str) -> None:
-    """Decode once or twice, resolve dots, turn backslashes, cut parameters: the prefix stays."""
+    """Decode once or twice, resolve dots, convert backslashes, remove parameters: the prefix stays."""
     if ambiguity(path) is not None or not PathPattern("/v1/safe/*").matches(path):
         return
     for text in (path, unquote(path), unquote(unquote(path))):
@@ -115,7 +115,7 @@ PLAIN = "!$%&'()*+,-./0123456789:=@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]_abcdefghijklmnop
 
 
 def test_the_characters_of_a_path_are_the_listed_ones() -> None:
-    """Judged inside a segment, each by itself; two dots and a percent sign alone are judged elsewhere."""
+    """Each is judged alone inside a segment. Two dots and a single percent sign have other tests."""
     reasons = {";": "path parameter", "%": "broken percent-encoding"}
     for character in map(chr, range(0x101)):
         reason = reasons.get(character)
@@ -127,7 +127,7 @@ def test_the_characters_of_a_path_are_the_listed_ones() -> None:
 
 
 def test_the_octets_that_may_be_encoded_are_the_listed_ones() -> None:
-    """In either case of the digits; those of UTF-8 in whole characters only."""
+    """In either case of the digits. Octets of UTF-8 only as complete characters."""
     for octet in range(0x100):
         character = chr(octet)
         if character.isascii() and (character.isalnum() or character in "-._~"):
@@ -144,7 +144,7 @@ def test_the_octets_that_may_be_encoded_are_the_listed_ones() -> None:
 
 
 def test_a_path_and_a_pattern_have_a_longest_length() -> None:
-    """8192 and 2048 characters."""
+    """The limits are 8192 and 2048 characters."""
     assert ambiguity("/" + "a" * 8191) is None
     assert "path too long" == ambiguity("/" + "a" * 8192)
     assert PathPattern("/" + "a" * 2047).matches("/" + "a" * 2047)
@@ -175,7 +175,7 @@ def test_patterns_match_by_segment_prefix_or_exactly(case: str) -> None:
 
 
 def test_an_open_prefix_may_end_where_a_path_may_not() -> None:
-    """A letter behind it completes its last segment; an exact path has none."""
+    """A further letter completes its last segment. An exact path cannot be completed."""
     assert PathPattern("/v1/a.*").matches("/v1/a.b")
     assert PathPattern("/v1/.*").matches("/v1/.b")
     for text in ("/v1/a.", "/v1/."):
@@ -184,7 +184,7 @@ def test_an_open_prefix_may_end_where_a_path_may_not() -> None:
 
 
 def test_denials_ignore_ascii_case() -> None:
-    """A server that folds case must not open a denied prefix, or a denied path."""
+    """A server that ignores case must not open a denied prefix or a denied path."""
     for path, expected in {"/V1/ADMIN": True, "/v1/admin": True, "/v1/admin/": False, "/v1/Admi": False}.items():
         assert expected == PathPattern("/v1/Admin").matches_any_case(path)
     assert PathPattern("/v1/Admin/*").matches_any_case("/V1/ADMIN/x")
@@ -195,7 +195,7 @@ def test_denials_ignore_ascii_case() -> None:
     "text", ["", "*", "v1/*", "/v1/*/x", "/v1/**", "/v1/../x", "/v1//*", "/a%2fb", "/a;b", "/v1?x", "/ä"]
 )
 def test_a_pattern_that_could_never_match_is_refused(text: str) -> None:
-    """A dead pattern is a mistake of its author."""
+    """Because such a pattern is a mistake of its author."""
     with pytest.raises(ValueError, match="path pattern"):
         PathPattern(text)
 
@@ -205,7 +205,7 @@ _PATTERNS = st.sampled_from(["/*", "/a*", "/a/*", "/a/b", "/a/b*", "/ab", "/b/*"
 
 @given(_PATTERNS, _PATTERNS)
 def test_overlap_is_what_a_search_over_short_paths_finds(first: str, second: str) -> None:
-    """Two patterns overlap if and only if some path is matched by both."""
+    """Two patterns overlap if and only if both match some path."""
     mine, theirs = PathPattern(first), PathPattern(second)
     assert first.endswith("*") == mine.prefix
     assert (first in ("/a*", "/a/b*")) == mine.splits_segment

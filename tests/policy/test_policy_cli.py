@@ -1,4 +1,4 @@
-"""What `policy check` and `policy explain` print and return."""
+"""Output and exit status of `policy check` and `policy explain`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "policies.example.yaml"
 
 
 def test_check_lists_a_good_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Policies, and where each secret may go."""
+    """Policies, and the destinations of each secret."""
     assert 0 == check(EXAMPLE)
 
     printed = capsys.readouterr().out
@@ -45,7 +45,7 @@ ASKED = {
 
 @pytest.mark.parametrize("case", ASKED)
 def test_explain_answers_as_the_gateway_decides(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code and the line that matters; the query is never printed."""
+    """Exit code and the important line. The query is never printed."""
     arguments, code, line = ASKED[case]
 
     assert code == explain(EXAMPLE, *arguments)
@@ -96,6 +96,6 @@ def test_explain_judges_addresses_as_the_gateway_does(case: str, capsys: pytest.
 def test_an_invalid_question_is_distinguished_from_a_denial(
     policy: str, host: str, scheme: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2."""
+    """With exit code 2."""
     assert 2 == explain(EXAMPLE, policy, host, 443, scheme)
     assert capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""All that is wrong with a file is said at once, each with its place, and with the word that was probably meant."""
+"""All mistakes of a file are reported at once, each with its place and a suggestion."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from policy.cli import check, explain
 from policy.load import PolicyError, load_text
 from policy.problems import MAX_PROBLEMS
 
-# Each line has a good form, and forms that are wrong in this line and in no other.
+# Each line has a good form, and forms that are wrong in this line only.
 LINES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("version: 1", ("version: 2", "version: one", "version: 1.0")),
     ("default: agents", ("default: agnts", "default: 7", "default: [agents]")),
@@ -50,13 +50,13 @@ def _problems(text: str) -> tuple[PolicyError, ...]:
 
 
 def test_the_good_forms_are_good() -> None:
-    """The control: what is reported below comes from the lines that were changed."""
+    """A control: the mistakes reported below come from the changed lines."""
     assert () == _problems("\n".join(good for good, _ in LINES))
 
 
 @given(st.tuples(*(st.sampled_from((None, *wrong)) for _, wrong in LINES)))
 def test_every_line_that_is_wrong_is_reported_and_no_other(chosen: tuple[str | None, ...]) -> None:
-    """Whatever else is wrong beside it."""
+    """With any other mistakes beside it."""
     text = "\n".join(wrong or good for wrong, (good, _) in zip(chosen, LINES, strict=True))
     expected = [number for number, wrong in enumerate(chosen, start=1) if wrong is not None]
 
@@ -77,7 +77,7 @@ KEYS = {
 
 @given(st.data())
 def test_a_key_with_one_wrong_letter_is_named_with_what_was_meant(data: st.DataObject) -> None:
-    """Left out, doubled, exchanged or written as another one."""
+    """A letter is left out, doubled, exchanged or replaced."""
     place = data.draw(st.sampled_from(sorted(KEYS)))
     key = data.draw(st.sampled_from(KEYS[place]))
     at = data.draw(st.integers(0, len(key) - 2))
@@ -94,7 +94,7 @@ def test_a_key_with_one_wrong_letter_is_named_with_what_was_meant(data: st.DataO
 
 
 def test_a_file_of_nothing_but_problems_is_read_to_a_bound() -> None:
-    """The first of them are kept, and reading ends."""
+    """The first mistakes are kept, and the reading ends."""
     found = _problems("version: 1\npolicies:\n" + "".join(f"  P{number}: 7\n" for number in range(200)))
     assert MAX_PROBLEMS == len(found)
     rules = "".join(f"      - {{hosst: x{number}.example}}\n" for number in range(4000))
@@ -102,7 +102,7 @@ def test_a_file_of_nothing_but_problems_is_read_to_a_bound() -> None:
 
 
 def test_check_prints_all_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One in a line, with file, line and column."""
+    """One per line, with file, line and column."""
     file = tmp_path / "p.yaml"
     file.write_text(
         "version: 1\npolicies:\n  p:\n    mod: enforce\n    rules:\n      - {host: a.example, method: [GET]}\n"
@@ -119,7 +119,7 @@ def test_check_prints_all_problems(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_policy_that_is_not_there_is_compared_with_those_that_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a question as in the file."""
+    """In the arguments of `explain`, as in the file."""
     file = tmp_path / "p.yaml"
     file.write_text("version: 1\npolicies: {agents: {}}\n")
 

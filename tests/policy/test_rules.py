@@ -1,4 +1,4 @@
-"""The compiled form: what cannot be built, and where each bound is."""
+"""The compiled form: refused values, and the exact limits."""
 
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -38,7 +38,7 @@ NETWORK = ("93.184.216.0/24",)
 
 
 def rule(action: Action = Action.ALLOW, **parts: Any) -> Rule:
-    """A rule about good.test, if nothing else is said."""
+    """Return a rule about good.test, if no other host is given."""
     return Rule("r", action, **({"hosts": GOOD} | parts))
 
 
@@ -109,13 +109,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("case", BUILT)
 def test_what_makes_sense_can_be_built(case: str) -> None:
-    """The control of the refusals below."""
+    """A control for the refusals below."""
     assert BUILT[case]() is not None
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_makes_no_sense_cannot_be_built(case: str) -> None:
-    """A policy that was not loaded from a document is held to the same rules."""
+    """A policy that was not loaded from a document obeys the same rules."""
     build, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         build()
@@ -138,7 +138,7 @@ def test_a_bounded_number_is_no_bool() -> None:
 
 
 def test_a_token_has_1_to_64_characters() -> None:
-    """Of RFC 9110, 5.6.2."""
+    """The characters are those of RFC 9110, 5.6.2."""
     assert is_token("G") and is_token("G" * 64)
     assert not is_token("") and not is_token("G" * 65)
     allowed = "!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -192,7 +192,7 @@ BOUNDS: dict[str, tuple[type, int]] = {
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_setting_has_bounds(name: str) -> None:
-    """From 1 to the greatest value, and nothing beyond either."""
+    """From 1 to the maximum, and no other value."""
     kind, most = BOUNDS[name]
     for value in (1, most):
         assert value == getattr(kind(**{name: value}), name)
@@ -207,7 +207,7 @@ def test_limits_that_policy_does_not_set_do_not_limit() -> None:
 
 
 def test_the_rules_about_a_host_are_found_once_and_in_their_order() -> None:
-    """A rule that names a host by two patterns is one rule."""
+    """A rule that names a host by two patterns counts once."""
     first = rule(hosts=(HostPattern("*.good.test"),))
     second = rule(hosts=(HostPattern("a.good.test"), HostPattern("*.good.test"), HostPattern("b.a.good.test")))
     third = rule(hosts=(HostPattern("*.a.good.test"), HostPattern("good.test")))

@@ -1,4 +1,4 @@
-"""The document of a tree: what is read, and where each mistake is. Whole files are in `test_load`."""
+"""The document of a tree: its content, and the place of each mistake. Whole files are in `test_load`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from policy.yaml_tree import parse
 
 
 def read(text: str) -> list[tuple[int, int]]:
-    """The places of all mistakes."""
+    """Return the places of all mistakes."""
     problems = Problems()
     try:
         read_document(parse(text, "(text)", problems), "(text)", problems)

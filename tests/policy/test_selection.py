@@ -1,4 +1,4 @@
-"""What a sandbox was given comes back from its JSON form, and selects no more than that."""
+"""A sandbox's selection survives its JSON form, and selects nothing more."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ _names = st.sampled_from(["a.example", "*.b.example", "10.0.0.0/8", "*", "C.exam
 def test_what_is_sent_is_what_was_selected(
     name: str | None, rules: list[tuple[str, str]] | None, auths: list[dict[str, Any]]
 ) -> None:
-    """Two processes that read one selection compile one policy."""
+    """Two processes that read one selection compile the same policy."""
     bindings = tuple(
         parse_binding({"name": f"b{number}", "match": {"hosts": [f"h{number}.example"]}, "auth": auth})
         for number, auth in enumerate(auths)

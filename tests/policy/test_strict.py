@@ -1,4 +1,4 @@
-"""JSON of callers is read in one way only."""
+"""Callers' JSON has only one interpretation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The tree of a text: scalars, places, and what is refused."""
+"""The tree of a text: scalars, places, and refusals."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from policy.yaml_tree import parse
 
 
 def value(text: str) -> Any:
-    """The value of the key `a`."""
+    """Return the value of the key `a`."""
     return parse(text, "(text)", Problems()).value["a"][1].value
 
 

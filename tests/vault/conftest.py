@@ -1,4 +1,4 @@
-"""A vault in this process behind a log that the test can hold up, and real vaultd and auditd processes."""
+"""A vault in this process with a log that the test can delay, and real vaultd and auditd processes."""
 
 import asyncio
 import base64
@@ -30,7 +30,7 @@ from wire.serving import handler
 from wire.sockets import LISTEN_FD
 
 SERVE, VAULTD = 700000001, 700000002
-LAUNCH = (  # imports first: the interpreter of a developer's machine may lie where the unprivileged uid cannot read
+LAUNCH = (  # imports come first, because an unprivileged uid may be unable to read a developer's interpreter
     "import os, sys, vault.vaultd\n"
     "uid = int(sys.argv[2])\n"
     "if uid != os.geteuid(): os.setgroups([]); os.setgid(uid); os.setuid(uid)\n"
@@ -39,7 +39,7 @@ LAUNCH = (  # imports first: the interpreter of a developer's machine may lie wh
 
 
 class Log:
-    """The far end of an audit channel: keeps the records, and confirms them only while `open` is set.
+    """The far end of an audit channel. It stores the records, and confirms them only while `open` is set.
 
     `tests/contracts/test_daemons.py` compares its answers with those of auditd.
     """
@@ -51,7 +51,7 @@ class Log:
         self.asked = asyncio.Event()
 
     async def handle(self, _client: wire.Client, op: str, parameters: wire.Message, _fds: list[int]) -> wire.Message:
-        """Accept records as auditd does."""
+        """Accept records like auditd."""
         request = auditd.CHANNEL.read(op, parameters)
         match request:
             case wire.Ping():
@@ -74,7 +74,7 @@ class Log:
         return {"seq": len(self.records)}
 
     def of(self, kind: str, decision: str) -> list[dict[str, Any]]:
-        """The records of one kind and decision."""
+        """Return the records of one kind and decision."""
         return [record for record in self.records if (record["kind"], record["decision"]) == (kind, decision)]
 
 
@@ -111,7 +111,7 @@ class InProcess:
         self.admin = await AdminClient.connect(self.directory / "s", os.geteuid())
 
     async def stop(self) -> None:
-        """End it, as a killed vaultd would: nothing is saved."""
+        """End the vault like a killed vaultd: nothing is saved."""
         await self.admin.close()
         self._server.cancel()
         await asyncio.gather(self._server, return_exceptions=True)
@@ -126,7 +126,7 @@ class InProcess:
 
 
 async def attach(admin: AdminClient, sandbox: str, generation: int, on_revoke: OnRevoke | None = None) -> VaultClient:
-    """Hand one end of a socket pair to vaultd, return a client on the other."""
+    """Pass one end of a socket pair to vaultd. Return a client on the other end."""
     near, far = socket.socketpair()
     with far:
         try:
@@ -139,7 +139,7 @@ async def attach(admin: AdminClient, sandbox: str, generation: int, on_revoke: O
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory with a short name (socket paths are bounded) that other uids may pass through."""
+    """Make a directory that other uids can enter, with a short name because the length of socket paths is limited."""
     path = Path(tempfile.mkdtemp(prefix="v-"))
     path.chmod(0o711)
     yield path
@@ -148,7 +148,7 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture
 async def vault(short_path: Path) -> AsyncIterator[InProcess]:
-    """A running vault whose administrator is the test's uid."""
+    """Run a vault whose administrator is the test's uid."""
     running = InProcess(short_path, frozenset({os.geteuid()}))
     await running.start()
     yield running
@@ -157,7 +157,7 @@ async def vault(short_path: Path) -> AsyncIterator[InProcess]:
 
 @pytest.fixture
 async def serve_vault(short_path: Path) -> AsyncIterator[InProcess]:
-    """A running vault for which the test is not an administrator."""
+    """Run a vault for which the test is not an administrator."""
     running = InProcess(short_path, frozenset())
     await running.start()
     yield running
@@ -165,7 +165,7 @@ async def serve_vault(short_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def eventually[T](attempt: Callable[[], Awaitable[T]], seconds: float = 20) -> T:
-    """The result of `attempt` once it no longer fails because nobody listens yet."""
+    """Return the result of `attempt` as soon as its server listens."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -177,7 +177,7 @@ async def eventually[T](attempt: Callable[[], Awaitable[T]], seconds: float = 20
 
 
 class Daemons:
-    """auditd and vaultd as processes of their own."""
+    """auditd and vaultd as separate processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,14 +202,14 @@ class Daemons:
         )
 
     async def start(self) -> None:
-        """Start both, as hostd does."""
+        """Start both, like hostd."""
         path = self.path / "audit.sock"
         self.auditd = self._spawn("auditd", ["-m", "audit.auditd", f"{self.path}/audit.json"], path)
         self.audit = await eventually(lambda: wire.Client.connect(path, os.geteuid()))
         await self.start_vaultd()
 
     async def start_vaultd(self) -> None:
-        """Start vaultd with a fresh audit channel."""
+        """Start vaultd with a new audit channel."""
         near, far = socket.socketpair()
         with near, far:
             await self.audit.ask(auditd.Attach(auditd.Producer.VAULT, None, 1), (far.fileno(),))
@@ -218,12 +218,12 @@ class Daemons:
         await self.admin.ask(wire.Ping())
 
     def spawn_vaultd(self, audit_fd: int) -> subprocess.Popen[bytes]:
-        """Start a vaultd process on the configuration, whether it comes up or not."""
+        """Start a vaultd process with the configuration. The start can fail."""
         arguments = ["-c", LAUNCH, f"{self.path}/vault.json", str(self.uid)]
         return self._spawn("vaultd", arguments, self.path / "run" / "vault.sock", audit_fd)
 
     async def stop(self) -> None:
-        """End both, also where only a part was started."""
+        """End both, also after an incomplete start."""
         for client in (self.admin, self.audit):
             if client is not None:
                 await client.close()
@@ -233,7 +233,7 @@ class Daemons:
             process.wait()
 
     def log(self) -> bytes:
-        """All that the daemons said on stderr."""
+        """Return the whole stderr of the daemons."""
         return b"".join(path.read_bytes() for path in self.path.glob("*.log"))
 
     def _write(self, name: str, config: dict[str, Any]) -> None:
@@ -260,7 +260,10 @@ class Daemons:
 
 @pytest.fixture
 async def daemons(short_path: Path) -> AsyncIterator[Daemons]:
-    """Running daemons; vaultd under an unprivileged uid. Only uid 0 is an administrator, so this needs root."""
+    """Run the daemons, vaultd with an unprivileged uid.
+
+    Only uid 0 is an administrator, so this needs root.
+    """
     running = Daemons(short_path)
     try:
         await running.start()

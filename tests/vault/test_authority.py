@@ -21,7 +21,7 @@ NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 
 
 def issue(issuer: Issued, subject: str, *, authority: bool, now: datetime = NOW) -> Issued:
-    """A certificate signed with an intermediate's key, as a worker (or a thief of its key) would make one."""
+    """Return a certificate signed with an intermediate's key, as a worker (or a thief of its key) would make it."""
     issuer_certificate = x509.load_pem_x509_certificate(issuer.certificate_pem.encode())
     issuer_key = load_pem_private_key(issuer.key_pem.reveal().encode(), None)
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
@@ -57,14 +57,18 @@ def issue(issuer: Issued, subject: str, *, authority: bool, now: datetime = NOW)
 
 
 def verify(root_pem: str, chain_pem: str, host: str = "good.test") -> None:
-    """Verify leaf and intermediates against one root; raises VerificationError."""
+    """Verify leaf and intermediates against one root.
+
+    Raises:
+        VerificationError: the chain is not valid.
+    """
     leaf, *rest = x509.load_pem_x509_certificates(chain_pem.encode())
     store = TrustStore([x509.load_pem_x509_certificate(root_pem.encode())])
     PolicyBuilder().store(store).time(NOW).build_server_verifier(x509.DNSName(host)).verify(leaf, rest)
 
 
 def test_a_leaf_validates_against_its_own_lineage_and_no_other() -> None:
-    """TLS-22: two lineages never cross-validate; the control is the same leaf against its own root."""
+    """TLS-22: two lineages never validate each other's leaves. The control is the same leaf against its own root."""
     ours, other = Root.create(NOW), Root.create(NOW)
     leaf = issue(ours.issue_intermediate(NOW), "good.test", authority=False)
     verify(ours.certificate_pem, leaf.chain_pem)
@@ -73,7 +77,7 @@ def test_a_leaf_validates_against_its_own_lineage_and_no_other() -> None:
 
 
 def test_openssl_agrees_in_strict_mode(tmp_path: Path) -> None:
-    """The chain passes `openssl verify -x509_strict`, fails against another root, and so does a CA below the CA."""
+    """The chain passes `openssl verify -x509_strict`. It fails against another root, and so does a CA below the CA."""
     ours, other = Root.create(NOW), Root.create(NOW)
     intermediate = ours.issue_intermediate(NOW)
     leaf = issue(intermediate, "good.test", authority=False)
@@ -93,7 +97,7 @@ def test_openssl_agrees_in_strict_mode(tmp_path: Path) -> None:
 
 
 def test_an_intermediate_cannot_make_another_authority() -> None:
-    """Path length 0 of the intermediate holds: a chain through a CA below it does not validate."""
+    """The intermediate has path length 0: a chain through a CA below it is not valid."""
     root = Root.create(NOW)
     below = issue(root.issue_intermediate(NOW), "Sub CA", authority=True)
     leaf = issue(below, "good.test", authority=False)
@@ -102,7 +106,7 @@ def test_an_intermediate_cannot_make_another_authority() -> None:
 
 
 def test_constraints_and_lifetimes_are_as_stated() -> None:
-    """CA:TRUE critical with path lengths 1 and 0; 5 minutes of backdating, 7 days at most."""
+    """CA:TRUE is critical with path lengths 1 and 0, with 5 minutes of backdating and 7 days at most."""
     root = Root.create(NOW)
     top = x509.load_pem_x509_certificate(root.certificate_pem.encode())
     middle = x509.load_pem_x509_certificate(root.issue_intermediate(NOW).certificate_pem.encode())
@@ -115,7 +119,7 @@ def test_constraints_and_lifetimes_are_as_stated() -> None:
 
 
 def test_nothing_is_shared_between_authorities() -> None:
-    """20 lineages with 2 intermediates each: keys, serials and names are all distinct."""
+    """20 lineages with 2 intermediates each have distinct keys, serials and names."""
     roots = [Root.create(NOW) for _ in range(20)]
     pems = [root.certificate_pem for root in roots]
     pems += [root.issue_intermediate(NOW).certificate_pem for root in roots for _ in range(2)]
@@ -127,7 +131,7 @@ def test_nothing_is_shared_between_authorities() -> None:
 
 
 def test_an_intermediate_never_outlives_its_root() -> None:
-    """Near the root's end the intermediate ends with it; after it none is issued."""
+    """Near the root's end the intermediate ends with it. After it none is issued."""
     root = Root.create(NOW)
     end = x509.load_pem_x509_certificate(root.certificate_pem.encode()).not_valid_after_utc
     pem = root.issue_intermediate(end - timedelta(hours=1)).certificate_pem
@@ -138,7 +142,7 @@ def test_an_intermediate_never_outlives_its_root() -> None:
 
 
 def test_a_root_comes_back_from_its_pem_and_only_whole() -> None:
-    """Loading gives the same authority; a key of another root is refused."""
+    """Loading gives the same authority. A key of another root is refused."""
     root, other = Root.create(NOW), Root.create(NOW)
     loaded = Root.load(root.certificate_pem, root.key_pem)
     leaf = issue(loaded.issue_intermediate(NOW), "good.test", authority=False)
@@ -189,7 +193,7 @@ def test_what_an_intermediate_may_sign_holds_all_its_names(names: list[str], suf
 def test_a_stolen_intermediate_signs_for_no_name_that_it_was_not_issued_for(
     tmp_path: Path, names: list[str], host: str, accepted: bool
 ) -> None:
-    """As two verifiers see it. The leaf is what a worker that is taken over would make."""
+    """By the judgement of two verifiers. A compromised worker would make such a leaf."""
     root = Root.create(NOW)
     leaf = issue(root.issue_intermediate(NOW, names), host, authority=False)
     (tmp_path / "root.pem").write_text(root.certificate_pem)

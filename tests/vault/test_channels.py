@@ -1,4 +1,4 @@
-"""Properties of workers' channels and of vaultd's socket, in one process, with a log that can be held up."""
+"""Properties of workers' channels and of vaultd's socket, in one process, with a log that can be delayed."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ from wire.operations import parameters
 
 
 async def opened(vault: Any, binding: SecretBinding = BINDING) -> Any:
-    """A worker whose sandbox was granted the one stored secret."""
+    """Return the channel of a worker with a grant of the one stored secret."""
     await vault.admin.put("token", Secret(CANARY), binding)
     await vault.admin.open_sandbox(SANDBOX, "lin-1", [GRANT])
     return await vault.worker(SANDBOX, 1)
 
 
 async def refusal(call: Any) -> str:
-    """The code with which a call was refused."""
+    """Return the code with which a call was refused."""
     with pytest.raises((ReleaseRefusedError, wire.RemoteError)) as caught:
         await call
     assert CANARY not in str(caught.value)
@@ -40,7 +40,7 @@ async def refusal(call: Any) -> str:
 
 
 async def test_a_granted_secret_is_released_after_its_durable_record(vault: Any) -> None:
-    """The control run of this file: value, lease, and one durable record that names but does not hold it."""
+    """The control of this file: value, lease, and one durable record that names the secret without its value."""
     worker = await opened(vault)
     lease = await worker.release(*ASK)
     assert Secret(CANARY) == lease.value
@@ -54,7 +54,7 @@ async def test_a_granted_secret_is_released_after_its_durable_record(vault: Any)
 
 
 async def test_no_byte_of_a_secret_leaves_before_its_record_is_confirmed(vault: Any) -> None:
-    """I5: with a log that takes the record and never confirms, the worker's socket gets a refusal and nothing else."""
+    """I5: if the log takes the record but never confirms it, the worker's socket receives only a refusal."""
     await vault.admin.put("token", Secret(CANARY), BINDING)
     await vault.admin.open_sandbox(SANDBOX, "lin-1", [GRANT])
     near, far = socket.socketpair()
@@ -70,14 +70,14 @@ async def test_no_byte_of_a_secret_leaves_before_its_record_is_confirmed(vault: 
     assert b"audit_unavailable" in first
     assert CANARY.encode() not in first
     assert 1 == len(vault.log.of("secret.release", "allow"))
-    vault.log.open.set()  # the confirmation comes too late and must change nothing
+    vault.log.open.set()  # the late confirmation must change nothing
     await loop.sock_sendall(near, wire.frames.encode({"id": 2, "op": "ping"}))
     assert b'{"id":2,"ok":{}}' == (await loop.sock_recv(near, 65536))[4:]
     near.close()
 
 
 async def test_an_ended_log_means_no_release_and_no_authority(vault: Any) -> None:
-    """With the audit channel gone everything that gives is refused; what takes away still works."""
+    """Without the audit channel every operation that gives is refused. Operations that remove still work."""
     worker = await opened(vault)
     await vault.audit._client.close()
     assert "audit_unavailable" == await refusal(worker.release(*ASK))
@@ -94,7 +94,7 @@ async def test_an_ended_log_means_no_release_and_no_authority(vault: Any) -> Non
 
 @pytest.mark.parametrize("change", ["delete", "regrant", "close", "replace"])
 async def test_a_change_while_the_record_is_written_prevents_the_release(vault: Any, change: str) -> None:
-    """The decision is taken again after the record: what was withdrawn in between is not released."""
+    """vaultd decides again after the record: a secret withdrawn in between is not released."""
     worker = await opened(vault)
     vault.log.asked.clear()
     vault.log.open.clear()
@@ -124,7 +124,7 @@ async def test_a_change_while_the_record_is_written_prevents_the_release(vault: 
 async def test_a_replaced_channel_gets_neither_a_secret_nor_an_intermediate(
     vault: Any, request_: vaultd.Release | vaultd.Intermediate, generation: int
 ) -> None:
-    """Neither one that was replaced while the record was written nor one that asks later, even on an open socket."""
+    """Neither a channel replaced while the record was written, nor one that asks later, even on an open socket."""
     worker = await opened(vault)
     former = vault.channels._channels[SANDBOX]
     assert isinstance(await vault.channels.answer(former, request_), vaultd.Released | vaultd.IssuedAuthority)
@@ -179,7 +179,7 @@ async def test_other_destinations_are_refused_and_the_refusal_is_on_record(
     ],
 )
 async def test_a_grant_outside_of_a_binding_cannot_be_given(vault: Any, grants: list[Grant], code: str) -> None:
-    """Neither when a sandbox is opened nor later; nothing of it remains."""
+    """Neither when a sandbox is opened nor later. Nothing of it remains."""
     await opened(vault)
     assert code == await refusal(vault.admin.open_sandbox("sbx-2", "lin-2", grants))
     assert code == await refusal(vault.admin.regrant(SANDBOX, grants))
@@ -187,7 +187,7 @@ async def test_a_grant_outside_of_a_binding_cannot_be_given(vault: Any, grants: 
 
 
 async def test_rotation_calls_leases_back_and_the_next_release_is_the_new_value(vault: Any) -> None:
-    """CRD-44: on return of `rotate` the worker has been told; its lease is no longer current."""
+    """CRD-44: when `rotate` returns, the worker was notified and its lease is no longer current."""
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
     await opened(vault)
     worker = await vault.worker(SANDBOX, 1, revoked.put)
@@ -238,7 +238,7 @@ async def test_a_worker_that_does_not_confirm_a_rotation_loses_its_channel(
 
 
 async def test_a_worker_without_a_lease_is_not_told(vault: Any) -> None:
-    """A revocation goes only to those who hold the secret."""
+    """A revocation goes only to workers that hold the secret."""
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
     await opened(vault)
     worker = await vault.worker(SANDBOX, 1, revoked.put)
@@ -249,7 +249,7 @@ async def test_a_worker_without_a_lease_is_not_told(vault: Any) -> None:
 
 
 async def test_regranting_ends_what_was_taken_away(vault: Any) -> None:
-    """Grants and inline secrets that changed are called back, the others stay."""
+    """Changed grants and inline secrets are revoked, the others stay."""
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
     await vault.admin.put("token", Secret(CANARY), BINDING)
     mine = Grant.make("inline:a", "*.mine.test", 443, "https")
@@ -269,7 +269,10 @@ async def test_regranting_ends_what_was_taken_away(vault: Any) -> None:
 
 
 async def test_kept_inline_secrets_stay_beside_the_new_ones_and_their_leases_go_on(vault: Any) -> None:
-    """What lifecycle sends for a replaced credential: the new value beside the old one, then the old one dropped."""
+    """serve replaces a credential in two calls.
+
+    The first adds the new value beside the old one, the second drops the old one.
+    """
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
     grants = [Grant.make(f"inline:{name}", "mine.test", 443, "https") for name in ("1/a", "1/b", "2/a")]
     old_a, old_b, new_a = (Secret(text) for text in ("value of 1/a", "value of 1/b", "value of 2/a"))
@@ -292,7 +295,7 @@ async def test_kept_inline_secrets_stay_beside_the_new_ones_and_their_leases_go_
 
 
 async def test_keeping_an_inline_secret_that_is_not_there_changes_nothing(vault: Any) -> None:
-    """Stored secrets and those of other sandboxes are not this sandbox's to keep either."""
+    """It cannot keep stored secrets or those of other sandboxes either."""
     await vault.admin.put("token", Secret(CANARY), BINDING)
     mine = Grant.make("inline:1/a", "mine.test", 443, "https")
     await vault.admin.open_sandbox(SANDBOX, "lin-1", [mine], {"inline:1/a": Secret("one")})
@@ -309,7 +312,7 @@ async def test_keeping_an_inline_secret_that_is_not_there_changes_nothing(vault:
 
 
 async def test_narrowing_only_takes_away_and_always_can(vault: Any) -> None:
-    """A grant or value that the sandbox does not have is not given, and a stored secret that is gone is no obstacle."""
+    """It gives no grant or value that the sandbox does not have, and succeeds even if a stored secret was deleted."""
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
     await vault.admin.put("token", Secret(CANARY), BINDING)
     mine = [Grant.make(f"inline:{name}", "mine.test", 443, "https") for name in ("1/a", "1/b")]
@@ -337,7 +340,7 @@ async def test_narrowing_only_takes_away_and_always_can(vault: Any) -> None:
 async def test_an_inline_secret_moves_to_no_destination_that_its_value_was_not_given_for(
     vault: Any, restart: bool
 ) -> None:
-    """Not by a regrant, not by bounds without the value, not after it was taken away, not by a restart in between."""
+    """Not by a regrant, by bounds without the value, after its removal, or with a restart in between."""
     mine = Grant.make("inline:1/a", "mine.test", 443, "https")
     await vault.admin.open_sandbox(SANDBOX, "lin-1", [mine], {"inline:1/a": Secret(CANARY)})
     if restart:
@@ -357,7 +360,7 @@ async def test_an_inline_secret_moves_to_no_destination_that_its_value_was_not_g
         for bounds in (None, [mine, there]):
             moved = vault.admin.regrant(SANDBOX, [mine, there], {"inline:2/b": Secret("x")}, ["inline:1/a"], bounds)
             assert "not_bound" == await refusal(moved)
-        await vault.admin.regrant(SANDBOX, [mine], None, None, [mine, there])  # says more, and gets no more
+        await vault.admin.regrant(SANDBOX, [mine], None, None, [mine, there])  # the wider bounds have no effect
         assert "not_bound" == await refusal(vault.admin.regrant(SANDBOX, [there]))
     assert "not_granted" == await refusal(worker.release("inline:1/a", "evil.test", 443, "https"))
     assert Secret(CANARY) == (await worker.release("inline:1/a", "mine.test", 443, "https")).value
@@ -365,7 +368,7 @@ async def test_an_inline_secret_moves_to_no_destination_that_its_value_was_not_g
 
 
 async def test_with_its_value_an_inline_secret_goes_to_any_destination(vault: Any) -> None:
-    """The control: the one that gives the value says where it may go, in force or not."""
+    """A control: the caller that gives the value sets its destinations, whether or not they are in force."""
     mine, other = (Grant.make("inline:1/a", host, 443, "https") for host in ("mine.test", "*.other.test"))
     below = Grant.make("inline:1/a", "x.other.test", 443, "https")
     await vault.admin.open_sandbox(SANDBOX, "lin-1", [mine], {"inline:1/a": Secret("one")})
@@ -386,7 +389,7 @@ async def test_with_its_value_an_inline_secret_goes_to_any_destination(vault: An
 
 
 async def test_an_inline_secret_cannot_stand_for_a_stored_one(vault: Any) -> None:
-    """Nor can one sandbox use another's."""
+    """One sandbox cannot use another's, either."""
     await opened(vault)
     taken = vault.admin.open_sandbox("sbx-2", "lin-2", [], {"token": Secret("mine")})
     assert "exists" == await refusal(taken)
@@ -396,7 +399,7 @@ async def test_an_inline_secret_cannot_stand_for_a_stored_one(vault: Any) -> Non
 
 
 async def test_a_limited_secret_needs_a_fitting_request(vault: Any) -> None:
-    """Methods and paths of the binding are checked at release, and the lease carries them on."""
+    """Methods and paths of the binding are checked at the release, and are part of the lease."""
     worker = await opened(vault, SecretBinding.make(["api.good.test"], methods=["GET"], paths=["/v1/*"]))
     assert "not_bound" == await refusal(worker.release(*ASK))
     assert "not_bound" == await refusal(worker.release(*ASK, method="POST", path="/v1/x"))
@@ -408,7 +411,7 @@ async def test_a_limited_secret_needs_a_fitting_request(vault: Any) -> None:
 
 
 async def test_a_lease_ends_with_its_secret(vault: Any) -> None:
-    """Five minutes at most, and never beyond the secret's expiry."""
+    """It lasts five minutes at most, and ends not later than the secret."""
     binding = SecretBinding.make(["api.good.test"], expires=datetime.now(UTC) + timedelta(seconds=30))
     worker = await opened(vault, binding)
     await worker.release(*ASK)
@@ -418,7 +421,7 @@ async def test_a_lease_ends_with_its_secret(vault: Any) -> None:
 
 
 async def test_an_older_generation_is_cut_off_and_stays_out(vault: Any) -> None:
-    """A newer worker's channel ends the older; an older one cannot come back, not even after a restart."""
+    """A newer worker's channel ends the older one. An older generation cannot attach again, even after a restart."""
     old = await opened(vault)
     lease = await old.release(*ASK)
     new = await vault.worker(SANDBOX, 3)
@@ -452,7 +455,7 @@ async def test_a_restarted_vault_continues(vault: Any) -> None:
 
 
 async def test_closing_leaves_nothing(vault: Any) -> None:
-    """I7: record and root are gone from the disk, the channel ends, the name may be used anew with another root."""
+    """I7: record and root are removed from the disk, the channel ends, and the name can be reused with another root."""
     worker = await opened(vault)
     root = await vault.admin.open_sandbox("sbx-2", "lin-1")
     await vault.admin.close_sandbox(SANDBOX)
@@ -467,7 +470,10 @@ async def test_closing_leaves_nothing(vault: Any) -> None:
 
 
 async def test_a_failed_removal_is_reported_and_can_be_repeated(vault: Any) -> None:
-    """A file that cannot be removed is an error, the sandbox gets nothing meanwhile, and closing again succeeds."""
+    """An error is reported if a file cannot be removed.
+
+    The sandbox gets nothing meanwhile, and a second close succeeds.
+    """
     await opened(vault)
     record = vault.directory / "vault" / "sandboxes" / f"={SANDBOX}.sealed"
     content = record.read_bytes()
@@ -482,7 +488,7 @@ async def test_a_failed_removal_is_reported_and_can_be_repeated(vault: Any) -> N
 
 
 async def test_each_intermediate_is_new_and_below_the_lineage(vault: Any) -> None:
-    """Two calls give different keys and serials; the rate is bounded."""
+    """Each call gives another key and serial. The rate is limited."""
     worker = await opened(vault)
     issued = [await worker.intermediate() for _ in range(8)]
     certificates = [x509.load_pem_x509_certificate(item.certificate_pem.encode()) for item in issued]
@@ -494,7 +500,7 @@ async def test_each_intermediate_is_new_and_below_the_lineage(vault: Any) -> Non
 
 
 async def test_releases_of_one_channel_are_limited(vault: Any) -> None:
-    """Of 240 releases at one moment 200 succeed; a second later 20 more do. The limit is on record."""
+    """Of 240 simultaneous releases 200 succeed; one second later 20 more do. The limit is on record."""
     now = 1000.0
     vault.monotonic = lambda: now
     worker = await opened(vault)
@@ -576,7 +582,7 @@ _VALUES = {f"inline:{number}": "value" for number in range(MAX_GRANTS + 1)}
     ],
 )
 async def test_malformed_requests_are_refused(vault: Any, op: str, changed: dict[str, Any]) -> None:
-    """One part of a request that would be carried out is changed. (An `attach` comes with a descriptor.)"""
+    """Each case changes one part of a valid request. (An `attach` would need a descriptor.)"""
     asked = {**parameters((ADMINISTRATION | SANDBOXES)[op]), **changed}
     assert "invalid" == await refusal(vault.admin.call(op, **asked))
     assert () == await vault.admin.list_secrets()
@@ -584,7 +590,7 @@ async def test_malformed_requests_are_refused(vault: Any, op: str, changed: dict
 
 
 async def test_a_revocation_overtaking_its_value_makes_the_client_ask_again() -> None:
-    """A value that was revoked while it was on its way is never handed to the worker's code."""
+    """A value that was revoked in transit is never given to the worker's code."""
     near, far = socket.socketpair()
     values = iter(["old", "new"])
 
@@ -606,7 +612,7 @@ async def test_a_revocation_overtaking_its_value_makes_the_client_ask_again() ->
 
 
 async def test_a_vault_of_another_key_is_refused_and_a_second_process_too(vault: Any, tmp_path: Path) -> None:
-    """The lock and the key check hold."""
+    """The lock and the check of the key are effective."""
     with pytest.raises(OSError):
         Vault(vault.directory / "vault", Keyring(bytes(range(32))))
     Vault(tmp_path / "v", Keyring(bytes(range(32)))).close()
@@ -615,7 +621,7 @@ async def test_a_vault_of_another_key_is_refused_and_a_second_process_too(vault:
 
 
 async def test_a_release_to_look_for_a_secret_is_recorded_as_such_and_of_no_request(vault: Any) -> None:
-    """Methods and paths do not matter to what a host may send back; the grant, the binding and the log do."""
+    """Methods and paths do not limit the search of responses. The grant, the binding and the log do."""
     worker = await opened(vault, SecretBinding.make(["api.good.test"], methods=["PUT"], paths=["/in"]))
     assert "not_bound" == await refusal(worker.release(*ASK))
     lease = await worker.release(*ASK, purpose=vaultd.ReleasePurpose.SCRUB)
@@ -695,7 +701,7 @@ async def test_a_new_channel_of_the_same_worker_is_no_new_allowance(vault: Any) 
 
 
 async def test_an_intermediate_is_for_the_names_of_its_sandbox(vault: Any) -> None:
-    """Those that were said last, after a restart too; a regrant that says none changes none."""
+    """The last names that were set, also after a restart. A regrant without names does not change them."""
 
     async def permitted() -> list[str] | None:
         issued = x509.load_pem_x509_certificate((await worker.intermediate()).certificate_pem.encode())

@@ -1,4 +1,4 @@
-"""Properties of `vault.custody`, without a socket or a log: its decision, its changes, and writes that fail."""
+"""Properties of `vault.custody`, without a socket or a log: its decision, its changes, and failing writes."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ SANDBOX = "sbx-1"
 
 
 class Place:
-    """A custody on files of its own, behind a clock that the test sets."""
+    """A custody with its own files, and a clock that the test sets."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Place:
         self.custody = self.again()
 
     def again(self) -> Custody:
-        """What a vaultd that is started now reads back, beside the same stored secrets."""
+        """Return the custody that a restarted vaultd would read, beside the same stored secrets."""
         self.close()
         self._opened = [SealedDirectory(self.path / part, KEYRING, part) for part in ("sandboxes", "lineages")]
         self.custody = Custody(self.store, *self._opened, lambda: self.now)
@@ -60,12 +60,12 @@ class Place:
         return self.path / part / f"{prefix}{name}.sealed"
 
     def files(self) -> list[str]:
-        """The records on disk."""
+        """Return the names of the records on disk."""
         return sorted(path.name[1:-7] for path in self.path.glob("*/=*"))
 
     @contextlib.contextmanager
     def no_room(self, part: str, name: str) -> Iterator[None]:
-        """Nothing can be written under `name`: a directory is where its file is made."""
+        """Prevent writes under `name`: a directory has the name of its new file."""
         self.file(part, name, "+").mkdir()
         with pytest.raises(OSError):
             yield
@@ -75,28 +75,28 @@ class Place:
         return self.custody._sandboxes[sandbox]
 
     def may(self, grant: Grant, sandbox: str = SANDBOX) -> str:
-        """The code with which a release is refused; nothing if it is not."""
+        """Return the code with which a release is refused; an empty text if it is not."""
         found = self.custody.decide(sandbox, grant, "GET", "/")
         return found.code if isinstance(found, Refusal) else ""
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    """An empty custody whose store has `token`."""
+    """Make an empty custody whose store has `token`."""
     made = Place(tmp_path)
     yield made
     made.close()
 
 
 def refused(code: str, call: Callable[..., object], *arguments: Any, **named: Any) -> str:
-    """Check the code with which a call is refused; return the message."""
+    """Check the code with which a call is refused. Return the message."""
     with pytest.raises(CustodyError) as caught:
         call(*arguments, **named)
     assert code == caught.value.code
     return str(caught.value)
 
 
-# -- what is written, and writes that fail
+# -- writes, and writes that fail
 
 
 def test_all_of_a_sandbox_is_read_back(place: Place) -> None:
@@ -115,7 +115,7 @@ def test_all_of_a_sandbox_is_read_back(place: Place) -> None:
 
 
 def test_a_sandbox_that_cannot_be_written_is_not_open(place: Place) -> None:
-    """Neither now nor for the vaultd that comes next, which deletes the root that no sandbox uses."""
+    """Neither now nor after a restart of vaultd, which deletes the root that no sandbox uses."""
     with place.no_room("sandboxes", SANDBOX):
         place.open(STORED, MINE, a=ONE)
     assert ([], False) == (place.custody.names(), place.custody.known(SANDBOX))
@@ -137,7 +137,7 @@ def test_a_lineage_that_cannot_be_written_opens_no_sandbox(place: Place) -> None
 
 
 def test_a_change_that_cannot_be_written_leaves_no_grant_until_one_can(place: Place) -> None:
-    """Neither the former grants nor the new ones count, and no new value is there; on disk the former state stays."""
+    """Neither the former nor the new grants count, and no new value is stored. On disk the former state stays."""
     place.open(STORED, MINE, a=ONE)
     place.custody.advance(SANDBOX, 2)
     before = place.state()
@@ -206,7 +206,7 @@ def test_a_root_that_cannot_be_removed_keeps_its_last_sandbox_known(place: Place
 def test_a_record_that_is_there_again_after_its_removal_is_residue(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Success of `close` means that it was looked for: of the record and of the root."""
+    """`close` succeeds only after a check that the record and the root are absent."""
     place.open()
     kept = {part: place.file(part, name) for part, name in (("sandboxes", SANDBOX), ("lineages", "lin-1"))}
     content = {part: path.read_bytes() for part, path in kept.items()}
@@ -254,7 +254,7 @@ def test_roots_that_no_sandbox_uses_go_at_the_start_and_others_stay(place: Place
 
 @pytest.mark.parametrize("damage", ["bytes", "name", "grant"])
 def test_a_damaged_record_gets_nothing_and_its_root_stays(place: Place, damage: str) -> None:
-    """It does not say which root it needs. Its name is taken until it is closed."""
+    """The record does not show which root it needs. Its name stays in use until it is closed."""
     place.open(STORED)
     place.open(sandbox="sbx-2", lineage="lin-2")
     place.close()
@@ -289,11 +289,11 @@ def test_a_record_from_before_there_were_bounds_has_its_grants_for_bounds(place:
     )
 
 
-# -- between inline and stored
+# -- inline and stored secrets
 
 
 def test_a_grant_of_an_inline_secret_does_not_become_one_of_a_stored_secret_unasked(place: Place) -> None:
-    """The stored secret came later, under the same name: its own binding decides, as for a new grant."""
+    """The stored secret came later, with the same name. Its own binding decides, as for a new grant."""
     evil = Grant.make("shared", "evil.test", 443, "https")
     place.custody.open(place.custody.plan(SANDBOX, "lin-1", [evil], {"shared": ONE}))
     place.store.put("shared", TWO, BINDING)
@@ -336,7 +336,7 @@ def test_a_damaged_stored_secret_keeps_its_name(place: Place, monkeypatch: pytes
 
 
 def test_grants_that_it_had_are_not_asked_for_again(place: Place) -> None:
-    """So that taking others away works when the stored secret is gone; a release still finds nothing."""
+    """Other grants can therefore be removed even if the stored secret was deleted. A release still fails."""
     second = Grant.make("second", "api.good.test", 443, "https")
     place.store.put("second", TWO, BINDING)
     place.open(STORED, second)
@@ -348,7 +348,7 @@ def test_grants_that_it_had_are_not_asked_for_again(place: Place) -> None:
 
 
 def test_grants_that_it_had_do_not_let_others_in(place: Place) -> None:
-    """Each grant that is new is checked, wherever it comes among those that are not."""
+    """Each new grant is checked, at any position among the existing ones."""
     hosts = [f"h{number}.test" for number in range(40)]
     place.store.put("many", TWO, SecretBinding.make(hosts))
     old = [Grant.make("many", host, 443, "https") for host in hosts]
@@ -417,7 +417,7 @@ def many(count: int) -> list[Grant]:
 
 
 def test_grants_inline_secrets_and_bounds_are_bounded(place: Place) -> None:
-    """At the limit each is taken, one more of each alone is refused."""
+    """The limit itself is accepted. One more of each kind is refused."""
     value = {"inline:a": ONE}
     values = {f"i{number}": ONE for number in range(MAX_GRANTS + 1)}
     plan = place.custody.plan
@@ -453,7 +453,7 @@ def test_an_inline_name_must_be_printable(place: Place) -> None:
     [
         ([MINE, STORED], None, {MINE}),
         ([MINE], [MINE, OTHER], {MINE, OTHER}),
-        ([], [MINE, STORED, SECOND], {MINE}),  # of other secrets there are none
+        ([], [MINE, STORED, SECOND], {MINE}),  # there are no others
         ([MINE], [], None),
         ([MINE], [OTHER], None),
         ([MINE, OTHER], [MINE], None),
@@ -617,7 +617,7 @@ def test_a_generation_that_is_known_is_not_written_again(place: Place) -> None:
 
 
 def test_the_decision_over_an_inline_secret(place: Place) -> None:
-    """A grant is enough; it has no scope and the longest lease."""
+    """A grant is enough. It has no scope and the longest lease."""
     place.open(MINE, a=ONE)
     for method, path in ((None, None), ("GET", "/")):
         assert Consent(MAX_LEASE, RequestScope()) == place.custody.decide(SANDBOX, MINE, method, path)
@@ -627,7 +627,7 @@ def test_the_decision_over_an_inline_secret(place: Place) -> None:
 
 
 def test_the_decision_over_a_stored_secret(place: Place) -> None:
-    """The grant and the binding both count, each time anew, and a release for a request is within its scope."""
+    """Both grant and binding are checked each time, and a release for a request is within its scope."""
     scope = RequestScope(frozenset({"GET"}), ("/v1/*",))
     place.store.put("put", ONE, SecretBinding.make(["api.good.test"], methods=["GET"], paths=["/v1/*"]))
     grant = Grant.make("put", "api.good.test", 443, "https")
@@ -674,11 +674,14 @@ def test_values_are_of_the_sandbox_before_the_store(place: Place) -> None:
     assert [SANDBOX] == place.custody.users("token")
 
 
-# -- values that were
+# -- former values
 
 
 def test_former_values_are_looked_for_where_they_went(place: Place) -> None:
-    """Of a stored secret those of the store; of inline ones those granted for the host, for a day, the last few."""
+    """For a stored secret those of the store.
+
+    For inline ones the last few that were granted for the host, for a day.
+    """
     place.open(STORED, MINE, SECOND, a=ONE, b=TWO)
     assert ((), ()) == (place.custody.former(SANDBOX, MINE), place.custody.former(SANDBOX, STORED))
     place.custody.regrant(place.custody.replan(SANDBOX, [STORED, OTHER], {"inline:a": TWO}))
@@ -691,7 +694,7 @@ def test_former_values_are_looked_for_where_they_went(place: Place) -> None:
     place.now += timedelta(seconds=1)
     assert () == place.custody.former(SANDBOX, MINE)
     place.custody.regrant(place.custody.replan(SANDBOX, [], {}))
-    assert ["other.test"] == list(place.state().former)  # what is over is forgotten with the next change
+    assert ["other.test"] == list(place.state().former)  # expired values are removed with the next change
 
 
 def test_a_former_value_of_a_pattern_is_looked_for_below_it(place: Place) -> None:

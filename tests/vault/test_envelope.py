@@ -27,7 +27,7 @@ def test_every_single_bit_flip_is_detected() -> None:
 
 
 def test_every_truncation_is_detected() -> None:
-    """A cut envelope, and one with something behind it, do not open."""
+    """A truncated envelope, and one with additional bytes, do not open."""
     envelope = seal(KEY, b"context", b"secret", salt=SALT)
     for changed in [envelope[:size] for size in range(len(envelope))] + [envelope + b"\0"]:
         with pytest.raises(EnvelopeError):
@@ -40,7 +40,7 @@ def test_every_truncation_is_detected() -> None:
     ids=["another key", "another context", "a subkey"],
 )
 def test_another_key_or_context_does_not_open(key: bytes, context: bytes) -> None:
-    """An envelope opens only as what it was sealed as."""
+    """An envelope opens only with the key and context with which it was sealed."""
     with pytest.raises(EnvelopeError, match=r"^the envelope does not open$"):
         unseal(key, context, seal(KEY, b"context", b"secret", salt=SALT))
 

@@ -1,4 +1,4 @@
-"""Properties of `vault.grants`: the table of who may have what."""
+"""Properties of `vault.grants`: bindings, grants and scopes."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -32,7 +32,7 @@ def test_a_binding_consents_to_its_own_destinations_only(grant: tuple[Any, ...],
 
 
 def test_an_expired_secret_goes_nowhere() -> None:
-    """At the moment of its expiry a binding consents no more."""
+    """From the moment of its expiry a binding permits nothing."""
     grant = Grant.make("s", "api.good.test", 443, "https")
     assert check(BINDING, grant, NOW + timedelta(minutes=59)) is None
     assert Refusal("expired", "the secret has expired") == check(BINDING, grant, NOW + timedelta(hours=1))
@@ -81,7 +81,7 @@ def test_the_first_and_the_last_port_can_be_bound(port: int) -> None:
 
 @pytest.mark.parametrize("change", [{"hosts": frozenset()}, {"ports": frozenset()}, {"schemes": frozenset()}])
 def test_a_binding_with_an_empty_set_cannot_be_made(change: dict[str, Any]) -> None:
-    """Also not without the lists' own check."""
+    """Also without the check of the lists."""
     with pytest.raises(GrantError, match="at least one host, port and scheme"):
         SecretBinding(**{"hosts": frozenset({"good.test"})} | change)
 
@@ -122,13 +122,13 @@ def test_bindings_and_grants_survive_their_json_form() -> None:
     ],
 )
 def test_a_scope_refuses_what_it_cannot_be_sure_of(method: str | None, path: str | None, allowed: bool) -> None:
-    """CRD-07 and CRD-09: exact methods, unambiguous paths, and a missing fact is a refusal."""
+    """CRD-07 and CRD-09: methods match exactly, paths are unambiguous, and a missing fact is refused."""
     scope = RequestScope(frozenset({"GET"}), ("/v1/*",))
     assert allowed == (scope.check(method, path) is None)
 
 
 def test_a_scope_without_limits_allows_any_request() -> None:
-    """The control run of the table above."""
+    """A control for the table above."""
     assert RequestScope().check(None, None) is None
 
 
@@ -136,7 +136,7 @@ def test_a_scope_without_limits_allows_any_request() -> None:
     ("host", "covered"), [("a.good.test", True), ("x.a.good.test", True), ("good.test", False), ("agood.test", False)]
 )
 def test_a_wildcard_grant_covers_names_below_it(host: str, covered: bool) -> None:
-    """One or more labels, never the apex; and only exact names can be asked for."""
+    """It covers one or more labels, never the apex. Only exact names can be requested."""
     grant = Grant.make("inline:t", "*.good.test", 443, "https")
     assert covered == grant.covers(Grant.make("inline:t", host, 443, "https"))
     assert not grant.covers(grant)
@@ -144,6 +144,6 @@ def test_a_wildcard_grant_covers_names_below_it(host: str, covered: bool) -> Non
 
 @pytest.mark.parametrize("name", ["", ".x/..", "a b", "x" * 129, "a/b", "inline:x", "é", None, "a\n"])
 def test_names_of_stored_secrets_are_plain(name: object) -> None:
-    """Nothing that could be a path, a blank or another name space."""
+    """No name can be a path, contain a blank or belong to another namespace."""
     with pytest.raises(GrantError):
         secret_name(name)

@@ -22,7 +22,7 @@ TEXT = base64.b64encode(KEY).decode()
 
 
 def test_a_created_key_file_is_private_and_loads(tmp_path: Path) -> None:
-    """`create` makes a 0600 file that `load` takes, with another key each time."""
+    """`create` makes a file with mode 0600 that `load` accepts, with another key each time."""
     keys = []
     for name in ("a", "b"):
         create(tmp_path / name)
@@ -47,7 +47,7 @@ def test_an_existing_key_is_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o700])
 def test_a_key_file_others_could_read_is_refused(tmp_path: Path, mode: int) -> None:
-    """Any bit beyond owner read and write is too much."""
+    """Any bit beyond owner read and write is refused."""
     path = tmp_path / "key"
     create(path)
     path.chmod(mode)
@@ -67,7 +67,7 @@ def test_a_link_to_a_key_is_refused(tmp_path: Path) -> None:
         load(path, {})
 
 
-@pytest.mark.system  # giving a file away needs root
+@pytest.mark.system  # a change of the owner needs root
 def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     """The owner must be this process's user or root."""
     path = tmp_path / "key"
@@ -88,7 +88,7 @@ def test_a_malformed_key_is_refused_without_being_quoted(tmp_path: Path, text: s
 
 
 def test_sources_have_an_order(tmp_path: Path) -> None:
-    """The file counts before the credential, that before the variable; none of them is an error."""
+    """The file precedes the credential, which precedes the variable. Without any of them there is an error."""
     create(tmp_path / "file")
     credentials = tmp_path / "credentials"
     credentials.mkdir()
@@ -104,13 +104,13 @@ def test_sources_have_an_order(tmp_path: Path) -> None:
 
 
 def test_a_bad_file_is_not_skipped(tmp_path: Path) -> None:
-    """A configured file that is missing is an error although the variable is set."""
+    """A missing configured file is an error even if the variable is set."""
     with pytest.raises(MasterKeyError):
         load(tmp_path / "missing", {ENVIRONMENT: TEXT})
 
 
 def test_a_successor_comes_from_beside_the_key(tmp_path: Path) -> None:
-    """Beside the file, the credential, the variable; a bad one is not passed over."""
+    """Beside the file, the credential, the variable. A malformed one is an error."""
     credentials = tmp_path / "credentials"
     credentials.mkdir()
     create(tmp_path / "file")

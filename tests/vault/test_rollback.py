@@ -1,4 +1,4 @@
-"""What is put back is refused, and no crash loses a record or brings an old one back."""
+"""Restored old files are refused, and no crash loses a record or restores an old one."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ MINE = Grant.make("inline:1/a", "mine.test", 443, "https")
 
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[Callable[[], StoreHead]]:
-    """Opens the head as hostd does, for another vaultd each time."""
+    """Return a function that opens the head like hostd, for another vaultd each time."""
     fds: list[int] = []
 
     def opened() -> StoreHead:
@@ -43,7 +43,7 @@ def record(path: Path, part: str, name: str) -> Path:
 
 
 def filled(path: Path, keyring: Keyring = OLD, head: StoreHead | None = None) -> Vault:
-    """A vault with two secrets and a sandbox."""
+    """Return a vault with two secrets and a sandbox."""
     opened = Vault(path, keyring, head)
     for name in ("a", "b"):
         opened.store.put(name, Secret(f"value-of-{name}"), BINDING)
@@ -79,7 +79,7 @@ def test_a_rotated_or_deleted_secret_does_not_come_back_with_its_file(
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_sandbox_does_not_come_back_with_its_files(tmp_path: Path, closed: bool) -> None:
-    """Neither one that was closed, nor the grants and the generation from before a change."""
+    """Neither a closed sandbox, nor grants and generation from before a change."""
     opened = filled(tmp_path / "v")
     paths = [record(tmp_path / "v", "sandboxes", "sbx-1"), record(tmp_path / "v", "lineages", "lin-1")]
     kept = [path.read_bytes() for path in paths]
@@ -132,7 +132,7 @@ def test_an_older_index_opens_no_newer_record_and_loses_none(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("part", ["secrets", "sandboxes", "lineages", ""])
 def test_an_older_copy_of_the_whole_is_refused(tmp_path: Path, head: Callable[[], StoreHead], part: str) -> None:
-    """The control is the same copy without a head. A part that had nothing yet may not be emptied either."""
+    """The control is the same copy without a head. A part that was empty before cannot be emptied either."""
     opened = filled(tmp_path / "v", head=head())
     shutil.copytree(tmp_path / "v" / part, tmp_path / "copy")
     opened.store.rotate("a", Secret("value-no-2"))
@@ -198,7 +198,7 @@ def test_a_torn_head_is_the_one_before_it_and_a_foreign_one_is_refused(tmp_path:
 
 
 def _die_after(left: int) -> None:
-    """Have this process end without a further word at the first of its system calls after `left` of them."""
+    """Make this process exit at once at its first system call after `left` of them."""
     count = 0
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +216,7 @@ def _die_after(left: int) -> None:
 
 
 def steps(path: Path, operation: Callable[[], None]) -> Iterator[None]:
-    """Carry `operation` out on a copy that is put to `path`, killed before its first system call, its second, ..."""
+    """Run `operation` on a copy at `path`, killed before its first system call, its second, and so on."""
     shutil.copytree(path, path.with_name("before"))
     left = 0
     while True:
@@ -266,7 +266,7 @@ def contents(path: Path, keyring: Keyring) -> dict[str, bytes | None]:
 def test_a_kill_at_any_step_leaves_the_former_record_or_the_new_one(
     tmp_path: Path, change: str, outcomes: list[dict[str, bytes | None]]
 ) -> None:
-    """In this order: once the new one is there it stays. Of a deletion there may be a name left that opens no more."""
+    """In this order: after the new record is visible it stays. A deletion can leave a name that no longer opens."""
     path = tmp_path / "p"
     first = SealedDirectory(path, OLD, "p")
     for name in ("a", "b"):
@@ -292,7 +292,7 @@ def test_a_kill_at_any_step_leaves_the_former_record_or_the_new_one(
 
 
 def test_after_a_change_of_the_master_key_the_former_one_opens_nothing(tmp_path: Path) -> None:
-    """Broken off after any of its directories it goes on where it was; with the successor alone it all opens."""
+    """Interrupted after any directory, it continues there. With only the new key everything opens."""
     filled(tmp_path / "v").close()
     for done in range(4):
         opened = Vault(tmp_path / "v", OLD)

@@ -15,7 +15,7 @@ CANARY = "canary-4f1d8a"
 
 @pytest.mark.parametrize("show", [repr, str, lambda s: "%s" % s, lambda s: f"{s!r}", lambda s: repr([s, {"a": s}])])  # noqa: UP031
 def test_what_shows_a_secret_shows_a_fixed_text(show: Callable[[object], str]) -> None:
-    """No way of showing holds the value."""
+    """No text form contains the value."""
     shown = show(Secret(CANARY))
     assert CANARY not in shown
     assert "hidden" in shown
@@ -37,20 +37,20 @@ def test_what_shows_a_secret_shows_a_fixed_text(show: Callable[[object], str]) -
     ],
 )
 def test_what_would_carry_a_secret_away_raises_without_it(use: Callable[[object], object]) -> None:
-    """Formatting, copying, pickling, JSON and hashing raise, and the error does not hold the value."""
+    """Formatting, copying, pickling, JSON and hashing raise an error without the value."""
     with pytest.raises(TypeError) as caught:
         use(Secret(CANARY))
     assert CANARY not in str(caught.value)
 
 
 def test_a_logged_secret_is_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    """A log line with a secret as its argument holds no value."""
+    """A log line with a secret as its argument does not contain the value."""
     logging.getLogger("x").warning("value %s", Secret(CANARY))
     assert "value Secret(hidden)" in caplog.text
 
 
 def test_secrets_are_equal_exactly_when_their_texts_are() -> None:
-    """Equality compares values, and never a secret with a plain text."""
+    """Equality compares values. A secret never equals a plain text."""
     assert Secret("a") == Secret("a")
     assert Secret("a") != Secret("b")
     assert Secret("a") != "a"
@@ -89,10 +89,10 @@ def test_a_secret_does_not_change() -> None:
     ],
 )
 def test_values_that_break_a_header_are_named(text: str, problem: str | None) -> None:
-    """Each kind of unusable value is refused with a sentence that does not quote it."""
+    """Each kind of unusable value is refused with a message that does not quote it."""
     assert problem == value_problem(text)
 
 
 def test_an_inline_value_may_have_line_breaks() -> None:
-    """The API stores inline values verbatim; what is rendered into a header is checked there."""
+    """The API stores inline values verbatim. The rendered header is checked there."""
     assert text_problem("-----BEGIN\nX\n") is None

@@ -1,4 +1,4 @@
-"""The contract of `vault.stores.port.Store`, over every store."""
+"""The contract of `vault.stores.port.Store`, for every store."""
 
 import json
 import os
@@ -32,7 +32,7 @@ CANARY = "canary-77aa01bd"
 
 
 class Ticks:
-    """A clock that goes one second further each time it is read."""
+    """A clock that advances by one second at each read."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 3, 1, tzinfo=UTC)
@@ -44,7 +44,7 @@ class Ticks:
 
 @pytest.fixture(params=["memory", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """Each kind of store, empty."""
+    """Return each kind of store, empty."""
     if request.param == "memory":
         yield MemoryStore(Ticks())
         return
@@ -54,7 +54,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def test_a_stored_secret_is_given_back(store: Store) -> None:
-    """Value, binding and version 1."""
+    """With value, binding and version 1."""
     info = store.put("a", Secret("value-no-1"), BINDING)
     assert (1, BINDING) == (info.version, info.binding)
     assert info == store.info("a")
@@ -62,7 +62,7 @@ def test_a_stored_secret_is_given_back(store: Store) -> None:
 
 
 def test_put_never_replaces(store: Store) -> None:
-    """A second put of a name is refused and the first value stays."""
+    """A second put of a name is refused, and the first value stays."""
     store.put("a", Secret("value-no-1"), BINDING)
     with pytest.raises(SecretExistsError):
         store.put("a", Secret("value-no-2"), BINDING)
@@ -79,7 +79,7 @@ def test_rotation_changes_the_value_and_the_version_only(store: Store) -> None:
 
 
 def test_what_was_deleted_is_unknown(store: Store) -> None:
-    """Every operation but put refuses an unknown name."""
+    """Every operation except put refuses an unknown name."""
     store.put("a", Secret("value-no-1"), BINDING)
     store.delete("a")
     for call in (store.info, store.value, store.delete):
@@ -108,7 +108,7 @@ def test_bad_names_are_refused(store: Store, name: str) -> None:
 
 @pytest.mark.parametrize("value", ["", "a\r\nb", " a", "x" * 65537])
 def test_bad_values_are_refused_by_put_and_rotate(store: Store, value: str) -> None:
-    """And the former value stays."""
+    """The former value stays."""
     store.put("a", Secret("value-no-1"), BINDING)
     with pytest.raises(UnfitSecretError):
         store.put("b", Secret(value), BINDING)
@@ -127,7 +127,7 @@ def test_the_number_of_secrets_is_bounded() -> None:
 
 
 def test_a_file_store_comes_back(tmp_path: Path) -> None:
-    """Another opening with the same key gives the same secrets."""
+    """A second open with the same key gives the same secrets."""
     first = FileStore(tmp_path / "secrets", KEYRING)
     info = first.put("a", Secret("value-no-1"), BINDING)
     first.close()
@@ -138,7 +138,7 @@ def test_a_file_store_comes_back(tmp_path: Path) -> None:
 
 
 def test_another_key_opens_nothing(tmp_path: Path) -> None:
-    """A store is not opened with a wrong key, and stays as it is."""
+    """A store does not open with a wrong key, and is not changed."""
     first = FileStore(tmp_path / "secrets", KEYRING)
     first.put("a", Secret("value-no-1"), BINDING)
     first.close()
@@ -167,7 +167,7 @@ def test_a_damaged_record_can_only_be_deleted(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
-    """No change of a stored file gives any value; neither while open nor after opening again."""
+    """A changed file gives no value, neither in the open store nor after it was opened again."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     store.put("a", Secret(CANARY), BINDING)
     (path,) = (tmp_path / "secrets").glob("=*")
@@ -184,7 +184,7 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
 
 
 def test_records_cannot_be_exchanged_or_put_back(tmp_path: Path) -> None:
-    """A file under another's name, a body behind other metadata, and an older file are each detected."""
+    """A file with another's name, a body with other metadata, and an older file are each detected."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     for name in ("a", "b"):
         store.put(name, Secret("value-no-1"), BINDING)
@@ -192,7 +192,7 @@ def test_records_cannot_be_exchanged_or_put_back(tmp_path: Path) -> None:
     old = first.read_bytes()
     store.rotate("a", Secret("value-no-2"))
     new = first.read_bytes()
-    end = 8 + int.from_bytes(old[4:8])  # where the sealed metadata ends
+    end = 8 + int.from_bytes(old[4:8])  # the end of the sealed metadata
     for content in (second.read_bytes(), old, old[:end] + new[8 + int.from_bytes(new[4:8]) :]):
         first.write_bytes(content)
         with pytest.raises(DamagedSecretError):
@@ -201,7 +201,7 @@ def test_records_cannot_be_exchanged_or_put_back(tmp_path: Path) -> None:
 
 
 def test_files_are_private_and_hold_no_plaintext(tmp_path: Path) -> None:
-    """Mode 0600 below 0700; neither value nor binding is readable."""
+    """Mode 0600 below 0700. Neither value nor binding is readable."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     store.put("a", Secret(CANARY), BINDING)
     (path,) = (tmp_path / "secrets").glob("=*")
@@ -211,7 +211,7 @@ def test_files_are_private_and_hold_no_plaintext(tmp_path: Path) -> None:
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
-    """Neither a record nor the directory may be a symlink; others may not enter the directory."""
+    """Neither a record nor the directory may be a symlink. Other users cannot enter the directory."""
     store = FileStore(tmp_path / "secrets", KEYRING)
     store.put("a", Secret("value-no-1"), BINDING)
     (path,) = (tmp_path / "secrets").glob("=*")
@@ -219,7 +219,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "moved")
     with pytest.raises(DamagedSecretError):
         store.value("a")
-    store.rotate("a", Secret("value-no-2"))  # replaces the link itself, not what it names
+    store.rotate("a", Secret("value-no-2"))  # replaces the link itself, not its target
     assert Secret("value-no-2") == store.value("a")
     assert not path.is_symlink()
     store.close()
@@ -260,7 +260,7 @@ def test_an_index_that_cannot_be_replaced_leaves_no_file(tmp_path: Path) -> None
 
 
 def test_the_index_is_sealed_for_its_purpose_and_place(tmp_path: Path) -> None:
-    """The context is part of the format: with another one no vault of an earlier version opens."""
+    """The context is part of the format: with another one no vault of an earlier version would open."""
     files = SealedDirectory(tmp_path / "v", KEYRING, "p")
     files.write("a", b"m", b"b")
     files.close()
@@ -285,7 +285,7 @@ def test_an_index_is_adopted_once(tmp_path: Path) -> None:
 
 
 def test_a_half_written_file_is_removed(tmp_path: Path) -> None:
-    """What a crash left before its rename is neither a record nor kept."""
+    """A file that a crash left before its rename is not a record, and is removed."""
     (tmp_path / "secrets").mkdir(mode=0o700)
     (tmp_path / "secrets" / ".new-0011").write_bytes(b"x")
     store = FileStore(tmp_path / "secrets", KEYRING)
@@ -294,7 +294,7 @@ def test_a_half_written_file_is_removed(tmp_path: Path) -> None:
 
 
 def test_replaced_values_are_kept_for_a_while_and_never_for_long(store: Store) -> None:
-    """The last few, for a day; the secret's end is theirs."""
+    """The last few are kept for a day, and not longer than the secret."""
     store.put("a", Secret("value-no-0"), BINDING)
     assert () == store.former("a")
     for number in range(1, 8):

@@ -20,14 +20,14 @@ CANARY = "canary-0c1e99"
 
 
 class Console:
-    """Runs commands against a vault and keeps all they print."""
+    """A console that runs commands against a vault and stores their output."""
 
     def __init__(self, places: VaultPlaces) -> None:
         self.places = places
         self.printed = ""
 
     async def run(self, *arguments: str, stdin: bytes = b"") -> int:
-        """The exit status of one command."""
+        """Return the exit status of one command."""
         out, problems = io.StringIO(), io.StringIO()
         status = await asyncio.to_thread(
             main, arguments, self.places, stdin=io.BytesIO(stdin), stdout=out, stderr=problems
@@ -39,12 +39,12 @@ class Console:
 
 @pytest.fixture
 def console(vault: Any) -> Console:
-    """A console on the running vault."""
+    """Return a console for the running vault."""
     return Console(VaultPlaces(vault.directory / "s", vault.directory / "key"))
 
 
 async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console: Console) -> None:
-    """The whole life, its value from standard input and from a file, never printed."""
+    """All operations, with the value from standard input and from a file. It is never printed."""
     assert 0 == await console.run("put", "token", "--host", "API.good.test", "--method", "GET", stdin=CANARY.encode())
     assert Secret(CANARY) == vault.vault.store.value("token")
     assert 0 == await console.run("list")
@@ -66,7 +66,7 @@ async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console
     ids=["none", "end of line", "space", "tab", "NUL", "not UTF-8", "short", "long"],
 )
 async def test_values_that_cannot_be_sent_are_refused(vault: Any, console: Console, value: bytes) -> None:
-    """CRD-27: nothing is stored and the message does not quote the value."""
+    """CRD-27: nothing is stored, and the message does not quote the value."""
     assert 2 == await console.run("put", "token", "--host", "good.test", stdin=value)
     assert [] == vault.vault.store.list_infos()
 
@@ -97,7 +97,7 @@ async def test_refusals_are_reported_by_code(console: Console) -> None:
 
 
 def test_init_makes_a_key_once(tmp_path: Path) -> None:
-    """A second init is refused and changes nothing; an absent vaultd is a plain message."""
+    """A second init is refused and changes nothing. Without vaultd there is a plain message."""
     places = VaultPlaces(tmp_path / "absent", tmp_path / "key", (os.geteuid(), os.getegid()))
     out = io.StringIO()
     assert 0 == main(["init"], places, stdout=out, stderr=out)
@@ -110,7 +110,7 @@ def test_init_makes_a_key_once(tmp_path: Path) -> None:
 
 
 async def test_the_master_key_is_replaced_while_the_vault_is_in_use(vault: Any) -> None:
-    """Secrets, sandboxes and channels go on; the former key is gone and opens nothing, after a restart too."""
+    """Secrets, sandboxes and channels continue. The former key is removed and opens nothing, also after a restart."""
     console = Console(VaultPlaces(vault.directory / "s", vault.key))
     former = vault.key.read_bytes()
     grant = Grant.make("token", "good.test", 443, "https")
@@ -133,7 +133,7 @@ async def test_the_master_key_is_replaced_while_the_vault_is_in_use(vault: Any) 
 
 
 async def test_a_change_of_the_master_key_that_was_broken_off_goes_on(vault: Any) -> None:
-    """Before the vault was asked, after it had sealed everything, and across a restart: the same command ends it."""
+    """Before the call of the vault, after all was sealed, and across a restart: the same command completes it."""
     console = Console(VaultPlaces(vault.directory / "s", vault.key))
     await vault.admin.put("token", Secret(CANARY), SecretBinding.make(["good.test"]))
     for sealed in (False, True):

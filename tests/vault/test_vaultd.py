@@ -1,4 +1,4 @@
-"""vaultd as a process under its own uid, with the real auditd."""
+"""vaultd as a process with its own uid, with the real auditd."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ GRANT = Grant.make("token", "api.good.test", 443, "https")
 
 
 async def worker(daemons: Any, generation: int = 1) -> VaultClient:
-    """A worker's end of a channel."""
+    """Return a worker's end of a channel."""
     near, far = socket.socketpair()
     with far:
         await daemons.admin.attach(SANDBOX, generation, far.fileno())
@@ -36,7 +36,7 @@ async def worker(daemons: Any, generation: int = 1) -> VaultClient:
 
 
 def records(daemons: Any) -> list[dict[str, Any]]:
-    """All records of auditd's files."""
+    """Return all records of auditd's files."""
     found = []
     for path in sorted((daemons.path / "audit").rglob("*")):
         if path.is_file() and path.suffix in (".jsonl", ".log", ""):
@@ -48,7 +48,7 @@ def records(daemons: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.system
 async def test_a_release_is_in_the_log_and_the_value_nowhere_but_at_the_worker(daemons: Any) -> None:
-    """CRD-39: files, stderr, environment, command line and log of both daemons hold no secret in any form."""
+    """CRD-39: files, stderr, environment, command line and log of both daemons contain no secret in any form."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
     await daemons.admin.open_sandbox(SANDBOX, "lin-1", [GRANT], {"inline:a": Secret(CANARY + "-inline")})
     client = await worker(daemons)
@@ -75,7 +75,7 @@ async def test_a_release_is_in_the_log_and_the_value_nowhere_but_at_the_worker(d
 
 @pytest.mark.system
 async def test_with_a_stopped_auditd_no_byte_of_the_secret_reaches_the_worker(daemons: Any) -> None:
-    """I5 with real processes: auditd is frozen, the release is refused; once it runs again releases work."""
+    """I5 with real processes: while auditd is stopped, the release is refused. When it runs again, releases work."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
     await daemons.admin.open_sandbox(SANDBOX, "lin-1", [GRANT])
     near, far = socket.socketpair()
@@ -93,7 +93,7 @@ async def test_with_a_stopped_auditd_no_byte_of_the_secret_reaches_the_worker(da
     assert b"audit_unavailable" in answer
     assert CANARY.encode() not in answer
     deadline = loop.time() + 30
-    while b"audit_unavailable" in answer:  # auditd takes the pause for a stalled disk and refuses until it has synced
+    while b"audit_unavailable" in answer:  # auditd treats the pause as a stalled disk and refuses until a sync
         assert loop.time() < deadline
         await loop.sock_sendall(near, wire.frames.encode({"id": 2, **request}))
         answer = await asyncio.wait_for(loop.sock_recv(near, 65536), 20)
@@ -103,7 +103,7 @@ async def test_with_a_stopped_auditd_no_byte_of_the_secret_reaches_the_worker(da
 
 @pytest.mark.system
 async def test_vaultd_ends_with_its_audit_channel_and_continues_when_started_again(daemons: Any) -> None:
-    """Status 75 when auditd is gone; a new vaultd has the sandbox, its grants and its generation."""
+    """Status 75 after the end of auditd. A new vaultd has the sandbox, its grants and its generation."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
     await daemons.admin.open_sandbox(SANDBOX, "lin-1", [GRANT])
     client = await worker(daemons, 2)
@@ -121,11 +121,11 @@ async def test_vaultd_ends_with_its_audit_channel_and_continues_when_started_aga
 
 @pytest.mark.system
 async def test_serve_gets_the_sandbox_operations_and_no_others(daemons: Any) -> None:
-    """The kernel says who asks: another uid than root cannot administrate, a third one is not heard."""
+    """The kernel reports the caller's uid: only root can administrate, and a third uid is not answered."""
     path = daemons.path / "run" / "vault.sock"
 
     for name in (path.parent, path):
-        name.chmod(0o777)  # also for a user whom hostd's mode keeps out
+        name.chmod(0o777)  # also for a user that hostd's mode excludes
 
     async def connect(uid: int) -> AdminClient:
         os.setegid(uid)
@@ -151,7 +151,7 @@ async def test_serve_gets_the_sandbox_operations_and_no_others(daemons: Any) -> 
 
 @pytest.mark.system
 async def test_the_process_is_hardened(daemons: Any) -> None:
-    """No core file, no new privileges, no capability, its own uid; its memory is not for its own uid to read."""
+    """No core file, no new privileges, no capability, and its own uid. Its own uid cannot read its memory."""
     pid = daemons.vaultd.pid
     limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
     assert ["0", "0"] == next(line for line in limits if line.startswith("Max core file size")).split()[4:6]
@@ -166,7 +166,7 @@ async def test_the_process_is_hardened(daemons: Any) -> None:
 
 @pytest.mark.system
 async def test_a_wrong_key_stops_the_start(daemons: Any) -> None:
-    """vaultd with another key ends with status 78 and leaves the directory as it was."""
+    """vaultd with another key ends with status 78 and does not change the directory."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
     daemons.vaultd.terminate()
     await asyncio.to_thread(daemons.vaultd.wait, 20)

@@ -1,4 +1,4 @@
-"""An anchor is one line of text, and comes back from it."""
+"""An anchor is one line of text, and is parsed from it."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What crosses a boundary checks its own values."""
+"""Values that cross a process boundary check themselves."""
 
 from collections.abc import Callable
 from typing import Any

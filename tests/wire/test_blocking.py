@@ -1,4 +1,4 @@
-"""The client without an event loop, at a real socket."""
+"""The client without an event loop, with a real socket."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def _double(_client: wire.Client, request: DoubleIt, fds: list[int]) -> Do
 
 @pytest.fixture(name="path")
 async def _path(tmp_path: Path) -> AsyncIterator[Path]:
-    """The socket of a server that doubles numbers."""
+    """Return the socket of a server that doubles numbers."""
     handler = serving.handler(wire.Operations(DoubleIt), _double)
     path = tmp_path / "s"
     server = await wire.serve_unix(wire.bind_unix(path), handler, allowed_uids=frozenset({os.geteuid()}))
@@ -81,7 +81,7 @@ def test_where_nothing_listens_there_is_no_client(tmp_path: Path) -> None:
 
 @contextmanager
 def _answering(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[None]:
-    """A server that reads one request and then does what `answer` does."""
+    """Run a server that reads one request and then calls `answer`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()

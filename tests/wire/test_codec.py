@@ -1,4 +1,4 @@
-"""Every value of every type that crosses a process boundary comes back from its JSON form, and nothing else is read."""
+"""Every value of every type that crosses a process boundary survives its JSON form, and nothing else is read."""
 
 import hashlib
 import inspect
@@ -38,7 +38,7 @@ NUMBERS = (-1, 0, 1, 5000, 2**31, 2**53 - 1, 2**53)
 DRAWN: dict[type, dict[str, tuple[str | int, ...]]] = {
     hostd.Launch: {"sandbox": ("a", "sbx-1"), "cpu_nanos": (10**6, 10**9), "memory_bytes": (6 << 20, 2**40)}
 }
-"""What fields are drawn from where most values would be refused."""
+"""Values for fields that would refuse most values."""
 
 
 class Colour(StrEnum):
@@ -198,7 +198,7 @@ def test_a_type_that_cannot_be_read_in_one_way_is_a_mistake(kind: type, problem:
 
 
 def _drawn(kind: Any, draw: random.Random) -> Any:
-    """A value of the fields' types, which the type's own checks may refuse."""
+    """Return a value with fields of the right types, which the type's own checks can refuse."""
     if isinstance(kind, typing.TypeAliasType):
         return _drawn(kind.__value__, draw)
     origin = typing.get_origin(kind)
@@ -225,7 +225,7 @@ def _drawn(kind: Any, draw: random.Random) -> Any:
         return draw.choice(list(kind))
     if kind is bool:
         return draw.random() < 0.5
-    common = "0" * 64 if kind is str else 1  # what many types want
+    common = "0" * 64 if kind is str else 1  # a value that many types accept
     return common if draw.random() < 0.5 else draw.choice(TEXTS if kind is str else NUMBERS)
 
 
@@ -248,7 +248,7 @@ def test_what_crosses_a_boundary_comes_back_and_each_other_form_is_refused(kind:
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
 def test_any_json_is_read_or_refused(kind: type) -> None:
-    """No input raises anything but `CodecError`."""
+    """No input raises an exception other than `CodecError`."""
     draw = random.Random(11)
 
     def junk(depth: int) -> Any:

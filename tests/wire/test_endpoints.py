@@ -1,4 +1,4 @@
-"""One reading of an address and a port, for settings, hostd and the workers."""
+"""Settings, hostd and the workers read an address and a port in the same way."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Codes of faults, and what carries them."""
+"""Codes of faults, and the exceptions and messages with them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Frames survive any segmentation and never survive damage."""
+"""Frames survive any segmentation, and damage is always detected."""
 
 import os
 import socket

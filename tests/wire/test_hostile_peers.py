@@ -1,4 +1,4 @@
-"""A hostile peer costs its reader its own connection: neither time on the event loop nor memory beyond a bound."""
+"""A hostile peer loses only its own connection. It blocks no event loop and uses bounded memory."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def raw(body: bytes) -> bytes:
 
 
 class Lingering:
-    """A descriptor whose last close blocks until its far end reads, or for a quarter of an hour."""
+    """A descriptor whose last close blocks until its far end reads, or for fifteen minutes."""
 
     def __init__(self) -> None:
         self.blocked = False
@@ -59,7 +59,7 @@ class Lingering:
         self._far.close()
 
     def passed(self, peer: socket.socket, data: bytes, *, nested: bool = False) -> bool:
-        """Send `data` with it, and drop it here; False if the kernel refused."""
+        """Send `data` with the descriptor, and close it here. Return False if the kernel refused."""
         sent = self._sock
         if nested:
             one, sent = socket.socketpair()
@@ -91,14 +91,14 @@ def _lingering() -> Iterator[Lingering]:
 
 @pytest.fixture(name="kernel", params=["refuses", "passes"])
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A kernel that can refuse descriptors for us, and an older one that cannot."""
+    """Return a kind of kernel: one that can refuse descriptors for a socket, or an older one that cannot."""
     if request.param == "passes":
         monkeypatch.setattr(descriptors, "_SO_PASSRIGHTS", 9999)
     return str(request.param)
 
 
 class Served:
-    """A server with a hostile peer, `raw` on its side, and an honest one."""
+    """A server with a hostile peer, which sends through `raw`, and an honest one."""
 
     def __init__(self, takes: FrameLimits = NARROW) -> None:
         self.handled: list[Message] = []
@@ -122,12 +122,12 @@ class Served:
         return self.answer if op == "count" else {}
 
     async def ended(self) -> None:
-        """Wait until the peer has lost its connection."""
+        """Wait until the peer's connection has ended."""
         async with asyncio.timeout(PATIENCE):
             await self.server.closed.wait()
 
     async def until(self, count: int) -> None:
-        """Wait until so many requests of the peer were begun."""
+        """Wait until `count` requests of the peer were begun."""
         async with asyncio.timeout(PATIENCE):
             while len(self.handled) < count:
                 await self.honest.call("ping")
@@ -157,7 +157,7 @@ PLACES: dict[str, Callable[[Lingering, socket.socket], object]] = {
 async def test_a_descriptor_with_a_blocking_close_delays_no_caller(
     kernel: str, place: str, lingering: Lingering
 ) -> None:
-    """It is refused or closed elsewhere, and a peer that passes one that is taken loses the connection."""
+    """It is refused, or closed elsewhere. A peer that passes a descriptor to this process loses the connection."""
     served = Served()
     PLACES[place](lingering, served.peer)
     if kernel == "passes" or place in ("inside a frame", "behind what ends the connection"):
@@ -222,12 +222,12 @@ def _send_all(peer: socket.socket, data: bytes) -> None:
     ],
 )
 def test_what_only_looks_like_parts_counts_as_the_text_it_is(body: Message) -> None:
-    """A sandbox chooses the paths of which its worker tells auditd."""
+    """A sandbox chooses the paths that its worker reports to auditd."""
     assert body == frames.decode(encode(body, NARROW)[4:])
 
 
 async def test_requests_whose_answers_are_not_read_are_bounded_in_memory() -> None:
-    """The peer can send no more than fits, until it reads; then all of it is answered."""
+    """The peer can send a bounded number until it reads. Then all requests are answered."""
     served = Served()
     body = json.dumps({"id": 1, "op": "count", "x": "x" * (NARROW.frame // 2)}).encode()
     served.hold.clear()
@@ -240,7 +240,7 @@ async def test_requests_whose_answers_are_not_read_are_bounded_in_memory() -> No
     sending = asyncio.get_running_loop().run_in_executor(None, flood)
     most = NARROW.memory // limits.cost(body)
     await served.until(most)
-    for _ in range(200):  # turns of the loop in which a connection without a bound would have read on
+    for _ in range(200):  # turns of the loop in which a connection without a limit would have read more
         await served.honest.call("ping")
     assert most == len(served.handled)
     served.hold.set()
@@ -258,7 +258,7 @@ async def test_a_peer_that_reads_no_answers_is_no_longer_read() -> None:
     await served.until(NARROW.requests)
     for _ in range(200):
         await served.honest.call("ping")
-    assert len(served.handled) <= NARROW.requests + 8  # those whose answers are in the socket
+    assert len(served.handled) <= NARROW.requests + 8  # and those whose answers are in the socket
     await served.close()
     await sending
 
@@ -357,7 +357,7 @@ async def test_a_sender_learns_what_the_other_end_refused() -> None:
 
 
 async def test_a_flood_gets_its_turns_and_no_more(served: Served) -> None:
-    """The peer writes as fast as it can while another's calls are answered one after the other."""
+    """The peer writes as fast as possible while another peer's calls are answered one after the other."""
     stop = threading.Event()
     late = threading.Timer(PATIENCE, stop.set)
     late.start()

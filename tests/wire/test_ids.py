@@ -1,4 +1,4 @@
-"""Identifiers: what is one, and what is not."""
+"""Valid and invalid identifiers."""
 
 import pytest
 

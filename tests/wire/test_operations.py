@@ -1,4 +1,4 @@
-"""A handler gets exactly the messages of its set; a caller gets exactly the answer of its request."""
+"""A handler gets exactly the messages of its set. A caller gets exactly the answer to its request."""
 
 import os
 import socket
@@ -45,7 +45,7 @@ class NotTaken(Request[Done]):
 
 
 class Far:
-    """The far end: what its handler got, and what it answers."""
+    """The far end: the requests of its handler, and its answer."""
 
     def __init__(self) -> None:
         self.taken: list[object] = []
@@ -104,7 +104,7 @@ async def test_no_handler_sees_what_is_not_a_message_of_its_set(
     with pytest.raises(RemoteError) as refused:
         await near.call(op, fds=[writing], **parameters)
     os.close(writing)
-    assert b"" == os.read(reading, 1)  # the descriptor that came with it was closed there
+    assert b"" == os.read(reading, 1)  # the descriptor that was sent was closed there
     os.close(reading)
     assert code is refused.value.code
     assert [] == far.taken

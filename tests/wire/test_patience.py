@@ -1,4 +1,4 @@
-"""A deadline counts the time in which the caller ran and its peer was silent."""
+"""A time limit counts only the time in which the caller ran and its peer was silent."""
 
 import asyncio
 import socket
@@ -19,7 +19,7 @@ async def pair(handler: wire.Handler) -> tuple[wire.Client, wire.Client]:
 
 
 async def test_a_caller_that_got_no_processor_finds_its_answer() -> None:
-    """The loop stands still for longer than the deadline while the answer arrives."""
+    """The loop is blocked for longer than the time limit while the answer arrives."""
 
     async def answer(_client: wire.Client, _op: str, _parameters: wire.Message, _fds: list[int]) -> wire.Message:
         asyncio.get_running_loop().call_soon(time.sleep, 0.5)
@@ -33,7 +33,7 @@ async def test_a_caller_that_got_no_processor_finds_its_answer() -> None:
 
 @pytest.mark.parametrize("turns", range(1, TICKS - 1))
 async def test_turns_of_the_loop_that_are_longer_than_the_deadline_do_not_end_it(turns: int) -> None:
-    """A queue of callbacks stands before the answer."""
+    """A queue of callbacks comes before the answer."""
     loop = asyncio.get_running_loop()
     release = asyncio.Event()
 
@@ -66,7 +66,7 @@ async def test_a_peer_that_answers_other_calls_is_not_silent_but_the_wait_has_an
             await asyncio.sleep(0.05)
 
     slow = asyncio.create_task(client.call("slow", timeout=0.2))
-    await others(8)  # twice the time-out
+    await others(8)  # twice the time limit
     held[0].set_result({"late": True})
     assert {"late": True} == await slow
 

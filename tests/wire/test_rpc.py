@@ -1,4 +1,4 @@
-"""Calls are answered by their own answers, refused clearly, and never left hanging."""
+"""Each call gets its own answer or a clear refusal, and never waits without end."""
 
 import asyncio
 import contextlib
@@ -149,7 +149,7 @@ async def test_a_connection_over_the_limit_is_closed(tmp_path: Path) -> None:
 
 
 async def test_a_call_that_cannot_be_sent_fails_once_and_leaves_no_other_failure_behind() -> None:
-    """The peer closes before anything was sent: the caller gets an error, and the event loop reports none."""
+    """The peer closes before anything was sent. The caller gets an error, and the event loop reports none."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
     left, right = socket.socketpair()
@@ -167,7 +167,7 @@ async def test_a_call_that_cannot_be_sent_fails_once_and_leaves_no_other_failure
 
 @pytest.mark.parametrize("parameters", [{"value": "\x7f" * (MAX_FRAME // 6)}, {"value": math.nan}])
 async def test_a_request_that_is_no_frame_fails_alone(parameters: dict[str, Any]) -> None:
-    """Other calls on the connection, which belong to other callers, get their answers."""
+    """Other callers' calls on the connection get their answers."""
     client, server = await _pair()
     other = asyncio.ensure_future(client.call("echo", value=1, after=0.05))
     await asyncio.sleep(0)
@@ -182,7 +182,7 @@ async def test_a_request_that_is_no_frame_fails_alone(parameters: dict[str, Any]
 
 
 async def test_an_answer_that_is_no_frame_is_a_refusal() -> None:
-    """A whole request whose answer would be too large; the other calls go on."""
+    """A valid request whose answer would be too large. The other calls continue."""
     client, server = await _pair()
     other = asyncio.ensure_future(client.call("echo", value=1, after=0.05))
 

@@ -1,4 +1,4 @@
-"""Sockets with names: the uid that serves one, and that the name is never free."""
+"""Named sockets: the uid of the server is checked, and the name is never free."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ def _listen_as(listener: socket.socket, uid: int) -> None:
 
 @pytest.mark.system
 async def test_a_server_of_another_user_is_sent_nothing(tmp_path: Path) -> None:
-    """It has the very name, which root has bound: the user that listens is what counts."""
+    """Root has bound the name, but another user listens: the listening uid counts."""
     with bind_unix(tmp_path / "s") as listener:
         _listen_as(listener, OTHER)
         with pytest.raises(WrongServer, match=f"served by uid {OTHER}, not by {os.geteuid()}"):
@@ -53,7 +53,7 @@ async def test_clients_see_the_user_that_called_listen_last(tmp_path: Path) -> N
 
 
 async def test_a_call_made_while_the_server_is_started_again_is_answered(tmp_path: Path) -> None:
-    """The socket outlives the process that serves it: here, a copy of the descriptor outlives the task."""
+    """The socket outlives its server process. Here a copy of the descriptor outlives the task."""
     uids = frozenset({os.geteuid()})
     with bind_unix(tmp_path / "s") as kept:
         former = await serve_unix(kept.dup(), _echo, allowed_uids=uids)

@@ -1,4 +1,4 @@
-"""A sandbox's side, an engine and an internet, all on loopback, with real TLS between them."""
+"""A client, an engine and upstream servers, all on loopback, with real TLS between them."""
 
 import asyncio
 import datetime
@@ -38,7 +38,7 @@ PLAN = InjectionPlan("api", "api-token", InjectionKind.BEARER, "Authorization")
 
 @dataclass
 class Authority:
-    """A certificate and its key that can sign others."""
+    """A certificate and its key, which can sign others."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -120,7 +120,7 @@ async def hello_reply(head: bytes, body: bytes, writer: asyncio.StreamWriter) ->
 
 @dataclass
 class Upstream:
-    """A server that keeps every byte it gets above TLS, and answers with `reply`."""
+    """A server that stores every byte that it receives above TLS, and answers with `reply`."""
 
     reply: Reply = hello_reply
     received: list[bytearray] = field(default_factory=list)
@@ -181,7 +181,7 @@ class Upstream:
 
 @dataclass
 class Audit:
-    """Accepts records into a list, or fails."""
+    """An audit log that accepts records into a list, or fails."""
 
     records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
     failing: frozenset[str] = frozenset()
@@ -200,7 +200,7 @@ class Audit:
 
 @dataclass
 class Rig:
-    """Everything around one engine. `decide` and `lease` may be replaced by a test."""
+    """The parts around one engine. A test can replace `decide` and `lease`."""
 
     directory: Path
     upstream: Upstream
@@ -245,7 +245,7 @@ class Rig:
         return Secret(self.secret)
 
     bound: bool | None = None
-    """Whether policy binds a secret to the host; None: as `decide_request` does, unless a test decides itself."""
+    """Whether policy binds a secret to the host. None: as `decide_request` does, unless a test decides itself."""
     former: tuple[str, ...] = ()
     broken_sought: bool = False
     sought_for: list[SecretAt] = field(default_factory=list)
@@ -268,7 +268,7 @@ class Rig:
         return reader, writer, "127.0.0.1"
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What a worker does: read enough to know the host, then hand the flow over."""
+        """Act as a worker: read until the host is known, then hand the flow to the engine."""
         task = asyncio.current_task()
         assert task is not None
         self.flows.append(task)
@@ -329,9 +329,9 @@ class Rig:
         )
 
     async def exchange(self, raw: bytes, host: str = "good.test") -> bytes:
-        """Send `raw`, then read until the other side closes or has been silent for a moment.
+        """Send `raw`, then read until the other side closes or is silent for a moment.
 
-        The moment is short once there is a whole answer for each request.
+        The moment is short as soon as there is a complete answer to each request.
         """
         reader, writer = await self.connect(host)
         writer.write(raw)
@@ -342,7 +342,7 @@ class Rig:
 
 
 class _OnlyH2(ssl.SSLContext):
-    """httpx always offers http/1.1 as well, whatever its options."""
+    """A context without http/1.1: httpx always offers that too, for any options."""
 
     def set_alpn_protocols(self, alpn_protocols: object) -> None:
         super().set_alpn_protocols(["h2"])
@@ -355,13 +355,16 @@ _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 
 
 def only(headers: Iterable[tuple[bytes, bytes]] | None, name: bytes) -> bytes:
-    """The value of a field that is there exactly once."""
+    """Return the value of a field that occurs exactly once."""
     (value,) = [value for found, value in headers or () if found == name]
     return value
 
 
 def answered(asked: bytes, data: bytes) -> bool:
-    """Whether `data` has a whole final HTTP/1.1 answer to each request in `asked`; False where that is not certain."""
+    """Return whether `data` has a complete final HTTP/1.1 answer to each request in `asked`.
+
+    It returns False if that is uncertain.
+    """
     methods = _REQUEST.findall(asked)
     while methods:
         head, found, rest = data.partition(b"\r\n\r\n")
@@ -386,9 +389,10 @@ def answered(asked: bytes, data: bytes) -> bool:
 
 
 async def read_all(reader: asyncio.StreamReader, quiet: float = 0.7, asked: bytes = b"") -> bytes:
-    """Read until the end or a silence of `quiet` seconds; if `asked` is given, of a short one once it is answered.
+    """Read until the end or a silence of `quiet` seconds.
 
-    What begins an answer to `asked` is waited for longer: a busy machine is silent, too.
+    With `asked`, a short silence is enough after its answer. The wait for the first byte of that answer is longer,
+    because a busy machine is silent, too.
     """
     data = b""
     try:
@@ -424,7 +428,7 @@ async def rig(tmp_path: Path, upstream_root: Authority, sandbox_root: Authority)
 
 
 class running:
-    """Serve `rig` with `context` upstream (None: plain TCP) while the block runs."""
+    """A context that serves `rig` with `context` upstream (None: plain TCP)."""
 
     def __init__(self, rig: Rig, context: ssl.SSLContext | None, limits: EngineLimits | None = None) -> None:
         self.rig, self.context, self.limits = rig, context, limits
@@ -460,7 +464,7 @@ class running:
 
 @dataclass
 class Lab:
-    """For tests that need another server, limit or protocol than `rig` has."""
+    """Parts for tests that need another server, limit or protocol than those of `rig`."""
 
     directory: Path
     upstream_root: Authority

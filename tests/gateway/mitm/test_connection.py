@@ -1,5 +1,4 @@
-"""What a flow may open and which hooks it knows, one condition at a time, and what of a server's message its layers let
-through where that is no header and no plain body."""
+"""The destinations and hooks of a flow, one condition at a time, and the server's trailers and gRPC messages."""
 
 import asyncio
 import contextlib
@@ -41,7 +40,7 @@ HOST = "good.test"
 
 @dataclass
 class Dials:
-    """A dialler that is asked, and reaches nothing."""
+    """A dialler that counts its calls and reaches nothing."""
 
     asked: int = 0
 
@@ -82,7 +81,7 @@ async def made(lab: Lab) -> AsyncIterator[Made]:
     far.close()
 
 
-# What it opens.
+# Opening connections.
 
 type Change = Callable[[Made, Server], None]
 NOT_OPENED: dict[str, Change] = {
@@ -118,7 +117,7 @@ async def test_a_denied_request_opens_nothing(made: Made) -> None:
 
 @dataclass
 class Asking(layer.Layer):
-    """A layer that keeps what it is answered."""
+    """A layer that stores the answers it receives."""
 
     context: Context
     heard: list[events.Event] = field(default_factory=list)
@@ -159,7 +158,7 @@ async def test_a_stream_gets_a_connection_to_the_destination_of_its_flow_only(
         assert isinstance(answer, GetHttpConnectionCompleted) and answer.reply[0] is None
 
 
-# Its hooks.
+# Hooks.
 
 
 async def test_a_hook_that_is_not_known_ends_the_flow(made: Made) -> None:
@@ -182,7 +181,7 @@ async def test_a_hook_that_raises_ends_the_flow_and_is_the_last_one(made: Made) 
 
 
 async def test_a_request_without_a_stamp_ends_the_flow_in_its_last_add_on(made: Made) -> None:
-    """An add-on that does nothing is no permission."""
+    """An add-on that does nothing gives no permission."""
     setattr(made.bench.gate, "requestheaders", lambda _flow: None)  # noqa: B010
     await made.connection.handle_hook(HttpRequestHeadersHook(request()))
     assert made.connection.aborted
@@ -218,7 +217,7 @@ async def test_a_flow_that_was_cut_takes_no_event(made: Made) -> None:
     assert 1 == len(asking.heard)
 
 
-# Its handshakes.
+# Handshakes.
 
 
 @pytest.mark.parametrize("sni", [None, "", "evil.test", "good.test.evil.test", HOST, "Good.Test."])
@@ -226,7 +225,7 @@ async def test_the_client_hello_is_the_one_that_was_decided_on(made: Made, sni: 
     data: Any = SimpleNamespace(client_hello=SimpleNamespace(sni=sni), establish_server_tls_first=True)
     if sni in (HOST, "Good.Test."):
         made.connection.on_tls_clienthello(data)
-        assert data.establish_server_tls_first is False  # nothing is dialled for a handshake
+        assert data.establish_server_tls_first is False  # a handshake alone causes no dial
     else:
         with pytest.raises(RuntimeError, match="the ClientHello differs from the one that was judged"):
             made.connection.on_tls_clienthello(data)
@@ -247,7 +246,7 @@ async def test_an_upstream_handshake_is_for_the_host_of_the_flow(made: Made) -> 
 
 @pytest.mark.parametrize("trusts", ["verified", "stranger", "nothing"])
 async def test_an_upstream_connection_is_verified_a_second_time(made: Made, lab: Lab, trusts: str) -> None:
-    """With a context that lets every server pass, as no context of this program does."""
+    """Even with a context that accepts every server. The product has no such context."""
     leaf = mint(lab).leaf(HOST)
     context = SSL.Context(SSL.TLS_CLIENT_METHOD)
     context.set_verify(SSL.VERIFY_NONE)
@@ -289,7 +288,7 @@ async def test_a_handshake_that_is_not_over_in_time_ends_the_flow(made: Made) ->
     assert made.connection.aborted
 
 
-# What the engine takes on, and goes on with.
+# Limits of the engine's work.
 
 
 @pytest.mark.parametrize(
@@ -351,7 +350,7 @@ async def test_the_trailers_of_an_http1_server_are_dropped(rig: Rig, client: str
 
 @pytest.fixture
 async def over_http2(lab: Lab) -> AsyncIterator[tuple[Rig, Caller, Http2Server]]:
-    """A client, and a server whose host is sent a secret; both speak HTTP/2."""
+    """Run a client and a server that speak HTTP/2. Policy binds a secret to the server's host."""
 
     async def nothing(_server: Http2Server, _event: h2.events.Event) -> None:
         return None
@@ -396,7 +395,10 @@ MESSAGE = b"\1" + len(PACKED).to_bytes(4, "big") + PACKED
 async def test_compressed_messages_of_grpc_are_refused(
     over_http2: tuple[Rig, Caller, Http2Server], *, said: bool
 ) -> None:
-    """The page says why where the head did; a message that comes as a surprise ends the flow."""
+    """If the head declares the compression, the client gets a page with the reason.
+
+    Otherwise the message ends the flow.
+    """
     rig, caller, server = over_http2
 
     async def answer(server: Http2Server, event: h2.events.Event) -> None:

@@ -1,4 +1,4 @@
-"""An inspected flow, end to end: what reaches the server, and what the sandbox sees of it.
+"""An inspected flow, end to end: the bytes that the server and the sandbox receive.
 
 It tests `gateway/engines/mitm/layers.py`.
 """
@@ -71,7 +71,7 @@ async def test_every_reflection_of_the_secret_is_taken_out(rig):
             b'HTTP/1.1 200 %s\r\n%s%s: name\r\nSet-Cookie: k=%s\r\nAlt-Svc: h3=":443"\r\nContent-Length: %d\r\n\r\n'
             % (secret.replace(b"/", b""), lines, b"ok", secret, len(text))
         )
-        # Byte by byte, so that every match is cut.
+        # Byte by byte, so that every match is split.
         for index in range(len(text)):
             writer.write(text[index : index + 1])
             await writer.drain()
@@ -89,7 +89,7 @@ async def test_every_reflection_of_the_secret_is_taken_out(rig):
 
 
 async def test_a_secret_that_is_called_back_before_it_is_used_is_not_kept(rig):
-    """Its value is on the way to the request when it is called back: the flow is cut, nothing is sent or remembered."""
+    """The secret is revoked during its lease: the flow is aborted, nothing is sent or stored."""
     leasing, go = asyncio.Event(), asyncio.Event()
     lease = rig.lease
 
@@ -112,8 +112,10 @@ async def test_a_secret_that_is_called_back_before_it_is_used_is_not_kept(rig):
 
 
 async def test_what_a_host_can_be_sent_is_taken_out_of_each_of_its_answers(rig):
-    """Asked for on connections where nothing is sent, before and after it was sent on another; until it is called
-    back."""
+    """Also from answers on connections that sent no secret.
+
+    It applies before and after another connection sends the secret, until the secret's revocation.
+    """
     secret = rig.secret.encode()
 
     async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -158,7 +160,7 @@ async def test_the_values_before_a_rotation_are_taken_out_too(rig):
     ],
 )
 async def test_what_to_look_for_is_decided_when_the_answer_begins(rig, head, shown):
-    """The request was forwarded while its host was sent no secret, so with its `Range`."""
+    """The request was forwarded while no secret was bound to its host, and so with its `Range`."""
     asked, go = asyncio.Event(), asyncio.Event()
     secret = rig.secret.encode()
     parts = {b"206": secret[3:9]}
@@ -431,7 +433,7 @@ async def test_a_server_that_cannot_be_verified_gets_no_http(lab, case):
 
 
 def certificate(issuer, *, names=(), common_name="good.test", usage=ExtendedKeyUsageOID.SERVER_AUTH, **other):
-    """A certificate of `issuer` (None: of itself) that `Authority.leaf` would not make."""
+    """Return a certificate of `issuer` (None: self-signed) that `Authority.leaf` would not make."""
     key = other.get("key") or ec.generate_private_key(ec.SECP256R1())
     signer = issuer.key if issuer else key
     builder = (
@@ -455,7 +457,7 @@ def certificate(issuer, *, names=(), common_name="good.test", usage=ExtendedKeyU
 
 
 def _below(lab, **of_the_middle):
-    """Leaf, intermediate: a chain over an authority of its own below the trusted root."""
+    """Return the leaf and the intermediate of a chain below the trusted root."""
     middle = certificate(lab.upstream_root, common_name="Middle", **of_the_middle)
     return certificate(middle, names=[GOOD]), middle
 
@@ -500,7 +502,7 @@ async def test_a_chain_that_is_not_the_hosts_own_gets_no_http(case, lab):
 
 
 async def test_a_chain_over_an_intermediate_is_the_hosts_own(lab):
-    """The control of those above."""
+    """A control for the tests above."""
     async with lab.running(served(lab, _below(lab, ca=True, only="test"))) as rig:
         assert (await rig.exchange(GET % b"/v1")).startswith(b"HTTP/1.1 200 ")
 
@@ -598,7 +600,7 @@ async def test_without_the_vault_nothing_leaves_but_other_requests_do(rig):
 
 
 async def test_each_request_asks_for_its_secret_with_its_own_method_and_path(rig):
-    """Also on one connection: a secret that may go to one path is denied to the next."""
+    """Also on one connection: a secret that is bound to one path is denied to the next."""
     rig.refuse_lease = lambda facts: None if facts.path == "/v1/in" else "the secret is not bound to this path"
     post = b"POST /v1/out?q=1 HTTP/1.1\r\nHost: good.test\r\nContent-Length: 0\r\n\r\n"
     answer = await rig.exchange(GET % b"/v1/in" + post + GET % b"/v1/in")
@@ -870,7 +872,7 @@ async def test_an_offer_to_go_on_in_http2_opens_no_tunnel(agrees, lab):
 
 
 def resident() -> int:
-    """Bytes of memory of this process: engine, server and client together."""
+    """Return the bytes of memory of this process: engine, server and client together."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -951,7 +953,7 @@ async def test_flows_over_the_limit_and_silent_handshakes_are_closed(lab):
     async with lab.running(context, EngineLimits(flows=1, handshake_seconds=0.3)) as rig:
         silent_reader, silent = await asyncio.open_connection("127.0.0.1", rig.port)
         silent.write(client_hello("good.test"))
-        await silent_reader.readexactly(1)  # the flow is being served
+        await silent_reader.readexactly(1)  # the engine now serves the flow
         with pytest.raises((OSError, ssl.SSLError)):
             await rig.connect()
         async with asyncio.timeout(30):

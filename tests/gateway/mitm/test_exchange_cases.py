@@ -1,4 +1,4 @@
-"""The engine of mitmproxy carries out each case of the exchange as the pure one does, over TLS on both sides."""
+"""mitmproxy's engine carries out each case of the exchange as the pure one does, over TLS on both sides."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connec
 
 @dataclass
 class CaseRig(Rig):
-    """A rig whose policy, budget, vault and log are those of a case."""
+    """A rig with the policy, budget, vault and log of a case."""
 
     ports: Ports = field(default_factory=Ports)
 
@@ -49,14 +49,17 @@ class CaseRig(Rig):
 
 
 def fields(headers: object) -> Fields:
-    """Without what frames a message, and without pseudo-headers."""
+    """Return the headers without framing and pseudo-headers."""
     named = [(bytes(name).lower(), bytes(value)) for name, value in headers]  # type: ignore[attr-defined]
     return tuple((name, value) for name, value in named if name not in _FRAMING and not name.startswith(b":"))
 
 
 @dataclass
 class Far:
-    """The server of a case: it keeps what it got, and answers piece by piece. Its reason phrase holds the secret."""
+    """The server of a case.
+
+    It stores what it receives, and answers piece by piece. Its reason phrase holds the secret.
+    """
 
     case: Case
     seen: Seen

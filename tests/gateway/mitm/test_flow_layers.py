@@ -1,4 +1,4 @@
-"""What mitmproxy's layers, made strict, take from a peer: one message at a time, without a socket."""
+"""Input that mitmproxy's layers, made strict, accept from a peer: one message at a time, without a socket."""
 
 import asyncio
 from typing import Any
@@ -44,7 +44,7 @@ def context(alpn: bytes = b"http/1.1") -> Context:
 
 
 class Wire:
-    """One side's layer, and what it does with what its peer sends."""
+    """One side's layer, and its commands after the peer's input."""
 
     def __init__(self, layer: StrictHttp1Client | StrictHttp1Server, peer: Connection) -> None:
         self.layer, self.peer = layer, peer
@@ -62,7 +62,7 @@ class Wire:
             self._give(part)
 
     def passed(self, kind: type[_base.HttpEvent]) -> list[Any]:
-        """Events of that kind that went on to the stream."""
+        """Return the events of that kind that reached the stream."""
         went = [one.event for one in self.done if isinstance(one, _base.ReceiveHttp)]
         return [one for one in went if isinstance(one, kind)]
 
@@ -73,7 +73,7 @@ class Wire:
 
 @pytest.fixture
 def server() -> Wire:
-    """A server that was sent a request."""
+    """Return a server's layer after a request."""
     made = context()
     wire = Wire(StrictHttp1Client(made), made.server)
     wire.send(_events.RequestHeaders(1, request().request, end_stream=True), _events.RequestEndOfMessage(1))
@@ -113,7 +113,7 @@ def test_the_head_of_an_answer_is_bounded(server: Wire, hint: bytes) -> None:
 
 
 def test_what_waits_to_be_parsed_is_bounded(server: Wire) -> None:
-    """The line before a chunk, which no bound of the parser ends."""
+    """No limit of the parser ends the line before a chunk."""
     server.receive(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     server.receive(b"2;" + b"a" * (MAX_BUFFER - 2))
     assert not server.closed

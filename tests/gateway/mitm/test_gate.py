@@ -1,7 +1,7 @@
-"""The order of one request: decide, count, record, lease, record, inject, forward; and what is taken out of its answer.
+"""The order of one request: decide, count, record, lease, record, inject, forward; and the scrubbing of its response.
 
-The gate gets mitmproxy's own flows. Each port keeps the order in which it is asked; what a request may be forwarded
-with is looked at in each step.
+The gate gets mitmproxy's own flows. Each port records the order of its calls. Each step checks what the request would
+be forwarded with.
 """
 
 import base64
@@ -46,7 +46,7 @@ from tests.gateway.exchange_cases import (
 
 @dataclass
 class Bench:
-    """A gate, and the flows that come to it."""
+    """A gate, and the flows that it judges."""
 
     ports: Ports = field(default_factory=Ports)
     ledger: Ledger = field(default_factory=Ledger.fresh)
@@ -73,20 +73,20 @@ class Bench:
         )
 
     async def asked(self, flow: HTTPFlow | None = None) -> HTTPFlow:
-        """A flow whose request came to the gate."""
+        """Return a flow whose request the gate has judged."""
         flow = flow or request()
         await self.gate.requestheaders(flow)
         return flow
 
     async def answered(self, *headers: tuple[bytes, bytes], status: int = 200) -> HTTPFlow:
-        """A flow to whose request a server sent the head of an answer."""
+        """Return a flow with the head of a server's response."""
         flow = await self.asked()
         flow.response = response(*headers, status=status)
         await self.responded(flow)
         return flow
 
     async def responded(self, flow: HTTPFlow) -> None:
-        """`flow` was sent on a connection, and has the head of an answer."""
+        """Send the flow's request on a connection, and judge the head of its response."""
         if not flow.server_conn.connected:
             connected(flow)
         await self.gate.sallyport_route(flow)
@@ -132,12 +132,12 @@ def stamp(flow: HTTPFlow) -> Exchange:
 
 
 def sends(flow: HTTPFlow) -> bool:
-    """Whether the request holds the secret."""
+    """Return whether the request contains the secret."""
     return any(SECRET.encode() in value for _, value in flow.request.headers.fields)
 
 
 def goes_on(bench: Bench, flow: HTTPFlow) -> bool:
-    """Whether anything lets the request go to its server."""
+    """Return whether the request can reach its server."""
     found = flow.metadata.get(STAMP)
     allowed = isinstance(found, Exchange) and found.allowed
     assert allowed is bench.gate.may_connect()
@@ -145,7 +145,7 @@ def goes_on(bench: Bench, flow: HTTPFlow) -> bool:
 
 
 def pass_on(flow: HTTPFlow, data: bytes) -> bytes:
-    """What of a piece of the answer's body goes on."""
+    """Return the part of a piece of the response's body that is relayed."""
     assert flow.response is not None and callable(flow.response.stream)
     out = flow.response.stream(data)
     return out if isinstance(out, bytes) else b"".join(out)
@@ -174,7 +174,7 @@ async def test_a_request_without_a_secret_is_counted_and_recorded(bench: Bench) 
 
 
 STATUS = {"request allow": 503, "lease": 503, "secret.use allow": 503, "sought": 503}
-"""Of a request in which that step raises; None: the flow ends."""
+"""The status of a request in which that step raises; None: the flow ends."""
 
 
 @pytest.mark.parametrize("failing", range(len(ORDER)), ids=[f"{n} {step}" for n, step in enumerate(ORDER)])
@@ -202,7 +202,7 @@ async def test_a_step_that_raises_is_the_last_one(bench: Bench, failing: int) ->
 
 @pytest.mark.parametrize("late", [2, 3, 4, 5], ids=[ORDER[number] for number in (2, 3, 4, 5)])
 async def test_a_flow_that_was_cut_during_a_step_sends_nothing(bench: Bench, late: int) -> None:
-    """The log or the vault answers after the secret was called back."""
+    """The log or the vault answers after the secret's revocation."""
 
     def cut(number: int, _step: str) -> None:
         if number == late:
@@ -212,7 +212,7 @@ async def test_a_flow_that_was_cut_during_a_step_sends_nothing(bench: Bench, lat
     flow = await bench.asked()
 
     assert not goes_on(bench, flow)
-    # A value that is called back is not recorded as used.
+    # A revoked value is not recorded as used.
     assert ("secret.use allow" in bench.ports.steps) is (late > 3)
 
 
@@ -249,7 +249,7 @@ async def test_a_revocation_finds_a_flow_that_waits_for_its_secret(bench: Bench)
     assert {b"x-api-key"} == bench.gate.sensitive
 
 
-# What is not forwarded.
+# Requests that are not forwarded.
 
 
 async def test_a_denied_request_is_neither_counted_nor_leased_for(bench: Bench) -> None:
@@ -272,7 +272,7 @@ async def test_a_denial_stands_while_the_log_is_gone(bench: Bench) -> None:
     flow = await bench.asked()
 
     assert flow.response is not None and 403 == flow.response.status_code
-    assert ["no"] == bench.ports.denials()  # to be sent when the log is back
+    assert ["no"] == bench.ports.denials()  # to be sent when the log works again
     assert not goes_on(bench, flow)
 
 
@@ -318,7 +318,7 @@ async def test_a_secret_that_could_not_be_taken_out_again_is_not_sent(bench: Ben
 
 
 async def test_a_secret_that_is_not_looked_for_is_not_sent(bench: Bench) -> None:
-    """Policy plans it for the request and does not list it for the host."""
+    """Policy plans it for the request but does not list it for the host."""
     bench.ports.uses = ()
     flow = request()
     with pytest.raises(RuntimeError, match="a secret would be sent that responses are not searched for"):
@@ -363,7 +363,7 @@ async def test_a_request_is_under_way_until_it_may_be_forwarded(bench: Bench, st
 
 
 async def test_a_websocket_to_a_host_that_is_sent_secrets_is_denied(bench: Bench) -> None:
-    """Also where this request would carry none."""
+    """Even if this request would carry no secret."""
     bench.ports.decision = OPEN
     flow = await bench.asked(request(headers=HANDSHAKE))
     assert flow.response is not None and 403 == flow.response.status_code
@@ -404,7 +404,7 @@ async def test_a_request_for_another_host_is_answered_and_not_judged(bench: Benc
     assert ["protocol", "protocol"] == bench.ports.denials()
 
 
-# What is forwarded.
+# Requests that are forwarded.
 
 
 NEVER = ("Accept-Encoding", "grpc-accept-encoding", "Range", "If-Range")
@@ -432,7 +432,7 @@ async def test_the_host_that_is_sent_is_the_one_that_was_judged(bench: Bench, *,
 
 @pytest.mark.parametrize("h2", [False, True])
 async def test_what_was_judged_is_sent_and_not_what_was_written(bench: Bench, *, h2: bool) -> None:
-    """A name with a port and capitals; over HTTP/1.1 also a whole URL in the place of the path."""
+    """A name with a port and capitals. Over HTTP/1.1 also a whole URL in place of the path."""
     flow = request(path=b"/v1?q=1" if h2 else b"https://GOOD.test:443/v1?q=1", h2=h2)
     flow.request.data.authority = b"GOOD.test:443" if h2 else b""
     await bench.asked(flow)
@@ -469,7 +469,7 @@ async def test_a_long_path_is_in_the_record_by_its_digest(bench: Bench) -> None:
     assert (path[:2048], hashlib.sha256(path.encode()).hexdigest()) == (fields["path"], fields["path_sha256"])
 
 
-# The connection that a request goes on.
+# The connection of a request.
 
 
 def connected(flow: HTTPFlow, address: str = "198.51.100.7") -> None:
@@ -485,7 +485,7 @@ async def test_a_request_goes_on_a_recorded_connection(bench: Bench) -> None:
     assert "connect info" == bench.ports.steps[-1]
     assert ("198.51.100.7", flow.id) == tuple(bench.ports.records[-1][2][name] for name in ("address", "request_id"))
 
-    second = await bench.asked()  # its own record has the connection already
+    second = await bench.asked()  # its own record already has the connection
     known = len(bench.ports.steps)
     assert "198.51.100.7" in [
         fields.get("address") for _, decision, fields in bench.ports.records if decision != "info"
@@ -496,7 +496,7 @@ async def test_a_request_goes_on_a_recorded_connection(bench: Bench) -> None:
 
     flow.server_conn.state = ConnectionState.CLOSED
     await bench.asked()
-    assert "address" not in bench.ports.records[-2][2]  # the record of the request, before that of the secret
+    assert "address" not in bench.ports.records[-2][2]  # the request's record, before that of the secret
 
     connected(second, "198.51.100.8")  # another connection after all
     await bench.gate.sallyport_route(second)
@@ -504,14 +504,14 @@ async def test_a_request_goes_on_a_recorded_connection(bench: Bench) -> None:
 
 
 async def test_a_connection_that_its_server_has_half_closed_is_recorded_too(bench: Bench) -> None:
-    """The server still reads what is sent."""
+    """The server still reads."""
     flow = await bench.asked()
     connected(flow)
     flow.server_conn.state = ConnectionState.CAN_WRITE
     await bench.gate.sallyport_route(flow)
     assert "connect info" == bench.ports.steps[-1]
     await bench.asked()
-    assert "address" not in bench.ports.records[-2][2]  # no other request goes on it
+    assert "address" not in bench.ports.records[-2][2]  # no other request uses it
 
 
 async def test_a_connection_without_an_address_carries_no_request(bench: Bench) -> None:
@@ -548,7 +548,7 @@ async def test_a_connection_that_the_log_does_not_accept_carries_no_request(benc
         await bench.gate.sallyport_route(flow)
 
 
-# What is taken out of an answer.
+# Scrubbing of responses.
 
 
 async def test_an_answer_needs_a_decided_request(bench: Bench) -> None:
@@ -586,7 +586,7 @@ async def test_an_answer_in_another_transfer_coding_ends_the_flow(bench: Bench, 
 
 
 async def test_a_tunnel_to_a_host_that_is_sent_secrets_ends_the_flow() -> None:
-    """Its policy bound the first one after the handshake was sent."""
+    """Policy bound its first secret after the handshake was sent."""
     ports = Ports(OPEN, ())
     bench = Bench(ports)
     flow = await bench.asked(request(headers=HANDSHAKE))
@@ -622,7 +622,7 @@ async def test_only_a_handshake_that_is_complete_opens_a_tunnel(
     await bench.gate.request(flow)
     await bench.gate.response(flow)
     assert flow.websocket is not None
-    assert bench.gate.may_connect()  # in progress: policy may still end it
+    assert bench.gate.may_connect()  # in progress: policy can still end it
 
 
 @pytest.mark.parametrize(
@@ -631,7 +631,7 @@ async def test_only_a_handshake_that_is_complete_opens_a_tunnel(
         ((b"Content-Type", b"text/plain; charset=utf-7"), 200, "charset"),
         ((b"Grpc-Encoding", b"gzip"), 200, "compressed messages"),
         ((b"Grpc-Encoding", b"identity"), 200, None),
-        ((b"Content-Type", b"text/plain"), 206, None),  # the whole was asked for, and is searched to its end
+        ((b"Content-Type", b"text/plain"), 206, None),  # the whole document was requested, and is searched to its end
         ((b"Content-Type", b"text/plain; charset=utf-8"), 200, None),
     ],
 )
@@ -665,7 +665,7 @@ async def test_a_withheld_answer_shows_its_page_once_and_no_byte_of_its_body(ben
 
 
 async def test_a_part_of_a_document_that_was_not_asked_for_whole_is_withheld() -> None:
-    """Its host was bound after the request, with its range, had gone."""
+    """A secret was bound to its host after the request was sent with its range."""
     ports = Ports(OPEN, ())
     bench = Bench(ports)
     flow = await bench.asked(request(headers=((b"Range", b"bytes=3-8"),)))
@@ -714,7 +714,7 @@ async def test_the_secret_is_taken_out_of_each_place_of_an_answer(bench: Bench) 
     flow = await bench.answered((b"X-Seen", b"a " + secret + b" b"), (b"X-" + secret.hex().encode(), b"1"))
     assert flow.response is not None
     assert ((b"X-Seen", b"a [REDACTED] b"),) == flow.response.headers.fields
-    assert "OK" == flow.response.reason  # the server's own phrase could hold it
+    assert "OK" == flow.response.reason  # the server's own phrase could contain the secret
     body = b"".join(pass_on(flow, piece) for piece in (b"a " + secret[:5], secret[5:] + b" b", b""))
     assert b"a " + b"*" * len(secret) + b" b" == body
 
@@ -799,7 +799,7 @@ GRPC = (b"Content-Type", b"application/grpc+proto")
 
 @pytest.mark.parametrize("kind", [b"application/grpc", b"application/grpc+proto", b"application/grpc; x=1"])
 async def test_a_compressed_message_of_grpc_ends_the_flow(bench: Bench, kind: bytes) -> None:
-    """Over HTTP/2 on both sides, where messages are known one by one."""
+    """Over HTTP/2 on both sides, where single messages are known."""
     flow = await bench.asked(request(h2=True))
     flow.response = response((b"Content-Type", kind), h2=True)
     await bench.responded(flow)
@@ -815,11 +815,11 @@ async def test_messages_of_grpc_are_taken_one_by_one_over_http2_only(bench: Benc
     flow = await bench.asked(request(h2=h2[0]))
     flow.response = response(GRPC, h2=h2[1])
     await bench.responded(flow)
-    assert b"" == pass_on(flow, b"\0\0\0\0\2ok")  # what it ends with waits for more
+    assert b"" == pass_on(flow, b"\0\0\0\0\2ok")  # the end of the body is held back
     assert b"\0\0\0\0\2ok" == pass_on(flow, b"")
 
 
-# What is in progress.
+# Requests in progress.
 
 
 async def test_a_request_is_in_progress_until_both_sides_are_through(bench: Bench) -> None:
@@ -856,7 +856,7 @@ async def test_an_answer_under_way_ends_when_its_host_may_be_sent_another_secret
     flow = await bench.asked()
     other = replace(USE, plan=replace(PLAN, secret="other-token"))
     bench.ports.uses = (USE, other)
-    assert bench.gate.still_allowed()  # what to look for is decided when the answer begins
+    assert bench.gate.still_allowed()  # the patterns are fixed when the response begins
     bench.ports.uses = (USE,)
     flow.response = response()
     await bench.responded(flow)
@@ -900,7 +900,7 @@ async def test_the_sentinel_ends_a_refused_request_without_an_answer(bench: Benc
 
 
 def test_the_hooks_of_gate_and_sentinel_are_those_that_mitmproxy_calls() -> None:
-    """A hook of another name would never be called."""
+    """mitmproxy would never call a hook of another name."""
     names = {hook.name for hook in vars(_hooks).values() if isinstance(hook, type) and hasattr(hook, "name")}
     own = {"sallyport_refused", "sallyport_route"}
     for addon in (Gate, Sentinel):

@@ -1,4 +1,6 @@
-"""HTTP/2 with peers that flood, stall or watch frame lengths: bounded, and secrets in no shared table.
+"""HTTP/2 with peers that flood, stall or observe frame lengths.
+
+Costs are bounded, and secrets are in no shared header table.
 
 It tests `gateway/engines/mitm/http2.py`.
 """
@@ -37,7 +39,7 @@ API_KEY = InjectionPlan("key", "api-token", InjectionKind.API_KEY, "X-Api-Key")
 
 
 def headers(stream: int, *, block: bytes = b"", ends: bool = True) -> bytes:
-    """A HEADERS frame of an honest request, or with another block; `ends` the block."""
+    """Return a HEADERS frame of an honest request, or with another block. `ends` sets END_HEADERS."""
     flags = ["END_STREAM", *(["END_HEADERS"] if ends else [])]
     return HeadersFrame(stream, data=block or hpack.Encoder().encode(GET), flags=flags).serialize()
 
@@ -61,16 +63,16 @@ FLOODS = {
         else DataFrame(1, data=b"").serialize()
     ),
 }
-"""Each makes its frame number n."""
+"""Functions that each make their frame number n."""
 
 
 def resident() -> int:
-    """Bytes of memory of this process: engine, server and client together."""
+    """Return the bytes of memory of this process: engine, server and client together."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 async def ended(reader: asyncio.StreamReader) -> None:
-    """Return once the other side has ended the connection, in whichever way."""
+    """Return when the other side has ended the connection, by close or by error."""
     try:
         while await reader.read(65536):
             pass
@@ -127,7 +129,7 @@ async def test_a_request_head_that_stalls_ends_the_flow(half, lab, upstream_root
         reader, writer = await rig.connect()
         writer.write(b"GET /v1/x HTTP/1.1\r\nHost: good.test\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
-        await asyncio.sleep(0.7)  # between two requests nothing is due
+        await asyncio.sleep(0.7)  # between two requests no time limit applies
         began = time.monotonic()
         writer.write(HALVES[half])
         async with asyncio.timeout(20):
@@ -163,7 +165,7 @@ async def test_an_http2_head_that_stalls_ends_the_flow(stall, lab, upstream_root
 
 
 class Http2Far:
-    """A server that speaks HTTP/2, answers 200 and keeps each header block as it came."""
+    """A server that speaks HTTP/2, answers 200 and stores each header block as received."""
 
     def __init__(self) -> None:
         self.decoder = hpack.Decoder()
@@ -227,7 +229,7 @@ async def test_an_observed_request_is_forwarded_as_it_is(rig):
 
 
 BOMB = hpack.Encoder().encode([("x-filling", "a" * 4000)]) + bytes([0x80 | 62]) * 12_000
-"""A header block of 16 KB that stands for one of 48 MB: the same entry of the table, again and again."""
+"""A header block of 16 KB that expands to 48 MB: it repeats one entry of the table."""
 
 
 def answer(stream: int, *, ends: bool = False, block: bytes = b"") -> bytes:
@@ -250,7 +252,7 @@ SERVER_FLOODS = {
     "early hints": lambda _n: answer(1, block=hpack.Encoder().encode([(":status", "103"), ("link", "</a>")])),
     "a block that grows": lambda _n: answer(1, block=BOMB),
 }
-"""Each makes frame number n of what a server sends in the place of its answer to stream 1."""
+"""Functions that each make frame number n, which the server sends instead of its answer to stream 1."""
 
 
 @pytest.mark.parametrize("flood", SERVER_FLOODS)

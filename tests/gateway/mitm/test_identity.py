@@ -1,4 +1,4 @@
-"""Leaves name one host, chain to the sandbox's root through the intermediate, and end in time."""
+"""Leaf certificates name one host, chain to the sandbox's root through the intermediate, and expire in time."""
 
 import datetime
 
@@ -58,11 +58,11 @@ def test_a_long_name_fits(sandbox_root):
     host = ".".join(["a" * 60] * 3) + ".good.test"
     leaf = x509.load_pem_x509_certificates(mint(sandbox_root).leaf(host).chain_pem)[0]
     assert [] == list(leaf.subject)
-    assert leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).critical  # all there is to go by
+    assert leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).critical  # the only name there is
 
 
 def intermediate(root, key, permitted=None, *, lasts=DAY):
-    """An intermediate with `key`, for `permitted` names."""
+    """Return an intermediate with `key` for the `permitted` names."""
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     builder = (
         x509.CertificateBuilder()

@@ -1,5 +1,7 @@
-"""A program in the sandbox that asks a server which sends back what it is sent how the secret goes on, character by
-character: by what arrives before the server goes on, and by what is taken out."""
+"""A program in the sandbox uses an echoing server to guess the secret character by character.
+
+It observes the bytes that arrive before the server continues, and the bytes that are scrubbed.
+"""
 
 import asyncio
 import contextlib
@@ -18,16 +20,16 @@ from .conftest import Lab, Rig, only, read_all
 from .test_streams import POST, Caller, Server
 
 SECRET = "QXZJVWQQZXZJVWJZQXJVVWXZ"
-"""Of letters that stand nowhere else in an answer."""
+"""A secret of letters that occur nowhere else in a response."""
 WRONG = "Y"
 KNOWN = 4
-"""Characters that the attacker knows, as those of tokens with a fixed beginning."""
+"""The number of characters that the attacker knows, such as the fixed beginning of a token."""
 QUIET = 0.2
 
 
 @dataclass
 class Echo:
-    """Sends the first part of what it is sent, waits, and then ends its answer. `kind` is its Content-Type."""
+    """A server that sends the first part of a body, waits, and then ends its response. `kind` is its Content-Type."""
 
     kind: str = "text/plain"
     body: bytes = b""
@@ -56,7 +58,7 @@ class Echo:
 
 
 async def seen(rig: Rig, echo: Echo, over: str) -> tuple[bytes, bytes]:
-    """What arrives of an answer before the server goes on, and after."""
+    """Return the bytes of a response that arrive before the server continues, and those after."""
     echo.go_on.clear()
     if over == "HTTP/1.1":
         reader, writer = await rig.connect()
@@ -86,7 +88,7 @@ async def seen(rig: Rig, echo: Echo, over: str) -> tuple[bytes, bytes]:
 
 
 async def _settled() -> None:
-    """Wait until this loop, on which server, gateway and client run, has nothing left to do but timers."""
+    """Wait until this loop, which runs server, gateway and client, has no work except timers."""
     loop: Any = asyncio.get_running_loop()
     calm = 0
     async with asyncio.timeout(30):
@@ -96,10 +98,10 @@ async def _settled() -> None:
 
 
 async def learn(rig: Rig, echo: Echo, over: str, shape: str, *, wanted: int, ends: bool) -> int:
-    """How many characters the attacker learns: with each a right guess looks different from a wrong one.
+    """Return the number of characters the attacker learns: those for which a right and a wrong guess look different.
 
     Args:
-        ends: whether he looks at what comes with the end, too.
+        ends: the attacker also observes the bytes that come with the end.
     """
     for count in range(KNOWN, KNOWN + wanted):
         answers = []
@@ -158,19 +160,19 @@ async def test_nothing_is_learned_from_when_it_arrives(asked, kind, shape):
 @pytest.mark.parametrize("spent", [MAX_PARTIAL - 2, pytest.param(0, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(("kind", "shape"), [("application/grpc", "tail"), ("application/grpc+proto", "message")])
 async def test_what_ends_tell_is_bounded_and_then_nothing_is_answered(asked, kind, shape, spent):
-    """The end of a body, and of a message."""
+    """For the end of a body and of a message."""
     rig, echo, over = asked
     echo.kind = kind
     rig.engine._ledger.reflections = spent
     learned = await learn(rig, echo, over, shape, wanted=MAX_PARTIAL - spent + 4, ends=True)
     assert learned <= MAX_PARTIAL - spent
-    if learned:  # else the protocol was refused before any answer
+    if learned:  # otherwise the protocol was refused before any answer
         before, _ = await seen(rig, echo, over)
         assert b"403" in before
 
 
 async def test_matches_are_answered_up_to_a_rate_and_then_refused(rig):
-    """For requests of a host that is sent secrets, also those that carry none; honest ones get their answers."""
+    """Then all requests to a host with secrets are refused, also those without one; other hosts are not affected."""
     rig.engine._ledger = ledger = Ledger.fresh()
 
     async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -216,7 +218,7 @@ async def test_an_answer_that_is_under_way_ends_at_the_bound(rig):
 
 
 async def test_a_message_of_grpc_arrives_when_it_is_whole_and_one_with_the_secret_without_it(asked):
-    """Over HTTP/2, where its peers wait for one another; the same bytes over HTTP/1.1 wait for more, or for the end."""
+    """Over HTTP/2 with honest peers. Over HTTP/1.1 the same bytes are held until more bytes or the end arrive."""
     rig, echo, over = asked
     echo.kind = "application/grpc"
     echo.body = shaped("message", f"{SECRET}, then more of it")

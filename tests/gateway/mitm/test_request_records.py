@@ -1,4 +1,4 @@
-"""Each place has its own name in the records, and is there before the first byte of a request goes upstream."""
+"""The records name each place separately, and exist before the first byte of a request is sent upstream."""
 
 import asyncio
 
@@ -15,17 +15,17 @@ from policy.facts import FlowFacts, Scheme
 from tests.gateway.mitm.conftest import Authority, Lab, Rig
 
 HOST = "a.good.test"
-DESTINATION = "203.0.113.9"  # where the sandbox's packets went
+DESTINATION = "203.0.113.9"  # the sandbox's original destination
 ADDRESS = "127.0.0.1"
 
 
 def wildcard(root: Authority) -> Authority:
-    """A certificate that names the host by a wildcard, beside other names."""
+    """Return a certificate that names the host by a wildcard, among other names."""
     return root.leaf("*.good.test")
 
 
 def said(rig: Rig, upto: int) -> dict[str, set[tuple[object, ...]]]:
-    """Host, destination, address and verified name in the first records, by request."""
+    """Return host, destination, address and verified name in the first records, by request."""
     found: dict[str, set[tuple[object, ...]]] = {}
     for kind, decision, fields in rig.audit.records[:upto]:
         if kind in ("request", "connect") and (kind, decision) != ("request", "info") and "address" in fields:
@@ -39,7 +39,7 @@ def said(rig: Rig, upto: int) -> dict[str, set[tuple[object, ...]]]:
 async def test_every_request_is_on_a_recorded_connection_before_its_first_byte(
     lab: Lab, scheme: Scheme, closing: bool
 ) -> None:
-    """The first of a connection, one on a connection that is kept, and one for which a new one is made."""
+    """The first request of a connection, one on a reused connection, and one for which a new connection is made."""
     context = lab.tls(wildcard(lab.upstream_root)) if scheme is Scheme.HTTPS else None
     async with lab.running(context, scheme=scheme) as rig:
         rig.decide = lambda _facts: AllowRequest("open")
@@ -108,7 +108,7 @@ CLEAN = st.from_regex(r"[a-z]{1,10}(\.[a-z]{1,10}){1,3}", fullmatch=True)
 
 @given(CLEAN, st.none() | st.integers(1, 65535), st.sampled_from(["host", "absolute", "authority"]))
 def test_the_host_that_was_asked_for_instead_is_recorded(name: str, port: int | None, where: str) -> None:
-    """In whichever place it was named."""
+    """For each place of a request that can name a host."""
     flow = FlowFacts("good.test", 443, Scheme.HTTPS)
     authority = (name if port is None else f"{name}:{port}").encode()
     own = b"good.test"
@@ -129,7 +129,7 @@ def test_the_host_that_was_asked_for_instead_is_recorded(name: str, port: int | 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=40))
 def test_what_is_no_clean_host_name_is_never_recorded(raw: bytes) -> None:
-    """It may be a credential: `user:password@host`."""
+    """It can be a credential: `user:password@host`."""
     flow = FlowFacts("good.test", 443, Scheme.HTTPS)
     refused = translate(RequestParts(11, b"GET", b"/", b"", b"", ((b"Host", b"user:" + raw + b"@good.test"),)), flow)
     assert isinstance(refused, Refused)
@@ -137,7 +137,7 @@ def test_what_is_no_clean_host_name_is_never_recorded(raw: bytes) -> None:
 
 
 async def test_a_mismatch_is_in_the_log_with_what_was_asked(rig: Rig) -> None:
-    """On a connection that was allowed for another host, after a request that passed."""
+    """On a connection that was allowed for another host, after a request that was allowed."""
     requests = b"GET /open HTTP/1.1\r\nHost: good.test\r\n\r\nGET /open HTTP/1.1\r\nHost: Other.test:444\r\n\r\n"
     assert b"HTTP/1.1 421 " in await rig.exchange(requests)
     denied = [fields for kind, decision, fields in rig.audit.records if (kind, decision) == ("request", "deny")]

@@ -1,4 +1,4 @@
-"""Long-lived and two-way traffic of honest peers: no stream waits for another one, and none is truncated.
+"""Long-lived and bidirectional traffic of honest peers: no stream waits for another one, and none is truncated.
 
 It tests `gateway/engines/mitm/layers.py`.
 """
@@ -45,7 +45,7 @@ def layers_in_memory() -> int:
 
 @dataclass
 class Server:
-    """An HTTP/2 server; what it does is `on_event`."""
+    """An HTTP/2 server that calls `on_event` for each event."""
 
     on_event: OnEvent
     state: h2.connection.H2Connection = field(init=False)
@@ -72,7 +72,7 @@ class Server:
             writer.close()
 
     async def pour(self, stream: int, total: int) -> None:
-        """Send so many bytes as the windows let through."""
+        """Send `total` bytes as the windows permit."""
         while total:
             count = min(total, self.state.local_flow_control_window(stream), self.state.max_outbound_frame_size)
             if count:
@@ -86,15 +86,15 @@ class Server:
 
 
 class Caller:
-    """An HTTP/2 client that keeps the events it received."""
+    """An HTTP/2 client that stores the events it received."""
 
     def __init__(self, ends: tuple[asyncio.StreamReader, asyncio.StreamWriter, h2.connection.H2Connection]) -> None:
         self._reader, self._writer, self.state = ends
         self.heard: list[h2.events.Event] = []
         self.deaf: set[int] = set()
-        """Streams of which nothing is acknowledged."""
+        """Streams whose data is not acknowledged."""
         self.pings = False
-        """Whether a PING goes out for each piece of data, as gRPC does it."""
+        """Whether the client sends a PING for each piece of data, as gRPC does."""
 
     def call(self, stream: int, headers: list[tuple[str, str]] = GET, *, ends: bool = True) -> None:
         self.state.send_headers(stream, headers, end_stream=ends)
@@ -108,7 +108,7 @@ class Caller:
         await self._writer.drain()
 
     async def hear(self, kind: type[h2.events.Event], stream: int, seconds: float = 20) -> None:
-        """Read until `kind` has come for `stream`."""
+        """Read until an event of `kind` has arrived for `stream`."""
         async with asyncio.timeout(seconds):
             while not any(isinstance(one, kind) and getattr(one, "stream_id", 0) == stream for one in self.heard):
                 data = await self._reader.read(65536)
@@ -131,7 +131,7 @@ class Caller:
 
 @pytest.fixture
 def over_h2(lab, upstream_root):
-    """Makes a running rig with the given server."""
+    """Return a function that makes a running rig with the given server."""
 
     def make(server):
         context = lab.tls(upstream_root.leaf("good.test"))
@@ -508,7 +508,7 @@ async def test_a_long_connection_does_not_remember_each_one_behind_it(rig: Rig):
     for stream in range(1, 120, 2):
         caller.call(stream)
         await caller.hear(h2.events.StreamEnded, stream)
-        if stream in (19, 119):  # counting looks at all objects that there are
+        if stream in (19, 119):  # the count examines all objects of the process
             counts.append(layers_in_memory())
     caller.close()
 
@@ -524,7 +524,7 @@ def streams_in_memory() -> int:
 
 
 async def test_a_long_connection_does_not_remember_its_streams(over_h2, monkeypatch):
-    """And one that lasts meanwhile is what it was; what is sent to one that is over reaches no other."""
+    """A long stream is not affected meanwhile. Data for an ended stream reaches no other stream."""
     monkeypatch.setattr(http2, "REMEMBERED", 8)
     monkeypatch.setattr(StrictHttp2Server, "_remembered", 8)
     monkeypatch.setattr(StrictHttp2Client, "_remembered", 8)
@@ -553,7 +553,7 @@ async def test_a_long_connection_does_not_remember_its_streams(over_h2, monkeypa
             caller.state.send_data(1, b"%d " % stream)
             caller.call(stream)
             await caller.hear(h2.events.StreamEnded, stream)
-            if stream % 20 == 1:  # counting looks at all objects that there are
+            if stream % 20 == 1:  # the count examines all objects of the process
                 counts.append(streams_in_memory())
         caller.state.send_data(3, b"late")
         caller.call(125, POST, ends=False)
@@ -599,7 +599,7 @@ async def test_an_upload_that_goes_on_after_its_answer_is_in_progress(way, cut, 
 
 
 class DeafServer:
-    """Takes one connection on plain TCP, and not a byte of it before it is asked to."""
+    """A server that accepts one connection on plain TCP, and reads nothing before the test requests it."""
 
     def __init__(self) -> None:
         self._listener = socket.socket()
@@ -616,12 +616,12 @@ class DeafServer:
 
 
 def queued(connection: socket.socket) -> int:
-    """Bytes that have arrived and were not read."""
+    """Return the number of bytes that have arrived and were not read."""
     return int(struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0])
 
 
 async def all_that_comes(connection: socket.socket) -> int:
-    """Read to the end, whichever it is; returns how many bytes came."""
+    """Read until the connection ends in any way. Return the number of bytes."""
     count = 0
     with contextlib.suppress(ConnectionResetError):
         async with asyncio.timeout(20):
@@ -676,7 +676,7 @@ async def test_what_is_left_of_a_request_whose_client_has_gone_is_sent_unless_po
     noted = asyncio.Event()
 
     def note(kind: str, decision: str, **fields: object) -> None:
-        if "error" in fields:  # the client's end was seen
+        if "error" in fields:  # the client's end was detected
             noted.set()
 
     running.rig.dial = narrow
@@ -747,7 +747,7 @@ async def test_a_response_that_ends_with_its_connection_ends_in_tls_too(rig: Rig
         ):
             wrapped.sendall(b"GET /open HTTP/1.1\r\nHost: good.test\r\n\r\n")
             answer = b""
-            while part := wrapped.recv(65536):  # raises where TLS ends without a word
+            while part := wrapped.recv(65536):  # raises if TLS ends without close_notify
                 answer += part
             return answer
 
@@ -767,7 +767,7 @@ ACCEPTED = (
 
 @pytest.fixture
 def websocket(lab, upstream_root):
-    """Makes a running rig whose server accepts a WebSocket and then does `serve`."""
+    """Return a function that makes a running rig whose server accepts a WebSocket and then runs `serve`."""
 
     def make(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]):
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
