@@ -1,7 +1,7 @@
 """A state machine of bash sessions: each run finds exactly the state that the previous run left.
 
-The shell itself writes its state to a file, at the beginning and at the end of each run. The model also records the calls
-for each session.
+The shell itself writes its state to a file, at the beginning and at the end of each run. The model also records the
+calls for each session.
 """
 
 import re
@@ -195,7 +195,7 @@ class Sessions(RuleBasedStateMachine):
         self.compare(shell, now)
         assert ends is None or ends == (left is not None), done
         shell.directory, shell.given, shell.told = None, dict(self.given), left or now
-        if left is None:  # it ended early: the state at its begin stays
+        if left is None:  # it ended early: the state at its start stays
             shell.directory = now.directory
         return done
 

@@ -56,7 +56,7 @@ class Command:
     trapping: bool
     written: bytes = b""
     steps: int = 0
-    read: dict[int, int] = field(default_factory=lambda: {0: 0})  # cursors that were returned, and their next
+    read: dict[int, int] = field(default_factory=lambda: {0: 0})  # by cursor that was returned
     code: int | None = None  # None while it runs
 
 

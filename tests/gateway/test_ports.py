@@ -365,7 +365,7 @@ async def test_a_dial_that_comes_early_waits_for_its_turn_and_no_longer_than_a_c
     failures = {end.failure for end in ends if isinstance(end, DialError)}
     server.close()
 
-    assert 60 <= len(made) <= 41 + 20 * (max(begun) + 1)  # one more second of turns than at the beginning of the last dial
+    assert 60 <= len(made) <= 41 + 20 * (max(begun) + 1)  # the turns until one second after the last dial began
     assert {DialFailure.RATE} == failures
     assert all(after >= (number - 41) / 20 for number, after in enumerate(made, 1))
 

@@ -138,7 +138,7 @@ FRAMINGS: dict[str, tuple[bytes, bool]] = {
 
 
 async def test_a_request_is_one_request(server: World) -> None:
-    """For any contradictory length: no second request, smuggled in the body, reaches the sandbox."""
+    """For any contradictory or malformed length: no second request, smuggled in the body, reaches the sandbox."""
     async with server.client() as client:
         made = (await client.post("/v1/sandboxes", json=BODY)).json()
     route = f"/v1/sandboxes/{made['id']}/proxy/8000"

@@ -70,7 +70,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("case", CLASSES)
 def test_each_address_has_the_class_of_the_table(case: str) -> None:
-    """Addresses of both families. An embedded address is judged by itself."""
+    """Addresses of both families. Embedded addresses are unwrapped."""
     text, expected = CLASSES[case]
 
     assert expected == classify(text)
@@ -111,7 +111,7 @@ EXCEPTIONS = {
 
 @pytest.mark.parametrize("case", EXCEPTIONS)
 def test_an_exception_opens_what_it_names_and_nothing_beside_it(case: str) -> None:
-    """An exception never opens a narrower entry of the table."""
+    """A narrower entry of the table has precedence over an exception."""
     text, networks, expected = EXCEPTIONS[case]
 
     assert expected == dialable(text, tuple(ip_network(network) for network in networks))
