@@ -83,6 +83,10 @@ class StandIn:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fail: dict[str, wire.RequestError] = {}
+        self.fail_all: wire.RequestError | None = None
+        """The answer to every operation but `ping`."""
+        self.failed: list[str] = []
+        """Operations that were answered with an error of `fail` or `fail_all`."""
         self.hold: dict[str, asyncio.Event] = {}
         self.reached: dict[str, asyncio.Event] = {}
 
@@ -93,8 +97,10 @@ class StandIn:
             self.reached[op].set()
         if op in self.hold:
             await self.hold[op].wait()
-        if op in self.fail:
-            raise self.fail[op]
+        error = self.fail.get(op) or (None if op == "ping" else self.fail_all)
+        if error is not None:
+            self.failed.append(op)
+            raise error
         return await self.answer(op, parameters)
 
     async def answer(self, op: str, given: dict[str, Any]) -> wire.Message:
