@@ -23,6 +23,7 @@ import ssl
 import sys
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
 
 from gateway import confine
 from gateway.config import WorkerConstants
@@ -43,7 +44,8 @@ _PRELOADED = (
     "cryptography.hazmat.backends.openssl.backend",  # cryptography's Rust side, at its first use
     "cryptography.x509",
     "gateway.worker",
-    "gateway.engines.mitm.engine",
+    "gateway.engines.http1.flow",
+    "gateway.engines.mitm.connection",
 )
 
 _WINDOWS_ONLY = frozenset({"mbcs", "oem"})
@@ -136,9 +138,11 @@ def prctl(option: int, value: int) -> None:
 def _run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:
     # `preload` has imported these; at the top they would be an import cycle. Only this function names an engine.
     from gateway import worker
-    from gateway.engines.mitm.engine import FullEngine
+    from gateway.engines.engine import FlowEngine
+    from gateway.engines.http1.flow import Http1Flow
+    from gateway.engines.mitm.connection import FlowConnection
 
-    return worker.run(order, inside, listeners, FullEngine)
+    return worker.run(order, inside, listeners, partial(FlowEngine, http1=Http1Flow, http2=FlowConnection))
 
 
 def _close_others(keep: Iterable[int]) -> None:

@@ -50,6 +50,18 @@ class InspectedFlow:
     flow_id: str
 
 
+def describe(flow: InspectedFlow, engine: str) -> Mapping[str, object]:
+    """Return the fields of a record about the flow as a whole."""
+    return {
+        "host": flow.host,
+        "port": flow.port,
+        "scheme": flow.scheme.value,
+        "flow": flow.flow_id,
+        "destination": flow.original_destination[0],
+        "engine": engine,
+    }
+
+
 class Dialler(Protocol):
     """Opens upstream connections."""
 

@@ -1,6 +1,6 @@
 """HTTP attacks in exact bytes: what arrives is what policy allows and the log says, and nothing else.
 
-It tests `gateway/exchange.py`, `gateway/engines/mitm/gate.py` and `gateway/engines/mitm/layers.py`.
+It tests `gateway/exchange.py`, `gateway/engines/http1/flow.py` and `gateway/engines/http1/framing.py`.
 """
 
 import json
@@ -413,12 +413,13 @@ _CHUNK_GRAMMAR = {
     "3\r\nabc\n0\r\n\r\n": False,
     "3\rabc\r\n0\r\n\r\n": False,
     "3;a\nb\r\nabc\r\n0\r\n\r\n": False,
-    "3;a\rb\r\nabc\r\n0\r\n\r\n": True,
+    "3;a\rb\r\nabc\r\n0\r\n\r\n": False,
     "10000000000000003\r\nabc\r\n0\r\n\r\n": False,
     "ffffffffffffffff\r\nabc\r\n0\r\n\r\n": False,
     "\r\n\r\n0\r\n\r\n": False,
     "g\r\nabc\r\n0\r\n\r\n": False,
-    "3;" + "a" * 200_000 + "\r\nabc\r\n0\r\n\r\n": True,
+    "3;" + "a" * 200 + "\r\nabc\r\n0\r\n\r\n": True,
+    "3;" + "a" * 200_000 + "\r\nabc\r\n0\r\n\r\n": False,
     "3\r\nabc\r\n00\r\n\r\n": True,
     "3\r\nabc\r\n0\r\nGET": False,
 }

@@ -1,1 +1,1 @@
-"""The engine on mitmproxy as a library. Only this package imports mitmproxy. Its entry is `engine.FullEngine`."""
+"""Framing by mitmproxy as a library, for HTTP/1.1 and HTTP/2. Only this package imports mitmproxy."""

@@ -16,26 +16,27 @@ import asyncio
 import contextlib
 import inspect
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, cast
 
 from mitmproxy import flow as mitm_flow
-from mitmproxy import options as mitm_options
 from mitmproxy.connection import Client, Connection, ConnectionState
 from mitmproxy.proxy import commands, events, server, server_hooks
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layers.http import _http2
 from mitmproxy.tls import ClientHelloData, TlsData
 
-from gateway.engines.mitm.contexts import ClientContexts, UpstreamContext, verified
+from gateway.engines.engine import Shared
+from gateway.engines.mitm import options
 from gateway.engines.mitm.gate import ENGINE, Gate, Sentinel
 from gateway.engines.mitm.layers import OrderlyClientTls, RootLayer, StrictHttpLayer
 from gateway.engines.mitm.pin import Pin
-from gateway.engines.port import Dialler, EngineLimits, InspectedFlow, LeafIssuer
+from gateway.engines.port import InspectedFlow, describe
+from gateway.exchange import Session
 from gateway.splice import reset
-from policy.facts import FlowFacts, Scheme
+from gateway.tls.contexts import verified
+from policy.facts import FlowFacts
 from wire.patience import Countdown, Patience
 
 _EXPECTED: Final = frozenset(
@@ -45,16 +46,6 @@ _EXPECTED: Final = frozenset(
     | {"requestheaders", "request", "responseheaders", "response", "error"}
     | {"sallyport_refused", "sallyport_route"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """The values that the connections of one engine share."""
-
-    dialler: Dialler
-    identity: LeafIssuer
-    clients: ClientContexts
-    upstream: UpstreamContext
 
 
 class _Reader:
@@ -124,29 +115,24 @@ def _discard(writer: asyncio.StreamWriter) -> None:
 
 
 class FlowConnection(server.ConnectionHandler):
-    """Runs one flow. Call `handle_client` once, and always call `shutdown` after it."""
+    """See `gateway.engines.engine.Flow`."""
 
-    def __init__(
-        self,
-        flow: InspectedFlow,
-        ports: Ports,
-        gate: Gate,
-        limits: EngineLimits,
-        options: mitm_options.Options,
-        beat: Callable[[], None],
-    ) -> None:
-        """Prepare to run `flow`. Each event of the flow calls `beat`, as a sign of life."""
+    name = ENGINE
+
+    def __init__(self, flow: InspectedFlow, shared: Shared) -> None:
+        """Prepare to run `flow`."""
+        limits = shared.limits
         client = Client(
             transport_protocol="tcp",
             peername=flow.peer,
             sockname=flow.original_destination,
             state=ConnectionState.OPEN,
         )
-        context = Context(client, options)
+        context = Context(client, options.options(limits.idle_seconds))
         super().__init__(context)
         self._flow = flow
-        self._beat = beat
-        self._ports = ports
+        self._beat = shared.beat
+        self._shared = shared
         self._limits = limits
         self._slots = asyncio.Semaphore(limits.upstream_connections)
         self._watch: asyncio.Task[None] | None = None
@@ -163,23 +149,19 @@ class FlowConnection(server.ConnectionHandler):
         """Why the engine ended the flow; None while it has not."""
         self._head: int | None = None
         self._head_deadline: Countdown | None = None
-        self.gate = gate
+        self.gate = gate = Gate(flow, shared)
         self._addons = (gate, Sentinel())
         self._pin = Pin(FlowFacts(flow.host, flow.port, flow.scheme), limits.scrub_body_bytes, gate.sensitive)
         self._down = _Room(limits.backlog_bytes, self._waiting_down)
         self._up = _Room(limits.backlog_bytes, self._waiting_up)
-        self._pin.reset_client = self._reset_client
         self._pin.finished = gate.finished
         root = RootLayer(context, self.abort)
         context.server.address = (flow.host, flow.port)
-        if flow.scheme is Scheme.HTTPS:
-            context.server.tls = True
-            context.server.sni = flow.host
-            tls = OrderlyClientTls(context)
-            tls.child_layer = StrictHttpLayer(context, self._pin)
-            root.child = tls
-        else:
-            root.child = StrictHttpLayer(context, self._pin)
+        context.server.tls = True
+        context.server.sni = flow.host
+        tls = OrderlyClientTls(context)
+        tls.child_layer = StrictHttpLayer(context, self._pin)
+        root.child = tls
         self.layer = root
         self.transports[client] = server.ConnectionIO(
             reader=cast(asyncio.StreamReader, _Reader(client, flow.reader, self._up, flow.first_bytes)),
@@ -190,6 +172,26 @@ class FlowConnection(server.ConnectionHandler):
     def aborted(self) -> bool:
         """Whether the engine aborted the flow."""
         return self._aborted
+
+    @property
+    def session(self) -> Session:
+        """The state that the exchanges of the flow share."""
+        return self.gate.session
+
+    async def run(self) -> None:
+        """See `gateway.engines.engine.Flow`."""
+        deadline = Countdown(self._limits.handshake_seconds, self.end_handshake)
+        try:
+            await self.handle_client()
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        finally:
+            deadline.cancel()
+
+    async def close(self) -> None:
+        """See `gateway.engines.engine.Flow`."""
+        await self.shutdown()
 
     def abort(self) -> None:
         """End the flow now, on all its connections. Queued bytes are not sent."""
@@ -211,9 +213,6 @@ class FlowConnection(server.ConnectionHandler):
         for writer in self._servers:
             _discard(writer)
         self._flow.writer.transport.abort()
-
-    def _reset_client(self) -> None:
-        _discard(self._flow.writer)
 
     async def shutdown(self) -> None:
         """Stop all tasks and close all connections, also after an error of `handle_client`."""
@@ -350,8 +349,8 @@ class FlowConnection(server.ConnectionHandler):
             return
         try:
             async with Patience(3 * self._limits.handshake_seconds):
-                reader, writer, address = await self._ports.dialler.dial(
-                    *self._pin.address, self._flow.scheme, describe(self._flow)
+                reader, writer, address = await self._shared.dialler.dial(
+                    *self._pin.address, self._flow.scheme, describe(self._flow, ENGINE)
                 )
         except asyncio.CancelledError:
             await self._failed(command)
@@ -398,14 +397,13 @@ class FlowConnection(server.ConnectionHandler):
         data.establish_server_tls_first = False
 
     def on_tls_start_client(self, data: TlsData) -> None:
-        leaf = self._ports.identity.leaf(self._flow.host)
-        data.ssl_conn = self._ports.clients.accept(leaf)
+        leaf = self._shared.identity.leaf(self._flow.host)
+        data.ssl_conn = self._shared.clients.accept(leaf)
 
     def on_tls_start_server(self, data: TlsData) -> None:
         if data.conn.sni != self._flow.host or data.is_dtls:
             raise RuntimeError("the upstream handshake is for another host than the flow's")
-        alpn = [b"h2", b"http/1.1"] if self.client.alpn == b"h2" else [b"http/1.1"]
-        data.ssl_conn = self._ports.upstream.connect(self._flow.host, alpn)
+        data.ssl_conn = self._shared.upstream.connect(self._flow.host, [b"h2", b"http/1.1"])
 
     def on_tls_established_server(self, data: TlsData) -> None:
         if data.ssl_conn is None or not verified(data.ssl_conn):
@@ -413,15 +411,3 @@ class FlowConnection(server.ConnectionHandler):
 
     def on_server_connect(self, _data: server_hooks.ServerConnectionHookData) -> None:
         raise RuntimeError("mitmproxy opened a connection by itself")
-
-
-def describe(flow: InspectedFlow) -> Mapping[str, object]:
-    """Return the fields of a record about the flow as a whole."""
-    return {
-        "host": flow.host,
-        "port": flow.port,
-        "scheme": flow.scheme.value,
-        "flow": flow.flow_id,
-        "destination": flow.original_destination[0],
-        "engine": ENGINE,
-    }

@@ -14,45 +14,28 @@ import time
 from mitmproxy import http
 from mitmproxy.connection import Server
 from mitmproxy.http import HTTPFlow
-from mitmproxy.websocket import WebSocketData
 
 from gateway import pages
-from gateway.admission import Admission
-from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets
-from gateway.engines.mitm.contexts import certified
-from gateway.engines.port import EngineLimits, InspectedFlow
-from gateway.exchange import Exchange, Session
-from gateway.ledger import Ledger
-from gateway.scrub.sought import KnownPatterns
+from gateway.engines.engine import Shared
+from gateway.engines.port import InspectedFlow
+from gateway.exchange import HTTP2, Exchange, Session
+from gateway.tls.contexts import certified
 from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, ResponseHead, Route
 from policy.facts import FlowFacts
 
 STAMP = "sallyport"
-ENGINE = "full"
-_VERSIONS = {"HTTP/1.0": 10, "HTTP/1.1": 11, "HTTP/2.0": 20}
+ENGINE = "mitm"
 
 
 class Gate:
     """The exchanges of one flow, for mitmproxy."""
 
-    def __init__(
-        self,
-        flow: InspectedFlow,
-        decider: Decider,
-        allowance: Allowance,
-        secrets: Secrets,
-        recorder: Recorder,
-        limits: EngineLimits,
-        ledger: Ledger,
-        known: KnownPatterns,
-        admission: Admission,
-    ) -> None:
+    def __init__(self, flow: InspectedFlow, shared: Shared) -> None:
         facts = FlowFacts(flow.host, flow.port, flow.scheme)
-        effects = Effects(decider, allowance, secrets, recorder, ledger, admission, time.monotonic)
         origin = Origin(facts, flow.flow_id, flow.original_destination[0], flow.peer, ENGINE)
-        self.session = Session(origin, effects, known, limits.scrub_body_bytes)
+        self.session = Session(origin, shared.effects, shared.known, shared.limits.scrub_body_bytes)
         self._host = flow.host
         self._server: Server | None = None
 
@@ -107,11 +90,11 @@ class Gate:
             return
         request = flow.request
         parts = RequestParts(
-            version=_VERSIONS[request.http_version],
+            version=HTTP2,
             method=request.data.method,
             target=request.data.path,
             # mitmproxy has overwritten :scheme with the connection's. StrictHttp2Server compared it before.
-            scheme=request.data.scheme if request.is_http2 else b"",
+            scheme=request.data.scheme,
             authority=request.data.authority,
             headers=_fields(request.headers),
         )
@@ -131,7 +114,9 @@ class Gate:
     def _route(self, server: Server) -> Route:
         if server.peername is None:
             raise RuntimeError("an upstream connection without an address")
-        return Route(server.peername[0], certified(server, self._host) if server.tls else None)
+        return Route(
+            server.peername[0], certified(server.certificate_list[0].altnames, self._host) if server.tls else None
+        )
 
     def _forward(self, flow: HTTPFlow, exchange: Exchange, forward: Forward) -> None:
         def stream(data: bytes) -> list[bytes]:
@@ -192,8 +177,6 @@ class Gate:
         elif exchange.withheld and (page := exchange.response_end()):
             response.data.content = page  # the body had no chunk
         exchange.finish()
-        if exchange.tunnel:
-            flow.websocket = flow.websocket or WebSocketData()
 
     async def error(self, flow: HTTPFlow) -> None:
         self.session.finished(flow.id)
@@ -240,15 +223,7 @@ def _fields(headers: http.Headers) -> Headers:
 
 
 def _answer(flow: HTTPFlow, answer: Answer) -> None:
-    # The remaining headers frame the rest of the request, and may ask to close the connection.
-    flow.request.headers = http.Headers(
-        [
-            (name, value)
-            for name, value in flow.request.headers.fields
-            if name.lower() in (b"content-length", b"transfer-encoding")
-            or (name.lower() == b"connection" and b"close" in value.lower())
-        ]
-    )
+    flow.request.headers = http.Headers()
     flow.request.stream = True  # "do not wait for the body": see StrictStream.start_request_stream
     flow.response = _made(answer)
 

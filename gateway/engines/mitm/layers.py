@@ -1,10 +1,9 @@
-"""mitmproxy's HTTP layers, made strict; HTTP/2 is in `http2`. (Over 250 lines: a subclass for each lenient class.)
+"""mitmproxy's HTTP layers for HTTP/2 clients, made strict; HTTP/2 itself is in `http2`.
 
 | mitmproxy | These layers |
 |---|---|
-| reads request heads of any size and form | `tls.hello.read_head` and `translate` judge head and framing first |
 | raises on trailers | trailers are dropped |
-| buffers chunk headers and pipelined bytes without limit | buffers have limits |
+| buffers the chunk headers of a server without limit | buffers have limits |
 | ends TLS without close_notify | close_notify is sent |
 | treats a server's close after an early response as a failure | the client gets the response |
 | treats `100` or `103` as the final response | at most `MAX_INFORMATIONAL` of them are dropped |
@@ -12,7 +11,6 @@
 | sends error texts, its name and its version to the client | pages of `pages` are sent |
 | keeps the state of each upstream connection while the client's lasts | the state is dropped |
 | buffers the body of a request that was answered locally | the answer is sent at once and the body discarded |
-| parses WebSocket frames and keeps all messages | an accepted WebSocket is relayed unread |
 
 `StrictHttpLayer.get_connection` makes every upstream connection, to the one destination of the flow.
 """
@@ -33,19 +31,13 @@ from mitmproxy.proxy.layers.http import _base, _events, _http1
 from mitmproxy.proxy.utils import ReceiveBuffer
 from OpenSSL import SSL
 
-from gateway import pages
 from gateway.engines.mitm.http2 import WINDOW, Acknowledge, StrictHttp2Client, StrictHttp2Server
-from gateway.engines.mitm.pin import Commands, Pin, RefusedRequestHook, RouteHook
-from gateway.tls.hello import NeedMore, Refused, read_head
-from gateway.translate import RequestParts, translate
+from gateway.engines.mitm.pin import Commands, Pin, RouteHook
 
 MAX_BUFFER = 256 * 1024
-"""The limit of unparsed bytes of one HTTP/1 connection."""
+"""The limit of unparsed bytes of one HTTP/1 connection to a server."""
 MAX_RESPONSE_HEAD = 128 * 1024
 MAX_INFORMATIONAL = 16
-MAX_DISCARD = 64 * 1024 * 1024
-"""The limit of bytes of a request body that are discarded after an answer. Many clients send the whole body before they
-read; a reset would lose the answer."""
 
 _HEAD_END = re.compile(rb"\n\r?\n")
 _INFORMATIONAL = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9][0-9][ \r\n]")
@@ -82,7 +74,7 @@ class OrderlyClientTls(tls.ClientTLSLayer):
 
 
 class _BoundedHttp1(_http1.Http1Connection):
-    """Body reading and buffer bounds, for both directions."""
+    """Body reading and buffer bounds."""
 
     def _handle_event(self, event: events.Event) -> Commands[None]:
         yield from super()._handle_event(event)
@@ -108,8 +100,7 @@ class _BoundedHttp1(_http1.Http1Connection):
             elif isinstance(part, h11.EndOfMessage):
                 # part.headers has trailers; they are dropped.
                 yield _base.ReceiveHttp(self.ReceiveEndOfMessage(self._stream()))
-                from_client = isinstance(self, _http1.Http1Server)
-                yield from self.mark_done(request=from_client, response=not from_client)
+                yield from self.mark_done(response=True)
                 return
 
     def received(self, data: bytes) -> Commands[None]:
@@ -137,97 +128,6 @@ class _BoundedHttp1(_http1.Http1Connection):
 
 def _closed(event: events.Event) -> bool:
     return isinstance(event, events.ConnectionClosed)
-
-
-class StrictHttp1Server(_BoundedHttp1, _http1.Http1Server):
-    """Speaks HTTP/1 with the sandbox."""
-
-    def __init__(self, context: Context, pin: Pin) -> None:
-        super().__init__(context)
-        self._pin = pin
-        self._discarded = 0
-        self._heads = 0
-        pin.unfinished_head = self._unfinished_head
-
-    def _unfinished_head(self) -> int | None:
-        return self._heads if self.buf and self.state == self.read_headers else None
-
-    def received(self, data: bytes) -> Commands[None]:
-        if self.response_done:
-            self._discarded += len(data)
-            if self._discarded > MAX_DISCARD:
-                yield from self._give_up()
-            return
-        yield from super().received(data)
-
-    def read_headers(self, event: events.ConnectionEvent) -> Commands[None]:
-        if not isinstance(event, events.DataReceived):
-            yield commands.CloseConnection(self.conn)
-            self.state = self.ignore
-            return
-        head = read_head(bytes(self.buf))
-        if isinstance(head, NeedMore):
-            return
-        if isinstance(head, Refused):
-            yield from self._refuse(head)
-            return
-        parts = RequestParts(10 + head.minor_version, head.method, head.target, b"", b"", head.headers)
-        translated = translate(parts, self._pin.facts)
-        if isinstance(translated, Refused):
-            yield from self._refuse(translated)
-            return
-        self.buf.maybe_extract_at_most(head.length)
-        self._discarded = 0
-        self._heads += 1
-        self.request = http.Request(
-            host="",
-            port=0,
-            method=head.method,
-            scheme=b"",
-            authority=b"",
-            path=head.target,
-            http_version=b"HTTP/1.%d" % head.minor_version,
-            headers=http.Headers(head.headers),
-            content=None,
-            trailers=None,
-            timestamp_start=0.0,
-            timestamp_end=None,
-        )
-        named = {name.lower(): value for name, value in head.headers}
-        size = None if b"transfer-encoding" in named else int(named.get(b"content-length", b"0"))
-        yield _base.ReceiveHttp(_events.RequestHeaders(self.stream_id, self.request, size == 0))
-        self.body_reader = _http1.make_body_reader(size)
-        self.state = self.read_body
-        yield from self.state(event)
-
-    def _refuse(self, refused: Refused) -> Commands[None]:
-        yield RefusedRequestHook(refused)
-        if self.conn.state & ConnectionState.CAN_WRITE:
-            page = pages.http1(refused.status, pages.refusal(refused.status, refused.reason))
-            yield commands.SendData(self.conn, page)
-        yield commands.CloseConnection(self.conn)
-        self.state = self.ignore
-
-    def send(self, event: _base.HttpEvent) -> Commands[None]:
-        if isinstance(event, _events.ResponseProtocolError):
-            if not self.conn.state & ConnectionState.CAN_WRITE:
-                return
-            status = event.code.http_status_code()
-            if self.response is None and status is not None:
-                yield commands.SendData(self.conn, pages.http1(status, pages.failure(status)))
-            elif self.response is not None and self._is_cut(self.response, event):
-                self._pin.reset_client()
-            yield commands.CloseConnection(self.conn)
-            self.state = self.ignore
-            return
-        yield from super().send(event)
-        if isinstance(event, _events.ResponseHeaders) and event.response.status_code == 100:
-            self.response = None  # the final response has not come yet
-
-    def _is_cut(self, response: http.Response, event: _events.ResponseProtocolError) -> bool:
-        """Whether the client would treat the end of its connection as the end of an incomplete response."""
-        ends = not (response.headers.get("transfer-encoding") or response.headers.get("content-length"))
-        return ends and event.code is not _events.ErrorCode.PASSTHROUGH_CLOSE  # the normal end of an accepted WebSocket
 
 
 class StrictHttp1Client(_BoundedHttp1, _http1.Http1Client):
@@ -267,7 +167,7 @@ class StrictHttp1Client(_BoundedHttp1, _http1.Http1Client):
             self.state = self.ignore
 
     def send(self, event: _base.HttpEvent) -> Commands[None]:
-        if isinstance(event, _events.RequestHeaders) and event.request.is_http2:
+        if isinstance(event, _events.RequestHeaders):
             event = _events.RequestHeaders(event.stream_id, _as_http1(event), event.end_stream)
         yield from super().send(event)
 
@@ -360,37 +260,12 @@ class StrictStream(mitm_http.HttpStream):
         self._pin.finished(self.flow.id)
 
     def _answered_early(self) -> bool:
-        """Whether an HTTP/2 client has the complete answer and still sends the request."""
-        sending = self.client_state == self.state_stream_request_body
-        return sending and self.server_state == self.state_done and self.flow.request.is_http2
-
-    def flow_done(self) -> Commands[None]:
-        response = self.flow.response
-        if response is None or response.status_code != 101 or self.flow.websocket is None:
-            yield from super().flow_done()
-            return
-        self.child_layer = OpaqueRelay(self.context)
-        self._handle_event = self.passthrough
-        yield from self.child_layer.handle_event(events.Start())
-        yield mitm_http.SendHttp(_events.ResponseEndOfMessage(self.stream_id), self.context.client)
+        """Whether the client has the complete answer and still sends the request."""
+        return bool(self.client_state == self.state_stream_request_body and self.server_state == self.state_done)
 
     def held_back(self) -> int:
         """Return the bytes of the request body that wait in this stream."""
         return sum(len(one.data) for one in self._paused_event_queue if isinstance(one, _events.RequestData))
-
-
-class OpaqueRelay(layer.Layer):
-    """Passes bytes between the client and the server of an accepted WebSocket."""
-
-    def _handle_event(self, event: events.Event) -> Commands[None]:
-        if isinstance(event, events.ConnectionEvent):
-            from_client = event.connection == self.context.client
-            other = self.context.server if from_client else self.context.client
-            if isinstance(event, events.DataReceived):
-                yield commands.SendData(other, event.data)
-            elif isinstance(event, events.ConnectionClosed):
-                yield commands.CloseConnection(other)
-                yield commands.CloseConnection(event.connection)
 
 
 class StrictHttpLayer(mitm_http.HttpLayer):
@@ -403,8 +278,9 @@ class StrictHttpLayer(mitm_http.HttpLayer):
 
     def _handle_event(self, event: events.Event) -> Commands[None]:
         if isinstance(event, events.Start):
-            kind = StrictHttp2Server if self.context.client.alpn == b"h2" else StrictHttp1Server
-            self.connections[self.context.client] = kind(self.context.fork(), self._pin)
+            if self.context.client.alpn != b"h2":
+                raise RuntimeError("a client that does not speak HTTP/2")
+            self.connections[self.context.client] = StrictHttp2Server(self.context.fork(), self._pin)
         if isinstance(event, events.ConnectionEvent) and event.connection not in self.connections:
             return  # a late event of a dropped connection
         yield from super()._handle_event(event)
@@ -449,8 +325,8 @@ class StrictHttpLayer(mitm_http.HttpLayer):
                 if connection in self.waiting_for_establishment:
                     self.waiting_for_establishment[connection].append(event)
                     return
-                # An HTTP/1 connection serves one stream of an HTTP/2 client at a time: that needs a new one.
-                if connection.connected and not (self.context.client.alpn == b"h2" and connection.alpn != b"h2"):
+                # An HTTP/1 connection serves one stream of the client: another stream needs a new one.
+                if connection.connected and connection.alpn == b"h2":
                     yield from self._reply(event, (connection, None))
                     return
         self._forget()

@@ -42,7 +42,6 @@ class Pin:
         sensitive: names, in lower case, of the headers that ever carried a secret on this flow.
         held_back: bytes of request bodies that wait for a verdict or a connection.
         finished: called with the id of a mitmproxy flow if the streams of its request end early.
-        reset_client: resets the client's connection, so that the client sees that the response is incomplete.
         unfinished_head: the number, from 0, of the request head that is incomplete; None if there is none.
     """
 
@@ -53,7 +52,6 @@ class Pin:
     upstreams: "list[StrictHttp2Client]" = field(default_factory=list)
     held_back: Callable[[], int] = lambda: 0
     finished: Callable[[str], None] = lambda _flow: None
-    reset_client: Callable[[], None] = lambda: None
     unfinished_head: Callable[[], int | None] = lambda: None
 
     @property

@@ -18,7 +18,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gateway.budget import Over
 from gateway.effects import SecretRefused
-from gateway.engines.mitm.engine import FullEngine
+from gateway.engines.engine import FlowEngine
+from gateway.engines.http1.flow import Http1Flow
+from gateway.engines.mitm.connection import FlowConnection
 from gateway.engines.port import EngineLimits, InspectedFlow
 from gateway.ledger import Ledger
 from gateway.tls.hello import Hello, NeedMore, RequestHead, read_head, read_hello
@@ -216,7 +218,7 @@ class Rig:
     facts: list[RequestFacts] = field(default_factory=list)
     decide: Callable[[RequestFacts], AllowRequest | Deny] | None = None
     flows: list[asyncio.Task[None]] = field(default_factory=list)
-    engine: FullEngine = None  # type: ignore[assignment]
+    engine: FlowEngine = None  # type: ignore[assignment]
     broken_lease: bool = False
     over: Over | None = None
     leased: list[RequestFacts] = field(default_factory=list)
@@ -436,7 +438,9 @@ class running:
     async def __aenter__(self) -> Rig:
         rig = self.rig
         intermediate = rig.sandbox_root.intermediate("Sandbox Worker")
-        rig.engine = FullEngine(
+        rig.engine = FlowEngine(
+            http1=Http1Flow,
+            http2=FlowConnection,
             decider=rig,
             allowance=rig,
             secrets=rig,
@@ -477,7 +481,9 @@ class Lab:
         self, context: ssl.SSLContext | None, limits: EngineLimits | None = None, scheme: Scheme = Scheme.HTTPS
     ) -> running:
         return running(
-            Rig(self.directory, Upstream(), self.upstream_root, self.sandbox_root, scheme=scheme), context, limits
+            Rig(self.directory, Upstream(), self.upstream_root, self.sandbox_root, scheme=scheme),
+            context,
+            limits,
         )
 
     def stranger(self, name: str) -> Authority:

@@ -19,13 +19,13 @@ from mitmproxy.proxy.layers.http import GetHttpConnection, GetHttpConnectionComp
 from mitmproxy.proxy.layers.websocket import WebsocketStartHook
 from OpenSSL import SSL, crypto
 
+from gateway.engines.engine import _still_allowed
 from gateway.engines.mitm import options
-from gateway.engines.mitm.connection import FlowConnection, Ports
-from gateway.engines.mitm.contexts import ClientContexts, UpstreamContext, verified
-from gateway.engines.mitm.engine import _still_allowed
+from gateway.engines.mitm.connection import FlowConnection
 from gateway.engines.mitm.layers import RootLayer, StrictHttpLayer
 from gateway.engines.mitm.pin import Commands, Pin
-from gateway.engines.port import EngineLimits, InspectedFlow
+from gateway.engines.port import InspectedFlow
+from gateway.tls.contexts import ClientContexts, UpstreamContext, verified
 from gateway.tls.hello import Hello
 from gateway.tls.identity import LeafMint
 from policy.decision import Deny
@@ -73,8 +73,9 @@ async def made(lab: Lab) -> AsyncIterator[Made]:
     where, peer = ("203.0.113.9", 443), ("192.0.2.2", 40000)
     flow = InspectedFlow(reader, writer, b"", HOST, 443, Scheme.HTTPS, where, hello, peer, "f1")
     bench, dials = Bench(), Dials()
-    ports = Ports(dials, mint(lab), ClientContexts(), UpstreamContext(lab.upstream_root.pem))
-    connection = FlowConnection(flow, ports, bench.gate, EngineLimits(), options.options(60), lambda: None)
+    upstream = UpstreamContext(lab.upstream_root.pem)
+    connection = FlowConnection(flow, replace(bench.shared, dialler=dials, identity=mint(lab), upstream=upstream))
+    bench.gate = connection.gate
     yield Made(connection, bench, dials)
     await connection.shutdown()
     writer.transport.abort()

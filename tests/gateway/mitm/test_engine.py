@@ -1,6 +1,6 @@
 """An inspected flow, end to end: the bytes that the server and the sandbox receive.
 
-It tests `gateway/engines/mitm/layers.py`.
+It tests `gateway/engines/engine.py`, `gateway/engines/http1/flow.py` and `gateway/engines/mitm/layers.py`.
 """
 
 import asyncio
@@ -402,7 +402,8 @@ async def test_chunked_bodies_are_framed_again_without_trailers(rig):
     )
     answer = await rig.exchange(raw)
     assert answer.endswith(b"ok")
-    assert b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" == rig.upstream.data.partition(b"\r\n\r\n")[2]
+    sent = rig.upstream.data.partition(b"\r\n\r\n")[2]
+    assert sent in (b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"5\r\nabcde\r\n0\r\n\r\n")
     assert b"evil" not in rig.upstream.data
 
 
@@ -569,17 +570,6 @@ async def test_a_decider_that_raises_closes_the_flow(rig):
 
 async def test_a_decider_without_an_answer_closes_the_flow(rig):
     rig.decide = lambda _facts: None
-    assert b"" == await rig.exchange(GET % b"/v1")
-    assert (0, b"") == (rig.dials, rig.upstream.data)
-
-
-async def test_a_request_without_a_stamp_closes_the_flow(rig, monkeypatch):
-    from gateway.engines.mitm.gate import Gate
-
-    async def forgetful(_self, _flow):
-        return None
-
-    monkeypatch.setattr(Gate, "requestheaders", forgetful)
     assert b"" == await rig.exchange(GET % b"/v1")
     assert (0, b"") == (rig.dials, rig.upstream.data)
 

@@ -11,18 +11,17 @@ from mitmproxy.proxy import commands, events
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layers.http import GetHttpConnection, GetHttpConnectionCompleted, _base, _events
 
-from gateway.engines.mitm import layers, options
+from gateway.engines.mitm import options
 from gateway.engines.mitm.http2 import _GoingAway, _moves_nothing
 from gateway.engines.mitm.layers import (
     MAX_BUFFER,
     MAX_INFORMATIONAL,
     MAX_RESPONSE_HEAD,
     StrictHttp1Client,
-    StrictHttp1Server,
     StrictHttpLayer,
     _as_http1,
 )
-from gateway.engines.mitm.pin import Pin, RefusedRequestHook
+from gateway.engines.mitm.pin import Pin
 from gateway.engines.port import EngineLimits
 from policy.facts import FlowFacts, Scheme
 from tests.gateway.mitm.conftest import Lab
@@ -46,7 +45,7 @@ def context(alpn: bytes = b"http/1.1") -> Context:
 class Wire:
     """One side's layer, and its commands after the peer's input."""
 
-    def __init__(self, layer: StrictHttp1Client | StrictHttp1Server, peer: Connection) -> None:
+    def __init__(self, layer: StrictHttp1Client, peer: Connection) -> None:
         self.layer, self.peer = layer, peer
         self.done: list[commands.Command] = []
         self._give(events.Start())
@@ -78,12 +77,6 @@ def server() -> Wire:
     wire = Wire(StrictHttp1Client(made), made.server)
     wire.send(_events.RequestHeaders(1, request().request, end_stream=True), _events.RequestEndOfMessage(1))
     return wire
-
-
-@pytest.fixture
-def client() -> Wire:
-    made = context()
-    return Wire(StrictHttp1Server(made, pin()), made.client)
 
 
 # A server over HTTP/1.
@@ -131,51 +124,11 @@ def test_bytes_after_an_early_answer_are_no_second_one() -> None:
     assert 1 == len(server.passed(_events.ResponseHeaders))
 
 
-def test_trailers_of_either_side_go_no_further(server: Wire, client: Wire) -> None:
-    chunked = b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX-Token: secret\r\n\r\n"
-    server.receive(b"HTTP/1.1 200 OK\r\n" + chunked)
-    client.receive(b"POST / HTTP/1.1\r\nHost: good.test\r\n" + chunked)
-    for wire, data, end, trailers in (
-        (server, _events.ResponseData, _events.ResponseEndOfMessage, _events.ResponseTrailers),
-        (client, _events.RequestData, _events.RequestEndOfMessage, _events.RequestTrailers),
-    ):
-        assert [b"ok"] == [one.data for one in wire.passed(data)]
-        assert (1, []) == (len(wire.passed(end)), wire.passed(trailers))
-
-
-# A client over HTTP/1.
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"GET / HTTP/1.1\r\nHost: evil.test\r\n\r\n",
-        b"GET http://good.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: good.test\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"nonsense\r\n\r\n",
-    ],
-    ids=["host", "scheme", "framing", "nonsense"],
-)
-def test_a_head_that_is_refused_is_no_request(client: Wire, raw: bytes) -> None:
-    client.receive(raw)
-    assert [] == client.passed(_events.RequestHeaders)
-    assert 1 == len([one for one in client.done if isinstance(one, RefusedRequestHook)])
-    assert client.closed
-    client.receive(b"GET / HTTP/1.1\r\nHost: good.test\r\n\r\n")
-    assert [] == client.passed(_events.RequestHeaders)
-
-
-def test_the_body_after_an_answer_is_thrown_away_up_to_a_size(client: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "MAX_DISCARD", 1000)
-    client.receive(b"POST / HTTP/1.1\r\nHost: good.test\r\nContent-Length: 5000\r\n\r\n")
-    answer = http.Response.make(403, b"no", {"content-length": "2"})
-    client.send(_events.ResponseHeaders(1, answer, False), _events.ResponseData(1, b"no"))
-    client.send(_events.ResponseEndOfMessage(1))
-    client.receive(b"a" * 1000)
-    assert not client.closed
-    client.receive(b"a")
-    assert client.closed
-    assert [] == client.passed(_events.RequestData)
+def test_trailers_of_a_server_go_no_further(server: Wire) -> None:
+    server.receive(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX-Token: secret\r\n\r\n")
+    assert [b"ok"] == [one.data for one in server.passed(_events.ResponseData)]
+    ends = server.passed(_events.ResponseEndOfMessage)
+    assert (1, []) == (len(ends), server.passed(_events.ResponseTrailers))
 
 
 # Between protocols.
@@ -183,7 +136,7 @@ def test_the_body_after_an_answer_is_thrown_away_up_to_a_size(client: Wire, monk
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_request_over_http2_becomes_one_over_http1_that_is_alone(*, whole: bool) -> None:
-    sent = request(b"POST", headers=((b"host", b"evil.test"), (b"te", b"trailers"), (b"x-own", b"1")), h2=True).request
+    sent = request(b"POST", headers=((b"host", b"evil.test"), (b"te", b"trailers"), (b"x-own", b"1"))).request
     sent.headers = http.Headers([*sent.headers.fields, (b"cookie", b"a=1"), (b"cookie", b"b=2")])
     made = _as_http1(_events.RequestHeaders(1, sent, end_stream=whole))
     framing = () if whole else ((b"Transfer-Encoding", b"chunked"),)
@@ -195,12 +148,11 @@ def test_a_request_over_http2_becomes_one_over_http1_that_is_alone(*, whole: boo
 @pytest.mark.parametrize(
     ("spoken", "there", "taken"),
     [
-        (b"http/1.1", b"http/1.1", True),
         (b"h2", b"h2", True),
         (b"h2", b"http/1.1", False),
         (b"h2", None, False),
-        (b"http/1.1", "closed", False),
-        (b"http/1.1", "broken", False),
+        (b"h2", "closed", False),
+        (b"h2", "broken", False),
     ],
 )
 def test_a_connection_is_used_again_by_those_it_can_serve(

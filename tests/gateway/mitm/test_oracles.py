@@ -6,7 +6,7 @@ It observes the bytes that arrive before the server continues, and the bytes tha
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import h2.events
@@ -163,7 +163,7 @@ async def test_what_ends_tell_is_bounded_and_then_nothing_is_answered(asked, kin
     """For the end of a body and of a message."""
     rig, echo, over = asked
     echo.kind = kind
-    rig.engine._ledger.reflections = spent
+    rig.engine._effects.disclosures.reflections = spent
     learned = await learn(rig, echo, over, shape, wanted=MAX_PARTIAL - spent + 4, ends=True)
     assert learned <= MAX_PARTIAL - spent
     if learned:  # otherwise the protocol was refused before any answer
@@ -172,8 +172,9 @@ async def test_what_ends_tell_is_bounded_and_then_nothing_is_answered(asked, kin
 
 
 async def test_matches_are_answered_up_to_a_rate_and_then_refused(rig):
-    """Then all requests to a host with secrets are refused, also those without one; other hosts are not affected."""
-    rig.engine._ledger = ledger = Ledger.fresh()
+    """For requests of a host that is sent secrets, also those that carry none; honest ones get their answers."""
+    ledger = Ledger.fresh()
+    rig.engine._effects = replace(rig.engine._effects, disclosures=ledger)
 
     async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
         body = rig.secret.encode() if b"/me" in head else b"fine"
@@ -195,7 +196,7 @@ async def test_matches_are_answered_up_to_a_rate_and_then_refused(rig):
 
 
 async def test_an_answer_that_is_under_way_ends_at_the_bound(rig):
-    rig.engine._ledger.reflections = MAX_PARTIAL - 1
+    rig.engine._effects.disclosures.reflections = MAX_PARTIAL - 1
     go_on = asyncio.Event()
 
     async def reply(_head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:

@@ -77,6 +77,7 @@ def closed(off: Iterable[str]) -> bool:
 
 
 TAKEN = (TAKEN_OVER,)
+ORDER, DIALS = "order of steps", "no connection without an allowed request"
 DEFENCES = (
     Defence("no route", "the gateway namespace has no uplink, no route, no forwarding", "kernel", "a route exists"),
     Defence("gw0 rules", "the slot's filter drops what is neither proxy nor DNS", "kernel", "a datagram to port 9999"),
@@ -115,8 +116,8 @@ DEFENCES = (
     Defence("origin form", "the target that is sent is a path", "worker", "an absolute target of the same host"),
     Defence("framing check", "one framing: a length or chunks", "worker", "why a request with both is refused"),
     Defence(
-        "engine's header validation",
-        "the engine's library refuses a message with both framings, too",
+        "framing of what is sent",
+        "no request is written with both framings",
         "worker",
         "a request with both arrives",
         ("framing check",),
@@ -153,14 +154,33 @@ DEFENCES = (
         "a container without our profile",
         ("seccomp profile",),
     ),
-    Defence("sentinel", "a flow without a stamped decision is ended", "worker", "a request without a decision"),
-    Defence("hook wrapper", "an exception while judging ends the flow", "worker", "a judge that fails"),
     Defence(
-        "no connection without an allowed request",
+        "sentinel",
+        "a request without a verdict that allows it ends its flow before it is sent",
+        "worker",
+        "a request without a decision arrives",
+        (ORDER, DIALS),
+    ),
+    Defence(
+        ORDER,
+        "an exchange refuses a step that does not follow its judgement",
+        "worker",
+        "a request without a decision arrives",
+        ("sentinel", DIALS),
+    ),
+    Defence(
+        DIALS,
         "the engine dials only while an allowed request waits",
         "worker",
         "a request without a decision arrives",
-        ("sentinel",),
+        ("sentinel", ORDER),
+    ),
+    Defence(
+        "exception ends the flow",
+        "an exception while judging ends the flow",
+        "worker",
+        "a request whose judge fails arrives",
+        ("sentinel", ORDER, DIALS),
     ),
     Defence(
         "audit acceptance",
@@ -195,10 +215,10 @@ PATHS = (
         (FOREIGN_HOST, IMPOSTOR),
     ),
     Path("the target that is asked for", ("absolute-target check", "origin form"), (ABSOLUTE,)),
-    Path("the end of a request", ("framing check", "engine's header validation"), (AMBIGUOUS,)),
+    Path("the end of a request", ("framing check", "framing of what is sent"), (AMBIGUOUS,)),
     Path("secrets", ("per-request check", "vaultd's grant check", "scope check of a lease"), (OUTSIDE,)),
     Path("answers", ("response scrub",), (RETURNED,)),
-    Path("judgement", ("sentinel", "hook wrapper", "no connection without an allowed request"), (UNJUDGED_ARRIVES,)),
+    Path("judgement", ("sentinel", ORDER, DIALS, "exception ends the flow"), (UNJUDGED_ARRIVES,)),
     Path("the log", ("audit acceptance",), (UNRECORDED_ARRIVES,)),
     Path("an unplanned container", ("shim's plan check", "shim's bundle check"), (UNPLANNED,)),
     Path("start", ("seccomp profile", "shim's bundle check"), (FarEnd.KERNEL.value,), ("runc",)),

@@ -23,7 +23,7 @@ from tests.security.layers import defences
 from tests.security.layers.defences import CLOSED, HELD, REFUSED, Defence, closed
 from tests.security.layers.defences import Path as Layers
 from tests.security.layers.stack import LayeredStack, store_secret
-from tests.security.layers.substitutes import UNRECORDED
+from tests.security.layers.substitutes import FAILING, UNJUDGED, UNRECORDED
 from tests.security.layers.suite import (
     AMBIGUOUS,
     DELETED,
@@ -33,7 +33,6 @@ from tests.security.layers.suite import (
     OWN_TARGET,
     RETURNED,
     RUNTIMES,
-    UNJUDGED_ARRIVES,
     UNPLANNED,
     Attempts,
     Pair,
@@ -188,7 +187,7 @@ def acts(internet: Internet, stack: LayeredStack, pair: Pair, wanted: set[str]) 
         "absolute-target check": lambda: not any(target.endswith("/v1/absolute") for target in requested),
         "origin form": lambda: OWN_TARGET in requested,
         "framing check": lambda: "both Content-Length" in seen.answers["two framings"],
-        "engine's header validation": lambda: AMBIGUOUS not in seen.leaks,
+        "framing of what is sent": lambda: AMBIGUOUS not in seen.leaks,
         "per-request check": lambda: bool(paths) and paths[0]["decision"] == "deny",
         "vaultd's grant check": lambda: FIRST not in seen.outside,
         "scope check of a lease": lambda: DELETED not in seen.outside,
@@ -198,9 +197,10 @@ def acts(internet: Internet, stack: LayeredStack, pair: Pair, wanted: set[str]) 
         "shim's plan check": lambda: _by_hand(stack) != 0,
         "seccomp profile": lambda: _filtered(stack, name),
         "shim's bundle check": lambda: False,
-        "sentinel": lambda: seen.answers["/v1/unjudged"] == "",
-        "hook wrapper": lambda: seen.answers["/v1/failing"] == "",
-        "no connection without an allowed request": lambda: UNJUDGED_ARRIVES not in seen.leaks,
+        "sentinel": lambda: UNJUDGED not in requested,
+        "order of steps": lambda: UNJUDGED not in requested,
+        "no connection without an allowed request": lambda: UNJUDGED not in requested,
+        "exception ends the flow": lambda: FAILING not in requested,
         "audit acceptance": lambda: UNRECORDED not in requested,
         "response scrub": lambda: RETURNED not in seen.leaks,
         "worker uid": lambda: "0" not in status["Uid"].split("\t"),

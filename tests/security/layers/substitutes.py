@@ -280,11 +280,14 @@ def _forwarding(exchange: Any) -> None:
 
 
 def _engine() -> None:
-    """The inspecting engine's own last lines."""
-    from mitmproxy.proxy.layers import http
+    """The own checks of the engine and of its HTTP/1.1 framing, which all these attacks meet."""
     from OpenSSL import SSL
 
-    from gateway.engines.mitm import connection, contexts, engine, gate
+    from gateway import exchange
+    from gateway.engines import engine
+    from gateway.engines.http1 import framing, transaction
+    from gateway.tls import contexts
+    from gateway.verdicts import Forward, ForwardHead
 
     agreement = "host, SNI and certificate agreement"
 
@@ -293,43 +296,36 @@ def _engine() -> None:
         made.set_verify(SSL.VERIFY_NONE, lambda *_: True)
         return made
 
-    async def swallowed(real: Any, self: Any, hook: Any) -> None:
-        """As mitmproxy's own hosts do: an exception of an add-on is a line in a log, and the flow goes on."""
-        (data,) = hook.args()
-        for addon in (self, *self._addons):
-            method = getattr(addon, f"on_{hook.name}" if addon is self else hook.name, None)
-            try:
-                result = method(data) if method is not None else None
-                if result is not None:
-                    await result
-            except Exception:  # noqa: BLE001, S112 - the point of this substitute
-                continue
+    def unjudged(parts: Any) -> Forward:
+        """As if a part of the engine had forgotten to judge a request: it is sent as it came."""
+        return Forward(ForwardHead(parts.target, b"", parts.headers), False)
+
+    async def swallowed(real: Any, self: Any, parts: Any, destination: Any) -> Any:
+        """As hosts of add-ons do: an exception of a judge is a line in a log, and the flow goes on."""
+        try:
+            return await real(self, parts, destination)
+        except Exception:  # noqa: BLE001 - the point of this substitute
+            return unjudged(parts)
 
     replaced(contexts.UpstreamContext, "connect", agreement, unverified)
-    replaced(connection, "verified", agreement, lambda real, *_: True)
-    replaced(engine.FullEngine, "_refusal", agreement, lambda real, *_: None)
-    replaced(gate, "certified", "certified name", lambda real, server, host: host)
-    replaced(http, "validate_headers", "engine's header validation", lambda real, message: None)
-    replaced(gate.Sentinel, "_check", "sentinel", lambda real, *_: None)
-    replaced(connection.FlowConnection, "handle_hook", "hook wrapper", swallowed)
+    replaced(contexts, "verified", agreement, lambda real, *_: True)
+    replaced(engine.FlowEngine, "_refusal", agreement, lambda real, *_: None)
+    replaced(contexts, "certified", "certified name", lambda real, names, host: host)
+    replaced(framing, "check_framing", "framing of what is sent", lambda real, headers: None)
+    replaced(transaction.Transaction, "check", "sentinel", lambda real, *_: None)
+    replaced(exchange.Exchange, "_require", "order of steps", lambda real, *_: None)
+    replaced(exchange.Session, "may_connect", "no connection without an allowed request", lambda real, *_: True)
 
-    async def any_request(real: Any, self: Any, flow: Any) -> None:
-        if gate.STAMP in flow.metadata:
-            await real(self, flow)
+    judge = transaction.Transaction.judge
 
-    without = "no connection without an allowed request"
-    replaced(gate.Gate, "may_connect", without, lambda real, *_: True)
-    replaced(gate.Gate, "sallyport_route", without, any_request)
-
-    judge = gate.Gate.requestheaders
-
-    async def provoked(self: Any, flow: Any) -> None:
+    async def provoked(self: Any, parts: Any, destination: Any) -> Any:
         if STATE.provoked(DYING):
             os._exit(1)
-        if flow.request.path == UNJUDGED:
-            return
-        if flow.request.path == FAILING:
+        if parts.target == UNJUDGED.encode():
+            return unjudged(parts)
+        if parts.target == FAILING.encode():
             raise RuntimeError("provoked")
-        await judge(self, flow)
+        return await judge(self, parts, destination)
 
-    gate.Gate.requestheaders = provoked  # type: ignore[method-assign]
+    transaction.Transaction.judge = provoked  # type: ignore[method-assign]
+    replaced(transaction.Transaction, "judge", "exception ends the flow", swallowed)

@@ -7,11 +7,11 @@
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from mitmproxy.connection import Server
 from OpenSSL import SSL, crypto
 
 from gateway.engines.port import Leaf
@@ -110,15 +110,15 @@ class UpstreamContext:
         return connection
 
 
-def certified(server: Server, host: str) -> str:
-    """Return the name in a verified server certificate that matches `host`: the same name or a wildcard.
+def certified(names: Iterable[x509.GeneralName], host: str) -> str:
+    """Return the name that matches `host`, of the names in a verified server certificate: the same name or a wildcard.
 
     Raises:
         ValueError: no name matches, so the connection was never verified.
     """
-    names = {name.value.lower() for name in server.certificate_list[0].altnames if isinstance(name, x509.DNSName)}
+    found = {name.value.lower() for name in names if isinstance(name, x509.DNSName)}
     for wanted in (host, f"*.{host.partition('.')[2]}"):
-        if wanted in names:
+        if wanted in found:
             return wanted
     raise ValueError("no name in the server's certificate matches the host")
 
@@ -129,3 +129,16 @@ def verified(connection: SSL.Connection) -> bool:
     ok = lib.SSL_get_verify_result(connection._ssl) == 0
     modern = connection.get_protocol_version() >= SSL.TLS1_2_VERSION
     return ok and modern and connection.get_peer_certificate() is not None
+
+
+def peer_name(connection: SSL.Connection, host: str) -> str:
+    """Return the name of the server's certificate that matches `host`, after a complete handshake.
+
+    Raises:
+        ValueError: the certificate was not verified, or no name matches.
+    """
+    certificate = connection.get_peer_certificate(as_cryptography=True)
+    if certificate is None or not verified(connection):
+        raise ValueError("the server's certificate was not verified")
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return certified(names, host)

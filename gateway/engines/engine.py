@@ -1,0 +1,233 @@
+"""`FlowEngine`: admits flows, shares what they have in common, and ends them. A flow's framing is one of two kinds.
+
+| A client that | Framing |
+|---|---|
+| offers HTTP/1.1 in TLS, offers no protocol, or speaks plain HTTP | `http1` |
+| offers only HTTP/2 | `http2` |
+
+- A worker has one `FlowEngine`. The flows of the sandbox share certificates and TLS contexts, and nothing else. No
+  upstream connection outlives its flow.
+- `handle` closes both connections in every case.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.admission import Admission
+from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets
+from gateway.engines.port import Dialler, EngineLimits, InspectedFlow, LeafIssuer, describe
+from gateway.exchange import Session
+from gateway.ledger import Ledger
+from gateway.scrub.sought import KnownPatterns
+from gateway.tls.contexts import ClientContexts, UpstreamContext, choose_alpn
+from policy.facts import Scheme
+
+_NO_APPLICATION_PROTOCOL = b"\x15\x03\x03\x00\x02\x02\x78"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The values that the flows of one engine share. `beat` is called with the bytes of a flow, as a sign of life."""
+
+    dialler: Dialler
+    identity: LeafIssuer
+    clients: ClientContexts
+    upstream: UpstreamContext
+    known: KnownPatterns
+    effects: Effects
+    limits: EngineLimits
+    beat: Callable[[], None]
+
+
+class Flow(Protocol):
+    """One flow with its framing. Call `run` once, and `close` after it.
+
+    Attributes:
+        session: the state that its exchanges share.
+        aborted: the engine ended it; `reason` says why.
+    """
+
+    @property
+    def session(self) -> Session: ...
+
+    @property
+    def aborted(self) -> bool: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    async def run(self) -> None:
+        """Serve the flow to its end."""
+        ...
+
+    async def close(self) -> None:
+        """Close all its connections."""
+        ...
+
+    def abort(self) -> None:
+        """End the flow now. Queued bytes are not sent."""
+        ...
+
+    def drop_leftovers(self) -> None:
+        """Discard unsent bytes of requests whose client has ended them."""
+        ...
+
+
+class Framing(Protocol):
+    """Makes flows of one kind. `name` is the engine's name in records."""
+
+    name: str
+
+    def __call__(self, flow: InspectedFlow, shared: Shared) -> Flow:
+        """Make a flow that has not begun."""
+        ...
+
+
+class FlowEngine:
+    """See `gateway.engines.port.Engine`. Make it inside a running loop."""
+
+    def __init__(
+        self,
+        *,
+        http1: Framing,
+        http2: Framing,
+        decider: Decider,
+        allowance: Allowance,
+        secrets: Secrets,
+        recorder: Recorder,
+        dialler: Dialler,
+        identity: LeafIssuer,
+        ledger: Ledger,
+        upstream_roots: str,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            ledger: the counts of the sandbox.
+            upstream_roots: PEM text of all certificates that servers are verified against.
+
+        Raises:
+            ValueError: `upstream_roots` has no certificate, or other content.
+        """
+        self._framings = (http1, http2)
+        self._recorder = recorder
+        self._dialler = dialler
+        self._limits = limits or EngineLimits()
+        self._identity = identity
+        self._clients = ClientContexts()
+        self._upstream = UpstreamContext(upstream_roots)
+        self._live: set[Flow] = set()
+        self._ledger = ledger
+        self._known = KnownPatterns()
+        admission = Admission(time.monotonic)
+        self._effects = Effects(decider, allowance, secrets, recorder, ledger, admission, time.monotonic)
+
+    @property
+    def flows(self) -> int:
+        """The number of live flows."""
+        return len(self._live)
+
+    def reconfigure(
+        self,
+        *,
+        identity: LeafIssuer | None = None,
+        upstream_roots: str | None = None,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        """Use other certificates, roots or limits for flows that begin from now on.
+
+        Raises:
+            ValueError: see the constructor; the old values stay in force.
+        """
+        upstream = self._upstream if upstream_roots is None else UpstreamContext(upstream_roots)
+        self._upstream = upstream
+        self._identity = identity or self._identity
+        self._limits = limits or self._limits
+
+    async def handle(self, flow: InspectedFlow) -> None:
+        """See `gateway.engines.port.Engine`."""
+        framing = self._framings[_only_http2(flow)]
+        refusal = self._refusal(flow)
+        if refusal is not None:
+            self._recorder.note("flow", "deny", rule="engine", reason=refusal, **describe(flow, framing.name))
+            with contextlib.suppress(OSError):
+                flow.writer.close()
+            return
+        shared = Shared(
+            self._dialler,
+            self._identity,
+            self._clients,
+            self._upstream,
+            self._known,
+            self._effects,
+            self._limits,
+            self._ledger.beat,
+        )
+        served = framing(flow, shared)
+        self._live.add(served)
+        work = asyncio.ensure_future(served.run())
+        try:
+            await asyncio.wait({work})
+            if (error := None if work.cancelled() else work.exception()) is not None:
+                _log.error("an inspected flow failed: %s", type(error).__name__)
+        except asyncio.CancelledError:
+            served.abort()
+            work.cancel()
+            await asyncio.wait({work})
+            raise
+        finally:
+            try:
+                await served.close()
+            finally:
+                self._live.discard(served)
+        if served.aborted:
+            self._recorder.note("flow", "deny", rule="engine", reason=served.reason, **describe(flow, framing.name))
+
+    def _refusal(self, flow: InspectedFlow) -> str | None:
+        if len(self._live) >= self._limits.flows:
+            return "too many flows"
+        if (flow.scheme is Scheme.HTTPS) != (flow.hello is not None):
+            return "scheme and first bytes disagree"
+        if flow.hello is not None:
+            if flow.hello.sni != flow.host:
+                return "server name is not the flow's host"
+            if flow.hello.alpn and choose_alpn(flow.hello.alpn) is None:
+                flow.writer.write(_NO_APPLICATION_PROTOCOL)
+                return "no common application protocol"
+        return None
+
+    def revoke(self, secrets: frozenset[str] | None) -> int:
+        """See `gateway.engines.port.Engine`."""
+        self._known.drop()
+        hit = [one for one in self._live if (one.session.used if secrets is None else one.session.used & secrets)]
+        return self._abort(hit)
+
+    def recheck(self) -> int:
+        """See `gateway.engines.port.Engine`."""
+        for one in self._live:
+            one.drop_leftovers()
+        return self._abort([one for one in self._live if not _still_allowed(one)])
+
+    def _abort(self, flows: list[Flow]) -> int:
+        for flow in flows:
+            flow.abort()
+        return len(flows)
+
+
+def _only_http2(flow: InspectedFlow) -> bool:
+    return flow.hello is not None and choose_alpn(flow.hello.alpn) == b"h2"
+
+
+def _still_allowed(flow: Flow) -> bool:
+    try:
+        return flow.session.still_allowed()
+    except Exception:  # noqa: BLE001 - fails closed: a policy that cannot judge does not allow
+        return False

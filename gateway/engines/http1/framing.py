@@ -1,0 +1,286 @@
+"""Framing of HTTP/1.1 messages: request bodies, response heads and bodies, and heads to send. Sans-IO.
+
+- `gateway.tls.hello.read_head` reads a request head, and `gateway.translate` judges it, before its body is read here.
+- Responses are parsed by llhttp (httptools) with all its checks on. What llhttp refuses is a `FramingError`.
+- Trailers are dropped.
+"""
+
+import re
+from typing import Protocol
+
+import httptools
+
+from gateway.tls.hello import RequestHead
+from gateway.translate import Headers
+
+MAX_RESPONSE_HEAD = 128 * 1024
+MAX_INFORMATIONAL = 16
+_MAX_CHUNK_LINE = 256
+_TOO_LARGE = "the response head is over the limit"
+_MAX_TRAILERS = 16 * 1024
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
+_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+
+
+class FramingError(Exception):
+    """A message is malformed, or exceeds a limit."""
+
+
+class Body(Protocol):
+    """The body of one request. `done` is True after its last byte. `chunked` is its coding."""
+
+    done: bool
+    chunked: bool
+
+    def take(self, data: bytearray) -> bytes:
+        """Remove the bytes of this body from the start of `data`, and return its content.
+
+        Raises:
+            FramingError: it is malformed.
+        """
+        ...
+
+
+class SizedBody:
+    """A body with a known length in bytes."""
+
+    chunked = False
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.done = length == 0
+
+    def take(self, data: bytearray) -> bytes:
+        """See `Body`."""
+        part = bytes(data[: self._left])
+        del data[: len(part)]
+        self._left -= len(part)
+        self.done = self._left == 0
+        return part
+
+
+class ChunkedBody:
+    """A body in the chunked coding."""
+
+    chunked = True
+
+    def __init__(self) -> None:
+        self.done = False
+        self._left = 0
+        self._ends_chunk = False
+        self._trailers: int | None = None
+
+    def take(self, data: bytearray) -> bytes:
+        """See `Body`."""
+        content = bytearray()
+        while not self.done and data:
+            if self._left:
+                part = data[: self._left]
+                del data[: len(part)]
+                self._left -= len(part)
+                self._ends_chunk = not self._left
+                content += part
+                continue
+            line = _line(data)
+            if line is None:
+                break
+            if self._ends_chunk:
+                if line:
+                    raise FramingError("a chunk without its end")
+                self._ends_chunk = False
+            elif self._trailers is not None:
+                self._trailer(line)
+            else:
+                found = _CHUNK_LINE.fullmatch(line)
+                if found is None:
+                    raise FramingError("a malformed chunk")
+                self._left = int(found[1], 16)
+                if not self._left:
+                    self._trailers = 0
+        return bytes(content)
+
+    def _trailer(self, line: bytes) -> None:
+        if not line:
+            self.done = True
+            return
+        self._trailers = (self._trailers or 0) + len(line)
+        if self._trailers > _MAX_TRAILERS or _TRAILER.fullmatch(line) is None:
+            raise FramingError("malformed trailers")
+
+
+def _line(data: bytearray) -> bytes | None:
+    """Remove a line from the start of `data`; None if its end has not arrived."""
+    end = data.find(b"\n")
+    if end < 0 and len(data) <= _MAX_CHUNK_LINE:
+        return None
+    if end < 1 or end > _MAX_CHUNK_LINE or data[end - 1] != 0x0D:
+        raise FramingError("a malformed line of a chunked body")
+    line = bytes(data[: end - 1])
+    if b"\r" in line:
+        raise FramingError("a malformed line of a chunked body")
+    del data[: end + 1]
+    return line
+
+
+def body_of(head: RequestHead) -> Body:
+    """Return the body of a request whose framing `translate` has accepted."""
+    length = 0
+    for name, value in head.headers:
+        lower = name.lower()
+        if lower == b"transfer-encoding":
+            return ChunkedBody()
+        if lower == b"content-length" and value.isdigit():
+            length = int(value)
+    return SizedBody(length)
+
+
+def closes(head: RequestHead) -> bool:
+    """Whether the client asks for the end of the connection after the response."""
+    options = {
+        part.strip(b" \t").lower()
+        for name, value in head.headers
+        if name.lower() == b"connection"
+        for part in value.split(b",")
+    }
+    return b"close" in options or (head.minor_version == 0 and b"keep-alive" not in options)
+
+
+def check_framing(headers: Headers) -> None:
+    """Check that a request head to send has at most one framing header. A second check, after `gateway.translate`.
+
+    Raises:
+        FramingError: two parsers could read the end of the request differently.
+    """
+    if sum(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in headers) > 1:
+        raise FramingError("more than one framing header")
+
+
+def request_head(method: bytes, target: bytes, minor_version: int, headers: Headers) -> bytes:
+    """Return a request head as bytes on the wire.
+
+    Raises:
+        FramingError: see `check_framing`.
+    """
+    check_framing(headers)
+    return b"%s %s HTTP/1.%d\r\n%s\r\n" % (method, target, minor_version, _lines(headers))
+
+
+def response_head(status: int, reason: str, headers: Headers) -> bytes:
+    """Return a response head as bytes on the wire."""
+    return b"HTTP/1.1 %d %s\r\n%s\r\n" % (status, reason.encode("ascii", "replace"), _lines(headers))
+
+
+def _lines(headers: Headers) -> bytes:
+    return b"".join([b"%s: %s\r\n" % field for field in headers])
+
+
+class Response:
+    """Reads one final response from a server. `bodiless`: the request was HEAD.
+
+    Attributes:
+        begun: bytes have arrived.
+        headed: the final head is complete; `status`, `headers` and `bodiless` are valid.
+        bodiless: the response has no body, whatever its head says.
+        complete: the body is complete.
+        framed: the length of the body is known; otherwise it ends with the connection.
+        reusable: the connection can carry another request. Valid when `complete`.
+        upgraded: bytes after the head of a 101; None if the response is no 101.
+    """
+
+    def __init__(self, *, bodiless: bool) -> None:
+        self.begun = False
+        self.headed = False
+        self.complete = False
+        self.framed = False
+        self.upgraded: bytes | None = None
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.bodiless = bodiless
+        self._body: list[bytes] = []
+        self._extra = False
+        self._keeps_alive = False
+        self._problem: str | None = None
+        self._informational = 0
+        self._size = 0
+        self._parser = httptools.HttpResponseParser(self)
+
+    @property
+    def reusable(self) -> bool:
+        """See the class."""
+        return self.complete and self.framed and self._keeps_alive and not self._extra
+
+    def feed(self, data: bytearray) -> list[bytes]:
+        """Take all received bytes; return the pieces of the body in them.
+
+        Raises:
+            FramingError: the response is malformed.
+        """
+        received = bytes(data)
+        data.clear()
+        self.begun = True
+        if not self.headed:
+            self._size += len(received)
+        try:
+            self._parser.feed_data(received)
+        except httptools.HttpParserUpgrade as upgrade:
+            self.upgraded = received[upgrade.args[0] :]
+        except httptools.HttpParserError:
+            if not self.complete:
+                raise FramingError("the response is malformed") from None
+            self._extra = True
+        if not self.headed and self._size > MAX_RESPONSE_HEAD:
+            self._problem = _TOO_LARGE
+        if self._problem is not None:
+            raise FramingError(self._problem)
+        body, self._body = self._body, []
+        return body
+
+    def end(self) -> None:
+        """Take the end of the connection.
+
+        Raises:
+            FramingError: the response is incomplete.
+        """
+        if self.complete:
+            return
+        if not self.headed or self.framed:
+            raise FramingError("the response is incomplete")
+        self.complete = True
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self._extra = self._extra or self.complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.headed:
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self.headed:
+            return
+        status = self._parser.get_status_code()
+        if 100 <= status < 200 and status != 101:
+            self._informational += 1
+            if self._informational > MAX_INFORMATIONAL:
+                self._problem = "too many informational responses"
+            self.headers = []
+            return
+        names = {name.lower() for name, _ in self.headers}
+        if sum(len(name) + len(value) for name, value in self.headers) > MAX_RESPONSE_HEAD:
+            self._problem = _TOO_LARGE
+        self.status, self.headed = status, True
+        self._keeps_alive = bool(self._parser.should_keep_alive())
+        self.bodiless = self.complete = self.bodiless or status in (101, 204, 304)
+        self.framed = self.bodiless or b"content-length" in names or b"transfer-encoding" in names
+        if b"transfer-encoding" in names and self._parser.get_http_version() != "1.1":
+            self._problem = "a transfer coding in a response that is not HTTP/1.1"
+
+    def on_body(self, data: bytes) -> None:
+        if self.complete:
+            self._extra = True
+        else:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        self.complete = self.complete or self.headed

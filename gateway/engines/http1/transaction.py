@@ -1,0 +1,354 @@
+"""One request of a flow and its response.
+
+    head -> Exchange.request -> Answer, or Forward -> server
+    server -> head -> Exchange.response -> Relay -> scrubbed bytes -> client
+
+- The response is read while the body of the request is sent. If the response is complete first, the rest of the body
+  is discarded.
+- If the server has closed a reused connection in the meantime, a request that is safe to repeat and has no body is sent
+  once more on a new one.
+- A lost connection is a `ConnectionError`. Any other exception must abort the flow.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from gateway import pages
+from gateway.engines.http1.buffered import BufferedConnection
+from gateway.engines.http1.framing import (
+    FramingError,
+    Response,
+    body_of,
+    closes,
+    request_head,
+    response_head,
+)
+from gateway.engines.http1.servers import ServerConnection, ServerFailed, Servers
+from gateway.engines.port import EngineLimits
+from gateway.exchange import Exchange
+from gateway.tls.hello import RequestHead
+from gateway.translate import RequestParts
+from gateway.verdicts import Answer, Forward, Relay, ResponseHead
+
+MAX_DISCARD = 64 * 1024 * 1024
+"""The limit of bytes of a request body that are discarded after an answer. Many clients send the whole body before they
+read; a reset would lose the answer."""
+_LAST_CHUNK = b"0\r\n\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_REPEATABLE = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
+
+
+class _ClientGone(ConnectionError):
+    """The client ended its connection before its response."""
+
+
+class Transaction:
+    """Serves one request. `waiting` is held while a port of the exchange is awaited, which has a limit of its own."""
+
+    def __init__(
+        self,
+        client: BufferedConnection,
+        servers: Servers,
+        exchange: Exchange,
+        head: RequestHead,
+        limits: EngineLimits,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._client = client
+        self._servers = servers
+        self._exchange = exchange
+        self._head = head
+        self._limits = limits
+        self._waiting = waiting
+        self._body = body_of(head)
+        self._response = Response(bodiless=head.method == b"HEAD")
+        self._pieces: list[bytes] = []
+        self._upload: asyncio.Task[None] | None = None
+        self._settled = False
+
+    async def run(self) -> bool:
+        """Serve the request; False if the client's connection cannot carry another one.
+
+        Raises:
+            Exception: the flow must end.
+        """
+        try:
+            return await self._serve()
+        except BaseException:
+            self._fail()
+            raise
+        finally:
+            self._client.ended = None
+            await self._end_upload()
+            self._exchange.session.finished(self._exchange.request_id)
+
+    async def _serve(self) -> bool:
+        head, facts = self._head, self._exchange.session.facts
+        parts = RequestParts(10 + head.minor_version, head.method, head.target, b"", b"", head.headers)
+        with self._waiting():
+            verdict = await self.judge(parts, (facts.host, facts.port, facts.scheme.value.encode("ascii")))
+        if isinstance(verdict, Forward):
+            return await self._forward(verdict)
+        if self._exchange.facts is None:  # its form was refused: its framing is not trusted
+            self._client.write(pages.http1(verdict.status, (list(verdict.headers), verdict.body)))
+            return False
+        self._send(verdict)
+        return await self._discard() and not closes(head)
+
+    async def judge(self, parts: RequestParts, destination: tuple[str, int, bytes]) -> Answer | Forward:
+        """Return the verdict on the request. An exception ends the flow."""
+        return await self._exchange.request(parts, destination, self._servers.route())
+
+    def check(self) -> None:
+        """Check that the request may be sent, whatever came before.
+
+        Raises:
+            RuntimeError: it has no verdict that allows it.
+        """
+        if not self._exchange.allowed:
+            raise RuntimeError("no decision on this request")
+
+    # The request.
+
+    async def _forward(self, forward: Forward) -> bool:
+        self.check()
+        fields = forward.head.headers
+        if any(name.lower() == b"expect" for name, _ in fields):
+            fields = tuple(field for field in fields if field[0].lower() != b"expect")
+            self._client.write(_CONTINUE)
+        sent = request_head(self._head.method, forward.head.target, self._head.minor_version, fields)
+        try:
+            server = await self._exchanged(sent)
+            return await self._relay(server)
+        except ServerFailed:
+            if self._exchange.begun:
+                raise
+            self._bad_gateway()
+            await self._end_upload()
+            await self._discard()
+            return False
+
+    async def _exchanged(self, sent: bytes) -> ServerConnection:
+        """Send the request and read the head of its response; return the server that gave it."""
+        again = self._body.done and self._head.method in _REPEATABLE
+        while True:
+            server = await self._servers.get()
+            with self._waiting():
+                await self._exchange.connection(server.route)
+            reused, server.used = server.used, True
+            try:
+                await self._begin(server, sent)
+            except _ClientGone:
+                raise
+            except (OSError, FramingError) as error:
+                self._servers.leave()
+                if not (again and reused and not self._response.begun):
+                    raise ServerFailed("no response") from error
+                again = False
+            else:
+                return server
+
+    async def _begin(self, server: ServerConnection, sent: bytes) -> None:
+        connection, body = server.connection, self._body
+        part = b"" if body.done else self._exchange.request_chunk(body.take(self._client.data))
+        connection.write(sent + _framed(part, chunked=body.chunked))
+        if not body.done:
+            self._upload = asyncio.create_task(self._send_body(connection))
+        else:
+            if body.chunked:
+                connection.write(_LAST_CHUNK)
+            self._exchange.request_sent()
+        self._client.ended = lambda: connection.interrupt(_ClientGone())
+        if self._client.at_end:
+            raise _ClientGone
+        while not self._response.headed:
+            if not connection.data and not await connection.fill():
+                raise ServerFailed("the server closed the connection")
+            self._pieces = self._response.feed(connection.data)
+        if self._response.status == 101 and self._response.upgraded is None:
+            raise ServerFailed("a 101 without an upgrade")
+
+    async def _send_body(self, server: BufferedConnection) -> None:
+        """Send the request body. If the client breaks it off, the wait for the response ends too."""
+        client, body = self._client, self._body
+        try:
+            while not body.done:
+                if not client.data and not await client.fill():
+                    raise _ClientGone
+                part = self._exchange.request_chunk(body.take(client.data))
+                try:
+                    server.write(_framed(part, chunked=body.chunked))
+                    await server.drain()
+                except ConnectionError:
+                    return  # its response may have come before
+            if body.chunked:
+                server.write(_LAST_CHUNK)
+            self._exchange.request_sent()
+        except (OSError, FramingError):
+            server.interrupt(_ClientGone())
+        except Exception as error:  # noqa: BLE001 - fails closed: the flow is aborted
+            server.interrupt(error)
+
+    async def _discard(self) -> bool:
+        """Read the rest of the request body; False if the connection must end."""
+        left = MAX_DISCARD
+        try:
+            while True:
+                left -= len(self._body.take(self._client.data))
+                if self._body.done:
+                    return True
+                if left < 0 or not await self._client.fill():
+                    return False
+        except FramingError:
+            return False
+
+    # The response.
+
+    async def _relay(self, server: ServerConnection) -> bool:
+        response = self._response
+        with self._waiting():
+            verdict = await self._exchange.response(ResponseHead(response.status, False, tuple(response.headers)))
+        if isinstance(verdict, Relay) and response.upgraded is not None:
+            await self._tunnel(server.connection, verdict, response.upgraded)
+            return False
+        if isinstance(verdict, Answer):
+            self._send(Answer(verdict.status, verdict.headers, self._exchange.response_end()))
+            self._finish()
+            self._servers.leave()
+            framed = True
+        elif verdict.buffered:
+            framed = await self._buffered(server.connection, verdict)
+        else:
+            framed = await self._streamed(server.connection, verdict)
+        early = self._upload is not None and not self._upload.done()
+        if early or not response.reusable:
+            self._servers.leave()
+        self._client.ended = None
+        await self._end_upload()
+        whole = self._body.done or await self._discard()
+        return whole and framed and not closes(self._head)
+
+    async def _more(self, server: BufferedConnection) -> list[bytes]:
+        """Wait for further bytes of the response; return the pieces of its body in them, none at its end.
+
+        Raises:
+            ServerFailed: it is incomplete or malformed.
+        """
+        try:
+            if server.data or await server.fill():
+                return self._response.feed(server.data)
+            self._response.end()
+        except _ClientGone:
+            raise
+        except (OSError, FramingError) as error:
+            raise ServerFailed("the response is incomplete") from error
+        return []
+
+    async def _streamed(self, server: BufferedConnection, verdict: Relay) -> bool:
+        """Relay a body as it comes; False if only the end of the connection ends it."""
+        client, exchange, response = self._client, self._exchange, self._response
+        fields, framed = verdict.headers, response.framed
+        chunked = any(name.lower() == b"transfer-encoding" for name, _ in fields)
+        if chunked and self._head.minor_version == 0:
+            fields = tuple(one for one in fields if one[0].lower() != b"transfer-encoding")
+            chunked, framed = False, response.bodiless
+        out, pieces = response_head(verdict.status, verdict.reason, fields), self._pieces
+        try:
+            while True:
+                out += b"".join([_framed(exchange.response_chunk(piece), chunked=chunked) for piece in pieces])
+                if response.complete:
+                    break
+                client.write(out)
+                await client.drain()
+                out, pieces = b"", await self._more(server)
+        except ServerFailed:
+            if not framed:  # the client would take the end of its connection for the end of the response
+                client.discard()
+            raise
+        out += _framed(exchange.response_end(), chunked=chunked)
+        client.write(out + _LAST_CHUNK if chunked and not response.bodiless else out)
+        self._finish()
+        await client.drain()
+        return framed
+
+    async def _buffered(self, server: BufferedConnection, verdict: Relay) -> bool:
+        """Relay a body that is scrubbed as a whole."""
+        body, pieces = bytearray(), self._pieces
+        while True:
+            body += b"".join(pieces)
+            if len(body) > self._limits.scrub_body_bytes:
+                self._bad_gateway()
+                return False
+            if self._response.complete:
+                break
+            pieces = await self._more(server)
+        whole = self._exchange.response_whole(bytes(body))
+        if isinstance(whole, Answer):
+            self._send(whole)
+        else:
+            fields = tuple(one for one in whole[0] if one[0].lower() != b"transfer-encoding")
+            self._client.write(response_head(verdict.status, verdict.reason, fields) + whole[1])
+        self._finish()
+        return True
+
+    async def _tunnel(self, server: BufferedConnection, verdict: Relay, early: bytes) -> None:
+        """Relay an accepted WebSocket unread, until either side ends it."""
+        client = self._client
+        client.ended = None
+        client.write(response_head(verdict.status, verdict.reason, verdict.headers) + early)
+        self._finish()
+        ways = [asyncio.create_task(_copied(client, server)), asyncio.create_task(_copied(server, client))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                await _cancelled(way)
+        self._servers.leave()
+
+    # Ends.
+
+    def _send(self, answer: Answer) -> None:
+        head = response_head(answer.status, pages.reason_phrase(answer.status), answer.headers)
+        self._client.write(head + answer.body)
+
+    def _bad_gateway(self) -> None:
+        self._fail()
+        self._servers.leave()
+        self._client.write(pages.http1(502, pages.failure(502)))
+
+    def _finish(self) -> None:
+        self._exchange.finish()
+        self._settled = True
+
+    def _fail(self) -> None:
+        """Record the failure of the exchange, unless its outcome is recorded already."""
+        if not self._settled:
+            self._settled = True
+            self._exchange.failed()
+
+    async def _end_upload(self) -> None:
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            await _cancelled(upload)
+
+
+def _framed(data: bytes, *, chunked: bool) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data) if data and chunked else data
+
+
+async def _copied(source: BufferedConnection, target: BufferedConnection) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            if source.data:
+                target.write(bytes(source.data))
+                source.data.clear()
+                await target.drain()
+            elif not await source.fill():
+                return
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
