@@ -47,6 +47,7 @@ AREAS = {
             "dns/queries.py",
             "scrub/decode.py",
             "dns/message.py",
+            "engines/http1/framing.py",
             "exchange.py",
             "scrub/forms.py",
             "tls/hello.py",
