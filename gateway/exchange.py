@@ -30,6 +30,7 @@ lines: the order of one exchange, read from top to bottom.)
 import hashlib
 from collections.abc import Set
 from enum import Enum, auto
+from functools import lru_cache
 
 from gateway import pages
 from gateway.effects import Effects, Over, SecretRefused
@@ -52,11 +53,13 @@ from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts, Translated, translate
 from gateway.verdicts import Answer, Forward, ForwardHead, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
-from policy.facts import RequestFacts
+from policy.facts import FlowFacts, RequestFacts
 from policy.injection import render
 
 HTTP2 = 20
 MAX_RECORDED_PATH = 2048
+_KEPT_HEADS = 128
+_MAX_KEPT_HEAD = 4096
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
 
@@ -190,7 +193,7 @@ class Exchange:
         facts = session.facts
         if destination != (facts.host, facts.port, facts.scheme.value.encode("ascii")):
             raise RuntimeError("the engine would send this request to another destination than the flow's")
-        translated = translate(parts, facts)
+        translated = _translated(parts, facts)
         if isinstance(translated, Refused):
             session.refused(translated)
             return self._answer(parts, translated.status, pages.refusal(translated.status, translated.reason))
@@ -555,6 +558,17 @@ class Exchange:
             fields["method"] = self.facts.method
             fields["path"] = self.facts.path[:MAX_RECORDED_PATH]
         effects.recorder.note("request", "info", **fields)
+
+
+def _translated(parts: RequestParts, facts: FlowFacts) -> Translated | Refused:
+    """Return `translate`'s result. The results of small heads are kept, since clients repeat them."""
+    size = len(parts.target) + sum([len(name) + len(value) for name, value in parts.headers])
+    return _translated_before(parts, facts) if size <= _MAX_KEPT_HEAD else translate(parts, facts)
+
+
+@lru_cache(maxsize=_KEPT_HEADS)
+def _translated_before(parts: RequestParts, facts: FlowFacts) -> Translated | Refused:
+    return translate(parts, facts)
 
 
 def _routed(route: Route | None) -> dict[str, str | None]:

@@ -23,7 +23,7 @@ from gateway.described import of_address, of_policy
 from gateway.effects import Recorder, SecretRefused
 from gateway.state import WorkerState
 from gateway.upstream import DialError, UpstreamDialler
-from policy.compiled import SecretAt, secrets_to
+from policy.compiled import CompiledPolicy, SecretAt, secrets_to
 from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
 from policy.facts import Destination, RequestFacts, Scheme
 from policy.injection import InjectionPlan
@@ -34,6 +34,8 @@ from wire.api.vaultd import ReleasePurpose
 
 _STREAM_LIMIT = 64 * 1024
 _ABSENT_SECONDS = 10.0
+_KEPT = 256
+_MAX_KEPT_TARGET = 1024
 # Where vaultd judged the request; its other codes are failures.
 _JUDGED = frozenset({Code.NOT_BOUND, Code.NOT_GRANTED, Code.EXPIRED, Code.UNKNOWN_SECRET})
 
@@ -41,17 +43,32 @@ type _Key = tuple[str, str, int, Scheme]
 
 
 class PolicyDecider:
-    """`gateway.effects.Decider` over the active configuration."""
+    """`gateway.effects.Decider` over the active configuration.
+
+    A decision depends on the policy and the facts only. So decisions are kept, up to `_KEPT` of them, until the policy
+    changes.
+    """
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
+        self._policy: CompiledPolicy | None = None
+        self._kept: dict[RequestFacts, AllowRequest | Deny] = {}
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
         """Judge one request under the policy in force."""
         config = self._state.config
         if config is None:
             return Deny("unconfigured", "no policy is active yet")
-        return decide_request(config.policy, facts)
+        if config.policy is not self._policy:
+            self._policy, self._kept = config.policy, {}
+        decision = self._kept.get(facts)
+        if decision is None:
+            decision = decide_request(config.policy, facts)
+            if len(facts.path) + len(facts.query) <= _MAX_KEPT_TARGET:
+                if len(self._kept) >= _KEPT:
+                    self._kept.clear()
+                self._kept[facts] = decision
+        return decision
 
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
         """Every use of a secret that the policy in force can make at a host."""

@@ -11,6 +11,7 @@ import pytest
 
 import wire
 from audit.client import AuditClient, AuditUnavailable
+from gateway import ports
 from gateway.budget import Budget
 from gateway.config import GatewayConfig, GatewayLimits, WorkerConstants
 from gateway.dns.queries import Outcome
@@ -662,3 +663,47 @@ async def test_an_address_that_rules_deny_is_recorded_before_a_byte_can_be_sent(
     assert (None if name == "enforced" else "127.0.0.1") == fields.get("address")
     assert f"{name}/not-there".replace("observed", "enforced") in (fields["rule"], fields.get("observed"))
     assert "good.test resolves to 127.0.0.1, which is denied by rule enforced/not-there." == fields["reason"]
+
+
+def test_a_kept_decision_is_void_when_the_policy_changes() -> None:
+    state = in_force(configured(allowing(443)))
+    decider = PolicyDecider(state)
+    for _ in range(2):
+        for port, kind in ((443, AllowRequest), (8443, Deny), (443, AllowRequest)):
+            state.config = configured(allowing(port))
+            assert [kind, kind] == [type(decider.decide_request(request())) for _ in range(2)]
+        state.config = None
+        assert "unconfigured" == getattr(decider.decide_request(request()), "rule", "")
+
+
+def test_decisions_are_kept_up_to_a_number_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[RequestFacts] = []
+    real = ports.decide_request
+
+    def counting(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest | Deny:
+        judged.append(facts)
+        return real(policy, facts)
+
+    monkeypatch.setattr(ports, "decide_request", counting)
+    decider = PolicyDecider(in_force(configured(allowing(443))))
+    for path, times in (("/v1/x", 1), ("/" + "a" * ports._MAX_KEPT_TARGET, 3)):
+        judged.clear()
+        for _ in range(3):
+            decider.decide_request(request(path=path))
+        assert times == len(judged)
+    for number in range(3 * ports._KEPT):
+        decider.decide_request(request(path=f"/{number}"))
+        assert len(decider._kept) <= ports._KEPT
+
+
+def test_decisions_differ_by_every_part_of_a_request() -> None:
+    decider = PolicyDecider(in_force(configured(allowing(443))))
+    assert isinstance(decider.decide_request(request()), AllowRequest)
+    for other in (
+        replace(request(), host="evil.test"),
+        replace(request(), port=8443),
+        replace(request(), port=80, scheme=Scheme.HTTP),
+        replace(request(), method="TRACE"),
+        replace(request(), path="v1"),
+    ):
+        assert isinstance(decider.decide_request(other), Deny), other

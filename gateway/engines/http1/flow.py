@@ -9,6 +9,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from gateway import pages
 from gateway.engines.engine import Shared
@@ -17,12 +18,14 @@ from gateway.engines.http1.servers import BUFFER, Servers
 from gateway.engines.http1.transaction import Transaction
 from gateway.engines.port import InspectedFlow
 from gateway.exchange import Exchange, Session
-from gateway.tls.hello import NeedMore, Refused, RequestHead, read_head
+from gateway.tls.hello import HeadVerdict, NeedMore, Refused, RequestHead, read_head
 from gateway.verdicts import Origin
 from policy.facts import FlowFacts, Scheme
 from wire.patience import Countdown
 
 ENGINE = "http1"
+_KEPT_HEADS = 128
+_MAX_KEPT_HEAD = 4096
 
 
 class Http1Flow:
@@ -179,7 +182,7 @@ class Http1Flow:
         try:
             while True:
                 if client.data:
-                    head = read_head(bytes(client.data))
+                    head = _head(bytes(client.data))
                     if not isinstance(head, NeedMore):
                         if isinstance(head, RequestHead):
                             del client.data[: head.length]
@@ -193,3 +196,13 @@ class Http1Flow:
 
     def _end_head(self) -> None:
         self._end("a request head was not complete in time")
+
+
+def _head(data: bytes) -> HeadVerdict:
+    """Return `read_head`'s verdict. Those on small heads are kept, since clients repeat them."""
+    return _head_before(data) if len(data) <= _MAX_KEPT_HEAD else read_head(data)
+
+
+@lru_cache(maxsize=_KEPT_HEADS)
+def _head_before(data: bytes) -> HeadVerdict:
+    return read_head(data)
