@@ -53,7 +53,10 @@ class Servers:
         """All connections that can hold unsent bytes."""
 
     def route(self) -> Route | None:
-        """Return the route of the open connection for the next request, None if there is none."""
+        """Return the route of the open connection for the next request, None if there is none.
+
+        A connection that the server has ended, or on which it has sent bytes without a request, is not used again.
+        """
         server = self._current
         if server is not None and (server.connection.at_end or server.connection.data):
             self.leave()
@@ -66,7 +69,7 @@ class Servers:
         Raises:
             ServerFailed: there is none.
         """
-        if self._current is None:
+        if self.route() is None or self._current is None:
             self._current = await self._connect()
         return self._current
 

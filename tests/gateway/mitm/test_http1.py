@@ -70,6 +70,39 @@ async def test_no_other_request_is_sent_twice(count: int, last: bytes, request_:
     assert [*[200] * count, None] == outcomes(rig)
 
 
+@pytest.mark.parametrize("unasked", [b"", OK])
+async def test_a_kept_connection_that_its_server_ended_before_the_next_request_is_not_used(
+    unasked: bytes, rig: Rig
+) -> None:
+    """So a request that must not be sent twice arrives, too."""
+    left = asyncio.Event()
+
+    async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK)
+        if b"/open/1 " in head:
+            await writer.drain()
+            await left.wait()
+            writer.write(unasked)
+            if not unasked:
+                writer.close()
+
+    rig.upstream.reply = reply
+    reader, writer = await rig.connect()
+    writer.write(GET % 1)
+    assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200 ")
+    left.set()
+    (flow,) = rig.engine._live
+    (connection,) = flow._servers.connections  # type: ignore[attr-defined]
+    async with asyncio.timeout(10):
+        while not (connection.at_end or connection.data):  # noqa: ASYNC110 - a connection has no event for both
+            await asyncio.sleep(0.01)
+    writer.write(b"POST /open/2 HTTP/1.1\r\nHost: good.test\r\nContent-Length: 1\r\n\r\na")
+    async with asyncio.timeout(10):
+        assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200 ")
+    assert (2, 2) == (rig.dials, rig.upstream.requests)
+    writer.close()
+
+
 async def test_a_request_is_sent_again_once(rig: Rig) -> None:
     async def reply(head: bytes, _body: bytes, writer: asyncio.StreamWriter) -> None:
         if b"/open/1 " in head:
