@@ -430,7 +430,11 @@ refused later may be refused before or after the head is forwarded.
 """
 
 CHUNKS = tuple(
-    Attack(f"chunks {body[:40]!a}", (_post(_CHUNKED, body=body + HIDDEN),), arrives=ONE if read else ())
+    Attack(
+        f"chunks {body[:40]!a} in {len(body)} bytes",
+        (_post(_CHUNKED, body=body + HIDDEN),),
+        arrives=ONE if read else (),
+    )
     for body, read in _CHUNK_GRAMMAR.items()
 )
 
