@@ -145,6 +145,7 @@ class Host:
         self._chains: Chains | None = None
         self._watch: Watch | None = None
         self._watching = asyncio.Event()
+        self._imported = asyncio.Event()
         self._adopted = 0
         self._cpu_weight: CpuWeight | None = None
         self._wrappers: tuple[Path, ...] = ()
@@ -256,6 +257,8 @@ class Host:
             if not adopted:
                 raise
             _log.error("this host lacks something: %s; run: sallyport doctor", reason)
+        finally:
+            self._imported.set()
 
     async def _start_docker(self) -> None:
         config = self._config
@@ -275,6 +278,7 @@ class Host:
         docker = self._connected()
         for image in self._config.images:
             await docker.import_image(image.name, Path(image.tar), image.env)
+        self._imported.set()
 
     def _connected(self) -> Docker:
         if self._docker is None:
@@ -365,8 +369,13 @@ class Host:
     async def _image(self, name: str) -> ImageDescription:
         if not IMAGE_NAME.fullmatch(name):
             raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "this is no image's name")
+        docker = self._parts()[0]
         try:
-            image = await self._parts()[0].image(name)
+            try:
+                image = await docker.image(name)
+            except UnknownImage:  # an adopting hostd imports the configured images after it listens
+                await self._imported.wait()
+                image = await docker.image(name)
         except UnknownImage:
             raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "there is no such image on this host") from None
         except DockerError as error:

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -410,6 +411,30 @@ def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
         finally:
             sandbox.kill()
             sandbox.close()
+
+
+def test_a_create_waits_for_an_image_that_hostd_imports_after_an_adoption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import takes seconds, and hostd listens before it."""
+    tar = Path(shutil.copy(os.environ["SALLYPORT_EMPTY_IMAGE"], tmp_path / "large.tar"))
+    with tarfile.open(tar, "a") as archive:
+        large = tarfile.TarInfo("large")
+        large.size = 512 << 20
+        with Path("/dev/zero").open("rb") as zeros:
+            archive.addfile(large, zeros)
+    monkeypatch.setenv("SALLYPORT_EMPTY_IMAGE", str(tar))
+    with beside(Second, "second") as stack:
+        removed = stack.docker("rmi", EMPTY_IMAGE)
+        assert 0 == removed.returncode, removed.stderr
+        os.kill(daemons(stack)["runtimes.hostd"], signal.SIGKILL)
+        assert until(lambda: hostd_answers(stack) and stack.healthy()), stack.tail()
+
+        sandbox = stack.create("runc", image=EMPTY_IMAGE, policy=None)
+
+        assert sandbox.is_healthy()
+        sandbox.kill()
+        sandbox.close()
 
 
 async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
