@@ -1,5 +1,5 @@
-"""The control plane: OpenSandbox's lifecycle, egress and vault API over our own daemons.
+"""The control plane: OpenSandbox's lifecycle, egress and vault API on top of the other daemons.
 
-It composes the other packages. `serve` runs as a user of its own without the Docker socket, without the master key and
-without namespaces of others: everything that needs those is a call to hostd or vaultd.
+It composes the other packages. `serve` runs as a separate user without the Docker socket, the master key and other
+namespaces. For operations that need those it calls hostd or vaultd.
 """

@@ -1,7 +1,7 @@
-"""What this product is called and which release of it this is; `pyproject.toml` says the same."""
+"""The product's name and release. `pyproject.toml` contains the same."""
 
 PRODUCT = "Sallyport"
 VERSION = "0.1.0"
 API_VERSION = "1.1.1"
-"""The release of the OpenSandbox API that the server speaks; clients compare it."""
+"""The release of the OpenSandbox API that the server implements. Clients compare it."""
 CONTRACT = f"OpenSandbox {API_VERSION}"

@@ -1,4 +1,4 @@
-"""The command `sallyport`: thin; every subcommand is a call into the package it belongs to.
+"""The command `sallyport`. Each subcommand is a call into the package that implements it.
 
 sallyport serve | doctor [--probe]
 sallyport init-config [--output FILE]
@@ -6,8 +6,8 @@ sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [
 sallyport vault init | put | list | rotate | delete
 sallyport audit tail | verify [--anchor FILE] | anchor [--output FILE] [DIRECTORY]
 
-`--config FILE` may stand before a command or after it. Without it, `serve` looks for settings as `settings.read` says;
-the other commands take those of the running server, if there is one (`lifecycle.running`).
+`--config FILE` is allowed before and after a command. Without it, `serve` searches for settings as `settings.read`
+describes. The other commands use the settings of the running server, if there is one (`lifecycle.running`).
 """
 
 import argparse
@@ -48,7 +48,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(prog="sallyport", allow_abbrev=False)
     about_config = f"settings (TOML); else {settings.CONFIG_PATH}, else ~/.sandbox.toml"
     version = f"{about.PRODUCT.lower()} {about.VERSION} (API: {about.CONTRACT})"
@@ -145,7 +145,7 @@ def _given(options: argparse.Namespace) -> Settings:
 
 
 def _configured(options: argparse.Namespace) -> Settings:
-    """The settings a file was named for, else those of the running server, else those that `serve` would have."""
+    """Return the settings of the named file, else those of the running server, else those that `serve` would use."""
     configured = _given(options)
     named = options.config is not None or settings.CONFIG_PATH in settings.environment()
     return configured if named else running.settings_of(configured)
@@ -162,7 +162,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     elif policy.cli.check(configured.policy_file) != 0:
         return WRONG
     try:
-        if not write_only:  # inherited by what this process becomes
+        if not write_only:  # The programs that this process executes inherit it.
             notes = configured.run_dir / "config"
             api_listener.hand_over(api_listener.obtain(configured.host, configured.port, notes))
         keys = launch.api_keys(configured)
@@ -183,7 +183,7 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         print(host)
         return OK
     python = str(configured.get("sallyport.python") or sys.executable)
-    os.chdir(doctor.PROJECT)  # what `-m` finds must not depend on where an operator stands
+    os.chdir(doctor.PROJECT)  # The modules that `-m` finds must not depend on the operator's working directory.
     console.flush()
     try:
         os.execv(python, [python, "-m", "runtimes.process.watchdog", str(host)])  # noqa: S606 - no shell is meant
@@ -209,7 +209,7 @@ def _init_config(output: Path | None) -> int:
 
 
 def _master_key(configured: Settings) -> None:
-    """Make the vault's master key at the first start."""
+    """Create the vault's master key at the first start."""
     if configured.master_key_file.exists():
         return
     configured.master_key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _probe(configured: Settings) -> int:
     if doctor.needs_root():
         print("sallyport: cannot probe: not root", file=sys.stderr)
         return FAILED
-    from lifecycle.posture.probe import probe  # brings an HTTP client that no other command needs
+    from lifecycle.posture.probe import probe  # This imports an HTTP client that no other command needs.
 
     held = probe(configured, lambda line: print(line, flush=True))
     print("posture: every way held" if held else "posture: NOT every way is known to hold")
@@ -239,7 +239,7 @@ def _probe(configured: Settings) -> int:
 
 
 def _policy_file(options: argparse.Namespace) -> Path:
-    """A file that was named needs no settings, and settings that were not named do not keep it from being read."""
+    """Read a named file without settings. Faulty settings that were not named do not prevent that."""
     if options.file is not None and options.config is None:
         return Path(options.file)
     configured = _configured(options)
@@ -257,7 +257,7 @@ def _log_directory(options: argparse.Namespace) -> Path:
 
 
 def _kept_anchors(options: argparse.Namespace) -> list[Path]:
-    """Where hostd keeps anchors of the configured log; of another one it has none."""
+    """Return hostd's anchors of the configured log; of another log it has none."""
     if options.directory is not None:
         return []
     path = _configured(options).state_dir / "hostd" / ANCHORS_NAME

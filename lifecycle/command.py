@@ -1,4 +1,4 @@
-"""The program `sallyport`. Ctrl-C ends it silently also while it is still being loaded."""
+"""The program `sallyport`. Ctrl-C ends it silently, also while it is still loading."""
 
 import signal
 import sys

@@ -1,7 +1,6 @@
-"""What every command owes the terminal or pipe it writes to: no traceback when that goes away or Ctrl-C is pressed.
+"""The terminal or pipe of every command: no traceback when the reader goes away or Ctrl-C is pressed.
 
-A command that ends because nothing reads it any more ends as a signal would have ended it: 141 for a closed pipe, 130
-for an interrupt.
+A command without a reader ends with the status of the signal: 141 for a closed pipe, 130 for an interrupt.
 """
 
 import os
@@ -12,7 +11,7 @@ INTERRUPTED, UNREAD, UNWRITTEN = 130, 141, 74
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command; return its exit status. All it printed is written when this returns."""
+    """Run a command; return its exit status. All output is written when this returns."""
     try:
         try:
             return command()
@@ -29,20 +28,20 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def reason(error: Exception) -> str:
-    """What an error says to an operator: of the operating system's, the place and the reason without its number."""
+    """Return the text of an error for an operator: place and reason of a system error, without its number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 class _OutputError(Exception):
-    """What was printed could not be written; the message is the reason."""
+    """The output could not be written. The message is the reason."""
 
 
 def flush() -> None:
-    """Write what was printed so far."""
+    """Write the buffered output."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is None:  # the descriptor was closed when the program started
+        if stream is None:  # The descriptor was closed when the program started.
             continue
         try:
             stream.flush()
@@ -53,7 +52,7 @@ def flush() -> None:
 
 
 def _discard(status: int) -> int:
-    """Have what is still buffered go nowhere: the interpreter writes it when it ends."""
+    """Discard the buffered output, which the interpreter would write when it ends."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue

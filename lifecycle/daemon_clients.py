@@ -1,10 +1,11 @@
-"""Our calls to hostd, vaultd and auditd.
+"""The control plane's clients of hostd, vaultd and auditd.
 
-- A connection is made when needed and again after it ended; a call that found the connection dead before anything was
-  sent is tried once on a new one, no other call is ever repeated here.
-- A server of another user than the daemon's is sent nothing.
-- Each call has a time-out. A daemon that cannot be reached is `Unreachable`; what it refuses is `wire.RemoteError`.
-- Values of secrets pass through `Vaultd.open_sandbox` and `Vaultd.regrant` only; nothing here keeps or logs them.
+- A client connects when needed, and again after its connection ended. A call that found the connection closed before
+  anything was sent is tried once on a new one. No other call is repeated.
+- Nothing is sent to a server of another user than the daemon's.
+- Each call has a time-out. `Unreachable` is raised for a daemon that does not answer, `wire.RemoteError` for a refusal.
+- Values of secrets are passed through `Vaultd.open_sandbox` and `Vaultd.regrant` only. They are not kept or logged
+  here.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ LAUNCH_TIMEOUT = 120.0
 _log = logging.getLogger(__name__)
 
 TOO_LARGE = wire.Code.TOO_LARGE
-"""The code of a call that was not sent: it does not fit into a frame."""
+"""The code of a call that was not sent because it does not fit into a frame."""
 
 
 _CALLED = {"hostd": "the host service", "vaultd": "the vault", "auditd": "the audit log"}
@@ -41,7 +42,7 @@ _REFUSED = {
 
 
 class Unreachable(Exception):
-    """The daemon does not answer: whether the call was carried out is not known. `str()` is for users."""
+    """The daemon does not answer. It is unknown whether the call was executed. `str()` is for users."""
 
     def __init__(self, daemon: str, cause: BaseException) -> None:
         super().__init__(f"{_CALLED.get(daemon, daemon)} does not answer")
@@ -50,7 +51,7 @@ class Unreachable(Exception):
 
 
 def explained(error: Unreachable | wire.RemoteError) -> str:
-    """Say to a client what failed, in words that need no knowledge of our parts; the log has the details."""
+    """Describe a failure for a client, in words that need no knowledge of the processes. The log has the details."""
     if isinstance(error, Unreachable):
         return str(error)
     return _REFUSED.get(error.code, error.message)
@@ -63,14 +64,14 @@ class Daemon:
     gives = wire.WHOLE
 
     def __init__(self, path: str | os.PathLike[str], uid: int) -> None:
-        """Keep where it is; `uid` is the user it must run as."""
+        """Keep the socket's path; `uid` is the user that the daemon must run as."""
         self._path = os.fspath(path)
         self._uid = uid
         self._client: wire.Client | None = None
         self._lock = asyncio.Lock()
 
     async def ping(self) -> None:
-        """Ask whether it is there."""
+        """Check whether the daemon answers."""
         await self.ask(wire.Ping(), timeout=5.0)
 
     async def close(self) -> None:
@@ -81,11 +82,11 @@ class Daemon:
             await client.close()
 
     async def ask[Answer](self, request: wire.Request[Answer], timeout: float = CALL_TIMEOUT) -> Answer:
-        """Ask and return the answer.
+        """Send a request and return the answer.
 
         Raises:
             Unreachable: no connection, or no answer in time.
-            wire.RemoteError: refused; with `TOO_LARGE` by ourselves.
+            wire.RemoteError: a refusal. This client itself refuses with `TOO_LARGE`.
         """
         try:
             return await (await self._connected()).ask(request, timeout=timeout)
@@ -94,7 +95,7 @@ class Daemon:
         except wire.WrongServer as error:
             _log.error("%s", error)
             raise Unreachable(self.name, error) from None
-        except OSError as error:  # ConnectionError and TimeoutError are OSErrors
+        except OSError as error:  # ConnectionError and TimeoutError are OSErrors.
             raise Unreachable(self.name, error) from None
 
     async def _connected(self) -> wire.Client:
@@ -111,38 +112,38 @@ class Hostd(Daemon):
     name = "hostd"
 
     async def check_image(self, name: str) -> None:
-        """Find out whether the host has an image; refused with `unknown_image` if not."""
+        """Check that the host has an image; it refuses with `unknown_image` if not."""
         await self.ask(hostd.DescribeImage(name))
 
     async def images(self) -> tuple[str, ...]:
-        """Names of images this host has, the configured ones first; not all, where there are a great many."""
+        """Return names of the host's images, the configured ones first. The number is limited."""
         return (await self.ask(hostd.Images())).images
 
     async def launch(self, launch: hostd.Launch) -> str:
-        """Start a sandbox and return the digest of its policy; a refusal means that nothing of it is left."""
+        """Start a sandbox and return the digest of its policy. After a refusal nothing of it is left."""
         return (await self.ask(launch, LAUNCH_TIMEOUT)).digest
 
     async def configure(self, sandbox: str, selection: Selection, *, decided: bool) -> str:
-        """Give a sandbox's gateway another policy; returns the digest of the one that is in force then.
+        """Give a sandbox's gateway another policy; return the digest of the policy that is then in force.
 
-        It is compiled by hostd, under the operator's document as it is at that moment.
+        hostd compiles it under the operator's document of that moment.
 
         Args:
-            decided: it is to be in force whatever happens: a gateway that is replaced meanwhile begins with it. Else
-                a gateway that does not confirm it keeps, or is replaced with, what it had.
+            decided: it is to be in force in any case. A gateway that is replaced in the meantime starts with it.
+                Otherwise a gateway that does not confirm it keeps, or is replaced with, the former policy.
         """
         return (await self.ask(hostd.Configure(sandbox, selection.to_text(), decided))).digest
 
     async def policy(self, sandbox: str) -> str:
-        """The digest of the policy that a sandbox's worker has confirmed, or empty."""
+        """Return the digest of the policy that a sandbox's worker has confirmed, or an empty text."""
         return (await self.ask(hostd.Inspect(sandbox))).state.policy
 
     async def remove(self, sandbox: str) -> tuple[str, ...]:
-        """Remove a sandbox; returns what is left of it, which should be nothing. Unknown ones are no error."""
+        """Remove a sandbox; return what is left of it, which should be nothing. An unknown sandbox is no error."""
         return (await self.ask(hostd.Remove(sandbox), LAUNCH_TIMEOUT)).residue
 
     async def states(self) -> tuple[hostd.HostSandboxState, ...]:
-        """The states of all sandboxes that hostd knows."""
+        """Return the states of all sandboxes that hostd knows."""
         return (await self.ask(hostd.List())).sandboxes
 
 
@@ -152,7 +153,7 @@ class Vaultd(Daemon):
     name = "vaultd"
 
     async def open_sandbox(self, sandbox: str, lineage: str, grants: Sequence[Grant], names: Sequence[str]) -> str:
-        """Register a sandbox, whose gateway may sign for `names`; returns the root its programs are to trust (PEM)."""
+        """Register a sandbox whose gateway may sign for `names`; return the root for its programs (PEM)."""
         return (await self.ask(vaultd.OpenSandbox(sandbox, lineage, _forms(grants), names=tuple(names)))).root_pem
 
     async def regrant(
@@ -167,11 +168,11 @@ class Vaultd(Daemon):
         """Replace the grants of a sandbox.
 
         Args:
-            names: what its gateway's next authority may sign for.
-            inline: if not None: these inline values, and of the former ones only those named in `keep`, are the
-                sandbox's from now on. With None all former ones stay.
-            bounds: where inline values may be granted. A value in `inline` gets these places, another one keeps those
-                of them that it had; with None all of those that it had.
+            names: the names for which its gateway's next authority may sign.
+            inline: if not None, the sandbox has these inline values, and of the former ones only those in `keep`. With
+                None all former ones stay.
+            bounds: the places where inline values may be granted. A value in `inline` gets these places. Another value
+                keeps those of them that it had. With None it keeps all that it had.
         """
         values = None if inline is None else {name: vaultd.Value(text) for name, text in inline.items()}
         kept = tuple(keep) if keep and inline is not None else None
@@ -180,14 +181,14 @@ class Vaultd(Daemon):
     async def narrow(
         self, sandbox: str, grants: Sequence[Grant], keep: Sequence[str] | None, bounds: Sequence[Grant] | None
     ) -> None:
-        """Take away every grant that is not in `grants`, every inline value that is not in `keep` (None: none) and
-        every place of inline values that is not in `bounds` (None: none).
+        """Remove every grant that is not in `grants`, every inline value that is not in `keep` (None: none) and every
+        place of inline values that is not in `bounds` (None: none).
         """
         kept = None if keep is None else tuple(keep)
         await self.ask(vaultd.Narrow(sandbox, _forms(grants), kept, _bounds(bounds)))
 
     async def close_sandbox(self, sandbox: str) -> None:
-        """Forget everything of a sandbox; unknown ones are no error."""
+        """Remove all data about a sandbox. An unknown sandbox is no error."""
         await self.ask(vaultd.CloseSandbox(sandbox))
 
 
@@ -206,9 +207,9 @@ class Auditd(Daemon):
     gives = wire.NARROW
 
     async def record(self, kind: str, decision: str, *, sandbox: str | None = None, **fields: Any) -> None:
-        """Have a record of the control plane accepted.
+        """Send a record of the control plane.
 
         Raises:
-            Unreachable, wire.RemoteError: it was not accepted; what it is about must then not happen.
+            Unreachable, wire.RemoteError: it was not accepted. The recorded change must then not be made.
         """
         await self.ask(Record(entry(record(kind, decision, sandbox=sandbox, **fields))))

@@ -1,10 +1,10 @@
-"""`sallyport doctor`: what this machine lacks, and how to provide it; with or without a running server.
+"""`sallyport doctor`: what this machine lacks, and how to provide it. It works with and without a running server.
 
-- A running hostd is asked: it sees what it works with. Else its checks run in a process of their own, on the files that
-  `serve` would write, but in a temporary place.
-- What only the control plane knows (the policy file, the address it listens on) is added here.
+- A running hostd runs its checks itself, because it knows what it works with. Otherwise its checks run in a separate
+  process, on the files that `serve` would write, but in a temporary directory.
+- The checks that only the control plane can make (the policy file, the listening address) are added here.
 
-The checks of the host itself are `runtimes.checks.doctor`'s. Nothing is changed.
+`runtimes.checks.doctor` contains the checks of the host. Nothing is changed.
 """
 
 import json
@@ -53,7 +53,7 @@ def _ask_hostd(path: Path) -> list[Check] | None:
 
     Raises:
         PermissionError: there is one, and it answers other users only.
-        wire.WrongServer: a process of another user has its place.
+        wire.WrongServer: a process of another user listens on its socket.
     """
     try:
         client = BlockingClient(path, ROOT, _ASK_SECONDS)
@@ -64,12 +64,12 @@ def _ask_hostd(path: Path) -> list[Check] | None:
     with client:
         try:
             return list(client.ask(Doctor()).checks)
-        except (wire.RemoteError, OSError) as error:  # ConnectionError and TimeoutError are OSErrors
+        except (wire.RemoteError, OSError) as error:  # ConnectionError and TimeoutError are OSErrors.
             return [Check("host", False, f"the running server cannot say: {console.reason(error)}", "start it again")]
 
 
 def ask_process(settings: Settings) -> list[Check]:
-    """Make the host's checks in a process of their own, for a server with these settings."""
+    """Run the host's checks in a separate process, for a server with these settings."""
     remedy = "run it with the Python environment that Sallyport is installed in"
     with tempfile.TemporaryDirectory(prefix="sallyport-doctor-") as directory:
         host = launch.write_host(settings, Path(directory))
@@ -107,5 +107,5 @@ def _listen(settings: Settings) -> str:
 
 
 def needs_root() -> bool:
-    """Tell whether most checks will fail only because they are not run by root."""
+    """Return whether most checks would fail only because they are not run by root."""
     return os.geteuid() != 0

@@ -1,11 +1,10 @@
-"""Where the running server has its files: noted by `serve`, read by commands that are given no settings.
+"""The note with the files of the running server. `serve` writes it, and commands without given settings read it.
 
-- `serve` becomes the watchdog, which keeps its process id. A note whose process is gone, or is another one by its start
-  time, is of a former server and counts for nothing.
-- A note is believed only if root or the reader owns it and its directory, and no other user can write to it or take its
-  place.
-- It holds places, numbers of users and addresses: no key, and nothing that a key could be part of. Every user of the
-  host may read it.
+- `serve` becomes the watchdog, which keeps its process id. A note is ignored if its process has ended, or has another
+  start time.
+- A note is accepted only if root or the reader owns it and its directory, and no other user can write to it or replace
+  it.
+- It contains paths, numbers of users and addresses: no key and no part of one. Every user of the host can read it.
 """
 
 import json
@@ -24,7 +23,7 @@ _MAX_BYTES = 65536
 
 
 def note(settings: Settings) -> None:
-    """Write the note for this process; while another server is up there, its note stays, for this one will not start.
+    """Write the note for this process. While another server runs, its note stays, because this one will not start.
 
     Raises:
         OSError: it cannot be written.
@@ -56,13 +55,13 @@ def note(settings: Settings) -> None:
 
 
 def settings_of(base: Settings) -> Settings:
-    """Return the settings of the server that runs in the run directory of `base`; `base` where there is none."""
+    """Return the settings of the server that runs in the run directory of `base`; `base` without such a server."""
     found = _read(base.run_dir)
     if found is None:
         return base
     try:
         return parse(found["settings"], f"the running server, {found['origin']}", {}, base)
-    except (SettingsError, AttributeError):  # of another release
+    except (SettingsError, AttributeError):  # Another release wrote it.
         return base
 
 

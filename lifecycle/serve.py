@@ -1,8 +1,8 @@
 """`python -m lifecycle.serve serve.json`: the HTTP server, as an unprivileged user.
 
 hostd starts it under its own user and passes the listening socket (`runtimes/process/api_listener.py`). The socket
-outlives the process, so connections wait in it while the process is started again. It exits 78 on a configuration or
-a state database that cannot work: starting it again would not help.
+outlives the process, so connections wait in it during a restart of the process. The process exits with 78 if its
+configuration or state database is unusable, because a restart would not help.
 """
 
 import logging
@@ -33,7 +33,7 @@ _log = logging.getLogger("lifecycle")
 
 
 def token_key(directory: Path) -> bytes:
-    """Return the key that sandboxes' tokens are derived from; made at the first start."""
+    """Return the key from which the sandboxes' tokens are derived. It is created at the first start."""
     path = directory / "token-key"
     try:
         return path.read_bytes()
@@ -59,14 +59,14 @@ async def serve(config: ServeConfig, listener: socket.socket) -> None:
 
 
 def prepare(listener: socket.socket) -> None:
-    """Set what accepted connections inherit."""
-    # asyncio sets this only on sockets that name their protocol; those that are accepted here do not.
+    """Set the options that accepted connections inherit."""
+    # asyncio sets this only on sockets with an explicit protocol, which accepted sockets do not have.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     expect_silence(listener)
 
 
 def say_ready() -> None:
-    """Report to the parent, if it asked, that the API listens: write one byte to the parent's descriptor."""
+    """Report to the parent, if it wants that, that the API listens: write one byte to the parent's descriptor."""
     number = os.environ.pop(READY_FD, "")
     if number.isdigit():
         with os.fdopen(int(number), "wb", buffering=0) as pipe:
@@ -74,7 +74,7 @@ def say_ready() -> None:
 
 
 def http_settings(edge: Edge, config: ServeConfig) -> uvicorn.Config:
-    """How uvicorn is run: nothing of a request is believed that the connection does not show."""
+    """Return uvicorn's configuration. A request's claims about its connection are not accepted."""
     return uvicorn.Config(
         edge,
         http=ApiConnection,

@@ -1,1 +1,1 @@
-"""Egress of one sandbox through the API: its network policy and its credential vault."""
+"""The egress of one sandbox in the API: its network policy and its credential vault."""

@@ -1,25 +1,25 @@
 """Changes of one sandbox's egress: its network policy and its credential vault.
 
-Both are compiled together and written under the sandbox's one lock, so that neither can slip past the check of the
-other. The order of a change: check -> audit -> the registry marks the sandbox as unsettled -> vaultd has new values and
-grants beside the old ones -> the gateway confirms the new policy -> the registry has it -> vaultd drops what is no
-longer used -> the mark is taken off -> answer.
+Both are compiled together and written under the sandbox's lock, so that neither can pass the check of the other unseen.
+The order of a change: check -> audit record -> the registry marks the sandbox as unsettled -> vaultd gets new values
+and grants beside the old ones -> the gateway confirms the new policy -> the registry gets it -> vaultd drops unused
+values -> the mark is removed -> answer.
 
-- What the registry says is what shall be in force. Wherever a change ends, by an error, a crash or a kill, the mark
-  stays, and the observer puts the registry's policy and grants in force everywhere: the former ones before the
-  registry has the new ones, the new ones after. What cannot be put in force yet stays *closed* (a secret without a
-  grant), never open.
-- A change runs to its end, whether or not its caller waits for it.
-- A revocation is only ever carried forward, and does not depend on the gateway: it is written down, cut at vaultd, and
-  the gateway's new policy is applied later if it cannot be now.
-- Values of credentials pass through to vaultd and are in no row, log or answer.
-- A write is refused for what it brings, never for what the operator's document has come to refuse meanwhile. A binding
-  or a named policy that the document in force refuses is not in force (without the named policy: deny-all), stays in
-  the row, and is in force again when the operator takes the change back. The audit log names each.
+- The registry contains the wanted state. If a change ends early, by an error, a crash or a kill, the mark stays. The
+  observer then puts the registry's policy and grants in force everywhere: the former ones if the registry does not have
+  the new ones yet, else the new ones. A part that cannot be put in force yet stays *closed* (a secret without a grant),
+  never open.
+- A change runs to its end, even if its caller does not wait for it.
+- A revocation is never undone, and does not depend on the gateway. It is written to the registry and applied at vaultd.
+  The gateway gets its new policy later if it cannot get it now.
+- Values of credentials go through to vaultd. No row, log or answer contains them.
+- A write is refused only for its own content, not for existing parts that the operator's document now refuses. A
+  binding or a named policy that the document in force refuses is not in force (without the named policy: deny-all). It
+  stays in the row, and is in force again when the operator reverts the change. The audit log names each such part.
 - A tighter policy reaches the gateway whether or not vaultd, auditd or the registry answers.
 
-It is longer than a module should be: all writes to one sandbox's egress share one lock, one order and one way to settle
-what broke off, and are read together.
+This module is longer than the usual limit: all writes to one sandbox's egress share one lock, one order and one
+recovery of interrupted changes, and are easier to read together.
 """
 
 import asyncio
@@ -64,10 +64,10 @@ class EgressError(Exception):
 
 
 def user_policy(row: Sandbox) -> ApiPolicy:
-    """The policy the caller may read and patch.
+    """Return the policy that the caller can read and patch.
 
-    Without one of his own he sees what his patches would be merged into: under a named operator policy "allow"
-    (he narrows it), otherwise "deny".
+    A caller without its own policy gets the policy that its patches would be merged into: under a named operator policy
+    "allow" (patches narrow it), otherwise "deny".
 
     Raises:
         EgressError: it cannot be read.
@@ -81,7 +81,7 @@ def user_policy(row: Sandbox) -> ApiPolicy:
 
 
 def vault_of(row: Sandbox) -> CredentialVault | None:
-    """The credential vault of a row.
+    """Return the credential vault of a row.
 
     Raises:
         EgressError: it cannot be read.
@@ -93,7 +93,7 @@ def vault_of(row: Sandbox) -> CredentialVault | None:
 
 
 class Egress:
-    """Writes policies and vaults."""
+    """The writer of policies and vaults."""
 
     def __init__(
         self,
@@ -113,13 +113,15 @@ class Egress:
         self._policies = policies
         self._journal = journal
         self._locks = locks
-        self._unsettled: set[str] = set()  # beside the mark in the registry, for when that cannot be written
-        self._doubted: set[str] = set()  # compiled under an earlier document, perhaps
+        # This duplicates the mark in the registry, for the case that the mark cannot be written.
+        self._unsettled: set[str] = set()
+        # These sandboxes may have a policy that was compiled under an earlier document.
+        self._doubted: set[str] = set()
         self.shortfall = Shortfall(journal)
         self._writes: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
-        """Let the writes under way come to their end; one that takes too long is left to the next start."""
+        """Wait until the current writes end. The next start completes a write that takes too long."""
         writes = set(self._writes)
         if writes:
             await asyncio.wait(writes, timeout=CLOSE_SECONDS)
@@ -128,17 +130,17 @@ class Egress:
         await asyncio.gather(*writes, return_exceptions=True)
 
     async def forget(self, sandbox: str) -> None:
-        """Drop what is kept for a sandbox that is gone."""
+        """Drop all data about a removed sandbox."""
         self._unsettled.discard(sandbox)
         self._doubted.discard(sandbox)
         self.shortfall.forget(sandbox)
 
     def unsettled(self, row: Sandbox) -> bool:
-        """Whether what the registry says may not be in force everywhere."""
+        """Return whether a part of the registry's state is possibly not in force everywhere."""
         return not row.policy_digest or row.id in self._unsettled or row.id in self._doubted
 
     def doubt(self, sandbox: str) -> None:
-        """The operator's document has changed: what is in force for a sandbox may not be what it says."""
+        """Note that the operator's document changed, so that policies in force can differ from their rows."""
         self._doubted.add(sandbox)
 
     async def _whole[T](self, sandbox: str, write: Callable[[], Awaitable[T]]) -> T:
@@ -173,7 +175,7 @@ class Egress:
         return await self._whole(sandbox, write)
 
     async def patch(self, sandbox: str, rules: Sequence[NetworkRule], *, force: bool = False) -> Sandbox:
-        """Put rules in front."""
+        """Insert rules before the existing ones."""
 
         async def write() -> Sandbox:
             row = await self._row(sandbox)
@@ -186,7 +188,7 @@ class Egress:
         return await self._whole(sandbox, write)
 
     async def delete(self, sandbox: str, targets: Sequence[str], *, force: bool = False) -> tuple[Sandbox, bool]:
-        """Remove the rules of targets; the second value tells whether there were any."""
+        """Remove the rules of targets. The second value is whether there were any."""
 
         async def write() -> tuple[Sandbox, bool]:
             row = await self._row(sandbox)
@@ -220,15 +222,15 @@ class Egress:
     # -- credential vault
 
     async def create_vault(self, sandbox: str, body: object) -> CredentialVault:
-        """Make the vault.
+        """Create the vault.
 
         Raises:
-            VaultText, EgressError: it was not made.
+            VaultText, EgressError: it was not created.
         """
 
         async def write() -> CredentialVault:
             row = await self._row(sandbox)
-            change = await asyncio.to_thread(credential_vault.create, body)  # its checks may take a while
+            change = await asyncio.to_thread(credential_vault.create, body)  # These checks can take a while.
             if row.vault is not None:
                 raise VaultText(409, "credential vault already exists")
             return await self._write_vault(row, change)
@@ -236,7 +238,7 @@ class Egress:
         return await self._whole(sandbox, write)
 
     async def patch_vault(self, sandbox: str, body: object) -> CredentialVault:
-        """Change the vault, all or nothing."""
+        """Change the vault. All parts of the change are made, or none."""
 
         async def write() -> CredentialVault:
             row = await self._row(sandbox)
@@ -248,14 +250,15 @@ class Egress:
         return await self._whole(sandbox, write)
 
     async def delete_vault(self, sandbox: str) -> None:
-        """Remove the vault and cut what used its values."""
+        """Remove the vault and abort the flows that used its values."""
 
         async def write() -> None:
             row = await self._row(sandbox)
             if row.vault is not None:
                 await self._revoke(row, replace(row, vault=None))
                 return
-            if self.unsettled(row):  # an earlier removal may not have reached vaultd: "not found" would be a lie
+            # An earlier removal may not have reached vaultd. Then the answer "not found" would be wrong.
+            if self.unsettled(row):
                 await self._cut(row, await self._enforced(row))
             raise VaultText(404, "credential vault not found")
 
@@ -285,7 +288,9 @@ class Egress:
     # -- carrying a change out
 
     async def reapply(self, sandbox: str) -> None:
-        """Put in force what the registry says under the operator's document, if it may not be; never raises."""
+        """Put the registry's state in force under the operator's document, if it may not be in force. It does not
+        raise.
+        """
 
         async def write() -> None:
             row = await self._row(sandbox)
@@ -293,7 +298,7 @@ class Egress:
             if settled and row.id not in self._doubted:
                 return
             self._unsettled.add(row.id)
-            self._doubted.discard(row.id)  # now: a document that comes later raises another doubt
+            self._doubted.discard(row.id)  # The document at this moment. A later document marks the sandbox again.
             if settled and (await self._enforced(row)).digest == row.policy_digest:
                 self._unsettled.discard(row.id)
                 return
@@ -314,7 +319,7 @@ class Egress:
             _log.warning("policy of %s still not applied: %s", sandbox, _brief(error))
 
     async def reconcile(self, sandbox: str) -> None:
-        """Put in force what the registry says if the gateway has another policy: a process died in the middle."""
+        """Put the registry's state in force if the gateway has another policy: a process ended during a change."""
 
         async def write() -> None:
             row = await self._row(sandbox)
@@ -329,7 +334,7 @@ class Egress:
         await self._record(kind, changed, compiled)
         values = {} if change is None else change.values
         both = _union(former, compiled)
-        # What vaultd and the log have of an unsettled row is not known: both get the whole of it.
+        # The state of vaultd and the log is unknown for an unsettled row. So both get the whole of it.
         unsure = self.unsettled(row) or not self.shortfall.is_told(row.id, compiled.dropped)
         stale = unsure or bool(set(secrets(row) or ()) - set(secrets(changed) or ()))
         before, after = places(row), places(changed)
@@ -376,12 +381,12 @@ class Egress:
             raise EgressError(500, f"internal error: {explained(error)}") from None
 
     async def _mark(self, row: Sandbox) -> None:
-        """Write down that a change is under way, before its first step."""
+        """Mark the start of a change in the registry, before its first step."""
         self._unsettled.add(row.id)
         await self._registry.update(row.id, lambda current: replace(current, policy_digest=""))
 
     async def _settle(self, row: Sandbox) -> None:
-        """Put in force what `row` says. Neither gateway nor vault waits for the other: each alone may only close."""
+        """Put `row` in force. Gateway and vault do not wait for each other: each of them alone can only deny."""
         compiled = await self._enforced(row)
         try:
             agreed = await self._put_in_force(row, compiled)
@@ -397,7 +402,7 @@ class Egress:
             self._unsettled.discard(row.id)
 
     async def _put_in_force(self, row: Sandbox, compiled: Compiled) -> bool:
-        """Put a policy in force at gateway and vault; tells what `_configure` does."""
+        """Put a policy in force at gateway and vault. Return the result of `_configure`."""
         agreed, granted = await asyncio.gather(
             self._configure(row, compiled, decided=True), self._grant(row, compiled), return_exceptions=True
         )
@@ -408,9 +413,9 @@ class Egress:
         return agreed
 
     async def _grant(self, row: Sandbox, compiled: Compiled, *, all_values: bool = False) -> None:
-        """Give vaultd the grants of a row, and have it drop all values but the row's (not with `all_values`).
+        """Give vaultd the grants of a row, and let it drop all values but the row's (not with `all_values`).
 
-        If it refuses one of them, at least those that the row has no more are taken away.
+        If vaultd refuses one of them, at least those that the row no longer has are removed.
         """
         names = secrets(row)
         inline: dict[str, str] | None = None if all_values or names is None else {}
@@ -421,12 +426,12 @@ class Egress:
             raise
 
     async def _narrow(self, row: Sandbox, compiled: Compiled) -> None:
-        """Have vaultd take away what a row has no more, which it can always do."""
+        """Let vaultd remove everything that a row no longer has. That is always possible."""
         known = compiled.grants if len(compiled.grants) <= 2 * credential_vault.MAX_GRANTS else ()
         await self._vaultd.narrow(row.id, known, secrets(row), places(row))
 
     async def _roll_back(self, row: Sandbox) -> None:
-        """Best effort: what was in the registry before is there again and in force; else the observer sees to it."""
+        """Try to put the former state back into the registry and in force. If that fails, the observer does it."""
         try:
             await self._persist(row, "")
             await self._settle(row)
@@ -441,10 +446,10 @@ class Egress:
         return replace(compiled, dropped=(*read.dropped, *compiled.dropped))
 
     async def _configure(self, row: Sandbox, compiled: Compiled, *, decided: bool) -> bool:
-        """Have hostd put a row's policy in force; tells whether it is the one that was compiled here.
+        """Let hostd put a row's policy in force. Return whether it is the policy that was compiled here.
 
-        hostd reads the operator's file itself and at another moment: it may have another document than we have, and
-        then the sandbox stays unsettled until both have the same.
+        hostd reads the operator's file itself, at another moment, so its document can differ from ours. Then the
+        sandbox stays unsettled until both documents are the same.
         """
         digest = await self._hostd.configure(row.id, compiled.selection, decided=decided)
         if digest != compiled.digest:
@@ -452,7 +457,7 @@ class Egress:
         return digest == compiled.digest
 
     async def _persist(self, changed: Sandbox, digest: str) -> Sandbox:
-        """Write policy and vault of `changed`; an empty digest is the mark that they may not be in force."""
+        """Write policy and vault of `changed`. An empty digest marks them as possibly not in force."""
 
         def change(current: Sandbox) -> Sandbox:
             return replace(current, network_policy=changed.network_policy, vault=changed.vault, policy_digest=digest)
@@ -482,7 +487,7 @@ class Egress:
 
 
 def _brought(row: Sandbox, changed: Sandbox, before: Compiled, after: Compiled) -> list[Dropped]:
-    """Return what would not be in force because of a change: not what is out of force without it, and untouched."""
+    """Return the parts that the change would put out of force, but not unchanged parts that already are."""
     old, new = _bindings(row), _bindings(changed)
     known = {
         (item.part, item.name)

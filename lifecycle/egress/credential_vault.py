@@ -1,14 +1,14 @@
-"""The credential vault's documents: reading, checking and changing them, without any value.
+"""The documents of the credential vault: parsing, validation and changes, without values.
 
-A vault is `{"revision", "credentials": {name: revision}, "bindings": [...]}` here and in the registry. Values travel
-beside it, from the request to vaultd, and are in no object of this module but `Change.values`.
+A vault is `{"revision", "credentials": {name: revision}, "bindings": [...]}` here and in the registry. Values are
+passed separately, from the request to vaultd. No object of this module but `Change.values` contains them.
 
-- Unknown keys, nulls and duplicate names are refused at any depth; messages are the contract's (egress 5.2, 5.3). What
-  a binding may say is `policy.bindings`' business.
-- To vaultd a credential is `inline:<revision>/<name>`: it cannot collide with a stored secret, and a replaced value is
-  another secret, so that the old and the new one exist side by side until the change is in force.
-- A value goes where the bindings of its own write said. A later write uses it elsewhere only with the value again:
-  vaultd holds each value to its places, and this module says so before.
+- Unknown keys, nulls and duplicate names are refused at any depth. Messages are the contract's (egress 5.2, 5.3).
+  `policy.bindings` validates the content of a binding.
+- vaultd's name of a credential is `inline:<revision>/<name>`. It cannot collide with a stored secret. A replaced value
+  is another secret, so that the old and the new one exist beside each other until the change is in force.
+- A value can be used only at the places of the bindings in its own write. A later write can use it elsewhere only if it
+  contains the value again. vaultd enforces this, and this module reports it before.
 """
 
 import re
@@ -31,9 +31,11 @@ from policy.strict import Path, StrictError, members
 from vault.grants import Grant, within
 
 MAX_ENTRIES = 256
-MAX_NAME = 200  # vaultd's names hold 256 bytes, prefix and revision included
+MAX_NAME = 200  # vaultd's names hold 256 bytes, prefix and revision included.
 MAX_GRANTS = 256
-"""Pairs of a credential and a place it may go to. vaultd keeps twice as many: during a change old and new ones."""
+"""Pairs of a credential and a place where it can be used. vaultd's limit is twice this, because old and new pairs exist
+beside each other during a change.
+"""
 MAX_VALUE = 65536
 _UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
@@ -60,55 +62,55 @@ class CredentialVault:
     bindings: tuple[ApiBinding, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The form the registry keeps."""
+        """Return the form that the registry stores."""
         bindings = [binding.to_json() for binding in self.bindings]
         return {"revision": self.revision, "credentials": dict(self.credentials), "bindings": bindings}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "CredentialVault":
-        """Read `to_json`'s form."""
+        """Parse the form of `to_json`."""
         bindings = tuple(parse_binding(binding) for binding in document["bindings"])
         return cls(int(document["revision"]), dict(document["credentials"]), bindings)
 
     def secrets(self) -> list[str]:
-        """The names of all present values, as vaultd knows them."""
+        """Return vaultd's names of all present values."""
         return [f"{INLINE}{self._versioned(name)}" for name in sorted(self.credentials)]
 
     def secret(self, credential: str) -> str:
-        """The name of one present value, as vaultd knows it."""
+        """Return vaultd's name of one present value."""
         return f"{INLINE}{self._versioned(credential)}"
 
     def _versioned(self, credential: str) -> str:
         return f"{self.credentials[credential]}/{credential}"
 
     def compiled_bindings(self) -> tuple[ApiBinding, ...]:
-        """The bindings with each credential under its name at vaultd, to compile."""
+        """Return the bindings, each credential with vaultd's name, to compile them."""
         return tuple(
             replace(binding, headers=tuple((name, self._versioned(item)) for name, item in binding.headers))
             for binding in self.bindings
         )
 
     def places(self) -> frozenset[Grant]:
-        """Where the bindings use the values, whether or not they are in force."""
+        """Return where the bindings use the values, whether or not they are in force."""
         uses = uses_of(binding.compiled() for binding in self.compiled_bindings())
         return frozenset(Grant(use.secret, use.host, use.port, use.scheme) for use in uses)
 
     def shown_credentials(self) -> list[dict[str, Any]]:
-        """CredentialMetadata, sorted by name."""
+        """Return CredentialMetadata, sorted by name."""
         return [
             {"name": name, "sourceType": "inline", "revision": self.credentials[name]}
             for name in sorted(self.credentials)
         ]
 
     def shown_bindings(self) -> list[dict[str, Any]]:
-        """BindingMetadata, sorted by name."""
+        """Return BindingMetadata, sorted by name."""
         return [
             {"name": binding.name, "revision": self.revision} | binding.to_wire()
             for binding in sorted(self.bindings, key=lambda item: item.name)
         ]
 
     def state(self) -> dict[str, Any]:
-        """The State document."""
+        """Return the State document."""
         return {
             "revision": self.revision,
             "credentials": self.shown_credentials(),
@@ -118,7 +120,7 @@ class CredentialVault:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A vault as it shall be, and the values that are new in it: vaultd's name -> value."""
+    """A vault after a change, and its new values: vaultd's name -> value."""
 
     vault: CredentialVault
     values: Mapping[str, str] = field(repr=False)
@@ -126,10 +128,10 @@ class Change:
 
 
 def create(body: object) -> Change:
-    """Read a CreateRequest.
+    """Parse a CreateRequest.
 
     Raises:
-        VaultText: what is wrong with it.
+        VaultText: the fault.
     """
     document = _members(body, ("credentials", "bindings"))
     credentials = _named(_array(document, "credentials"), _credential, "credential")
@@ -140,10 +142,10 @@ def create(body: object) -> Change:
 
 
 def mutate(current: CredentialVault, body: object) -> Change:
-    """Read a MutationRequest and apply it to a copy.
+    """Parse a MutationRequest and apply it to a copy.
 
     Raises:
-        VaultText: what is wrong with it.
+        VaultText: the fault.
     """
     document = _members(body, ("expectedRevision", "credentials", "bindings"))
     if "expectedRevision" in document:
@@ -170,13 +172,13 @@ def mutate(current: CredentialVault, body: object) -> Change:
 
 
 type _Items = list[tuple[Path, object]]
-"""What an array holds, each with its place."""
+"""Return the elements of an array, each with its position."""
 
 
 def _mutations[T](
     body: Mapping[str, object], kind: str, parse: Callable[[object, Path], tuple[str, T]], existing: Mapping[str, Any]
 ) -> tuple[dict[str, T], frozenset[str]]:
-    """Return what is written (replaced or added) and what is deleted."""
+    """Return the elements to write (replaced or added) and to delete."""
     key = f"{kind}s"
     document = _members(body.get(key, {}), ("add", "replace", "delete"), (key,))
     deleted = set()
@@ -267,7 +269,7 @@ def _binding(item: object, path: Path) -> tuple[str, ApiBinding]:
 
 
 def _check_places(current: CredentialVault, vault: CredentialVault, values: Mapping[str, str]) -> None:
-    """Refuse a binding that uses a value where it was not given for."""
+    """Refuse a binding that uses a value at a place for which the value was not given."""
     given = {vault.secret(name) for name in values}
     kept = {place for place in vault.places() if place.secret not in given}
     if beyond := sorted((place.secret, place.host) for place in kept - within(kept, current.places())):

@@ -1,16 +1,16 @@
-"""From what a caller asked for to what a gateway shall enforce, as `serve` sees it.
+"""The compilation of policies in `serve`: from a caller's request to the policy of a gateway.
 
-What is in force is compiled by hostd's compiler from the same file and the same selection (`policy.compiler`): nothing
-that is compiled here reaches a gateway. It is compiled for the answers to callers, for the vault's grants, and to know
-whether a sandbox is behind the document.
+hostd's compiler compiles the policies in force, from the same file and the same selection (`policy.compiler`). No
+policy that is compiled here reaches a gateway. `serve` compiles for its answers to callers, for the vault's grants, and
+to detect whether a sandbox has a policy of an older document.
 
-- A call that brings neither a network policy nor the name of an operator policy gets the operator's default.
-- Naming an operator policy *and* bringing a network policy narrows: both must allow.
-- Two questions, two answers. What a caller asks for is *admitted* (`admit`) or refused. What was admitted once is
-  *enforced* (`enforce`) under each later document: a part that the document refuses is left out, and the rest of the
-  policy and the whole document are in force.
+- A call without a network policy and without the name of an operator policy gets the operator's default.
+- An operator policy *and* a network policy are combined: both must allow.
+- A request of a caller is *admitted* (`admit`) or refused. An admitted policy is *enforced* (`enforce`) under each
+  later document: a part that the document refuses is left out, and the rest of the policy and the whole document are in
+  force.
 
-The rules themselves are `policy`'s; this module only chooses and combines.
+Package `policy` contains the rules themselves. This module only selects and combines.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ from policy.selection import NOTHING, Selection
 from vault.grants import Grant
 
 MAX_NAMES = 512
-"""vaultd keeps twice as many: during a change old and new ones."""
+"""vaultd's limit is twice this, because old and new grants exist beside each other during a change."""
 
 
 class PolicyRefused(ValueError):
-    """The policy cannot be had; the text is for the caller."""
+    """The policy is not available. The text is for the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A policy for one sandbox, its selection, what it needs from the vault, and the parts that are not in force."""
+    """A policy for one sandbox: its selection, its grants at the vault, and the parts that are not in force."""
 
     policy: CompiledPolicy
     selection: Selection
@@ -44,13 +44,13 @@ class Compiled:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the sandbox's gateway needs certificates for, or `*` if that is more than the vault takes."""
+        """Return the names for which the gateway needs certificates, or `*` for more than the vault's limit."""
         names = inspected(self.policy)
         return names if len(names) <= MAX_NAMES else ("*",)
 
     @property
     def digest(self) -> str:
-        """Identity of the policy."""
+        """Return the identity of the policy."""
         return self.policy.digest
 
 
@@ -60,11 +60,11 @@ class Policies:
     def __init__(self, file: OperatorFile) -> None:
         self._file = file
         self.version = 0
-        """Grows with each document that was read."""
+        """Increases with each document that was read."""
 
     @classmethod
     def read(cls, path: Path | None) -> "Policies":
-        """Load the operator's file; without one the shipped default is in force.
+        """Load the operator's file. Without one the shipped default is in force.
 
         Raises:
             PolicyError: it cannot be read.
@@ -73,11 +73,11 @@ class Policies:
 
     @property
     def problem(self) -> str:
-        """Why the file as it is now is not in force; empty if it is."""
+        """Return why the present file is not in force; empty if it is in force."""
         return self._file.problem
 
     async def admit(self, name: str | None, network_policy: ApiPolicy | None) -> Compiled:
-        """Compile what the caller of a create asks for.
+        """Compile the policy that the caller of a create requests.
 
         Raises:
             Refused: the operator has no such policy.
@@ -88,15 +88,15 @@ class Policies:
         return compiled
 
     async def enforce(self, selection: Selection) -> Compiled:
-        """Compile what a sandbox has, without the parts that the operator's document refuses."""
+        """Compile the policy of a sandbox, without the parts that the operator's document refuses."""
         return await asyncio.to_thread(_enforce, self._file.document, selection)
 
     async def nothing(self) -> Compiled:
-        """Compile what a sandbox keeps that is to have nothing: what the operator always allows."""
+        """Compile the policy of a sandbox that gets no access of its own: only what the operator always allows."""
         return await self.enforce(NOTHING)
 
     async def reload(self) -> bool:
-        """Read the file again if it changed, or could not be read; tells whether there is a new document."""
+        """Read the file again if it changed or could not be read. Return whether there is a new document."""
         if not await asyncio.to_thread(self._file.reload):
             return False
         self.version += 1
@@ -111,5 +111,7 @@ def _enforce(document: PolicyDocument, selection: Selection) -> Compiled:
 
 
 def _reachable(policy: CompiledPolicy, host: str) -> bool:
-    """Whether any flow to a host, or to some host of a pattern, could be allowed: else nothing is granted there."""
+    """Return whether any flow to a host, or to some host of a pattern, can be allowed. If not, nothing is granted
+    there.
+    """
     return host.startswith("*.") or not isinstance(decide_name(policy, host), Deny)

@@ -1,9 +1,9 @@
-"""The egress API of port 18080, served here and never inside a sandbox: /healthz, /policy, /credential-vault.
+"""The egress API of port 18080, which the server answers and no sandbox sees: /healthz, /policy, /credential-vault.
 
-- Every route but /healthz needs the sandbox's egress token (or an API key, which outranks it);
-  `/credential-vault/_active` is refused to everybody.
-- Errors are one line of plain text with the contract's wording; success is compact JSON and a newline.
-- A body is read whole, bounded in size and time, before any lock is taken.
+- Every route but /healthz needs the sandbox's egress token (or an API key, which has more rights).
+  `/credential-vault/_active` is refused for every caller.
+- Errors are one line of plain text with the contract's wording. Success is compact JSON and a newline.
+- A body is read completely, with limits on size and time, before any lock is taken.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ _POLICY_METHODS = "GET, POST, PUT, PATCH, DELETE"
 _VAULT_METHODS = "GET, POST, PATCH, DELETE"
 
 type Body = Callable[[int], Awaitable[bytes | None]]
-"""Reads the request body up to a limit; None if it is longer."""
+"""Read the request body up to a limit. Return None if it is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class EgressRequest:
-    """What the proxy route found under /proxy/18080; `path` is raw, without query."""
+    """A request that the proxy route found under /proxy/18080. `path` is raw, without query."""
 
     sandbox: Sandbox
     method: str
@@ -56,19 +56,19 @@ class EgressAnswer:
 
 
 def text(status: int, message: str, **headers: str) -> EgressAnswer:
-    """An error or other line of plain text."""
+    """Return an error or another line of plain text."""
     fields = {name.replace("_", "-"): value for name, value in headers.items()}
     return EgressAnswer(status, f"{message}\n".encode(), headers={"X-Content-Type-Options": "nosniff", **fields})
 
 
 def document(status: int, content: object) -> EgressAnswer:
-    """A JSON document."""
+    """Return a JSON document."""
     body = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
     return EgressAnswer(status, body, "application/json")
 
 
 def policy_status(policy: ApiPolicy, *, reason: str | None = None, full: bool = False) -> dict[str, Any]:
-    """The PolicyStatus document, keys in the contract's order."""
+    """Return the PolicyStatus document, keys in the contract's order."""
     status: dict[str, Any] = {"status": "ok", "mode": policy.status_mode(), "enforcementMode": "dns+nft"}
     if reason is not None:
         status["reason"] = reason
@@ -78,7 +78,7 @@ def policy_status(policy: ApiPolicy, *, reason: str | None = None, full: bool = 
 
 
 class EgressApi:
-    """Answers requests of one server's egress APIs."""
+    """The egress APIs of one server."""
 
     def __init__(self, hostd: Hostd, egress: Egress, tokens: Tokens, keys: KeyRing) -> None:
         self._hostd = hostd
@@ -87,7 +87,7 @@ class EgressApi:
         self._keys = keys
 
     async def handle(self, request: EgressRequest) -> EgressAnswer:
-        """EgressAnswer one request; never raises."""
+        """Answer one request. It does not raise."""
         try:
             return await self._route(request)
         except VaultText as error:
@@ -108,7 +108,7 @@ class EgressApi:
         try:
             authorised = request.caller.proves(
                 self._tokens.claim(Purpose.EGRESS, request.sandbox.id, token),
-                self._keys.claim(token),  # older Go clients send the API key in place of the token
+                self._keys.claim(token),  # Older Go clients send the API key instead of the token.
                 self._keys.claim(request.headers.get(API_KEY_HEADER, "")),
             )
         except ApiError as error:
@@ -236,7 +236,7 @@ def _json(body: bytes) -> object:
     """Parse JSON strictly.
 
     Raises:
-        VaultText: it is refused; the text holds no value of the body.
+        VaultText: it is refused. The text contains no value of the body.
     """
     try:
         return decode(body)

@@ -1,7 +1,7 @@
-"""Which parts of each sandbox's policy are out of force: kept for the API, recorded in the audit log.
+"""The parts of each sandbox's policy that are not in force: kept for the API and recorded in the audit log.
 
-A part is recorded when it goes out of force and when it is in force again. Nothing of it is stored: after a restart of
-the server what is out of force is recorded again.
+A part is recorded when it goes out of force and when it is in force again. This state is not stored. After a restart of
+the server all parts that are out of force are recorded again.
 """
 
 import logging
@@ -12,37 +12,37 @@ from lifecycle.sandboxes.registry import Sandbox
 from policy.compile import Dropped, Part
 
 MAX_RECORDS = 64
-"""For the parts of one sandbox at a time; the last record counts those that have none."""
+"""The parts of one sandbox in each record. The last record has the number of the others."""
 MAX_REASON = 1000
 
 _log = logging.getLogger(__name__)
 
 
 class Shortfall:
-    """What the audit log names as out of force, by sandbox."""
+    """For each sandbox, the parts that the audit log names as out of force."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._told: dict[str, tuple[Dropped, ...]] = {}
 
     def forget(self, sandbox: str) -> None:
-        """Drop what is kept for a sandbox that is gone."""
+        """Drop all data about a removed sandbox."""
         self._told.pop(sandbox, None)
 
     def is_told(self, sandbox: str, dropped: tuple[Dropped, ...]) -> bool:
-        """Whether the log names just these parts."""
+        """Return whether the log names exactly these parts."""
         return self._told.get(sandbox, ()) == dropped
 
     def reason(self, sandbox: str) -> str | None:
-        """Say which parts of a sandbox's policy are not in force, and why; None if all are."""
+        """Describe which parts of a sandbox's policy are not in force, and why; None if all are in force."""
         dropped = self._told.get(sandbox, ())
         return f"not in force: {'; '.join(item.reason for item in dropped)}"[:MAX_REASON] if dropped else None
 
     async def tell(self, row: Sandbox, compiled: Compiled) -> None:
-        """Have it recorded which parts of a row are out of force now, and which are in force again.
+        """Record which parts of a row are now out of force, and which are in force again.
 
         Raises:
-            ApiError: the audit log does not take it.
+            ApiError: auditd did not accept the record.
         """
         if self.is_told(row.id, compiled.dropped):
             return

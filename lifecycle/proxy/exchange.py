@@ -1,15 +1,16 @@
-"""HTTP/1.1 with a server in a sandbox over a dialled socket: one exchange, and if nothing speaks against it the next.
+"""HTTP/1.1 with a server in a sandbox over a dialled socket: one exchange, and if possible the next one.
 
-What a sandbox answers is hostile input.
+A sandbox's answer is hostile input.
 
-- A request is written once. Whether a server carried it out cannot be known, so none is ever written again.
-- What of a body comes in small pieces goes on in few: SDKs send a small file in a dozen, and each wakes the gateway and
-  the sandbox. A piece is held for `HOLD_SECONDS` at most, and none once the body is complete.
-- `reusable` is true only after a body that was sent completely and an answer that was framed, complete and followed by
-  nothing; with the kernel, too, nothing may have arrived since.
-- Nothing limits how long an answer may take; nothing of it is held beyond one chunk and one head of `MAX_HEAD` bytes.
-- An answer in a great many small pieces, or heads before its own, takes its time from itself: after each `_BURST` of
-  them a connection waits for its turn, and of all that have the same `turns` one has its turn at a time.
+- A request is written once and never repeated, because it is unknown whether a server has executed it.
+- Small pieces of a body are combined before they are sent: SDKs send a small file in a dozen pieces, and each piece
+  wakes the gateway and the sandbox. A piece is held for at most `HOLD_SECONDS`, and not at all after the body is
+  complete.
+- `reusable` is true only after a body that was sent completely and an answer that was framed, complete and the last
+  data. The kernel must also have no further data.
+- The time of an answer has no limit. At most one chunk and one head of `MAX_HEAD` bytes of it are in memory.
+- An answer in very many small pieces, or with heads before its own, slows only itself: after each `_BURST` of them a
+  connection waits for its turn. Of all connections with the same `turns` one has its turn at a time.
 
 It does not decide which request uses a connection next: see `idle_pool`.
 """
@@ -33,11 +34,11 @@ type Headers = Sequence[tuple[bytes, bytes]]
 
 
 class BrokenExchangeError(Exception):
-    """The server gave no answer, or none that is whole; or the request is none."""
+    """The server sent no complete answer, or the request is invalid."""
 
 
 class Connection:
-    """A connection to a port of a sandbox; the socket is non-blocking and becomes this object's.
+    """A connection to a port of a sandbox. The socket is non-blocking and is owned by this object.
 
     Args:
         turns: shared by the connections of one server.
@@ -47,16 +48,16 @@ class Connection:
         self.made_at = asyncio.get_running_loop().time()
         self._turns = turns or asyncio.Lock()
         self._events = 0
-        """How many were read since the last turn."""
+        """The number of pieces since the last turn."""
         self._sock = sock
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
         self._held = b""
         self._unplan: Callable[[], object] | None = None
-        """Takes back that `_send_some` will be called; None if it will not."""
+        """A function that cancels the planned call of `_send_some`; None without a planned call."""
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may go over this connection now."""
+        """Return whether another request can use this connection now."""
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         if self._http.trailing_data != (b"", False):
@@ -67,15 +68,16 @@ class Connection:
             return True
         except OSError:
             return False
-        return False  # more than was asked for, or the end
+        return False  # There is more data than expected, or the end of the connection.
 
     async def request(self, method: str, target: bytes, headers: Headers, body: AsyncIterator[bytes] | None) -> None:
         """Write one request.
 
-        A server may answer and close before it has all of it: that is no failure, `response` tells.
+        A server may answer and close before it has read the whole request. That is no failure here: `response` reports
+        it.
 
         Raises:
-            BrokenExchangeError: it is no request, or its body is not as long as its head says.
+            BrokenExchangeError: the request is invalid, or its body does not have the length in its head.
         """
         if self._http.our_state is h11.DONE:
             self._http.start_next_cycle()
@@ -110,7 +112,7 @@ class Connection:
         raise BrokenExchangeError
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Read the body of the answer; small pieces that came together are given as one.
+        """Read the body of the answer. Small pieces that arrived together are combined.
 
         Raises:
             BrokenExchangeError: it ended too early.
@@ -124,12 +126,12 @@ class Connection:
                 return
 
     def close(self) -> None:
-        """Close the connection, whatever is under way."""
+        """Close the connection at any moment."""
         self._stop_sending()
         self._sock.close()
 
     def _at_hand(self) -> Any:
-        """The next event of what was read; None if it is not all there, or broken: `_event` tells."""
+        """Return the next event of the data read; None if it is incomplete or broken, which `_event` reports."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError:
@@ -151,7 +153,7 @@ class Connection:
         return event
 
     async def _send_all(self) -> None:
-        """Send what is held, waiting until the kernel has taken it."""
+        """Send the held data, and wait until the kernel has taken it."""
         self._stop_sending()
         data, self._held = self._held, b""
         sent = self._send(data)
@@ -159,12 +161,12 @@ class Connection:
             await asyncio.get_running_loop().sock_sendall(self._sock, memoryview(data)[sent:])
 
     def _send_some(self) -> None:
-        """Send of what is held as much as the kernel takes, and the rest when it takes more."""
+        """Send as much of the held data as the kernel takes now, and the rest later."""
         self._stop_sending()
         try:
             self._held = self._held[self._send(self._held) :]
         except OSError:
-            return  # `response` tells
+            return  # `response` reports it.
         if self._held:
             loop = asyncio.get_running_loop()
             loop.add_writer(self._sock, self._send_some)

@@ -1,11 +1,11 @@
-"""Which headers cross the proxy, in both directions. Pure.
+"""The headers that cross the proxy, in both directions. Pure.
 
-- Nothing that authenticates a caller to *us* reaches a sandbox: neither API keys, under whatever header, nor the egress
-  token, nor the secure-access token. execd's token goes to execd's port only.
-- `Authorization` and `Cookie` are the application's, unless one of our keys is in them.
-- Where a request came from is said by us and not by the request.
-- What a sandbox tells a browser to keep is kept for its own route only: cookies get one path, below the route, and no
-  domain, and headers that are about the whole host (which is the API's, and every sandbox's) stay here.
+- No header that authenticates a caller to *this server* reaches a sandbox: neither API keys, in any header, nor the
+  egress token, nor the secure-access token. execd's token is sent to execd's port only.
+- `Authorization` and `Cookie` belong to the application, unless they contain one of the server's keys.
+- The server sets the headers about the origin of a request. Those of the request are dropped.
+- A sandbox can store state in a browser for its own route only. Cookies get one path, below the route, and no domain.
+  Headers about the whole host are dropped, because the host belongs to the API and to every sandbox.
 """
 
 import re
@@ -37,12 +37,12 @@ _COOKIE_ATTRIBUTES = frozenset(
     (b"expires", b"max-age", b"secure", b"httponly", b"samesite", b"partitioned", b"priority")
 )
 _COOKIE_PATH = re.compile(rb"/[!#-:<-~]*")
-"""Printable ASCII without quotes and `;`: what all clients read alike."""
+"""Printable ASCII without quotes and `;`. All clients parse it in the same way."""
 _LONGEST_PATH = 800
-"""With the route in front it stays below 1024 bytes: browsers ignore a longer attribute."""
+"""With the route before it, the path stays below 1024 bytes. Browsers ignore a longer attribute."""
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 ISOLATION = (b"content-security-policy", b"sandbox allow-downloads allow-forms allow-modals allow-popups allow-scripts")
-"""Browsers give a page from a sandbox an origin of its own: not the API's, not another sandbox's."""
+"""Browsers give a page of a sandbox its own origin: not the API's, not another sandbox's."""
 
 
 def to_sandbox(
@@ -56,7 +56,7 @@ def to_sandbox(
     request_id: str,
     websocket: bool = False,
 ) -> Headers:
-    """Return the headers of the request as the sandbox may see them."""
+    """Return the request's headers for the sandbox."""
     headers = list(headers)
     dropped = _HOP | _OURS | _named_in_connection(headers) | {b"host", b"forwarded", b"expect", b"x-request-id"}
     kept: Headers = []
@@ -88,11 +88,11 @@ def to_sandbox(
 
 
 def to_client(headers: Sequence[tuple[bytes, bytes]], prefix: bytes, path: bytes) -> Headers:
-    """Return the headers of the sandbox's response as the client gets them.
+    """Return the response's headers for the client.
 
     Args:
         prefix: the route to this port.
-        path: what was asked for below it, without the query.
+        path: the requested path below it, without the query.
     """
     dropped = (
         _HOP
@@ -118,11 +118,11 @@ def to_client(headers: Sequence[tuple[bytes, bytes]], prefix: bytes, path: bytes
 
 
 def _own_cookie(cookie: bytes, prefix: bytes, path: bytes) -> bytes | None:
-    """Return a `Set-Cookie` that is sent to the route only; None if clients might not agree on what it says.
+    """Return a `Set-Cookie` that browsers send to the route only; None if clients could parse it in different ways.
 
-    The result has one `Path`, below the route, no `Domain`, and otherwise attributes that do not widen it. Where the
-    program gave no usable path the path is the one a browser would derive from the request (RFC 6265 5.1.4), as the
-    program saw it: from the URL that the browser sees it could be the directory above the route.
+    The result has one `Path`, below the route, no `Domain`, and no other attribute that widens it. If the program set
+    no usable path, the path is the one that a browser would derive from the request (RFC 6265 5.1.4) as the program
+    received it. The browser's own URL could result in the directory above the route.
     """
     if _CONTROL.search(cookie):
         return None

@@ -1,14 +1,15 @@
-"""Idle connections to sandboxes' execd, kept for the next request.
+"""Idle connections to the execd of sandboxes, kept for the next request.
 
-A call to execd is short, and the way to it (two sockets, two audit records) would be most of what it costs. execd is
-our own program: it keeps an idle connection for ten minutes, so within `IDLE_SECONDS` none is closed under a request. A
-process that takes execd's place in a sandbox gains nothing: it answers each of these requests anyhow, whatever carries
-them.
+A call to execd is short. A new connection (two sockets, two audit records) would be most of its cost. execd is our own
+program and keeps an idle connection for ten minutes, so it closes none under a request within `IDLE_SECONDS`. A process
+that replaces execd in a sandbox gains nothing, because it gets each of these requests in any case.
 
-- A connection is used again for the same sandbox only, while its state is as it was, and if it is `reusable` right now.
-- It is kept for `IDLE_SECONDS`, and not at all once it is `AGE_SECONDS` old: the audit log has one record for each.
-- Nothing of a caller stays with it: tokens are headers of each request, and were asked for before it got here.
-- At most `IDLE_LIMIT` of one sandbox are kept; one that is idle never keeps a new one from being made.
+- A connection is used again for the same sandbox only, while the sandbox's state is unchanged, and if it is `reusable`
+  at that moment.
+- It is kept for `IDLE_SECONDS`, and not at all after an age of `AGE_SECONDS`, because the audit log has one record for
+  each connection.
+- It keeps no data of a caller: tokens are headers of each request, and were checked before the request got here.
+- At most `IDLE_LIMIT` connections of one sandbox are kept. An idle connection never prevents a new one.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ class IdlePool:
         self._idle: dict[str, list[_Idle]] = {}
 
     def take(self, sandbox: Sandbox) -> Connection | None:
-        """Return a connection that may be used now, the caller's from then on."""
+        """Return a usable connection. The caller then owns it."""
         idle = self._idle.pop(sandbox.id, [])
         while idle:
             last = idle.pop()
@@ -53,7 +54,7 @@ class IdlePool:
         return None
 
     def give(self, sandbox: Sandbox, connection: Connection) -> None:
-        """Take over a connection: it is kept or closed. `sandbox` is as it was when the request was let through."""
+        """Take over a connection and keep or close it. `sandbox` is its state when the request was admitted."""
         loop = asyncio.get_running_loop()
         young = loop.time() - connection.made_at < AGE_SECONDS
         if not (young and sandbox.state is State.RUNNING and connection.reusable):
@@ -65,7 +66,7 @@ class IdlePool:
         self.trim(sandbox.id, IDLE_LIMIT)
 
     def trim(self, sandbox: str, limit: int) -> None:
-        """Close the oldest of a sandbox's connections, until no more than `limit` are kept."""
+        """Close the oldest connections of a sandbox until at most `limit` are kept."""
         idle = self._idle.get(sandbox, [])
         while len(idle) > max(0, limit):
             idle.pop(0).end().close()
@@ -81,4 +82,4 @@ class IdlePool:
         idle = self._idle[sandbox]
         idle[:] = [item for item in idle if item.connection is not connection]
         connection.close()
-        self.trim(sandbox, IDLE_LIMIT)  # forgets the sandbox with its last one
+        self.trim(sandbox, IDLE_LIMIT)  # The sandbox's entry is removed with its last connection.

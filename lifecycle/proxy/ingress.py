@@ -1,13 +1,13 @@
-"""The way into a sandbox: its gateway's unix socket, two bytes naming the port, one byte of answer.
+"""The way into a sandbox: its gateway's unix socket, two bytes with the port, one byte of answer.
 
-hostd binds that socket and listens on it, and the worker accepts. A socket on which another user listens is sent
-nothing.
+hostd binds that socket and listens on it, and the worker accepts. Nothing is sent to a socket on which another user
+listens.
 
-Connections are made for one request each, but for those to execd (see `idle_pool`): a sandbox's server may close an
-idle one at any moment, and a request that was lost that way could not be distinguished from one that was carried out.
+Each connection serves one request, except those to execd (see `idle_pool`): a sandbox's server can close an idle
+connection at any moment, and a request that was lost in that way cannot be distinguished from an executed one.
 
-A connection that was refused is tried again where the caller has patience: execd listens some milliseconds after its
-container has started, and SDKs wait half a second after a 502.
+A refused connection is tried again if the caller allows it: execd listens some milliseconds after its container has
+started, and SDKs wait half a second after a 502.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ _REFUSED = "the sandbox does not listen on this port"
 
 @dataclass(frozen=True, slots=True)
 class WayIn:
-    """Where the sandboxes' sockets are, and the uid of the process that listens on them."""
+    """The directory of the sandboxes' sockets, and the uid of the process that listens on them."""
 
     directory: Path
     uid: int
 
 
 async def dial(way: WayIn, sandbox: str, port: int) -> socket.socket:
-    """Connect to a port of a sandbox; the socket is non-blocking.
+    """Connect to a port of a sandbox. The socket is non-blocking.
 
     Raises:
-        OSError: the sandbox has no gateway, or nothing listens on the port.
+        OSError: the sandbox has no gateway, or no process listens on the port.
         TimeoutError: no answer in time.
     """
     loop = asyncio.get_running_loop()
@@ -56,14 +56,14 @@ async def dial(way: WayIn, sandbox: str, port: int) -> socket.socket:
 
 
 def patience(sandbox: Sandbox, port: int, now: float) -> float:
-    """Return for how many seconds from `now` a port is waited for: execd's after the start, no other, never long."""
+    """Return the seconds from `now` to wait for a port: only for execd's port after the start, and never long."""
     if port != EXECD_PORT or sandbox.state is not State.RUNNING:
         return 0.0
     return min(START_SECONDS, max(0.0, sandbox.changed_at + START_SECONDS - now))
 
 
 async def dial_patiently(way: WayIn, sandbox: str, port: int, seconds: float) -> socket.socket:
-    """`dial`, and for so many seconds again while nothing listens on the port."""
+    """Call `dial`, and call it again for the given seconds while no process listens on the port."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     pause = _FIRST_PAUSE

@@ -1,12 +1,12 @@
 """The server proxy: `/sandboxes/{id}/proxy/{port}/…` to a port of the sandbox, HTTP and WebSocket.
 
-- Path and query reach the sandbox byte for byte; bodies stream in both directions and nothing here limits how long
-  an answer may take. A client that goes away ends the request on the sandbox's side too.
-- Connections are counted per sandbox, idle ones to its execd too; one sandbox cannot use up another's.
-- A request is sent once. Each port but execd's gets a connection of its own for each.
-- Port 18080 never reaches a sandbox: it is answered by `egress_api`.
-- No API key is needed (the ports' own tokens are), and none is ever passed on: see `proxy_headers`. Wrong tokens are
-  counted here, those for execd too, which refuses them itself.
+- Path and query reach the sandbox byte for byte. Bodies are streamed in both directions without a limit of time. A
+  client that disconnects ends the request on the sandbox's side too.
+- Connections are counted per sandbox, with the idle ones to its execd. One sandbox cannot use the share of another.
+- A request is sent once. Each request to another port than execd's gets its own connection.
+- Port 18080 never reaches a sandbox: `egress_api` answers it.
+- No API key is needed (the ports' own tokens are), and none is forwarded: see `proxy_headers`. Wrong tokens are counted
+  here, also those for execd, which refuses them itself.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class _ClientGone(Exception):
 
 
 class _Upstream(ClientConnection):
-    """A WebSocket to a sandbox: reads little at a time, see `_Reading`."""
+    """A WebSocket to a sandbox that reads small amounts at a time; see `_Reading`."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -65,10 +65,11 @@ class _Upstream(ClientConnection):
 
 
 class _Reading(asyncio.BufferedProtocol):
-    """Hands over `_FRAMES` bytes at a time, fewer if they take long, and lets others have as much time in between.
+    """A reader that passes on `_FRAMES` bytes at a time, fewer if they take long, and then waits for as long as they
+    took.
 
-    A frame can be two bytes, and a `ClientConnection` parses all frames that it is given at once: what asyncio reads
-    at a time could be 100,000.
+    A frame can have two bytes, and a `ClientConnection` parses all frames of one call at once: one read of asyncio can
+    contain 100,000 frames.
     """
 
     def __init__(self, connection: ClientConnection) -> None:
@@ -107,7 +108,7 @@ class _Reading(asyncio.BufferedProtocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request under the proxy route goes, and its caller; all parts raw."""
+    """The target of a request under the proxy route, and its caller. All parts are raw."""
 
     caller: Caller
     sandbox: Sandbox
@@ -134,7 +135,7 @@ class Proxy:
     _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def target(self, scope: Scope, match: re.Match[bytes], caller: Caller) -> Target:
-        """Find out what is meant and whether the caller may go there.
+        """Find the target of a request, and check whether the caller may use it.
 
         Raises:
             ApiError: unknown sandbox, no port, no secure access, or too many wrong tokens.
@@ -152,19 +153,19 @@ class Proxy:
             if not caller.proves(claim):
                 raise ApiError(401, "MISSING_OR_INVALID_SECURE_ACCESS", "This sandbox needs its secure-access token.")
         if port == EXECD_PORT:
-            token = headers.get(EXECD_HEADER, "")  # execd answers to a wrong one, in its own words
+            token = headers.get(EXECD_HEADER, "")  # execd answers a wrong token with its own text.
             caller.proves(self.tokens.claim(Purpose.EXECD, row.id, token), self.keys.claim(token))
         if headers.get(RENEW_HEADER) != "skip":
             await self._renew(row)
         return Target(caller, row, port, match["prefix"], match["path"] or b"")
 
     async def forget(self, sandbox: str) -> None:
-        """Drop what is kept for a sandbox that is gone."""
+        """Drop all data about a removed sandbox."""
         self._renewed.pop(sandbox, None)
         self._idle.trim(sandbox, 0)
 
     def close(self) -> None:
-        """Close what is kept for any sandbox."""
+        """Close the kept connections of all sandboxes."""
         self._idle.close()
 
     async def _renew(self, row: Sandbox) -> None:
@@ -196,7 +197,7 @@ class Proxy:
         """Relay one request.
 
         Raises:
-            ApiError: the sandbox could not be asked; nothing was sent to the client.
+            ApiError: the sandbox did not get the request, and nothing was sent to the client.
         """
         headers = _headers(scope)
         if target.port == EGRESS_PORT:
@@ -214,7 +215,7 @@ class Proxy:
             try:
                 await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not relay.done():
-                    return  # the client is gone; the relay is cancelled below and its connection closed
+                    return  # The client has disconnected. The relay is cancelled below, and its connection is closed.
                 await relay
             except _ClientGone:
                 return
@@ -265,7 +266,7 @@ class Proxy:
                 connection.close()
 
     async def _connect(self, row: Sandbox, port: int) -> Connection:
-        """A connection to a port, kept or new; the caller's.
+        """Return a connection to a port, kept or new. The caller owns it.
 
         Raises:
             ApiError: there is none.
@@ -303,7 +304,7 @@ class Proxy:
     # -- WebSocket
 
     async def websocket(self, scope: Scope, receive: Receive, send: Send, target: Target, request_id: str) -> None:
-        """Relay one WebSocket; every failure is a close code."""
+        """Relay one WebSocket. Every failure becomes a close code."""
         await receive()  # websocket.connect
         try:
             async with self._slot(target.sandbox.id):
@@ -401,7 +402,7 @@ async def _to_downstream(upstream: ClientConnection, send: Send, turns: asyncio.
         for number in itertools.count(1):
             data = await upstream.recv()
             if number % _BURST == 0:
-                async with turns:  # `recv` does not wait for what is there already
+                async with turns:  # `recv` does not wait for data that is there already.
                     await asyncio.sleep(0)
             kind = "text" if isinstance(data, str) else "bytes"
             await send({"type": "websocket.send", kind: data})
@@ -416,13 +417,13 @@ async def _to_downstream(upstream: ClientConnection, send: Send, turns: asyncio.
 
 
 async def refuse_websocket(send: Send, code: int) -> None:
-    """Accept and close: only so does the client learn the code."""
+    """Accept and then close, because only so the client gets the code."""
     await send({"type": "websocket.accept"})
     await send({"type": "websocket.close", "code": code, "reason": ""})
 
 
 class _Body:
-    """The request's body as chunks, and then the news that the client is gone."""
+    """Yield the request's body in chunks, and then the end of the client's connection."""
 
     def __init__(self, receive: Receive, *, expected: bool) -> None:
         self._receive = receive
@@ -452,7 +453,7 @@ class _Body:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:
-    """Read a whole body; None if it is longer than `limit`."""
+    """Read a whole body. Return None if it is longer than `limit`."""
     body = bytearray()
     while True:
         message = await receive()

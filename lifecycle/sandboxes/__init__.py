@@ -1,1 +1,1 @@
-"""Sandboxes as the API's server knows them: creation, reading, removal, expiry and the state database."""
+"""The server's management of sandboxes: creation, reading, removal, expiry and the state database."""

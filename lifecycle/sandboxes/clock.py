@@ -1,15 +1,15 @@
-"""Seconds since 1970 that go on evenly when the system's clock is set.
+"""A clock that counts elapsed seconds since 1970 and ignores steps of the system's clock.
 
-How long a sandbox lives is time that passes, suspended time included. Where the system's clock is set, by hand or by a
-step of NTP, `moved` returns by how much. The caller moves its stored moments by as much and calls `follow`. So a clock
-that jumps ends no sandbox early and lets none live on. A clock that is slewed is followed as it goes.
+The lifetime of a sandbox is elapsed time, suspended time included. After the system's clock was set, by hand or by a
+step of NTP, `moved` returns the difference. The caller moves its stored times by the same difference and calls
+`follow`. So a step of the clock neither ends a sandbox early nor extends its life. A slewed clock needs no correction.
 """
 
 import time
 from collections.abc import Callable
 
 TOLERANCE = 1.0
-"""Seconds; a smaller step is left alone until it has grown."""
+"""Seconds. `moved` ignores a smaller difference until it has grown to this."""
 _LONGEST_READING = 0.1
 
 
@@ -18,7 +18,7 @@ def _elapsed() -> float:
 
 
 class Clock:
-    """The time of the process that holds it; call it for the seconds since 1970."""
+    """A clock that the whole process shares. Call it to get the seconds since 1970."""
 
     def __init__(self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = _elapsed) -> None:
         self._wall = wall
@@ -29,15 +29,15 @@ class Clock:
         return self._elapsed() + self._offset
 
     def moved(self) -> float:
-        """Return by how many seconds the system's clock was set since it was last followed; 0 if it was not."""
+        """Return the seconds by which the system's clock was set since the last `follow`; 0 if it was not set."""
         before = self()
         wall = self._wall()
         after = self()
         if after - before > _LONGEST_READING:
-            return 0.0  # held up between the two: the next reading tells
+            return 0.0  # The process was suspended between the two readings; the next call measures again.
         moved = wall - after
         return moved if abs(moved) > TOLERANCE else 0.0
 
     def follow(self, moved: float) -> None:
-        """Go over to the time that the system's clock was set to."""
+        """Adopt the time to which the system's clock was set."""
         self._offset += moved

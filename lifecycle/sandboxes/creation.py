@@ -1,9 +1,9 @@
-"""From the body of a create call to a checked plan: everything that can be said without asking a daemon.
+"""The validation of a create call: everything that needs no request to a daemon.
 
-- The order of the checks is the contract's (4.1), so that the first fault a caller hears of is the same one.
-- What cannot be done here (volumes, hooks, pools, templates) is refused by name, never ignored. Keys of `extensions`
-  are free, but a key that seems to be a misspelling of a known one is refused: it would not be obeyed.
-- A plan holds the environment of the sandbox, which may hold the caller's secrets: it is never logged or stored.
+- The contract (4.1) fixes the order of the checks, so that a call with several faults always gets the same error.
+- Unsupported features (volumes, hooks, pools, templates) are refused by name and never ignored. Keys of `extensions`
+  are free, but a probable misspelling of a known key is refused, because it would have no effect.
+- A plan contains the sandbox's environment, which may contain the caller's secrets. It is never logged or stored.
 """
 
 import difflib
@@ -27,7 +27,7 @@ ISOLATION_EXTENSION = "bootstrap.execd.isolation"
 RENEW_EXTENSION = "access.renew.extend.seconds"
 _EXTENSIONS = (POLICY_EXTENSION, RUNTIME_EXTENSION, ISOLATION_EXTENSION, RENEW_EXTENSION, "poolRef")
 _RESEMBLES = 0.85
-"""How alike two keys are (1 is equal) when one is taken for a misspelling of the other."""
+"""The similarity (1 is equal) from which a key counts as a misspelling of another."""
 _ECHOED = "opensandbox.extensions."
 _EGRESS_ENV = "OPENSANDBOX_EGRESS_"
 _EGRESS_NAMES = frozenset(
@@ -43,15 +43,15 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}", re.ASCII)
 _ARCHES = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 MAX_TIMEOUT = 100 * 366 * 86400
 MAX_STRING = 128 * 1024 - 1
-"""What the kernel takes of one argument, or of one variable with its name."""
+"""The kernel's limit for one argument, or for one variable with its name."""
 MAX_ENV = (1 << 20) - 4096
 MAX_COMMAND = 1 << 19
-"""Bytes of all of them, so that the image's and the server's own still fit beside."""
+"""The limit of bytes for all of them, which leaves room for the variables of the image and the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What the operator allows a create call."""
+    """The operator's limits for a create call."""
 
     runtimes: tuple[str, ...]
     default_runtime: str
@@ -63,12 +63,12 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A create call that may be carried out, as far as its text tells."""
+    """A validated create call."""
 
     image: str
     entrypoint: tuple[str, ...]
     command: tuple[str, ...]
-    """What is executed: `entrypoint`, with a single element of several words split."""
+    """The command to execute: `entrypoint`, with a single element of several words split."""
     env: Mapping[str, str] = field(repr=False)
     timeout: int | None
     metadata: Mapping[str, str]
@@ -88,7 +88,7 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
     """Check a create call.
 
     Raises:
-        ApiError: the first thing that is wrong with it.
+        ApiError: the first fault of the call.
     """
     extensions = dict(request.extensions or {})
     runtime = _check_extensions(extensions, limits)
@@ -155,7 +155,7 @@ def _check_extensions(extensions: Mapping[str, str], limits: SandboxLimits) -> s
 
 
 def _resembles_ours(key: str) -> bool:
-    """Tell whether a key is meant to be one of ours: what is in our namespace, and what is a letter or two off."""
+    """Return whether a key is in our namespace, or differs from a known key by one or two letters."""
     folded = key.strip().lower()
     return folded.startswith("sallyport") or (
         len(folded) <= 64 and bool(difflib.get_close_matches(folded, _EXTENSIONS, 1, _RESEMBLES))

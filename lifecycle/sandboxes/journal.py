@@ -1,4 +1,4 @@
-"""The control plane's own records in the audit log."""
+"""The control plane's records in the audit log."""
 
 import logging
 from typing import Any
@@ -11,16 +11,18 @@ _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Writes records: `record` for changes that must not happen without one, `note` for what happens in any case."""
+    """A writer of audit records. `record` is for changes that need a record, `note` for events that cannot be
+    prevented.
+    """
 
     def __init__(self, auditd: Auditd) -> None:
         self._auditd = auditd
 
     async def record(self, kind: str, decision: str, **fields: Any) -> None:
-        """Have a change recorded before it is made.
+        """Record a change before it is made.
 
         Raises:
-            ApiError: 503, and it must not be made.
+            ApiError: 503. The caller must not make the change.
         """
         try:
             await self._auditd.record(kind, decision, **fields)
@@ -29,7 +31,7 @@ class Journal:
             raise unavailable("AUDIT::UNAVAILABLE", "The audit log does not accept records.") from None
 
     async def note(self, kind: str, decision: str, **fields: Any) -> None:
-        """Have something recorded that happens in any case."""
+        """Record an event that happens in any case."""
         try:
             await self._auditd.record(kind, decision, **fields)
         except (Unreachable, wire.RemoteError) as error:

@@ -1,4 +1,4 @@
-"""User metadata: what keys and values may look like, patches, and the filter of the list call."""
+"""User metadata: validation of keys and values, patches, and the filter of the list call."""
 
 import re
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ _PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0
 
 
 def check(metadata: Mapping[str, str], *, reserved_code: str = INVALID_METADATA) -> None:
-    """Refuse keys and values outside the alphabet of labels, and the reserved prefix.
+    """Refuse the reserved prefix, and keys and values outside the alphabet of labels.
 
     Raises:
-        ApiError: 400, naming the key.
+        ApiError: 400, with the name of the key.
     """
     if len(metadata) > MAX_LABELS:
         raise ApiError(400, INVALID_METADATA, f"metadata: at most {MAX_LABELS} keys.")
@@ -36,7 +36,7 @@ def patched(metadata: Mapping[str, str], patch: Mapping[str, str | None]) -> dic
     """Apply a flat JSON merge patch.
 
     Raises:
-        ApiError: 400 for a key or value that may not be.
+        ApiError: 400 for an invalid key or value.
     """
     check({key: value or "" for key, value in patch.items()}, reserved_code="INVALID_METADATA_LABEL")
     merged = dict(metadata)
@@ -51,11 +51,11 @@ def patched(metadata: Mapping[str, str], patch: Mapping[str, str | None]) -> dic
 
 
 def parse_filter(text: str) -> dict[str, str]:
-    """Parse the `metadata` parameter (already decoded once): a query string whose parts are decoded once more.
+    """Parse the `metadata` parameter (already decoded once): a query string whose parts are decoded a second time.
 
     Raises:
-        ApiError: 400 `INVALID_METADATA_FORMAT` for a segment without `=`, without a key, or with a broken escape, and
-            for more segments than a sandbox has labels.
+        ApiError: 400 `INVALID_METADATA_FORMAT` for a segment without `=`, without a key, or with an invalid escape, and
+            for more segments than the limit of labels.
     """
     if text.count("&") >= MAX_LABELS:
         raise ApiError(400, "INVALID_METADATA_FORMAT", f"metadata: at most {MAX_LABELS} pairs.")

@@ -1,4 +1,4 @@
-"""One lock for each sandbox: all writes to one sandbox are serial."""
+"""One lock for each sandbox, which serializes all writes to it."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 
 
 class Locks:
-    """The locks of all sandboxes; one exists only while it is held or waited for."""
+    """The locks of all sandboxes. A lock exists only while a task holds it or waits for it."""
 
     def __init__(self) -> None:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
     @contextlib.asynccontextmanager
     async def hold(self, sandbox: str) -> AsyncIterator[None]:
-        """Hold the sandbox's lock: all that changes it does."""
+        """Hold the lock of a sandbox. Every change of the sandbox needs it."""
         lock, users = self._locks.get(sandbox, (asyncio.Lock(), 0))
         self._locks[sandbox] = (lock, users + 1)
         try:

@@ -1,11 +1,11 @@
-"""Sandboxes after they were made: reading, changing, removing. Making them is `transaction`'s.
+"""Reading, changing and removing sandboxes that exist. Module `transaction` creates them.
 
 - All writes to one sandbox are serial (`locks`).
-- The control plane's own changes are in the audit log before they happen; removal alone does not wait for it, since
-  to refuse a removal would leave more running, not less.
-- What cannot be removed at once stays as a row `Stopping` that the reaper works on until it is gone.
+- The control plane records its own changes in the audit log before it makes them. Only a removal does not wait for its
+  record: a refused removal would leave more processes running, not fewer.
+- A sandbox that cannot be removed at once stays as a row `Stopping`. The reaper retries until it is removed.
 
-It knows no HTTP; refusals are `ApiError`s because their codes are the contract's.
+This module does not use HTTP. Refusals are `ApiError`s because the contract defines their codes.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 
 class Orchestrator:
-    """Changes and removes sandboxes.
+    """The operations that change and remove sandboxes.
 
     Attributes:
-        expiry_changed: set when an expiry changed or a removal was left unfinished; the reaper waits for it.
-        forget: called with the id of each sandbox that is gone, to drop what is kept for it.
+        expiry_changed: set when an expiry changed or a removal is unfinished. The reaper waits for it.
+        forget: called with the id of each removed sandbox, so that other parts drop their data about it.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Orchestrator:
     async def remove(
         self, sandbox: str, reason: str, *, unless: Callable[[Sandbox], bool] = lambda current: False
     ) -> None:
-        """Remove a sandbox and everything that was made for it; on return it is gone.
+        """Remove a sandbox and all its resources. On return it is removed.
 
         Args:
-            unless: looked at when no more change to the sandbox can come between; if true, it is not removed (409).
+            unless: checked while the sandbox's lock is held. If it is true, the sandbox is not removed (409).
 
         Raises:
-            ApiError: 404, 409, or 500 if something of it is left; the reaper will then go on.
+            ApiError: 404, 409, or 500 if a part of the sandbox is left. The reaper then retries.
         """
         if not SANDBOX_ID.fullmatch(sandbox):
             raise unknown_sandbox(sandbox)
@@ -115,7 +115,7 @@ class Orchestrator:
     # -- changes
 
     async def patch_metadata(self, sandbox: str, patch: Mapping[str, str | None]) -> Sandbox:
-        """Apply a merge patch to the metadata; atomic, also among concurrent ones."""
+        """Apply a merge patch to the metadata. The change is atomic, also among concurrent changes."""
         await self._rows.get(sandbox)
 
         def change(row: Sandbox) -> Sandbox:
@@ -128,7 +128,7 @@ class Orchestrator:
 
     async def renew(self, sandbox: str, expires_at: datetime) -> Sandbox:
         """Set the expiry: later, earlier or the same, but in the future."""
-        await self.keep_time()  # the caller's moment is one of the clock as it is now
+        await self.keep_time()  # The caller's time is a time of the system's clock as it is now.
         await self._rows.get(sandbox)
         moment = (expires_at if expires_at.tzinfo else expires_at.replace(tzinfo=UTC)).timestamp()
         now = self._clock()
@@ -151,10 +151,11 @@ class Orchestrator:
         return row
 
     async def keep_time(self) -> None:
-        """Where the system's clock was set, move every expiry as far: what is left of each life stays the same.
+        """After the system's clock was set, move every expiry by the same difference, so that the remaining times stay
+        the same.
 
         Raises:
-            RegistryError: they could not be moved; nothing has changed.
+            RegistryError: the rows were not changed.
         """
         if self._moving is None:
             moved = self._clock.moved()
@@ -162,7 +163,7 @@ class Orchestrator:
                 return
             self._moving = asyncio.create_task(self._move_expiries(moved), name="clock")
             self._moving.add_done_callback(self._have_moved)
-        await asyncio.shield(self._moving)  # rows and clock move together, even if a caller is cancelled
+        await asyncio.shield(self._moving)  # Rows and clock move together, even if a caller is cancelled.
 
     def _have_moved(self, moving: asyncio.Task[None]) -> None:
         self._moving = None
@@ -171,7 +172,7 @@ class Orchestrator:
 
     async def _move_expiries(self, moved: float) -> None:
         _log.warning("the system's clock was set by %+.0f s: expiries move with it", moved)
-        if moved < 0:  # in this order no sandbox looks expired meanwhile
+        if moved < 0:  # In this order no sandbox seems to be expired in between.
             self._clock.follow(moved)
         try:
             await self._registry.shift(moved)
@@ -183,15 +184,15 @@ class Orchestrator:
             self._clock.follow(moved)
 
     async def pause(self, sandbox: str) -> None:
-        """Refuse to freeze a running sandbox: hostd has no such operation."""
+        """Refuse to pause a running sandbox, because hostd has no such operation."""
         await self._not_offered(sandbox, "pause", State.RUNNING, "SANDBOX_NOT_RUNNING")
 
     async def resume(self, sandbox: str) -> None:
-        """Refuse to thaw a paused sandbox: hostd has no such operation."""
+        """Refuse to resume a paused sandbox, because hostd has no such operation."""
         await self._not_offered(sandbox, "resume", State.PAUSED, "SANDBOX_NOT_PAUSED")
 
     async def _not_offered(self, sandbox: str, op: str, before: State, wrong: str) -> None:
-        """Nothing is recorded: nothing is done."""
+        """This operation does nothing, so it writes no record."""
         row = await self._rows.get(sandbox)
         if row.state is not before:
             raise ApiError(409, f"DOCKER::{wrong}", f"Sandbox is {row.state}, not {before}.")

@@ -1,7 +1,7 @@
-"""Resource limits as a create call writes them, and as hostd wants them.
+"""Resource limits: from the texts of a create call to the numbers that hostd takes.
 
-- What cannot be parsed or has an unknown name is refused; nothing falls back to "unlimited" or to a default.
-- What is not asked for gets the server's default, what is more than the server's maximum is refused.
+- A value that cannot be parsed and an unknown name are refused. No fault results in "unlimited" or in a default.
+- A resource without a request gets the server's default. A request above the server's maximum is refused.
 """
 
 import re
@@ -29,7 +29,7 @@ _NAMES = ("cpu", "memory", "pids", *_DISK_KEYS, "gpu")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one sandbox may use; `disk_bytes` None is no limit."""
+    """The limits of one sandbox. `disk_bytes` None is no limit."""
 
     cpu_nanos: int
     memory_bytes: int
@@ -41,7 +41,7 @@ def memory(text: str) -> int:
     """Parse a memory size into bytes.
 
     Raises:
-        ValueError: it is no positive integer with a known unit.
+        ValueError: the text is no positive integer with a known unit.
     """
     match = _MEMORY.fullmatch(text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
@@ -55,7 +55,7 @@ def cpu(text: str) -> int:
     """Parse a number of cores into billionths of a core.
 
     Raises:
-        ValueError: it is neither `<millis>m` nor a positive decimal number.
+        ValueError: the text is neither `<millis>m` nor a positive decimal number.
     """
     text = text.strip()
     try:
@@ -71,10 +71,10 @@ def cpu(text: str) -> int:
 
 
 def check_names(resources: Mapping[str, str], field: str) -> None:
-    """Refuse a resource that does not exist: a misspelt limit would be the default.
+    """Refuse an unknown resource, because a misspelt limit would silently become the default.
 
     Raises:
-        ApiError: naming it.
+        ApiError: with the name of the resource.
     """
     for name in resources:
         if name not in _NAMES:
@@ -82,10 +82,10 @@ def check_names(resources: Mapping[str, str], field: str) -> None:
 
 
 def resolve(limits: Mapping[str, str], defaults: Resources, maxima: Resources) -> Resources:
-    """Turn `resourceLimits` into what the sandbox gets.
+    """Convert `resourceLimits` into the limits of a sandbox.
 
     Raises:
-        ApiError: a value cannot be parsed, is over the maximum, or names a resource that does not exist here.
+        ApiError: a value cannot be parsed, is above the maximum, or names an unknown resource.
     """
     check_names(limits, "resourceLimits")
     cpu_nanos = _parse(limits, "cpu", cpu) or defaults.cpu_nanos
@@ -107,7 +107,7 @@ def resolve(limits: Mapping[str, str], defaults: Resources, maxima: Resources) -
 
 
 def _disk(limits: Mapping[str, str], default: int | None, maximum: int | None) -> int | None:
-    """The size of the sandbox's disk: the smaller one where both of its names are given."""
+    """Return the size of the sandbox's disk. If both names of it are given, the smaller value counts."""
     named = [key for key in _DISK_KEYS if key in limits]
     sizes = [size for key in named if (size := _parse(limits, key, memory)) is not None]
     if maximum is None:

@@ -1,17 +1,17 @@
-"""Expiry, adoption and observation: the work that no request asks for.
+"""Expiry, adoption and observation: the background work of the control plane.
 
-- One task for all expiries, however many sandboxes: it sleeps until the next one, or until one changed. A few removals
-  go on beside it, so that a slow one holds up no other.
-- What could not be removed is tried again, later and later, for as long as it takes.
-- At start the registry and hostd are compared: time that passed while the server was down counts, a creation whose
-  caller never got an answer is undone, a sandbox without a row is removed, one that is gone is shown as Failed.
-- At start every gateway is given its policy again: whatever was under way when an earlier process ended, and whatever
-  changed meanwhile, afterwards the registry's policy is in force and the vault's grants are those of that policy.
-- Afterwards hostd is asked every few seconds how its sandboxes are; lists and gets read the database only. A sandbox
-  that hostd no longer has is Failed; a gateway with another policy than the registry's is given that one; a creation
-  whose row could not be written, or a policy change that broke off, is finished.
-- The observer also notices that the system's clock was set.
-- Neither task ends by an error: it waits and goes on.
+- One task handles all expiries. It sleeps until the next expiry, or until an expiry changes. A bounded number of
+  removals run concurrently, so that a slow removal does not delay the others.
+- A failed removal is retried without a limit, at growing intervals.
+- At start the registry and hostd are compared. Time that passed while the server was down counts. A creation without an
+  answer to its caller is undone, a sandbox without a row is removed, and a row without a sandbox becomes Failed.
+- At start every gateway gets its policy again. Then the registry's policy is in force and the vault's grants are those
+  of that policy, whatever an earlier process left unfinished.
+- Then hostd is asked for its sandboxes every few seconds. Lists and gets read the database only. A sandbox that hostd
+  does not have becomes Failed. A gateway whose policy is not the registry's gets the registry's. A creation whose row
+  could not be written and an interrupted change of a policy are completed.
+- The observer also detects that the system's clock was set.
+- An error ends neither task. The task waits and goes on.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from wire.api.states import HostState
 
 RETRY_FIRST = 1.0
 ADOPT_FIRST = 0.1
-"""hostd may be starting beside us."""
+"""hostd can be starting at the same time."""
 RETRY_MOST = 60.0
 OBSERVE_SECONDS = 2.0
 APPLY_SECONDS = 2.0
-"""How long the observer waits for policies to be applied; what takes longer goes on beside it."""
+"""Seconds for which the observer waits for policies to be applied. A slower application continues in the background."""
 _APPLYING = 32
 _PARALLEL = 4
 _LIVE = (State.RUNNING, State.PAUSED)
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Removes what is over."""
+    """The removal of expired sandboxes."""
 
     def __init__(
         self, orchestrator: Orchestrator, registry: Registry, clock: Clock, expiry_changed: asyncio.Event
@@ -59,11 +59,11 @@ class Reaper:
         self._clock = clock
         self._wake = expiry_changed
         self._retries: dict[str, tuple[float, float]] = {}
-        """When to try again, by the event loop's clock, and the seconds between, by sandbox."""
+        """For each sandbox: the time of the next try, by the event loop's clock, and the interval in seconds."""
         self._removals: dict[str, asyncio.Task[None]] = {}
 
     def wake(self) -> None:
-        """Look again now."""
+        """Look for due removals now."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -85,7 +85,7 @@ class Reaper:
             await asyncio.gather(*self._removals.values(), return_exceptions=True)
 
     async def _round(self) -> float:
-        """Begin the removals that are due; return when to look again, in seconds."""
+        """Start the removals that are due. Return the seconds until the next look."""
         now, running = self._clock(), asyncio.get_running_loop().time()
         over = await self._registry.expired(now)
         known = {row.id for row in over}
@@ -97,21 +97,21 @@ class Reaper:
                 self._removals[row.id] = removal
                 removal.add_done_callback(functools.partial(self._ended, row.id))
         pauses = [when - running for key, (when, _) in self._retries.items() if key not in self._removals]
-        following = await self._registry.next_expiry(now)  # whatever has expired since, too
+        following = await self._registry.next_expiry(now)  # Further sandboxes can have expired in the meantime.
         if following is not None:
             pauses.append(following - self._clock())
         return max(0.05, min([*pauses, RETRY_MOST]))
 
     def _ended(self, sandbox: str, _removal: asyncio.Task[None]) -> None:
         del self._removals[sandbox]
-        self.wake()  # others may be waiting for their turn
+        self.wake()  # Other removals can be waiting for a place.
 
     async def _remove(self, row: Sandbox) -> None:
         try:
             over = row.expires_at is not None and row.expires_at <= self._clock()
             current = await self._registry.get(row.id)
             if current is None or (current.expires_at != row.expires_at and over):
-                return  # removed or renewed meanwhile
+                return  # It was removed or renewed in the meantime.
             await self._orchestrator.remove(row.id, "expired" if over else "left over", unless=self._renewed)
         except Exception as error:  # noqa: BLE001 - closes: it is tried again
             if isinstance(error, ApiError) and error.status in (404, 409):
@@ -130,7 +130,7 @@ class Reaper:
 
 
 class Observer:
-    """Compares what we wrote down with what hostd has."""
+    """The comparison of the registry with hostd's sandboxes."""
 
     def __init__(
         self,
@@ -159,15 +159,15 @@ class Observer:
         self._applying: dict[str, asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(_APPLYING)
         self._pending = False
-        """Whether there is a document that not every sandbox was compared with."""
+        """Return whether there is a document that not every sandbox was compared with."""
         self._alarmed = ""
-        """The problem of the policy file that is in the audit log."""
+        """The problem of the policy file that the audit log contains."""
 
     async def adopt(self) -> None:
-        """Bring registry and hostd together; retried by the caller while hostd is away.
+        """Reconcile the registry with hostd. The caller retries while hostd does not answer.
 
         Raises:
-            Unreachable, wire.RemoteError: hostd cannot say what it has.
+            Unreachable, wire.RemoteError: hostd did not list its sandboxes.
         """
         began = self._clock()
         there = {state.sandbox for state in await self._hostd.states()}
@@ -188,7 +188,7 @@ class Observer:
         self._expiry_changed.set()
 
     async def run(self, adopted: Callable[[], None]) -> None:
-        """Adopt, say so, then observe until cancelled."""
+        """Adopt the sandboxes, report that, then observe until cancelled."""
         try:
             await self._run(adopted)
         finally:
@@ -208,7 +208,7 @@ class Observer:
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 10.0)
         adopted()
-        while True:  # at once: the operator's document may have changed while there was no server
+        while True:  # Look at once: the operator's document can have changed while no server ran.
             try:
                 await self._orchestrator.keep_time()
                 await self.observe()
@@ -217,10 +217,10 @@ class Observer:
             await asyncio.sleep(OBSERVE_SECONDS)
 
     async def follow(self) -> None:
-        """Read the operator's file if it changed; put a new document in force for every sandbox, or raise an alarm.
+        """Read the operator's file if it changed. Put a new document in force for every sandbox, or raise an alarm.
 
         Raises:
-            ApiError, RegistryError: not all of it could be done; the next call goes on.
+            ApiError, RegistryError: a part of this failed. The next call continues.
         """
         policies = self._policies
         if await policies.reload():
@@ -236,7 +236,7 @@ class Observer:
             self._alarmed = problem
 
     async def recompile(self) -> None:
-        """The operator's document may have changed: give every sandbox its policy under the one in force.
+        """Give every sandbox its policy under the operator's document that is in force now.
 
         Raises:
             RegistryError: the sandboxes cannot be read.
@@ -247,7 +247,7 @@ class Observer:
         await self._apply(dict.fromkeys(live, self._egress.reapply))
 
     async def _apply(self, work: Mapping[str, Callable[[str], Awaitable[None]]]) -> None:
-        """Apply policies side by side: a sandbox that takes long keeps no other from its own."""
+        """Apply policies concurrently, so that a slow sandbox does not delay the others."""
         for sandbox, apply in work.items():
             if sandbox not in self._applying:
                 task = asyncio.create_task(self._in_turn(apply, sandbox), name=f"apply-{sandbox}")
@@ -264,10 +264,11 @@ class Observer:
         del self._applying[sandbox]
 
     async def observe(self) -> None:
-        """Take over what hostd says of its sandboxes, and finish what was left unfinished."""
+        """Take over the states that hostd reports, and complete unfinished work."""
         rows = await self._registry.all()
         unsettled = [row.id for row in rows if row.state in _LIVE and self._egress.unsettled(row)]
-        await self._apply(dict.fromkeys(unsettled, self._egress.reapply))  # before hostd asks Docker for the list
+        # This is set before hostd asks Docker for the list.
+        await self._apply(dict.fromkeys(unsettled, self._egress.reapply))
         began = self._clock()
         there = {state.sandbox: state for state in await self._hostd.states()}
         now = self._clock()
@@ -299,7 +300,7 @@ class Observer:
         await self._registry.update(sandbox, change)
 
     async def _abandoned(self, row: Sandbox, now: float) -> None:
-        """A creation that is not under way any more, and could not say so: undo it."""
+        """Undo a creation that is no longer in progress and whose failure could not be recorded."""
 
         def change(current: Sandbox) -> Sandbox:
             if current.state is not State.PENDING or self._creations.is_making(current.id):
@@ -312,7 +313,7 @@ class Observer:
 
 
 def condition(described: HostSandboxState) -> tuple[State, str, str] | None:
-    """Translate hostd's description of a sandbox; None if it says nothing the row should take over."""
+    """Translate hostd's state of a sandbox. Return None if it has nothing for the row."""
     reason = described.reason
     match described.state:
         case HostState.RUNNING if described.worker_pid is None:
@@ -329,7 +330,8 @@ def condition(described: HostSandboxState) -> tuple[State, str, str] | None:
             return State.FAILED, "CONTAINER_LOST", reason or "The sandbox is gone from this host."
         case HostState.EXITED | HostState.DEAD:
             code = described.exit_code
-            if code == 0:  # it may have outlived a process of its own that was killed at the limit
+            # The limit can have killed a process of the sandbox, and the sandbox ended for another reason later.
+            if code == 0:
                 return State.TERMINATED, "CONTAINER_EXITED", "The entrypoint has ended."
             if described.oom:
                 return State.FAILED, "OOM", "The sandbox was ended at its memory limit."

@@ -1,12 +1,12 @@
 """The state database: one row per sandbox, in SQLite.
 
-- One connection, one call after the other, in a thread of its own: writes are serial, a read-modify-write (`update`) is
-  atomic, and none of them blocks the event loop. Only `get`, which each request makes, reads in the caller's thread
-  while no call is under way: it finds what is committed, also by others, and a reader of a WAL does not wait for a
+- One connection serves one call at a time, in its own thread. So writes are serial, a read-modify-write (`update`) is
+  atomic, and no call blocks the event loop. Only `get`, which every request uses, reads in the caller's thread while no
+  call is in progress. It sees all committed rows, also those of other writers, and a WAL reader does not wait for a
   writer.
-- WAL with `synchronous=FULL`: what was answered survives a crash of the process and of the host.
-- Filters and paging are SQL; the number of statements of a list does not depend on the number of sandboxes.
-- No secret, no token and no environment is stored.
+- WAL with `synchronous=FULL`: an answered write survives a crash of the process and of the host.
+- Filters and paging are SQL. The number of statements of a list does not depend on the number of sandboxes.
+- The database contains no secret, no token and no environment.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Any
 from lifecycle.sandboxes.schema import migrate
 
 RegistryError = sqlite3.Error
-"""The database could not be read or written; whether a write was done is not known."""
+"""The database could not be read or written. It is unknown whether a write was done."""
 
 
 class State(StrEnum):
@@ -40,7 +40,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """A sandbox as we know it. Times are seconds since the epoch; JSON values are plain lists and dicts."""
+    """The row of a sandbox. Times are seconds since the epoch. JSON values are plain lists and dicts."""
 
     id: str
     state: State
@@ -57,15 +57,17 @@ class Sandbox:
     platform: dict[str, str] | None = None
     policy_name: str | None = None
     network_policy: dict[str, Any] | None = None
-    """What the caller may read back at `/policy`: `{"egress": [...], "defaultAction": ...}`; None if none was given."""
+    """The policy that the caller reads back at `/policy`: `{"egress": [...], "defaultAction": ...}`; None without a
+    policy.
+    """
     policy_digest: str = ""
     credential_proxy: bool = False
     secure_access: bool = False
     vault: dict[str, Any] | None = None
-    """The credential vault without its values; None while there is none."""
+    """The credential vault without its values; None if there is no vault."""
     lineage: str = ""
     renew_seconds: int | None = None
-    """How far an access moves the expiry; None if it does not."""
+    """Seconds by which an access moves the expiry; None if an access does not move it."""
 
     def moved(self, state: State, reason: str, message: str, now: float) -> "Sandbox":
         """Return the same sandbox in another state."""
@@ -86,36 +88,36 @@ class Registry:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
         self._database: sqlite3.Connection | None = None
         self._calls: list[Future[Any]] = []
-        """What was given to the thread and may be under way."""
+        """Calls that the thread has and that can be in progress."""
 
     async def open(self) -> None:
         """Open or create the database.
 
         Raises:
-            SchemaError: a newer release made it, or its table is not the one of its schema.
+            SchemaError: a newer release created it, or its table does not match its schema.
             sqlite3.Error, OSError: it cannot be used.
         """
         await self._run(self._open)
 
     async def close(self) -> None:
-        """Close the database; pending calls are finished first."""
+        """Close the database after the pending calls."""
         await self._run(self._close)
         self._thread.shutdown()
 
     async def put(self, sandbox: Sandbox) -> None:
-        """Insert a sandbox or replace the whole row of it."""
+        """Insert a sandbox or replace its whole row."""
         await self._run(lambda: self._put(sandbox))
 
     async def get(self, sandbox: str) -> Sandbox | None:
-        """Look up one sandbox."""
+        """Return the row of one sandbox, or None."""
         if all(call.done() for call in self._calls):
             return self._get(sandbox)
         return await self._run(lambda: self._get(sandbox))
 
     async def update(self, sandbox: str, change: Callable[[Sandbox], Sandbox]) -> Sandbox | None:
-        """Change one row atomically; returns the new row, None if there is none.
+        """Change one row atomically. Return the new row, or None if there is no such row.
 
-        `change` runs in the database's thread; what it raises reaches the caller and nothing is written.
+        `change` runs in the database's thread. If it raises, the caller gets the exception and nothing is written.
         """
 
         def run() -> Sandbox | None:
@@ -130,7 +132,7 @@ class Registry:
         return await self._run(run)
 
     async def delete(self, sandbox: str) -> bool:
-        """Remove a row; tells whether there was one."""
+        """Remove a row. Return whether it existed."""
 
         def run() -> bool:
             with self._db as database:
@@ -139,7 +141,7 @@ class Registry:
         return await self._run(run)
 
     async def shift(self, seconds: float) -> None:
-        """Move the expiry and the last change of every sandbox: the clock they are compared with was set."""
+        """Move the expiry and the last change of every sandbox after the clock was set."""
 
         def run() -> None:
             with self._db as database:
@@ -150,11 +152,11 @@ class Registry:
         await self._run(run)
 
     async def all(self) -> list[Sandbox]:
-        """Return every sandbox, for reconciliation."""
+        """Return every sandbox, for the comparison with hostd."""
         return await self._run(lambda: [_row(row) for row in self._db.execute(_SELECT)])
 
     async def expired(self, now: float) -> list[Sandbox]:
-        """Return the sandboxes whose time is over, and those whose removal was begun."""
+        """Return the expired sandboxes, and those whose removal has begun."""
         return await self._run(
             lambda: [
                 _row(row)
@@ -177,7 +179,7 @@ class Registry:
     async def page(
         self, states: Sequence[str], metadata: dict[str, str], page: int, size: int
     ) -> tuple[list[Sandbox], int]:
-        """Return one page, newest first, and how many match in all."""
+        """Return one page, newest first, and the number of all matches."""
         where: list[str] = ["TRUE"]
         values: list[str] = []
         if states:
@@ -200,7 +202,7 @@ class Registry:
         return await self._run(run)
 
     async def count(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return await self._run(lambda: int(self._db.execute("SELECT count(*) FROM sandboxes").fetchone()[0]))
 
     async def _run[T](self, work: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Access to the row of one sandbox, for all parts that serve a request for it."""
+"""Access to the row of a sandbox, for all parts that serve a request about it."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ class Rows:
         return row
 
     async def touch(self, row: Sandbox) -> None:
-        """Count an access: move the expiry of a running sandbox that asked for it, never back."""
+        """Record an access: move the expiry of a running sandbox that has this option. It never moves back."""
         moment = self._clock() + (row.renew_seconds or 0)
         if row.renew_seconds is None or row.expires_at is None or row.state is not State.RUNNING:
             return

@@ -1,10 +1,10 @@
-"""The schema of the state database, and the ordered steps that lead from each schema to the next.
+"""The schema of the state database, and the ordered migration steps between its versions.
 
-- `PRAGMA user_version` holds the number of the schema. Step number n makes schema n out of schema n-1.
-- Schema 0 is a new database, or one that was left before its first schema was complete.
-- A released step is never edited: a change of the schema is a further step.
+- `PRAGMA user_version` is the number of the schema. Step n converts schema n-1 to schema n.
+- Schema 0 is a new database, or one whose first schema was not completed.
+- A released step is never edited. A change of the schema is a new step.
 - All missing steps and the new number are one transaction. A copy of the database is kept before it.
-- A database that does not fit afterwards is refused as it is. It is never marked as current.
+- A database that does not match afterwards is refused and left unchanged. It is never marked as current.
 """
 
 import os
@@ -28,13 +28,13 @@ _REMEDY = "Put back a copy of the file, or move it away to start without sandbox
 
 
 class SchemaError(sqlite3.DatabaseError):
-    """The database has a schema that this release cannot use; nothing was changed."""
+    """This release cannot use the database's schema. The database was not changed."""
 
 
 def migrate(
     database: sqlite3.Connection, path: str, columns: Sequence[str], steps: Sequence[Sequence[str]] = STEPS
 ) -> None:
-    """Bring a database to the newest schema.
+    """Migrate a database to the newest schema.
 
     Args:
         path: of the database.
@@ -42,8 +42,8 @@ def migrate(
         steps: the statements of each step.
 
     Raises:
-        SchemaError: a newer release made it, or its table is not the one of its schema.
-        sqlite3.Error, OSError: it could not be copied or changed; it is as it was.
+        SchemaError: a newer release created it, or its table does not match its schema.
+        sqlite3.Error, OSError: it could not be copied or changed. It is as it was.
     """
     version = database.execute("PRAGMA user_version").fetchone()[0]
     if version > len(steps):
@@ -67,7 +67,7 @@ def migrate(
         database.execute("COMMIT")
     except sqlite3.OperationalError as error:
         database.rollback()
-        if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:  # the disk is full, say: no matter of the schema
+        if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:  # For example a full disk, which is no fault of the schema.
             raise
         raise SchemaError(f"{path} is not of schema {version}: {error}. {_REMEDY}") from None
     except BaseException:

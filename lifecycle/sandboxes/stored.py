@@ -1,7 +1,7 @@
-"""What a row says about egress, read so that it can always be enforced.
+"""The egress part of a row, read so that it can always be enforced.
 
-A row was admitted by the release that wrote it, and another release may have to enforce it. A part that cannot be read
-is left out with the reason, never guessed: a network policy becomes deny-all, a binding gets no secret.
+The release that wrote a row admitted it. Another release may have to enforce it. A part that this release cannot read
+is left out with a reason and never guessed: a network policy becomes deny-all, a binding gets no secret.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ _MALFORMED = (ApiPolicyError, AttributeError, KeyError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The readable parts of a row, and the others.
+    """The readable parts of a row, and the names of the others.
 
     Args:
-        vault: without the bindings that cannot be read; None if there is none, or none that can be read.
+        vault: without the bindings that cannot be read; None if there is no vault or no readable one.
         dropped: the parts that cannot be read.
     """
 
@@ -33,19 +33,19 @@ class Stored:
 
     @property
     def bindings(self) -> tuple[ApiBinding, ...]:
-        """The readable bindings, to compile."""
+        """Return the readable bindings, to compile them."""
         return () if self.vault is None else self.vault.compiled_bindings()
 
 
 def stored(row: Sandbox) -> Stored:
-    """Read a row; never raises."""
+    """Read a row. This function does not raise."""
     policy, refused = _network_policy(row.network_policy)
     vault, unread = (None, []) if row.vault is None else _vault(row.vault)
     return Stored(policy, vault, (*refused, *unread))
 
 
 def secrets(row: Sandbox) -> list[str] | None:
-    """Return the names that vaultd has for the values of a row's vault; None if they cannot be read."""
+    """Return vaultd's names of the values of a row's vault; None if they cannot be read."""
     if row.vault is None:
         return []
     vault, _ = _vault(row.vault)
@@ -53,7 +53,7 @@ def secrets(row: Sandbox) -> list[str] | None:
 
 
 def places(row: Sandbox) -> list[Grant] | None:
-    """Return where a row's vault may use its values, in force or not; None if not all of it can be read."""
+    """Return the hosts where a row's vault can use its values, in force or not; None if a part cannot be read."""
     read = stored(row)
     if any(item.part in (Part.VAULT, Part.BINDING) for item in read.dropped):
         return None
@@ -83,7 +83,7 @@ def _vault(document: Mapping[str, Any]) -> tuple[CredentialVault | None, list[Dr
             binding = parse_binding(item)
             CredentialVault(
                 revision, credentials, (binding,)
-            ).compiled_bindings()  # refers to a credential that is there
+            ).compiled_bindings()  # It refers to an existing credential.
         except _MALFORMED as error:
             name = str(item.get("name", ""))[:256] if isinstance(item, Mapping) else ""
             reason = str(error) if isinstance(error, ApiPolicyError) else "the stored binding cannot be read"

@@ -1,14 +1,15 @@
-"""Creations: a sandbox is made as a whole or not at all.
+"""The creation of sandboxes: complete, or nothing is left.
 
-A creation is a transaction: row `Pending` -> audit record -> vault -> hostd -> row `Running`. A step that fails undoes
-the former ones; what cannot be undone at once stays as a row `Stopping` that the reaper works on until it is gone.
+A creation is a transaction: row `Pending` -> audit record -> vault -> hostd -> row `Running`. After a failed step the
+earlier steps are undone. If that is not possible at once, a row `Stopping` stays, and the reaper retries until
+everything is removed.
 
-- The row is written before a step starts: a crash leaves rows, never a sandbox without a row.
-- If the caller disconnects before the answer, the sandbox is removed. A caller that waits too long gets `Pending` and
-  an id.
-- Creations are bounded in number, launches in concurrency.
+- The row is written before the first step. So a crash leaves rows, never a sandbox without a row.
+- If the caller disconnects before the answer, the sandbox is removed. A caller that waits for longer than the limit
+  gets `Pending` and an id.
+- The number of creations and the number of concurrent launches are bounded.
 
-It knows no HTTP; refusals are `ApiError`s because their codes are the contract's.
+This module does not use HTTP. Refusals are `ApiError`s because the contract defines their codes.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CreationBounds:
-    """How much at once, and for how long a caller is kept waiting."""
+    """The limits of concurrent creations, and the time that a caller waits for its answer."""
 
     launches: int
     pending: int
@@ -51,7 +52,7 @@ class CreationBounds:
 
 
 class Creation:
-    """One creation under way."""
+    """A creation in progress."""
 
     def __init__(self, sandbox: str, task: asyncio.Task[Sandbox]) -> None:
         self.sandbox = sandbox
@@ -61,10 +62,11 @@ class Creation:
 
 
 class Creations:
-    """Makes sandboxes; everything after that is the orchestrator's.
+    """The creation of sandboxes. The orchestrator does everything after it.
 
     Attributes:
-        settle: called with the id of a sandbox whose policy may not be in force; on return it is, if it can be.
+        settle: called with the id of a sandbox whose policy is possibly not in force. On return it is, if that is
+            possible.
     """
 
     def __init__(
@@ -106,18 +108,18 @@ class Creations:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def is_making(self, sandbox: str) -> bool:
-        """Whether a sandbox is being created now: a row `Pending` of any other was left behind."""
+        """Return whether a sandbox is being created now. The row `Pending` of any other sandbox is a leftover."""
         return sandbox in self._making
 
     async def begin(self, plan: Plan) -> Creation:
-        """Write a sandbox down and start to make it; see `finish`.
+        """Write the row of a sandbox and start its creation; see `finish`.
 
         Raises:
-            ApiError: it cannot be made.
+            ApiError: the sandbox cannot be created.
         """
         if len(self._creations) + self._beginning >= self._bounds.pending:
             raise busy(_TOO_MANY)
-        self._beginning += 1  # before the first wait: calls that come together are counted together
+        self._beginning += 1  # Increased before the first await, so that concurrent calls count each other.
         try:
             if await self._registry.count() + self._beginning > self._bounds.sandboxes:
                 raise busy(_TOO_MANY)
@@ -177,10 +179,10 @@ class Creations:
         self._making.discard(sandbox)
 
     async def finish(self, creation: Creation) -> Sandbox:
-        """Wait for a creation, as long as its caller may be kept waiting, and return what to answer.
+        """Wait for a creation, within the limit for its caller, and return the row to answer with.
 
         Raises:
-            ApiError: it failed; nothing of it is left.
+            ApiError: the creation failed. Nothing of it is left.
         """
         await asyncio.wait({creation.task}, timeout=self._bounds.answer_seconds)
         if creation.task.done():
@@ -193,7 +195,7 @@ class Creations:
         return row
 
     def abandon(self, creation: Creation) -> None:
-        """Its caller is gone and will never learn the id: remove the sandbox as soon as it is made."""
+        """Remove the sandbox as soon as it is created, because its caller has disconnected and does not know the id."""
         creation.abandoned = True
         self._keep(asyncio.get_running_loop().create_task(self._after_abandoned(creation)))
 
@@ -201,7 +203,7 @@ class Creations:
         await asyncio.wait({creation.task})
         if creation.task.cancelled() or creation.task.exception() is not None:
             return
-        with contextlib.suppress(ApiError):  # the row is left as Stopping, and the reaper goes on
+        with contextlib.suppress(ApiError):  # The row is left as Stopping, and the reaper retries.
             await self._orchestrator.remove(creation.sandbox, "the caller went away")
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
@@ -237,7 +239,7 @@ class Creations:
         policies = self._policies
         async with self._launches, self._locks.hold(row.id):
             try:
-                if version != policies.version:  # there is another document since this one began to wait
+                if version != policies.version:  # A newer document came while this task waited.
                     version, compiled = policies.version, await self._admit(plan)
                 in_force = await self._start(row, plan, compiled)
                 running = await self._running(row, in_force if in_force == compiled.digest else "", version)
@@ -251,13 +253,14 @@ class Creations:
         return running
 
     async def _running(self, row: Sandbox, agreed: str, version: int) -> Sandbox:
-        """Write down that it runs; `agreed` is the policy in force, empty if another one was compiled here."""
+        """Write the row as Running. `agreed` is the policy in force, or empty if hostd compiled another one."""
         now = self._clock()
         policies = self._policies
 
         def change(current: Sandbox) -> Sandbox:
-            # The operator's document may have changed since this policy was compiled: then the new one is applied. It
-            # is compared here, in the order of the database's calls: a later reader of all rows finds this one.
+            # The operator's document may have changed since this policy was compiled. Then the new policy is applied.
+            # The comparison is made here, in the order of the database's calls, so that a later reader of all rows
+            # finds this row.
             digest = agreed if version == policies.version else ""
             moved = current.moved(State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.", now)
             return replace(moved, policy_digest=digest)
@@ -320,7 +323,7 @@ class Creations:
             _log.warning("the row of %s is left to the observer: %s", row.id, type(error).__name__)
 
     async def close(self) -> None:
-        """Stop what is under way; rows tell the next start where it was."""
+        """Cancel the creations in progress. Their rows are enough for the next start."""
         tasks = [creation.task for creation in self._creations.values()] + list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -328,7 +331,7 @@ class Creations:
 
 
 def _failure(error: Exception) -> ApiError:
-    """Say to the caller what went wrong, in the contract's codes and without our details."""
+    """Translate a failure into the contract's codes, without internal details."""
     match error:
         case ApiError():
             return error
