@@ -1,6 +1,7 @@
 """The composition of one server: from a configuration to the ASGI application and its background tasks.
 
-It only wires. Nothing here runs at import, and there is no global state: a process may hold several servers (tests do).
+This module only connects the parts. Nothing runs at import, and there is no global state: a process can contain several
+servers (tests do that).
 """
 
 import asyncio
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server: `edge` is the application, `running` its life."""
+    """One server: `edge` is the application, `running` its lifespan."""
 
     edge: Edge
     context: Context
@@ -58,7 +59,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the registry and run the background tasks; on leaving, end them."""
+        """Open the registry and run the background tasks. End them at the end of the context."""
         await self.registry.open()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -77,7 +78,7 @@ class Server:
             await self.registry.close()
 
     async def _reap(self) -> None:
-        await self.adopted.wait()  # before that a removal might race with what an earlier process began
+        await self.adopted.wait()  # Before that a removal could conflict with a change that an earlier process began.
         await self.reaper.run()
 
     async def _reload(self) -> None:
@@ -90,7 +91,7 @@ class Server:
 
 
 def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clock | None = None) -> Server:
-    """Compose a server; needs a running event loop."""
+    """Compose a server. This needs a running event loop."""
     registry = Registry(config.state_dir / "sallyport.db")
     uids = config.daemon_uids
     hostd = Hostd(config.run_dir / "hostd.sock", uids["hostd"])
@@ -196,9 +197,9 @@ async def _api_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _schema_error(_: Request, error: Exception) -> JSONResponse:
-    """400 for an unknown field; else 422 in FastAPI's shape with code and message added.
+    """Return 400 for an unknown field, else 422 in FastAPI's shape with code and message added.
 
-    What the caller sent is not repeated (it may be secret), names of fields excepted.
+    The caller's data is not repeated, because it may be secret. Names of fields are.
     """
     assert isinstance(error, RequestValidationError)  # noqa: S101 - as above
     errors = error.errors()
@@ -216,7 +217,7 @@ def _in_body(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
 
 
 def _problem(item: Mapping[str, Any]) -> str:
-    """What is wrong; of text that is no acceptable JSON, what `strict` says."""
+    """Describe a fault. For text that is no acceptable JSON this is the message of `strict`."""
     return str(item["ctx"]["error"] if item["type"] == "json_invalid" else item["msg"])
 
 
@@ -228,5 +229,5 @@ async def _http_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _unforeseen(_: Request, __: Exception) -> JSONResponse:
-    """Starlette raises it again after this: `edge` logs it."""
+    """Starlette raises the exception again after this handler, and `edge` logs it."""
     return JSONResponse(ApiError(500, UNKNOWN_ERROR, "Internal server error.").body(), 500)

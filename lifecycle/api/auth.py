@@ -1,11 +1,11 @@
-"""The callers of the API: their attempts to prove a credential, and what a browser may do without one.
+"""The callers of the API: their attempts to authenticate, and the limits of a browser without a credential.
 
-- What a caller presents becomes a `Claim`, and only `Caller.proves` says whether a claim is right: it counts each wrong
-  one, and of a peer that has used up its attempts it compares none. No route can compare a credential without it.
-- Attempts are counted for each peer and each target (the API keys, one sandbox's tokens): guesses at one target do not
-  shut other clients at the same address out of the rest.
+- A credential in a request becomes a `Claim`, and only `Caller.proves` checks claims. It counts each wrong claim, and
+  compares none for a peer without attempts left. So no route can compare a credential without this limit.
+- Attempts are counted for each peer and each target (the API keys, one sandbox's tokens). So guesses at one target do
+  not lock other clients at the same address out of the other targets.
 
-It does not decide which routes need which credential: see `edge`, `proxy` and `egress_api`.
+`edge`, `proxy` and `egress_api` decide which routes need which credential.
 """
 
 import ipaddress
@@ -22,7 +22,7 @@ _MAX_COUNTED = 8192
 
 
 class Refusals:
-    """Counts refused credentials per peer and target; a token bucket for each, bounded in number."""
+    """The counters of refused credentials per peer and target: one token bucket for each, bounded in number."""
 
     def __init__(self, burst: int = 20, per_second: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:
         self._burst = burst
@@ -34,7 +34,7 @@ class Refusals:
         return len(self._buckets)
 
     def seconds(self, peer: str, target: str) -> int:
-        """How long this peer has to wait before its next attempt at this target; 0 is not at all."""
+        """Return the seconds that this peer must wait before its next attempt at this target; 0 for no wait."""
         missing = 1 - self._level((peer, target))
         return math.ceil(missing / self._rate) if missing > 0 else 0
 
@@ -60,7 +60,9 @@ class Caller:
 
     @classmethod
     def at(cls, address: str | None, refusals: Refusals) -> "Caller":
-        """Return the caller at an address; all of an IPv6 /64, which one machine may have, are one caller."""
+        """Return the caller at an address. All addresses of an IPv6 /64 are one caller, because one machine can have
+        them all.
+        """
         try:
             ip = ipaddress.ip_address(address or "")
         except ValueError:
@@ -71,13 +73,13 @@ class Caller:
         return cls(str(ip), refusals)
 
     def proves(self, *claims: Claim) -> bool:
-        """Tell whether one of the claims is right. If none is, each of them was an attempt and is counted.
+        """Return whether one of the claims is right. If none is, each of them counts as an attempt.
 
-        A claim at a target for which the peer has no attempts left is not compared: the answer to a right one and to a
-        wrong one are the same.
+        A claim at a target for which the peer has no attempts left is not compared, so that a right and a wrong claim
+        get the same answer.
 
         Raises:
-            ApiError: 429, nothing is proven and an attempt at one of the targets has to wait.
+            ApiError: 429. No claim was accepted, and the peer must wait for one of the targets.
         """
         presented = [claim for claim in claims if claim.presented]
         waits = {claim.target: self.refusals.seconds(self.peer, claim.target) for claim in presented}
@@ -94,7 +96,7 @@ class Caller:
 
 
 def split_authority(authority: str) -> str:
-    """Return the host of a `host[:port]`, lower case and without brackets; empty if it is malformed."""
+    """Return the host of a `host[:port]`, in lower case and without brackets; empty if it is malformed."""
     authority = authority.strip().lower()
     if authority.startswith("["):
         return authority[1:].partition("]")[0]
@@ -104,10 +106,10 @@ def split_authority(authority: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BrowserGuard:
-    """What a server without keys asks of a request, so that no web page can drive it.
+    """The checks of a request at a server without keys, so that no web page can control the server.
 
-    A name that an attacker's DNS points at us (rebinding) is not in `hosts`, and a page from elsewhere has an Origin
-    that is not the Host it calls.
+    A name that an attacker's DNS resolves to this server (rebinding) is not in `hosts`. A page of another origin has an
+    Origin that differs from the Host it calls.
     """
 
     hosts: frozenset[str]
@@ -118,7 +120,7 @@ class BrowserGuard:
         return cls(frozenset(split_authority(host) for host in hosts) - {""})
 
     def host_allowed(self, authority: str) -> bool:
-        """Tell whether the Host is an address, localhost, or a configured name."""
+        """Return whether the Host is an address, localhost, or a configured name."""
         host = split_authority(authority)
         if host in self.hosts or host == "localhost":
             return True
@@ -129,5 +131,5 @@ class BrowserGuard:
         return True
 
     def origin_allowed(self, origins: Sequence[str], authority: str, scheme: str) -> bool:
-        """Tell whether a request with these Origin headers may act: none, or exactly this server."""
+        """Return whether a request with these Origin headers is allowed: none, or exactly this server."""
         return all(origin.lower() == f"{scheme}://{authority.lower()}" for origin in origins)

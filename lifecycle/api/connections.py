@@ -1,10 +1,10 @@
-"""Connections of clients: how long one may be silent, or only nearly so.
+"""The limits of client connections that are silent or nearly silent.
 
-- A request's head has `HEAD_SECONDS` from the connection's first moment, or from its first byte where an answer went
-  before; uvicorn bounds the time in between (`server.timeout_keep_alive`), and `edge` that of a body.
-- A client that vanished without a word (a closed lid, a lost route) is noticed by the kernel, also on a WebSocket that
-  carries no messages: what it held is then free again.
-- What is said in a request is in no log: not its path, its query or its headers, at whatever level the server logs.
+- A request's head must arrive within `HEAD_SECONDS` from the start of the connection, or from the head's first byte
+  after an earlier answer. uvicorn limits the time in between (`server.timeout_keep_alive`), and `edge` that of a body.
+- The kernel detects a client that disappeared without a close (a suspended machine, a lost route), also on a WebSocket
+  without messages. Its resources are then released.
+- No log contains the path, query or headers of a request, at any log level of the server.
 """
 
 import asyncio
@@ -23,29 +23,29 @@ _PROBES = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
 )
 UVICORN_LOG_LEVEL = "warning"
-"""Below it uvicorn writes the path and query of each WebSocket, and further down every header."""
+"""Below this level uvicorn logs the path and query of each WebSocket, and at lower ones every header."""
 WEBSOCKETS_LOG = logging.Logger("websockets", logging.WARNING)
-"""For connections to sandboxes: no child of the root logger, whose level would let every header through."""
+"""For connections to sandboxes. It is not a child of the root logger, whose level could enable the log of headers."""
 
 
 def expect_silence(listener: socket.socket) -> None:
-    """Have the kernel ask whether clients are still there; what is accepted inherits this."""
+    """Enable the kernel's keep-alive probes. Accepted connections inherit this."""
     for level, option, value in _PROBES:
         listener.setsockopt(level, option, value)
 
 
 class ApiConnection(H11Protocol):
-    """uvicorn's HTTP/1.1, with a time for heads."""
+    """uvicorn's HTTP/1.1 protocol with a time limit for heads."""
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """Begin the time of the first head."""
+        """Start the time limit of the first head."""
         super().connection_made(transport)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take data; a head that is not complete yet has its time."""
+        """Take data. An incomplete head has a time limit."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self._expect_head()
@@ -53,7 +53,7 @@ class ApiConnection(H11Protocol):
             self._forget_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the time."""
+        """Cancel the time limit."""
         self._forget_head()
         super().connection_lost(exc)
 

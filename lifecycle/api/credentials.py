@@ -1,9 +1,9 @@
-"""The credentials of the API: the headers that carry them, the keys of operators and the tokens of sandboxes. Pure.
+"""The credentials of the API: their headers, the operators' keys and the sandboxes' tokens. Pure.
 
-- Keys are kept as SHA-256 digests only; comparison looks at all of them and takes the same time for each.
-- Tokens of a sandbox are derived from one key by HMAC: nothing to store, the same after a restart, different per
-  purpose. Knowing a sandbox's execd token says nothing of its egress token.
-- What a caller presents becomes a `Claim`; only `lifecycle.api.auth.Caller.proves` says whether a claim is right.
+- Keys are stored as SHA-256 digests only. A comparison checks all of them in constant time.
+- The tokens of a sandbox are derived from one key by HMAC. So they need no storage, are the same after a restart, and
+  differ per purpose. A sandbox's execd token does not reveal its egress token.
+- A credential in a request becomes a `Claim`. Only `lifecycle.api.auth.Caller.proves` checks it.
 """
 
 import base64
@@ -23,13 +23,13 @@ _API = "api"
 
 
 def digest(key: str) -> str:
-    """Return the form in which a key is stored."""
+    """Return the stored form of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A credential as presented, and what it is to open. `Caller.proves` alone asks whether it is right."""
+    """A presented credential, and its target. Only `Caller.proves` checks it."""
 
     target: str
     presented: bool
@@ -38,17 +38,17 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
-    """The API keys, as digests; empty means authentication is off."""
+    """The digests of the API keys. Without any, authentication is off."""
 
     digests: tuple[str, ...]
 
     @property
     def required(self) -> bool:
-        """Tell whether callers must bring a key."""
+        """Return whether callers must present a key."""
         return bool(self.digests)
 
     def claim(self, key: str) -> Claim:
-        """The claim that `key` is one of ours; without keys there is nothing to claim."""
+        """Return the claim that `key` is one of the API keys; without keys there is nothing to claim."""
         return Claim(_API, self.required and bool(key), lambda: self._accepts(key))
 
     def _accepts(self, key: str) -> bool:
@@ -59,17 +59,17 @@ class KeyRing:
         return found and bool(key)
 
     def occurs_in(self, value: str) -> bool:
-        """Tell whether a header value carries one of our keys: itself, after a scheme word, or as a cookie's value."""
+        """Return whether a header value contains one of the keys: alone, after a scheme, or as a cookie's value."""
         candidates = {value, *value.split()}
         candidates |= {part.partition("=")[2].strip().strip('"') for part in value.split(";")}
         if value[:6].lower() == "basic ":
-            with contextlib.suppress(ValueError):  # no Basic credentials, then
+            with contextlib.suppress(ValueError):  # The value is no Basic credentials.
                 candidates |= set(base64.b64decode(value[6:], validate=True).decode().split(":"))
         return any(self._accepts(candidate) for candidate in candidates if candidate)
 
 
 class Purpose(StrEnum):
-    """What a token of a sandbox is for."""
+    """The purpose of a sandbox's token."""
 
     EXECD = "execd"
     EGRESS = "egress"
@@ -78,7 +78,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Derives the tokens of sandboxes from `key` (at least 32 random bytes)."""
+    """The derivation of sandbox tokens from `key` (at least 32 random bytes)."""
 
     key: bytes
 
@@ -90,19 +90,19 @@ class Tokens:
         return "Tokens()"
 
     def execd(self, sandbox: str) -> str:
-        """The token execd of this sandbox asks for."""
+        """Return the token that execd of this sandbox requires."""
         return self._derive(Purpose.EXECD, sandbox)
 
     def egress(self, sandbox: str) -> str:
-        """The token of this sandbox's egress API."""
+        """Return the token of this sandbox's egress API."""
         return self._derive(Purpose.EGRESS, sandbox)
 
     def secure(self, sandbox: str) -> str:
-        """The token a caller needs for any port of a sandbox created with `secureAccess`."""
+        """Return the token for all ports of a sandbox created with `secureAccess`."""
         return self._derive(Purpose.SECURE, sandbox)
 
     def claim(self, purpose: Purpose, sandbox: str, token: str) -> Claim:
-        """The claim that `token` is this sandbox's for `purpose`."""
+        """Return the claim that `token` is this sandbox's token for `purpose`."""
         return Claim(sandbox, bool(token), lambda: _same(token, self._derive(purpose, sandbox)))
 
     def _derive(self, purpose: Purpose, sandbox: str) -> str:
@@ -111,7 +111,7 @@ class Tokens:
 
 
 def _same(presented: str, expected: str) -> bool:
-    """Compare two tokens in constant time, their length included."""
+    """Compare two tokens in constant time, with their lengths."""
     return hmac.compare_digest(
         hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest(),
         hashlib.sha256(expected.encode()).digest(),

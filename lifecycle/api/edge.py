@@ -1,12 +1,12 @@
-"""The outermost layer of the HTTP server: what holds for every request, whichever route it takes.
+"""The outermost layer of the HTTP server, which every request passes.
 
-- Each answer carries `X-Request-ID`; each error `code` and `message`, unforeseen ones too (500, without details).
-- Keys are asked for here, before anything is parsed; the routes without a key are named in `_exempt`.
-- The caller of a request is made here, once: its refused credentials are counted on every route.
-- Without keys (insecure mode) the Host and Origin of a request must be ours.
-- Bodies of the API are read here, bounded in size and time. Only the proxy streams.
+- Each answer has `X-Request-ID`. Each error has `code` and `message`, also an unexpected one (500, without details).
+- Keys are checked here, before anything is parsed. `_exempt` names the routes without a key.
+- The `Caller` of a request is created here, once, so that its refused credentials are counted on every route.
+- Without keys (insecure mode) the Host and Origin of a request must be this server's.
+- Bodies of the API are read here, with limits on size and time. Only the proxy streams.
 
-It decides no sandbox's business; the proxy route is recognized by its raw path, everything else is FastAPI's.
+It contains no logic of sandboxes. It recognizes the proxy route by its raw path and passes everything else to FastAPI.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class Edge:
     def _check_key(self, scope: Scope, path: str, caller: Caller) -> None:
         if not self.keys.required or _exempt(path):
             return
-        claim = self.keys.claim(",".join(_values(scope, API_KEY_HEADER.encode())))  # two keys are none
+        claim = self.keys.claim(",".join(_values(scope, API_KEY_HEADER.encode())))  # Two keys count as no key.
         if caller.proves(claim):
             return
         if not claim.presented:
@@ -114,7 +114,7 @@ def _request_id(scope: Scope) -> str:
 
 
 async def _whole(receive: Receive) -> Receive:
-    """Read the body and return a `receive` that gives it at once, then what comes after."""
+    """Read the body and return a `receive` that gives it at once, and then the later messages."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             body = await read_body(receive, MAX_BODY)
@@ -135,7 +135,7 @@ async def _whole(receive: Receive) -> Receive:
 
 
 class _Answer:
-    """`send`, with the request id on it, and the knowledge whether anything was sent."""
+    """A `send` that adds the request id and records whether anything was sent."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send

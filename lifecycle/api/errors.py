@@ -1,7 +1,7 @@
-"""Errors as the clients of the lifecycle API see them: `{"code", "message"}` with a status and perhaps headers.
+"""The errors of the lifecycle API: `{"code", "message"}` with a status and possibly headers.
 
-- One code per situation; the `DOCKER::` names are kept because programs in the field compare them.
-- A message never holds a secret, a header value or a URL's query.
+- One code per situation. The `DOCKER::` names are kept because existing programs compare them.
+- A message never contains a secret, a header value or a URL's query.
 """
 
 from collections.abc import Mapping
@@ -37,25 +37,25 @@ class ApiError(Exception):
 
 
 def invalid(message: str) -> ApiError:
-    """A request that is well formed but cannot be meant."""
+    """Return the error for a well-formed request with invalid content."""
     return ApiError(400, INVALID_PARAMETER, message)
 
 
 def schema(message: str, location: tuple[str | int, ...] = ("body",), kind: str = "value_error") -> ApiError:
-    """A request that is not well formed: 422 in the shape FastAPI gives, with code and message added."""
+    """Return the error for a malformed request: 422 in FastAPI's shape, with code and message added."""
     return ApiError(422, INVALID_PARAMETER, message, detail=[{"loc": list(location), "msg": message, "type": kind}])
 
 
 def unknown_sandbox(sandbox: str) -> ApiError:
-    """No such sandbox, or no longer."""
+    """Return the error for a sandbox that does not exist, or no longer exists."""
     return ApiError(404, NOT_FOUND, f"Sandbox {sandbox[:80]} not found.")
 
 
 def busy(message: str, seconds: int = 1) -> ApiError:
-    """Too much at once: come back later."""
+    """Return the error for a reached limit; the caller can retry later."""
     return ApiError(429, "SANDBOX::TOO_MANY_REQUESTS", message, {"Retry-After": str(seconds)})
 
 
 def unavailable(code: str, message: str) -> ApiError:
-    """A daemon that is needed does not answer."""
+    """Return the error for a required daemon that does not answer."""
     return ApiError(503, code, message, {"Retry-After": "1"})

@@ -1,9 +1,9 @@
 """The JSON of the lifecycle API: requests as pydantic models, responses as plain dicts without nulls.
 
-- An unknown field is refused at any depth, and so is a null, except for the fields that a model lists in `NULLABLE`:
-  those that a published client sends as null. See docs/compatibility.md.
-- Strings from callers are bounded.
-- Responses never hold null: the generated clients crash on some.
+- An unknown field is refused at any depth. So is a null, except for the fields in a model's `NULLABLE`, which a
+  published client sends as null. See docs/compatibility.md.
+- Strings from callers have a limit.
+- Responses never contain null, because generated clients fail on some.
 """
 
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ type Text = Annotated[str, StringConstraints(max_length=4096)]
 type Value = Annotated[str, StringConstraints(max_length=131072)]
 
 _RESERVED_ENV = {"OPENSANDBOX_LIFECYCLE", "EXECD_RUNTIME_INIT"}
-"""What execd takes from the process that starts it."""
+"""Variables that execd takes from the process that starts it."""
 
 
 class Model(BaseModel):
@@ -35,7 +35,7 @@ class Model(BaseModel):
 
     model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True)
     NULLABLE: ClassVar[frozenset[str]] = frozenset()
-    """Fields for which null means that the field is absent."""
+    """The fields for which null means that the field is absent."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -46,14 +46,14 @@ class Model(BaseModel):
 
 
 class ImageAuth(Model):
-    """Credentials for an image; accepted and dropped, since images come from the operator."""
+    """Credentials for an image. They are accepted and dropped, because images come from the operator."""
 
     username: Text
     password: Text = Field(repr=False)
 
 
 class Image(Model):
-    """What to start from."""
+    """The image to start from."""
 
     uri: Text = ""
     auth: ImageAuth | None = None
@@ -77,7 +77,7 @@ class NetworkPolicy(Model):
     egress: list[RuleModel] | None = Field(default=None, max_length=4096)
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON form the egress API works on."""
+        """Return the JSON form that the egress API uses."""
         document: dict[str, Any] = {}
         if self.default_action is not None:
             document["defaultAction"] = self.default_action
@@ -87,20 +87,20 @@ class NetworkPolicy(Model):
 
 
 class CredentialProxy(Model):
-    """Whether the sandbox has a credential vault."""
+    """The option for a credential vault of the sandbox."""
 
     enabled: bool = False
 
 
 class PreStart(Model):
-    """A command before the entrypoint."""
+    """A command that runs before the entrypoint."""
 
     command: list[Text] = Field(min_length=1, max_length=1024)
     timeout_seconds: int | None = Field(default=None, ge=1, le=10800)
 
 
 class Periodic(Model):
-    """A command on a schedule."""
+    """A command with a schedule."""
 
     name: Text
     schedule: Text
@@ -109,7 +109,7 @@ class Periodic(Model):
 
 
 class Hooks(Model):
-    """Lifecycle hooks; checked, then refused as unsupported."""
+    """Lifecycle hooks. They are checked, then refused as unsupported."""
 
     pre_start: PreStart | None = None
     periodic: list[Periodic] | None = Field(default=None, max_length=64)
@@ -197,7 +197,7 @@ class Renew(Model):
 
 
 class MetricsEvent(Model):
-    """What clients report after a create; counted, never trusted."""
+    """Events that clients report after a create. They are counted, never trusted."""
 
     event_type: Literal["sandbox.create"]
     create_duration_ms: int = Field(ge=0)

@@ -1,1 +1,1 @@
-"""The operator's settings, and the configuration files that hostd and its daemons get of them."""
+"""The operator's settings, and the configuration files that hostd and its daemons get from them."""

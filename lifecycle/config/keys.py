@@ -1,9 +1,9 @@
-"""Every key of the settings file, as one model: type, default, unit, bounds and what it means.
+"""Every key of the settings file, as one model: type, default, unit, bounds and description.
 
-- A default stands here and nowhere else. One that depends on the host or on another key is None, and said in words.
-- `settings` reads files by it; `reference` writes the table of the documents and the file of `init-config`.
+- A default is defined only here. A default that depends on the host or on another key is None and has a description.
+- `settings` reads files with this model. `reference` writes the table of the documents and the file of `init-config`.
 
-A check raises `ValueError` with a text that goes on after the key's name and never repeats the value.
+A check raises `ValueError` with a text that continues after the key's name and never repeats the value.
 """
 
 import re
@@ -161,8 +161,8 @@ def _key(key: str, default: Any, meaning: str, *, unit: str = "", shown: str = "
     """Describe a key.
 
     Args:
-        default: as a file would say it; None where it is not a constant.
-        shown: what the documents say in place of the default.
+        default: as a file would contain it; None where it is not a constant.
+        shown: the text of the documents in place of the default.
         example: a value for a file where there is no constant default.
     """
     extra = {"unit": unit, "shown": shown, "example": example}
@@ -502,12 +502,12 @@ NOT_APPLICABLE = frozenset(
         *("otel.service_name", "otel.export_interval_millis", "storage.allowed_host_paths"),
     )
 )
-"""Keys of the reference that are accepted without effect: what they set is built in, or not offered yet."""
+"""Keys of the reference server that are accepted without effect: their features are built in, or not offered yet."""
 
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """The default of each key, converted as a value of a file is."""
+    """The default of each key, converted like a value of a file."""
     model = SettingsModel()
     return {str(field.alias): getattr(model, name) for name, field in SettingsModel.model_fields.items()}
 
@@ -516,7 +516,7 @@ def converted(document: Mapping[str, Any]) -> dict[str, Any]:
     """Check and convert the values of keys.
 
     Raises:
-        SettingError: the first one that is wrong.
+        SettingError: the first wrong value.
     """
     try:
         model = SettingsModel.model_validate(document)
@@ -530,7 +530,7 @@ def converted(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SettingError(ValueError):
-    """The value of a key is wrong; the text goes on after the key's name."""
+    """The value of a key is wrong. The text continues after the key's name."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(problem)
@@ -538,7 +538,7 @@ class SettingError(ValueError):
 
 
 def allowed(key: str) -> str:
-    """Say the bounds of a key in words; empty if its type has none."""
+    """Describe the bounds of a key; empty if its type has none."""
     parts = _parts(KEYS[key])
     least = next((item.ge for item in parts if hasattr(item, "ge")), None)
     most = next((item.le for item in parts if hasattr(item, "le")), None)
@@ -551,7 +551,7 @@ def allowed(key: str) -> str:
 
 
 def _parts(field: FieldInfo) -> list[Any]:
-    """The constraints of a field, however deep its type has them."""
+    """Return the constraints of a field, at any depth of its type."""
     found, waiting = [], [field.annotation, *field.metadata]
     while waiting:
         item = waiting.pop(0)

@@ -1,7 +1,8 @@
 """From settings to the configuration files of hostd and its daemons.
 
-- Files are written to run_dir/launch, which is root's alone; hostd hands each daemon a copy it can read.
-- API keys are in no file but the one made here, when none is configured; `serve` gets their digests.
+- Files are written to run_dir/launch, which only root can read. hostd gives each daemon a copy that it can read.
+- No file contains API keys, except the file of a key that was created because none is configured. `serve` gets their
+  digests.
 """
 
 import json
@@ -30,7 +31,7 @@ def uids(settings: Settings) -> dict[str, int]:
 
 
 def api_keys(settings: Settings) -> tuple[str, ...]:
-    """Return the API keys, or the digests that stand for them; makes and keeps one if none is configured."""
+    """Return the API keys, or their digests. If none is configured, create and store one."""
     if settings.api_keys or settings.insecure:
         return settings.api_keys
     path = _key_file(settings)
@@ -48,7 +49,9 @@ def _key_file(settings: Settings) -> Path:
 
 
 def exports(settings: Settings) -> list[str]:
-    """The lines that point a client at this server. No key is in them: what is printed ends up in a journal."""
+    """Return the lines that describe to a client how to use this server. They contain no key, because output ends up in
+    a journal.
+    """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 - compared
     lines = [f"export OPEN_SANDBOX_DOMAIN={_in_url(host)}:{settings.port}"]
     if not settings.api_keys and not settings.insecure:
@@ -57,7 +60,7 @@ def exports(settings: Settings) -> list[str]:
 
 
 def address(settings: Settings) -> str:
-    """Where the server listens, as a URL."""
+    """Return the URL on which the server listens."""
     return f"http://{_in_url(settings.host)}:{settings.port}"
 
 
@@ -66,7 +69,7 @@ def _in_url(host: str) -> str:
 
 
 def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
-    """The configuration of `serve`."""
+    """Return the configuration of `serve`."""
     most = maxima(settings)
     return ServeConfig(
         host=settings.host,
@@ -113,7 +116,7 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
 
 
 def maxima(settings: Settings) -> Resources:
-    """The most that one sandbox may have."""
+    """Return the maximum of each resource of one sandbox."""
     return Resources(
         settings.get("sallyport.max_cpu") or (os.cpu_count() or 1) * 1_000_000_000,
         settings.get("sallyport.max_memory") or _physical_memory(),
@@ -123,29 +126,31 @@ def maxima(settings: Settings) -> Resources:
 
 
 def max_sandboxes(settings: Settings) -> int:
-    """How many sandboxes there may be."""
+    """Return the maximum number of sandboxes."""
     return int(settings.get("sallyport.max_sandboxes"))
 
 
 def launch_concurrency(settings: Settings) -> int:
-    """How many launches may be under way at once; `serve` and hostd each keep this bound."""
+    """Return the maximum number of concurrent launches. Both `serve` and hostd enforce it."""
     return int(settings.get("sallyport.launch_concurrency"))
 
 
 def disk_limits(settings: Settings) -> bool:
-    """Whether each sandbox has a disk of its own and no other; only an explicit word of the operator's lifts it."""
+    """Return whether each sandbox has its own disk with a limit. Only an explicit setting of the operator disables
+    that.
+    """
     return bool(settings.get("sallyport.disk_limits"))
 
 
 def external_base(settings: Settings) -> str:
-    """The public base of endpoints, scheme removed; `server.eip` is taken for it where nothing better is said."""
+    """Return the public base of endpoints, without its scheme. Without a setting for it `server.eip` is used."""
     own = settings.get("server.external_base")
     base = str(settings.get("server.eip") if own is None else own)
     return base.removeprefix("https://").removeprefix("http://").rstrip("/")
 
 
 def audit_config(settings: Settings) -> dict[str, Any]:
-    """The configuration of auditd."""
+    """Return the configuration of auditd."""
     return {
         "directory": str(settings.state_dir / "audit"),
         "uids": [0, uids(settings)["serve"]],
@@ -160,7 +165,7 @@ def audit_config(settings: Settings) -> dict[str, Any]:
 
 
 def vault_config(settings: Settings) -> dict[str, Any]:
-    """The configuration of vaultd."""
+    """Return the configuration of vaultd."""
     return {
         "directory": str(settings.state_dir / "vault"),
         "uids": [0, uids(settings)["serve"]],
@@ -174,7 +179,7 @@ def compiler_config(settings: Settings) -> dict[str, Any]:
 
 
 def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
-    """The configuration of hostd; `directory` holds the other files."""
+    """Return the configuration of hostd; `directory` contains the other files."""
     netns = settings.get("sallyport.upstream_netns")
     managed = bool(settings.get("sallyport.docker.managed"))
     docker_state = settings.state_dir.parent / "docker"
@@ -229,7 +234,7 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
     """Write every file; return hostd's.
 
     Raises:
-        SettingsError, OSError: they cannot be written, or something they name cannot be read.
+        SettingsError, OSError: they cannot be written, or a file that they name cannot be read.
     """
     for path in (settings.upstream_roots, *([settings.policy_file] if settings.policy_file else [])):
         check_readable(path)
@@ -258,10 +263,10 @@ def write_host(settings: Settings, directory: Path) -> Path:
 
 
 def check_readable(path: Path) -> None:
-    """Say early and clearly what unprivileged daemons would trip over.
+    """Check early, with a clear message, that unprivileged daemons can read a file.
 
     Raises:
-        SettingsError: there is no such file, or not everybody can read it.
+        SettingsError: there is no such file, or not every user can read it.
     """
     if not path.is_file():
         raise SettingsError(f"{path}: there is no such file")

@@ -1,4 +1,5 @@
-"""The settings for people, written from the model: the table of docs/configuration.md and the file of `init-config`.
+"""The documentation of the settings, written from the model: the table of docs/configuration.md and the file of
+`init-config`.
 
 `python -m lifecycle.config.reference` prints the table.
 """
@@ -56,7 +57,7 @@ def _shown(field: FieldInfo) -> str:
 
 
 def _value(field: FieldInfo) -> str:
-    """The default or the example, as TOML: these values are written as in JSON, but for tables, which are empty."""
+    """Return the default or the example as TOML. Values are written as in JSON, except tables, which are empty."""
     return json.dumps(_extra(field)["example"] if field.default is None else field.default)
 
 

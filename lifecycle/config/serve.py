@@ -1,6 +1,6 @@
 """The configuration file of `serve`, which `launch` writes and `python -m lifecycle.serve` reads.
 
-It holds digests of API keys, never a key. Unknown or missing keys are refused.
+It contains digests of API keys, never a key. Unknown or missing keys are refused.
 """
 
 import json
@@ -21,12 +21,12 @@ class ServeConfig:
 
     Attributes:
         state_dir: its own directory: the database and the token key.
-        key_digests: SHA-256 of each API key, hexadecimal; empty switches authentication off.
+        key_digests: SHA-256 of each API key, hexadecimal. Without any, authentication is off.
         allowed_hosts: further names for Host while authentication is off.
-        external_base: public base of endpoints without a scheme, or empty for the Host the client used.
-        ignored_fields: top-level request fields that may be sent though this server does not know them.
-        host: the name that clients may use for it, whatever else is allowed; the socket itself is inherited.
-        daemon_uids: the users of hostd, vaultd and auditd: a socket of another user's process is sent nothing.
+        external_base: public base of endpoints without a scheme, or empty for the Host that the client used.
+        ignored_fields: top-level request fields that are dropped if this server does not know them.
+        host: the name that clients can use for it in any case. The socket itself is inherited.
+        daemon_uids: the users of hostd, vaultd and auditd. Nothing is sent to a socket of another user's process.
     """
 
     host: str

@@ -1,12 +1,12 @@
-"""The operator's TOML file: the reference server's keys, and a `[sallyport]` table of ours.
+"""The operator's TOML file: the reference server's keys, and a table `[sallyport]` with this product's keys.
 
-- Looked up as `--config`, then `SANDBOX_CONFIG_PATH`, then `~/.sandbox.toml`; no file means defaults.
-- `--defaults` names a file below that one (what `./run` built): the operator's file wins key by key.
-- Unknown keys are refused with their path. Keys of the reference without a meaning here are reported.
-- `OPENSANDBOX_SERVER_API_KEY`, when set, replaces the configured keys, even if it is empty. Without a key one is made
-  at start; to run without keys takes `OPENSANDBOX_INSECURE_SERVER=YES`, and only loopback then.
+- The file is `--config`, else `SANDBOX_CONFIG_PATH`, else `~/.sandbox.toml`. Without a file the defaults apply.
+- `--defaults` names a file with lower priority (what `./run` built). The operator's file overrides it key by key.
+- Unknown keys are refused with their path. Keys of the reference server without a meaning here are reported.
+- `OPENSANDBOX_SERVER_API_KEY`, when set, replaces the configured keys, even if it is empty. Without a key one is
+  created at start. A server without keys needs `OPENSANDBOX_INSECURE_SERVER=YES`, and then listens on loopback only.
 
-It reads and checks; `launch` writes the configuration of the daemons.
+This module reads and checks. `launch` writes the configuration of the daemons.
 """
 
 import os
@@ -30,12 +30,12 @@ _SYSTEM_ROOTS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bu
 
 
 class SettingsError(ValueError):
-    """The settings cannot be used; the message names the key and holds no value of a secret one."""
+    """The settings are unusable. The message names the key and contains no value of a secret one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Checked settings: values by key, and what to tell the operator about."""
+    """Checked settings: values by key, and messages for the operator."""
 
     values: Mapping[str, Any]
     origin: str
@@ -44,48 +44,48 @@ class Settings:
     insecure: bool = False
 
     def get(self, key: str) -> Any:
-        """Return the value of a key, or its default where the file says nothing."""
+        """Return the value of a key, or its default if the file does not set it."""
         return self.values[key] if key in self.values else defaults()[key]
 
     @property
     def host(self) -> str:
-        """Listen address."""
+        """The listening address."""
         return str(self.get("server.host"))
 
     @property
     def port(self) -> int:
-        """Listen port."""
+        """The listening port."""
         return int(self.get("server.port"))
 
     @property
     def run_dir(self) -> Path:
-        """Sockets and what lives as long as the host is up."""
+        """The directory of sockets and other files that exist as long as the host is up."""
         return Path(self.get("sallyport.run_dir"))
 
     @property
     def state_dir(self) -> Path:
-        """What survives."""
+        """The directory of permanent data."""
         return Path(self.get("sallyport.state_dir"))
 
     @property
     def default_runtime(self) -> str:
-        """Runtime of a create call that names none."""
+        """The runtime of a create call that names none."""
         return str(self.get("sallyport.default_runtime") or self.get("secure_runtime.type"))
 
     @property
     def policy_file(self) -> Path | None:
-        """The operator's policies; None is deny-all."""
+        """The file with the operator's policies; None is deny-all."""
         path = self.get("sallyport.policy_file")
         return None if path is None else Path(path)
 
     @property
     def master_key_file(self) -> Path:
-        """The vault's master key."""
+        """The file with the vault's master key."""
         return Path(self.get("sallyport.vault.master_key_file") or self.state_dir / "vault" / "master-key")
 
     @property
     def upstream_roots(self) -> Path:
-        """Authorities that upstream servers are verified against."""
+        """The file with the authorities that verify upstream servers."""
         found = self.get("sallyport.upstream_roots")
         if found is None:
             found = next((path for path in _SYSTEM_ROOTS if Path(path).exists()), _SYSTEM_ROOTS[0])
@@ -93,16 +93,16 @@ class Settings:
 
     @property
     def dns_upstreams(self) -> tuple[str, ...]:
-        """Resolvers of the gateways; detected from the host if the file names none."""
+        """The resolvers of the gateways. If the file names none, the host's are used."""
         configured = self.get("sallyport.dns_upstreams")
         return detect_resolvers(Path("/etc/resolv.conf")) if configured is None else tuple(configured)
 
     def program(self, name: str, fallback: str) -> str:
-        """Path of a program: configured, on the PATH, or a fixed place."""
+        """Return the path of a program: configured, on the PATH, or a fixed path."""
         return str(self.get(f"sallyport.{name}") or shutil.which(name) or fallback)
 
     def execd(self) -> str:
-        """Path of execd's static binary."""
+        """Return the path of execd's static binary."""
         return str(self.get("sallyport.execd") or _PROJECT / "execd" / "bin" / "execd")
 
 
@@ -110,11 +110,11 @@ def read(path: Path | None, environment: Mapping[str, str], defaults: Path | Non
     """Read the settings.
 
     Args:
-        path: of `--config`; None looks in the environment and the home directory.
-        defaults: of `--defaults`: a file that the other one wins over, key by key.
+        path: of `--config`. With None the environment and the home directory are searched.
+        defaults: of `--defaults`: a file that the other one overrides key by key.
 
     Raises:
-        SettingsError: what is wrong, and where.
+        SettingsError: the fault and its place.
     """
     if path is None and environment.get(CONFIG_PATH):
         path = Path(environment[CONFIG_PATH])
@@ -139,10 +139,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 def parse(
     document: Mapping[str, Any], origin: str, environment: Mapping[str, str], under: Settings | None = None
 ) -> Settings:
-    """Check a parsed file; `under` holds what it does not say.
+    """Check a parsed file. `under` has the values for keys that it does not set.
 
     Raises:
-        SettingsError: what is wrong, and at which key.
+        SettingsError: the fault and its key.
     """
     given: dict[str, Any] = {}
     remarks: list[str] = []
@@ -200,7 +200,7 @@ def _check_whole(settings: Settings) -> None:
 
 
 def detect_resolvers(path: Path) -> tuple[str, ...]:
-    """Return the host's own resolvers as address:port, without those on loopback, or reached by an interface only."""
+    """Return the host's own resolvers as address:port, without those on loopback or with an interface in them."""
     try:
         lines = path.read_text("ascii", "replace").splitlines()
     except OSError:
@@ -220,5 +220,5 @@ def _resolver(name: str) -> str | None:
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment."""
+    """Return the process's environment."""
     return os.environ

@@ -1,1 +1,1 @@
-"""What holds on this machine: the ways out, tried for real, and judged at the far end. `sallyport doctor --probe`."""
+"""`sallyport doctor --probe`, a check of this machine's isolation: real attempts to get out, judged at the far end."""

@@ -1,8 +1,8 @@
-"""The table of attempts: what is tried, and how the far end tells whether it worked.
+"""The table of attempts: the probes, and how the far end shows whether one succeeded.
 
 Each attempt is one probe, run from three places: the workload, a privileged container in the sandbox's network
-namespace, and a place without any gate (the control). From the first two nothing may arrive; from the control
-something must, or the row proves nothing. From each place the probe must report that it ran to its end.
+namespace, and a place without a gate (the control). From the first two nothing may arrive. From the control something
+must arrive, otherwise the row proves nothing. The probe must report from each place that it ran to its end.
 """
 
 import json
@@ -34,7 +34,7 @@ class FarEnd(StrEnum):
 
 
 class Control(StrEnum):
-    """From where an attempt arrives on one runtime when no gate stands."""
+    """Where on one runtime an attempt arrives from if there is no gate."""
 
     WORKLOAD = "arrives from the workload"
     PRIVILEGED = "refused to the workload, arrives with every capability"
@@ -43,19 +43,20 @@ class Control(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One row: the probe's name, what it says to a reader, where it is judged, and from where it makes sense."""
+    """One row: the probe's name, its description, where it is judged, and the places where it makes sense."""
 
     probe: str
     title: str
     far_end: FarEnd
     privileged: bool = True
     noticed: bool = False
-    """From a privileged container it changes the sandbox's namespace: the sandbox is cut off for it."""
+    """From a privileged container it changes the sandbox's namespace, and the sandbox is disconnected because of that.
+    """
     runc: Control = Control.WORKLOAD
     runsc: Control = Control.WORKLOAD
 
     def control(self, runtime: str) -> Control:
-        """From where it arrives on `runtime` without a gate."""
+        """Return where it arrives from on `runtime` without a gate."""
         return {"runc": self.runc, "runsc": self.runsc}[runtime]
 
 
@@ -87,11 +88,11 @@ ATTEMPTS = (
 
 
 class ProbeError(Exception):
-    """A probe did not run to its end: it crashed, was killed or is not there. The message says what shows it."""
+    """A probe did not run to its end: it crashed, was killed or does not exist. The message has the evidence."""
 
 
 Report = dict[str, str]
-"""What came of each try of a probe, as the probe itself saw it."""
+"""The result of each try of a probe, as the probe itself reported it."""
 _BY_THE_KERNEL = frozenset(
     (
         *("EPERM", "EACCES", "EROFS", "ENOENT", "ENOSYS", "EAFNOSUPPORT", "EPROTONOSUPPORT"),
@@ -123,16 +124,16 @@ def report(probe: str, status: int | None, printed: str) -> Report:
 
 
 def refused(report: Report) -> bool:
-    """Whether the kernel that the probe ran on refused each try: nothing of it can have left."""
+    """Return whether the probe's kernel refused each try, so that nothing of it can have left."""
     return bool(report) and all(outcome.removeprefix("refused ") in _BY_THE_KERNEL for outcome in report.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was seen outside while a probe ran."""
+    """The traffic that was seen outside during a probe."""
 
     frames: list[Frame]
-    """Frames that left for, or came in at, the internet's servers."""
+    """Frames that left for, or came from, the internet's servers."""
     neighbour_frames: list[Frame]
     host_hits: int
     gateway_hits: int
@@ -144,7 +145,7 @@ _TUNNEL_LABEL = MARKER.hex()[:40].encode()
 
 
 def arrived(far_end: FarEnd, evidence: Evidence) -> int:
-    """How much arrived at `far_end`: frames, connections or opened interfaces."""
+    """Return how much arrived at `far_end`: frames, connections or opened interfaces."""
     match far_end:
         case FarEnd.ATTACKER:
             return _count(evidence.frames, lambda frame: frame.destination in _AT_ATTACKER)

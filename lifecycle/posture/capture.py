@@ -1,6 +1,6 @@
-"""Listens on a wire and answers the one question that counts: what arrived there?
+"""A packet capture that answers one question: what arrived there?
 
-A denial is never judged by what the sandbox saw, only by the frames that reached the other end.
+A denial is never judged by the sandbox's own view, only by the frames that reached the other end.
 """
 
 import os
@@ -20,7 +20,7 @@ _SOL_PACKET, _PACKET_STATISTICS = 263, 6
 
 
 def in_namespace[T](path: str, action: Callable[[], T]) -> T:
-    """Run `action` on a thread that has joined the network namespace at `path`, and return its result."""
+    """Run `action` on a thread in the network namespace at `path`, and return its result."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -45,7 +45,7 @@ def in_namespace[T](path: str, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One received frame: addresses and ports where it has them, and all of its bytes."""
+    """One received frame: its addresses and ports, if it has them, and all of its bytes."""
 
     source: str
     destination: str
@@ -55,7 +55,7 @@ class Frame:
 
 
 def parse(data: bytes) -> Frame | None:
-    """Read an Ethernet frame's IPv4 or IPv6 header; None for anything else (ARP, say)."""
+    """Parse an Ethernet frame's IPv4 or IPv6 header. Return None for another protocol, for example ARP."""
     if len(data) < 34:
         return None
     ethertype = struct.unpack_from("!H", data, 12)[0]
@@ -75,10 +75,10 @@ def parse(data: bytes) -> Frame | None:
 
 
 class Capture:
-    """Every frame that arrives on one interface (None: on any) from its creation on. Use as a context manager.
+    """Every frame that arrives on one interface (None: on any) after the capture's creation. Use as a context manager.
 
     Args:
-        keep: which frames are worth keeping; all by default. It runs on the capture's own thread.
+        keep: selects the frames to keep; all by default. It runs on the capture's own thread.
     """
 
     def __init__(self, netns: str, interface: str | None, keep: Callable[[Frame], bool] = lambda _frame: True) -> None:
@@ -119,16 +119,16 @@ class Capture:
                     self._seen += 1
 
     def missed(self) -> int:
-        """How many frames came too fast to be looked at, since this was last asked."""
+        """Return the number of frames that were lost because they came too fast, since the last call."""
         return int(struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1])
 
     def mark(self) -> int:
-        """A position in the stream of frames, for `since`."""
+        """Return a position in the stream of frames, for `since`."""
         with self._lock:
             return self._seen
 
     def since(self, mark: int) -> list[Frame]:
-        """The frames that arrived after `mark`."""
+        """Return the frames that arrived after `mark`."""
         with self._lock:
             count = min(self._seen - mark, len(self._frames))
             return list(self._frames)[len(self._frames) - count :] if count else []

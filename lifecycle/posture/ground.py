@@ -1,11 +1,11 @@
-"""The ground that ways out are tried on: an upstream of our own, and every far end there is on it.
+"""The test network for ways out: an own upstream with every far end.
 
     gateway worker -> [up] ===veth=== [net] attacker, metadata, resolver, one allowed host
       control run  -> [ctl] ==veth===   |
 
-- It is connected to nothing: no real address is dialled, and it works without any network.
-- What arrives is counted from frames and accepted connections, by this process.
-- Leaving it removes the namespaces, and with them everything in them.
+- It has no other connection. No real address is dialled, and it works without a network.
+- This process counts arrivals from frames and accepted connections.
+- The end of its context removes the namespaces with everything in them.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ _TRY_SECONDS = 60.0
 
 
 class GroundError(Exception):
-    """A step failed; the message says which."""
+    """A step failed. The message names it."""
 
 
 class Counter:
-    """Accepts connections in a namespace and counts them. Use as a context manager."""
+    """A listener in a namespace that counts connections. Use as a context manager."""
 
     def __init__(self, netns: str, ports: tuple[int, ...]) -> None:
         self.hits = 0
@@ -90,7 +90,7 @@ class Ground:
 
     @staticmethod
     def path(namespace: str) -> str:
-        """The file that holds a namespace."""
+        """Return the file of a namespace."""
         return f"/run/netns/{namespace}"
 
     def __enter__(self) -> "Ground":
@@ -129,7 +129,7 @@ class Ground:
         _ip("-n", near, "route", "add", "default", "via", far_address)
 
     def try_ungated(self, probe: str) -> Report:
-        """Try one way from the place without a gate; returns what was seen there.
+        """Try one way from the place without a gate. Return the traffic that was seen.
 
         Raises:
             ProbeError: it was not tried to its end.
@@ -155,7 +155,7 @@ class Ground:
 
 
 def targets(**places: object) -> dict[str, Any]:
-    """The parameters of a probe: the far ends, and the place it starts from."""
+    """Return the parameters of a probe: the far ends, and the place it starts from."""
     return {
         "attacker_name": ATTACKER,
         "attacker": ATTACKER_ADDRESS,
@@ -178,7 +178,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def _resolver(netns: str) -> Iterator[None]:
-    """Answers the two names there are, and denies all others."""
+    """A resolver that answers the two existing names and denies all others."""
     sock = in_namespace(netns, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     sock.bind((RESOLVER, 53))
     sock.settimeout(0.1)

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM unwind what was begun, and do not disturb the clearing up.
+"""Ctrl-C and SIGTERM undo what was begun, and do not interrupt the cleanup.
 
-For the main thread of a process that does nothing else.
+For the main thread of a process with a single task.
 """
 
 import signal
@@ -12,7 +12,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 def ignore() -> None:
-    """From now on only clear up: called first by whatever removes something."""
+    """Ignore both signals from now on. A function that removes something calls this first."""
     for number in _NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -24,7 +24,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Within it either signal raises KeyboardInterrupt, once; afterwards both do what they did before."""
+    """Within this context either signal raises KeyboardInterrupt, once. Afterwards both have their former effect."""
     before = [signal.signal(number, _interrupt) for number in _NUMBERS]
     try:
         yield

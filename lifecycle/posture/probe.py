@@ -1,10 +1,10 @@
 """`sallyport doctor --probe`: starts sandboxes here and tries to get out of them.
 
-- Every way is tried from a place without a gate first: one whose control does not arrive proves nothing.
-- Each try must report that it ran to its end: one that crashed, was killed or is not there proves nothing, either.
-- A way held if nothing arrived at its far end; what the sandbox itself saw is no evidence, but for kernel interfaces.
-- The allowed host is tried, too: a sandbox that reaches nothing at all would make every way look held.
-- Whatever happens, Ctrl-C included, server, namespaces and directory are removed.
+- Each way is first tried from a place without a gate. A way whose control does not arrive proves nothing.
+- Each try must report that it ran to its end. A try that crashed, was killed or does not exist proves nothing either.
+- A way is held if nothing arrived at its far end. The sandbox's own view is no evidence, except for kernel interfaces.
+- The allowed host is tried too, because every way would look held in a sandbox without any network.
+- Server, namespaces and directory are removed in every case, also after Ctrl-C.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _HELLO = (
 
 
 class ProbeOutcome(StrEnum):
-    """What is said of a way."""
+    """The verdict about a way."""
 
     HELD = "held"
     ESCAPED = "ESCAPED"
@@ -50,16 +50,16 @@ class Line:
     detail: str
 
     def text(self) -> str:
-        """What is printed."""
+        """Return the printed text."""
         return f"{self.outcome.value:<8}{self.runtime:<6} {self.title}: {self.detail}"
 
 
 def probe(operator: Settings, say: Callable[[str], None]) -> bool:
-    """Try everything and say it line by line; tell whether all of it held."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # its lines would stand between those of the report
+    """Try everything and print each line. Return whether all of it held."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # These lines would stand between those of the report.
     with interrupts.unwinding(), tempfile.TemporaryDirectory(prefix="sallyport-probe-") as name:
         directory = Path(name)
-        directory.chmod(0o711)  # daemons with users of their own pass through
+        directory.chmod(0o711)  # Daemons with other users must be able to pass through the directory.
         try:
             return _probe(operator, directory, say)
         except (GroundError, ServerError, SettingsError, OSError) as error:
@@ -89,14 +89,14 @@ def _probe(operator: Settings, directory: Path, say: Callable[[str], None]) -> b
 
 @dataclass(frozen=True, slots=True)
 class ControlResult:
-    """What came of a way where no gate stands. `problem`: why that is no control."""
+    """The result of a way without a gate. `problem` is why it is no control."""
 
     arrived: int
     problem: str = ""
 
 
 def _control(ground: Ground, attempt: Attempt) -> ControlResult:
-    """Try a way where no gate stands."""
+    """Try a way without a gate."""
     net = ground.path(ground.net)
     with Capture(net, "net1") as wire, Counter(net, GATEWAY_PORTS) as gateway:
         host = ground.host.hits
@@ -163,7 +163,7 @@ def _tried(
 
 
 def _allowed(ground: Ground, sandbox: ProbeSandbox) -> Line:
-    """Try what policy allows: only beside this does a denial say something."""
+    """Try what policy allows, because a denial proves something only if allowed traffic works."""
     title, mark = f"the allowed host {ALLOWED} is reached", ground.wire.mark()
     with contextlib.suppress(ServerError):
         sandbox.run(f'python3 -c "{_HELLO}"')

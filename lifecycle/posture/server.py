@@ -1,8 +1,8 @@
-"""A whole server of our own on private directories, and sandboxes on it, driven through its public API.
+"""A private server on private directories with its sandboxes, used through its public API.
 
-- Of the operator's settings it takes the programs, images and runtimes; directories, users, port, Docker and upstream
-  are its own: it shares nothing with a server that may be running.
-- Leaving it ends the server as Ctrl-C does, which removes all sandboxes.
+- It uses the programs, images and runtimes of the operator's settings. Directories, users, port, Docker and upstream
+  are its own, so it shares nothing with a running server.
+- The end of its context ends the server like Ctrl-C does, which removes all sandboxes.
 """
 
 import base64
@@ -50,7 +50,7 @@ _SCRIPT = "/tmp/sallyport-ways-out.py"  # noqa: S108 - inside a sandbox that is 
 
 
 class ServerError(Exception):
-    """A step failed; the message says which."""
+    """A step failed. The message names it."""
 
 
 def private(operator: Settings, directory: Path, upstream: str) -> Settings:
@@ -73,7 +73,7 @@ def private(operator: Settings, directory: Path, upstream: str) -> Settings:
 
 
 class ProbeServer:
-    """The running server; made by `running`."""
+    """The running server, created by `running`."""
 
     def __init__(self, own: Settings) -> None:
         self.run_dir = own.run_dir
@@ -82,13 +82,13 @@ class ProbeServer:
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{own.port}", timeout=_SANDBOX_SECONDS, trust_env=False)
 
     def answers(self) -> bool:
-        """Whether it listens by now."""
+        """Return whether it listens."""
         with contextlib.suppress(httpx.HTTPError):
             return self._http.get("/health", timeout=2).status_code == httpx.codes.OK
         return False
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._http.close()
 
     def _call(self, method: str, path: str, **options: Any) -> Any:
@@ -98,7 +98,7 @@ class ProbeServer:
         return answer.json() if answer.content else None
 
     def create(self, runtime: str) -> "ProbeSandbox":
-        """Start a sandbox that may reach one host.
+        """Start a sandbox with access to one host.
 
         Raises:
             ServerError: it cannot be started, or cannot run the probes.
@@ -127,7 +127,7 @@ class ProbeServer:
         return sandbox
 
     def netns(self, sandbox: str, side: str) -> str:
-        """The namespace file of a sandbox's slot; `side` is `sandbox` or `gateway`."""
+        """Return the namespace file of a sandbox's slot; `side` is `sandbox` or `gateway`."""
         with BlockingClient(self.run_dir / "hostd.sock", ROOT, timeout=30) as client:
             network = client.ask(Inspect(sandbox)).network
         if network is None:
@@ -136,14 +136,14 @@ class ProbeServer:
 
 
 class ProbeSandbox:
-    """A sandbox and the way to run a command in it."""
+    """A sandbox and a way to run commands in it."""
 
     def __init__(self, name: str, runtime: str, http: httpx.Client, endpoint: str, headers: dict[str, str]) -> None:
         self.name, self.runtime = name, runtime
         self._http, self._url, self._headers = http, f"http://{endpoint}", headers
 
     def prepare(self, deadline: float) -> None:
-        """Wait until commands can be run, and bring the probes in.
+        """Wait until commands can be run, and copy the probes into the sandbox.
 
         Raises:
             ServerError: it takes too long, or the image has no Python for them.
@@ -163,7 +163,7 @@ class ProbeSandbox:
         return False
 
     def attempt(self, probe: str) -> Report:
-        """Try one way out; returns what the sandbox saw.
+        """Try one way out. Return the sandbox's own report.
 
         Raises:
             ServerError: no command can be run in the sandbox.
@@ -179,7 +179,7 @@ class ProbeSandbox:
         return report(probe, *self.run(f"python3 {_SCRIPT} one {probe}", PROBE_TARGETS=json.dumps(told)))
 
     def run(self, command: str, **environment: str) -> tuple[int, str]:
-        """Run a shell command; returns its exit status and all it printed.
+        """Run a shell command. Return its exit status and its output.
 
         Raises:
             ServerError: it could not be run to its end.
@@ -206,14 +206,14 @@ class ProbeSandbox:
 
 
 def _status(event: dict[str, Any]) -> int:
-    """The exit status that an error event has for its value; -1 if it has none."""
+    """Return the exit status in an error event; -1 if it has none."""
     value = str((event.get("error") or {}).get("evalue"))
     return int(value) if value.isdecimal() else -1
 
 
 @contextmanager
 def running(own: Settings, directory: Path) -> Iterator[ProbeServer]:
-    """Run the server of settings `own`; its log is in `directory`.
+    """Run the server of settings `own`. Its log is in `directory`.
 
     Raises:
         ServerError: it does not start, or does not end.
@@ -232,7 +232,7 @@ def running(own: Settings, directory: Path) -> Iterator[ProbeServer]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # Ctrl-C is for us: the server is ended when all else is over
+            start_new_session=True,  # This process handles Ctrl-C. It ends the server after everything else.
         )
     server = ProbeServer(own)
     try:
@@ -255,5 +255,5 @@ def running(own: Settings, directory: Path) -> Iterator[ProbeServer]:
 
 
 def _last(log: Path) -> str:
-    """The last lines of the server's log: the end of a daemon is logged before that of the server."""
+    """Return the last lines of the server's log. The end of a daemon is logged before that of the server."""
     return " / ".join(log.read_text(errors="replace").strip().splitlines()[-4:])[-800:] or "it said nothing"

@@ -1,13 +1,13 @@
-"""The ways out, tried. Standard library only, any Python from 3.9: it runs inside sandboxes.
+"""The probes that try the ways out. Standard library only, any Python from 3.9, because they run inside sandboxes.
 
     python3 ways_out.py one NAME      try one way, or all at once; print `report JSON` at the end
     python3 ways_out.py serve         read names on standard input, answer each with `report JSON` or `failed NAME WHY`
 
-- A probe is a set of tries; each one is reported, by `PROBE/TRY`, as `sent`, `done` or `opened` (and what came back),
-  or as `refused` with the name of the error.
+- A probe is a set of tries. Each try is reported, by `PROBE/TRY`, as `sent`, `done` or `opened` (with the answer), or
+  as `refused` with the name of the error.
 - Only an error of the system is a refusal. Any other exception ends the program with a traceback and no report.
-- A report proves that the probe ran, and decides nothing else; what arrived at the other end does. Only the `kernel`
-  probes, which never leave the machine, are judged by their own report.
+- A report proves only that the probe ran. Arrival at the other end decides. Only the `kernel` probes, which never leave
+  the machine, are judged by their own report.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WAIT = 0.6
 MARKER = str(TARGETS.get("marker", "sallyport-probe-marker")).encode()
 HOST_PORTS = (2375, 8080)
 """Ports of the host's own services."""
-_CREATE = 0x605  # a netlink request: acknowledge, create, fail if it exists
+_CREATE = 0x605  # The flags of a netlink request: acknowledge, create, fail if it exists.
 _ADDRESS_ERRORS = {getattr(socket, name): name for name in dir(socket) if name.startswith("EAI_")}
 
 Try = Callable[[], str]
 
 
 def tcp(address: str, port: int, data: bytes = MARKER, mark: int | None = None) -> str:
-    """Connect, send, and read what comes back."""
+    """Connect, send, and read the answer."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(WAIT)
@@ -49,7 +49,7 @@ def tcp(address: str, port: int, data: bytes = MARKER, mark: int | None = None) 
 
 
 def answered(sock: socket.socket) -> str:
-    """What came back to something that was sent."""
+    """The answer to something that was sent."""
     try:
         return f"sent, {len(sock.recv(4096))} bytes back"
     except OSError as error:
@@ -57,7 +57,7 @@ def answered(sock: socket.socket) -> str:
 
 
 def udp(address: str, port: int, data: bytes = MARKER) -> str:
-    """Send one datagram; no answer is waited for."""
+    """Send one datagram without waiting for an answer."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
@@ -66,7 +66,7 @@ def udp(address: str, port: int, data: bytes = MARKER) -> str:
 
 
 def tls(address: str, port: int, name: str | None) -> str:
-    """A TLS handshake and one request; `name` None sends no SNI."""
+    """Make a TLS handshake and one request. With `name` None there is no SNI."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     raw = socket.create_connection((address, port), timeout=WAIT)
@@ -76,12 +76,12 @@ def tls(address: str, port: int, name: str | None) -> str:
 
 
 def resolve(name: str) -> str:
-    """An address of `name`, by the resolver this place was given."""
+    """Return an address of `name` from the resolver of this place."""
     return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
 
 
 def query(name: str, kind: int = 1) -> bytes:
-    """The DNS query for `name`, as bytes."""
+    """Return the DNS query for `name`, as bytes."""
     labels = b"".join(bytes([len(label)]) + label.encode() for label in name.split("."))
     return struct.pack("!HHHHHH", 4242, 0x0100, 1, 0, 0, 0) + labels + b"\0" + struct.pack("!HH", kind, 1)
 
@@ -98,12 +98,12 @@ def netlink(protocol: int, *messages: bytes) -> str:
 
 
 def message(kind: int, flags: int, body: bytes) -> bytes:
-    """A netlink message."""
+    """Return a netlink message."""
     return struct.pack("<IHHII", 16 + len(body), kind, flags, 1, 0) + body
 
 
 def reason(error: OSError) -> str:
-    """The name of an error."""
+    """Return the name of an error."""
     if isinstance(error, socket.gaierror):
         return _ADDRESS_ERRORS.get(error.errno or 0, "EAI")
     if isinstance(error, ssl.SSLError):
@@ -130,7 +130,7 @@ def forged_host(form: bytes) -> Try:
 
 
 def icmp(kind: int) -> Try:
-    """An echo request with a payload."""
+    """Return an echo request with a payload."""
 
     def checksum(data: bytes) -> int:
         total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
@@ -155,7 +155,7 @@ def enable_ipv6(place: str) -> str:
 
 
 def ipv6_address() -> str:
-    """Give the interface an address of its own, without asking whether it is free."""
+    """Give the interface another address, without a check for duplicates."""
     index = socket.if_nametoindex(TARGETS["interface"])
     address = socket.inet_pton(socket.AF_INET6, "2606:2800:222::2")
     body = struct.pack("<BBBBI", socket.AF_INET6, 64, 2, 0, index)
@@ -164,7 +164,7 @@ def ipv6_address() -> str:
 
 
 def ipv6_route() -> str:
-    """Make the interface the way to everywhere."""
+    """Make the interface the default route."""
     index = socket.if_nametoindex(TARGETS["interface"])
     body = struct.pack("<BBBBBBBBI", socket.AF_INET6, 0, 0, 0, 254, 3, 0, 1, 0) + struct.pack("<HHI", 8, 4, index)
     return netlink(0, message(24, _CREATE, body))
@@ -179,7 +179,7 @@ def tunnel_name() -> str:
 
 
 def tunnel_by(server: str) -> dict[str, Try]:
-    """Names with data in them, to one server."""
+    """Query names that contain data, at one server."""
 
     def framed() -> str:
         asked = tunnel_query()
@@ -197,7 +197,7 @@ def host_port(address: str, port: int) -> Try:
 
 
 def raw_frame(destination: str, everyone: bool = False) -> str:
-    """Hand-made frames to the gateway, or to everyone: UDP to `destination`, also from a stranger's address."""
+    """Send hand-made frames to the gateway, or to all: UDP to `destination`, also from a foreign source address."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
         sock.bind((TARGETS["interface"], 0x0800))
         own = sock.getsockname()[4]
@@ -331,26 +331,26 @@ PROBES: dict[str, dict[str, Try]] = {
 
 
 _IN_ORDER = frozenset({"ipv6"})
-"""Probes whose former tries make way for the latter."""
+"""Probes whose earlier tries prepare the later ones."""
 
 
 def labels(name: str) -> list[str]:
-    """What the report of one probe, or of `all`, has an entry for."""
+    """The keys in the report of one probe, or of `all`."""
     return [f"{probe}/{label}" for probe in (PROBES if name == "all" else (name,)) for label in PROBES[probe]]
 
 
 def attempt(name: str) -> dict[str, str]:
-    """Run one probe, or `all` of them at once; returns what came of each try, in order."""
+    """Run one probe, or `all` of them at once. Return the result of each try, in order."""
     if name == "all":
         with ThreadPoolExecutor(len(PROBES)) as pool:
             return {label: outcome for seen in pool.map(attempt, PROBES) for label, outcome in seen.items()}
-    # At once: most tries wait for an answer that never comes.
+    # Concurrently, because most tries wait for an answer that never comes.
     with ThreadPoolExecutor(1 if name in _IN_ORDER else len(PROBES[name])) as pool:
         return dict(zip(labels(name), pool.map(tried, PROBES[name].values())))  # noqa: B905 - Python 3.9 has no strict
 
 
 def tried(one: Try) -> str:
-    """What came of one try."""
+    """Return the result of one try."""
     try:
         return one()
     except OSError as error:

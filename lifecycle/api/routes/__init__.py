@@ -1,1 +1,1 @@
-"""The HTTP routes, one module per group; thin: parse, call the orchestrator, render."""
+"""The HTTP routes, one module per group. They parse, call the orchestrator and render."""

@@ -1,4 +1,4 @@
-"""What the routes work with: one object per server, attached to the FastAPI application."""
+"""The objects that the routes use: one instance per server, attached to the FastAPI application."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -17,7 +17,7 @@ from lifecycle.sandboxes.transaction import Creations
 
 @dataclass(slots=True)
 class Counters:
-    """What the metrics route shows."""
+    """The numbers of the metrics route."""
 
     creates_reported: int = 0
     creates_failed: int = 0

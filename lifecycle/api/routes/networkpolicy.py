@@ -1,4 +1,6 @@
-"""`/sandboxes/{id}/networkpolicy`: the egress policy under the API key; the same writes as `/policy` of port 18080."""
+"""`/sandboxes/{id}/networkpolicy`: the egress policy under the API key, with the same writes as `/policy` of port
+18080.
+"""
 
 from typing import Annotated, Any
 
@@ -20,7 +22,7 @@ Force = Annotated[str, Header(alias="OpenSandbox-Egress-Force")]
 
 @router.get(_PATH)
 async def read(server: Server, sandbox: str) -> dict[str, Any]:
-    """Show the policy."""
+    """Return the policy."""
     row = await server.rows.get(sandbox)
     try:
         return _shown(row, server.egress.shortfall.reason(sandbox))
@@ -43,7 +45,7 @@ async def replace(server: Server, sandbox: str, body: NetworkPolicy, force: Forc
 async def patch(
     server: Server, sandbox: str, body: Annotated[list[RuleModel], Body(max_length=4096)], force: Force = ""
 ) -> dict[str, Any]:
-    """Put rules in front."""
+    """Insert rules before the existing ones."""
     await server.rows.get(sandbox)
     try:
         rules = parse_patch([rule.document() for rule in body])

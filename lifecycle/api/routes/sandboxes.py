@@ -27,7 +27,7 @@ async def create(server: Server, body: models.Create, request: Request) -> JSONR
 
 
 async def _unless_gone(creations: Creations, creation: Creation, request: Request) -> Sandbox:
-    """Wait for the creation; if the caller disconnects before it has the id, have the sandbox removed."""
+    """Wait for the creation. If the caller disconnects before it has the id, remove the sandbox."""
     finish = asyncio.create_task(creations.finish(creation))
     gone = asyncio.create_task(_disconnected(request))
     try:
@@ -74,13 +74,13 @@ async def list_sandboxes(
 
 @router.get("/sandboxes/{sandbox}")
 async def get(server: Server, sandbox: str) -> dict[str, Any]:
-    """Show a sandbox."""
+    """Return a sandbox."""
     return models.shown(await server.rows.get(sandbox))
 
 
 @router.delete("/sandboxes/{sandbox}", status_code=204)
 async def delete(server: Server, sandbox: str) -> Response:
-    """Remove a sandbox; it is gone when this is answered."""
+    """Remove a sandbox. It is removed when this answers."""
     await server.orchestrator.remove(sandbox, "deleted by the API")
     return Response(status_code=204)
 
@@ -95,14 +95,14 @@ async def patch_metadata(
 
 @router.post("/sandboxes/{sandbox}/pause", status_code=202)
 async def pause(server: Server, sandbox: str) -> Response:
-    """Freeze a sandbox."""
+    """Pause a sandbox."""
     await server.orchestrator.pause(sandbox)
     return Response(status_code=202)
 
 
 @router.post("/sandboxes/{sandbox}/resume", status_code=202)
 async def resume(server: Server, sandbox: str) -> Response:
-    """Thaw a sandbox."""
+    """Resume a sandbox."""
     await server.orchestrator.resume(sandbox)
     return Response(status_code=202)
 

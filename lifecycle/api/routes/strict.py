@@ -1,7 +1,7 @@
-"""The route class of the lifecycle API: a call that says what its route does not read is refused.
+"""The route class of the lifecycle API, which refuses a call with content that its route does not read.
 
-- An unknown query parameter, and one that is given twice where one counts, is a 400 that names it.
-- A body is strict JSON (`policy.strict`); its model refuses unknown fields. A call without a body takes none but `{}`.
+- An unknown query parameter, and a repeated one of which only one counts, is a 400 that names it.
+- A body is strict JSON (`policy.strict`), and its model refuses unknown fields. A call without a body allows only `{}`.
 - Fields that the operator lists are dropped, at the top level of a model that does not know them, and only there.
 """
 
@@ -20,7 +20,7 @@ from lifecycle.api.routes.context import Context
 from policy.strict import StrictError, decode, quoted
 
 _LARGE = 64 * 1024
-"""Bytes of a body that is parsed beside the other requests."""
+"""Bytes. A body up to this size is parsed in the event loop."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class StrictRoute(APIRoute):
 
 
 class _StrictRequest(Request):
-    """A request whose JSON is read strictly; `known` are the fields of its model, if it has one."""
+    """A request with strictly parsed JSON. `known` are the fields of its model, if it has one."""
 
     def __init__(self, request: Request, known: frozenset[str]) -> None:
         super().__init__(request.scope, request.receive)
@@ -66,7 +66,7 @@ class _StrictRequest(Request):
         """Parse the body.
 
         Raises:
-            json.JSONDecodeError: the form of a refusal that FastAPI turns into a schema error.
+            json.JSONDecodeError: the refusal, in the form that FastAPI converts into a schema error.
         """
         body = await self.body()
         try:

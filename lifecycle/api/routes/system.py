@@ -14,27 +14,27 @@ router = APIRouter(route_class=StrictRoute)
 
 @root.get("/health")
 async def health() -> dict[str, str]:
-    """Say that the API answers."""
+    """Report that the API answers."""
     return {"status": "healthy"}
 
 
 @root.get("/version")
 async def version() -> dict[str, str]:
-    """Say which API this is, and whose: `version` is what clients compare."""
+    """Return the API's version and the product's. Clients compare `version`."""
     return {"version": API_VERSION, "contract": CONTRACT, "product": PRODUCT, "product_version": VERSION}
 
 
 @root.get("/docs", response_class=HTMLResponse, include_in_schema=False)
 @root.get("/redoc", response_class=HTMLResponse, include_in_schema=False)
 async def docs() -> HTMLResponse:
-    """Lead to the schema; FastAPI's own pages run a script from another server, in our origin."""
+    """Redirect to the schema. FastAPI's own pages would run a script of another server in this origin."""
     page = '<!doctype html><title>Sallyport</title><a href="/openapi.json">OpenAPI schema</a>'
     return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'none'"})
 
 
 @router.post("/metrics/events", status_code=204)
 async def metrics_event(server: Server, event: MetricsEvent) -> Response:
-    """Count what a client reports."""
+    """Count an event that a client reports."""
     server.counters.creates_reported += 1
     server.counters.creates_failed += not event.success
     return Response(status_code=204)

@@ -1,4 +1,4 @@
-"""What this server does not offer (yet): each route of the contract answers with the contract's code, none with 404."""
+"""Features that this server does not offer: each route answers with the contract's code, none with 404."""
 
 from fastapi import APIRouter
 
@@ -43,7 +43,7 @@ async def list_snapshots() -> None:
 @router.get("/snapshots/{snapshot}")
 @router.delete("/snapshots/{snapshot}")
 async def snapshot(snapshot: str) -> None:
-    """One snapshot: there is none."""
+    """One snapshot: none exists."""
     raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {snapshot[:80]} not found.")
 
 
