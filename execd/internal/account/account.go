@@ -1,10 +1,10 @@
-// Package account reads accounts from /etc/passwd and /etc/group, files only: no nsswitch,
-// no NSS module, hence no code of the image runs in the daemon.
+// Package account reads accounts from /etc/passwd and /etc/group only. It uses no nsswitch and no NSS module, so that
+// no code of the image runs in the daemon.
 //
 // Invariants
-//   - A line that is not exactly well formed is skipped, never guessed at.
+//   - A line that is not well formed is skipped; no part of it is used.
 //   - Input is bounded; only regular files are read.
-//   - Not found is an explicit answer; no lookup falls back to root.
+//   - If an account is not found, the result says so; no lookup falls back to root.
 package account
 
 import (
@@ -37,13 +37,13 @@ type groupEntry struct {
 	members []string
 }
 
-// Accounts answers questions about the image's users and groups.
+// Accounts holds the image's users and groups.
 type Accounts struct {
 	users  []userEntry
 	groups []groupEntry
 }
 
-// Load reads both files below a root; what is missing is empty.
+// Load reads both files below a root directory. A file that is missing, not regular or too large counts as empty.
 func Load(root string) Accounts {
 	return Accounts{
 		users:  parsePasswd(sys.ReadRegular(root+"/etc/passwd", accountFileLimit)),
@@ -90,7 +90,7 @@ func parseGroup(data []byte) []groupEntry {
 	return groups
 }
 
-// accountFields splits a line into exactly count fields with a usable name.
+// accountFields splits a line into its fields. It returns false unless there are count fields and the name is usable.
 func accountFields(line []byte, count int) ([]string, bool) {
 	text := strings.TrimSuffix(string(line), "\n")
 	if strings.IndexByte(text, 0) >= 0 {
@@ -103,7 +103,7 @@ func accountFields(line []byte, count int) ([]string, bool) {
 	return fields, true
 }
 
-// parseID accepts plain decimal 0…4294967294; 2^32-1 means "no change" to the kernel.
+// parseID parses a decimal number from 0 to 4294967294. It refuses 2^32-1, which means "no change" to the kernel.
 func parseID(text string) (uint32, bool) {
 	if text == "" || len(text) > 10 || strings.Trim(text, "0123456789") != "" {
 		return 0, false
@@ -124,7 +124,7 @@ func (a Accounts) userByID(uid uint32) (userEntry, bool) {
 	return userEntry{}, false
 }
 
-// UserName is the account's name, or the number for an unknown one.
+// UserName returns the name of a user, or the number if the user is unknown.
 func (a Accounts) UserName(uid uint32) string {
 	if user, ok := a.userByID(uid); ok {
 		return user.name
@@ -132,7 +132,7 @@ func (a Accounts) UserName(uid uint32) string {
 	return strconv.FormatUint(uint64(uid), 10)
 }
 
-// GroupName is the group's name, or the number for an unknown one.
+// GroupName returns the name of a group, or the number if the group is unknown.
 func (a Accounts) GroupName(gid uint32) string {
 	for _, group := range a.groups {
 		if group.gid == gid {
@@ -142,7 +142,7 @@ func (a Accounts) GroupName(gid uint32) string {
 	return strconv.FormatUint(uint64(gid), 10)
 }
 
-// UserID resolves a name, or a number written as text.
+// UserID returns the uid for a name, or for a number written as text.
 func (a Accounts) UserID(name string) (uint32, error) {
 	for _, user := range a.users {
 		if user.name == name {
@@ -155,7 +155,7 @@ func (a Accounts) UserID(name string) (uint32, error) {
 	return 0, fmt.Errorf("unknown user %s", strconv.QuoteToASCII(name))
 }
 
-// GroupID resolves a name, or a number written as text.
+// GroupID returns the gid for a name, or for a number written as text.
 func (a Accounts) GroupID(name string) (uint32, error) {
 	for _, group := range a.groups {
 		if group.name == name {
@@ -168,11 +168,11 @@ func (a Accounts) GroupID(name string) (uint32, error) {
 	return 0, fmt.Errorf("unknown group %s", strconv.QuoteToASCII(name))
 }
 
-// ErrBadIdentity marks a request that names an impossible identity.
+// ErrBadIdentity is the error for a uid or gid that is out of range.
 var ErrBadIdentity = errors.New("uid and gid must be between 0 and 4294967294")
 
-// Identity builds the credential for a uid and an optional gid: the account's
-// primary and supplementary groups if known, else gid = uid and none.
+// Identity returns the credential for a uid and an optional gid. A known account gets its primary group and its
+// supplementary groups. An unknown account gets gid = uid and no supplementary groups. A given gid replaces the gid.
 func (a Accounts) Identity(uid uint32, gid *uint32) (*syscall.Credential, error) {
 	if uid == 0xffffffff || (gid != nil && *gid == 0xffffffff) {
 		return nil, ErrBadIdentity
@@ -187,7 +187,7 @@ func (a Accounts) Identity(uid uint32, gid *uint32) (*syscall.Credential, error)
 	return credential, nil
 }
 
-// groupsOf are the supplementary groups of an account.
+// groupsOf returns the supplementary groups of an account, at most groupCountLimit.
 func (a Accounts) groupsOf(name string) []uint32 {
 	var ids []uint32
 	for _, group := range a.groups {
@@ -201,7 +201,7 @@ func (a Accounts) groupsOf(name string) []uint32 {
 	return ids
 }
 
-// Home is the account's home directory, "/" if unknown.
+// Home returns the home directory of an account, or "/" if it is unknown or not absolute.
 func (a Accounts) Home(uid uint32) string {
 	if user, ok := a.userByID(uid); ok && strings.HasPrefix(user.home, "/") {
 		return user.home

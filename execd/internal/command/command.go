@@ -1,10 +1,9 @@
-// Package command serves commands. command.go checks and resolves a request, run.go runs
-// its command, query.go answers later requests about it, records.go holds the results.
+// Package command serves commands. command.go validates a request, run.go runs its command, query.go answers later
+// requests about the command, and records.go holds the results.
 //
 // Invariants
-//   - A request is fully validated before anything is started or sent.
-//   - Only absolute entries of a PATH are searched; nothing is taken from the
-//     working directory by accident.
+//   - A request is validated completely before a command is started or an answer is sent.
+//   - Only absolute entries of a PATH are searched, so that no program is found in the working directory by accident.
 package command
 
 import (
@@ -18,7 +17,7 @@ import (
 	"sallyport.dev/execd/internal/process"
 )
 
-// Commands runs commands.
+// Commands serves the routes for commands, and holds their records.
 type Commands struct {
 	*process.Launcher
 	records *Records
@@ -37,7 +36,7 @@ type commandRequest struct {
 
 // plan is a validated request.
 type plan struct {
-	shell      string // text for the shell, or
+	shell      string // text for the shell, if isArgv is false
 	argv       []string
 	isArgv     bool
 	directory  string
@@ -47,12 +46,12 @@ type plan struct {
 	env        map[string]string
 }
 
-// New returns a Commands without any command.
+// New makes a Commands without records.
 func New(launcher *process.Launcher) *Commands {
 	return &Commands{Launcher: launcher, records: NewRecords()}
 }
 
-// Routes are the contract's routes that this package serves.
+// Routes returns the contract's routes that this package serves, except the interrupt.
 func (c *Commands) Routes() []httpx.Route {
 	return []httpx.Route{
 		{Method: "POST", Path: "/command", Handler: httpx.Always(c.run)},
@@ -70,12 +69,12 @@ func (c *Commands) run(w http.ResponseWriter, r *http.Request) {
 	c.carryOut(w, r, &request)
 }
 
-// RunShell runs a text for the shell, as POST /command would.
+// RunShell runs a text with the shell and answers like POST /command.
 func (c *Commands) RunShell(w http.ResponseWriter, r *http.Request, command string, background bool) {
 	c.carryOut(w, r, &commandRequest{Command: &command, Background: &background})
 }
 
-// carryOut validates a request and runs it.
+// carryOut validates a request and runs its command. It aborts the answer if the terminal event is not delivered.
 func (c *Commands) carryOut(w http.ResponseWriter, r *http.Request, request *commandRequest) {
 	p, err := c.validate(request)
 	if err != nil {
@@ -88,12 +87,12 @@ func (c *Commands) carryOut(w http.ResponseWriter, r *http.Request, request *com
 		return
 	}
 	if err := c.answer(w, p); err != nil {
-		panic(http.ErrAbortHandler) // a transfer that is cut off, not a stream without its end
+		panic(http.ErrAbortHandler) // so that the client does not take the stream for a complete one
 	}
 }
 
-// answer runs a plan, whose place was reserved. It returns an error if the terminal event
-// of the answer is not delivered.
+// answer runs a plan; the caller has reserved a slot for it. It returns an error if the terminal event of the answer is
+// not delivered.
 func (c *Commands) answer(w http.ResponseWriter, p *plan) error {
 	if p.background {
 		return c.background(w, p)
@@ -144,7 +143,7 @@ func (c *Commands) validate(request *commandRequest) (*plan, error) {
 	return p, nil
 }
 
-// spec resolves the program of a plan.
+// spec finds the program of a plan and returns the parameters of its process.
 func (c *Commands) spec(p *plan) (process.Spec, error) {
 	spec := process.Spec{Dir: p.directory, Env: environ.List(p.env), Identity: p.identity}
 	if p.isArgv {

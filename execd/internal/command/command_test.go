@@ -181,7 +181,7 @@ func TestTimeoutKillsTheWholeGroupPromptly(t *testing.T) {
 	testkit.Eventually(t, "the descendant is gone", func() bool { return gone(pid) })
 }
 
-// gone also counts a zombie that another process has to reap.
+// gone reports whether a process has ended, including a zombie that another process must reap.
 func gone(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err != nil || strings.Contains(string(stat), ") Z ")
@@ -207,7 +207,7 @@ func TestEndlessOutputOfADaemonDoesNotHoldTheResponse(t *testing.T) {
 	result := f.Run(testkit.Object{"command": "yes & echo $! >&2"})
 	testkit.Equal(t, "execution_complete", result.Last.Type)
 	pid, _ := strconv.Atoi(strings.TrimSpace(result.Stderr[0]))
-	testkit.Equal(t, false, gone(pid)) // what it writes is dropped
+	testkit.Equal(t, false, gone(pid)) // it continues, and its output is dropped
 	syscall.Kill(pid, syscall.SIGKILL)
 	testkit.Eventually(t, "its pipe is closed", func() bool { return f.commands.Leftovers.Count() == 0 })
 }
@@ -232,7 +232,7 @@ func TestInterruptEndsARunningCommand(t *testing.T) {
 	rest, _ := io.ReadAll(reader)
 	testkit.Equal(t, true, strings.Contains(string(rest), `"evalue":"-1","traceback":["signal: terminated"]`))
 	code, _ = f.Call("DELETE", "/command?id="+id, "")
-	testkit.Equal(t, 200, code) // a repeat of a lost answer
+	testkit.Equal(t, 200, code) // a client whose answer was lost repeats the request
 	code, _ = f.Call("DELETE", "/command", "")
 	testkit.Equal(t, 400, code)
 	code, _ = f.Call("DELETE", "/command?id=unknown", "")
@@ -426,7 +426,7 @@ func TestFinishedCommandsAreForgottenAfterADayWithinTheHour(t *testing.T) {
 	t.Cleanup(func() { running.process.SignalGroup(syscall.SIGKILL) })
 	<-old.done
 	<-young.done
-	age := func(r *record, by time.Duration) { // as the table has them: the one that finished first comes first
+	age := func(r *record, by time.Duration) { // the table is ordered by finished
 		r.started, r.finished = r.started.Add(-by), r.finished.Add(-by)
 	}
 	testkit.Eventually(t, "both are in the table of finished ones", func() bool {
@@ -439,7 +439,7 @@ func TestFinishedCommandsAreForgottenAfterADayWithinTheHour(t *testing.T) {
 	age(young, recordAge-time.Minute)
 	running.started = running.started.Add(-2 * recordAge)
 	for _, c := range []struct {
-		swept time.Duration // how long ago
+		swept time.Duration // time since the last sweep
 		old   int
 	}{{recordSweep - time.Minute, 200}, {recordSweep + time.Minute, 404}} {
 		records.lastScan = time.Now().Add(-c.swept)

@@ -69,7 +69,7 @@ func TestAPageIsWholeOrCutOffWhileItsOutputIsDropped(t *testing.T) {
 			for cursor := int64(0); ; {
 				response := f.Do("GET", "/command/"+id+"/logs?cursor="+strconv.FormatInt(cursor, 10), nil)
 				page, err := io.ReadAll(response.Body)
-				if err != nil { // cut off: ask again
+				if err != nil { // the answer was aborted: ask again
 					continue
 				}
 				next, _ := strconv.ParseInt(response.Header.Get("EXECD-COMMANDS-TAIL-CURSOR"), 10, 64)

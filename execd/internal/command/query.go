@@ -1,11 +1,11 @@
 package command
 
-// Status, logs and interrupt of commands.
+// The routes for the status, logs and interrupt of commands.
 //
 // Invariants
-//   - Cursors are byte offsets; concatenated pages are the output without the dropped part.
-//     A cursor inside the dropped part gets the output after it and the number of missing bytes.
-//   - An interrupt repeated within a minute succeeds again.
+//   - Cursors are byte offsets. The concatenated pages are the output without its dropped parts. The answer to a cursor
+//     in a dropped part contains the output after that part and the number of missing bytes.
+//   - An interrupt that is repeated within a minute succeeds again, also if the command has ended.
 
 import (
 	"errors"
@@ -76,7 +76,8 @@ func (c *Commands) logsOf(id string) http.HandlerFunc {
 	}
 }
 
-// Interrupt ends the command that a request names.
+// Interrupt ends the command that a request names: its group gets SIGTERM, and SIGKILL after the grace period. The
+// answer does not wait for the end.
 func (c *Commands) Interrupt(w http.ResponseWriter, r *http.Request) {
 	id := r.URL.Query().Get("id")
 	if id == "" {
@@ -106,7 +107,7 @@ func (c *Commands) Interrupt(w http.ResponseWriter, r *http.Request) {
 	httpx.WriteEmpty(w)
 }
 
-// ForgetAll forgets every command; false while a program of a client runs.
+// ForgetAll removes the records of all commands. It returns false, and removes none, while a client's program runs.
 func (c *Commands) ForgetAll() bool {
 	if c.Slots.InUse() > 0 {
 		return false
@@ -115,7 +116,7 @@ func (c *Commands) ForgetAll() bool {
 	return true
 }
 
-// EndAll kills every running command with its group.
+// EndAll kills the process group of every running command.
 func (c *Commands) EndAll() {
 	for _, rec := range c.records.all() {
 		if rec.process != nil {

@@ -3,11 +3,11 @@ package command
 // The records of running and finished commands.
 //
 // Invariants
-//   - A record exists before its id leaves the daemon and is consistent for
-//     every reader: running, then finished once and for all.
+//   - A record exists before its id is sent to the client. Every reader sees it first as running, then as finished; a
+//     finished record does not change.
 //   - A running record is never removed.
-//   - Finished records are bounded by count and age (24 h), and by the number of those with
-//     output; stream/log.go bounds its bytes.
+//   - Finished records are bounded in number and age (24 h). The number of those with output is also bounded;
+//     stream/log.go bounds the bytes of the output.
 
 import (
 	"maps"
@@ -35,7 +35,7 @@ type record struct {
 	background bool
 	started    time.Time
 	process    *process.Process // nil if the start failed
-	output     *stream.Log      // background only
+	output     *stream.Log      // nil for a foreground command
 	done       chan struct{}
 
 	mutex       sync.Mutex
@@ -52,7 +52,7 @@ func (r *record) running() bool {
 	return r.finished.IsZero()
 }
 
-// Records is the table of all commands.
+// Records holds the records of all commands.
 type Records struct {
 	outputs *stream.Store
 
@@ -67,8 +67,8 @@ func NewRecords() *Records {
 	return &Records{outputs: stream.NewStore(), byID: map[string]*record{}, lastScan: time.Now()}
 }
 
-// recordText is the beginning of a text, as a record keeps it: a copy, or the record would
-// hold all of a request.
+// recordText returns the beginning of a text, at most recordTextLimit bytes. It is a copy, because otherwise the record
+// would keep the whole request in memory.
 func recordText(text string) string {
 	if len(text) <= recordTextLimit {
 		return strings.Clone(text)
@@ -76,7 +76,8 @@ func recordText(text string) string {
 	return strings.Clone(wholeCharacters(text[:recordTextLimit]))
 }
 
-// recordFailure is the text of an error: the beginning, and the end, which has the reason.
+// recordFailure shortens the text of an error to recordTextLimit bytes: its beginning and its end, because the end has
+// the reason.
 func recordFailure(text string) string {
 	const gap, end = " ... ", 1 << 10
 	if len(text) <= recordTextLimit {
@@ -89,19 +90,19 @@ func recordFailure(text string) string {
 	return wholeCharacters(text[:recordTextLimit-end-len(gap)]) + gap + tail
 }
 
-// wholeCharacters is a text that was cut without the UTF-8 sequence it may have been cut in.
+// wholeCharacters removes an incomplete UTF-8 sequence from the end of a shortened text.
 func wholeCharacters(text string) string {
 	return text[:len(text)-stream.IncompleteSuffix([]byte(text[len(text)-utf8.UTFMax:]))]
 }
 
-// add makes a record visible; its place was reserved.
+// add makes a record visible. The caller has reserved a slot for its command.
 func (t *Records) add(r *record) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	t.byID[r.id] = r
 }
 
-// finish ends a record, exactly once per record.
+// finish finishes a record. It is called exactly once per record.
 func (t *Records) finish(r *record, result process.Outcome) {
 	r.mutex.Lock()
 	r.finished = time.Now()
@@ -123,14 +124,14 @@ func (t *Records) get(id string) *record {
 	return t.byID[id]
 }
 
-// all is a snapshot of the records.
+// all returns the current records.
 func (t *Records) all() []*record {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	return slices.Collect(maps.Values(t.byID))
 }
 
-// ForgetAll forgets every record of a command that has ended; the caller knows that all have.
+// forgetAll removes all records. The caller has checked that all commands have ended.
 func (t *Records) forgetAll() {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -142,7 +143,7 @@ func (t *Records) forgetAll() {
 	t.byID, t.ended = map[string]*record{}, nil
 }
 
-// evict drops finished records that are too old or too many; lock held.
+// evict removes the oldest finished records, so that no remaining one exceeds a bound. The caller holds the mutex.
 func (t *Records) evict(now time.Time) {
 	t.lastScan = now
 	outputs := 0

@@ -3,10 +3,10 @@ package command
 // Running commands: foreground streams and background commands.
 //
 // Invariants
-//   - Time-out and interrupt signal the whole process group. After the leader has
-//     ended, the processes that it left behind get no signal.
-//   - A client that leaves does not end its command.
-//   - A record exists before the first event; the terminal event has the record's result.
+//   - A time-out and an interrupt signal the whole process group. After the leader has ended, no new signal is sent to
+//     the processes that it left behind. An interrupt that began before still kills them after its grace period.
+//   - A command continues if its client disconnects.
+//   - A record exists before the first event. The terminal event of a foreground command has the record's result.
 
 import (
 	"errors"
@@ -23,7 +23,7 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-// newRecord is running until it is finished.
+// newRecord makes a record of a running command.
 func newRecord(p *plan) *record {
 	content := p.shell
 	if p.isArgv {
@@ -38,7 +38,7 @@ func newRecord(p *plan) *record {
 	}
 }
 
-// start forks with stdin empty and the given outputs.
+// start starts the command with /dev/null as stdin, and the given descriptors as stdout and stderr.
 func (c *Commands) start(p *plan, stdout, stderr uintptr) (*process.Process, error) {
 	spec, err := c.spec(p)
 	if err != nil {
@@ -50,7 +50,7 @@ func (c *Commands) start(p *plan, stdout, stderr uintptr) (*process.Process, err
 	}
 	defer null.Close()
 	spec.Files = [3]uintptr{null.Fd(), stdout, stderr}
-	if p.identity != nil { // the command may open /dev/stdout
+	if p.identity != nil { // so that the command can open /dev/stdout
 		for _, end := range [...]uintptr{stdout, stderr} {
 			_ = syscall.Fchown(int(end), int(p.identity.Uid), -1)
 		}
@@ -58,9 +58,9 @@ func (c *Commands) start(p *plan, stdout, stderr uintptr) (*process.Process, err
 	return c.Reaper.Start(spec)
 }
 
-const noShellExit = 127 // what a shell says about a missing program
+const noShellExit = 127 // exit code with which a shell reports a missing program
 
-// startFailed finishes a record whose process could not be started.
+// startFailed adds and finishes the record of a command that could not be started.
 func (c *Commands) startFailed(rec *record, err error) process.Outcome {
 	result := process.Outcome{ExitCode: 255, Failure: recordFailure(sys.Explain(err))}
 	if errors.Is(err, process.ErrNoShell) {
@@ -71,14 +71,14 @@ func (c *Commands) startFailed(rec *record, err error) process.Outcome {
 	return result
 }
 
-// finish ends a record and gives its place back.
+// finish finishes a record and releases its slot.
 func (c *Commands) finish(rec *record, result process.Outcome) {
 	c.records.finish(rec, result)
 	c.Slots.Release()
 }
 
-// supervise waits for the leader, kills the group at the time limit and
-// finishes the record; settle, if any, comes before that.
+// supervise waits for the end of the leader, and kills the group at the time limit (0: none). Then it calls settle, if
+// it is not nil, and finishes the record.
 func (c *Commands) supervise(rec *record, timeout time.Duration, settle func()) {
 	var expired <-chan time.Time
 	if timeout > 0 {
@@ -101,7 +101,8 @@ func (c *Commands) supervise(rec *record, timeout time.Duration, settle func()) 
 	c.finish(rec, result)
 }
 
-// foreground streams the output of a command and waits for its end.
+// foreground runs a command, sends its output as events and waits for its end. It returns an error if the terminal
+// event is not delivered.
 func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 	pipes, childEnds, err := stream.Pipes()
 	if err != nil {
@@ -155,7 +156,8 @@ func (c *Commands) foreground(w http.ResponseWriter, p *plan) error {
 	return events.Fail("CommandExecError", value, traceback)
 }
 
-// background answers at once and leaves the command running.
+// background starts a command and answers at once; the command continues. It returns an error if the terminal event is
+// not delivered.
 func (c *Commands) background(w http.ResponseWriter, p *plan) error {
 	pipe, childEnd, err := stream.NewPipe()
 	if err != nil {

@@ -1,11 +1,11 @@
-// Package environ has the environments of children and the expansion of variables.
+// Package environ builds the environments of child processes, and expands variables.
 //
 // Invariants
-//   - The daemon reads its own environment once, at its start. It removes the names in
-//     Credentials, so they never reach a child (the entrypoint alone gets JUPYTER_TOKEN).
-//     The variables of an init lie above this environment; the next init replaces them all.
-//   - EXECD_ENVS is always set for a child and its file is read for each command.
-//   - Expansion touches $NAME and ${NAME} only; everything else is literal.
+//   - The daemon reads its own environment once, at its start. It removes the variables in Credentials, so that no
+//     child gets them. Only the entrypoint and the bootstrap script before it get JUPYTER_TOKEN.
+//   - The variables of an init take precedence over this environment. The next init replaces all of them.
+//   - EXECD_ENVS is always set for a child (not in a Fixed environment), and its file is read for each command.
+//   - Expansion replaces only $NAME and ${NAME}; all other text is literal.
 package environ
 
 import (
@@ -27,28 +27,28 @@ import (
 	"sallyport.dev/execd/internal/account"
 )
 
-// Credentials never reach a child. JUPYTER_TOKEN is kept for the entrypoint,
-// which starts Jupyter itself in the code image.
+// Credentials are the variables that no child gets. The exception is JUPYTER_TOKEN for the entrypoint, which starts
+// Jupyter in the code image.
 var Credentials = []string{
 	"EXECD_ACCESS_TOKEN", "JUPYTER_TOKEN", "EXECD_RUNTIME_INIT", "EXECD_ISOLATION_CONFIG", "OPENSANDBOX_LIFECYCLE",
 }
 
 const defaultEnvFile = "/opt/opensandbox/.env"
 
-// Environment is the daemon's environment as children may see it.
+// Environment is the daemon's environment without credentials, as its children get it.
 type Environment struct {
-	visible atomic.Pointer[map[string]string] // own and bound together; never changed, only replaced
-	Warn    func(problem string)              // about the EXECD_ENVS file; nil: nothing is said
+	visible atomic.Pointer[map[string]string] // own, overridden by bound; the map is replaced, never changed
+	Warn    func(problem string)              // receives problems of the EXECD_ENVS file; nil: no warnings
 
 	mutex    sync.Mutex
 	own      map[string]string
 	bound    map[string]string
-	jupyter  string // JUPYTER_TOKEN of the entrypoint, may be empty
-	warned   string // what is wrong with the EXECD_ENVS file since it was last read
-	original []byte // content of the EXECD_ENVS file before any command
+	jupyter  string // JUPYTER_TOKEN for the entrypoint; can be empty
+	warned   string // problem of the EXECD_ENVS file at its last read; empty: none
+	original []byte // content of the EXECD_ENVS file before the first command, up to envFileLimit
 }
 
-// New takes the process environment ("KEY=value" entries).
+// New makes an Environment from the process environment ("KEY=value" entries).
 func New(environ []string) *Environment {
 	env := &Environment{own: Map(environ)}
 	env.jupyter = env.own["JUPYTER_TOKEN"]
@@ -63,14 +63,14 @@ func New(environ []string) *Environment {
 	return env
 }
 
-// Fixed has these variables and no others, and no EXECD_ENVS file.
+// Fixed makes an Environment with exactly these variables. It reads an EXECD_ENVS file only if they name one.
 func Fixed(environ []string) *Environment {
 	env := &Environment{own: Map(environ)}
 	env.publish()
 	return env
 }
 
-// Map reads "KEY=value" entries; later ones win.
+// Map converts "KEY=value" entries to a map. The last of several entries with the same key is used.
 func Map(environ []string) map[string]string {
 	variables := map[string]string{}
 	for _, entry := range environ {
@@ -89,8 +89,8 @@ func (e *Environment) publish() {
 
 func (e *Environment) base() map[string]string { return *e.visible.Load() }
 
-// Replace exchanges the daemon's own variables. Credentials stay out, except those that
-// the entrypoint gets.
+// Replace replaces the daemon's own variables. It removes Credentials, but keeps JUPYTER_TOKEN for the entrypoint. If
+// EXECD_ENVS is missing, its former value stays.
 func (e *Environment) Replace(variables map[string]string) {
 	e.mutex.Lock()
 	defer e.mutex.Unlock()
@@ -103,7 +103,7 @@ func (e *Environment) Replace(variables map[string]string) {
 	e.publish()
 }
 
-// Bind exchanges the variables of an init.
+// Bind replaces the variables of an init.
 func (e *Environment) Bind(variables map[string]string) {
 	e.mutex.Lock()
 	defer e.mutex.Unlock()
@@ -111,13 +111,13 @@ func (e *Environment) Bind(variables map[string]string) {
 	e.publish()
 }
 
-// Lookup reads the daemon's environment.
+// Lookup returns a variable of the daemon's environment.
 func (e *Environment) Lookup(name string) (string, bool) {
 	value, ok := e.base()[name]
 	return value, ok
 }
 
-// Home is the daemon user's home directory without a final slash.
+// Home returns the home directory of the daemon's user, without a final slash.
 func (e *Environment) Home(accounts func() account.Accounts) string {
 	home, ok := e.base()["HOME"]
 	if !ok || !filepath.IsAbs(home) {
@@ -126,7 +126,8 @@ func (e *Environment) Home(accounts func() account.Accounts) string {
 	return strings.TrimSuffix(home, "/")
 }
 
-// ForCommand merges, low to high: daemon, EXECD_ENVS file, request.
+// ForCommand returns the variables for a command. In order of increasing precedence they come from the daemon, the
+// EXECD_ENVS file and the request.
 func (e *Environment) ForCommand(request map[string]*string) map[string]string {
 	merged := maps.Clone(e.base())
 	for _, entry := range e.stored(merged["EXECD_ENVS"]) {
@@ -140,7 +141,7 @@ func (e *Environment) ForCommand(request map[string]*string) map[string]string {
 	return merged
 }
 
-// stored reads the EXECD_ENVS file at the path that children see; without a path there is none.
+// stored returns the entries of the EXECD_ENVS file at path, and none if path is empty.
 func (e *Environment) stored(path string) []envEntry {
 	if path == "" {
 		return nil
@@ -152,14 +153,14 @@ func (e *Environment) stored(path string) []envEntry {
 	}
 	e.mutex.Lock()
 	defer e.mutex.Unlock()
-	if problem != e.warned && problem != "" && e.Warn != nil { // once, not for each command
+	if problem != e.warned && problem != "" && e.Warn != nil { // warn once for a problem, not for each command
 		e.Warn(problem)
 	}
 	e.warned = problem
 	return entries
 }
 
-// ForEntrypoint is the daemon's environment for the user's entrypoint.
+// ForEntrypoint returns the environment for the user's entrypoint: the daemon's environment and JUPYTER_TOKEN.
 func (e *Environment) ForEntrypoint() []string {
 	merged := maps.Clone(e.base())
 	e.mutex.Lock()
@@ -171,7 +172,7 @@ func (e *Environment) ForEntrypoint() []string {
 	return List(merged)
 }
 
-// RestoreFile gives the EXECD_ENVS file the content that it had before any command.
+// RestoreFile restores the content that the EXECD_ENVS file had before the first command, up to envFileLimit.
 func (e *Environment) RestoreFile() error {
 	e.mutex.Lock()
 	path, original := e.own["EXECD_ENVS"], e.original
@@ -179,7 +180,8 @@ func (e *Environment) RestoreFile() error {
 	if data, more, problem := readEnvFile(path); !more && problem == "" && bytes.Equal(data, original) {
 		return nil
 	}
-	// A new file, so that nothing is written through a link. Only a mount cannot be removed.
+	// Make a new file, so that nothing is written through a link. If the old file cannot be removed (a mount), truncate
+	// it.
 	flags := os.O_CREATE | os.O_EXCL
 	if err := os.Remove(path); err != nil && !absent(err) {
 		flags = os.O_TRUNC
@@ -192,7 +194,7 @@ func (e *Environment) RestoreFile() error {
 	return errors.Join(err, file.Close())
 }
 
-// List is a map of variables as "KEY=value" entries, sorted.
+// List converts a map of variables to sorted "KEY=value" entries.
 func List(variables map[string]string) []string {
 	list := make([]string, 0, len(variables))
 	for key, value := range variables {
@@ -202,7 +204,7 @@ func List(variables map[string]string) []string {
 	return list
 }
 
-// undefinedRule says how a reference to an undefined variable is expanded.
+// undefinedRule returns the text that replaces a reference to an undefined variable.
 type undefinedRule func(reference string) string
 
 func dropUndefined(string) string { return "" }
@@ -212,17 +214,17 @@ func KeepUndefined(reference string) string { return reference }
 
 func isNameStart(c byte) bool { return c == '_' || c|0x20 >= 'a' && c|0x20 <= 'z' }
 
-// IsNameByte reports whether a byte may be in the name of a variable.
+// IsNameByte reports whether a byte is valid in the name of a variable.
 func IsNameByte(c byte) bool { return isNameStart(c) || c >= '0' && c <= '9' }
 
-// LookupIn looks variables up in a map.
+// LookupIn returns a function that looks up variables in a map.
 func LookupIn(m map[string]string) lookupFunc {
 	return func(n string) (string, bool) { v, ok := m[n]; return v, ok }
 }
 
 type lookupFunc = func(string) (string, bool)
 
-// IsName reports whether a text is the name of a variable.
+// IsName reports whether a text is a valid name of a variable.
 func IsName(name string) bool {
 	if name == "" || !isNameStart(name[0]) {
 		return false
@@ -235,7 +237,7 @@ func IsName(name string) bool {
 	return true
 }
 
-// Expand replaces $NAME and ${NAME}; values are not expanded again.
+// Expand replaces $NAME and ${NAME} with the values of the variables. Values are not expanded again.
 func Expand(text string, lookup lookupFunc, undefined undefinedRule) string {
 	if strings.IndexByte(text, '$') < 0 {
 		return text
@@ -245,11 +247,11 @@ func Expand(text string, lookup lookupFunc, undefined undefinedRule) string {
 	return out.text.String()
 }
 
-// boundedText refuses the first piece that exceeds its limit and every later piece.
+// boundedText is a text with a limit. It refuses the first piece that exceeds the limit, and every later piece.
 type boundedText struct {
 	text  strings.Builder
 	limit int
-	over  bool // something was not taken
+	over  bool // a piece was refused
 }
 
 func (t *boundedText) add(piece string) {
@@ -260,7 +262,7 @@ func (t *boundedText) add(piece string) {
 	t.text.WriteString(piece)
 }
 
-// expand is Expand for a text that is added.
+// expand adds the expansion of a text, until the limit is exceeded.
 func (t *boundedText) expand(text string, lookup lookupFunc, undefined undefinedRule) {
 	for begin := 0; !t.over; {
 		dollar := strings.IndexByte(text[begin:], '$')
@@ -285,7 +287,7 @@ func (t *boundedText) expand(text string, lookup lookupFunc, undefined undefined
 	}
 }
 
-// variableAt recognises a reference at the start of text; length 0 means none.
+// variableAt parses a reference to a variable at the start of text. It returns length 0 if there is none.
 func variableAt(text string) (name string, length int) {
 	if len(text) < 2 || text[0] != '$' {
 		return "", 0

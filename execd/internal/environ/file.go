@@ -1,17 +1,17 @@
 package environ
 
-// The EXECD_ENVS file: variables that outlive one command.
+// The EXECD_ENVS file: variables that commands leave for later commands.
 //
 // Invariants
-//   - Reading and parsing never fail: a malformed entry is skipped and counted, a file that
-//     cannot be read has no entries. A file that is missing is empty; all else has a warning.
-//   - In a file above the limit, only entries that are complete within the limit count. The
-//     rest after the first incomplete entry is ignored: it may be the inside of a value.
-//   - Single-quoted values are literal, double-quoted and bare ones expand
-//     $NAME and ${NAME} with the daemon's environment; quoted ones may span lines.
-//   - Later entries win; keys match [A-Za-z_][A-Za-z0-9_]*.
-//   - No entry, and not all of them together, is too long for a program to be given.
-//   - A warning names the problem, no variable and no value.
+//   - Reading and parsing never fail: a malformed entry is skipped and counted, and a file that cannot be read has no
+//     entries. A missing file counts as empty; every other problem causes a warning.
+//   - In a file above the limit, only entries that are complete within the limit are used. All data from the first
+//     incomplete entry on is ignored, because it can be a part of a value.
+//   - Single-quoted values are literal. In double-quoted and unquoted values, $NAME and ${NAME} are expanded with the
+//     daemon's environment. Quoted values can span lines.
+//   - The last entry of a key is used; keys match [A-Za-z_][A-Za-z0-9_]*.
+//   - The length of each entry and the total length of the values are limited, so that execve accepts them.
+//   - A warning describes the problem and contains no name or value of a variable.
 
 import (
 	"bytes"
@@ -28,11 +28,11 @@ import (
 )
 
 const (
-	envFileLimit  = 1 << 20   // bytes that are read, and bytes of all values together
-	envEntryLimit = 128 << 10 // what Linux takes as one string of an environment, with its final NUL
+	envFileLimit  = 1 << 20   // limit of the bytes that are read, and of the bytes of all values together
+	envEntryLimit = 128 << 10 // Linux's limit of one string of an environment, including its final NUL
 )
 
-// PrepareFile creates the EXECD_ENVS file if it is missing and that is possible.
+// PrepareFile creates the EXECD_ENVS file if it is missing. If that fails, it warns.
 func (e *Environment) PrepareFile() {
 	path, _ := e.Lookup("EXECD_ENVS")
 	if _, err := os.Stat(path); !absent(err) {
@@ -43,7 +43,7 @@ func (e *Environment) PrepareFile() {
 	}
 }
 
-// createEnvFile makes an empty file and the directories above it.
+// createEnvFile makes an empty file and its missing parent directories.
 func createEnvFile(path string) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
@@ -55,9 +55,10 @@ func createEnvFile(path string) error {
 	return file.Close()
 }
 
-// readEnvFile returns the content within the limit, whether there is more, and a problem to warn of.
+// readEnvFile returns the content up to envFileLimit, whether the file is longer, and the text of a warning (empty if
+// there is no problem).
 func readEnvFile(path string) (data []byte, more bool, problem string) {
-	// Check the type before opening: opening a device can already have an effect.
+	// Check the type before opening, because opening a device can have an effect.
 	info, err := os.Stat(path)
 	if absent(err) {
 		return nil, false, ""
@@ -76,7 +77,7 @@ func readEnvFile(path string) (data []byte, more bool, problem string) {
 	if info, err = file.Stat(); err == nil && !info.Mode().IsRegular() {
 		return nil, false, "is not a regular file"
 	}
-	// Do not use the size: the file may grow meanwhile, and some files report none.
+	// Do not use the size: the file can grow meanwhile, and some file systems report no size.
 	data, err = io.ReadAll(io.LimitReader(file, envFileLimit+1))
 	if err != nil {
 		return nil, false, "cannot be read: " + sys.Reason(err)
@@ -87,11 +88,11 @@ func readEnvFile(path string) (data []byte, more bool, problem string) {
 	return data, false, ""
 }
 
-// absent also counts a path that leads through something that is no directory.
+// absent reports whether err means that no file is at a path, including a path through something that is no directory.
 func absent(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) }
 
-// parseEnvFile returns the entries in order and the number of skipped ones; more means
-// that the data is only the beginning of the file.
+// parseEnvFile returns the entries in order and the number of skipped ones. If more is set, the data is only the
+// beginning of the file.
 func parseEnvFile(data []byte, more bool, lookup lookupFunc) (entries []envEntry, skipped int) {
 	parser := &envParser{lookup: lookup, left: envFileLimit}
 	for len(data) > 0 {
@@ -124,10 +125,10 @@ const (
 
 type envParser struct {
 	lookup lookupFunc
-	left   int // bytes that values may still have
+	left   int // remaining bytes for values
 }
 
-// next reads one entry and returns what follows it.
+// next parses one entry and returns the data after it.
 func (p *envParser) next(data []byte) (envEntry, []byte, envVerdict) {
 	line, after, _ := bytes.Cut(data, []byte{'\n'})
 	trimmed := bytes.TrimSpace(line)
@@ -157,7 +158,8 @@ func (p *envParser) next(data []byte) (envEntry, []byte, envVerdict) {
 	return value.entry(key, beyond, after)
 }
 
-// entry is a value that is complete; a malformed one is resumed on the next line.
+// entry returns the entry with this value and the data that follows it: beyond, or after if the value is malformed,
+// because parsing then resumes on the next line.
 func (t *boundedText) entry(key string, beyond, after []byte) (envEntry, []byte, envVerdict) {
 	value := t.text.String()
 	if t.over || strings.IndexByte(value, 0) >= 0 {
@@ -166,7 +168,7 @@ func (t *boundedText) entry(key string, beyond, after []byte) (envEntry, []byte,
 	return envEntry{key, value}, beyond, envTaken
 }
 
-// readQuoted reads a quoted value that begins with its quote; ok is false if it does not end.
+// readQuoted parses a quoted value. text begins with the quote; ok is false if the closing quote is missing.
 func readQuoted(text []byte, lookup lookupFunc, value *boundedText) (rest []byte, ok bool) {
 	if text[0] == '\'' {
 		end := bytes.IndexByte(text[1:], '\'')
@@ -176,7 +178,7 @@ func readQuoted(text []byte, lookup lookupFunc, value *boundedText) (rest []byte
 		value.add(string(text[1 : 1+end]))
 		return text[end+2:], true
 	}
-	begin := 1 // of what is not yet in the value
+	begin := 1 // start of the text that is not yet in value
 	for i := 1; i < len(text); i++ {
 		switch c := text[i]; {
 		case c == '"':

@@ -1,5 +1,5 @@
-// Package helper has the processes of this program that serve HTTP on connections which the
-// daemon hands over to them. start.go starts one.
+// Package helper runs helpers: processes of this program that serve HTTP on connections which they receive from the
+// daemon. start.go starts a helper.
 package helper
 
 import (
@@ -20,11 +20,11 @@ import (
 )
 
 const (
-	connections   = 4 // idle ones kept to a helper
+	connections   = 4 // limit of idle connections to a helper, for requests without a body
 	handOverLimit = 5 * time.Second
 )
 
-// Helper is one running helper.
+// Helper is the daemon's side of a running helper.
 type Helper struct {
 	Process *process.Process
 	Control *net.UnixConn
@@ -32,7 +32,7 @@ type Helper struct {
 	Idle    *httpx.Carrier
 }
 
-// New speaks to a process that serves on connections handed over by control.
+// New makes the Helper of a process that receives its connections over control.
 func New(child *process.Process, control *net.UnixConn, logger *log.Logger) *Helper {
 	started := &Helper{Process: child, Control: control}
 	started.Idle = httpx.NewCarrier(&http.Transport{
@@ -54,21 +54,21 @@ func New(child *process.Process, control *net.UnixConn, logger *log.Logger) *Hel
 	return started
 }
 
-// Forward passes a request on, as one for another route.
+// Forward sends a request to the helper, with route as its path.
 func (h *Helper) Forward(w http.ResponseWriter, r *http.Request, route string) {
 	forwarded := r.Clone(r.Context())
 	forwarded.URL.Path, forwarded.URL.RawPath = route, ""
 	h.Idle.Pass(h.Proxy, w, forwarded, httpx.RequestBody(w, r))
 }
 
-// handOver makes a connection and gives its other end to a helper.
+// handOver makes a connection and sends its other end to a helper. limit bounds the time for sending.
 func handOver(control *net.UnixConn, limit time.Duration) (net.Conn, error) {
 	ours, theirs, err := sys.SocketPair()
 	if err != nil {
 		return nil, err
 	}
 	defer theirs.Close()
-	_ = control.SetWriteDeadline(time.Now().Add(limit)) // its user may have stopped it
+	_ = control.SetWriteDeadline(time.Now().Add(limit)) // a process with the helper's identity can stop the helper
 	if _, _, err := control.WriteMsgUnix([]byte{0}, syscall.UnixRights(int(theirs.Fd())), nil); err != nil {
 		ours.Close()
 		return nil, err
@@ -76,13 +76,13 @@ func handOver(control *net.UnixConn, limit time.Duration) (net.Conn, error) {
 	return sys.UnixConn(ours)
 }
 
-// Server never closes a connection. The daemon reuses connections, and a request that is
-// sent on a closing one would be lost.
+// Server makes the server of a helper. It never closes an idle connection, because the daemon reuses connections and
+// would lose a request that it sends on a closing one.
 func Server(handler http.Handler) *http.Server {
 	return &http.Server{Handler: handler, MaxHeaderBytes: httpx.HeaderBytesLimit, ErrorLog: log.New(io.Discard, "", 0)}
 }
 
-// Listener is a listener whose connections come from the daemon.
+// Listener is a listener that receives its connections from the daemon.
 type Listener struct{ Control *net.UnixConn }
 
 func (l Listener) Accept() (net.Conn, error) {
@@ -110,7 +110,8 @@ func (l Listener) Close() error { return l.Control.Close() }
 
 func (l Listener) Addr() net.Addr { return l.Control.LocalAddr() }
 
-// End kills a helper; with the first process of a PID namespace go all others in it.
+// End kills a helper and waits for its end. If the helper is the first process of a PID namespace, the kernel kills all
+// others in it.
 func (h *Helper) End() {
 	h.Control.Close()
 	h.Process.SignalGroup(syscall.SIGKILL)

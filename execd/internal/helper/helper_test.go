@@ -16,7 +16,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// servedByHelper is a helper that this process itself is, and its control connection.
+// servedByHelper makes a helper that runs in this process.
 func servedByHelper(t *testing.T, handler http.HandlerFunc) *Helper {
 	t.Helper()
 	ours, theirs, err := sys.SocketPair()
@@ -32,7 +32,7 @@ func servedByHelper(t *testing.T, handler http.HandlerFunc) *Helper {
 
 func TestAHelperKeepsConnectionsThatItsDaemonMayNeedAgain(t *testing.T) {
 	helper := servedByHelper(t, testkit.AnswersEarly)
-	idle, err := handOver(helper.Control, handOverLimit) // as the transport makes more than it uses
+	idle, err := handOver(helper.Control, handOverLimit) // the transport can open connections that it does not use
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +61,7 @@ func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
 	}
 	control, _ := sys.UnixConn(ours)
 	defer control.Close()
-	defer theirs.Close() // and never read
+	defer theirs.Close() // the other end is never read
 	for range 10000 {
 		connection, err := handOver(control, 50*time.Millisecond)
 		if err != nil {

@@ -1,18 +1,17 @@
 package helper
 
-// Starting this program again: as the helper of an identity (files/identity.go) or of an isolated
-// session (isolate/isolate.go).
+// The start of a helper: this program runs again, for an identity (files/identity.go) or for an isolated session
+// (isolate/isolate.go).
 //
-// No path is certain to name the program. Root in the sandbox may rename a directory above the
-// file and put another file there, and can do the same to /proc from a mount namespace of its own.
+// No path reliably names the program. Root in the sandbox can rename a directory above the file and put another file
+// there, and can do the same with /proc in its own mount namespace.
 //
 // Invariants
-//   - What is executed is the file that this process runs, which the kernel finds by
-//     self/exe in the process file system that was opened, and checked, at the start.
-//   - A helper is an ordinary process of the daemon's identity until no other process can trace
-//     it; only then it sets the identity that it is for.
-//   - The first answer of a helper is read from a socket that it alone was given, with the
-//     kernel's word for the process and the identity that sent it.
+//   - The executed file is the one that this process runs. The kernel finds it through self/exe in the process file
+//     system that this process opened and checked at its start.
+//   - A helper has the daemon's identity until no other process can trace it. Only then does it set its final identity.
+//   - The first answer of a helper is read from a socket that only the helper was given. The kernel reports the process
+//     and the identity that sent the answer.
 
 import (
 	"bytes"
@@ -30,23 +29,24 @@ import (
 )
 
 const (
-	controlDescriptor = 3 // descriptor of a helper that brings its connections
-	planDescriptor    = 4 // descriptor with what it is to be
+	controlDescriptor = 3 // descriptor on which a helper receives its connections
+	planDescriptor    = 4 // descriptor from which a helper reads its plan
 	planLimit         = 4 << 20
 	startLimit        = 15 * time.Second
 	readyAnswer       = "+"
 	errorLimit        = 1024
 )
 
-// Spec is what a helper is to be. UID and GID are those that it will have.
+// Spec describes a helper: its command line, plan and new namespaces. UID and GID are those that it must have when it
+// answers.
 type Spec struct {
 	Flag       string
-	Plan       any // JSON for the helper
+	Plan       any // sent to the helper as JSON
 	Namespaces uintptr
 	UID, GID   uint32
 }
 
-// Start returns a helper that serves.
+// Start starts a helper. It returns after the helper has answered that it is ready.
 func Start(reaper *process.Reaper, program *process.Program, spec Spec, logger *log.Logger) (*Helper, error) {
 	if program == nil {
 		return nil, errors.New("no process file system")
@@ -70,7 +70,7 @@ func Start(reaper *process.Reaper, program *process.Program, spec Spec, logger *
 		return nil, err
 	}
 	defer theirs.Close()
-	// Set this before the first byte: an earlier message has no sender.
+	// Set this before the helper sends, because the kernel adds no sender to an earlier message.
 	err = syscall.SetsockoptInt(int(ours.Fd()), syscall.SOL_SOCKET, syscall.SO_PASSCRED, 1)
 	if err != nil {
 		ours.Close()
@@ -88,7 +88,7 @@ func Start(reaper *process.Reaper, program *process.Program, spec Spec, logger *
 		control.Close()
 		return nil, err
 	}
-	theirs.Close() // else its end would not be seen
+	theirs.Close() // otherwise the helper's end would not close the connection
 	started := New(child, control, logger)
 	if err := await(control, syscall.Ucred{Pid: int32(child.Pid), Uid: spec.UID, Gid: spec.GID}); err != nil {
 		started.End()
@@ -97,7 +97,7 @@ func Start(reaper *process.Reaper, program *process.Program, spec Spec, logger *
 	return started, nil
 }
 
-// await reads the answer of a helper that was just started.
+// await reads the first answer of a helper, and checks the process and the identity that sent it.
 func await(control *net.UnixConn, expected syscall.Ucred) error {
 	_ = control.SetReadDeadline(time.Now().Add(startLimit))
 	answer := make([]byte, errorLimit)
@@ -126,7 +126,7 @@ func await(control *net.UnixConn, expected syscall.Ucred) error {
 	return nil
 }
 
-// senderOf reads the one control message that the kernel adds.
+// senderOf returns the sender of a message, from the one control message that the kernel adds.
 func senderOf(ancillary []byte) (*syscall.Ucred, error) {
 	messages, err := syscall.ParseSocketControlMessage(ancillary)
 	if err != nil || len(messages) != 1 {
@@ -135,7 +135,8 @@ func senderOf(ancillary []byte) (*syscall.Ucred, error) {
 	return syscall.ParseUnixCredentials(&messages[0])
 }
 
-// Begin is the first thing a helper does: it shuts others out and reads what it is to be.
+// Begin is the first call in a helper. It makes the process impossible to trace, reads the plan and returns the control
+// connection.
 func Begin(plan any) (*net.UnixConn, error) {
 	if err := sys.Prctl(sys.PrSetDumpable, 0); err != nil {
 		return nil, os.NewSyscallError("prctl", err)
@@ -154,10 +155,10 @@ func Begin(plan any) (*net.UnixConn, error) {
 		return nil, err
 	}
 	sys.CloseInheritedOnExec()
-	return control, syscall.Chdir("/") // it begins in the process file system
+	return control, syscall.Chdir("/") // a helper starts in the process file system
 }
 
-// Answer sends the daemon the helper's success or its error; it reports whether to go on.
+// Answer sends the daemon the helper's success or its error. It reports whether the helper can continue.
 func Answer(control *net.UnixConn, err error) bool {
 	answer := readyAnswer
 	if err != nil {

@@ -3,8 +3,9 @@ package server
 // The access token: one header, checked against a SHA-256.
 //
 // Invariants
-//   - The daemon keeps the hash only; comparison is in constant time.
-//   - Without a hash everything is refused unless the operator said otherwise.
+//   - The daemon keeps the hash only, and compares it in constant time.
+//   - Without a hash the daemon does not start, unless the operator gives --insecure-no-token, or --runtime-init: then
+//     an init sets the hash.
 
 import (
 	"crypto/sha256"
@@ -16,7 +17,7 @@ import (
 	"sallyport.dev/execd/internal/httpx"
 )
 
-// Auth decides about a request. The zero value refuses.
+// Auth decides whether a request is allowed. The zero value refuses every request.
 type Auth struct {
 	hash [sha256.Size]byte
 	set  bool
@@ -25,7 +26,8 @@ type Auth struct {
 
 var errNoToken = errors.New("no access token: give --access-token-sha256, or --insecure-no-token to serve everybody")
 
-// NewAuth takes a hash in hex or nothing.
+// NewAuth makes an Auth from a hash in hexadecimal digits. An empty hash is an error unless insecure is set; then the
+// Auth allows every request.
 func NewAuth(hashHex string, insecure bool) (Auth, error) {
 	if hashHex == "" {
 		if insecure {
@@ -40,7 +42,7 @@ func NewAuth(hashHex string, insecure bool) (Auth, error) {
 	return Auth{hash: [sha256.Size]byte(raw), set: true}, nil
 }
 
-// HashToken is the hexadecimal SHA-256 of a token.
+// HashToken returns the hexadecimal SHA-256 of a token.
 func HashToken(token string) string {
 	sum := sha256.Sum256([]byte(token))
 	return hex.EncodeToString(sum[:])

@@ -1,22 +1,20 @@
 package server
 
-// POST /internal/init and GET /ready, for a daemon that was started without an owner,
-// that gets another owner, or that was restored from a checkpoint.
+// POST /internal/init and GET /ready, for a daemon that was started without an owner, that gets another owner, or that
+// was restored from a checkpoint.
 //
 // Invariants
-//   - The route exists only if the daemon was started with --runtime-init, or restored.
-//     While the daemon has a token, a caller needs that token to bind again. Without one, the
-//     caller needs the launch's secret; without a launch file, the first caller may bind.
-//   - Until the first init has succeeded nothing but /ping, /ready and the init answers.
-//   - Each request looks first whether this is still the launch that all is bound to. After
-//     a restore it is not: no former token counts, connections from before are closed, and
-//     all is as before the first init.
-//   - Identity, token and variables change together; from then on no former token counts.
-//   - Unless runtime state is preserved, an init serves no request until all that earlier callers
-//     left has ended: their requests, hooks, commands with their records and output, sessions,
-//     terminals, isolated sessions, kernels, helpers, and what they put into the EXECD_ENVS
-//     file. What cannot be ended in time fails the init.
-//   - A generation never goes back, but by a restore.
+//   - The init route exists only if the daemon was started with --runtime-init, or restored. While the daemon has a
+//     token, a caller needs that token to bind again. Without a token, the caller needs the launch's secret; without a
+//     launch file, the first caller may bind.
+//   - Until the first init has succeeded, the daemon serves only /ping, /ready and the init.
+//   - Each request first compares the launch with the launch that the binding belongs to. After a restore they differ.
+//     Then former tokens are invalid, connections from before are closed, and the state is that before the first init.
+//   - Identity, token and variables change together; from then on former tokens are invalid.
+//   - Unless runtime state is preserved, an init serves no request until all state of earlier callers has ended: their
+//     requests, hooks, commands with their records and output, sessions, terminals, isolated sessions, kernels,
+//     helpers, and their changes of the EXECD_ENVS file. If a part of it does not end in time, the init fails.
+//   - A generation never decreases, except after a restore.
 
 import (
 	"encoding/json"
@@ -35,23 +33,23 @@ import (
 
 const initBodyLimit = 1 << 20
 
-// Binding is whose daemon this is.
+// Binding is the owner of this daemon: its launch, token and generation.
 type Binding struct {
 	mutex      sync.RWMutex
 	launch     *Launch // nil: there is no launch file
-	of         Auth    // the launch that the rest belongs to; its secret may bind what is not bound
+	of         Auth    // the launch that the other fields belong to; its secret permits the first init
 	auth       Auth
 	enabled    bool // --runtime-init, or restored
 	bound      bool // an init has succeeded
 	ready      bool
 	generation int64
-	ending     bool         // an init ends what was there before
-	requests   atomic.Int64 // admitted and not over yet
+	ending     bool         // an init is ending the state of earlier callers
+	requests   atomic.Int64 // number of requests admitted and not finished
 	under      sync.Mutex   // one init at a time
 }
 
-// NewBinding starts with the token of the command line; enabled waits for an init.
-// Without a launch file restores are not noticed.
+// NewBinding makes a binding with the token of the command line. If enabled is set, the daemon waits for an init.
+// Without a launch file restores are not detected.
 func NewBinding(auth Auth, enabled bool, launchFile string) (*Binding, error) {
 	made := &Binding{auth: auth, enabled: enabled}
 	if launchFile == "" {
@@ -64,7 +62,7 @@ func NewBinding(auth Auth, enabled bool, launchFile string) (*Binding, error) {
 	return made, err
 }
 
-// now is the launch of this moment.
+// now reads the current launch; without a launch file it is the zero Auth.
 func (b *Binding) now() (Auth, error) {
 	if b.launch == nil {
 		return Auth{}, nil
@@ -72,7 +70,7 @@ func (b *Binding) now() (Auth, error) {
 	return b.launch.Read()
 }
 
-// look unbinds everything if this is another launch than before; it says so once.
+// look resets the binding if the launch has changed since the last call. It reports restored once for each restore.
 func (b *Binding) look() (restored bool, err error) {
 	now, err := b.now()
 	if err != nil {
@@ -86,7 +84,7 @@ func (b *Binding) look() (restored bool, err error) {
 	return restored, nil
 }
 
-// offers reports whether there is an init to call.
+// offers reports whether the init route exists.
 func (b *Binding) offers() bool {
 	b.mutex.RLock()
 	defer b.mutex.RUnlock()
@@ -95,7 +93,7 @@ func (b *Binding) offers() bool {
 
 var errNotInitialised = httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "not initialised")
 
-// admit lets a request in that carries the token; done is to be called after it.
+// admit admits a request that carries the token. The caller must call done when the request has ended.
 func (b *Binding) admit(r *http.Request) (done func(), err error) {
 	b.mutex.RLock()
 	defer b.mutex.RUnlock()
@@ -109,14 +107,14 @@ func (b *Binding) admit(r *http.Request) (done func(), err error) {
 	return func() { b.requests.Add(-1) }, nil
 }
 
-// setEnding begins or ends the time in which no request is admitted.
+// setEnding sets whether requests are refused because an init is ending the state of earlier callers.
 func (b *Binding) setEnding(ending bool) {
 	b.mutex.Lock()
 	defer b.mutex.Unlock()
 	b.ending = ending
 }
 
-// SetReady is called when the start hooks have succeeded, or will run again.
+// SetReady sets whether the start hooks have succeeded.
 func (b *Binding) SetReady(ready bool) {
 	b.mutex.Lock()
 	defer b.mutex.Unlock()
@@ -135,7 +133,7 @@ func (b *Binding) serveReady(w http.ResponseWriter, _ *http.Request) {
 	httpx.WriteJSON(w, http.StatusOK, map[string]any{"ready": true, "generation": generation})
 }
 
-// admits decides about a caller of the init, and says in which launch.
+// admits reports whether the caller of an init is allowed, and for which launch.
 func (b *Binding) admits(r *http.Request) (of Auth, ok bool) {
 	b.mutex.RLock()
 	defer b.mutex.RUnlock()
@@ -188,20 +186,20 @@ func (r *initRequest) check() error {
 	}
 	r.variables["OPENSANDBOX_ID"] = r.SandboxID
 	if name, err := os.Hostname(); err == nil && r.Envs["HOSTNAME"] == nil {
-		r.variables["HOSTNAME"] = name // a restored sandbox has another one
+		r.variables["HOSTNAME"] = name // a restored sandbox has another host name
 	}
 	r.lifecycle, err = supervise.ParseLifecycle(r.Lifecycle)
 	return err
 }
 
-// accepts reports whether bind will do it, as things are.
+// accepts reports whether bind would succeed in the present state.
 func (b *Binding) accepts(request *initRequest, of Auth) bool {
 	b.mutex.RLock()
 	defer b.mutex.RUnlock()
 	return b.of == of && (!b.bound || request.Generation >= b.generation)
 }
 
-// bind exchanges identity and token; false for an older generation or another launch.
+// bind replaces identity, token and variables. It returns false for an older generation or another launch.
 func (b *Binding) bind(request *initRequest, of Auth, env *environ.Environment) bool {
 	b.mutex.Lock()
 	defer b.mutex.Unlock()
@@ -219,13 +217,13 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		httpx.WriteError(w, unauthorized)
 		return
 	}
-	if !s.binding.under.TryLock() { // its preStart may take hours: no request waits for that
+	if !s.binding.under.TryLock() { // do not wait: the preStart hook of the other init can take hours
 		httpx.WriteError(w, httpx.NewProblem(http.StatusConflict, httpx.CodeRuntime, "another init is under way"))
 		return
 	}
 	defer s.binding.under.Unlock()
 	of, ok := s.binding.admits(r)
-	if !ok { // another init has come in between
+	if !ok { // another init has succeeded since the first check
 		httpx.WriteError(w, unauthorized)
 		return
 	}
@@ -258,8 +256,8 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 
 var errOlderGeneration = httpx.NewProblem(http.StatusConflict, httpx.CodeInvalidBody, "generation is older than the one in force")
 
-// hand gives the daemon to the owner that an init names. Before that owner is served, what
-// earlier callers left has ended, or the kernels that are kept are reseeded.
+// hand binds the daemon to the owner that an init names. Before the daemon serves that owner, it ends the state of
+// earlier callers. If runtime state is preserved, it reseeds the kernels instead.
 func (s *Server) hand(r *http.Request, request *initRequest, of Auth) error {
 	if !s.binding.accepts(request, of) {
 		return errOlderGeneration
@@ -280,5 +278,5 @@ func (s *Server) hand(r *http.Request, request *initRequest, of Auth) error {
 	return nil
 }
 
-// isNull reports whether a value was not given.
+// isNull reports whether a value is missing or null.
 func isNull(value json.RawMessage) bool { return len(value) == 0 || string(value) == "null" }

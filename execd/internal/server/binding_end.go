@@ -1,12 +1,12 @@
 package server
 
-// Ending what earlier callers left, for an init that does not preserve runtime state.
+// Ending the state of earlier callers, for an init that does not preserve runtime state.
 //
 // Invariants
-//   - No request is admitted meanwhile, so nothing new begins once the former ones are over.
-//   - It takes a bounded time; what is left then is an error.
-//   - The entrypoint is left alone, and so are files other than the EXECD_ENVS file and
-//     processes that commands detached from their group.
+//   - No request is admitted meanwhile, so nothing new begins after the former requests have ended.
+//   - It takes a bounded time. If anything is left after that time, the init fails.
+//   - It does not end the entrypoint or processes that commands detached from their group, and it changes no file
+//     except the EXECD_ENVS file.
 
 import (
 	"context"
@@ -24,10 +24,10 @@ const (
 	stateLook   = 10 * time.Millisecond
 )
 
-// connectionKey is the key of a request's context for its connection.
+// connectionKey is the key of the connection in a request's context.
 type connectionKey struct{}
 
-// withConnection is the context of the requests of a connection.
+// withConnection returns the context for the requests of a connection.
 func withConnection(ctx context.Context, connection net.Conn) context.Context {
 	if bounded, ok := connection.(*boundedConn); ok {
 		ctx = httpx.WithBodyLimit(ctx, bounded.bodyLimit)
@@ -35,18 +35,18 @@ func withConnection(ctx context.Context, connection net.Conn) context.Context {
 	return context.WithValue(ctx, connectionKey{}, connection)
 }
 
-// notEnded is the error of an init that could not end something in time.
+// notEnded returns the error of an init that could not end something in time.
 func notEnded(what string) *httpx.Problem {
 	return httpx.RuntimeError(errors.New(what + " of the former owner did not end in time"))
 }
 
-// endState ends everything; the connection of the request is left open.
+// endState ends the state of earlier callers within the limit. The connection of the request stays open.
 func (s *Server) endState(r *http.Request) error {
 	ctx, stop := context.WithTimeout(context.Background(), s.endLimit)
 	defer stop()
 	own, _ := r.Context().Value(connectionKey{}).(*boundedConn)
 	s.connections.closeOthers(own)
-	var under atomic.Value // what is being ended
+	var under atomic.Value // name of the part that is being ended, for the error message
 	under.Store("")
 	ended := make(chan error, 1)
 	go func() { ended <- s.endEach(ctx, &under) }()
@@ -58,11 +58,11 @@ func (s *Server) endState(r *http.Request) error {
 	}
 }
 
-// endEach does it, and notes in under what it waits for.
+// endEach ends each part of the state, and stores in under the name of the part that it waits for.
 func (s *Server) endEach(ctx context.Context, under *atomic.Value) error {
 	s.hooks.End()
 	for {
-		former := s.binding.requests.Load() // a request that was over by now began nothing later
+		former := s.binding.requests.Load() // read first, because a request can start parts until it ends
 		for _, each := range [...]struct {
 			what string
 			end  func()
@@ -91,7 +91,7 @@ func (s *Server) endEach(ctx context.Context, under *atomic.Value) error {
 	}
 }
 
-// endRest ends what outlives requests.
+// endRest ends the parts that need no request: code contexts, helpers, idle proxy connections, the EXECD_ENVS file.
 func (s *Server) endRest(ctx context.Context, under *atomic.Value) error {
 	under.Store("code contexts")
 	if err := s.code.EndAll(ctx); err != nil {

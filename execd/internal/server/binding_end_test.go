@@ -25,7 +25,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// former is a daemon with what its owner left in it.
+// former is a daemon with the state of a former owner.
 type former struct {
 	*fixture
 	dial    func() net.Conn
@@ -60,7 +60,7 @@ func (f *former) made(path, body, key string) string {
 	return decoded[key]
 }
 
-// fresh is the status that the new owner gets.
+// fresh sends a request with the token of the new owner and returns the status.
 func (f *former) fresh(method, path string) int {
 	f.T.Helper()
 	status, _ := f.Call(method, path, "", httpx.TokenHeader, "fresh")
@@ -68,7 +68,7 @@ func (f *former) fresh(method, path string) int {
 }
 
 func TestAnInitForgetsCommandsSessionsAndTerminals(t *testing.T) {
-	for _, preserve := range []bool{false, true} { // that it is kept otherwise is the control
+	for _, preserve := range []bool{false, true} { // the control preserves the state
 		f := newFormer(t)
 		finished := f.Run(testkit.Object{"command": "echo secret"}).ID
 		background := f.Run(testkit.Object{"command": "echo secret", "background": true}).ID
@@ -125,7 +125,7 @@ func TestAnInitEndsRequestsOfTheFormerOwner(t *testing.T) {
 	_, _ = io.WriteString(slow, command[9:])
 	for _, connection := range []net.Conn{slow, watching, foreground, tunnel} {
 		_ = connection.SetDeadline(time.Now().Add(20 * time.Second))
-		_, _ = io.Copy(io.Discard, connection) // each ends
+		_, _ = io.Copy(io.Discard, connection) // wait for its end
 	}
 	select {
 	case <-tunnelled:
@@ -142,7 +142,7 @@ func TestAnInitServesNoRequestBeforeItHasEnded(t *testing.T) {
 	held := make(chan struct{})
 	port := rawService(t, func(connection net.Conn, reader *bufio.Reader) { <-held })
 	defer close(held)
-	f.server.binding.requests.Add(1) // a request that takes its time
+	f.server.binding.requests.Add(1) // a request that has not ended
 	var waiting sync.WaitGroup
 	waiting.Go(func() { f.handOver(false) })
 	testkit.Eventually(t, "it is under way", func() bool {
@@ -175,7 +175,7 @@ func TestAnInitEndsPeriodicHooks(t *testing.T) {
 	testkit.Equal(t, true, pid > 1 && syscall.Kill(pid, 0) != nil)
 }
 
-// The EXECD_ENVS file has the content again that it had when the daemon started.
+// After the init the EXECD_ENVS file has the content that it had when the daemon started.
 func TestAnInitTakesBackWhatWasPutIntoTheEnvironmentFile(t *testing.T) {
 	for name, change := range map[string]func(path, directory string) error{
 		"written": func(path, _ string) error { return os.WriteFile(path, []byte("LEFT=former\n"), 0o600) },
@@ -226,7 +226,7 @@ func TestAnInitEndsHelpersOfIdentities(t *testing.T) {
 	testkit.Equal(t, http.StatusOK, f.fresh("GET", "/v1/filesystem/1234/1234/files/info?path=/"))
 }
 
-// initialised hands the daemon over.
+// initialised sends an init and returns status and body of the answer.
 func initialised(t *testing.T, address, token, next string, preserve bool) (int, string) {
 	t.Helper()
 	body := fmt.Sprintf(`{"sandboxId":"next","generation":1,"accessTokenHash":"sha256:%s","preserveRuntimeState":%t}`, HashToken(next), preserve)
@@ -269,14 +269,15 @@ func TestAnInitEndsContextsKernelsAndWhatIsBeingMade(t *testing.T) {
 	_, all := f.Call("GET", "/code/contexts", "", httpx.TokenHeader, "fresh")
 	testkit.Equal(t, "[]", all)
 
-	status, _ = f.Call("POST", "/code/context", `{"language":"javascript"}`, httpx.TokenHeader, "fresh") // its kernel is not reseeded
+	// The kernel of a JavaScript context is not reseeded.
+	status, _ = f.Call("POST", "/code/context", `{"language":"javascript"}`, httpx.TokenHeader, "fresh")
 	testkit.Equal(t, 200, status)
 	status, _ = initialised(t, address, "fresh", "third", true)
 	testkit.Equal(t, 200, status)
 	testkit.Equal(t, 1, k.Count())
 }
 
-// A run goes on when its client leaves, but not when the owner changes.
+// A run continues when its client leaves, but ends when the owner changes.
 func TestAnInitEndsARunOfCode(t *testing.T) {
 	s := testkit.NewScripted(t, "signal")
 	close(s.Starting)
@@ -293,7 +294,7 @@ func TestAnInitEndsARunOfCode(t *testing.T) {
 	testkit.Equal(t, "200 []", fmt.Sprint(status, " ", body))
 }
 
-// A server that does not end its kernels fails the init: the former owner stays.
+// If the Jupyter server does not end its kernels, the init fails and the former owner stays.
 func TestAnInitThatCannotEndAKernelIsRefused(t *testing.T) {
 	release := make(chan struct{})
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

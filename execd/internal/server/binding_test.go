@@ -38,9 +38,9 @@ func TestInitIsThereOnlyWhenAskedForAndBindsTokenAndVariables(t *testing.T) {
 	}
 	status, body = f.Call("POST", "/internal/init", fmt.Sprintf(good, 5))
 	testkit.Equal(t, `200 {"generation":5,"sandboxId":"new"}`, fmt.Sprint(status, " ", body))
-	status, _ = f.Call("GET", "/metrics", "") // the former token
+	status, _ = f.Call("GET", "/metrics", "") // with the former token
 	testkit.Equal(t, 401, status)
-	status, _ = f.Call("POST", "/internal/init", fmt.Sprintf(good, 6)) // without the new one
+	status, _ = f.Call("POST", "/internal/init", fmt.Sprintf(good, 6)) // without the new token
 	testkit.Equal(t, 401, status)
 	status, _ = f.Call("POST", "/internal/init", fmt.Sprintf(good, 4), httpx.TokenHeader, "fresh")
 	testkit.Equal(t, 409, status)

@@ -14,7 +14,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// mounting lists the sets of a process's status that have CAP_SYS_ADMIN or CAP_SETPCAP.
+// mounting returns the capability sets of a process's status that contain CAP_SYS_ADMIN or CAP_SETPCAP.
 func mounting(t *testing.T, status string) (sets []string) {
 	t.Helper()
 	const setPCap, admin = 8, 21
@@ -86,5 +86,6 @@ func TestNoChildHasTheCapabilityInAnySet(t *testing.T) {
 		}
 	}
 	testkit.Equal(t, 2, len(seen))
-	testkit.Equal(t, true, mounting(t, testkit.MustRead(t, "/proc/self/status")) != nil) // the daemon keeps it
+	// The daemon itself keeps its capabilities.
+	testkit.Equal(t, true, mounting(t, testkit.MustRead(t, "/proc/self/status")) != nil)
 }

@@ -1,14 +1,13 @@
 package server
 
-// The connections to the daemon: their number, and how long one may wait.
+// The connections to the daemon: limits of their number and of their times.
 //
 // Invariants
-//   - The number is bounded, whichever listener they came through; connections beyond it stay
-//     in the kernel's queue. Connections from inside the sandbox, which need no token to be
-//     held open, have a lower bound: there is always room for those through the gateway.
-//   - Header size, header time, idle time and the waiting for a client that does not read are
-//     bounded.
-//   - An error of accept that passes does not end serving; an error of the listener does.
+//   - The number of connections of all listeners together is bounded; further connections stay in the kernel's queue.
+//     A process in the sandbox can hold connections open without a token. So connections from inside the sandbox have
+//     a lower bound, and there is always room for connections through the gateway.
+//   - Header size, header time, idle time and the wait for a client that does not read are bounded.
+//   - A temporary error of accept does not end serving; an error of the listener does.
 
 import (
 	"errors"
@@ -28,7 +27,7 @@ import (
 
 const (
 	connectionLimit = 1024
-	insideLimit     = connectionLimit * 3 / 4 // of those, from inside the sandbox
+	insideLimit     = connectionLimit * 3 / 4 // connections from inside the sandbox
 	sendfilePiece   = 256 << 10
 )
 
@@ -42,11 +41,11 @@ type Connections struct {
 
 	slots chan struct{}
 	mutex sync.Mutex
-	open  map[*boundedConn]Auth // and in which launch each began
-	own   int                   // of them from inside
+	open  map[*boundedConn]Auth // open connections, each with the launch in which it began
+	own   int                   // number of open connections from inside the sandbox
 }
 
-// NewConnections has the limits of a daemon.
+// NewConnections makes a Connections with the limits of a daemon.
 func NewConnections() *Connections {
 	return &Connections{
 		headerLimit: 15 * time.Second, idleLimit: 10 * time.Minute,
@@ -55,7 +54,7 @@ func NewConnections() *Connections {
 	}
 }
 
-// server is an HTTP server with the limits of these connections.
+// server makes an HTTP server with the limits of these connections.
 func (c *Connections) server(handler http.Handler, logger *log.Logger) *http.Server {
 	return &http.Server{
 		Handler:                      handler,
@@ -67,8 +66,8 @@ func (c *Connections) server(handler http.Handler, logger *log.Logger) *http.Ser
 	}
 }
 
-// closeFormer closes the connections that began in another launch: from inside the
-// sandbox they outlive a restore.
+// closeFormer closes the connections that began in another launch. Connections from inside the sandbox stay open over a
+// restore.
 func (c *Connections) closeFormer(now Auth) {
 	c.mutex.Lock()
 	var former []*boundedConn
@@ -93,7 +92,8 @@ func (c *Connections) closeOthers(own *boundedConn) {
 	}
 }
 
-// admit counts a connection, which holds a slot; nil where it is one too many from inside.
+// admit counts a connection, for which the caller has taken a place in slots. It returns nil if there are too many
+// connections from inside the sandbox.
 func (c *Connections) admit(tcp *net.TCPConn, launch Auth) *boundedConn {
 	inside := 0
 	if c.inside(tcp) {
@@ -117,14 +117,14 @@ func (c *Connections) admit(tcp *net.TCPConn, launch Auth) *boundedConn {
 	return admitted
 }
 
-// fromInside reports whether a connection comes from this machine.
+// fromInside reports whether a connection comes from inside the sandbox. An unknown address counts as inside.
 func fromInside(connection net.Conn) bool {
 	from, ok := connection.RemoteAddr().(*net.TCPAddr)
 	to, known := connection.LocalAddr().(*net.TCPAddr)
 	return !ok || !known || from.IP.IsLoopback() || from.IP.Equal(to.IP)
 }
 
-// boundedListener gives connections that are counted.
+// boundedListener is a listener whose connections are counted and bounded.
 type boundedListener struct {
 	net.Listener
 	connections *Connections
@@ -143,7 +143,7 @@ func (l *boundedListener) Accept() (net.Conn, error) {
 	}
 }
 
-// accept returns neither a connection nor an error when it has refused one.
+// accept returns neither a connection nor an error if it has refused a connection.
 func (l *boundedListener) accept() (*boundedConn, error) {
 	c := l.connections
 	c.slots <- struct{}{}
@@ -158,7 +158,7 @@ func (l *boundedListener) accept() (*boundedConn, error) {
 		connection.Close()
 		return nil, errors.New("not a TCP connection")
 	}
-	launch, _ := l.launch() // if that is not known, its requests are refused
+	launch, _ := l.launch() // if the launch is unknown, all requests of the connection are refused
 	admitted := c.admit(tcp, launch)
 	if admitted == nil {
 		<-c.slots
@@ -167,15 +167,15 @@ func (l *boundedListener) accept() (*boundedConn, error) {
 	return admitted, nil
 }
 
-// passingErrors are errors of accept after which the listener still works (accept(2)): a limit
-// is reached, or what came was gone before it could be taken.
+// passingErrors are errors of accept after which the listener still works (accept(2)): a limit is reached, or the
+// connection ended before it was accepted.
 var passingErrors = []error{
 	syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS, syscall.ENOSPC, syscall.EPERM,
 	syscall.ECONNABORTED, syscall.ECONNRESET, syscall.ETIMEDOUT, syscall.EPROTO, syscall.ENOPROTOOPT, syscall.EOPNOTSUPP,
 	syscall.ENETDOWN, syscall.ENETUNREACH, syscall.EHOSTDOWN, syscall.EHOSTUNREACH, syscall.ENONET,
 }
 
-// acceptError marks an error that passes: net/http then waits, and accepts again.
+// acceptError marks a temporary error, so that net/http waits and accepts again.
 func acceptError(err error) error {
 	passes := slices.ContainsFunc(passingErrors, func(passing error) bool { return errors.Is(err, passing) })
 	if !passes {
@@ -184,14 +184,14 @@ func acceptError(err error) error {
 	return passingError{err}
 }
 
-// passingError is a net.Error after which net/http accepts again.
+// passingError is a temporary net.Error: net/http accepts again after it.
 type passingError struct{ error }
 
 func (passingError) Timeout() bool { return false }
 
 func (passingError) Temporary() bool { return true }
 
-// boundedConn is closed when its client does not read for too long.
+// boundedConn is a connection whose writes fail if the client does not read for longer than answerLimit.
 type boundedConn struct {
 	*net.TCPConn
 	bodyLimit   time.Duration // for one read of a request's body
@@ -204,8 +204,8 @@ func (c *boundedConn) Write(data []byte) (int, error) {
 	return c.TCPConn.Write(data)
 }
 
-// ReadFrom lets the kernel send a file, piece by piece: each has its own time. Any other
-// source may be slower than a client, and is copied.
+// ReadFrom sends a file with sendfile(2), in pieces; each piece has its own time limit. Any other source is copied
+// through Write, because the source can be slower than the client and that time must not count.
 func (c *boundedConn) ReadFrom(source io.Reader) (int64, error) {
 	file, ok := source.(*io.LimitedReader)
 	if ok {

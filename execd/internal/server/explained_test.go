@@ -9,7 +9,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// internals are names of calls and of the standard library, which tell a client nothing.
+// internals matches names of system calls and of the standard library, which a message to a client must not contain.
 var internals = regexp.MustCompile(`(?i)fork/exec|\bexec: |\b(l?stat|open|openat|mkdirat?|readlink|remove|unlinkat|rename|chdir|chown|lchown|chmod|prctl|pipe2|unmarshal|errno)\b [^a-z ]|\$PATH|CAP_|json:|strconv`)
 
 func TestAMessageNamesWhatFailedAndNoCall(t *testing.T) {

@@ -23,7 +23,7 @@ type fixture struct {
 	isolationRoot string
 }
 
-// newFixture has no Jupyter server.
+// newFixture makes a fixture without a Jupyter server.
 func newFixture(t *testing.T) *fixture {
 	t.Helper()
 	return fixtureOf(t, "")

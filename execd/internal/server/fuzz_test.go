@@ -1,7 +1,7 @@
 package server
 
-// What a hostile image, client or session may hand to a parser. The seeds run with
-// every `go test`; `./run test` also lets some of these look for more, for a moment.
+// Fuzz tests of the parsers that read input of a hostile image, client or session. The seeds run with every `go test`;
+// `./run test` also runs some of the fuzz tests for a short time.
 
 import (
 	"io"

@@ -1,6 +1,6 @@
 package server
 
-// What an isolated session is made of, inside its view: a bash session, and files.
+// The parts of an isolated session that run inside its view: a bash session, and files.
 
 import (
 	"io"
@@ -18,7 +18,7 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-// IsolatedParts makes them.
+// IsolatedParts makes the bash session and the file handlers of an isolated session.
 func IsolatedParts(place isolate.Place) (isolate.Shell, isolate.Files) {
 	env, accounts := environ.Fixed(place.Env), func() account.Accounts { return account.Load("") }
 	launcher := &process.Launcher{
@@ -29,19 +29,19 @@ func IsolatedParts(place isolate.Place) (isolate.Shell, isolate.Files) {
 	return insideShell{sessions, sessions.Adopt(place.ID)}, files.New(env, accounts, place.Directory, sys.CurrentUmask())
 }
 
-// insideShell is a bash session as that of an isolated session.
+// insideShell is the bash session of an isolated session.
 type insideShell struct {
 	sessions *session.Sessions
 	session  *session.Session
 }
 
-// Enter waits for the turn of a run.
+// Enter waits until it is the turn of a run.
 func (s insideShell) Enter(r *http.Request) error { return s.sessions.Enter(r, s.session) }
 
 // Leave gives the turn to the next run.
 func (s insideShell) Leave() { s.sessions.Leave(s.session) }
 
-// Serve carries a run out.
+// Serve executes a run and sends its events.
 func (s insideShell) Serve(w http.ResponseWriter, r *http.Request, run *isolate.Task) {
 	s.sessions.Serve(w, r, s.session, specOf(run))
 }
@@ -51,7 +51,8 @@ func (s insideShell) Detach(run *isolate.Task) (child *process.Process, output *
 	return s.sessions.Detach(s.session, specOf(run))
 }
 
-// specOf is a run of an isolated session as one of a session: at its time limit it is interrupted.
+// specOf converts a run of an isolated session into a run of a bash session. At its time limit the run first gets
+// SIGINT.
 func specOf(run *isolate.Task) *session.Run {
 	return &session.Run{
 		Command: run.Code, Limit: run.Limit, Envs: run.Envs, ID: run.ID, Asking: syscall.SIGINT, Failure: isolate.Failure,

@@ -22,7 +22,7 @@ type Launch struct {
 	file *os.File
 }
 
-// OpenLaunch opens it.
+// OpenLaunch opens the launch file at a path.
 func OpenLaunch(path string) (*Launch, error) {
 	file, err := os.Open(path)
 	if err != nil {

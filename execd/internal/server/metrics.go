@@ -3,8 +3,8 @@ package server
 // GET /metrics and /metrics/watch.
 //
 // Invariants
-//   - Answering never waits for a sample: usage is the difference to the sample before.
-//   - Limits of the cgroup win over those of the host; used ≤ total, 0 ≤ pct ≤ 100.
+//   - A request never waits for a sample: CPU usage is the difference from the previous sample.
+//   - Limits of the control group take precedence over those of the host; used ≤ total, 0 ≤ pct ≤ 100.
 
 import (
 	"encoding/json"
@@ -24,7 +24,7 @@ const (
 	mebi          = 1 << 20
 )
 
-// Metrics keeps the sample before.
+// Metrics keeps the previous sample of the CPU usage.
 type Metrics struct {
 	mutex   sync.Mutex
 	at      time.Time
@@ -63,7 +63,7 @@ func (m *Metrics) read() metricsAnswer {
 	}
 }
 
-// routes are those of the contract that are answered here.
+// routes returns the contract's routes that this file serves.
 func (m *Metrics) routes() []httpx.Route {
 	return []httpx.Route{
 		{Method: "GET", Path: "/metrics", Handler: httpx.Always(m.serve)},
@@ -111,7 +111,7 @@ func cpuCount() float64 {
 	return min(count, float64(quota)/float64(period))
 }
 
-// cpuQuota is the time that a cgroup may use in each period; not above 0: no limit.
+// cpuQuota returns the processor time that the control group may use in each period. A value of 0 or less is no limit.
 func cpuQuota() (quota, period int64) {
 	if fields := strings.Fields(sys.FileText(cgroupRoot + "/cpu.max")); len(fields) == 2 {
 		return number(fields[0]), number(fields[1])
@@ -119,7 +119,7 @@ func cpuQuota() (quota, period int64) {
 	return number(sys.FileText(cgroupRoot + "/cpu/cpu.cfs_quota_us")), number(sys.FileText(cgroupRoot + "/cpu/cpu.cfs_period_us"))
 }
 
-// cpuUsed is the sandbox's processor time, or the host's if no cgroup reports one.
+// cpuUsed returns the sandbox's processor time, or the host's if no control group reports one.
 func cpuUsed() time.Duration {
 	for line := range strings.Lines(sys.FileText(cgroupRoot + "/cpu.stat")) {
 		if usage, ok := strings.CutPrefix(line, "usage_usec "); ok {
@@ -139,7 +139,7 @@ func cpuUsed() time.Duration {
 	return time.Duration(ticks) * 10 * time.Millisecond
 }
 
-// memory is the total and the used number of bytes.
+// memory returns the total and the used number of bytes.
 func memory() (total, used int64) {
 	var available int64
 	for line := range strings.Lines(sys.FileText("/proc/meminfo")) {
@@ -178,7 +178,7 @@ func memory() (total, used int64) {
 	return total, max(0, used)
 }
 
-// number is -1 for anything that is not one ("max", nothing).
+// number parses a decimal number. It returns -1 for other text, such as "max" and "".
 func number(text string) int64 {
 	value, err := strconv.ParseInt(strings.TrimSpace(text), 10, 64)
 	if err != nil {

@@ -1,12 +1,12 @@
 package server
 
-// ANY /proxy/{port}/{path…}: pass a request to a service in the sandbox.
+// ANY /proxy/{port}/{path…}: passes a request to a service in the sandbox.
 //
 // Invariants
 //   - The only destination is 127.0.0.1; redirects are passed on, not followed.
 //   - The access token never reaches the service.
-//   - Escaped path, query and Host arrive as they were sent; upgrades and streams pass through,
-//     but a request with a body is not upgraded. httpx/upload.go says how bodies pass.
+//   - Escaped path, query and Host reach the service unchanged. Upgrades and streams are passed on, except that a
+//     request with a body is not upgraded. httpx/upload.go describes how bodies are passed on.
 
 import (
 	"errors"
@@ -23,11 +23,11 @@ import (
 
 const proxyLimit = 256
 
-// serveProxy takes what follows "/proxy" in the raw path.
+// serveProxy serves a request; rest is the part of the raw path after "/proxy".
 func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request, rest string) {
 	text, path, _ := strings.Cut(strings.TrimPrefix(rest, "/"), "/")
 	port, err := strconv.ParseUint(text, 10, 16)
-	if err != nil || strconv.FormatUint(port, 10) != text || port == 0 { // the own port has one spelling
+	if err != nil || strconv.FormatUint(port, 10) != text || port == 0 { // so that the own port has one spelling
 		httpx.WriteError(w, httpx.BadRequest("invalid or missing port"))
 		return
 	}
@@ -46,11 +46,11 @@ func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request, rest string)
 		Scheme: "http", Host: "127.0.0.1:" + strconv.FormatUint(port, 10),
 		Path: decoded, RawPath: raw, RawQuery: r.URL.RawQuery, ForceQuery: r.URL.ForceQuery,
 	}
-	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // how long a body may take is the service's affair
+	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // the service limits the time of a body
 	s.proxy.ServeHTTP(w, &target)
 }
 
-// portProxy passes requests on to ports of the sandbox; at a time a bounded number.
+// portProxy passes requests on to ports of the sandbox. The number of concurrent requests is bounded.
 type portProxy struct {
 	services *httpx.Carrier
 	reverse  *httputil.ReverseProxy
@@ -58,7 +58,7 @@ type portProxy struct {
 	log      func(string)
 }
 
-// newProxy opens no connection yet.
+// newProxy makes a portProxy. It opens no connection.
 func newProxy(logger func(string)) *portProxy {
 	services := httpx.NewCarrier(&http.Transport{
 		Proxy:                  nil,
@@ -90,7 +90,7 @@ func (p *portProxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 func rewriteForService(p *httputil.ProxyRequest) {
-	// The reverse proxy drops query parameters it cannot parse and all X-Forwarded-*.
+	// The reverse proxy removes query parameters that it cannot parse, and all X-Forwarded-* headers.
 	p.Out.URL = p.In.URL
 	p.Out.Host = p.In.Host
 	p.Out.Header.Del(httpx.TokenHeader)

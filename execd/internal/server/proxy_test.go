@@ -19,7 +19,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// rawService serves each connection with a function, and returns its port.
+// rawService starts a service that serves each connection with a function, and returns its port.
 func rawService(t *testing.T, serve func(net.Conn, *bufio.Reader)) string {
 	t.Helper()
 	listener, err := net.Listen("tcp4", "127.0.0.1:0")
@@ -55,7 +55,7 @@ func readHead(reader *bufio.Reader) (string, error) {
 	}
 }
 
-// readBody reads a body by the framing that the head names; an error is a broken transfer.
+// readBody reads a body with the framing that the head declares. It returns an error if the transfer is broken.
 func readBody(head string, reader *bufio.Reader, piece func(n int)) ([]byte, error) {
 	var body []byte
 	take := func(size int) error {
@@ -105,7 +105,7 @@ func postHead(port, framing string) string {
 	return "POST /proxy/" + port + "/ HTTP/1.1\r\nHost: x\r\n" + httpx.TokenHeader + ": " + testkit.Token + "\r\n" + framing + "\r\n\r\n"
 }
 
-// A service that answers at once, in full or not, and reads on receives every piece.
+// A service that sends its whole answer or a part of it at once, and then continues to read, receives every piece.
 func TestABodyArrivesWholeBehindAnEarlyAnswer(t *testing.T) {
 	f := newFixture(t)
 	dial := f.serve()
@@ -179,14 +179,14 @@ func answeredEarly(t *testing.T, connection net.Conn, name, answer, framing stri
 	}
 }
 
-// drawnExchange is what both sides do during one request.
+// drawnExchange is a random sequence of actions of client and service during one request.
 type drawnExchange struct {
 	chunked     bool
-	pieces      []int // sizes
-	leaves      int   // the client closes before this piece; -1: it does not
-	answerAfter int   // bytes of the body; -1: after it
-	form        int   // of the answer
-	endsAfter   int   // bytes after which the service closes; -1: it does not
+	pieces      []int // sizes of the pieces of the body
+	leaves      int   // index of the piece before which the client closes; -1: it does not close
+	answerAfter int   // number of bytes of the body after which the service answers; -1: after the whole body
+	form        int   // framing of the answer
+	endsAfter   int   // number of bytes after which the service closes; -1: it does not close
 	seed        uint64
 }
 
@@ -230,7 +230,7 @@ func (d *drawnExchange) answer() string {
 	return "HTTP/1.1 201 Created\r\nConnection: close\r\nContent-Length: 4\r\n\r\ndone"
 }
 
-// serve is what the service does with the body of a request.
+// serve reads the body of a request as the service, and answers or closes as drawn.
 func (d *drawnExchange) serve(connection net.Conn, reader *bufio.Reader, head string) ([]byte, error) {
 	answered := false
 	var ended error
@@ -252,9 +252,9 @@ func (d *drawnExchange) serve(connection net.Conn, reader *bufio.Reader, head st
 	return body, errors.Join(err, ended)
 }
 
-// In whatever order both sides send, wait and leave: the service receives what was sent, a
-// part never ends like a whole, an answer arrives as it was given, and no byte of a body is
-// taken for a request on either side.
+// For every order in which both sides send, wait and leave: the service receives the bytes that were sent, a partial
+// body is never received as complete, an answer arrives unchanged, and no byte of a body is read as a request on either
+// side.
 func TestDrawnExchangesPassWholeOrBroken(t *testing.T) {
 	f := newFixture(t)
 	dial := f.serve()
@@ -356,7 +356,7 @@ func carryOutDrawn(t *testing.T, f *fixture, dial func() net.Conn, drawn drawnEx
 		(err != nil || response.StatusCode != 201) && drawn.endsAfter-drawn.answerAfter > 0:
 		fail("the answer is lost: %v %v", response, err)
 	}
-	// What comes next on the connection is a request, or the connection ends.
+	// The next bytes on the connection are read as a request, or the connection ends.
 	<-written
 	fmt.Fprintf(connection, "GET /proxy/%s/next HTTP/1.1\r\nHost: x\r\n%s: %s\r\n\r\n", port, httpx.TokenHeader, testkit.Token)
 	response, err = http.ReadResponse(reader, nil)
@@ -371,7 +371,7 @@ func carryOutDrawn(t *testing.T, f *fixture, dial func() net.Conn, drawn drawnEx
 	}
 }
 
-// What a client sends behind the answer belongs to the body that it has announced.
+// Bytes that a client sends after the answer belong to the body that it has announced.
 func TestTheRestOfABodyIsNeverARequest(t *testing.T) {
 	f := newFixture(t)
 	dial := f.serve()
@@ -491,10 +491,10 @@ func TestABodyAndItsAnswerAlternate(t *testing.T) {
 		_, err = io.ReadAll(response.Body)
 		testkit.Equal(t, nil, err)
 	}
-	testkit.Equal(t, 1, accepted) // the connection to the service served all
+	testkit.Equal(t, 1, accepted) // one connection to the service served all requests
 }
 
-// After a complete answer a client that sends nothing more holds nothing for long.
+// If a client sends nothing more after a complete answer, its upload is ended after a short time.
 func TestAnUploadBehindAnAnswerEndsWithItsProgress(t *testing.T) {
 	f := newFixture(t)
 	f.server.proxy.services.Times.Pause = 50 * time.Millisecond
@@ -520,7 +520,7 @@ func TestAnUploadBehindAnAnswerEndsWithItsProgress(t *testing.T) {
 	}
 }
 
-// An idle connection to a service is not used if the service closed it, or said something on it.
+// An idle connection to a service is not used if the service closed it, or sent bytes on it.
 func TestAConnectionWithSomethingUnaskedForIsNotUsed(t *testing.T) {
 	f := newFixture(t)
 	dial := f.serve()
@@ -530,7 +530,7 @@ func TestAConnectionWithSomethingUnaskedForIsNotUsed(t *testing.T) {
 			head, _ := readHead(reader)
 			_, _ = readBody(head, reader, func(int) {})
 			io.WriteString(connection, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-			time.Sleep(50 * time.Millisecond) // so that it comes between two requests
+			time.Sleep(50 * time.Millisecond) // so that the bytes arrive between two requests
 			io.WriteString(connection, after)
 			if after == "" {
 				connection.Close()

@@ -11,7 +11,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// everyRoute is the endpoint list of the contract; {} is an id of nothing.
+// everyRoute is the endpoint list of the contract; {} stands for an id that does not exist.
 var everyRoute = []string{
 	"GET /metrics", "GET /metrics/watch",
 	"POST /command", "DELETE /command", "GET /command/status/{}", "GET /command/{}/logs",
@@ -73,12 +73,12 @@ func TestARouteIsOneMethodAndOnePath(t *testing.T) {
 			check(false, method, path+"%2F")
 		}
 		check(false, method, "/%2F"+path[1:])
-		for at := 1; at < len(path); at++ { // a slash is missing, encoded or twice there; a segment goes on
+		for at := 1; at < len(path); at++ { // remove, encode and double each slash; extend each segment
 			if path[at] != '/' {
 				continue
 			}
 			check(false, method, path[:at]+"//"+path[at+1:])
-			if path[at-1] == '}' || path[at+1] == '{' { // else an id that goes on
+			if path[at-1] == '}' || path[at+1] == '{' { // the result would be a longer id
 				continue
 			}
 			check(false, method, path[:at]+"%2F"+path[at+1:])

@@ -1,11 +1,11 @@
-// Package server is the HTTP surface: authentication, routes, and which caller may use them.
-// connections.go bounds connections, serving.go keeps the listener.
+// Package server is the HTTP surface: authentication, routes, and which caller may use them. connections.go bounds
+// connections, and serving.go keeps the listener open.
 //
 // Invariants
-//   - Only /ping and /ready are served without the token; binding.go says which caller may init.
+//   - Only /ping and /ready are served without the token; binding.go decides which caller may init.
 //   - Unknown path or method: 404; never a redirect.
 //   - After a restore no request is served before an init, on old or new connections.
-//   - /proxy/<own port>/… is the request itself, however often it is nested.
+//   - /proxy/<own port>/… is equal to the request without that prefix, at any depth of nesting.
 package server
 
 import (
@@ -30,32 +30,32 @@ import (
 	"sallyport.dev/execd/internal/terminal"
 )
 
-// Options say what a Server serves, and which token it demands.
+// Options are the parts and settings of a Server.
 type Options struct {
 	Port          int
 	Binding       *Binding
 	Hooks         *supervise.Hooks
 	Launcher      *process.Launcher
-	Umask         os.FileMode      // of files without a mode of their own
-	Program       *process.Program // ourselves, to start helpers; nil where there are none
-	IsolationRoot string           // what isolated sessions write is below it
+	Umask         os.FileMode      // for files whose mode the request does not set
+	Program       *process.Program // this program, to start helpers; nil if there are no helpers
+	IsolationRoot string           // directory below which isolated sessions write
 	Init          bool             // this process has the duties of PID 1
-	Restart       func()           // of the entrypoint; nil where there is none
+	Restart       func()           // restarts the entrypoint; nil if there is none
 	JupyterHost   string
 	JupyterToken  string
 	Log           *log.Logger
 }
 
-// Server answers requests.
+// Server serves the API.
 type Server struct {
 	binding     *Binding
 	hooks       *supervise.Hooks
-	restart     func() // of the entrypoint; nil where there is none
+	restart     func() // restarts the entrypoint; nil if there is none
 	port        int
 	env         *environ.Environment
 	log         *log.Logger
 	connections *Connections
-	endLimit    time.Duration // for what a former owner left
+	endLimit    time.Duration // for ending the state of a former owner
 	proxy       *portProxy
 
 	commands   *command.Commands
@@ -66,10 +66,10 @@ type Server struct {
 	identities *files.Identities
 	isolation  *isolate.Isolation
 	metrics    *Metrics
-	routes     []httpx.Route // but those of files and of isolated sessions
+	routes     []httpx.Route // without those of files and of isolated sessions
 }
 
-// New makes the handlers of all routes; it starts nothing.
+// New makes a Server with the handlers of all routes. It starts nothing.
 func New(o Options) *Server {
 	notebook, err := jupyter.NewJupyter(o.JupyterHost, o.JupyterToken)
 	if err != nil {
@@ -106,7 +106,7 @@ func (s *Server) Serve(listener net.Listener) error {
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	httpx.BoundBody(w, r)
 	if !r.ProtoAtLeast(1, 1) {
-		httpx.CloseAfter(w) // net/http ignores the Transfer-Encoding of such a request: where its body ends is not known
+		httpx.CloseAfter(w) // net/http ignores Transfer-Encoding before HTTP/1.1, so the body's end is unknown
 	}
 	raw := s.withoutOwnProxy(rawPath(r))
 	path, err := httpx.SplitPath(raw)
@@ -152,7 +152,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	handler(w, r)
 }
 
-// route finds the handler of a request; nil where there is none.
+// route returns the handler of a request, or nil if there is none.
 func (s *Server) route(method string, path httpx.Path) http.HandlerFunc {
 	if handler := httpx.FindRoute(s.routes, method, path); handler != nil {
 		return handler
@@ -171,11 +171,11 @@ func (s *Server) route(method string, path httpx.Path) http.HandlerFunc {
 
 // closeFormer closes the connections that began in another launch than this one.
 func (s *Server) closeFormer() {
-	now, _ := s.binding.now() // if that is not known, all are closed
+	now, _ := s.binding.now() // if the launch is unknown, all connections are closed
 	s.connections.closeFormer(now)
 }
 
-// interrupt ends what runs under an id: a session's, a code context's or a command's.
+// interrupt ends the run of an id: that of a session, a code context or a command.
 func (s *Server) interrupt(w http.ResponseWriter, r *http.Request) {
 	if s.sessions.Interrupt(r.URL.Query().Get("id")) {
 		httpx.WriteEmpty(w)
@@ -187,7 +187,7 @@ func (s *Server) interrupt(w http.ResponseWriter, r *http.Request) {
 	s.commands.Interrupt(w, r)
 }
 
-// rawPath is the path as it was sent.
+// rawPath returns the path as it was sent.
 func rawPath(r *http.Request) string {
 	if strings.HasPrefix(r.RequestURI, "/") {
 		raw, _, _ := strings.Cut(r.RequestURI, "?")

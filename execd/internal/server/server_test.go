@@ -136,7 +136,7 @@ func TestWhatIsPassedOnMayBeAnsweredBeforeItsEndWasSeen(t *testing.T) {
 	f.HearsEarlyAnswers("/proxy/" + port + "/")
 }
 
-// serve is the daemon's own listener, which httptest has not; it returns how to get there.
+// serve starts the daemon's own listener, which httptest does not use. It returns a function that opens a connection.
 func (f *fixture) serve() (dial func() net.Conn) {
 	f.T.Helper()
 	listener, err := net.Listen("tcp4", "127.0.0.1:0")
@@ -155,7 +155,7 @@ func (f *fixture) serve() (dial func() net.Conn) {
 	}
 }
 
-// insideIs takes connections from one address of this machine for those from inside.
+// insideIs makes the server treat only connections from one address of this machine as connections from inside.
 func (f *fixture) insideIs(address string) {
 	f.server.connections.inside = func(connection net.Conn) bool {
 		return connection.RemoteAddr().(*net.TCPAddr).IP.String() == address
@@ -210,7 +210,7 @@ func TestOnlyThisMachineIsInside(t *testing.T) {
 	}
 }
 
-// addressed is a connection of which only the ends are known.
+// addressed is a connection that has only its two addresses.
 type addressed struct {
 	net.Conn
 	from, to net.IP
@@ -298,7 +298,7 @@ func TestWhoDoesNotReadHoldsNobodyUp(t *testing.T) {
 			io.WriteString(connection, command)
 		}
 		_, err := connection.Read(make([]byte, 1))
-		testkit.Equal(t, nil, err) // it is being answered
+		testkit.Equal(t, nil, err) // the answer has begun
 	}
 	status, _ := f.Call("GET", "/ping", "")
 	testkit.Equal(t, 200, status)
@@ -379,7 +379,8 @@ func TestWhatACommandLeftRunningOutlivesItsOwnOutput(t *testing.T) {
 	f.In(session, command("session"))
 	id := f.Run(testkit.Object{"command": command("background"), "background": true}).ID
 	f.Ended(id)
-	testkit.Eventually(t, "all are left", func() bool { return f.launcher.Leftovers.Count() == 4 }) // two of the first
+	// The foreground command leaves two pipes.
+	testkit.Eventually(t, "all are left", func() bool { return f.launcher.Leftovers.Count() == 4 })
 	if err := os.WriteFile(flag+"go", nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -399,7 +400,7 @@ func TestCodeWithoutALanguageIsACommand(t *testing.T) {
 	testkit.Equal(t, 32, len(result.ID))
 }
 
-// argumentLists are the command lines of all processes that this one can see.
+// argumentLists returns the command lines of all processes that this process can see.
 func argumentLists(t *testing.T) map[string]string {
 	t.Helper()
 	lists := map[string]string{}
@@ -408,14 +409,14 @@ func argumentLists(t *testing.T) map[string]string {
 		t.Fatal(err)
 	}
 	for _, file := range files {
-		if text, err := os.ReadFile(file); err == nil { // else it has ended
+		if text, err := os.ReadFile(file); err == nil { // an error means that the process has ended
 			lists[file] = string(text)
 		}
 	}
 	return lists
 }
 
-// untilReleased is text for a shell without programs: it ends when a FIFO is opened.
+// untilReleased is text for a shell that needs no programs. It ends when a FIFO is opened for writing.
 const untilReleased = `: %s; read x <%s`
 
 func TestTextOfASessionIsInNoArgumentList(t *testing.T) {
@@ -442,7 +443,7 @@ func TestTextOfASessionIsInNoArgumentList(t *testing.T) {
 			run.request["command"], run.request["code"] = code, code
 			body, _ := json.Marshal(run.request)
 			response := f.Do("POST", run.path, bytes.NewReader(body))
-			// The write end opens once the run reads: its text is where it is going to be.
+			// The write end opens when the run reads the FIFO. Then the shell has already received its text.
 			release, err := os.OpenFile(fifo, os.O_WRONLY, 0)
 			if err != nil {
 				t.Fatal(err)

@@ -1,12 +1,11 @@
 package server
 
-// The address of the API.
+// The listener of the API.
 //
 // Invariants
-//   - Where a listener breaks the daemon listens again; connections from before go on.
-//   - The attempts are bounded. When they are used up the daemon ends, and with it the
-//     sandbox: one that cannot be reached any more must not look as if it worked, and the
-//     port may belong to another program by then.
+//   - If a listener fails, the daemon listens again; existing connections stay open.
+//   - The attempts are bounded. After the last one the daemon ends, and with it the sandbox. A sandbox that cannot be
+//     reached must not look as if it worked, and another program can have taken the port.
 
 import (
 	"errors"
@@ -25,17 +24,17 @@ type API struct {
 	address string
 	log     *log.Logger
 
-	attempts  int           // to serve again, one after the other
-	pause     time.Duration // before the second attempt; doubles with each one
+	attempts  int           // limit of consecutive attempts to serve again
+	pause     time.Duration // before the second attempt; doubles with each attempt
 	pauseMost time.Duration
-	steady    time.Duration // serving this long makes an attempt a success
+	steady    time.Duration // an attempt that serves for this long resets the count of failures
 
 	mutex    sync.Mutex
-	listener net.Listener // nil while there is none
+	listener net.Listener // nil if no listener is open
 	closed   chan struct{}
 }
 
-// NewAPI listens on a port, all IPv4 interfaces.
+// NewAPI makes an API for a port on all IPv4 interfaces. It does not listen yet.
 func NewAPI(server *Server, port int, logger *log.Logger) *API {
 	return &API{
 		server: server, address: ":" + strconv.Itoa(port), log: logger,
@@ -44,8 +43,8 @@ func NewAPI(server *Server, port int, logger *log.Logger) *API {
 	}
 }
 
-// Open listens. It waits a little for a port that an outgoing connection of the image
-// happens to use: ours lies in the kernel's ephemeral range.
+// Open listens. If the port is in use, it tries again for 3 s: the port is in the kernel's ephemeral range, so an
+// outgoing connection of the image can use it for a short time.
 func (a *API) Open() error {
 	for deadline := time.Now().Add(3 * time.Second); ; time.Sleep(20 * time.Millisecond) {
 		_, err := a.current()
@@ -55,7 +54,7 @@ func (a *API) Open() error {
 	}
 }
 
-// listen makes a listener; mutex held.
+// listen makes a listener; the caller holds the mutex.
 func (a *API) listen() (net.Listener, error) {
 	if a.isClosed() {
 		return nil, net.ErrClosed
@@ -68,8 +67,8 @@ func (a *API) listen() (net.Listener, error) {
 	return listener, nil
 }
 
-// Serve serves what Open has opened. It returns nil after Close, and an error when the API
-// cannot be served any more.
+// Serve serves on the listener that Open has opened. It returns nil after Close, and an error after the last attempt
+// has failed.
 func (a *API) Serve() error {
 	failures := 0
 	for {
@@ -92,7 +91,7 @@ func (a *API) Serve() error {
 	}
 }
 
-// serveOnce serves until the listener breaks, with a new one if the last one has.
+// serveOnce serves until the listener fails. It opens a new listener if there is none.
 func (a *API) serveOnce() error {
 	listener, err := a.current()
 	if err != nil {
@@ -117,7 +116,7 @@ func (a *API) forget() {
 	a.listener = nil
 }
 
-// wait lets the time pass that belongs to a number of failures; false if the API was closed.
+// wait pauses for a time that grows with the number of failures. It returns false if the API was closed.
 func (a *API) wait(failures int) bool {
 	if failures == 0 {
 		return true
@@ -132,7 +131,7 @@ func (a *API) wait(failures int) bool {
 	}
 }
 
-// Close ends listening; connections go on.
+// Close closes the listener; existing connections stay open.
 func (a *API) Close() {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()

@@ -10,7 +10,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// failing is a listener whose accept fails with what it is given.
+// failing is a listener whose accept fails with the given errors.
 type failing struct {
 	net.Listener
 	errors chan error

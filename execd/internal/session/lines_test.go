@@ -11,7 +11,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// messages are the lines that a run printed. Where a shell says where its text is from, that is left out.
+// messages returns the lines that a run printed, without the shell's remarks about the source of its text.
 func messages(run testkit.Result) string {
 	var lines []string
 	from := strings.NewReplacer(": -c: ", ": ", ": eval: ", ": ", ": /proc/self/fd/3: ", ": ")
@@ -23,14 +23,14 @@ func messages(run testkit.Result) string {
 	return strings.Join(lines, "\n")
 }
 
-// plain is what a shell prints for a text without a session.
+// plain returns the output of a shell that executes a text without a session.
 func (f *fixture) plain(shell, text string) string {
 	f.T.Helper()
 	command := "exec " + shell + " -c " + process.ShellQuote(text) + " " + strings.Fields(shell)[0] + " 2>&1"
 	return messages(testkit.Result{Stdout: []string{testhost.Output(f.T, f.launcher, "sh", "-c", command)}})
 }
 
-// wordy are texts whose messages name lines; %d is a number of the test's choice.
+// wordy are texts whose messages contain line numbers; the test replaces %d with a number.
 var wordy = []string{
 	"missing-%d",
 	"# a comment\n\n\nmissing-%d $LINENO",
@@ -56,7 +56,7 @@ var wordy = []string{
 	"x=$(\nmissing-%d\n)\ny=`\nmissing`",
 }
 
-// unfinished end a text: bash says at which line.
+// unfinished are ends of a text. For the incomplete ones bash reports a line number.
 var unfinished = []string{"", "echo 'a\n\n", "if true; then\n\nfi", "cat <<END\n", "echo )\n", "f() {\nmissing", "echo ${a b}\nmissing"}
 
 func drawnText(draw *rand.Rand) string {
@@ -68,7 +68,7 @@ func drawnText(draw *rand.Rand) string {
 	return strings.Join(parts, "\n")
 }
 
-// However much a session keeps, its messages name the same lines as those of a shell without one.
+// For every kept state the messages of a session contain the same line numbers as those of a shell without a session.
 func TestSessionCountsTheLinesOfItsUser(t *testing.T) {
 	f := newFixture(t)
 	source := t.TempDir() + "/source"
@@ -90,7 +90,7 @@ func TestSessionFunctionKeepsTheLinesOfItsRun(t *testing.T) {
 	f := newFixture(t)
 	session := f.NewSession("{}")
 	f.In(session, "true\n\nfirst() {\n  missing\n  if true; then\n    echo $LINENO\n  fi\n  missing\n  cat <<END\n) () \n{ \n$LINENO\nEND\n}\n")
-	for range 3 { // the numbers do not wander from run to run
+	for range 3 { // the numbers are the same in each run
 		testkit.Equal(t, `environment: line 4: missing: command not found
 6
 environment: line 8: missing: command not found
@@ -99,7 +99,7 @@ environment: line 8: missing: command not found
 9
 bash: line 2: missing: command not found`, messages(f.In(session, "first\nmissing")))
 	}
-	// bash keeps a function in its own layout, the numbers follow that, and do not wander either.
+	// bash stores a function in a layout of its own. The numbers follow that layout, and are the same in each run.
 	f.In(session, "\n\nsecond() { missing; missing; }\nfunction third\n{\n\n # a comment\n missing\n}\nbuiltin() { missing; }")
 	once := messages(f.In(session, "second; third; builtin"))
 	for range 3 {

@@ -3,11 +3,10 @@ package session
 // A run in a bash session.
 //
 // Invariants
-//   - The run's output is one stream, stderr in it, a line per event without its
-//     terminator; the state never travels with it.
-//   - A client that leaves ends its command; time-out and interrupt concern the
-//     whole process group.
-//   - Exactly one terminal event; the state is kept before it is sent.
+//   - The run's output is one stream that includes stderr. Each event is one line without its terminator. The output
+//     never contains the state.
+//   - When its client leaves, the command is ended. Time-out and interrupt signal the whole process group.
+//   - A stream has exactly one terminal event. The state is kept before that event is sent.
 
 import (
 	"cmp"
@@ -31,17 +30,17 @@ type runRequest struct {
 	Timeout *int64  `json:"timeout"`
 }
 
-// Run says what to run in a session, and how.
+// Run is a command to run in a session, with its options.
 type Run struct {
 	Command   string
-	directory string // to begin in; "": where the session is
+	directory string // working directory at the start; "": that of the session
 	Limit     time.Duration
 
-	// What a run of an isolated session has besides.
+	// The following fields are set for runs of isolated sessions only.
 	Envs    map[string]*string
-	ID      string         // of the run; else the session's
-	Asking  syscall.Signal // sent first at the time limit (else SIGKILL) and when the client left (else SIGTERM)
-	Failure string         // name of the error at the time limit; else that of any failure
+	ID      string         // of the run; "": the session's id is sent
+	Asking  syscall.Signal // sent first at the time limit (0: SIGKILL) and when the client left (0: SIGTERM)
+	Failure string         // name of the error at the time limit; "": commandFailure
 }
 
 const commandFailure = "CommandExecError"
@@ -72,7 +71,7 @@ func (s *Sessions) run(id string) http.HandlerFunc {
 	}
 }
 
-// exports is text for bash that gives the run's own variables precedence over the session's.
+// exports returns text for bash that sets the run's own variables, so that they take precedence over the session's.
 func (r *Run) exports() string {
 	var text strings.Builder
 	for name, value := range r.Envs {
@@ -98,16 +97,16 @@ func (r *runRequest) check() (*Run, error) {
 	return spec, nil
 }
 
-// activeRun is one run under way.
+// activeRun is one run that has been started.
 type activeRun struct {
-	given   map[string]string // environment without what the session made of it
+	given   map[string]string // environment before the changes of the session
 	process *process.Process
 	pipe    *stream.Pipe
-	result  *os.File // where the driver leaves the new state
+	result  *os.File // memory file into which the driver writes the new state
 	parse   func(text []byte, given map[string]string) (shellState, bool)
 }
 
-// Serve carries out a run; the caller has the turn.
+// Serve executes a run and sends its events. The caller has the turn.
 func (s *Sessions) Serve(w http.ResponseWriter, r *http.Request, in *Session, spec *Run) {
 	run, err := s.start(in, spec)
 	if err != nil {
@@ -147,11 +146,11 @@ func (s *Sessions) Serve(w http.ResponseWriter, r *http.Request, in *Session, sp
 		err = sendStatus(events, status, time.Since(began))
 	}
 	if err != nil {
-		panic(http.ErrAbortHandler) // a transfer that is cut off, not a stream without its end
+		panic(http.ErrAbortHandler) // break the transfer: a stream without a terminal event must not look complete
 	}
 }
 
-// sendStatus sends the terminal event of a run that ended within its time.
+// sendStatus sends the terminal event of a run that ended within its time limit.
 func sendStatus(events *stream.Stream, status syscall.WaitStatus, elapsed time.Duration) error {
 	if status.Signaled() {
 		return events.Fail(commandFailure, "-1", []string{"signal: " + status.Signal().String()})
@@ -213,7 +212,7 @@ const (
 	shResult   = 9
 )
 
-// driver chooses the shell.
+// driver chooses the shell: bash, or sh if the image has no bash.
 func (s *Sessions) driver(in *Session, env map[string]string, run *Run) (
 	spec process.Spec, parse func([]byte, map[string]string) (shellState, bool), input []byte, err error,
 ) {
@@ -227,7 +226,7 @@ func (s *Sessions) driver(in *Session, env map[string]string, run *Run) (
 		return spec, nil, nil, process.ErrNoShell
 	}
 	spec.Argv = []string{"sh", "-c", shDriver, "sh"}
-	for name, value := range run.Envs { // they come before what the session made of them
+	for name, value := range run.Envs { // they take precedence over the session's variables
 		if value != nil {
 			env[name] = *value
 		}
@@ -236,7 +235,7 @@ func (s *Sessions) driver(in *Session, env map[string]string, run *Run) (
 	return spec, parseSh, shInput(run.Command), nil
 }
 
-// fork starts the process with one destination for both outputs.
+// fork starts the process with one pipe for stdout and stderr.
 func (run *activeRun) fork(reaper *process.Reaper, spec process.Spec, source *os.File) error {
 	null, err := process.OpenNull()
 	if err != nil {
@@ -262,9 +261,8 @@ func (run *activeRun) fork(reaper *process.Reaper, spec process.Spec, source *os
 	return err
 }
 
-// Detach starts a run whose output, the read end of a pipe, is the caller's, and which may last
-// for as long as it likes; the caller has the turn. ended is to be called once, after the end of
-// the process: it gives the place of the run back.
+// Detach starts a run without a time limit. The caller has the turn, and owns output, the read end of the run's pipe.
+// The caller must call ended once after the end of the process, to release the run's place among the running commands.
 func (s *Sessions) Detach(in *Session, spec *Run) (child *process.Process, output *os.File, ended func(), err error) {
 	run, err := s.start(in, spec)
 	if err != nil {
@@ -274,7 +272,7 @@ func (s *Sessions) Detach(in *Session, spec *Run) (child *process.Process, outpu
 	return run.process, run.pipe.File, s.launcher.Slots.Release, nil
 }
 
-// supervise waits for the leader and ends it at the time limit, or when the client left.
+// supervise waits for the end of the leader. It ends the process group at the time limit, or when the client leaves.
 func (s *Sessions) supervise(
 	r *http.Request, child *process.Process, spec *Run, events *stream.Stream,
 ) (timedOut bool) {
@@ -302,7 +300,7 @@ func (s *Sessions) supervise(
 	}
 }
 
-// keepResult takes the new state over, if the shell left one.
+// keepResult stores the new state in the session, if the shell wrote one.
 func (s *Sessions) keepResult(in *Session, run *activeRun) error {
 	text, err := readState(run.result)
 	if err != nil || len(text) == 0 {
@@ -310,7 +308,7 @@ func (s *Sessions) keepResult(in *Session, run *activeRun) error {
 	}
 	state, whole := run.parse(text, run.given)
 	if !whole {
-		return nil // the shell was ended by its user on the way
+		return nil // the shell was ended before it had written the whole state
 	}
 	return s.keep(in, state)
 }

@@ -1,11 +1,11 @@
-// Package session serves bash sessions: making, finding, ending. run.go runs
-// commands in them, shell.go says what they keep.
+// Package session serves bash sessions: it makes, finds and ends them. run.go runs commands in them, and shell.go keeps
+// their state.
 //
 // Invariants
 //   - Runs of one session are sequential; the number of waiting runs is bounded.
-//   - Sessions are bounded in number and in what they keep together; one that was
-//     not used for a day makes room for another.
-//   - Ending a session kills what runs in it.
+//   - The number of sessions and the total size of their states are bounded. If the table is full, sessions that were
+//     not used for a day are removed.
+//   - When a session ends, its run is killed.
 package session
 
 import (
@@ -29,7 +29,7 @@ const (
 	runTime      = 24 * time.Hour
 )
 
-// Sessions is the table of all bash sessions.
+// Sessions holds all bash sessions.
 type Sessions struct {
 	launcher *process.Launcher
 	mutex    sync.Mutex
@@ -46,19 +46,19 @@ type Session struct {
 	waiting int
 	used    time.Time
 	ended   bool
-	process *process.Process // of the run under way
+	process *process.Process // of the active run
 	asked   time.Time        // when it was last interrupted
 	kept    int              // bytes of state
 
-	state shellState // belongs to the run that has the turn
+	state shellState // only the run that has the turn uses it
 }
 
-// New keeps sessions whose runs share everything with plain commands.
+// New makes an empty table of sessions. Their runs and plain commands share the launcher and its limits.
 func New(launcher *process.Launcher) *Sessions {
 	return &Sessions{launcher: launcher, byID: map[string]*Session{}}
 }
 
-// Routes are those of the contract that are answered here.
+// Routes returns the contract's routes that this package serves.
 func (s *Sessions) Routes() []httpx.Route {
 	return []httpx.Route{
 		{Method: "POST", Path: "/session", Handler: httpx.Always(s.create)},
@@ -92,7 +92,7 @@ func (s *Sessions) create(w http.ResponseWriter, r *http.Request) {
 	httpx.WriteJSON(w, http.StatusOK, map[string]string{"session_id": made.id})
 }
 
-// Adopt makes a session with an id that was chosen elsewhere, in the daemon's directory.
+// Adopt makes a session with the caller's id, in the daemon's directory.
 func (s *Sessions) Adopt(id string) *Session {
 	made := newSession(s.launcher.Directory)
 	made.id = id
@@ -107,7 +107,8 @@ func newSession(directory string) *Session {
 	return made
 }
 
-// add registers a session. If the table is full, it replaces one that was unused for long.
+// add registers a session. If the table is full, it first removes the sessions that were unused for idleLimit. It
+// returns false if the table is still full.
 func (s *Sessions) add(made *Session) bool {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -143,7 +144,7 @@ func (s *Sessions) deleteSession(id string) http.HandlerFunc {
 	}
 }
 
-// end removes a session and kills what runs in it.
+// end removes a session and kills its run. It returns false if there is no such session.
 func (s *Sessions) end(id string) bool {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -170,7 +171,8 @@ func (s *Sessions) EndAll() {
 	}
 }
 
-// Interrupt ends the command that runs in a session; the session stays.
+// Interrupt ends the command that runs in a session; the session stays. It returns false if there is no such session,
+// or no command runs and none was interrupted within process.InterruptRepeat.
 func (s *Sessions) Interrupt(id string) bool {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -193,7 +195,7 @@ var (
 	errTooManyWaiting = httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "too many runs wait for this session")
 )
 
-// Enter waits until it is this run's turn.
+// Enter waits until it is the turn of this run.
 func (s *Sessions) Enter(r *http.Request, entered *Session) error {
 	s.mutex.Lock()
 	if entered.waiting >= waitingLimit {
@@ -225,7 +227,7 @@ func (s *Sessions) Leave(left *Session) {
 	left.turn <- struct{}{}
 }
 
-// begun notes the process of a run; a session that ended meanwhile kills it.
+// begun registers the process of a run. If the session has ended meanwhile, it kills the process.
 func (s *Sessions) begun(running *Session, child *process.Process) {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -235,7 +237,7 @@ func (s *Sessions) begun(running *Session, child *process.Process) {
 	}
 }
 
-// keep replaces the state of a session, if all sessions together may keep that much.
+// keep replaces the state of a session, unless the states of all sessions would then exceed stateTotal.
 func (s *Sessions) keep(keeping *Session, state shellState) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()

@@ -38,7 +38,7 @@ func newFixture(t *testing.T) *fixture {
 	return &fixture{testkit.NewClient(t, testhost.Handle(append(sessions.Routes(), interrupt)...)), launcher, sessions, envFile}
 }
 
-// refused is the message of an answer that is none of success.
+// refused sends a request, which must fail, and returns the message of the answer.
 func (f *fixture) refused(path, body string) string {
 	f.T.Helper()
 	status, answer := f.Call("POST", path, body)
@@ -310,5 +310,5 @@ func TestASessionThatNobodyUsedForADayMakesRoom(t *testing.T) {
 	sessions.find(waited).waiting = 0
 	testkit.Equal(t, "execution_complete", f.In(waited, "true").Last.Type)
 	status, _ = f.Call("POST", "/session", "{}")
-	testkit.Equal(t, 503, status) // it was used
+	testkit.Equal(t, 503, status) // no session is idle, because waited was used again
 }

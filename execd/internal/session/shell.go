@@ -1,23 +1,21 @@
 package session
 
-// What a bash session keeps between its runs, and the program that carries it.
+// The state that a bash session keeps between its runs, and the shell program that carries it from run to run.
 //
-// Each run is a shell of its own. It reads the state and the command from one
-// file in memory and writes the new state to another one when the command is
-// over. Nothing of this is on disk or in the output, nor in an argument list,
-// which every user can read.
+// Each run is a shell of its own. It reads the state and the command from one file in memory. When the command has
+// ended, it writes the new state to a second file in memory. The state is never on disk, in the output, or in an
+// argument list, because every user can read argument lists.
 //
 // Invariants
-//   - Kept: variables of every kind with their attributes, functions, aliases,
-//     set -o, shopt, umask, working directory. Not kept: jobs, descriptors, traps.
-//   - A run that ends before its shell does so by itself (exit, exec, a signal,
-//     set -e) leaves the state as it was.
-//   - A variable that only repeats what the daemon or EXECD_ENVS gave is not kept:
-//     the next run takes the then current value.
-//   - What comes back is text for the user's own shell, never run by anybody else;
-//     its size is bounded and its form is checked.
-//   - Line numbers in messages and in LINENO count the user's lines, from 1 in each
-//     run. A function of an earlier run keeps the numbers of the run that defined it.
+//   - Kept: variables of every kind with their attributes, functions, aliases, set -o, shopt, umask, working directory.
+//     Not kept: jobs, descriptors, traps.
+//   - A run whose command ends the shell (exit, exec, a signal, set -e) does not change the state.
+//   - A variable that still has the value from the daemon or EXECD_ENVS is not kept, so that the next run gets the
+//     value that is then current.
+//   - The kept state is text for the user's own shell; no other process executes it. Its size is bounded and its form
+//     is checked.
+//   - Line numbers in messages and in LINENO count the user's lines, from 1 in each run. A function of an earlier run
+//     keeps the numbers of the run that defined it.
 
 import (
 	"bytes"
@@ -36,15 +34,16 @@ import (
 // stateLimit bounds the kept state of one session, in bytes.
 const stateLimit = 4 << 20
 
-// bashDriver runs in the shell of a session: descriptor 3 gives the state and the
-// command, descriptor 4 takes the new state. It is one compound command, so that
-// aliases of the session cannot change how it is read. bash puts a descriptor that
-// it hides during a command above the one it hides it with: with 250, at 252, closed
-// on exec. Were it only closed it would be at 10, which commands use as their own:
-// what they opened there would get the state. So 250 and 251 stay open on /dev/null.
+// bashDriver runs in the shell of a session. It reads the state and the command from descriptor 3, and writes the new
+// state to descriptor 4. It is one compound command, so that aliases of the session cannot change how bash parses it.
 //
-// A function of the session may even be called builtin. Only special builtins in
-// POSIX mode come before functions; what that mode changes was read before it.
+// When a redirection replaces a descriptor during a command, bash saves the original descriptor above the one that
+// replaces it: with 250 at 252, close-on-exec. If the redirection closed the descriptor instead, bash would save it at
+// 10. Commands use 10 as a descriptor of their own, and the state would be written into the file that they opened
+// there. So 250 and 251 stay open on /dev/null.
+//
+// The session can define a function with the name builtin. Only special builtins in POSIX mode precede functions. The
+// options that POSIX mode changes are read before it is switched on.
 const bashDriver = `{
 exec 250<&3 3<&- 251>&4 4>&-; builtin mapfile -d '' -u 250 -t __execd; exec 250</dev/null
 builtin eval "${__execd[0]}" 2>/dev/null 251>&250
@@ -71,34 +70,34 @@ done; builtin printf 'end\0'
 (POSIXLY_CORRECT=; exit "$__execd") && (( 1 )); } >/dev/null 2>/dev/null
 }`
 
-// resetLine, after a compound command in bash, makes the line that follows number n+1.
-// A redirection is expanded in the shell itself, where an assignment to LINENO lasts.
+// resetLine returns text for bash that follows a compound command and gives the next line the number n+1. It is a
+// redirection, because bash expands redirections in the shell itself, so that the assignment to LINENO persists.
 func resetLine(n int) string { return fmt.Sprintf(" 0<&$((LINENO=%d,0))\n", n) }
 
-// isFunction, in the place of a variable's name, marks a function in what bashDriver wrote.
+// isFunction stands in place of a variable's name in the output of bashDriver, and marks a function.
 const isFunction = "()"
 
-// shDriver is for images without bash: exported variables and the working directory are kept.
-// Descriptor 3 gives the command, as a script of its own: so its lines count from 1.
+// shDriver is the driver for images without bash. It keeps exported variables and the working directory. It sources the
+// command from descriptor 3 as a separate script, so that the command's lines count from 1.
 const shDriver = `{ . /proc/self/fd/3 9>&-
 __execd=$?; unset -f printf env; { printf '%s\0' "$PWD"; env -0 && printf 'end\0'; } >&9 2>/dev/null; exit "$__execd"; }`
 
-// shInput is what a sh driver reads: the text of the run, which is not to have its script open.
+// shInput returns the input of shDriver: the command, which first closes the descriptor of its own script.
 func shInput(command string) []byte { return []byte("exec 3<&-; " + command) }
 
-// shellState is what is kept. The zero value is that of a new session.
+// shellState is the kept state. The zero value is the state of a new session.
 type shellState struct {
 	directory string
-	script    []byte             // text that a bash evaluates before it sets the options
-	options   []byte             // its options, one command in a line; some would disturb what is done before a command
-	last      []byte             // then whether aliases are expanded, and a function called builtin
-	env       map[string]*string // without bash: what was set, and nil for what was unset
+	script    []byte             // text that bash evaluates before it sets the options
+	options   []byte             // set -o options, a command per line; set late, because some would disturb the script
+	last      []byte             // evaluated after the options: expansion of aliases, a function with the name builtin
+	env       map[string]*string // without bash: variables that were set; nil for those that were unset
 }
 
-// initialLast makes aliases useful although the shell is not interactive.
+// initialLast enables aliases, which a shell that is not interactive does not expand by default.
 const initialLast = "\\builtin shopt -s expand_aliases\n"
 
-// apply returns the environment of a run: the given one, and what the session made of it.
+// apply returns the environment of a run: the given one with the changes of the session.
 func (s *shellState) apply(given map[string]string) map[string]string {
 	env := maps.Clone(given)
 	for name, value := range s.env {
@@ -112,8 +111,8 @@ func (s *shellState) apply(given map[string]string) map[string]string {
 	return env
 }
 
-// input is what a bash driver reads: the script, and the text of the run. That begins
-// with one compound command, read as a whole while no alias is expanded.
+// input returns the input of bashDriver: the script, and the text of the run. That text begins with one compound
+// command, which bash parses as a whole before aliases are expanded.
 func (s *shellState) input(exports, command string) []byte {
 	last := s.last
 	if last == nil {
@@ -127,7 +126,7 @@ func (s *shellState) size() int { return len(s.script) + len(s.options) + len(s.
 
 var errStateSize = fmt.Errorf("the state of the session is larger than %d bytes and was not kept", stateLimit)
 
-// readState returns the text a driver left in a file, nil if there is none.
+// readState returns the text that a driver wrote into a file; it is empty if the driver wrote none.
 func readState(file *os.File) ([]byte, error) {
 	text, err := sys.ReadBounded(file, stateLimit)
 	if err != nil {
@@ -136,8 +135,8 @@ func readState(file *os.File) ([]byte, error) {
 	return text, nil
 }
 
-// parseBash reads what bashDriver wrote; ok is false when it is not whole. given
-// is the environment of the run without what the session had made of it.
+// parseBash parses the output of bashDriver; ok is false if the output is not complete. given is the environment of the
+// run before the changes of the session.
 func parseBash(text []byte, given map[string]string) (state shellState, ok bool) {
 	const header, perVariable = 8, 3
 	fields := bytes.Split(text, []byte{0})
@@ -148,7 +147,8 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 	options, shopts, umask := switches(fields[3], on, "set -o ", "set +o "), switches(fields[4], on, "shopt -s ", "shopt -u "), fields[5]
 	attributes, aliases := fields[6], fields[7]
 	var script, functions, last bytes.Buffer
-	// Without aliases: bodies of functions were expanded when they were defined, and are not again.
+	// The script runs without expansion of aliases: the bodies of functions were expanded when they were defined, and
+	// must not be expanded again.
 	for line := range bytes.Lines(append(shopts, "shopt -u expand_aliases\n"...)) {
 		if last.Len() == 0 && bytes.HasSuffix(line, []byte(" expand_aliases\n")) {
 			last.Write(builtins(line))
@@ -160,7 +160,8 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 	for variables := fields[header : len(fields)-2]; len(variables) > 0; variables = variables[perVariable:] {
 		name, value, declaration := string(variables[0]), string(variables[1]), variables[2]
 		if name == isFunction {
-			// bash lists the brace on a line of its own. Most texts have it with the name: these keep their numbers.
+			// bash lists the brace on a line of its own, but most users write it on the line of the name. It is moved
+			// there, so that the line numbers of such functions stay the same.
 			if before, after, found := bytes.Cut(declaration, []byte(" () \n{ \n")); found {
 				functions.WriteString("{ :; }" + resetLine(lineBefore(value)))
 				functions.Write(before)
@@ -174,7 +175,7 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 		if ownVariable(name) || (inherited && former == value && bytes.HasPrefix(declaration, []byte("declare -x "))) {
 			continue
 		}
-		if inherited || name == "OLDPWD" { // exported from the start, which no declaration takes back
+		if inherited || name == "OLDPWD" { // exported from the start; a declaration cannot remove that attribute
 			script.WriteString("unset -v " + name + "\n")
 		}
 		script.Write(declaration)
@@ -186,16 +187,16 @@ func parseBash(text []byte, given map[string]string) (state shellState, ok bool)
 	}
 	script.Write(aliases)
 	script.Write(umask)
-	// From here on a name may mean a function of the session.
+	// After the functions are defined, a name can refer to a function of the session.
 	script.Write(functions.Bytes())
 	script.Write(builtins(attributes))
-	if len(builtin) > 0 { // it takes the name from everything above
+	if len(builtin) > 0 { // defined last, because the lines above need the original builtin
 		last.Write(append(builtin, '\n'))
 	}
 	return shellState{directory: string(directory), script: script.Bytes(), options: builtins(options), last: last.Bytes()}, true
 }
 
-// lineBefore is the number of the line above a function, whose place is given as "NAME LINE FILE".
+// lineBefore returns the number of the line before a function. place has the form "NAME LINE FILE".
 func lineBefore(place string) int {
 	words := strings.Fields(place)
 	if len(words) < 2 {
@@ -208,7 +209,8 @@ func lineBefore(place string) int {
 	return line - 1
 }
 
-// switches lists the options of a listing, "set +o NAME" or "shopt -u NAME" in a line, as they are now.
+// switches returns the commands that restore options. listing has a line "set +o NAME" or "shopt -u NAME" for each
+// option, and on names the enabled options, separated by colons.
 func switches(listing, on []byte, set, unset string) []byte {
 	var out bytes.Buffer
 	enabled := strings.Split(string(on), ":")
@@ -227,7 +229,7 @@ func switches(listing, on []byte, set, unset string) []byte {
 	return out.Bytes()
 }
 
-// builtins makes sure that each line calls a builtin command, whatever is called the same.
+// builtins prefixes each line so that it calls the builtin command, even if a function or alias has the same name.
 func builtins(lines []byte) []byte {
 	var out bytes.Buffer
 	for line := range bytes.Lines(lines) {
@@ -237,7 +239,7 @@ func builtins(lines []byte) []byte {
 	return out.Bytes()
 }
 
-// ownVariable reports whether a variable belongs to the shell of one run or is read-only in every shell.
+// ownVariable reports whether a variable belongs to the shell of one run, or is read-only in every shell.
 func ownVariable(name string) bool {
 	switch name {
 	case "_", "DIRSTACK", "EUID", "FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "OPTERR", "PIPESTATUS", "PPID", "PWD",
@@ -252,7 +254,7 @@ func ownVariable(name string) bool {
 	return false
 }
 
-// parseSh reads what shDriver wrote.
+// parseSh parses the output of shDriver; ok is false if the output is not complete.
 func parseSh(text []byte, given map[string]string) (state shellState, ok bool) {
 	fields := strings.Split(string(text), "\x00")
 	if len(fields) < 3 || fields[len(fields)-2] != "end" {

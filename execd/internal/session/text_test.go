@@ -12,7 +12,8 @@ func TestARunOfShHasNoDescriptorOfItsText(t *testing.T) {
 	f := newFixture(t)
 	f.launcher.Env.Bind(map[string]string{"PATH": testhost.WithoutBash(t.TempDir())})
 	session := f.NewSession("{}")
-	testkit.Equal(t, []string{"0", "1", "2"}, f.In(session, "/bin/ls /proc/self/fd | /bin/sed '/3/d'").Stdout) // 3 is the directory
+	// Descriptor 3 is the directory that ls reads.
+	testkit.Equal(t, []string{"0", "1", "2"}, f.In(session, "/bin/ls /proc/self/fd | /bin/sed '/3/d'").Stdout)
 	testkit.Equal(t, []string{"0", "1", "2"}, f.In(session, "exec 3>/dev/null; (exec 3>&-; /bin/ls /proc/self/fd | /bin/sed '/3/d')").Stdout)
 }
 

@@ -1,30 +1,30 @@
 package stream
 
-// Cuts a byte stream into the texts of output events.
+// Cutting a byte stream into the texts of output events.
 //
 // Invariants
-//   - The concatenation of all texts is the input, byte for byte, unless they are
-//     bare; no text is empty.
-//   - \n, \r and \r\n end a text; \r\n is one terminator also across reads.
-//   - No text is longer than MaxText bytes, so that even with six JSON bytes per
-//     byte an event stays below 1 MiB; a cut never splits a UTF-8 sequence.
+//   - The concatenation of all texts is the input, byte for byte, unless the texts are bare; no text is empty.
+//   - \n, \r and \r\n end a text; \r\n is one terminator, even if two reads deliver its parts.
+//   - No text is longer than MaxText bytes, so that an event stays below 1 MiB even with six JSON bytes per byte of
+//     text; a cut never splits a UTF-8 sequence.
 
 import (
 	"bytes"
 	"unicode/utf8"
 )
 
-// MaxText is the size of the longest text, in bytes.
+// MaxText is the maximum size of a text, in bytes.
 const MaxText = 128 << 10
 
-// KeepTerminators is the 1.1.1 form; false gives the bare lines of June.
+// KeepTerminators selects the form of OpenSandbox 1.1.1, in which texts keep their line terminators. The value false
+// selects an older form with bare lines.
 const KeepTerminators = true
 
-// Lines cuts what it is fed into texts.
+// Lines cuts its input into texts and passes them to Emit.
 type Lines struct {
 	pending []byte
-	held    bool // pending ends with \r whose \n may follow
-	Bare    bool // texts lose their terminator; one that has nothing else stays "\n"
+	held    bool // pending ends with \r, and a \n can follow
+	Bare    bool // texts are emitted without terminators; a text of terminators only is emitted as "\n"
 	Emit    func(text []byte)
 }
 
@@ -59,7 +59,7 @@ func (s *Lines) feed(data []byte) {
 	}
 }
 
-// flush emits what is pending: a finished line, a held \r or the tail.
+// flush emits the pending bytes: a finished line, a held \r or the tail.
 func (s *Lines) flush() {
 	s.held = false
 	if len(s.pending) > 0 {
@@ -80,8 +80,8 @@ func (s *Lines) send(text []byte) {
 	s.Emit(content)
 }
 
-// add appends, cutting whenever the limit is reached. One byte of room is left
-// for the \n of a held \r.
+// add appends data to the pending bytes, and emits a text whenever the limit is reached. It leaves room for one byte,
+// the \n after a held \r.
 func (s *Lines) add(data []byte) {
 	for len(s.pending)+len(data) > MaxText-1 {
 		room := MaxText - 1 - len(s.pending)
@@ -94,7 +94,7 @@ func (s *Lines) add(data []byte) {
 	s.pending = append(s.pending, data...)
 }
 
-// IncompleteSuffix is the length of an unfinished UTF-8 sequence at the end.
+// IncompleteSuffix returns the length of an unfinished UTF-8 sequence at the end of a text.
 func IncompleteSuffix(text []byte) int {
 	for n := 1; n < utf8.UTFMax && n <= len(text); n++ {
 		if tail := text[len(text)-n:]; utf8.RuneStart(tail[0]) {

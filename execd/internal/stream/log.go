@@ -1,15 +1,14 @@
 package stream
 
-// What background commands have written, as far as it is kept.
+// Logs: the kept output of background commands.
 //
 // Invariants
-//   - An offset is a number of bytes that the command has written, whatever was dropped.
-//   - One log is bounded, and all logs of a store together; what is newer is kept. Where all
-//     together are too many bytes, the largest log gives its oldest first.
-//   - Memory, where there is no file system, counts for more than a disk.
-//   - A writer never waits for a reader, and never fails: what no file takes is dropped.
-//   - The files have no names: no other process can open or delete them, and they go with
-//     the daemon.
+//   - An offset counts all bytes that the command has written, including the dropped ones.
+//   - Each log is bounded, and so are all logs of a store together; the newest bytes are kept. If all logs together
+//     exceed the bound, the largest log drops its oldest bytes first.
+//   - A byte in a memory file counts for more than a byte on a disk.
+//   - A writer never waits for a reader, and never fails: bytes that cannot be written to a file are dropped.
+//   - The files have no names, so that no other process can open or delete them. They end with the daemon.
 
 import (
 	"errors"
@@ -27,40 +26,40 @@ import (
 )
 
 const (
-	outputEach   = 64 << 20 // bytes kept of a command
-	outputTotal  = 1 << 30  // bytes kept of all
-	outputPiece  = 4 << 20  // bytes of one file, by weight
-	outputPieces = 32       // files of one log; there are gaps between some after a disk was full
+	outputEach   = 64 << 20 // weighted bytes kept for one command
+	outputTotal  = 1 << 30  // weighted bytes kept for all commands
+	outputPiece  = 4 << 20  // weighted bytes of one file
+	outputPieces = 32       // files of one log; after a disk was full, there can be gaps between files
 	outputCopy   = 64 << 10
 	outputPage   = 16 << 20
 	pageTries    = 8
 
-	// memoryWeight is as how many bytes on a disk a byte in memory counts.
+	// memoryWeight is the weight of a byte in memory; a byte on a disk has the weight 1.
 	memoryWeight = 16
 )
 
-// Store bounds logs together.
+// Store is a set of logs with common bounds.
 type Store struct {
 	Each, Total, Piece int64
 
 	mutex sync.Mutex // also guards all logs; never held while a file is read or written
-	kept  int64      // bytes, by weight, those that are being written included
+	kept  int64      // weighted bytes, including those that are being written
 	logs  map[*Log]struct{}
 }
 
-// NewStore has the bounds of a daemon.
+// NewStore makes a store with the bounds of a daemon.
 func NewStore() *Store {
 	return &Store{Each: outputEach, Total: outputTotal, Piece: outputPiece, logs: map[*Log]struct{}{}}
 }
 
-// Log has one writer at a time and any number of readers.
+// Log is the kept output of one command. It has one writer at a time and any number of readers.
 type Log struct {
 	store  *Store
 	create func() (file *os.File, weight int64, err error)
 
 	// Guarded by the mutex of the store.
 	pieces  []*piece // oldest first
-	written int64    // by the command
+	written int64    // bytes written by the command
 	closed  bool
 }
 
@@ -73,7 +72,7 @@ type piece struct {
 
 func (f *piece) end() int64 { return f.begin + f.size }
 
-// Open makes a log; it has no file before there is a byte.
+// Open makes a log. create makes its files; the log has no file before the first byte is written.
 func (s *Store) Open(create func() (*os.File, int64, error)) *Log {
 	log := &Log{store: s, create: create}
 	s.mutex.Lock()
@@ -82,7 +81,7 @@ func (s *Store) Open(create func() (*os.File, int64, error)) *Log {
 	return log
 }
 
-// kept is what a log counts for; the lock is held.
+// kept returns the weighted number of bytes of a log. The caller holds the lock.
 func (l *Log) kept() (sum int64) {
 	for _, piece := range l.pieces {
 		sum += piece.size * piece.weight
@@ -90,19 +89,20 @@ func (l *Log) kept() (sum int64) {
 	return sum
 }
 
-// dropOldest gives up the oldest file that has something; the lock is held.
+// dropOldest closes files from the oldest on, until one with content is dropped. The caller holds the lock.
 func (l *Log) dropOldest() (dropped bool) {
 	for len(l.pieces) > 0 && !dropped {
 		oldest := l.pieces[0]
 		l.pieces = slices.Delete(l.pieces, 0, 1)
 		l.store.kept -= oldest.size * oldest.weight
-		oldest.file.Close() // a read or write under way ends first
+		oldest.file.Close() // the descriptor stays open until a concurrent read or write has ended
 		dropped = oldest.size > 0
 	}
 	return dropped
 }
 
-// reserve makes room for what is about to be written; the lock is held.
+// reserve reserves room for a number of weighted bytes, and drops old bytes for it. It returns false if there is not
+// enough room. The caller holds the lock.
 func (l *Log) reserve(weight int64) bool {
 	for l.kept()+weight > l.store.Each && l.dropOldest() {
 	}
@@ -122,7 +122,7 @@ func (l *Log) reserve(weight int64) bool {
 	return true
 }
 
-// Write takes everything; what cannot be kept is dropped.
+// Write always accepts all of data; bytes that cannot be kept are dropped.
 func (l *Log) Write(data []byte) (int, error) {
 	for rest := data; len(rest) > 0; {
 		rest = rest[l.put(rest):]
@@ -130,7 +130,7 @@ func (l *Log) Write(data []byte) (int, error) {
 	return len(data), nil
 }
 
-// put keeps or drops the beginning of some data, and returns how much that was.
+// put keeps or drops the beginning of data, and returns the number of bytes that it has processed.
 func (l *Log) put(data []byte) int {
 	last := l.last()
 	l.store.mutex.Lock()
@@ -147,7 +147,7 @@ func (l *Log) put(data []byte) int {
 
 	n := 0
 	if room {
-		n, _ = last.file.WriteAt(data, at) // which also fails where the file was dropped meanwhile
+		n, _ = last.file.WriteAt(data, at) // also fails if the file was dropped meanwhile
 	}
 	l.store.mutex.Lock()
 	defer l.store.mutex.Unlock()
@@ -160,12 +160,12 @@ func (l *Log) put(data []byte) int {
 		l.store.kept -= weight - int64(n)*last.weight
 	}
 	if n < len(data) && len(l.pieces) > 1 {
-		l.dropOldest() // the disk is full: what comes next is worth more
+		l.dropOldest() // the disk is full: make room, because later output has priority
 	}
 	return len(data)
 }
 
-// last is the file that takes the next byte, nil if there is none to be had.
+// last returns the file for the next byte. It returns nil if no file can be made, or the log is closed.
 func (l *Log) last() *piece {
 	l.store.mutex.Lock()
 	if l.closed {
@@ -201,7 +201,7 @@ func (l *Log) last() *piece {
 	return added
 }
 
-// Close gives everything up; the writer may go on.
+// Close drops all bytes of the log. The writer can continue; its output is dropped.
 func (l *Log) Close() {
 	l.store.mutex.Lock()
 	defer l.store.mutex.Unlock()
@@ -211,14 +211,14 @@ func (l *Log) Close() {
 	delete(l.store.logs, l)
 }
 
-// Files is how many descriptors a log holds.
+// Files returns the number of descriptors that a log holds.
 func (l *Log) Files() int {
 	l.store.mutex.Lock()
 	defer l.store.mutex.Unlock()
 	return len(l.pieces)
 }
 
-// Dropped is how much of what was written is not kept.
+// Dropped returns the number of written bytes that are not kept.
 func (l *Log) Dropped() int64 {
 	l.store.mutex.Lock()
 	defer l.store.mutex.Unlock()
@@ -229,9 +229,9 @@ func (l *Log) Dropped() int64 {
 	return sum
 }
 
-// page is what an answer to a cursor holds: at most limit bytes without a gap. It begins at
-// the cursor, or with the first whole character after it that was not dropped; it ends before
-// a UTF-8 sequence that more output may complete.
+// page returns the offsets of the answer to a cursor: at most limit bytes without a gap. The page begins at the cursor,
+// or at the first whole character after it that was not dropped. It ends before a UTF-8 sequence that later output can
+// complete.
 func (l *Log) page(cursor, limit int64, running func() bool) (begin, end int64, err error) {
 	for range pageTries {
 		begin, end, err = l.pageNow(cursor, limit, running())
@@ -242,8 +242,8 @@ func (l *Log) page(cursor, limit int64, running func() bool) (begin, end int64, 
 	return begin, end, err
 }
 
-// pageNow is page for one look at the log. Whether the command runs was asked before: what is
-// written after the last look belongs to the next page.
+// pageNow is one attempt of page. The caller determines running before the call, so that output which is written after
+// that belongs to the next page.
 func (l *Log) pageNow(cursor, limit int64, running bool) (begin, end int64, err error) {
 	begin, end, open := l.span(cursor, limit, running)
 	var edge [utf8.UTFMax - 1]byte
@@ -266,8 +266,8 @@ func (l *Log) pageNow(cursor, limit int64, running bool) (begin, end int64, err 
 	return begin, end, nil
 }
 
-// span is page without regard to characters; open means that the byte after its end is there,
-// or may yet come. It never is at a gap.
+// span is page without regard to UTF-8 sequences. open means that the next byte after end exists or can still be
+// written; it is false if a gap follows.
 func (l *Log) span(cursor, limit int64, running bool) (begin, end int64, open bool) {
 	l.store.mutex.Lock()
 	defer l.store.mutex.Unlock()
@@ -292,10 +292,9 @@ func (l *Log) span(cursor, limit int64, running bool) (begin, end int64, open bo
 	return begin, end, end == l.written && running
 }
 
-// errDropped says that output was dropped while it was read.
 var errDropped = errors.New("the output was dropped while it was read")
 
-// ReadAt reads from one file.
+// ReadAt reads from one file, so that it can return fewer bytes than the buffer holds.
 func (l *Log) ReadAt(buffer []byte, offset int64) (int, error) {
 	l.store.mutex.Lock()
 	i := slices.IndexFunc(l.pieces, func(piece *piece) bool { return piece.begin <= offset && offset < piece.end() })
@@ -326,7 +325,7 @@ func (l *Log) readFull(buffer []byte, offset int64) error {
 	return nil
 }
 
-// CopyTo writes a page in pieces; only the first failure to read is returned.
+// copyTo writes a page in pieces. It returns an error only if reading fails; it ends without an error if writing fails.
 func (l *Log) copyTo(w io.Writer, begin, end int64) error {
 	buffer := make([]byte, min(outputCopy, end-begin))
 	for begin < end {
@@ -342,8 +341,8 @@ func (l *Log) copyTo(w io.Writer, begin, end int64) error {
 	return nil
 }
 
-// NewFile makes a nameless file in the first directory that allows it;
-// without any it is a file in memory.
+// NewFile makes a nameless file in the first directory that allows it. If no directory allows it, the file is in
+// memory.
 func NewFile() (file *os.File, weight int64, err error) {
 	for _, directory := range []string{os.TempDir(), "/tmp", "/var/tmp", "/dev/shm", "/"} {
 		if file, err = NamelessFile(directory); err == nil {
@@ -354,7 +353,7 @@ func NewFile() (file *os.File, weight int64, err error) {
 	return file, memoryWeight, err
 }
 
-// weightOf returns what a byte counts: a file in memory weighs more than one on a disk.
+// weightOf returns the weight of a byte of a file: memoryWeight on a file system in memory, else 1.
 func weightOf(file *os.File) int64 {
 	const tmpfs, ramfs = 0x01021994, 0x858458f6
 	var system syscall.Statfs_t
@@ -364,7 +363,7 @@ func weightOf(file *os.File) int64 {
 	return 1
 }
 
-// NamelessFile is on the file system of a directory, and in no directory.
+// NamelessFile makes a file without a name, on the file system of a directory.
 func NamelessFile(directory string) (*os.File, error) {
 	file, err := os.CreateTemp(directory, ".opensandbox-execd-*")
 	if err != nil {
@@ -377,9 +376,9 @@ func NamelessFile(directory string) (*os.File, error) {
 	return file, nil
 }
 
-// Serve answers with the output of a background run from a cursor on. Two headers begin
-// with prefix: CURSOR, where the next page begins, and DROPPED, how many bytes are missing
-// between the given cursor and this page.
+// Serve answers with the output of a background run from a cursor on. It sets two headers whose names begin with
+// prefix: CURSOR is the offset of the next page, and DROPPED is the number of bytes that are missing between the given
+// cursor and this page.
 func (l *Log) Serve(w http.ResponseWriter, r *http.Request, running func() bool, prefix string) {
 	cursor, err := strconv.ParseInt(r.URL.Query().Get("cursor"), 10, 64)
 	if err != nil {
@@ -401,8 +400,8 @@ func (l *Log) Serve(w http.ResponseWriter, r *http.Request, running func() bool,
 	}
 	w.Header().Set("Content-Length", strconv.FormatInt(end-begin, 10))
 	w.WriteHeader(http.StatusOK)
-	_ = http.NewResponseController(w).Flush() // output may be dropped before its first byte is read: then too there was an answer
+	_ = http.NewResponseController(w).Flush() // answer even if the output is dropped before it is read
 	if l.copyTo(w, begin, end) != nil {
-		panic(http.ErrAbortHandler) // a transfer that is cut off, not a short page
+		panic(http.ErrAbortHandler) // break the transfer: a short page must not look complete
 	}
 }

@@ -13,7 +13,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// A log of small bounds, with files that take nothing now and then, against all that was written.
+// Compares logs with small bounds, some of whose files accept no bytes at times, with all bytes that were written.
 func TestALogKeepsTheNewestAndEveryCursorHasAnAnswer(t *testing.T) {
 	directory := t.TempDir()
 	for seed := range uint64(60) {

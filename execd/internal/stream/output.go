@@ -1,15 +1,14 @@
 package stream
 
-// Output of commands: the pipes it comes through.
+// The pipes for the output of commands.
 //
 // Invariants
-//   - A foreground response ends when the leader has ended and what was in the
-//     pipes is drained; a descendant that keeps a pipe open delays it by the tail
-//     window at most.
-//   - A \r at the end of what was read is held for 100 ms at most.
-//   - What it leaves behind may go on writing (process/leftovers.go).
-//   - Background commands have a pipe: a command that opens /dev/stderr again would truncate a file.
-//     When one has ended, its output is in its log.
+//   - A foreground response ends when the leader has ended and the content of the pipes is drained. A descendant that
+//     keeps a pipe open delays the end by the tail window at most.
+//   - A \r at the end of a read is held for 100 ms at most.
+//   - Processes that a command leaves behind can continue to write (process/leftovers.go).
+//   - Background commands also write into a pipe, because a command that opens /dev/stderr again would truncate a file.
+//     When a background command has ended, its output is in its log.
 
 import (
 	"errors"
@@ -32,7 +31,7 @@ type Pipe struct {
 	buffer [32 << 10]byte
 }
 
-// NewPipe returns the reader and the child's end, which is blocking.
+// NewPipe makes a pipe. It returns the reader and the child's end, which is blocking.
 func NewPipe() (*Pipe, int, error) {
 	var fds [2]int
 	if err := syscall.Pipe2(fds[:], syscall.O_CLOEXEC); err != nil {
@@ -46,7 +45,7 @@ func NewPipe() (*Pipe, int, error) {
 	return &Pipe{File: os.NewFile(uintptr(fds[0]), "|output")}, fds[1], nil
 }
 
-// LeaderGone bounds all further reading.
+// LeaderGone is called when the leader has ended. It limits all further reading to the tail window.
 func (p *Pipe) LeaderGone(tail time.Duration) {
 	p.mutex.Lock()
 	defer p.mutex.Unlock()
@@ -72,8 +71,8 @@ func (p *Pipe) arm(hold bool) (over bool) {
 	return false
 }
 
-// CopyTo feeds a splitter until the end; flush is called after each read. A pipe that is
-// still open then is a leftover.
+// CopyTo passes the output to lines until the end of the pipe or of the tail window, and calls flush after each read.
+// A pipe that is still open after the tail window becomes a leftover.
 func (p *Pipe) CopyTo(lines *Lines, flush func(), rest *process.Leftovers) {
 	open := false
 	defer func() {
@@ -115,8 +114,8 @@ func (p *Pipe) CopyTo(lines *Lines, flush func(), rest *process.Leftovers) {
 	}
 }
 
-// KeepIn appends all output to a log, until its last writer is gone. settle returns when
-// everything that is in the pipe at its call is in the log; from then on the pipe is a leftover.
+// KeepIn appends all output to a log, until the last writer closes the pipe. settle returns when all bytes that were in
+// the pipe at its call are in the log; from then on the pipe is a leftover.
 func (p *Pipe) KeepIn(log *Log, rest *process.Leftovers) (settle func()) {
 	settled := make(chan struct{})
 	keep := func(data []byte) { _, _ = log.Write(data) }
@@ -142,7 +141,7 @@ func (p *Pipe) KeepIn(log *Log, rest *process.Leftovers) (settle func()) {
 	}
 }
 
-// drain takes what is in the pipe now and no more.
+// drain reads the bytes that are in the pipe at the call, and no later ones.
 func (p *Pipe) drain(take func(data []byte)) {
 	raw, err := p.File.SyscallConn()
 	if err != nil {
@@ -163,7 +162,7 @@ func (p *Pipe) drain(take func(data []byte)) {
 	})
 }
 
-// Pipes are those of stdout and stderr, and the ends for the child.
+// Pipes makes the pipes for stdout and stderr. It returns their readers and the ends for the child.
 func Pipes() (pipes [2]*Pipe, childEnds [2]int, err error) {
 	if pipes[0], childEnds[0], err = NewPipe(); err != nil {
 		return pipes, childEnds, err

@@ -1,10 +1,10 @@
-// Package stream has event streams: bare ASCII-only JSON objects, each followed by a blank
-// line, and the output of programs that goes into them.
+// Package stream implements event streams and reads the output of programs for them. An event stream is a sequence of
+// ASCII JSON objects, each followed by a blank line.
 //
 // Invariants
-//   - Nothing is written after the terminal event, and at most one is written.
-//   - Events of a stream are whole: a failed write ends the stream for good.
-//   - A client that stops reading holds a writer for the answer limit of its connection at most.
+//   - Nothing is written after the terminal event, and at most one terminal event is written.
+//   - Events are written whole: after a failed write nothing more is written.
+//   - A client that stops reading blocks a writer for the answer limit of its connection at most.
 package stream
 
 import (
@@ -18,10 +18,10 @@ import (
 )
 
 const (
-	// PingInterval is the time between two signs of life.
+	// PingInterval is the time between two pings.
 	PingInterval = 3 * time.Second
 	streamBatch  = 64 << 10
-	streamGather = 5 * time.Millisecond // what comes this soon after the start goes out in one piece
+	streamGather = 5 * time.Millisecond // events within this time after the start are sent together
 )
 
 // Stream is an event stream to one client.
@@ -30,12 +30,12 @@ type Stream struct {
 	controller *http.ResponseController
 	mutex      sync.Mutex
 	buffer     []byte
-	gathering  *time.Timer // nil once its time is over
+	gathering  *time.Timer // runs for streamGather after Begin; else nil
 	failure    error       // of the first write that failed
 	finished   bool
 }
 
-// New sets the headers; they go out with the first event.
+// New makes a stream and sets the headers, which are sent with the first event.
 func New(w http.ResponseWriter) *Stream {
 	header := w.Header()
 	header.Set("Content-Type", "text/event-stream")
@@ -44,7 +44,7 @@ func New(w http.ResponseWriter) *Stream {
 	return &Stream{writer: w, controller: http.NewResponseController(w)}
 }
 
-// appendHead opens an event object, up to but without the closing brace.
+// appendHead appends the beginning of an event object, without the closing brace.
 func appendHead(buffer []byte, kind, text string) []byte {
 	buffer = append(buffer, `{"type":"`...)
 	buffer = append(buffer, kind...)
@@ -59,8 +59,9 @@ func appendHead(buffer []byte, kind, text string) []byte {
 
 const eventEnd = "}\n\n"
 
-// Begin queues init and the first ping; they go out within streamGather. Most commands
-// are over by then: for each piece every process on the way to the client wakes up.
+// Begin queues the init event and the first ping; they are sent within streamGather. Most commands end within that
+// time, so that all their events are sent together. Each separate write would wake every process on the way to the
+// client.
 func (s *Stream) Begin(id string) {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -76,7 +77,7 @@ func (s *Stream) gathered() {
 	s.Flush()
 }
 
-// Ping sends a sign of life.
+// Ping sends a ping.
 func (s *Stream) Ping() {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -86,7 +87,7 @@ func (s *Stream) Ping() {
 	}
 }
 
-// PingUntil sends pings until something is over.
+// PingUntil sends pings until done is closed.
 func (s *Stream) PingUntil(done <-chan struct{}) {
 	ticker := time.NewTicker(PingInterval)
 	defer ticker.Stop()
@@ -100,12 +101,12 @@ func (s *Stream) PingUntil(done <-chan struct{}) {
 	}
 }
 
-// Text queues an output event; flush sends what is queued.
+// Text queues an output event; Flush sends the queued events.
 func (s *Stream) Text(kind string, text []byte) {
 	s.queue(func(buffer []byte) []byte { return appendHead(buffer, kind, string(text)) })
 }
 
-// Count queues the number of an execution.
+// Count queues an event with the number of an execution.
 func (s *Stream) Count(number int) {
 	s.queue(func(buffer []byte) []byte {
 		buffer = append(appendHead(buffer, "execution_count", ""), `,"execution_count":`...)
@@ -113,7 +114,7 @@ func (s *Stream) Count(number int) {
 	})
 }
 
-// Result queues a result of code: MIME types and their values.
+// Result queues an event with a result of code: MIME types and their values.
 func (s *Stream) Result(values map[string]string) {
 	s.queue(func(buffer []byte) []byte {
 		buffer = append(appendHead(buffer, "result", ""), `,"results":{`...)
@@ -128,7 +129,7 @@ func (s *Stream) Result(values map[string]string) {
 	})
 }
 
-// CodeError queues an error of code, which is not the end of its stream.
+// CodeError queues an event with an error of code. It does not end the stream.
 func (s *Stream) CodeError(name, value string, traceback []string) {
 	s.queue(func(buffer []byte) []byte { return appendError(buffer, name, value, traceback) })
 }
@@ -145,7 +146,7 @@ func (s *Stream) queue(event func(buffer []byte) []byte) {
 	}
 }
 
-// Flush sends what is queued, once the time to gather is over.
+// Flush sends the queued events, except during the first streamGather.
 func (s *Stream) Flush() {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -154,8 +155,8 @@ func (s *Stream) Flush() {
 	}
 }
 
-// Complete sends the terminal event of success. After an error the handler must abort
-// the connection, so that the transfer looks broken.
+// Complete sends the terminal event of success. If it returns an error, the handler must abort the connection, so that
+// the transfer does not look complete.
 func (s *Stream) Complete(elapsed time.Duration) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -167,7 +168,7 @@ func (s *Stream) Complete(elapsed time.Duration) error {
 	return s.end()
 }
 
-// Fail sends the terminal event of failure; its error is that of Complete.
+// Fail sends the terminal event of failure. Its error has the same meaning as that of Complete.
 func (s *Stream) Fail(name, value string, traceback []string) error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -175,7 +176,7 @@ func (s *Stream) Fail(name, value string, traceback []string) error {
 	return s.end()
 }
 
-// appendError opens an error event, up to but without the closing brace.
+// appendError appends the beginning of an error event, without the closing brace.
 func appendError(buffer []byte, name, value string, traceback []string) []byte {
 	buffer = append(appendHead(buffer, "error", ""), `,"error":{"ename":`...)
 	buffer = append(appendQuoted(buffer, name), `,"evalue":`...)
@@ -189,8 +190,8 @@ func appendError(buffer []byte, name, value string, traceback []string) []byte {
 	return append(buffer, ']', '}')
 }
 
-// end closes the object of the terminal event, and returns the error of the first write
-// that failed; the caller holds the mutex.
+// end closes the object of the terminal event and sends it. It returns the error of the first write that failed. The
+// caller holds the mutex.
 func (s *Stream) end() error {
 	if s.gathering != nil {
 		s.gathering.Stop()
@@ -201,7 +202,7 @@ func (s *Stream) end() error {
 	return s.failure
 }
 
-// push writes the buffer; the caller holds the mutex.
+// push writes the buffer. The caller holds the mutex.
 func (s *Stream) push() {
 	pending := s.buffer
 	s.buffer = s.buffer[:0]

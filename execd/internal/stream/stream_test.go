@@ -49,7 +49,7 @@ func FuzzQuotedTextIsAsciiJSON(f *testing.F) {
 	})
 }
 
-// sink is where a stream of events goes.
+// sink is a response writer that keeps a stream of events.
 type sink struct {
 	bytes.Buffer
 	header http.Header

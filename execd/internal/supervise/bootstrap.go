@@ -1,17 +1,16 @@
 package supervise
 
-// What the reference's start script does before the entrypoint,
-// without a script: the file is a program, and images without a shell exist.
+// The work that the reference's start script does before the entrypoint. This program does it itself, because an image
+// can be without a shell.
 //
 // Invariants
-//   - EXECD_BOOTSTRAP_PRE_SCRIPT is sourced by the image's shell, in a process of its
-//     own; what it exports reaches the entrypoint and every command. What it had
-//     exported counts also where its last command fails, or it exits. It has a time limit.
-//   - The shell's variables are read by this program, started from the shell: nothing of
-//     the image is needed, and nothing the script redefines or redirects is in the way.
-//   - BOOTSTRAP_CMD, or arguments that begin with -c, are text for a shell; without
-//     either and without arguments the shell itself is started; anything else is started
-//     as it is.
+//   - EXECD_BOOTSTRAP_PRE_SCRIPT is sourced by the image's shell, in a process of its own. The entrypoint and every
+//     command get the variables that it exports. Its exports are used even if its last command fails, or it exits. It
+//     has a time limit.
+//   - The shell starts this program, which writes out the shell's environment. So no program of the image is needed,
+//     and redefinitions and redirections of the script have no effect on this step.
+//   - BOOTSTRAP_CMD, or arguments that begin with -c, are text for a shell. Without them and without arguments the
+//     shell itself is started. Other arguments are started as they are.
 
 import (
 	"fmt"
@@ -28,19 +27,19 @@ import (
 
 const (
 	preScriptLimit  = 5 * time.Minute
-	exportsLimit    = 4 << 20         // bytes of what a script exports
-	EnvironmentFlag = "--environment" // the whole command line of what writes its environment to environResult
-	// environResult is a number that no shell chooses by itself; some scripts use 9.
+	exportsLimit    = 4 << 20         // bytes of the exported variables
+	EnvironmentFlag = "--environment" // the only argument: write the environment to descriptor environResult
+	// environResult is a descriptor that no shell chooses by itself; some scripts use 9.
 	environResult = 250
 )
 
-// preScript sources %s and starts this program, its name, when that is over. The trap is for
-// a script that ends the shell, and one may have a trap of its own in its place.
+// preScript is text for the shell: it sources %s, and then starts this program, whose path is $0. The trap does the
+// same if the script ends the shell. The script can replace the trap, so the program is also started without it.
 const preScript = `trap '[ "${__execd-}" ] || "$0" ` + EnvironmentFlag + `' EXIT
 . %s
 "$0" ` + EnvironmentFlag + `; __execd=1`
 
-// WriteEnvironment is what EnvironmentFlag means. What was written before is replaced.
+// WriteEnvironment implements EnvironmentFlag and returns the exit status. It replaces former content of the file.
 func WriteEnvironment() int {
 	result := os.NewFile(environResult, "environment")
 	if result.Truncate(0) != nil {
@@ -52,8 +51,8 @@ func WriteEnvironment() int {
 	return 0
 }
 
-// sourcePreScript adds what the script exports; it sees the entrypoint as its arguments.
-// What goes wrong is a line in the log.
+// sourcePreScript runs the script with the entrypoint as its arguments, and replaces the environment with the exported
+// variables. Errors are logged.
 func (s *Supervisor) sourcePreScript(entrypoint []string) {
 	script, _ := s.env.Lookup("EXECD_BOOTSTRAP_PRE_SCRIPT")
 	if script == "" {
@@ -67,10 +66,10 @@ func (s *Supervisor) sourcePreScript(entrypoint []string) {
 	if variables == nil {
 		return
 	}
-	for _, name := range []string{"_", "OLDPWD", "PWD", "SHLVL"} { // of the shell that has ended
+	for _, name := range []string{"_", "OLDPWD", "PWD", "SHLVL"} { // they describe the shell, which has ended
 		delete(variables, name)
 	}
-	for name, value := range before { // a shell may lose what has no name it knows
+	for name, value := range before { // a shell can drop variables whose names are not valid in it
 		if _, kept := variables[name]; !kept && (!environ.IsName(name) || name == "PWD" || name == "OLDPWD" || name == "SHLVL") {
 			variables[name] = value
 		}
@@ -79,9 +78,10 @@ func (s *Supervisor) sourcePreScript(entrypoint []string) {
 	s.env.PrepareFile()
 }
 
-// exportsOf returns nil where the exports are not known.
+// exportsOf runs the script and returns its exported variables, or nil if they are unknown. problem is text for the
+// log, empty without an error.
 func (s *Supervisor) exportsOf(script string, entrypoint []string) (variables map[string]string, problem string) {
-	script, err := filepath.Abs(script) // else it is searched for on PATH
+	script, err := filepath.Abs(script) // the shell searches PATH for a name without a slash
 	if err != nil {
 		return nil, sys.Explain(err)
 	}
@@ -130,7 +130,7 @@ func (s *Supervisor) exportsOf(script string, entrypoint []string) (variables ma
 	return environ.Map(strings.Split(string(content), "\x00")), problem
 }
 
-// shell is the image's.
+// shell returns the path of the image's shell: bash, or else sh.
 func (s *Supervisor) shell() (string, error) {
 	for _, name := range []string{"bash", "sh"} {
 		if path, err := s.lookup(name); err == nil {
@@ -140,7 +140,7 @@ func (s *Supervisor) shell() (string, error) {
 	return "", process.ErrNoShell
 }
 
-// commandLine is what to start for an entrypoint.
+// commandLine returns the command line to start for an entrypoint.
 func (s *Supervisor) commandLine(entrypoint []string) ([]string, error) {
 	text, _ := s.env.Lookup("BOOTSTRAP_CMD")
 	if text == "" && len(entrypoint) > 0 {

@@ -1,13 +1,12 @@
 package supervise
 
-// Lifecycle hooks: programs that run before the entrypoint, and
-// others that run again and again.
+// Lifecycle hooks: a program that runs before the entrypoint, and programs that run periodically.
 //
 // Invariants
-//   - A hook is a list of arguments, never text for a shell, and has a time limit;
-//     what exceeds it is killed with its group.
-//   - Without success of preStart no entrypoint starts.
-//   - A periodic hook never runs twice at a time; its failures are logged by name only.
+//   - A hook is a list of arguments, never text for a shell. It has a time limit; when it exceeds the limit, its
+//     process group is killed.
+//   - The entrypoint starts only after preStart has succeeded.
+//   - A periodic hook never runs twice at a time. A log line about its failure names the hook but not its command.
 
 import (
 	"bytes"
@@ -37,7 +36,7 @@ const (
 	hookTextLimit   = 64 << 10
 )
 
-// Lifecycle is a validated hook configuration; the zero value has none.
+// Lifecycle is a validated hook configuration; the zero value has no hooks.
 type Lifecycle struct {
 	preStart *hook
 	periodic []periodicHook
@@ -68,7 +67,7 @@ type periodicText struct {
 	Schedule string `json:"schedule"`
 }
 
-// ParseLifecycle reads the JSON of OPENSANDBOX_LIFECYCLE or of an init; "" and null are no hooks.
+// ParseLifecycle parses the JSON of OPENSANDBOX_LIFECYCLE or of an init. An empty text and null mean no hooks.
 func ParseLifecycle(text []byte) (Lifecycle, error) {
 	var result Lifecycle
 	if len(bytes.TrimSpace(text)) == 0 {
@@ -143,23 +142,24 @@ func (t *periodicText) check() (periodicHook, error) {
 	return periodicHook{checked, t.Name, next}, nil
 }
 
-// Hooks runs them.
+// Hooks runs the hooks of a Lifecycle.
 type Hooks struct {
 	reaper *process.Reaper
 	env    *environ.Environment
 	log    *log.Logger
 
 	mutex   sync.Mutex
-	stop    chan struct{} // of the periodic hooks that run now
-	running atomic.Int64  // periodic hooks, those that were stopped and have not ended included
+	stop    chan struct{} // closed to stop the current periodic hooks
+	running atomic.Int64  // number of periodic hooks, including those that were stopped and have not ended
 }
 
-// NewHooks runs none yet.
+// NewHooks makes a Hooks. It starts no hook.
 func NewHooks(reaper *process.Reaper, env *environ.Environment, logger *log.Logger) *Hooks {
 	return &Hooks{reaper: reaper, env: env, log: logger}
 }
 
-// Begin runs preStart to its end and starts the periodic hooks in place of those before.
+// Begin runs preStart to its end, stops the former periodic hooks and starts the new ones. If preStart fails, the
+// former periodic hooks continue.
 func (h *Hooks) Begin(lifecycle Lifecycle) error {
 	if lifecycle.preStart != nil {
 		if err := h.run(*lifecycle.preStart, nil); err != nil {
@@ -215,7 +215,7 @@ func (h *Hooks) repeat(each periodicHook, stop <-chan struct{}) {
 	}
 }
 
-// run carries one hook out; a stop kills it.
+// run executes one hook; closing stop kills it.
 func (h *Hooks) run(each hook, stop <-chan struct{}) error {
 	env := h.env.ForCommand(nil)
 	path, err := process.LookProgram(each.command[0], env["PATH"])
@@ -251,7 +251,8 @@ func (h *Hooks) run(each hook, stop <-chan struct{}) error {
 	return err
 }
 
-// parseSchedule reads "@every <seconds>s", "@hourly" and its like, or five cron fields, in UTC.
+// parseSchedule parses "@every" with a whole number of seconds, a name such as "@hourly", or five cron fields. Times
+// are in UTC.
 func parseSchedule(text string) (schedule, error) {
 	if interval, ok := strings.CutPrefix(text, "@every "); ok {
 		every, err := time.ParseDuration(interval)
@@ -284,17 +285,17 @@ func parseSchedule(text string) (schedule, error) {
 		}
 		sets[i] = set
 	}
-	if sets[4]&(1<<7) != 0 { // Sunday has two numbers
+	if sets[4]&(1<<7) != 0 { // Sunday is 0 and 7
 		sets[4] |= 1
 	}
-	// As in cron: of two restricted day fields either may match.
+	// As in cron: if both day fields are restricted, a match of one of them is enough.
 	either := fields[2][0] != '*' && fields[4][0] != '*'
 	return func(after time.Time) time.Time { return cronNext(after.UTC(), sets, either) }, nil
 }
 
 var cronFields = [5]struct{ low, high int }{{0, 59}, {0, 23}, {1, 31}, {1, 12}, {0, 7}}
 
-// cronSet reads one field: numbers, ranges, steps, lists.
+// cronSet parses one field: numbers, ranges, steps, lists. It returns the set of values as bits.
 func cronSet(field string, low, high int) (set uint64, ok bool) {
 	for part := range strings.SplitSeq(field, ",") {
 		span, stepText, stepped := strings.Cut(part, "/")
@@ -330,7 +331,7 @@ func cronNumber(text string, low, high int) (int, bool) {
 	return int(value), err == nil && int(value) >= low && int(value) <= high
 }
 
-// cronNext is the first matching minute after a time, zero if there is none in eight years.
+// cronNext returns the first matching minute after a time, or the zero time if there is none within eight years.
 func cronNext(after time.Time, sets [5]uint64, either bool) time.Time {
 	has := func(field, value int) bool { return sets[field]&(1<<value) != 0 }
 	at := after.Truncate(time.Minute).Add(time.Minute)

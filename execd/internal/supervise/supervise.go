@@ -1,16 +1,14 @@
 // Package supervise is init mode: PID 1 of a sandbox.
 //
 // Invariants
-//   - The entrypoint is a child like any other, in its own session and group, with
-//     an empty stdin; the daemon ends with its status (128+n for a signal).
-//   - TERM, INT, HUP, QUIT, USR1, USR2 and WINCH go to its group; TERM, INT and QUIT
-//     also begin the end: what has not stopped after the grace period is killed.
-//   - It starts after the start script was read and preStart has succeeded, and again
-//     when an init says so and the end has not begun.
-//   - Where the API is gone for good, it is ended as by TERM, and the daemon ends with a
-//     status of its own.
-//   - Only as PID 1 "all processes" is a thing to signal; elsewhere only the groups
-//     started here are.
+//   - The entrypoint is a child like any other, in its own session and group, with an empty stdin. The daemon ends with
+//     the entrypoint's status (128+n for a signal).
+//   - TERM, INT, HUP, QUIT, USR1, USR2 and WINCH are forwarded to the entrypoint's group. TERM, INT and QUIT also begin
+//     the shutdown: processes that have not stopped after the grace period are killed.
+//   - The entrypoint starts after the start script has run and preStart has succeeded. It starts again when an init
+//     requests that and the shutdown has not begun.
+//   - If the API is lost permanently, the entrypoint is ended as after TERM, and the daemon ends with ExitUnserved.
+//   - Only as PID 1 the daemon signals all processes; otherwise it signals only the groups that it started.
 package supervise
 
 import (
@@ -35,14 +33,13 @@ const (
 	leftoverLook   = 10 * time.Millisecond
 )
 
-// ForwardedSignals reach the entrypoint's group.
+// ForwardedSignals are the signals that are forwarded to the entrypoint's group.
 var ForwardedSignals = []os.Signal{
 	syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGWINCH,
 }
 
-// idleEntrypoint is the default of the SDKs. An empty image has no tail, and
-// nothing but this program; waiting is all the entrypoint is meant to do, so that
-// such an image can be a sandbox too.
+// idleEntrypoint is the default entrypoint of the SDKs. Its only purpose is to wait. If the image has no tail, the
+// daemon waits itself, so that an empty image can also be a sandbox.
 var idleEntrypoint = []string{"tail", "-f", "/dev/null"}
 
 // Supervisor runs the entrypoint.
@@ -52,15 +49,15 @@ type Supervisor struct {
 	log     *log.Logger
 	grace   time.Duration
 	signals <-chan os.Signal
-	again   chan struct{}   // start the entrypoint again
-	lost    <-chan struct{} // closed when the API is gone for good
+	again   chan struct{}   // a value requests a restart of the entrypoint
+	lost    <-chan struct{} // closed when the API is lost permanently
 
-	program     string        // ourselves
-	scriptLimit time.Duration // of the start script
+	program     string        // path of this program
+	scriptLimit time.Duration // time limit of the start script
 }
 
-// NewSupervisor starts nothing yet. The signals are those that it acts on; lost is closed when the
-// API is gone for good, and program is where a shell finds this program.
+// NewSupervisor makes a Supervisor; it starts nothing. The supervisor acts on the values of signals. The caller closes
+// lost when the API is lost permanently. program is the path by which a shell starts this program.
 func NewSupervisor(
 	reaper *process.Reaper, env *environ.Environment, log *log.Logger, grace time.Duration, signals <-chan os.Signal, lost <-chan struct{}, program string,
 ) *Supervisor {
@@ -70,22 +67,22 @@ func NewSupervisor(
 	}
 }
 
-// Restart ends the entrypoint and starts it again; it does not wait for that.
+// Restart requests that the entrypoint is ended and started again. It does not wait.
 func (s *Supervisor) Restart() {
 	select {
 	case s.again <- struct{}{}:
-	default: // already asked for
+	default: // already requested
 	}
 }
 
-// Prepare does what comes before the entrypoint.
+// Prepare runs the start script and the preStart hook, and starts the periodic hooks.
 func (s *Supervisor) Prepare(hooks *Hooks, lifecycle Lifecycle, entrypoint []string) error {
 	s.sourcePreScript(entrypoint)
 	return hooks.Begin(lifecycle)
 }
 
-// Await returns when what comes before the entrypoint is over, or a signal is the end
-// of it; with an error goes the exit status for this process.
+// Await waits until Prepare has ended, the API is lost, or a signal ends this process. If it returns an error, status
+// is the exit status for this process.
 func (s *Supervisor) Await(prepared <-chan error) (status int, err error) {
 	for {
 		select {
@@ -151,7 +148,7 @@ func (s *Supervisor) lookup(name string) (string, error) {
 	return process.LookProgram(name, search)
 }
 
-// idle waits as `tail -f /dev/null` would.
+// idle waits in place of `tail -f /dev/null`, and returns the exit status for this process.
 func (s *Supervisor) idle() int {
 	for {
 		select {
@@ -168,14 +165,14 @@ func (s *Supervisor) idle() int {
 	}
 }
 
-// Ends reports whether a signal is the end of this process.
+// Ends reports whether a signal ends this process.
 func Ends(sig os.Signal) bool {
 	return sig == syscall.SIGTERM || sig == syscall.SIGINT || sig == syscall.SIGQUIT
 }
 
-// supervise returns when the entrypoint has ended; again reports whether it is to be started again.
+// supervise waits until the entrypoint has ended; again reports whether it must be started again.
 func (s *Supervisor) supervise(child *process.Process) (status int, again bool) {
-	var kill <-chan time.Time // from the first thing on that is to stop the entrypoint
+	var kill <-chan time.Time // fires after the grace period, which begins with the first request to stop
 	stopping := func() {
 		if kill == nil {
 			kill = time.After(s.grace)
@@ -213,11 +210,11 @@ func (s *Supervisor) supervise(child *process.Process) (status int, again bool) 
 	}
 }
 
-// EndEverything stops what the entrypoint left: TERM, a short grace, KILL. As PID 1 these are
-// all processes; elsewhere they are the groups started here, also those whose leader has
-// ended since, and those that are started meanwhile.
+// EndEverything ends the processes that the entrypoint left: TERM, a short grace period, KILL. As PID 1 it ends all
+// processes. Otherwise it ends the groups that this process started, including groups whose leader ends meanwhile and
+// groups that are started meanwhile.
 func (s *Supervisor) EndEverything() {
-	asked := map[*process.Process]*process.Group{} // held, as their leaders may be reaped meanwhile
+	asked := map[*process.Process]*process.Group{} // held, because their leaders can be reaped meanwhile
 	defer func() {
 		for _, held := range asked {
 			held.Release()
@@ -260,5 +257,5 @@ func (s *Supervisor) EndEverything() {
 	remains(syscall.SIGKILL)
 }
 
-// ExitUnserved is the status of a daemon whose API is gone for good.
+// ExitUnserved is the exit status of a daemon whose API is lost permanently.
 const ExitUnserved = 125

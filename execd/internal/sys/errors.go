@@ -1,6 +1,6 @@
 package sys
 
-// Errors as clients and logs have them.
+// Texts of errors for clients and logs.
 
 import (
 	"errors"
@@ -9,8 +9,8 @@ import (
 	"syscall"
 )
 
-// Explain is an error as a client reads it: what it is about and the reason, without
-// the name of the call that failed.
+// Explain returns the text of an error for clients: the path, if there is one, and the reason. It omits the name of the
+// call that failed.
 func Explain(err error) string {
 	switch e := err.(type) {
 	case *fs.PathError:
@@ -23,7 +23,7 @@ func Explain(err error) string {
 	return err.Error()
 }
 
-// Reason is the operating system's part of an error.
+// Reason returns the operating system's text of an error, or the whole text if no system call failed.
 func Reason(err error) string {
 	var errno syscall.Errno
 	if errors.As(err, &errno) {
@@ -32,7 +32,7 @@ func Reason(err error) string {
 	return err.Error()
 }
 
-// PathError is an error with the path it is about; nil for none.
+// PathError adds an operation and a path to an error. It returns nil if err is nil.
 func PathError(op, path string, err error) error {
 	if err == nil {
 		return nil

@@ -1,6 +1,6 @@
 package sys
 
-// Small files that are read whole.
+// Reading small files as a whole.
 
 import (
 	"bytes"
@@ -9,7 +9,7 @@ import (
 	"syscall"
 )
 
-// FileText is the content of a file without white space around it; "" where it cannot be read.
+// FileText returns the content of a file without leading and trailing white space, or "" if the file cannot be read.
 func FileText(path string) string {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -18,7 +18,8 @@ func FileText(path string) string {
 	return string(bytes.TrimSpace(data))
 }
 
-// ReadRegular returns nil for anything but a readable regular file within limit.
+// ReadRegular returns the content of a regular file. It returns nil if the file is not regular, cannot be read, or is
+// larger than limit bytes.
 func ReadRegular(path string, limit int64) []byte {
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {

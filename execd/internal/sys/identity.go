@@ -7,7 +7,7 @@ import (
 	"syscall"
 )
 
-// TakeIdentity changes every thread of this process.
+// TakeIdentity sets the user, group and supplementary groups of every thread of this process.
 func TakeIdentity(uid, gid uint32, groups []uint32) error {
 	list := make([]int, len(groups))
 	for i, group := range groups {

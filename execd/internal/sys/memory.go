@@ -10,7 +10,7 @@ import (
 	"unsafe"
 )
 
-// MemoryFileOf is a file in memory with a content, at its beginning.
+// MemoryFileOf makes a file in memory with the given content. Its offset is at the beginning.
 func MemoryFileOf(content []byte) (*os.File, error) {
 	file, err := MemoryFile()
 	if err != nil {
@@ -26,7 +26,7 @@ func MemoryFileOf(content []byte) (*os.File, error) {
 	return file, nil
 }
 
-// ReadBounded reads a file from its beginning; one that is larger than limit is an error.
+// ReadBounded reads a file from its beginning. A file larger than limit bytes is an error.
 func ReadBounded(file *os.File, limit int64) ([]byte, error) {
 	info, err := file.Stat()
 	if err != nil {
@@ -38,7 +38,7 @@ func ReadBounded(file *os.File, limit int64) ([]byte, error) {
 	return io.ReadAll(io.NewSectionReader(file, 0, limit))
 }
 
-// MemoryFile is an anonymous file in memory.
+// MemoryFile makes an anonymous file in memory.
 func MemoryFile() (*os.File, error) {
 	name, err := syscall.BytePtrFromString("execd-output")
 	if err != nil {

@@ -8,7 +8,7 @@ import (
 	"syscall"
 )
 
-// SocketPair is a connected pair of stream sockets.
+// SocketPair makes a connected pair of stream sockets.
 func SocketPair() (ours, theirs *os.File, err error) {
 	fds, err := syscall.Socketpair(syscall.AF_UNIX, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -17,7 +17,7 @@ func SocketPair() (ours, theirs *os.File, err error) {
 	return os.NewFile(uintptr(fds[0]), "ours"), os.NewFile(uintptr(fds[1]), "theirs"), nil
 }
 
-// UnixConn takes a socket over; the file is closed.
+// UnixConn makes a connection from the socket of a file, and closes the file.
 func UnixConn(file *os.File) (*net.UnixConn, error) {
 	defer file.Close()
 	connection, err := net.FileConn(file)

@@ -1,6 +1,5 @@
-// Package sys has raw system calls that the standard library does not wrap, and what
-// is near to them. Each is optional hardening or has a fallback: gVisor and old kernels
-// may answer ENOSYS.
+// Package sys has raw system calls that the standard library does not wrap, and related functions. Each call is
+// optional hardening or has a fallback, because gVisor and old kernels can return ENOSYS.
 package sys
 
 import (
@@ -12,17 +11,17 @@ import (
 )
 
 const (
-	// PrSetDumpable says whether others may look into this process.
+	// PrSetDumpable sets whether other processes may trace this process.
 	PrSetDumpable = 4
 	prCapBSetRead = 23
 	prCapBSetDrop = 24
-	// PrSetChildSubreaper makes this process the one that adopts orphans.
+	// PrSetChildSubreaper makes this process the parent of orphaned descendants.
 	PrSetChildSubreaper = 36
 	prSetNoNewPrivs     = 38
 	sigSetmask          = 2
 	sysCloseRange       = 436
 	closeRangeCloexec   = 4
-	// AtFdcwd is AT_FDCWD: relative paths begin at the working directory.
+	// AtFdcwd is AT_FDCWD: paths are relative to the working directory.
 	AtFdcwd         = -100
 	renameNoReplace = 1
 	fionread        = 0x541B
@@ -34,8 +33,8 @@ const (
 	pidfsMagic         = 0x50494446
 )
 
-// Numbers of capabilities: mounting needs CAP_SYS_ADMIN, and to take that out of a thread's
-// bounding set needs CAP_SETPCAP.
+// Numbers of capabilities. Mounting needs CAP_SYS_ADMIN. To remove a capability from a thread's bounding set needs
+// CAP_SETPCAP.
 const (
 	capSetPCap  = 8
 	capSysAdmin = 21
@@ -50,7 +49,7 @@ type capSets struct{ effective, permitted, inheritable uint32 }
 
 const capVersion3 = 0x20080522
 
-// threadCapabilities reads those of the calling thread.
+// threadCapabilities reads the capabilities of the calling thread.
 func threadCapabilities() (header capHeader, sets [2]capSets, err error) {
 	header.version = capVersion3
 	_, _, errno := syscall.RawSyscall(syscall.SYS_CAPGET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets[0])), 0)
@@ -63,8 +62,8 @@ func HasAdmin() bool {
 	return err == nil && sets[0].effective&(1<<capSysAdmin) != 0
 }
 
-// DropMounting takes CAP_SYS_ADMIN, and CAP_SETPCAP with it, from the calling thread and from
-// what it will start, for good.
+// DropMounting removes CAP_SYS_ADMIN and CAP_SETPCAP permanently from the calling thread and from the threads and
+// processes that it will start.
 func DropMounting() error {
 	return dropCapabilities(func(call, first, second uintptr) error {
 		_, _, errno := syscall.RawSyscall(call, first, second, 0)
@@ -72,8 +71,8 @@ func DropMounting() error {
 	})
 }
 
-// DropMountingEverywhere does so for every thread of this process, of which it is the last
-// privileged act. A build with cgo cannot.
+// DropMountingEverywhere does the same for every thread of this process. It is the last privileged operation of the
+// process. It does not work in a build with cgo.
 func DropMountingEverywhere() error {
 	return dropCapabilities(func(call, first, second uintptr) error {
 		_, _, errno := syscall.AllThreadsSyscall(call, first, second, 0)
@@ -88,7 +87,7 @@ func dropCapabilities(on func(call, first, second uintptr) error) error {
 			continue
 		}
 		err := on(syscall.SYS_PRCTL, prCapBSetDrop, capability)
-		if err == syscall.EPERM { // without CAP_SETPCAP the set stays: then no execve may gain from it
+		if err == syscall.EPERM { // without CAP_SETPCAP the set cannot change: forbid that an execve gains from it
 			err = on(syscall.SYS_PRCTL, prSetNoNewPrivs, 1)
 		}
 		if err != nil {
@@ -103,7 +102,7 @@ func dropCapabilities(on func(call, first, second uintptr) error) error {
 	sets[0].effective &^= dropped
 	sets[0].permitted &^= dropped
 	sets[0].inheritable &^= dropped
-	// On the heap, where nothing is moved: each thread reads them.
+	// Pinned on the heap, so that every thread can read them at the same address.
 	arguments := &struct {
 		header capHeader
 		sets   [2]capSets
@@ -115,20 +114,20 @@ func dropCapabilities(on func(call, first, second uintptr) error) error {
 	return os.NewSyscallError("capset", err)
 }
 
-// NoNewPrivileges concerns every thread of this process.
+// NoNewPrivileges sets no_new_privs for every thread of this process.
 func NoNewPrivileges() error {
 	_, _, errno := syscall.AllThreadsSyscall(syscall.SYS_PRCTL, prSetNoNewPrivs, 1, 0)
 	return os.NewSyscallError("prctl", ErrnoOrNil(errno))
 }
 
-// Prctl sets a property of this process.
+// Prctl calls prctl(2) with one argument.
 func Prctl(option, argument uintptr) error {
 	_, _, errno := syscall.RawSyscall(syscall.SYS_PRCTL, option, argument, 0)
 	return ErrnoOrNil(errno)
 }
 
-// OpenGroup is a pidfd by which the group of a leader can be signalled after the leader was reaped,
-// or -1. Linux 6.9 can do this and has pidfs since then. gVisor has pidfds, but they end with the leader.
+// OpenGroup returns a pidfd by which the group of a leader can be signalled after the leader was reaped, or -1. This
+// needs Linux 6.9, the first version with pidfs. The pidfds of gVisor become invalid when the leader is reaped.
 func OpenGroup(leader int) int {
 	number, _, errno := syscall.Syscall(sysPidfdOpen, uintptr(leader), 0, 0)
 	if errno != 0 {
@@ -149,8 +148,8 @@ func SignalGroupOf(fd int, sig syscall.Signal) error {
 	return ErrnoOrNil(errno)
 }
 
-// EmptySignalMask unblocks every signal of the calling thread and returns the
-// former mask. The caller holds runtime.LockOSThread.
+// EmptySignalMask unblocks every signal of the calling thread and returns the former mask. The caller holds
+// runtime.LockOSThread.
 func EmptySignalMask() (former uint64) {
 	var empty uint64
 	syscall.RawSyscall6(syscall.SYS_RT_SIGPROCMASK, sigSetmask,
@@ -164,8 +163,8 @@ func RestoreSignalMask(mask uint64) {
 		uintptr(unsafe.Pointer(&mask)), 0, 8, 0, 0)
 }
 
-// CloseInheritedOnExec marks every descriptor above stderr close-on-exec, so
-// that whatever a container runtime leaked into us goes no further.
+// CloseInheritedOnExec marks every descriptor above stderr close-on-exec, so that children do not inherit descriptors
+// that a container runtime leaked into this process.
 func CloseInheritedOnExec() {
 	_, _, errno := syscall.RawSyscall(sysCloseRange, 3, uintptr(^uint32(0)), closeRangeCloexec)
 	if errno == 0 {
@@ -182,8 +181,8 @@ func CloseInheritedOnExec() {
 	}
 }
 
-// RenameExclusive renames without replacing an existing destination. ENOSYS or EINVAL:
-// the kernel or the file system cannot do this.
+// RenameExclusive renames without replacing an existing destination. It returns ENOSYS or EINVAL if the kernel or the
+// file system does not support this.
 func RenameExclusive(from, to string) error {
 	source, err := syscall.BytePtrFromString(from)
 	if err != nil {
@@ -199,7 +198,7 @@ func RenameExclusive(from, to string) error {
 	return ErrnoOrNil(errno)
 }
 
-// BytesReadable is the number of bytes waiting in a pipe.
+// BytesReadable returns the number of bytes that wait in a pipe, or 64 KiB if the number is unknown.
 func BytesReadable(fd uintptr) int {
 	var waiting int32
 	_, _, errno := syscall.Syscall(syscall.SYS_IOCTL, fd, fionread, uintptr(unsafe.Pointer(&waiting)))
@@ -209,7 +208,7 @@ func BytesReadable(fd uintptr) int {
 	return int(waiting)
 }
 
-// ForegroundGroup is the process group in the foreground of a terminal, 0 if unknown.
+// ForegroundGroup returns the process group in the foreground of a terminal, or 0 if it is unknown.
 func ForegroundGroup(terminal *os.File) int {
 	var group int32
 	raw, err := terminal.SyscallConn()
@@ -226,14 +225,15 @@ func ForegroundGroup(terminal *os.File) int {
 	return int(group)
 }
 
-// CurrentUmask reads the umask; only safe before other goroutines create files.
+// CurrentUmask returns the umask. It sets the umask to 0 for a moment, so it is only safe before other goroutines
+// create files.
 func CurrentUmask() os.FileMode {
 	mask := syscall.Umask(0)
 	syscall.Umask(mask)
 	return os.FileMode(mask) & 0o777
 }
 
-// ErrnoOrNil is the error of a system call; nil where it succeeded.
+// ErrnoOrNil returns the error of a system call, or nil if the call succeeded.
 func ErrnoOrNil(errno syscall.Errno) error {
 	if errno == 0 {
 		return nil

@@ -1,5 +1,5 @@
-// Package testhost has what tests of several packages start programs with: the reaper of
-// the test process, the daemon's own program, and the daemon itself.
+// Package testhost starts programs for tests of several packages. It has the reaper of the test process, builds the
+// daemon's program, and starts the daemon.
 package testhost
 
 import (
@@ -33,10 +33,10 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// Reaper is the only one of the test process: it takes every status.
+// Reaper is the only reaper of the test process: it collects the status of every child.
 var Reaper *process.Reaper
 
-// built is the directory of the daemon's program, made when a test asks for it.
+// built is the directory of the daemon's program, which is built when a test first needs it.
 var built struct {
 	once      sync.Once
 	directory string
@@ -47,16 +47,17 @@ var built struct {
 func Main(m *testing.M) int {
 	flag.Parse()
 	if fuzzing := flag.Lookup("test.fuzz"); fuzzing != nil && fuzzing.Value.String() != "" {
-		return m.Run() // parsers alone: nothing is started
+		return m.Run() // fuzz tests run parsers only and start no program
 	}
 	sys.CloseInheritedOnExec()
-	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP) // as the daemon does: else children ignore it under nohup
+	// As in the daemon: otherwise children ignore SIGHUP under nohup.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	Reaper = process.NewReaper()
 	defer func() { os.RemoveAll(built.directory) }()
 	return m.Run()
 }
 
-// Binary is the program of the daemon.
+// Binary returns the path of the daemon's program.
 func Binary(t *testing.T) string {
 	t.Helper()
 	built.once.Do(func() { built.err = build() })
@@ -66,7 +67,7 @@ func Binary(t *testing.T) string {
 	return filepath.Join(built.directory, "execd")
 }
 
-// build makes the program; the reaper has the compiler's status.
+// build compiles the program. It starts the compiler with the reaper, because the reaper collects its status.
 func build() error {
 	compiler, err := exec.LookPath("go")
 	if err != nil {
@@ -96,7 +97,7 @@ func build() error {
 	return nil
 }
 
-// Program is the program of the daemon, as a daemon has its own.
+// Program returns the daemon's program in the form in which a daemon opens its own program.
 func Program(t *testing.T) *process.Program {
 	t.Helper()
 	program, err := process.ProgramAt(Binary(t))
@@ -107,8 +108,8 @@ func Program(t *testing.T) *process.Program {
 	return program
 }
 
-// Launcher starts programs as the daemon does, with this process's environment and FIXTURE;
-// envFile is its EXECD_ENVS, which is not there yet.
+// Launcher makes a launcher that starts programs as the daemon does, with this process's environment and FIXTURE.
+// envFile is the path of its EXECD_ENVS file, which does not exist yet.
 func Launcher(t *testing.T) (launcher *process.Launcher, envFile string) {
 	t.Helper()
 	envFile = filepath.Join(t.TempDir(), "env")
@@ -119,7 +120,7 @@ func Launcher(t *testing.T) (launcher *process.Launcher, envFile string) {
 	}, envFile
 }
 
-// Handle serves routes as the daemon does, without its token, and /ping.
+// Handle makes a handler that serves the routes and /ping as the daemon does, but without a token.
 func Handle(routes ...httpx.Route) http.Handler {
 	ping := httpx.Route{Method: "GET", Path: "/ping", Handler: httpx.Always(func(w http.ResponseWriter, _ *http.Request) { httpx.WriteEmpty(w) })}
 	routes = append(routes, ping)
@@ -134,7 +135,7 @@ func Handle(routes ...httpx.Route) http.Handler {
 	})
 }
 
-// Output is what a program writes that a launcher's environment has on its PATH.
+// Output runs a program from the PATH of a launcher's environment, and returns its output.
 func Output(t *testing.T, launcher *process.Launcher, argv ...string) string {
 	t.Helper()
 	env := launcher.Env.ForCommand(nil)
@@ -167,7 +168,7 @@ func Output(t *testing.T, launcher *process.Launcher, argv ...string) string {
 	return string(text)
 }
 
-// WithoutBash fills a directory with what a shell needs, for a PATH without bash.
+// WithoutBash links sh, env and dash into a directory, for a PATH without bash, and returns the directory.
 func WithoutBash(directory string) string {
 	for _, name := range []string{"sh", "env", "dash"} {
 		for _, place := range []string{"/bin/", "/usr/bin/"} {
@@ -179,7 +180,7 @@ func WithoutBash(directory string) string {
 	return directory
 }
 
-// HashArguments start a daemon whose token is testkit.Token.
+// HashArguments are the arguments for a daemon whose token is testkit.Token.
 var HashArguments = []string{"--access-token-sha256", hashOf(testkit.Token)}
 
 func hashOf(token string) string {
@@ -187,13 +188,13 @@ func hashOf(token string) string {
 	return hex.EncodeToString(hash[:])
 }
 
-// Daemon starts the real program under the test's reaper.
+// Daemon starts the daemon's program as a child of the test process's reaper.
 func Daemon(t *testing.T, env []string, arguments ...string) (child *process.Process, url string, stderr func() string) {
 	t.Helper()
 	return DaemonUnder(t, env, []string{Binary(t)}, arguments...)
 }
 
-// DaemonUnder starts the real program, which ends a command line, with arguments behind it.
+// DaemonUnder starts a command line that ends with the daemon's program. It appends the arguments.
 func DaemonUnder(t *testing.T, env, program []string, arguments ...string) (child *process.Process, url string, stderr func() string) {
 	t.Helper()
 	port := freePort(t)
@@ -205,13 +206,13 @@ func DaemonUnder(t *testing.T, env, program []string, arguments ...string) (chil
 	defer log.Close()
 	null, _ := process.OpenNull()
 	defer null.Close()
-	child, err = Reaper.Adopt(func() (int, error) { // with all capabilities, which no other child has
+	child, err = Reaper.Adopt(func() (int, error) { // forked here with all capabilities, which Start does not give
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		mask := sys.EmptySignalMask()
 		defer sys.RestoreSignalMask(mask)
 		return syscall.ForkExec(program[0], slices.Concat(program, []string{"--port", port}, arguments), &syscall.ProcAttr{
-			// The first of two entries of one name counts.
+			// If a name occurs twice, the first entry is used.
 			Env:   append(slices.Clone(env), "PATH="+os.Getenv("PATH"), "EXECD_ENVS="+filepath.Join(t.TempDir(), "env")),
 			Files: []uintptr{null.Fd(), log.Fd(), log.Fd()}, Dir: "/", Sys: &syscall.SysProcAttr{Setsid: true},
 		})
@@ -228,8 +229,8 @@ func DaemonUnder(t *testing.T, env, program []string, arguments ...string) (chil
 	return child, "http://127.0.0.1:" + port, func() string { return testkit.MustRead(t, path) }
 }
 
-// freePort is free on all addresses, as the daemon needs it, and outside the range from which
-// the kernel takes the ports of outgoing connections.
+// freePort returns a port that is free on all addresses, as the daemon needs it. The port is outside the range from
+// which the kernel takes the ports of outgoing connections.
 func freePort(t *testing.T) string {
 	t.Helper()
 	for range 100 {
@@ -243,7 +244,7 @@ func freePort(t *testing.T) string {
 	return ""
 }
 
-// Children are the command lines of the children of this process.
+// Children returns the command lines of the children of this process, by process id.
 func Children(t *testing.T) map[int]string {
 	t.Helper()
 	files, err := filepath.Glob("/proc/self/task/*/children")
@@ -265,7 +266,7 @@ func Children(t *testing.T) map[int]string {
 	return found
 }
 
-// ExitOf is the exit status of a process, which must end.
+// ExitOf waits for the end of a process and returns its exit status. The test fails if the process does not end.
 func ExitOf(t *testing.T, child *process.Process) int {
 	t.Helper()
 	select {
@@ -277,7 +278,7 @@ func ExitOf(t *testing.T, child *process.Process) int {
 	}
 }
 
-// Answers reports whether a daemon answers.
+// Answers returns a condition that reports whether a daemon answers /ping.
 func Answers(url string) func() bool {
 	return func() bool {
 		response, err := http.Get(url + "/ping")

@@ -16,19 +16,19 @@ import (
 	"github.com/coder/websocket"
 )
 
-// Scripted is a Jupyter server with one kernel, which does what a test says.
+// Scripted is a Jupyter server with one kernel, which a test controls.
 type Scripted struct {
 	URL  string
 	mode string // how its kernel is interrupted
 
-	Starting    chan struct{}                      // its end is the end of the kernel's start
-	Requests    chan string                        // ids of the execute requests that came
-	Interrupted chan struct{}                      // calls to interrupt that came
-	Answering   chan struct{}                      // each lets one such call return
+	Starting    chan struct{}                      // the test closes it to end the kernel's start
+	Requests    chan string                        // ids of the received execute requests
+	Interrupted chan struct{}                      // a value for each received interrupt request
+	Answering   chan struct{}                      // each value lets one interrupt request return
 	Say         func(parent, kind, content string) // sends a message of the kernel
 }
 
-// NewScripted has one kernel, whose start does not end yet.
+// NewScripted makes a server with one kernel, whose start does not end until the test closes Starting.
 func NewScripted(t *testing.T, mode string) *Scripted {
 	t.Helper()
 	s := &Scripted{
@@ -87,7 +87,7 @@ func NewScripted(t *testing.T, mode string) *Scripted {
 	return s
 }
 
-// Executed plays a whole run.
+// Executed sends the messages of a whole run.
 func (s *Scripted) Executed(request, reply string) {
 	s.Say(request, "status", `{"execution_state":"busy"}`)
 	s.Say(request, "execute_input", `{}`)
@@ -95,12 +95,12 @@ func (s *Scripted) Executed(request, reply string) {
 	s.Say(request, "status", `{"execution_state":"idle"}`)
 }
 
-// Kernels is a Jupyter server that says how many sessions it has; it finishes each start,
-// whatever becomes of the client, as the real one does.
+// Kernels is a Jupyter server that counts its sessions. Like a real one it finishes each start, even if the client has
+// left.
 type Kernels struct {
 	URL     string
-	Entered chan struct{} // starts that came
-	Leave   chan struct{} // each lets one start go on; closed: all
+	Entered chan struct{} // a value for each received start
+	Leave   chan struct{} // each value lets one start continue; if closed, all starts continue
 	Lose    bool          // the answer to a start is lost
 
 	Mutex sync.Mutex
@@ -109,7 +109,7 @@ type Kernels struct {
 	Made  int
 }
 
-// NewKernels has no kernel yet.
+// NewKernels makes a server without kernels.
 func NewKernels(t *testing.T) *Kernels {
 	t.Helper()
 	k := &Kernels{Entered: make(chan struct{}, 1024), Leave: make(chan struct{}), Paths: map[string]string{}}
@@ -166,7 +166,7 @@ func NewKernels(t *testing.T) *Kernels {
 	return k
 }
 
-// Count is the number of kernels that run.
+// Count returns the number of kernels that run.
 func (k *Kernels) Count() int {
 	k.Mutex.Lock()
 	defer k.Mutex.Unlock()

@@ -1,5 +1,4 @@
-// Package testkit has what tests of this program compare and wait with, and a client of
-// what it serves.
+// Package testkit has comparisons, waits and a client for the tests of this program.
 package testkit
 
 import (
@@ -21,16 +20,16 @@ import (
 // Token is the access token of servers in tests.
 const Token = "a token for tests"
 
-// Client is one of a handler, which httptest serves.
+// Client is a client of a handler that httptest serves.
 type Client struct {
 	T       *testing.T
 	URL     string
-	Header  http.Header // of each request, unless it says otherwise
+	Header  http.Header // default headers of each request
 	handler http.Handler
 	server  *httptest.Server
 }
 
-// NewClient serves a handler until the test is over.
+// NewClient serves a handler until the test ends, and returns a client of it.
 func NewClient(t *testing.T, handler http.Handler) *Client {
 	t.Helper()
 	server := httptest.NewServer(handler)
@@ -38,7 +37,7 @@ func NewClient(t *testing.T, handler http.Handler) *Client {
 	return &Client{T: t, URL: server.URL, Header: http.Header{}, handler: handler, server: server}
 }
 
-// Do sends a request; header are names and values in turn.
+// Do sends a request and returns the response. header has names and values alternately.
 func (c *Client) Do(method, path string, body io.Reader, header ...string) *http.Response {
 	c.T.Helper()
 	request, err := http.NewRequest(method, c.URL+path, body)
@@ -59,7 +58,7 @@ func (c *Client) Do(method, path string, body io.Reader, header ...string) *http
 	return response
 }
 
-// Call returns status and body.
+// Call sends a request and returns status and body of the response.
 func (c *Client) Call(method, path, body string, header ...string) (int, string) {
 	c.T.Helper()
 	var reader io.Reader
@@ -85,7 +84,7 @@ type Event struct {
 	}
 }
 
-// Result is a stream that was read to its end.
+// Result is the content of a stream that was read to its end.
 type Result struct {
 	ID             string
 	Stdout, Stderr []string
@@ -99,7 +98,7 @@ func (c *Client) Run(request any) Result {
 	return c.RunAt("/command", request)
 }
 
-// RunAt reads the stream of a route to its end.
+// RunAt sends a request to a route and reads the stream of events to its end.
 func (c *Client) RunAt(path string, request any) Result {
 	c.T.Helper()
 	body, err := json.Marshal(request)
@@ -147,7 +146,7 @@ func (c *Client) Begin(request any) (string, *bufio.Reader, *http.Response) {
 	return event.Text, reader, response
 }
 
-// testStatus is what the status of a command says.
+// testStatus is the status of a command.
 type testStatus struct {
 	Running       bool  `json:"running"`
 	ExitCode      *int  `json:"exit_code"`
@@ -204,7 +203,7 @@ func (c *Client) Isolate(request Object) (path, id string) {
 	return path, made.ID
 }
 
-// Code runs code in the context "session", and returns the events after the first one, once that is there.
+// Code runs code in the context "session", and waits for the first event. rest returns the later events.
 func (c *Client) Code() (rest func() []string) {
 	c.T.Helper()
 	response := c.Do("POST", "/code", strings.NewReader(`{"code":"x","context":{"id":"session"}}`))
@@ -232,8 +231,8 @@ func (c *Client) Code() (rest func() []string) {
 	}
 }
 
-// LeavingCall sends a request, leaves when the function returns, and returns when the handler
-// has noticed that.
+// LeavingCall sends a request and closes its connection when until returns. It waits until the handler has detected
+// that the client has left.
 func (c *Client) LeavingCall(path, body string, until func()) {
 	c.T.Helper()
 	served := make(chan context.Context, 1)
@@ -264,7 +263,7 @@ func (c *Client) LeavingCall(path, body string, until func()) {
 // CloseConnections closes the connections to the handler.
 func (c *Client) CloseConnections() { c.server.CloseClientConnections() }
 
-// AnswersEarly answers with the first bytes of a body before it has read the rest.
+// AnswersEarly is a handler that answers with the first bytes of a body before it has read the rest.
 func AnswersEarly(w http.ResponseWriter, r *http.Request) {
 	http.NewResponseController(w).EnableFullDuplex()
 	text := make([]byte, 4)
@@ -274,7 +273,8 @@ func AnswersEarly(w http.ResponseWriter, r *http.Request) {
 	io.Copy(io.Discard, r.Body)
 }
 
-// HearsEarlyAnswers sends many bodies of unknown length to what passes them on to AnswersEarly.
+// HearsEarlyAnswers sends many bodies of unknown length to a route that passes them on to AnswersEarly, and compares
+// the answers.
 func (c *Client) HearsEarlyAnswers(path string) {
 	c.T.Helper()
 	for range 300 {
@@ -287,7 +287,7 @@ func (c *Client) HearsEarlyAnswers(path string) {
 	}
 }
 
-// Shorten changes a limit until the test is over.
+// Shorten sets a limit to 300 ms until the test ends.
 func Shorten(t *testing.T, limit *time.Duration) {
 	before := *limit
 	*limit = 300 * time.Millisecond
@@ -307,7 +307,7 @@ func Equal[T any](t *testing.T, expected, actual T) {
 	}
 }
 
-// Eventually waits for a condition that another process brings about.
+// Eventually waits up to 10 s until a condition is true. Otherwise the test fails with the text what.
 func Eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
@@ -318,7 +318,7 @@ func Eventually(t *testing.T, what string, condition func() bool) {
 	t.Fatal("did not happen: " + what)
 }
 
-// MustRead is the content of a file.
+// MustRead returns the content of a file.
 func MustRead(t *testing.T, path string) string {
 	t.Helper()
 	data, err := os.ReadFile(path)
@@ -328,7 +328,7 @@ func MustRead(t *testing.T, path string) string {
 	return string(data)
 }
 
-// Workspace is a directory outside /tmp with one file, for isolated sessions.
+// Workspace makes a directory outside /tmp with one file, for isolated sessions.
 func Workspace(t *testing.T) string {
 	t.Helper()
 	directory := OutsideTmp(t)
@@ -338,7 +338,7 @@ func Workspace(t *testing.T) string {
 	return directory
 }
 
-// OutsideTmp is a directory outside /tmp, of which isolated sessions have their own.
+// OutsideTmp makes a directory outside /tmp, because each isolated session has a /tmp of its own.
 func OutsideTmp(t *testing.T) string {
 	t.Helper()
 	directory, err := os.MkdirTemp("/var/tmp", "execd-test-")
@@ -349,7 +349,7 @@ func OutsideTmp(t *testing.T) string {
 	return directory
 }
 
-// Opened makes a directory that everybody may enter, unlike those of testing.
+// Opened makes a directory that every user may enter, unlike the directories of testing.T.TempDir.
 func Opened(t *testing.T) string {
 	t.Helper()
 	directory, err := os.MkdirTemp("", "execd-identity-")
@@ -363,12 +363,13 @@ func Opened(t *testing.T) string {
 	return directory
 }
 
-// brokenAnswer is the answer to a client that has left.
+// brokenAnswer is a response to a client that has left: each write fails.
 type brokenAnswer struct{ *httptest.ResponseRecorder }
 
 func (brokenAnswer) Write([]byte) (int, error) { return 0, syscall.EPIPE }
 
-// AbortedOnlyIfBroken expects a handler to abort the connection of a client that has left, and no other.
+// AbortedOnlyIfBroken fails the test unless a handler aborts the connection of a client that has left, and no other
+// connection.
 func AbortedOnlyIfBroken(t *testing.T, name string, serve func(w http.ResponseWriter)) {
 	t.Helper()
 	cause := func(w http.ResponseWriter) (cause any) {
