@@ -239,7 +239,7 @@ def _probe(configured: Settings) -> int:
 
 
 def _policy_file(options: argparse.Namespace) -> Path:
-    """Read a named file without settings. Faulty settings that were not named do not prevent that."""
+    """Return the path of the policy file. For a named file no settings are read, unless `--config` is given."""
     if options.file is not None and options.config is None:
         return Path(options.file)
     configured = _configured(options)
@@ -257,7 +257,7 @@ def _log_directory(options: argparse.Namespace) -> Path:
 
 
 def _kept_anchors(options: argparse.Namespace) -> list[Path]:
-    """Return hostd's anchors of the configured log; of another log it has none."""
+    """Return the files with hostd's anchors of the configured log. For another log there are none."""
     if options.directory is not None:
         return []
     path = _configured(options).state_dir / "hostd" / ANCHORS_NAME

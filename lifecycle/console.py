@@ -1,4 +1,4 @@
-"""The terminal or pipe of every command: no traceback when the reader goes away or Ctrl-C is pressed.
+"""The terminal or pipe of every command: no traceback after Ctrl-C or when the reader has closed the pipe.
 
 A command without a reader ends with the status of the signal: 141 for a closed pipe, 130 for an interrupt.
 """

@@ -1,7 +1,7 @@
 """`sallyport doctor`: what this machine lacks, and how to provide it. It works with and without a running server.
 
-- A running hostd runs its checks itself, because it knows what it works with. Otherwise its checks run in a separate
-  process, on the files that `serve` would write, but in a temporary directory.
+- A running hostd runs its checks itself, because it has its own configuration. Otherwise the checks run in a
+  separate process, on the files that `serve` would write, but in a temporary directory.
 - The checks that only the control plane can make (the policy file, the listening address) are added here.
 
 `runtimes.checks.doctor` contains the checks of the host. Nothing is changed.

@@ -66,7 +66,7 @@ def prepare(listener: socket.socket) -> None:
 
 
 def say_ready() -> None:
-    """Report to the parent, if it wants that, that the API listens: write one byte to the parent's descriptor."""
+    """Report to the parent that the API listens: write one byte to the descriptor that it passed, if any."""
     number = os.environ.pop(READY_FD, "")
     if number.isdigit():
         with os.fdopen(int(number), "wb", buffering=0) as pipe:

@@ -60,8 +60,9 @@ class Caller:
 
     @classmethod
     def at(cls, address: str | None, refusals: Refusals) -> "Caller":
-        """Return the caller at an address. All addresses of an IPv6 /64 are one caller, because one machine can have
-        them all.
+        """Return the caller at an address.
+
+        All addresses of an IPv6 /64 are one caller, because one machine can have them all.
         """
         try:
             ip = ipaddress.ip_address(address or "")
@@ -73,7 +74,7 @@ class Caller:
         return cls(str(ip), refusals)
 
     def proves(self, *claims: Claim) -> bool:
-        """Return whether one of the claims is right. If none is, each of them counts as an attempt.
+        """Return whether one of the claims is right. If none is, each compared claim counts as an attempt.
 
         A claim at a target for which the peer has no attempts left is not compared, so that a right and a wrong claim
         get the same answer.

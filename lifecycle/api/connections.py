@@ -23,13 +23,13 @@ _PROBES = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
 )
 UVICORN_LOG_LEVEL = "warning"
-"""Below this level uvicorn logs the path and query of each WebSocket, and at lower ones every header."""
+"""Below this level uvicorn logs the path and query of each WebSocket, and at still lower levels every header."""
 WEBSOCKETS_LOG = logging.Logger("websockets", logging.WARNING)
 """For connections to sandboxes. It is not a child of the root logger, whose level could enable the log of headers."""
 
 
 def expect_silence(listener: socket.socket) -> None:
-    """Enable the kernel's keep-alive probes. Accepted connections inherit this."""
+    """Enable keep-alive probes and a time limit for unacknowledged data. Accepted connections inherit both."""
     for level, option, value in _PROBES:
         listener.setsockopt(level, option, value)
 

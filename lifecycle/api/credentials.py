@@ -48,7 +48,7 @@ class KeyRing:
         return bool(self.digests)
 
     def claim(self, key: str) -> Claim:
-        """Return the claim that `key` is one of the API keys; without keys there is nothing to claim."""
+        """Return the claim that `key` is one of the API keys. Without API keys it counts as not presented."""
         return Claim(_API, self.required and bool(key), lambda: self._accepts(key))
 
     def _accepts(self, key: str) -> bool:
@@ -59,7 +59,10 @@ class KeyRing:
         return found and bool(key)
 
     def occurs_in(self, value: str) -> bool:
-        """Return whether a header value contains one of the keys: alone, after a scheme, or as a cookie's value."""
+        """Return whether a header value contains one of the keys.
+
+        The key can be the whole value, follow a scheme word, be a cookie's value, or be a part of Basic credentials.
+        """
         candidates = {value, *value.split()}
         candidates |= {part.partition("=")[2].strip().strip('"') for part in value.split(";")}
         if value[:6].lower() == "basic ":
@@ -111,7 +114,7 @@ class Tokens:
 
 
 def _same(presented: str, expected: str) -> bool:
-    """Compare two tokens in constant time, with their lengths."""
+    """Compare two tokens in constant time. Their digests have equal lengths, so the time does not disclose a length."""
     return hmac.compare_digest(
         hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest(),
         hashlib.sha256(expected.encode()).digest(),

@@ -197,7 +197,7 @@ class Renew(Model):
 
 
 class MetricsEvent(Model):
-    """Events that clients report after a create. They are counted, never trusted."""
+    """An event that a client reports after a create. It is counted, never trusted."""
 
     event_type: Literal["sandbox.create"]
     create_duration_ms: int = Field(ge=0)

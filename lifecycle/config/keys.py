@@ -507,7 +507,7 @@ NOT_APPLICABLE = frozenset(
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """The default of each key, converted like a value of a file."""
+    """Return the default of each key, converted like a value of a file."""
     model = SettingsModel()
     return {str(field.alias): getattr(model, name) for name, field in SettingsModel.model_fields.items()}
 

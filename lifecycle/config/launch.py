@@ -26,7 +26,7 @@ _DAEMONS = ("auditd", "vaultd", "zygote", "compiler", "serve")
 
 
 def uids(settings: Settings) -> dict[str, int]:
-    """The uids of daemons and workers."""
+    """Return the uids of daemons and workers."""
     return {name: int(settings.get(f"sallyport.uids.{name}")) for name in _UIDS}
 
 
@@ -49,8 +49,9 @@ def _key_file(settings: Settings) -> Path:
 
 
 def exports(settings: Settings) -> list[str]:
-    """Return the lines that describe to a client how to use this server. They contain no key, because output ends up in
-    a journal.
+    """Return the shell lines that configure a client for this server.
+
+    They contain no key, because printed text is stored in a journal.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 - compared
     lines = [f"export OPEN_SANDBOX_DOMAIN={_in_url(host)}:{settings.port}"]
@@ -136,14 +137,12 @@ def launch_concurrency(settings: Settings) -> int:
 
 
 def disk_limits(settings: Settings) -> bool:
-    """Return whether each sandbox has its own disk with a limit. Only an explicit setting of the operator disables
-    that.
-    """
+    """Return whether each sandbox has a disk of its own. Only an explicit setting of the operator disables that."""
     return bool(settings.get("sallyport.disk_limits"))
 
 
 def external_base(settings: Settings) -> str:
-    """Return the public base of endpoints, without its scheme. Without a setting for it `server.eip` is used."""
+    """Return the public base of endpoints, without its scheme. If it is not set, `server.eip` is used."""
     own = settings.get("server.external_base")
     base = str(settings.get("server.eip") if own is None else own)
     return base.removeprefix("https://").removeprefix("http://").rstrip("/")

@@ -57,7 +57,7 @@ def _shown(field: FieldInfo) -> str:
 
 
 def _value(field: FieldInfo) -> str:
-    """Return the default or the example as TOML. Values are written as in JSON, except tables, which are empty."""
+    """Return the default or the example as TOML. JSON writes these values in the same way, because tables are empty."""
     return json.dumps(_extra(field)["example"] if field.default is None else field.default)
 
 

@@ -4,7 +4,7 @@
 - `--defaults` names a file with lower priority (what `./run` built). The operator's file overrides it key by key.
 - Unknown keys are refused with their path. Keys of the reference server without a meaning here are reported.
 - `OPENSANDBOX_SERVER_API_KEY`, when set, replaces the configured keys, even if it is empty. Without a key one is
-  created at start. A server without keys needs `OPENSANDBOX_INSECURE_SERVER=YES`, and then listens on loopback only.
+  created at start. A server without keys needs `OPENSANDBOX_INSECURE_SERVER=YES` and a loopback address.
 
 This module reads and checks. `launch` writes the configuration of the daemons.
 """
@@ -85,7 +85,7 @@ class Settings:
 
     @property
     def upstream_roots(self) -> Path:
-        """The file with the authorities that verify upstream servers."""
+        """The file with the authorities against which upstream servers are verified."""
         found = self.get("sallyport.upstream_roots")
         if found is None:
             found = next((path for path in _SYSTEM_ROOTS if Path(path).exists()), _SYSTEM_ROOTS[0])
@@ -200,7 +200,10 @@ def _check_whole(settings: Settings) -> None:
 
 
 def detect_resolvers(path: Path) -> tuple[str, ...]:
-    """Return the host's own resolvers as address:port, without those on loopback or with an interface in them."""
+    """Return up to three of the host's resolvers as address:port.
+
+    Resolvers on loopback are omitted, and those with an address that is not routed (`wire.endpoints.routed`).
+    """
     try:
         lines = path.read_text("ascii", "replace").splitlines()
     except OSError:

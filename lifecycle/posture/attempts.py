@@ -22,7 +22,7 @@ QUIC_INITIAL = Path(__file__).with_name("quic_initial.b64")
 
 
 class FarEnd(StrEnum):
-    """Where an attempt is judged."""
+    """The place where an attempt is judged."""
 
     ATTACKER = "frames at the attacker"
     TUNNEL = "frames at the attacker, or tunnelled queries at any DNS server"
@@ -34,7 +34,7 @@ class FarEnd(StrEnum):
 
 
 class Control(StrEnum):
-    """Where on one runtime an attempt arrives from if there is no gate."""
+    """The place from which an attempt arrives on one runtime if there is no gate."""
 
     WORKLOAD = "arrives from the workload"
     PRIVILEGED = "refused to the workload, arrives with every capability"
@@ -50,13 +50,12 @@ class Attempt:
     far_end: FarEnd
     privileged: bool = True
     noticed: bool = False
-    """From a privileged container it changes the sandbox's namespace, and the sandbox is disconnected because of that.
-    """
+    """From a privileged container it changes the sandbox's namespace, so the watch disconnects the sandbox."""
     runc: Control = Control.WORKLOAD
     runsc: Control = Control.WORKLOAD
 
     def control(self, runtime: str) -> Control:
-        """Return where it arrives from on `runtime` without a gate."""
+        """Return the place from which it arrives on `runtime` without a gate."""
         return {"runc": self.runc, "runsc": self.runsc}[runtime]
 
 

@@ -1,4 +1,4 @@
-"""The test network for ways out: an own upstream with every far end.
+"""The test network of the ways out: a separate upstream with every far end.
 
     gateway worker -> [up] ===veth=== [net] attacker, metadata, resolver, one allowed host
       control run  -> [ctl] ==veth===   |
@@ -129,7 +129,7 @@ class Ground:
         _ip("-n", near, "route", "add", "default", "via", far_address)
 
     def try_ungated(self, probe: str) -> Report:
-        """Try one way from the place without a gate. Return the traffic that was seen.
+        """Try one way from the place without a gate. Return the report of the probe.
 
         Raises:
             ProbeError: it was not tried to its end.
@@ -178,7 +178,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def _resolver(netns: str) -> Iterator[None]:
-    """A resolver that answers the two existing names and denies all others."""
+    """Run a resolver that answers the two existing names and denies all others."""
     sock = in_namespace(netns, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     sock.bind((RESOLVER, 53))
     sock.settimeout(0.1)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM undo what was begun, and do not interrupt the cleanup.
+"""The handling of Ctrl-C and SIGTERM: they cause a cleanup once, and do not interrupt it.
 
 For the main thread of a process with a single task.
 """

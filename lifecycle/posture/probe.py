@@ -56,7 +56,7 @@ class Line:
 
 def probe(operator: Settings, say: Callable[[str], None]) -> bool:
     """Try everything and print each line. Return whether all of it held."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # These lines would stand between those of the report.
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # Its lines would mix with those of the report.
     with interrupts.unwinding(), tempfile.TemporaryDirectory(prefix="sallyport-probe-") as name:
         directory = Path(name)
         directory.chmod(0o711)  # Daemons with other users must be able to pass through the directory.
@@ -96,7 +96,7 @@ class ControlResult:
 
 
 def _control(ground: Ground, attempt: Attempt) -> ControlResult:
-    """Try a way without a gate."""
+    """Try a way without a gate, as the control."""
     net = ground.path(ground.net)
     with Capture(net, "net1") as wire, Counter(net, GATEWAY_PORTS) as gateway:
         host = ground.host.hits

@@ -49,7 +49,7 @@ def tcp(address: str, port: int, data: bytes = MARKER, mark: int | None = None) 
 
 
 def answered(sock: socket.socket) -> str:
-    """The answer to something that was sent."""
+    """Wait for the answer to sent data, and return a description of the answer."""
     try:
         return f"sent, {len(sock.recv(4096))} bytes back"
     except OSError as error:
@@ -130,7 +130,7 @@ def forged_host(form: bytes) -> Try:
 
 
 def icmp(kind: int) -> Try:
-    """Return an echo request with a payload."""
+    """Return a try that sends an ICMP echo request with a payload."""
 
     def checksum(data: bytes) -> int:
         total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
@@ -179,7 +179,7 @@ def tunnel_name() -> str:
 
 
 def tunnel_by(server: str) -> dict[str, Try]:
-    """Query names that contain data, at one server."""
+    """Return the tries that query one server for names with data in them."""
 
     def framed() -> str:
         asked = tunnel_query()
@@ -197,7 +197,7 @@ def host_port(address: str, port: int) -> Try:
 
 
 def raw_frame(destination: str, everyone: bool = False) -> str:
-    """Send hand-made frames to the gateway, or to all: UDP to `destination`, also from a foreign source address."""
+    """Send hand-made frames to the gateway or by broadcast: UDP to `destination`, also from a foreign address."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
         sock.bind((TARGETS["interface"], 0x0800))
         own = sock.getsockname()[4]
@@ -335,7 +335,7 @@ _IN_ORDER = frozenset({"ipv6"})
 
 
 def labels(name: str) -> list[str]:
-    """The keys in the report of one probe, or of `all`."""
+    """Return the keys in the report of one probe, or of `all`."""
     return [f"{probe}/{label}" for probe in (PROBES if name == "all" else (name,)) for label in PROBES[probe]]
 
 

@@ -1,1 +1,1 @@
-"""The HTTP routes, one module per group. They parse, call the orchestrator and render."""
+"""The HTTP routes, one module per group. They parse requests, call the orchestrator and render answers."""

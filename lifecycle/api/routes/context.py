@@ -17,7 +17,7 @@ from lifecycle.sandboxes.transaction import Creations
 
 @dataclass(slots=True)
 class Counters:
-    """The numbers of the metrics route."""
+    """The counts of reported metrics events."""
 
     creates_reported: int = 0
     creates_failed: int = 0

@@ -1,6 +1,6 @@
 """`/sandboxes/{id}/endpoints/{port}`: the address of a port for a client, and the headers it needs.
 
-Every endpoint is the server's own proxy route, in both modes. No port of a sandbox is published.
+Every endpoint is the server's own proxy route, with and without `use_server_proxy`. No port of a sandbox is published.
 """
 
 import re
@@ -26,7 +26,7 @@ async def endpoint(
     use_server_proxy: Annotated[bool, Query()] = False,
     expires: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
-    """Return the endpoint of a port, for every sandbox from the moment it was accepted."""
+    """Return the endpoint of a port. A sandbox has its endpoints from the moment that its creation was accepted."""
     if not 1 <= port <= 65535:
         raise ApiError(400, "DOCKER::INVALID_PORT", "The port must be between 1 and 65535.")
     if expires is not None:

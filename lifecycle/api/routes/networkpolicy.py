@@ -1,5 +1,6 @@
-"""`/sandboxes/{id}/networkpolicy`: the egress policy under the API key, with the same writes as `/policy` of port
-18080.
+"""`/sandboxes/{id}/networkpolicy`: the egress policy under the API key.
+
+Its writes equal those of `/policy` on port 18080.
 """
 
 from typing import Annotated, Any
@@ -58,7 +59,7 @@ async def patch(
 async def delete(
     server: Server, sandbox: str, body: Annotated[list[str], Body(max_length=4096)], force: Force = ""
 ) -> dict[str, Any]:
-    """Remove the rules of targets."""
+    """Remove the rules with the given targets."""
     await server.rows.get(sandbox)
     try:
         row, found = await server.egress.delete(sandbox, parse_delete(body), force=force == "revoke")

@@ -80,7 +80,7 @@ async def get(server: Server, sandbox: str) -> dict[str, Any]:
 
 @router.delete("/sandboxes/{sandbox}", status_code=204)
 async def delete(server: Server, sandbox: str) -> Response:
-    """Remove a sandbox. It is removed when this answers."""
+    """Remove a sandbox. The answer is sent after the removal."""
     await server.orchestrator.remove(sandbox, "deleted by the API")
     return Response(status_code=204)
 
@@ -89,7 +89,7 @@ async def delete(server: Server, sandbox: str) -> Response:
 async def patch_metadata(
     server: Server, sandbox: str, patch: Annotated[dict[str, str | None], Body()]
 ) -> dict[str, Any]:
-    """Merge into the metadata."""
+    """Merge the patch into the metadata."""
     return models.shown(await server.orchestrator.patch_metadata(sandbox, patch))
 
 

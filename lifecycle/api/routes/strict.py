@@ -1,7 +1,8 @@
 """The route class of the lifecycle API, which refuses a call with content that its route does not read.
 
 - An unknown query parameter, and a repeated one of which only one counts, is a 400 that names it.
-- A body is strict JSON (`policy.strict`), and its model refuses unknown fields. A call without a body allows only `{}`.
+- A body is strict JSON (`policy.strict`), and its model refuses unknown fields. A route without a body accepts an
+  empty one or `{}`.
 - Fields that the operator lists are dropped, at the top level of a model that does not know them, and only there.
 """
 
@@ -20,7 +21,7 @@ from lifecycle.api.routes.context import Context
 from policy.strict import StrictError, decode, quoted
 
 _LARGE = 64 * 1024
-"""Bytes. A body up to this size is parsed in the event loop."""
+"""Bytes. A body of this size or more is parsed in a thread, so that it does not delay other requests."""
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ async def version() -> dict[str, str]:
 @root.get("/docs", response_class=HTMLResponse, include_in_schema=False)
 @root.get("/redoc", response_class=HTMLResponse, include_in_schema=False)
 async def docs() -> HTMLResponse:
-    """Redirect to the schema. FastAPI's own pages would run a script of another server in this origin."""
+    """Return a link to the schema. FastAPI's own pages would run a script of another server in this origin."""
     page = '<!doctype html><title>Sallyport</title><a href="/openapi.json">OpenAPI schema</a>'
     return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'none'"})
 

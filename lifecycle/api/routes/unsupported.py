@@ -1,4 +1,7 @@
-"""Features that this server does not offer: each route answers with the contract's code, none with 404."""
+"""The routes of the contract that this server does not offer.
+
+Each answers with the contract's code, not with the 404 of an unknown route.
+"""
 
 from fastapi import APIRouter
 
@@ -43,7 +46,7 @@ async def list_snapshots() -> None:
 @router.get("/snapshots/{snapshot}")
 @router.delete("/snapshots/{snapshot}")
 async def snapshot(snapshot: str) -> None:
-    """One snapshot: none exists."""
+    """Report that the snapshot does not exist, because none exists."""
     raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {snapshot[:80]} not found.")
 
 
