@@ -76,7 +76,8 @@ class CompromisedStack(SubstitutedStack):
         self._agents: dict[str, queue.Queue[Hostile]] = {}
         self._introduced: list[str] = []
         self._lock = threading.Lock()
-        threading.Thread(target=self._accept, args=(listener,), name="agents", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, args=(listener,), name="agents", daemon=True)
+        self._thread.start()
 
     def hostile(self, name: str, seconds: float = _SECONDS) -> Hostile:
         """Return the next process of this name that was not returned yet: a daemon's, or the id of a worker's sandbox.
@@ -99,9 +100,12 @@ class CompromisedStack(SubstitutedStack):
         """Close the listener and the agents that no test has asked for."""
         if self._listener is None:
             return
+        # A thread that stays in `accept` could later accept from the socket that gets the same descriptor.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._listener.close()
+        self._listener = None
         with self._lock:
-            self._listener = None
             for waiting in self._agents.values():
                 while not waiting.empty():
                     waiting.get().close()
@@ -122,9 +126,6 @@ class CompromisedStack(SubstitutedStack):
                 name = f"({error!r})"
             agents = self._of(name)
             with self._lock:
-                if self._listener is not listener:  # stopped meanwhile
-                    sock.close()
-                    continue
                 pid, uid, _ = _credentials(sock)
                 self._introduced.append(f"{name} {pid}")
                 agents.put(Hostile(sock, pid, uid))

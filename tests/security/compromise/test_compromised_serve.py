@@ -131,12 +131,15 @@ def _rogue(compromised: CompromisedStack, tmp_path_factory: pytest.TempPathFacto
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(write_host_certificate(rogue.authority, API, tmp_path_factory.mktemp("rogue")))
     listener = in_namespace(internet.path(internet.net), lambda: socket.create_server((ROGUE_ADDRESS, 443)))
-    threading.Thread(target=rogue.serve, args=(listener, context), daemon=True).start()
+    thread = threading.Thread(target=rogue.serve, args=(listener, context), daemon=True)
+    thread.start()
     mark = secrets.token_hex(8)
     rogue.ask(internet, mark)
     assert [True] == [mark.encode() in head for head in rogue.received]
     rogue.received.clear()
     yield rogue
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
     listener.close()
 
 
