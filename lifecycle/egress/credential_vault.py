@@ -3,7 +3,7 @@
 A vault is `{"revision", "credentials": {name: revision}, "bindings": [...]}` here and in the registry. Values are
 passed separately, from the request to vaultd. No object of this module but `Change.values` contains them.
 
-- Unknown keys, nulls and duplicate names are refused at any depth. Messages are the contract's (egress 5.2, 5.3).
+- Unknown keys, nulls and duplicate names are refused at any depth. Messages are the contract's.
   `policy.bindings` validates the content of a binding.
 - vaultd's name of a credential is `inline:<revision>/<name>`. It cannot collide with a stored secret. A replaced value
   is another secret, so that the old and the new one exist beside each other until the change is in force.
