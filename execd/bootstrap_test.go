@@ -13,7 +13,8 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// sourced starts an entrypoint behind a start script and returns its variables.
+// sourced runs a daemon with a start script and an entrypoint. It returns the entrypoint's variables and the daemon's
+// log.
 func sourced(t *testing.T, script string, env ...string) (variables map[string]string, log string) {
 	t.Helper()
 	directory := t.TempDir()

@@ -1,11 +1,11 @@
 package main
 
-// Flags and environment.
+// Flags and environment variables of the daemon.
 //
 // Invariants
-//   - A flag wins over its variable; an unknown flag ends the start with a message.
-//   - For a token given in clear, the daemon executes its own program again with the hash
-//     instead, so that the token is in neither /proc/PID/cmdline nor /proc/PID/environ.
+//   - A flag takes precedence over its environment variable. An unknown flag ends the daemon with a message.
+//   - If the token is given in clear, the daemon executes its own program again with the hash instead. So the token is
+//     in neither /proc/PID/cmdline nor /proc/PID/environ.
 
 import (
 	"errors"
@@ -44,11 +44,11 @@ const (
 	tailLimit    = time.Minute
 )
 
-// errUsage was already reported.
+// errUsage is the error for an invalid command line that was already reported.
 var errUsage = errors.New("usage")
 
-// parseConfig reads arguments (without the program) and the environment. inClear
-// is true if the token came in clear and hides in arguments or environment.
+// parseConfig reads the arguments (without the program's name) and the environment. inClear is true if the arguments or
+// the environment contain the token in clear.
 func parseConfig(arguments []string, getenv func(string) string, stderr io.Writer) (config Config, inClear bool, err error) {
 	flags := flag.NewFlagSet("execd", flag.ContinueOnError)
 	flags.SetOutput(stderr)
@@ -120,7 +120,7 @@ func truthy(text string) bool {
 	return false
 }
 
-// arguments reproduces the configuration as flags, with the hash only.
+// arguments returns the configuration as flags, with the hash of the token only.
 func (c Config) arguments() []string {
 	list := []string{
 		"--port", strconv.Itoa(c.Port), "--access-token-sha256", c.TokenHash,
@@ -138,8 +138,7 @@ func (c Config) arguments() []string {
 	return list
 }
 
-// forgetClearToken executes this program again without the token. It returns
-// only if that failed.
+// forgetClearToken executes this program again without the token in clear. It returns only if that fails.
 func forgetClearToken(config Config) error {
 	replaced := []string{"EXECD_ACCESS_TOKEN", "JUPYTER_HOST", "JUPYTER_TOKEN"}
 	environ := make([]string, 0, len(os.Environ())+len(replaced))
@@ -153,7 +152,7 @@ func forgetClearToken(config Config) error {
 			environ = append(environ, name+"="+value)
 		}
 	}
-	// Not the path of the file: it may name another file by now.
+	// Do not use the path of the file, because another file can have it by now.
 	return syscall.Exec("/proc/self/exe", append([]string{os.Args[0]}, config.arguments()...), environ)
 }
 

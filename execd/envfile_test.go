@@ -14,7 +14,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// said runs a command in a daemon of its own and returns the answer.
+// said runs a command in the daemon at url and returns the body of the answer.
 func said(t *testing.T, url, command string) string {
 	t.Helper()
 	request, err := http.NewRequest("POST", url+"/command", strings.NewReader(`{"command":"`+command+`"}`))

@@ -248,7 +248,7 @@ func TestInitsDoNotQueue(t *testing.T) {
 	testhost.ExitOf(t, process)
 }
 
-// Another content of the launch file is what a restored daemon finds.
+// A restored daemon finds another content of its launch file.
 func TestAnotherLaunchUnbindsEverything(t *testing.T) {
 	directory := t.TempDir()
 	launch, ticks := filepath.Join(directory, "launch"), filepath.Join(directory, "ticks")
@@ -283,7 +283,7 @@ func TestAnotherLaunchUnbindsEverything(t *testing.T) {
 			generation, server.HashToken(token))
 	}
 	testkit.Eventually(t, "it serves", func() bool { return call(client, "GET", "/metrics", "old", "") == 200 })
-	testkit.Equal(t, 404, call(client, "POST", "/internal/init", "old", body(9, "x"))) // it was not restored
+	testkit.Equal(t, 404, call(client, "POST", "/internal/init", "old", body(9, "x"))) // the daemon was not restored
 	watching := make(chan int, 1)
 	go func() { watching <- call(&http.Client{}, "GET", "/metrics/watch", "old", "") }()
 
@@ -294,7 +294,7 @@ func TestAnotherLaunchUnbindsEverything(t *testing.T) {
 	put(server.HashToken("first") + "\n")
 	testkit.Equal(t, 200, call(client, "GET", "/metrics", "old", ""))
 
-	for generation, name := range []string{"second", "third"} { // and back to generation 0
+	for generation, name := range []string{"second", "third"} { // the second init has generation 0 again
 		put(server.HashToken(name) + "\n")
 		fresh := &http.Client{Transport: &http.Transport{}}
 		testkit.Equal(t, 503, call(fresh, "GET", "/metrics", "old", ""))
@@ -312,7 +312,7 @@ func TestAnotherLaunchUnbindsEverything(t *testing.T) {
 		}
 	}
 	select {
-	case <-watching: // its connection was closed
+	case <-watching: // the connection was closed
 	case <-time.After(5 * time.Second):
 		t.Fatal("a stream from before goes on")
 	}

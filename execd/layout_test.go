@@ -14,11 +14,11 @@ import (
 
 const internal = "sallyport.dev/execd/internal/"
 
-// handlers serve the routes of the contract. Each is independent of the others.
+// handlers are the packages that serve the routes of the contract. They do not depend on each other.
 var handlers = []string{"command", "files", "isolate", "jupyter", "session", "terminal"}
 
-// leaves are what handlers are built from, in the order of their dependencies: each may import
-// those before it.
+// leaves are the packages that the handlers use, in the order of their dependencies: each can import only those before
+// it.
 var leaves = []string{"sys", "account", "environ", "process", "httpx", "stream", "helper"}
 
 // importsOf returns the packages below internal that the files of a directory import.

@@ -1,9 +1,9 @@
 package main
 
-// Log lines: stderr, or the file named by EXECD_LOG_FILE with one old generation.
+// Log lines. They go to stderr, or to the file that EXECD_LOG_FILE names. One older file is kept.
 //
 // Invariants
-//   - No line contains command text, output, environment values or tokens.
+//   - No line contains a command's text, output, values of environment variables or tokens.
 //   - A log that cannot be written never stops the daemon.
 
 import (
@@ -16,7 +16,8 @@ import (
 
 const logFileLimit = 10 << 20
 
-// newLogger falls back to stderr, and says why.
+// newLogger returns a logger for the file at path. It uses stderr if path is empty, or if the file cannot be written;
+// it then logs the reason.
 func newLogger(path string) *log.Logger {
 	logger := log.New(os.Stderr, "execd: ", log.LstdFlags|log.LUTC|log.Lmsgprefix)
 	if path == "" {
@@ -38,7 +39,7 @@ type rotatingFile struct {
 	size  int64
 }
 
-// openLog never waits for the other end of a FIFO.
+// openLog opens a log file. It never waits for the reader of a FIFO.
 func openLog(path string) (*rotatingFile, error) {
 	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND|syscall.O_NONBLOCK, 0o640)
 	if err != nil {
@@ -67,8 +68,8 @@ func (f *rotatingFile) Write(line []byte) (int, error) {
 	return n, err
 }
 
-// rotate continues in a new file. Where the file cannot be renamed, for example because
-// it is a mount, rotate truncates this one.
+// rotate continues in a new file. If the file cannot be renamed, for example because it is a mount, rotate truncates
+// it.
 func (f *rotatingFile) rotate() {
 	next, err := f.next()
 	if err != nil {
@@ -80,7 +81,7 @@ func (f *rotatingFile) rotate() {
 	f.file, f.size = next.file, next.size
 }
 
-// next gives the file the name of the old generation, and opens another one.
+// next renames the file to the name of the older file, and opens a new one.
 func (f *rotatingFile) next() (*rotatingFile, error) {
 	if err := os.Rename(f.path, f.path+".1"); err != nil {
 		return nil, err

@@ -18,7 +18,7 @@ func TestTheLogIsOneFileAndItsPredecessorOfBoundedSize(t *testing.T) {
 	line := strings.Repeat("x", 1<<20)
 	for _, renaming := range []bool{true, false} {
 		directory := t.TempDir()
-		if !renaming { // as for a file that is a mount
+		if !renaming { // renaming fails, as it does for a file that is a mount
 			os.MkdirAll(directory+"/log.1/taken", 0o700)
 		}
 		logger := newLogger(directory + "/log")

@@ -1,7 +1,6 @@
-// Command execd is the daemon inside a Sallyport sandbox: commands, files,
-// metrics and a port proxy over HTTP, and PID 1 duties. It is one static binary
-// that needs nothing of the image it runs in and knows only the SHA-256 of its
-// access token.
+// Command execd is the daemon inside a Sallyport sandbox. It serves commands, files, metrics and a port proxy over
+// HTTP, and it does the work of PID 1. It is one static binary that needs nothing of the image in which it runs. It
+// knows its access token only as a SHA-256.
 package main
 
 import (
@@ -22,7 +21,7 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-// Statuses of a daemon that does not come to serve.
+// Exit statuses of a daemon that ends before it serves.
 const (
 	exitUnlistened = 1
 	exitUsage      = 2
@@ -35,7 +34,8 @@ func main() {
 	os.Exit(run())
 }
 
-// otherProgram is what this file is when the daemon starts it itself; nil for the daemon.
+// otherProgram returns the function to run if this file was started for another purpose. It returns nil for the daemon
+// itself.
 func otherProgram(arguments []string) func() int {
 	if len(arguments) != 2 {
 		return nil
@@ -51,7 +51,7 @@ func otherProgram(arguments []string) func() int {
 	return nil
 }
 
-// run is the daemon.
+// run is the daemon. It returns the exit status.
 func run() int {
 	config, binding, err := configure()
 	if errors.Is(err, errUsage) {
@@ -85,15 +85,15 @@ func run() int {
 	return d.runAlone(lifecycle)
 }
 
-// configure reads the command line and the environment. It forgets a token in clear, which
-// executes this program again.
+// configure reads the command line and the environment. If the token was given in clear, it removes the token by
+// executing this program again.
 func configure() (Config, *server.Binding, error) {
 	config, inClear, err := parseConfig(os.Args[1:], os.Getenv, os.Stderr)
 	if err != nil {
 		return config, nil, err
 	}
 	var auth server.Auth
-	if config.TokenHash != "" || !config.RuntimeInit { // else an init brings the hash
+	if config.TokenHash != "" || !config.RuntimeInit { // otherwise the token's hash comes with an init
 		if auth, err = server.NewAuth(config.TokenHash, config.Insecure); err != nil {
 			return config, nil, err
 		}
@@ -110,18 +110,19 @@ func configure() (Config, *server.Binding, error) {
 	return config, binding, nil
 }
 
-// takeSignals returns the signals that are for the entrypoint. It also undoes an inherited
-// "ignore", which children would inherit in turn.
+// takeSignals returns a channel with the signals for the entrypoint. It also handles signals that this process
+// inherited as ignored, because children would inherit that too.
 func takeSignals() <-chan os.Signal {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals, supervise.ForwardedSignals...)
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU)
-	// Not ignored (children would inherit that): a write to a closed log fails only.
+	// SIGPIPE is handled, not ignored, because children would inherit that it is ignored. A write to a closed log then
+	// only returns an error.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	return signals
 }
 
-// takeEnvironment keeps the environment for children, and removes credentials from this process.
+// takeEnvironment returns the environment for children, and removes credentials from this process's own environment.
 func takeEnvironment(logger *log.Logger) *environ.Environment {
 	env := environ.New(os.Environ())
 	for _, name := range environ.Credentials {
@@ -131,18 +132,18 @@ func takeEnvironment(logger *log.Logger) *environ.Environment {
 	return env
 }
 
-// service is what a running daemon consists of.
+// service holds the parts of a running daemon.
 type service struct {
 	binding    *server.Binding
 	hooks      *supervise.Hooks
 	api        *server.API
 	supervisor *supervise.Supervisor
 	signals    <-chan os.Signal
-	lost       chan struct{} // closed when the API is gone for good
+	lost       chan struct{} // closed when the API is lost permanently
 	log        *log.Logger
 }
 
-// assemble makes the parts, and starts nothing but the reaper.
+// assemble makes the parts of the daemon. It starts only the reaper.
 func assemble(config Config, binding *server.Binding, env *environ.Environment, logger *log.Logger, signals <-chan os.Signal) *service {
 	if config.Init && os.Getpid() != 1 {
 		if err := sys.Prctl(sys.PrSetChildSubreaper, 1); err != nil {
@@ -155,7 +156,7 @@ func assemble(config Config, binding *server.Binding, env *environ.Environment, 
 	}
 	lost := make(chan struct{})
 	supervisor := supervise.NewSupervisor(launcher.Reaper, env, logger, config.Grace, signals, lost, programPath())
-	program, err := process.ThisProgram() // before anything of the image runs
+	program, err := process.ThisProgram() // before any program of the image runs
 	if err != nil {
 		logger.Printf("no helpers: %v", err)
 	}
@@ -181,7 +182,7 @@ func workingDirectory() string {
 	return directory
 }
 
-// serve serves the API until that is over.
+// serve serves the API. It closes lost if the API ends permanently.
 func (d *service) serve() {
 	if err := d.api.Serve(); err != nil {
 		d.log.Printf("the API is gone for good: %v", err)
@@ -189,7 +190,7 @@ func (d *service) serve() {
 	}
 }
 
-// runEntrypoint is the daemon with --init; it returns the exit status.
+// runEntrypoint runs the entrypoint, for --init. It returns the exit status.
 func (d *service) runEntrypoint(lifecycle supervise.Lifecycle, entrypoint []string) int {
 	prepared := make(chan error, 1)
 	go func() { prepared <- d.supervisor.Prepare(d.hooks, lifecycle, entrypoint) }()
@@ -202,7 +203,7 @@ func (d *service) runEntrypoint(lifecycle supervise.Lifecycle, entrypoint []stri
 	return d.supervisor.Run(entrypoint)
 }
 
-// runAlone is the daemon without --init; it returns the exit status.
+// runAlone waits for the end of the daemon without --init. It returns the exit status.
 func (d *service) runAlone(lifecycle supervise.Lifecycle) int {
 	go func() {
 		if err := d.supervisor.Prepare(d.hooks, lifecycle, nil); err != nil {
@@ -226,7 +227,7 @@ func (d *service) runAlone(lifecycle supervise.Lifecycle) int {
 	}
 }
 
-// programPath is where a shell finds this program, as a process without any right of the daemon's.
+// programPath returns the path at which a shell without the daemon's privileges can start this program.
 func programPath() string {
 	path, err := os.Executable()
 	if err != nil {

@@ -20,9 +20,9 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// running is the real daemon in one of its modes.
+// running is a real daemon in one of its modes.
 type running struct {
-	started *process.Process // the daemon, or what made its PID namespace
+	started *process.Process // the daemon, or the process that made its PID namespace
 	pid     int
 	url     string
 	stderr  func() string
@@ -58,7 +58,7 @@ var modes = map[string]func(t *testing.T, env []string, entrypoint ...string) *r
 
 func (r *running) port() string { return r.url[strings.LastIndexByte(r.url, ':')+1:] }
 
-// breakListener makes the daemon's listening socket one that does not listen any more.
+// breakListener shuts the daemon's listening socket down, so that it no longer listens.
 func (r *running) breakListener(t *testing.T) {
 	t.Helper()
 	const pidfdGetfd = 438
@@ -78,7 +78,7 @@ func (r *running) breakListener(t *testing.T) {
 	}
 }
 
-// listenerNumber is the descriptor of the listener in the daemon.
+// listenerNumber returns the number of the listener's descriptor in the daemon.
 func (r *running) listenerNumber(t *testing.T) int {
 	t.Helper()
 	port, _ := strconv.Atoi(r.port())
@@ -119,7 +119,7 @@ func TestADaemonWhoseListenerBreaksListensAgain(t *testing.T) {
 					response.Body.Close()
 					return response.StatusCode == 200
 				})
-				testkit.Equal(t, 200, statusOf(t, &former, r.url+"/ping")) // on its connection from before
+				testkit.Equal(t, 200, statusOf(t, &former, r.url+"/ping")) // on its former connection
 				former.CloseIdleConnections()
 			}
 			testkit.Equal(t, 3, strings.Count(r.stderr(), "listening again"))
@@ -143,7 +143,7 @@ func statusOf(t *testing.T, client *http.Client, url string) int {
 	return response.StatusCode
 }
 
-// takePort breaks the listener of a daemon and listens in its place.
+// takePort breaks the listener of a daemon and listens on its port instead.
 func (r *running) takePort(t *testing.T) {
 	t.Helper()
 	if err := syscall.Kill(r.pid, syscall.SIGSTOP); err != nil {
@@ -218,7 +218,7 @@ func TestADaemonWithoutDescriptorsAnswersWhenItHasSomeAgain(t *testing.T) {
 	testkit.Equal(t, 0, strings.Count(r.stderr(), "listening again"))
 }
 
-// setDescriptorLimit sets how many descriptors a process may have, and returns that before.
+// setDescriptorLimit sets the limit of a process's open descriptors, and returns the former limit.
 func setDescriptorLimit(t *testing.T, pid int, most uint64) (former uint64) {
 	t.Helper()
 	var limit syscall.Rlimit

@@ -1,6 +1,6 @@
 package files
 
-// The metadata of a file: owner, mode, times, extended attributes.
+// The metadata of a file: owner, mode, times and extended attributes.
 
 import (
 	"encoding/binary"
@@ -17,16 +17,16 @@ const (
 	accessWrite    = 2
 	accessSearch   = 1
 	atLinkItself   = 0x100    // AT_SYMLINK_NOFOLLOW
-	attributeBytes = 64 << 10 // of a value or of all names: the kernel's own limit
+	attributeBytes = 64 << 10 // bytes of a value or of all names: the kernel's limit
 
 	attributeACL        = "system.posix_acl_access"
 	attributeDefaultACL = "system.posix_acl_default"
 	attributeCapability = "security.capability"
 )
 
-// keepOwner gives a new file the owner and group of another and returns the mode that it may
-// have. Without the privilege it becomes the daemon's, as with any editor, keeps the group if
-// possible, and loses set-id bits: they were given for a file of another owner.
+// keepOwner gives a new file the owner and group of another file, and returns the mode for it. Without the privilege to
+// change the owner, the file belongs to the daemon's user and keeps the group if possible. It then loses the set-id
+// bits, because they were set for a file of another owner.
 func keepOwner(file *os.File, like *syscall.Stat_t) (mode uint32) {
 	mode = like.Mode & 0o7777
 	var own syscall.Stat_t
@@ -46,7 +46,7 @@ type attribute struct {
 	value []byte
 }
 
-// attributesOf reads the attributes that a copy keeps: the user's, ACLs and capabilities. The
+// attributesOf reads the extended attributes that a copy keeps: the user's attributes, ACLs and capabilities. The
 // kernel or the file system sets the others.
 func attributesOf(path string) []attribute {
 	if n, err := syscall.Listxattr(path, nil); err != nil || n == 0 {
@@ -73,8 +73,9 @@ func attributesOf(path string) []attribute {
 	return list
 }
 
-// keepAttributes sets what the file can hold. The group bits of a file with an ACL are the
-// ACL's mask: where there can be no ACL the mode is narrowed to what the group had.
+// keepAttributes sets the attributes that the file system supports, and returns the mode for the file. In a file with
+// an ACL the group bits of the mode are the ACL's mask. If the ACL cannot be set, the mode is therefore restricted to
+// the permissions that the ACL gave to the owning group.
 func keepAttributes(file *os.File, list []attribute, mode uint32) uint32 {
 	for _, a := range list {
 		if err := setAttribute(file, a); err != nil && a.name == attributeACL {
@@ -84,8 +85,8 @@ func keepAttributes(file *os.File, list []attribute, mode uint32) uint32 {
 	return mode
 }
 
-// groupOfACL is the entry of the owning group: a header of 4 bytes, then entries of tag (2),
-// permissions (2) and id (4), little endian.
+// groupOfACL returns the permissions of the owning group in an ACL. The value has a header of 4 bytes, then entries of
+// tag (2 bytes), permissions (2) and id (4), little endian.
 func groupOfACL(value []byte) uint32 {
 	const owningGroup = 4
 	for entry := 4; entry+8 <= len(value); entry += 8 {
@@ -116,7 +117,7 @@ func setTimes(file *os.File, accessed, modified syscall.Timespec) error {
 	return sys.ErrnoOrNil(errno)
 }
 
-// setLinkTimes sets those of a link itself.
+// setLinkTimes sets the times of a link itself.
 func setLinkTimes(path string, accessed, modified syscall.Timespec) error {
 	name, err := syscall.BytePtrFromString(path)
 	if err != nil {

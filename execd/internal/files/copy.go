@@ -3,12 +3,13 @@ package files
 // Copying a tree for a move between file systems.
 //
 // Invariants
-//   - Files, directories and links keep owner, mode and the times of change and access, to the
-//     nanosecond; files and directories also extended attributes that the destination can hold.
-//   - A directory gets these after its children, so that it may be read-only.
-//   - Without the privilege the copy belongs to the daemon and has no set-id bits, as with mv.
-//   - Another mount below the source, a special file and a destination inside the source are errors.
-//   - Memory is bounded for any size of directory; copying stops when its context is done.
+//   - Files, directories and links keep owner, mode and the times of change and access, to the nanosecond. Files and
+//     directories also keep the extended attributes that the destination supports.
+//   - A directory gets its metadata after its children are copied, because it can be read-only.
+//   - Without the privilege to change the owner, the copy belongs to the daemon's user and has no set-id bits, as with
+//     mv.
+//   - Another mount below the source, a special file, and a destination inside the source are errors.
+//   - Memory is bounded for any size of directory. Copying stops when its context is done.
 
 import (
 	"context"
@@ -21,16 +22,16 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-const copyPiece = 8 << 20 // bytes between two looks at the context
+const copyPiece = 8 << 20 // bytes that are copied between two checks of the context
 
 // treeCopy is the state of one copy.
 type treeCopy struct {
 	names  nameReader
-	device uint64      // of the source; a directory on another is a mount
-	top    fs.FileInfo // of the copy, which must not be found in the source
+	device uint64      // device of the source; a directory on another device is a mount
+	top    fs.FileInfo // root of the copy; it is an error if the walk finds it in the source
 }
 
-// copyTree copies from, which may be anything but a special file, to a path that does not exist.
+// copyTree copies a file, link or directory to a path that does not exist.
 func (f *Files) copyTree(ctx context.Context, from, to string) error {
 	info, err := os.Lstat(from)
 	if err != nil {
@@ -83,7 +84,7 @@ func (c *treeCopy) directory(from, to string, info fs.FileInfo, stat *syscall.St
 			return err
 		}
 	}
-	made.Close() // a tree may be deeper than there are descriptors
+	made.Close() // a tree can be deeper than the limit of descriptors
 	everything := func(nameEntry, bool) (bool, error) { return true, nil }
 	err = c.names.read(from, everything, func(entry nameEntry) error {
 		child, err := os.Lstat(from + "/" + entry.name)
@@ -140,7 +141,7 @@ func copyLink(from, to string, stat *syscall.Stat_t) error {
 	if err := os.Symlink(link, to); err != nil {
 		return err
 	}
-	_ = os.Lchown(to, int(stat.Uid), int(stat.Gid)) // needs privilege; like mv without it
+	_ = os.Lchown(to, int(stat.Uid), int(stat.Gid)) // can fail without privilege; mv ignores that too
 	return sys.PathError("utimensat", to, setLinkTimes(to, stat.Atim, stat.Mtim))
 }
 

@@ -3,9 +3,10 @@ package files
 // GET /files/download.
 //
 // Invariants
-//   - Only regular files are served; opening never blocks.
-//   - The first satisfiable range is served alone; 416 is JSON with the size.
-//   - Line reads use bounded memory for any length of line.
+//   - Only regular files are served. Opening a file never blocks.
+//   - Only the first range of a request is served. If it cannot be satisfied, the answer is 416, as JSON and with the
+//     size of the file.
+//   - Reading lines uses bounded memory for any length of line.
 
 import (
 	"bufio"
@@ -69,10 +70,10 @@ func (f *Files) download(w http.ResponseWriter, r *http.Request) {
 	http.ServeContent(w, r, "", info.ModTime(), file)
 }
 
-// openRegular never waits for the other end of a FIFO.
+// openRegular opens a regular file. It never waits for the other end of a FIFO.
 func openRegular(path string) (*os.File, fs.FileInfo, error) {
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
-	if errors.Is(err, syscall.ENXIO) { // a socket
+	if errors.Is(err, syscall.ENXIO) { // the path names a socket
 		return nil, nil, httpx.BadRequest("not a regular file: " + path)
 	}
 	if err != nil {
@@ -90,7 +91,8 @@ func openRegular(path string) (*os.File, fs.FileInfo, error) {
 	return file, info, nil
 }
 
-// lineWindow reads offset (from 1) and limit (0 = none).
+// lineWindow reads the parameters offset (the first line, from 1) and limit (the number of lines). If they are missing,
+// it returns 1 and 0; the limit 0 means all lines.
 func lineWindow(query url.Values) (offset, limit int64, present bool, err error) {
 	offset = 1
 	for name, into := range map[string]*int64{"offset": &offset, "limit": &limit} {
@@ -106,7 +108,8 @@ func lineWindow(query url.Values) (offset, limit int64, present bool, err error)
 	return offset, limit, present, nil
 }
 
-// firstRange reduces a Range header to its first range, clamped to the size.
+// firstRange returns the first range of a Range header, limited to the size. It returns false if the range cannot be
+// satisfied.
 func firstRange(header string, size int64) (string, bool) {
 	set, ok := strings.CutPrefix(header, "bytes=")
 	if !ok {
@@ -124,8 +127,8 @@ func firstRange(header string, size int64) (string, bool) {
 	return "bytes=" + strconv.FormatInt(begin, 10) + "-" + strconv.FormatInt(end, 10), true
 }
 
-// rangeBounds is the first and the last byte of a range, either of which it may leave out:
-// "5-", "5-9", "-9" for the last nine bytes. The first may be beyond the size.
+// rangeBounds returns the first and the last byte of a range. A range can omit one of them: "5-", "5-9", or "-9" for
+// the last nine bytes. The first byte can be beyond the size.
 func rangeBounds(from, to string, size int64) (begin, end int64, ok bool) {
 	if from == "" {
 		suffix, err := strconv.ParseUint(to, 10, 63)
@@ -148,7 +151,8 @@ func rangeBounds(from, to string, size int64) (begin, end int64, ok bool) {
 	return int64(first), min(size-1, int64(last)), true
 }
 
-// contentDisposition quotes plain names and adds the UTF-8 form for others.
+// contentDisposition returns a header value with the quoted name of a file. If the name is not plain ASCII, it adds the
+// UTF-8 form.
 func contentDisposition(name string) string {
 	plain := strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
@@ -163,15 +167,15 @@ func contentDisposition(name string) string {
 	return value
 }
 
-// copyLines writes lines joined by \n, without terminators and without a final \n.
+// copyLines writes lines joined by \n, without their terminators and without a final \n.
 func copyLines(w io.Writer, source io.Reader, offset, limit int64) error {
 	reader := bufio.NewReaderSize(source, 64<<10)
 	out := bufio.NewWriterSize(w, 64<<10)
 	last := int64(-1)
 	if limit > 0 && offset <= 1<<62-limit {
-		last = offset + limit // first line not wanted
+		last = offset + limit // the first line after the wanted ones
 	}
-	held := false // a \r whose \n may follow in the next piece
+	held := false // a \r at the end of a piece is held back, because \n can follow in the next piece
 	for line, fresh := int64(1), true; last < 0 || line < last; {
 		piece, err := reader.ReadSlice('\n')
 		ended := err == nil
@@ -200,7 +204,7 @@ func copyLines(w io.Writer, source io.Reader, offset, limit int64) error {
 			line++
 		case errors.Is(err, bufio.ErrBufferFull):
 		default:
-			if held { // a lone \r at the end of the file is content
+			if held { // a \r without \n at the end of the file is content
 				_ = out.WriteByte('\r')
 			}
 			return out.Flush()

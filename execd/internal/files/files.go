@@ -1,11 +1,10 @@
-// Package files serves files and directories: paths, metadata, ownership, also
-// as a chosen identity.
+// Package files serves files and directories: paths, metadata and ownership, also as a chosen identity.
 //
 // Invariants
-//   - Paths are not confined; the kernel and the daemon's user decide. An existing
-//     link is followed where the contract says so, never by a recursive walk.
-//   - A variable in a path is replaced only if it is defined; "$5" is a name.
-//   - FIFOs and devices are never opened for transfer and never block.
+//   - Paths are not confined: the kernel and the permissions of the daemon's user decide. An existing link is followed
+//     only where the contract says so, and never by a recursive walk.
+//   - A variable in a path is replaced only if it is defined. "$5" is a literal name.
+//   - The content of a FIFO or device is never transferred, and neither of them blocks a request.
 package files
 
 import (
@@ -27,7 +26,7 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-// concurrentWalks is the number of recursive walks at a time.
+// concurrentWalks is the number of recursive walks that can run at the same time.
 const concurrentWalks = 8
 
 // Files serves the file and directory routes.
@@ -43,14 +42,14 @@ type Files struct {
 // fileLimits are the bounds of the file routes.
 type fileLimits struct {
 	spoolMemory int           // bytes of content in memory before a file is written in place
-	spoolPlaces []string      // directories for what is more
-	walkNames   int           // bytes of the names that a walk holds, all its levels together
+	spoolPlaces []string      // directories for a file with content beyond that limit, in order of preference
+	walkNames   int           // bytes of names that a walk holds, on all levels together
 	walkEntries int           // entries of one answer
-	linger      time.Duration // for which the rest of a refused upload is read
-	lingerIdle  time.Duration // of it, without a byte
+	linger      time.Duration // time limit for reading the rest of a refused upload
+	lingerIdle  time.Duration // time limit without a byte during linger
 }
 
-// New serves files as the identity of this process.
+// New returns a Files that serves with the identity of this process.
 func New(env *environ.Environment, accounts func() account.Accounts, directory string, umask os.FileMode) *Files {
 	return &Files{
 		env: env, accounts: accounts, directory: directory, umask: umask,
@@ -66,7 +65,7 @@ func New(env *environ.Environment, accounts func() account.Accounts, directory s
 	}
 }
 
-// Route finds the handler of a file or directory route.
+// Route returns the handler of a file or directory route, or nil if there is none.
 func (f *Files) Route(method, path string) http.HandlerFunc {
 	switch method + " " + path {
 	case "GET /files/info":
@@ -95,10 +94,10 @@ func (f *Files) Route(method, path string) http.HandlerFunc {
 	return nil
 }
 
-// IsFileRoute reports whether a route is one of files.
+// IsFileRoute reports whether a route is a file or directory route.
 func IsFileRoute(method, path string) bool { return (&Files{}).Route(method, path) != nil }
 
-// fileInfo is FileInfo of the contract; every key is always present.
+// fileInfo is FileInfo of the contract. Every key is always present.
 type fileInfo struct {
 	Path       string    `json:"path"`
 	Type       string    `json:"type"`
@@ -110,14 +109,14 @@ type fileInfo struct {
 	Mode       int       `json:"mode"`
 }
 
-// ownership is what uploads, directories and permissions may set.
+// ownership is the mode, owner and group that a request can set.
 type ownership struct {
 	Mode  *int    `json:"mode"`
 	Owner *string `json:"owner"`
 	Group *string `json:"group"`
 }
 
-// expand makes a request's path absolute.
+// expand converts a request's path to a clean absolute path.
 func (f *Files) expand(path string) (string, error) {
 	if path == "" || strings.IndexByte(path, 0) >= 0 {
 		return "", httpx.BadRequest("path must not be empty or contain NUL")
@@ -133,7 +132,7 @@ func (f *Files) expand(path string) (string, error) {
 	return filepath.Clean(path), nil
 }
 
-// parseQuery refuses what Query() would silently drop.
+// parseQuery returns an error for a malformed query. Query() would silently drop its malformed parts.
 func parseQuery(r *http.Request) (url.Values, error) {
 	values, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
@@ -142,7 +141,7 @@ func parseQuery(r *http.Request) (url.Values, error) {
 	return values, nil
 }
 
-// onePath is the single path parameter of a request, as given and expanded.
+// onePath returns the single path parameter of a request, expanded.
 func (f *Files) onePath(query url.Values) (string, error) {
 	if query.Get("path") == "" {
 		return "", httpx.MissingQuery("path")
@@ -150,13 +149,13 @@ func (f *Files) onePath(query url.Values) (string, error) {
 	return f.expand(query.Get("path"))
 }
 
-// permissionNumber shows mode bits as a number that looks octal: 0644 is 644.
+// permissionNumber returns mode bits as a decimal number with the octal digits: 0644 becomes 644.
 func permissionNumber(mode uint32) int {
 	number, _ := strconv.Atoi(strconv.FormatUint(uint64(mode&0o7777), 8))
 	return number
 }
 
-// permissionBits is the inverse; ok is false for digits 8 and 9 or too many.
+// permissionBits is the inverse of permissionNumber. ok is false for the digits 8 and 9 and for too large numbers.
 func permissionBits(number int) (bits uint32, ok bool) {
 	value, err := strconv.ParseUint(strconv.Itoa(number), 8, 32)
 	if err != nil || value > 0o7777 {
@@ -165,7 +164,7 @@ func permissionBits(number int) (bits uint32, ok bool) {
 	return uint32(value), true
 }
 
-// checked is an ownership with everything resolved; -1 leaves unchanged.
+// checked is an ownership with resolved names. An id of -1 leaves the owner or group unchanged.
 type checked struct {
 	mode     uint32
 	setMode  bool
@@ -203,7 +202,7 @@ func (f *Files) check(o ownership) (checked, error) {
 	return result, nil
 }
 
-// apply changes the owner first: chown clears the set-id bits.
+// apply changes the owner and then the mode, because chown clears the set-id bits.
 func (c checked) apply(path string) error {
 	if c.uid >= 0 || c.gid >= 0 {
 		if err := os.Chown(path, c.uid, c.gid); err != nil {
@@ -216,7 +215,7 @@ func (c checked) apply(path string) error {
 	return nil
 }
 
-// describe builds a FileInfo from lstat.
+// describe builds a FileInfo from the result of lstat.
 func describe(path string, info fs.FileInfo, accounts account.Accounts) fileInfo {
 	result := fileInfo{Path: path, Type: "other", Size: info.Size(), ModifiedAt: info.ModTime().UTC(), CreatedAt: info.ModTime().UTC()}
 	switch {
@@ -236,12 +235,13 @@ func describe(path string, info fs.FileInfo, accounts account.Accounts) fileInfo
 	return result
 }
 
-// missing reports that a path names nothing, or leads through a file that is no directory.
+// missing reports whether an error means that no file is at a path, also because the path leads through a file that is
+// not a directory.
 func missing(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR)
 }
 
-// fileProblem turns a missing file into its own code.
+// fileProblem converts the error for a missing file to its own status and code.
 func fileProblem(err error) error {
 	if missing(err) {
 		return httpx.NewProblem(http.StatusNotFound, httpx.CodeFileNotFound, sys.Explain(err))
@@ -272,7 +272,7 @@ func (f *Files) info(w http.ResponseWriter, r *http.Request) {
 	httpx.WriteJSON(w, http.StatusOK, result)
 }
 
-// remove deletes files and links; a missing one counts as deleted.
+// remove deletes files and links. A missing one counts as deleted.
 func (f *Files) remove(w http.ResponseWriter, r *http.Request) {
 	f.eachPath(w, r, func(path string) error {
 		info, err := os.Lstat(path)
@@ -292,7 +292,7 @@ func (f *Files) remove(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// removeDirectories is recursive; it never takes the root.
+// removeDirectories deletes directories recursively. It refuses the root directory.
 func (f *Files) removeDirectories(w http.ResponseWriter, r *http.Request) {
 	f.eachPath(w, r, func(path string) error {
 		info, err := os.Lstat(path)
@@ -312,7 +312,7 @@ func (f *Files) removeDirectories(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// eachPath expands all repeated paths before it acts on the first.
+// eachPath calls act for each path of a request. It expands all paths before the first call.
 func (f *Files) eachPath(w http.ResponseWriter, r *http.Request, act func(path string) error) {
 	if err := f.actOnPaths(r, act); err != nil {
 		httpx.WriteError(w, err)
@@ -340,7 +340,8 @@ func (f *Files) actOnPaths(r *http.Request, act func(path string) error) error {
 	return nil
 }
 
-// ownershipRequest decodes map{path → ownership} and checks all of it before it acts.
+// ownershipRequest decodes a map from path to ownership and calls act for each entry. It checks all entries before the
+// first call.
 func (f *Files) ownershipRequest(w http.ResponseWriter, r *http.Request, act func(path string, c checked) error) {
 	if err := f.actOnOwnership(w, r, act); err != nil {
 		httpx.WriteError(w, err)
@@ -388,7 +389,7 @@ func (f *Files) permissions(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// makeDirectories is mkdir -p; an existing directory is left untouched.
+// makeDirectories makes directories, as mkdir -p does. It leaves an existing directory unchanged.
 func (f *Files) makeDirectories(w http.ResponseWriter, r *http.Request) {
 	f.ownershipRequest(w, r, func(path string, c checked) error {
 		info, err := os.Stat(path)

@@ -25,7 +25,7 @@ func FuzzUpload(f *testing.F) {
 		request := httptest.NewRequest(http.MethodPost, "/files/upload", bytes.NewReader(body))
 		request.Header.Set("Content-Type", kind)
 		answer := httptest.NewRecorder()
-		// A root that does not exist and cannot be made: what is parsed is not written anywhere.
+		// Use a root that does not exist and cannot be made, so that no parsed file is written.
 		files := New(environ.Fixed(nil), func() account.Accounts { return account.Accounts{} }, "/proc/nothing", 0o022)
 		files.upload(confined{answer}, request)
 		if answer.Code != 200 && !json.Valid(answer.Body.Bytes()) {
@@ -34,7 +34,7 @@ func FuzzUpload(f *testing.F) {
 	})
 }
 
-// confined is a writer without deadlines, as the recorder is.
+// confined is a response writer that supports no deadlines, like the recorder.
 type confined struct{ *httptest.ResponseRecorder }
 
 func FuzzUploadMetadata(f *testing.F) {
@@ -48,7 +48,7 @@ func FuzzUploadMetadata(f *testing.F) {
 		writer.Close()
 		read, err := multipart.NewReader(&form, writer.Boundary()).NextRawPart()
 		if err != nil {
-			t.Fatal(err) // a form that was written is read
+			t.Fatal(err) // a form that was just written must be readable
 		}
 		metadata, err := readMetadata(read)
 		if err == nil && (metadata.Path == nil || *metadata.Path == "") {

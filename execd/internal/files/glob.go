@@ -3,8 +3,8 @@ package files
 // File name patterns of /files/search.
 //
 // Invariants
-//   - A pattern is compiled once; a bad one is an error, never a partial match.
-//   - Matching costs O(pattern × name) per alternative; alternatives are bounded.
+//   - A pattern is compiled once. An invalid pattern is an error.
+//   - Matching costs O(pattern × name) per alternative, and the number of alternatives is bounded.
 
 import (
 	"errors"
@@ -37,10 +37,10 @@ const (
 
 type runeRange struct{ from, to rune }
 
-// Glob matches base names.
+// Glob is a compiled pattern for base names.
 type Glob struct{ alternatives [][]globToken }
 
-// CompileGlob understands * ? [a-z] [^a] [!a] {a,b} (nested), \ and a leading **/.
+// CompileGlob compiles a pattern. It supports * ? [a-z] [^a] [!a] {a,b} (nested), \ and a leading **/.
 func CompileGlob(pattern string) (Glob, error) {
 	if len(pattern) > patternLimit {
 		return Glob{}, errPattern
@@ -63,7 +63,7 @@ func CompileGlob(pattern string) (Glob, error) {
 	return glob, nil
 }
 
-// Match reports whether any alternative matches the whole name.
+// Match reports whether any alternative of the pattern matches the whole name.
 func (g Glob) Match(name string) bool {
 	for _, tokens := range g.alternatives {
 		if matchTokens(tokens, name) {
@@ -73,7 +73,7 @@ func (g Glob) Match(name string) bool {
 	return false
 }
 
-// expandBraces turns {a,b} into alternatives, breadth first.
+// expandBraces converts {a,b} to alternatives, breadth first.
 func expandBraces(pattern string) ([]string, error) {
 	queue, done := []string{pattern}, []string(nil)
 	for len(queue) > 0 {
@@ -97,7 +97,7 @@ func expandBraces(pattern string) ([]string, error) {
 	return done, nil
 }
 
-// firstBrace finds the first unescaped group outside a set; open < 0 means none.
+// firstBrace finds the first brace group that is neither escaped nor in a set. open is negative if there is none.
 func firstBrace(text string) (open int, parts []string, end int, err error) {
 	open = -1
 	depth, start := 0, 0
@@ -134,7 +134,7 @@ func firstBrace(text string) (open int, parts []string, end int, err error) {
 	return -1, nil, 0, nil
 }
 
-// setEnd is the length of a […] at the start of text, 0 if it is not closed.
+// setEnd returns the length of a set […] at the start of text, or 0 if the set is not closed.
 func setEnd(text string) int {
 	i := 1
 	if i < len(text) && (text[i] == '^' || text[i] == '!') {
@@ -227,7 +227,8 @@ func (t globToken) matches(char rune) bool {
 	return t.char == char
 }
 
-// matchTokens backtracks to the last star only, hence no exponential cost.
+// matchTokens reports whether the tokens match the whole name. It backtracks to the last star only, so the cost is not
+// exponential.
 func matchTokens(tokens []globToken, name string) bool {
 	position, star, resume := 0, -1, ""
 	for name != "" {

@@ -1,12 +1,12 @@
 package files
 
-// The helper that serves file routes as another identity (identity.go).
+// The helper process that serves file routes as another identity (identity.go).
 //
 // Invariants
-//   - It accepts connections only from its control descriptor. When that closes, the
-//     helper ends at once, with its active requests.
-//   - It serves only after it has its identity; a failure to set the identity ends it.
-//   - It reads no environment variables; relative paths start at /, ~ is its account's home.
+//   - It accepts connections only from its control descriptor. When that closes, the helper ends at once, with its
+//     active requests.
+//   - It serves only after it has its identity. If it cannot set the identity, it ends.
+//   - It reads no environment variables. Relative paths start at /, and ~ is the home directory of its account.
 
 import (
 	"net/http"
@@ -18,10 +18,10 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-// HelperFlag is the whole command line of a helper.
+// HelperFlag is the only command line argument of a helper.
 const HelperFlag = "--file-helper"
 
-// RunHelper serves until the control connection ends.
+// RunHelper serves file routes until the control connection ends. It returns the exit status.
 func RunHelper() int {
 	var plan identityPlan
 	control, err := helper.Begin(&plan)

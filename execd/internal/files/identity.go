@@ -1,17 +1,16 @@
 package files
 
-// Files as a chosen identity: /v1/filesystem/{uid}/{gid}/….
+// File routes with a chosen identity: /v1/filesystem/{uid}/{gid}/….
 //
-// A request is handed to a helper: this program again (helper/start.go), which sets that identity
-// and serves the ordinary file routes on connections it is given (helper.go).
-// So every permission check is the kernel's, for every system call.
+// The daemon forwards such a request to a helper. The helper is this program in another process (helper/start.go). It
+// sets that identity and serves the ordinary file routes on the connections that it receives (helper.go). So the kernel
+// checks the permissions of each system call.
 //
 // Invariants
-//   - If the identity cannot be set, the request fails; it never runs as the daemon
-//     instead.
-//   - A helper has the account's groups only, none of the daemon's environment and
-//     no token. Only descriptors that this process passes to it reach it.
-//   - Helpers are bounded in number; an idle one ends. Each has one timer for that.
+//   - If the identity cannot be set, the request fails. It never runs with the daemon's identity instead.
+//   - A helper has only the groups of the account. It has no variables of the daemon's environment and no token. It can
+//     be reached only through descriptors that this process passes to it.
+//   - The number of helpers is bounded. An idle helper is ended; each helper has one timer for that.
 //   - The start of one helper does not delay requests with another identity.
 
 import (
@@ -45,7 +44,7 @@ type Identities struct {
 	accounts func() account.Accounts
 	log      *log.Logger
 	program  *process.Program
-	idle     time.Duration // after which a helper ends
+	idle     time.Duration // idle time after which a helper is ended
 
 	mutex   sync.Mutex
 	helpers map[identity]*identityHelper
@@ -53,8 +52,8 @@ type Identities struct {
 
 type identity struct{ uid, gid uint32 }
 
-// identityHelper is the helper of one identity. The embedded one and failed are set when
-// started is closed; what follows them is guarded by Identities.
+// identityHelper is the helper of one identity. The embedded Helper and failed are set before started is closed. The
+// mutex of Identities guards the later fields.
 type identityHelper struct {
 	*helper.Helper
 	failed  error
@@ -62,7 +61,7 @@ type identityHelper struct {
 
 	active int
 	used   time.Time
-	clock  *time.Timer // from the first end of a request on
+	clock  *time.Timer // fires when the helper can be idle too long; set when a request ends for the first time
 }
 
 // NewIdentities returns an Identities without helpers.
@@ -72,8 +71,8 @@ func NewIdentities(reaper *process.Reaper, accounts func() account.Accounts, log
 	}
 }
 
-// splitIdentity reads "/uid/gid/route" of a path behind the prefix; ok is false where that
-// is no path of ours at all.
+// splitIdentity splits "/uid/gid/route", the part of a path after the prefix. ok is false if the path does not have
+// this form. err is set if an id is invalid.
 func splitIdentity(rest string) (chosen identity, route string, ok bool, err error) {
 	parts := strings.SplitN(rest, "/", 4) // "", uid, gid, route
 	if len(parts) != 4 || parts[0] != "" {
@@ -92,7 +91,7 @@ func parseIdentityNumber(text string) (uint32, bool) {
 	return uint32(value), err == nil && value <= highestID && text[0] != '+'
 }
 
-// Route finds the handler of a file route behind "/uid/gid".
+// Route returns the handler of a file route after "/uid/gid", or nil if there is none.
 func (i *Identities) Route(method, rest string) http.HandlerFunc {
 	chosen, route, ok, err := splitIdentity(rest)
 	if !ok || !IsFileRoute(method, route) {
@@ -107,7 +106,7 @@ func (i *Identities) Route(method, rest string) http.HandlerFunc {
 	}
 }
 
-// serve answers a request whose route is one of the ordinary file routes.
+// serve answers a request for an ordinary file route.
 func (i *Identities) serve(w http.ResponseWriter, r *http.Request, chosen identity, route string) {
 	taken, err := i.take(chosen)
 	if err != nil {
@@ -118,7 +117,7 @@ func (i *Identities) serve(w http.ResponseWriter, r *http.Request, chosen identi
 	taken.Forward(w, r, route)
 }
 
-// take returns a running helper; each take needs a giveBack.
+// take returns a running helper. Each successful take needs a giveBack.
 func (i *Identities) take(chosen identity) (*identityHelper, error) {
 	taken, first, err := i.reserve(chosen)
 	if err != nil {
@@ -143,12 +142,13 @@ func (i *Identities) take(chosen identity) (*identityHelper, error) {
 	return nil, httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "cannot act as this identity: "+sys.Reason(taken.failed))
 }
 
-// reserve finds the helper of an identity; first reports whether the caller has to start it.
+// reserve returns the helper of an identity. first reports whether the caller must start it.
 func (i *Identities) reserve(chosen identity) (found *identityHelper, first bool, err error) {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
 	found = i.helpers[chosen]
-	if found != nil && found.ended() { // by its user, or for want of memory
+	// killed, for example by a process of the same user or for lack of memory
+	if found != nil && found.ended() {
 		i.drop(chosen, found)
 		found = nil
 	}
@@ -164,7 +164,7 @@ func (i *Identities) reserve(chosen identity) (found *identityHelper, first bool
 	return found, true, nil
 }
 
-// ended reports whether it was started and its process is gone.
+// ended reports whether the helper was started and its process has ended.
 func (h *identityHelper) ended() bool {
 	select {
 	case <-h.started:
@@ -172,7 +172,7 @@ func (h *identityHelper) ended() bool {
 		return false
 	}
 	if h.failed != nil {
-		return false // the last caller removes it
+		return false // take removes it
 	}
 	select {
 	case <-h.Process.Done:
@@ -192,7 +192,7 @@ func (i *Identities) giveBack(chosen identity, taken *identityHelper) {
 	}
 }
 
-// expire ends a helper that was idle for the limit; otherwise it restarts the helper's timer.
+// expire ends a helper that was idle for the limit. Otherwise it restarts the helper's timer.
 func (i *Identities) expire(chosen identity, watched *identityHelper) {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
@@ -210,7 +210,8 @@ func (i *Identities) expire(chosen identity, watched *identityHelper) {
 	i.drop(chosen, watched)
 }
 
-// makeRoom ends the helper that has been idle the longest; mutex held.
+// makeRoom ends the helper that has been idle for longest. It returns false if no helper is idle. The caller holds the
+// mutex.
 func (i *Identities) makeRoom() bool {
 	var oldest identity
 	var found *identityHelper
@@ -226,7 +227,7 @@ func (i *Identities) makeRoom() bool {
 	return true
 }
 
-// drop ends a helper: it leaves when its control connection closes; mutex held.
+// drop removes a helper and ends it by closing its control connection. The caller holds the mutex.
 func (i *Identities) drop(chosen identity, dropped *identityHelper) {
 	delete(i.helpers, chosen)
 	if dropped.clock != nil {
@@ -239,7 +240,7 @@ func (i *Identities) drop(chosen identity, dropped *identityHelper) {
 	}
 }
 
-// EndAll ends every helper; no further request reaches one.
+// EndAll ends every helper. No later request is forwarded to one of them.
 func (i *Identities) EndAll() {
 	i.mutex.Lock()
 	ending := i.helpers
@@ -259,11 +260,11 @@ func (i *Identities) EndAll() {
 
 var errGroups = errors.New("not permitted to change groups")
 
-// identityPlan is what the daemon sends to a helper.
+// identityPlan is the plan that the daemon sends to a helper.
 type identityPlan struct {
 	UID, GID uint32
 	Groups   []uint32
-	Switch   bool // to that identity: else it has it
+	Switch   bool // whether the helper must set this identity; otherwise it has it already
 }
 
 // start starts a helper for an identity.
@@ -279,7 +280,7 @@ func (i *Identities) start(chosen identity) (*helper.Helper, error) {
 	return helper.Start(i.reaper, i.program, helper.Spec{Flag: HelperFlag, Plan: plan, UID: plan.UID, GID: plan.GID}, i.log)
 }
 
-// alreadyIs reports whether this process, which may not change, has an identity already.
+// alreadyIs reports whether this process, which cannot change its identity, already has the wanted one.
 func alreadyIs(wanted *syscall.Credential) bool {
 	groups, err := os.Getgroups()
 	if err != nil || int(wanted.Uid) != os.Geteuid() || int(wanted.Gid) != os.Getegid() {

@@ -50,7 +50,8 @@ func TestFilesOfAnIdentityAreItsOwnAndTheKernelDecides(t *testing.T) {
 	testkit.Equal(t, true, status == 200 && answer == string(content))
 	status, _ = f.Call("GET", as(65021, 65022)+"/files/download?path="+directory+"/mine", "")
 	testkit.Equal(t, 500, status)
-	status, _ = f.Call("GET", as(65021, 65012)+"/files/download?path="+directory+"/mine", "") // the group may read
+	// the group has permission to read
+	status, _ = f.Call("GET", as(65021, 65012)+"/files/download?path="+directory+"/mine", "")
 	testkit.Equal(t, 200, status)
 	status, _ = f.Call("GET", as(65021, 65022)+"/files/download?path=/etc/shadow", "")
 	testkit.Equal(t, 500, status)
@@ -99,7 +100,7 @@ func TestIdentityPathsAreHomeAndRootOfTheAccount(t *testing.T) {
 	status, answer := f.Call("GET", "/v1/filesystem/0/0/files/info?path=~", "")
 	testkit.Equal(t, true, status == 200 && strings.Contains(answer, `"path":"/root"`))
 	status, answer = f.Call("GET", "/v1/filesystem/65041/65041/files/info?path=~&path=etc&path=$FIXTURE", "")
-	testkit.Equal(t, 404, status) // a variable of the daemon is a name here
+	testkit.Equal(t, 404, status) // a variable of the daemon is not replaced
 	testkit.Equal(t, true, strings.Contains(answer, "$FIXTURE"))
 	status, answer = f.Call("GET", "/v1/filesystem/65041/65041/files/info?path=~&path=etc", "")
 	testkit.Equal(t, true, status == 200 && strings.Contains(answer, `"path":"/etc"`) && strings.Contains(answer, `"path":"/"`))
@@ -187,7 +188,7 @@ func TestAnIdleIdentityEndsAndAUsedOneDoesNot(t *testing.T) {
 		t.Fatal(err)
 	}
 	identities.giveBack(kept, used)
-	if used, err = identities.take(kept); err != nil { // its clock goes, but it is in use
+	if used, err = identities.take(kept); err != nil { // its timer runs, but the helper is in use
 		t.Fatal(err)
 	}
 	idle, err := identities.take(left)

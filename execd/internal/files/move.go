@@ -3,10 +3,10 @@ package files
 // POST /files/mv.
 //
 // Invariants
-//   - Moving never overwrites: a destination that appears meanwhile is neither replaced nor removed.
-//   - Across devices the copy is made under a name of its own beside the destination and takes
-//     the destination's name when it is complete. Only then is the source removed.
-//   - A move that fails or whose client leaves before that removes its copy and leaves the source.
+//   - Moving never overwrites. A destination that appears meanwhile is neither replaced nor removed.
+//   - A move between file systems makes the copy beside the destination, under a name that no other file has. The copy
+//     gets the destination's name when it is complete. Only then is the source removed.
+//   - If a move fails or its client disconnects before that, the copy is removed and the source remains.
 
 import (
 	"context"
@@ -86,9 +86,9 @@ func (f *Files) moveOne(ctx context.Context, from, to string) error {
 	return sys.PathError("rename", from, err)
 }
 
-// moveAcross moves to another file system.
+// moveAcross moves a path to another file system.
 func (f *Files) moveAcross(ctx context.Context, from, to string) error {
-	// Do not copy what cannot be removed afterwards.
+	// Do not copy a source that cannot be removed afterwards.
 	if err := syscall.Access(filepath.Dir(from), accessWrite|accessSearch); err != nil {
 		return sys.PathError("access", from, err)
 	}
@@ -109,7 +109,7 @@ func (f *Files) moveAcross(ctx context.Context, from, to string) error {
 	return nil
 }
 
-// insteadOf names the destination in an error about the copy.
+// insteadOf replaces the temporary name of the copy in an error with the name of the destination.
 func insteadOf(made, to string, err error) error {
 	var on *fs.PathError
 	if !errors.As(err, &on) {
@@ -121,7 +121,7 @@ func insteadOf(made, to string, err error) error {
 	return err
 }
 
-// withoutCopy removes a copy that does not become the destination.
+// withoutCopy removes a copy that does not become the destination, and returns the cause.
 func (f *Files) withoutCopy(made string, cause error) error {
 	if err := f.removeTree(made); err != nil {
 		return fmt.Errorf("%s; an incomplete copy could not be removed: %s", sys.Explain(cause), sys.Explain(err))
@@ -129,7 +129,7 @@ func (f *Files) withoutCopy(made string, cause error) error {
 	return cause
 }
 
-// renameNew renames where there is no destination yet; EEXIST if there is one.
+// renameNew renames a path. It returns EEXIST if the destination exists.
 func renameNew(from, to string) error {
 	err := sys.RenameExclusive(from, to)
 	if !errors.Is(err, syscall.ENOSYS) && !errors.Is(err, syscall.EINVAL) {
@@ -138,8 +138,8 @@ func renameNew(from, to string) error {
 	return renameOverOwn(from, to)
 }
 
-// renameOverOwn is renameNew for file systems that have no exclusive renaming: it makes the
-// destination itself, which is exclusive, and lets the renaming replace that.
+// renameOverOwn is renameNew for file systems without exclusive renaming. It first creates the destination exclusively:
+// as a hard link to the source, or as an empty file or directory that the rename then replaces.
 func renameOverOwn(from, to string) error {
 	info, err := os.Lstat(from)
 	if err != nil {
@@ -155,7 +155,7 @@ func renameOverOwn(from, to string) error {
 		}
 		return nil
 	}
-	// A second name never replaces anything. Not every file system has one.
+	// A hard link never replaces an existing file. Not every file system supports hard links.
 	err = syscall.Link(from, to)
 	if err == nil {
 		return removedAfter(syscall.Unlink(from), to, info)
@@ -175,7 +175,8 @@ func renameOverOwn(from, to string) error {
 	return removedAfter(syscall.Rename(from, to), to, info)
 }
 
-// removedAfter removes a name after a failure, which it returns, if it is still that of a file.
+// removedAfter returns failure. If that is an error, it first removes the path, but only if the path still names the
+// file own.
 func removedAfter(failure error, path string, own os.FileInfo) error {
 	if failure == nil {
 		return nil
@@ -186,20 +187,20 @@ func removedAfter(failure error, path string, own os.FileInfo) error {
 	return failure
 }
 
-// removeTree removes also what is in directories that their owner may not write.
+// removeTree removes a tree, including the content of directories in which the owner has no permission to write.
 func (f *Files) removeTree(path string) error {
 	err := os.RemoveAll(path)
 	if !errors.Is(err, os.ErrPermission) {
 		return err
 	}
-	// The client cannot cancel this: a removal that has begun is completed.
+	// The client cannot cancel this, because a removal that has begun must be completed.
 	if err := openTree(&nameReader{context.Background(), f.limits.walkNames}, path); err != nil {
 		return err
 	}
 	return os.RemoveAll(path)
 }
 
-// openTree lets the owner of the directories of a tree change what is in them.
+// openTree gives the owner full permissions for all directories of a tree.
 func openTree(names *nameReader, path string) error {
 	info, err := os.Lstat(path)
 	if err != nil || !info.IsDir() {

@@ -14,7 +14,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// elsewhere is a directory on another file system than opened's, open to everybody.
+// elsewhere makes a directory on another file system than opened's, with full access for all users.
 func elsewhere(t *testing.T) string {
 	t.Helper()
 	directory := testkit.Opened(t)
@@ -22,7 +22,7 @@ func elsewhere(t *testing.T) string {
 	return directory
 }
 
-// meanwhile is a context that does something when it is asked for the n-th time.
+// meanwhile is a context that calls act when its Err method is called for the at-th time.
 type meanwhile struct {
 	context.Context
 	asked, at int
@@ -86,7 +86,7 @@ func TestAMoveAcrossDevicesWithoutSpaceLeavesTheSource(t *testing.T) {
 	onlyNames(t, from+"/sub", "x")
 }
 
-// statOf is what a move across devices keeps.
+// statOf returns the metadata that a move across devices keeps.
 func statOf(t *testing.T, path string) string {
 	t.Helper()
 	info, err := os.Lstat(path)
@@ -102,7 +102,7 @@ func TestAMoveAcrossDevicesKeepsModesAndTimesOfReadOnlyDirectoriesToo(t *testing
 	for _, prefix := range []string{asOther, ""} {
 		base := testkit.Opened(t)
 		from, target := base+"/from", elsewhere(t)
-		paths := []string{"", "/sub", "/sub/x", "/sub/link", "/empty"} // set in this order, from the leaves up
+		paths := []string{"", "/sub", "/sub/x", "/sub/link", "/empty"} // the metadata is compared in this order
 		mustDo(t, os.MkdirAll(from+"/sub", 0o755), os.Mkdir(from+"/empty", 0o755), os.Symlink("nowhere", from+"/sub/link"))
 		given(t, from+"/sub/x", []byte("content"), 0o444)
 		for i, path := range []string{"/sub/x", "/sub/link", "/sub", "/empty", ""} {
@@ -187,7 +187,7 @@ func TestADirectoryIsNotMovedIntoItselfOverAMount(t *testing.T) {
 	from := base + "/from"
 	mustDo(t, os.MkdirAll(from+"/mount", 0o755), os.Symlink(from+"/mount", base+"/link"))
 	given(t, from+"/x", []byte("content"), 0o644)
-	mountedAt(t, shown, from+"/mount", "", syscall.MS_BIND, "") // the same file system, and yet another
+	mountedAt(t, shown, from+"/mount", "", syscall.MS_BIND, "") // the same file system, but another mount
 	err := f.files.moveOne(t.Context(), from, base+"/link/to")
 	testkit.Equal(t, true, err != nil && strings.Contains(err.Error(), "into itself"))
 	onlyNames(t, shown)
@@ -206,7 +206,7 @@ func TestAnotherMountIsNotMovedAcrossDevices(t *testing.T) {
 	testkit.Equal(t, "content", testkit.MustRead(t, from+"/mount/x"))
 }
 
-// Some file systems have no exclusive renaming.
+// Some file systems do not support exclusive renaming.
 func TestRenamingWithoutTheKernelsHelpReplacesNothing(t *testing.T) {
 	for _, source := range []string{"file", "directory", "link"} {
 		for _, target := range []string{"", "file", "directory", "link"} {

@@ -3,9 +3,9 @@ package files
 // Reading directories of any size in bounded memory and lexical order.
 //
 // Invariants
-//   - A directory is read in batches. For a large one, memory holds only the smallest names; after
-//     their use, the directory is read again for the next ones. Larger directories take more time, not memory.
-//   - No descriptor is held while an entry is used, and a directory is never reached over a link.
+//   - A directory is read in batches. If it is large, memory holds only its smallest names. After these are used, the
+//     directory is read again for the next ones. So a larger directory needs more time, not more memory.
+//   - No descriptor is held while an entry is used. A directory is never opened through a link.
 //   - Reading stops when the context is done.
 
 import (
@@ -20,8 +20,8 @@ import (
 
 const (
 	nameBatch    = 1024
-	nameOverhead = 40 // of an entry beside the bytes of its name
-	heldMinimum  = 64 // entries of a directory that are held, however little is left
+	nameOverhead = 40 // bytes of an entry without its name
+	heldMinimum  = 64 // entries of a directory that are always held, even if no bytes are left
 )
 
 // nameEntry is an entry of a directory.
@@ -35,7 +35,7 @@ func (e nameEntry) size() int { return len(e.name) + nameOverhead }
 // nameReader reads directories for one walk.
 type nameReader struct {
 	ctx  context.Context
-	left int // bytes that may still be held, all levels of the walk together
+	left int // bytes that can still be held, for all levels of the walk together
 }
 
 // unreadable is the error of a directory that cannot be read.
@@ -43,8 +43,8 @@ type unreadable struct{ error }
 
 func (u unreadable) Unwrap() error { return u.error }
 
-// holder sees the entries of a directory in any order, some of them again: first is true the
-// first time. It says which ones are to be used. Its error ends the reading.
+// holder returns whether an entry of a directory is to be used. It is called for the entries in any order, and possibly
+// several times for one entry: first is true in the first reading of the directory. An error ends the reading.
 type holder func(entry nameEntry, first bool) (bool, error)
 
 // read calls use, in lexical order, for each entry that hold accepts.
@@ -71,8 +71,8 @@ func (n *nameReader) read(directory string, hold holder, use func(nameEntry) err
 	return nil
 }
 
-// smallest returns the smallest entries above a name, sorted, as many as half of what may be
-// held has room for. more reports that others follow.
+// smallest returns, in order, the smallest entries after a name. It returns as many as fit into half of the bytes that
+// can still be held. more reports whether other entries follow.
 func (n *nameReader) smallest(directory, after string, hold holder) (held []nameEntry, more bool, err error) {
 	file, err := openDirectory(directory)
 	if err != nil {
@@ -80,7 +80,7 @@ func (n *nameReader) smallest(directory, after string, hold holder) (held []name
 	}
 	defer file.Close()
 	first, room, size := after == "", n.left/2, 0
-	below := "" // names from here on have no room
+	below := "" // names that are not less than this do not fit
 	for {
 		if err := n.ctx.Err(); err != nil {
 			return nil, false, err
@@ -122,7 +122,7 @@ func (n *nameReader) smallest(directory, after string, hold holder) (held []name
 	}
 }
 
-// fitting counts the entries that fit into some bytes, but allows a few in any case.
+// fitting returns the number of entries that fit into room bytes. It allows at least heldMinimum entries.
 func fitting(entries []nameEntry, room int) int {
 	for i, entry := range entries {
 		if room -= entry.size(); room < 0 && i >= heldMinimum {
@@ -139,7 +139,7 @@ func sizeOf(entries []nameEntry) (size int) {
 	return size
 }
 
-// openDirectory never follows a link at the end of the path and never waits.
+// openDirectory opens a directory. It never follows a link at the end of the path and never blocks.
 func openDirectory(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_RDONLY|syscall.O_DIRECTORY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 }

@@ -1,17 +1,17 @@
 package files
 
-// Writing a file in place, where no other file can take its name: the directory refuses
-// new files or the renaming, or the file is a mount point.
+// Writing a file in place, for a file that no other file can replace: its directory refuses new files or the rename, or
+// the file is a mount point.
 //
 // Invariants
 //   - The new content is complete before the file is opened.
-//   - The order of writing is: what is beyond the old end, what overlaps, the new end. Only
-//     the first needs space on common file systems, and undoing it is a truncation.
-//   - The overwritten content is saved before. When a write fails, the old content is restored;
-//     if that fails as well, the error says so.
+//   - The order of writing is: first the part beyond the old end, then the part that overlaps the old content, then the
+//     new end of the file. On common file systems only the first step needs space, and a truncation undoes it.
+//   - The old content is saved before it is overwritten. If a write fails, the old content is restored. If that also
+//     fails, the error says so.
 //
-// It is not atomic: a reader meanwhile may see a mixture, and so may everything after the
-// process or the machine has died in the middle.
+// Writing in place is not atomic. A concurrent reader can read a mixture of both contents. After an abnormal end of the
+// process or the machine the file can contain such a mixture.
 
 import (
 	"errors"
@@ -24,13 +24,13 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-// content is what a file is to hold.
+// content is the new content of a file.
 type content interface {
 	io.ReaderAt
 	length() int64
 }
 
-// fileContent is content that is in a file.
+// fileContent is content in a file.
 type fileContent struct {
 	*os.File
 	size int64
@@ -38,7 +38,7 @@ type fileContent struct {
 
 func (c fileContent) length() int64 { return c.size }
 
-// overwrite gives an existing file new content and then, if wanted, another owner and mode.
+// overwrite gives an existing file new content and, if wanted, another owner and mode.
 func (f *Files) overwrite(path string, wanted checked, next content) error {
 	file, readable, err := openExisting(path)
 	if err != nil {
@@ -52,8 +52,8 @@ func (f *Files) overwrite(path string, wanted checked, next content) error {
 	if !info.Mode().IsRegular() {
 		return errors.New("not a regular file: " + path)
 	}
-	// Metadata first: a refused chown or chmod must not leave new content behind, and
-	// content for fewer readers must not be visible to more.
+	// Change the metadata first: a refused chown or chmod must not leave new content in the file, and content for fewer
+	// readers must not be visible to more.
 	if err := wanted.applyTo(file); err != nil {
 		return wanted.reverted(file, info, err)
 	}
@@ -62,7 +62,7 @@ func (f *Files) overwrite(path string, wanted checked, next content) error {
 	if err := change.run(readable); err != nil {
 		return wanted.reverted(file, info, err)
 	}
-	if wanted.setMode && wanted.mode&(syscall.S_ISUID|syscall.S_ISGID) != 0 { // writing clears them
+	if wanted.setMode && wanted.mode&(syscall.S_ISUID|syscall.S_ISGID) != 0 { // writing clears these bits
 		return wanted.applyTo(file)
 	}
 	return nil
@@ -81,7 +81,7 @@ func (c checked) applyTo(file *os.File) error {
 	return sys.PathError("chmod", file.Name(), syscall.Fchmod(int(file.Fd()), c.mode))
 }
 
-// reverted gives a file its former owner and mode after a failure, which it returns.
+// reverted restores the former owner and mode of a file after a failure, and returns the failure.
 func (c checked) reverted(file *os.File, former fs.FileInfo, cause error) error {
 	stat, ok := former.Sys().(*syscall.Stat_t)
 	if !ok {
@@ -100,7 +100,7 @@ func (c checked) reverted(file *os.File, former fs.FileInfo, cause error) error 
 	return cause
 }
 
-// openExisting opens for reading as well where that is allowed. It never waits for a FIFO.
+// openExisting opens a file for writing, and also for reading if that is permitted. It never waits for a FIFO.
 func openExisting(path string) (file *os.File, readable bool, err error) {
 	const flags = syscall.O_NONBLOCK | syscall.O_NOFOLLOW
 	file, err = os.OpenFile(path, os.O_RDWR|flags, 0)
@@ -114,7 +114,7 @@ func openExisting(path string) (file *os.File, readable bool, err error) {
 // overwriting is the state of one change of a file in place.
 type overwriting struct {
 	file   *os.File
-	former int64 // size before
+	former int64 // size before the change
 	next   content
 	kept   *spool // the old content that is overwritten; empty if the file cannot be read
 }
@@ -133,7 +133,7 @@ func (o *overwriting) run(readable bool) error {
 	if err != nil {
 		return o.undo(err, written)
 	}
-	// Some file systems report only now that there was no space.
+	// Some file systems report only at this point that there is no space.
 	if err := o.file.Sync(); err != nil && !unsupported(err) {
 		return o.undo(err, overlap)
 	}
@@ -146,7 +146,7 @@ func (o *overwriting) run(readable bool) error {
 	return nil
 }
 
-// put copies a part of some content to the same place of the file.
+// put copies a range of some content to the same range of the file.
 func (o *overwriting) put(from io.ReaderAt, begin, end int64) (int64, error) {
 	if end <= begin {
 		return 0, nil
@@ -161,8 +161,8 @@ func (o *overwriting) put(from io.ReaderAt, begin, end int64) (int64, error) {
 	return written, nil
 }
 
-// undo puts back the former end and the written bytes of the old content: those have their
-// space already, others might need some. It returns the cause and what it could not undo.
+// undo restores the former end of the file and that part of the old content which was overwritten. It writes no other
+// part, because that could need space. It returns an error with the cause and with the result of the restoration.
 func (o *overwriting) undo(cause error, written int64) error {
 	failed := o.file.Truncate(o.former)
 	restorable := min(written, o.kept.size)
@@ -180,7 +180,7 @@ func (o *overwriting) undo(cause error, written int64) error {
 	return fmt.Errorf("%s: writing in place failed: %s; the file is as it was", o.file.Name(), sys.Reason(cause))
 }
 
-// unsupported reports that a file system does not know an operation.
+// unsupported reports whether an error means that a file system does not support an operation.
 func unsupported(err error) bool {
 	return errors.Is(err, errors.ErrUnsupported) || errors.Is(err, syscall.EINVAL) || errors.Is(err, syscall.EROFS)
 }

@@ -18,7 +18,7 @@ import (
 
 const asOther = "/v1/filesystem/65534/65534"
 
-// closed is a directory in which others may only use what is there.
+// closed makes a directory in which other users can use the existing files but create none.
 func closed(t *testing.T) string {
 	t.Helper()
 	directory := testkit.Opened(t)
@@ -26,7 +26,7 @@ func closed(t *testing.T) string {
 	return directory
 }
 
-// given writes a file with exactly a mode.
+// given writes a file with exactly this mode.
 func given(t *testing.T, path string, content []byte, mode os.FileMode) {
 	t.Helper()
 	mustDo(t, os.WriteFile(path, content, 0o600), os.Chmod(path, mode))
@@ -39,14 +39,14 @@ func mustDo(t *testing.T, errs ...error) {
 	}
 }
 
-// mountedAt mounts for the time of a test.
+// mountedAt mounts a file system for the duration of a test.
 func mountedAt(t *testing.T, source, target, kind string, flags uintptr, data string) {
 	t.Helper()
 	mustDo(t, syscall.Mount(source, target, kind, flags, data))
 	t.Cleanup(func() { _ = syscall.Unmount(target, syscall.MNT_DETACH) })
 }
 
-// onlyNames are those in a directory: no temporary file is left.
+// onlyNames compares the names in a directory, so that a remaining temporary file is found.
 func onlyNames(t *testing.T, directory string, names ...string) {
 	t.Helper()
 	entries, err := os.ReadDir(directory)
@@ -90,7 +90,7 @@ func (f *fixture) brokenUpload(prefix, path string, sent int) {
 	fmt.Fprintf(connection, "POST %s/files/upload HTTP/1.1\r\nHost: x\r\n%s: %s\r\nContent-Type: multipart/form-data; boundary=B\r\n"+
 		"Content-Length: %d\r\n\r\n%s", prefix, httpx.TokenHeader, testkit.Token, len(form)+1000, form)
 	_ = connection.(*net.TCPConn).CloseWrite()
-	_, _ = io.Copy(io.Discard, connection) // until the daemon has ended it
+	_, _ = io.Copy(io.Discard, connection) // until the daemon has closed the connection
 }
 
 func TestAnUploadThatBreaksOffLeavesTheFileAsItWas(t *testing.T) {
@@ -98,9 +98,9 @@ func TestAnUploadThatBreaksOffLeavesTheFileAsItWas(t *testing.T) {
 	for _, sent := range []int{10, 3 << 20} {
 		directory := closed(t)
 		given(t, directory+"/x", []byte("the old content"), 0o666)
-		f.brokenUpload(asOther, directory+"/x", sent) // in place
+		f.brokenUpload(asOther, directory+"/x", sent) // written in place
 		testkit.Equal(t, "the old content", testkit.MustRead(t, directory+"/x"))
-		f.brokenUpload("", directory+"/x", sent) // beside
+		f.brokenUpload("", directory+"/x", sent) // written beside
 		testkit.Equal(t, "the old content", testkit.MustRead(t, directory+"/x"))
 		onlyNames(t, directory, "x")
 	}
@@ -127,7 +127,7 @@ func TestAFileThatIsAMountIsWrittenInPlace(t *testing.T) {
 	small, shown := t.TempDir(), t.TempDir()
 	mountedAt(t, "none", small, "tmpfs", 0, "size=128k")
 	old := bytes.Repeat([]byte("o"), 64<<10)
-	for _, flags := range []uintptr{0, syscall.MS_RDONLY} { // EBUSY of the renaming, EROFS of the creation
+	for _, flags := range []uintptr{0, syscall.MS_RDONLY} { // the rename returns EBUSY, the creation returns EROFS
 		given(t, small+"/x", old, 0o644)
 		directory := t.TempDir()
 		mountedAt(t, shown, directory, "", syscall.MS_BIND, "")
@@ -167,7 +167,7 @@ func TestAFullDiskLeavesTheFileAsItWas(t *testing.T) {
 	onlyNames(t, small, "x")
 }
 
-// A hole takes space when it is overwritten: what fails then is in the middle of the old content.
+// Overwriting a hole needs space. So the write fails in the middle of the old content.
 func TestWhatWasOverwrittenBeforeAFailureIsPutBack(t *testing.T) {
 	f := newFixture(t)
 	small := t.TempDir()
@@ -252,7 +252,7 @@ func TestContentBeyondMemoryNeedsAPlace(t *testing.T) {
 	onlyNames(t, place) // the file has no name
 }
 
-// The kernel's fs.protected_symlinks is in force for the link at the end of a path.
+// The kernel applies fs.protected_symlinks to the link at the end of a path.
 func TestALinkIsFollowedIfTheKernelFollowsIt(t *testing.T) {
 	f := newFixture(t)
 	directory, target := testkit.Opened(t), t.TempDir()+"/target"
@@ -282,7 +282,7 @@ func TestOtherNamesOfAReplacedFileKeepTheOldContent(t *testing.T) {
 	testkit.Equal(t, "new old", testkit.MustRead(t, directory+"/x")+" "+testkit.MustRead(t, directory+"/y"))
 }
 
-// accessList is an ACL by which the owning group may only read, another may write as well.
+// accessList returns an ACL that permits the owning group only to read, and another group also to write.
 func accessList() []byte {
 	list := binary.LittleEndian.AppendUint32(nil, 2)
 	for _, entry := range [][3]uint32{{1, 6, 1<<32 - 1}, {4, 4, 1<<32 - 1}, {8, 6, 65012}, {16, 6, 1<<32 - 1}, {32, 0, 1<<32 - 1}} {
@@ -313,7 +313,7 @@ func TestAReplacedFileKeepsItsACLAndAttributes(t *testing.T) {
 }
 
 func TestTheModeOfACopyWithoutItsACLGivesTheGroupNoMore(t *testing.T) {
-	file, err := os.Open("/proc/self/status") // holds no attribute
+	file, err := os.Open("/proc/self/status") // supports no attributes
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,7 +3,7 @@ package files
 // POST /files/replace.
 //
 // Invariants
-//   - Replacing is byte-wise and streamed; a file without a match is not touched.
+//   - Replacing compares bytes and is streamed. A file without a match is not changed.
 
 import (
 	"bufio"
@@ -78,7 +78,7 @@ func (f *Files) replaceIn(path string, from, to []byte) (count int64, err error)
 		return 0, err
 	}
 	defer file.Close()
-	// Count first: most files of a search-and-replace have no match.
+	// Count first, because most files of a search-and-replace have no match.
 	if count, err = substitute(io.Discard, file, from, to); err != nil || count == 0 {
 		return 0, err
 	}
@@ -86,7 +86,7 @@ func (f *Files) replaceIn(path string, from, to []byte) (count int64, err error)
 		return 0, err
 	}
 	err = f.write(path, checked{uid: -1, gid: -1}, func(w io.Writer) (err error) {
-		out := bufio.NewWriterSize(w, replaceBuffer) // an occurrence is no system call of its own
+		out := bufio.NewWriterSize(w, replaceBuffer) // so that an occurrence does not need system calls of its own
 		if count, err = substitute(out, file, from, to); err != nil {
 			return err
 		}
@@ -95,7 +95,7 @@ func (f *Files) replaceIn(path string, from, to []byte) (count int64, err error)
 	return count, err
 }
 
-// substitute copies with every occurrence replaced, in a window of bounded size.
+// substitute copies r to w and replaces every occurrence of from. It uses a buffer of bounded size.
 func substitute(w io.Writer, r io.Reader, from, to []byte) (count int64, err error) {
 	buffer := make([]byte, 0, max(256<<10, 2*len(from)))
 	for {
@@ -119,7 +119,7 @@ func substitute(w io.Writer, r io.Reader, from, to []byte) (count int64, err err
 			rest = rest[at+len(from):]
 			count++
 		}
-		sure := len(rest) // what cannot be the beginning of a match
+		sure := len(rest) // bytes that cannot be the beginning of a match
 		if !ended {
 			sure = max(0, len(rest)-len(from)+1)
 		}

@@ -3,9 +3,9 @@ package files
 // Content that is kept until a file can be written in place.
 //
 // Invariants
-//   - The first bytes are kept in memory, up to a limit. More goes to a file that has no
-//     name, on another file system or at least in another directory.
-//   - A spool without a place for its file returns an error. It never uses more memory instead.
+//   - Content up to a limit is kept in memory. Larger content goes to a file without a name, in the first of several
+//     directories that permits it.
+//   - If no directory permits such a file, the spool returns an error. It never uses more memory instead.
 
 import (
 	"bytes"
@@ -15,9 +15,9 @@ import (
 	"sallyport.dev/execd/internal/sys"
 )
 
-// spool is written once and then read at any offset. Close releases what it holds.
+// spool is written once and then read at any offset. Close releases its memory and its file.
 type spool struct {
-	places []string // directories for the file, in the order of preference
+	places []string // directories for the file, in order of preference
 	limit  int      // bytes in memory
 	memory []byte
 	file   *os.File
@@ -74,7 +74,7 @@ func (s *spool) Close() error {
 	return s.file.Close()
 }
 
-// unnamedFile makes a file in the first directory that allows it and removes its name.
+// unnamedFile makes a file in the first directory that permits it, and removes the file's name.
 func unnamedFile(places []string) (*os.File, error) {
 	failed := errors.New("no directory for temporary files")
 	for _, directory := range places {
@@ -92,7 +92,7 @@ func unnamedFile(places []string) (*os.File, error) {
 	return nil, failed
 }
 
-// spoolError names the cause without the name of a file that no client knows.
+// spoolError returns an error with the cause but without the name of the file, because no client knows that file.
 func spoolError(err error) error {
 	if err == nil {
 		return nil

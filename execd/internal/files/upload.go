@@ -3,12 +3,12 @@ package files
 // POST /files/upload.
 //
 // Invariants
-//   - The n-th metadata part belongs to the n-th file part and comes before it
-//     (every SDK sends it so), which is what allows streaming.
-//   - Files are written in order; earlier ones stay if a later one fails.
-//   - A file that comes before its metadata is not written, nor is any after it, and nothing of
-//     it is kept. The rest of the form is read for the answer, which depends on the counts.
-//   - A refused upload is read to its end, within a limit of time, so that its client gets the answer.
+//   - The n-th metadata part belongs to the n-th file part and comes before it. Every SDK sends them so, and it is what
+//     makes streaming possible.
+//   - Files are written in order. If one fails, the earlier ones stay.
+//   - A file that comes before its metadata is not written, and neither is any file after it. No data of these files is
+//     kept. The rest of the form is still read, because the answer depends on the numbers of parts.
+//   - A refused upload is read to its end, within a time limit, so that its client receives the answer.
 
 import (
 	"bufio"
@@ -29,9 +29,9 @@ import (
 
 const (
 	metadataLimit     = 64 << 10
-	uploadPartsLimit  = 20000     // of a form: 10,000 files
-	uploadCopyBuffer  = 128 << 10 // of each side: the form's reader takes and gives 4 KiB at a time
-	uploadPendingSpan = 1000      // metadata parts that may precede their files
+	uploadPartsLimit  = 20000     // parts of one form, enough for 10,000 files
+	uploadCopyBuffer  = 128 << 10 // for reading and for writing; the form's reader handles only 4 KiB at a time
+	uploadPendingSpan = 1000      // metadata parts that can precede their files
 )
 
 type uploadMetadata struct {
@@ -52,8 +52,8 @@ func (f *Files) upload(w http.ResponseWriter, r *http.Request) {
 	httpx.WriteEmpty(w)
 }
 
-// readRest reads what a client still sends of a refused upload, for a limited time: closing the
-// connection with bytes unread resets it, and the answer would be lost with it.
+// readRest reads the rest of a refused upload for a limited time. If the connection were closed while received bytes
+// are unread, the kernel would reset it and the client would lose the answer.
 func (f *Files) readRest(w http.ResponseWriter, r *http.Request) {
 	controller, end := http.NewResponseController(w), time.Now().Add(f.limits.linger)
 	buffer := make([]byte, 32<<10)
@@ -72,13 +72,13 @@ func (f *Files) readRest(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// uploadCount is what a form has had so far.
+// uploadCount counts the parts that a form has had so far.
 type uploadCount struct {
 	parts, metadata, files int
-	early                  int // the first file that came before its metadata; 0: none
+	early                  int // number of the first file that came before its metadata; 0 if there is none
 }
 
-// err judges the whole form.
+// err returns the error of the whole form, or nil.
 func (c uploadCount) err() error {
 	switch {
 	case c.metadata == 0 && c.files == 0:
@@ -135,7 +135,7 @@ func (f *Files) receive(w http.ResponseWriter, r *http.Request) error {
 				count.early = count.files
 			}
 			if count.early > 0 {
-				continue // only counted: the numbers decide the answer
+				continue // only counted, because the numbers decide the answer
 			}
 			if err := f.store(part, waiting[0], buffer); err != nil {
 				return err
@@ -181,7 +181,7 @@ func (f *Files) store(part io.Reader, metadata uploadMetadata, buffer *bufio.Wri
 		return err
 	}
 	return f.write(path, wanted, func(file io.Writer) error {
-		buffer.Reset(struct{ io.Writer }{file}) // a bare file would take what comes as it comes
+		buffer.Reset(struct{ io.Writer }{file}) // hides the file's ReadFrom, which would bypass the buffer
 		if _, err := buffer.ReadFrom(part); err != nil {
 			return err
 		}

@@ -44,7 +44,7 @@ func TestAFileBeforeItsMetadataIsRefusedAndNothingIsWritten(t *testing.T) {
 	}
 	status, answer := f.Call("POST", "/files/upload", data("x")+formPart("file", "1")+formPart("file", "2")+"--B--\r\n", "Content-Type", formKind)
 	testkit.Equal(t, true, status == 400 && strings.Contains(answer, httpx.CodeInvalidFile))
-	testkit.Equal(t, "1", testkit.MustRead(t, directory+"/x")) // earlier ones stay
+	testkit.Equal(t, "1", testkit.MustRead(t, directory+"/x")) // earlier files stay
 }
 
 func TestAFormHasABoundedNumberOfParts(t *testing.T) {
@@ -56,7 +56,7 @@ func TestAFormHasABoundedNumberOfParts(t *testing.T) {
 	}
 }
 
-// A client that sends everything before it reads gets the answer, also on the same connection.
+// A client that sends the whole form before it reads receives the answer, and can use the connection again.
 func TestARefusedUploadIsReadToItsEnd(t *testing.T) {
 	f := newFixture(t)
 	form := formPart("metadata", `{"path":""}`) + formPart("file", strings.Repeat("n", 32<<20)) + "--B--\r\n"

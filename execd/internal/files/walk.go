@@ -3,12 +3,13 @@ package files
 // GET /directories/list and GET /files/search.
 //
 // Invariants
-//   - Walks are preorder and lexical, never follow a link, skip what cannot be
-//     read and the kernel's own trees (/proc, /sys) unless asked for directly.
+//   - Walks are in preorder and lexical order, and never follow a link. They skip unreadable directories. They also
+//     skip the kernel's file systems /proc and /sys, unless the request's path is one of these or inside it.
 //   - Memory is bounded for any size of directory (names.go).
-//   - Results are streamed; a walk ends when its client leaves; few run at a time.
-//   - An answer is bounded. A larger one gets an error before the first byte of the answer. If the
-//     tree grows beyond the bound meanwhile, the transfer is aborted. It is never truncated silently.
+//   - Results are streamed. A walk ends when its client disconnects. The number of concurrent walks is limited.
+//   - The size of an answer is bounded. If it would be larger, the request gets an error before the first byte of the
+//     answer. If the tree grows beyond the bound after that, the transfer is aborted. An answer is never truncated
+//     silently.
 
 import (
 	"bufio"
@@ -28,8 +29,8 @@ import (
 type walk struct {
 	names   nameReader
 	root    string
-	depth   int // levels below the root, < 0: all
-	entries int // in the answer, at most
+	depth   int // levels below the root; negative: all
+	entries int // largest number of entries in the answer
 	want    func(name string, directory bool) bool
 }
 
@@ -42,7 +43,7 @@ func (k *walk) tooMany() error {
 		"more than %d entries below %s: ask for a smaller directory, a narrower pattern or a smaller depth", k.entries, k.root))
 }
 
-// count fails if the answer would exceed its bound. It holds the names of directories alone.
+// count returns an error if the answer would exceed its bound. It holds only the names of directories in memory.
 func (k *walk) count() error {
 	found := 0
 	hold := func(entry nameEntry, first bool) (bool, error) {
@@ -57,7 +58,7 @@ func (k *walk) count() error {
 	return k.below(k.root, k.depth, hold, func(string) error { return nil })
 }
 
-// each visits what the answer holds.
+// each calls visit for each entry of the answer.
 func (k *walk) each(visit func(path string, info fs.FileInfo) error) error {
 	found := 0
 	hold := func(entry nameEntry, _ bool) (bool, error) {
@@ -66,7 +67,7 @@ func (k *walk) each(visit func(path string, info fs.FileInfo) error) error {
 	return k.below(k.root, k.depth, hold, func(path string) error {
 		info, err := os.Lstat(path)
 		if err != nil || !k.want(info.Name(), info.IsDir()) {
-			return nil // vanished, or exchanged since it was read
+			return nil // removed or replaced since the directory was read
 		}
 		if found++; found > k.entries {
 			return k.tooMany()
@@ -75,14 +76,14 @@ func (k *walk) each(visit func(path string, info fs.FileInfo) error) error {
 	})
 }
 
-// below uses the entries that hold accepts, and enters the directories among them.
+// below calls use for each entry that hold accepts, and enters those that are directories.
 func (k *walk) below(directory string, depth int, hold holder, use func(path string) error) error {
 	if depth == 0 {
 		return nil
 	}
 	open := directory
 	if directory == k.root {
-		open += "/." // the root of a search may be a link
+		open += "/." // the root of a search can be a link
 	}
 	if directory == "/" {
 		directory = ""
@@ -104,7 +105,7 @@ func (k *walk) below(directory string, depth int, hold holder, use func(path str
 	return err
 }
 
-// enter takes a slot for a walk or gives up with the client.
+// enter waits for a slot for a walk, until the client disconnects.
 func (f *Files) enter(ctx context.Context) error {
 	select {
 	case f.walks <- struct{}{}:
@@ -114,11 +115,11 @@ func (f *Files) enter(ctx context.Context) error {
 	}
 }
 
-// stream writes what a walk finds as a JSON array. After an error the handler must abort
-// the connection: a partial list must not end well.
+// stream writes the entries of a walk as a JSON array. If it returns an error, the handler must abort the connection,
+// so that a partial list does not look complete.
 func (f *Files) stream(w http.ResponseWriter, k *walk) error {
 	if err := f.enter(k.names.ctx); err != nil {
-		return nil // the client has left
+		return nil // the client has disconnected
 	}
 	defer func() { <-f.walks }()
 	if err := k.count(); err != nil {
@@ -150,7 +151,8 @@ func (f *Files) stream(w http.ResponseWriter, k *walk) error {
 	return nil
 }
 
-// listable refuses a root that cannot be read: no entries would look like an empty directory.
+// listable returns an error if the root cannot be read. Without this check the answer would be the same as for an empty
+// directory.
 func listable(root string) error {
 	directory, err := os.Open(root)
 	if err != nil {
@@ -159,8 +161,8 @@ func listable(root string) error {
 	return directory.Close()
 }
 
-// walking answers with the entries of a walk that a request describes. A list that cannot be
-// sent whole aborts the connection.
+// walking returns a handler that answers with the entries of a walk, which of makes from the request. If the list
+// cannot be sent completely, the handler aborts the connection.
 func (f *Files) walking(of func(r *http.Request) (*walk, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		walked, err := of(r)

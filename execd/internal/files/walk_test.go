@@ -17,7 +17,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// filled makes directories with many names each, in no order.
+// filled makes directories with many names each, not in lexical order.
 func filled(t *testing.T, directories, files int) string {
 	t.Helper()
 	root := t.TempDir()
@@ -45,7 +45,7 @@ func (f *fixture) paths(route string) []string {
 	return list
 }
 
-// Whatever a walk may hold, it finds the same in the same order.
+// A walk finds the same entries in the same order, independently of the number of names that it can hold.
 func TestAWalkThatHoldsFewNamesFindsAllInOrder(t *testing.T) {
 	f := newFixture(t)
 	root := filled(t, 3, 300)
@@ -101,7 +101,7 @@ func TestAnAnswerBeyondItsBoundIsAnErrorAndNotCut(t *testing.T) {
 	testkit.Equal(t, 3, len(f.paths("/directories/list?path="+root)))
 }
 
-// The entries were counted before: a tree that has grown since must not look complete.
+// The tree grows after its entries were counted. The answer must not look complete.
 func TestATreeThatGrowsBeyondTheBoundBreaksTheAnswerOff(t *testing.T) {
 	f := newFixture(t)
 	root := filled(t, 1, 10)
@@ -141,14 +141,14 @@ func TestASearchMayBeginAtALinkButNeverEntersOne(t *testing.T) {
 	given(t, root+"/real/x", nil, 0o644)
 	testkit.Equal(t, []string{root + "/link/x"}, f.paths("/files/search?path="+root+"/link"))
 	testkit.Equal(t, []string{root + "/link", root + "/real/x"}, f.paths("/files/search?path="+root))
-	_, err := openDirectory(root + "/link") // exchanged since it was read
+	_, err := openDirectory(root + "/link") // replaced after the parent was read
 	testkit.Equal(t, true, err != nil)
 }
 
 func TestAPartialListIsAborted(t *testing.T) {
 	f := newFixture(t)
 	root := t.TempDir()
-	for i := range 1000 { // more than the answer holds before it is sent
+	for i := range 1000 { // more than fits into the buffer of the answer
 		testkit.Equal(t, nil, os.WriteFile(filepath.Join(root, strconv.Itoa(i)), nil, 0o600))
 	}
 	for path, handler := range map[string]http.HandlerFunc{"/directories/list": f.files.walking(f.files.listOf), "/files/search": f.files.walking(f.files.searchOf)} {

@@ -3,14 +3,15 @@ package files
 // Replacing the content of a file.
 //
 // Invariants
-//   - Readers see the old content or the new, never a part: write beside, rename.
-//   - Where the directory or a mount forbids that, an existing file is written in place
-//     (overwrite.go). In both cases the new content is complete before the old is touched.
-//   - An existing file keeps owner, mode, ACL and the user's attributes unless the request names others; a
-//     link is followed to its target if the kernel follows it; only regular files are replaced.
+//   - A reader sees either the old content or the new content, never a part, because the new content is written to
+//     another file, which is then renamed.
+//   - If the directory or a mount forbids that, an existing file is written in place (overwrite.go). In both cases the
+//     new content is complete before the old content is changed.
+//   - An existing file keeps owner, mode, ACL and the user's attributes unless the request names others. A link is
+//     followed to its target if the kernel follows it. Only regular files are replaced.
 //   - Other names of the same file (hard links) keep the old content, unless it is written in place.
-//   - Content is streamed to the target's own directory. Only what is to be written in place
-//     is kept elsewhere meanwhile (spool.go).
+//   - Content is streamed to the target's own directory. Only content for a write in place is first kept elsewhere
+//     (spool.go).
 
 import (
 	"crypto/rand"
@@ -28,7 +29,7 @@ import (
 
 const linkLimit = 40
 
-// targetOf follows a link at the end of a path, dangling ones too.
+// targetOf follows a link at the end of a path. The target does not need to exist.
 func targetOf(path string) (string, fs.FileInfo, error) {
 	for range linkLimit {
 		info, err := os.Lstat(path)
@@ -58,8 +59,7 @@ func targetOf(path string) (string, fs.FileInfo, error) {
 	return "", nil, sys.PathError("open", path, syscall.ELOOP)
 }
 
-// write replaces the content of path with what produce writes. When produce fails the file
-// is as it was.
+// write replaces the content of path with the output of produce. If produce fails, the file stays unchanged.
 func (f *Files) write(path string, wanted checked, produce func(io.Writer) error) error {
 	target, existing, err := targetOf(path)
 	if err != nil {
@@ -75,7 +75,7 @@ func (f *Files) write(path string, wanted checked, produce func(io.Writer) error
 	if err != nil {
 		return named(target, err)
 	}
-	defer os.Remove(temporary.Name()) // gone already after the rename
+	defer os.Remove(temporary.Name()) // does nothing after the rename
 	defer temporary.Close()
 	if err := produce(temporary); err != nil {
 		return named(target, err)
@@ -94,7 +94,7 @@ func (f *Files) write(path string, wanted checked, produce func(io.Writer) error
 	return f.overwrite(target, wanted, fileContent{temporary, info.Size()})
 }
 
-// writeInPlace is write where nothing can be created beside the target.
+// writeInPlace is write for a target in whose directory no file can be created.
 func (f *Files) writeInPlace(target string, wanted checked, produce func(io.Writer) error) error {
 	next := f.newSpool()
 	defer next.Close()
@@ -104,8 +104,8 @@ func (f *Files) writeInPlace(target string, wanted checked, produce func(io.Writ
 	return f.overwrite(target, wanted, next)
 }
 
-// forbidden reports that a name cannot be created or replaced though the file behind it may
-// be writable: permissions of the directory, its sticky or immutable bit, a mount point.
+// forbidden reports whether an error means that a name cannot be created or replaced, although its file can possibly be
+// written. Causes are the permissions of the directory, its sticky or immutable bit, or a mount point.
 func forbidden(err error) bool {
 	for _, cause := range []error{fs.ErrPermission, syscall.EROFS, syscall.EBUSY, syscall.EXDEV} {
 		if errors.Is(err, cause) {
@@ -115,19 +115,19 @@ func forbidden(err error) bool {
 	return false
 }
 
-// createBeside makes a private file in the target's directory.
+// createBeside makes a file in the target's directory. Only its owner can access it.
 func createBeside(target string) (*os.File, error) {
 	return os.OpenFile(nameBeside(target), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 }
 
-// nameBeside is an unused name in the target's directory.
+// nameBeside returns a random, unused name in the target's directory.
 func nameBeside(target string) string {
 	var random [12]byte
 	rand.Read(random[:])
 	return filepath.Dir(target) + "/.execd-" + hex.EncodeToString(random[:])
 }
 
-// named replaces a temporary name in an error with the name of the file that it stands for.
+// named replaces a temporary name in an error with the name of the file for which it was made.
 func named(path string, err error) error {
 	var on *fs.PathError
 	var renaming *os.LinkError
@@ -140,7 +140,7 @@ func named(path string, err error) error {
 	return err
 }
 
-// settle gives a new file its owner and mode before it has a visible name.
+// settle gives a new file its owner, attributes and mode before the file gets its final name.
 func (f *Files) settle(file *os.File, target string, existing fs.FileInfo, wanted checked) error {
 	mode := uint32(0o777 &^ f.umask)
 	if existing != nil {
@@ -148,7 +148,7 @@ func (f *Files) settle(file *os.File, target string, existing fs.FileInfo, wante
 			mode = keepOwner(file, stat)
 		}
 		attributes := slices.DeleteFunc(attributesOf(target), func(a attribute) bool {
-			return a.name == attributeCapability // was given for the old content
+			return a.name == attributeCapability // was set for the old content
 		})
 		mode = keepAttributes(file, attributes, mode)
 	}

@@ -16,7 +16,7 @@ import (
 	"sallyport.dev/execd/internal/testkit"
 )
 
-// servedByHelper makes a helper that runs in this process.
+// servedByHelper makes a helper that serves in this process.
 func servedByHelper(t *testing.T, handler http.HandlerFunc) *Helper {
 	t.Helper()
 	ours, theirs, err := sys.SocketPair()

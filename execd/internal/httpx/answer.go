@@ -1,7 +1,7 @@
-// Package httpx reads requests, writes answers, matches routes and passes requests on.
+// Package httpx reads requests, writes answers, matches routes and forwards requests to services.
 //
 // Invariants
-//   - Every error answer is JSON with the string keys code and message, neither empty.
+//   - Every error answer is JSON with the string keys code and message, and neither is empty.
 //   - Request bodies are bounded in size and in the time between two reads.
 package httpx
 
@@ -35,48 +35,48 @@ const (
 )
 
 const (
-	// CommandBodyLimit is the size of a body that says what to run.
+	// CommandBodyLimit is the largest size of the body of a request that runs code, in bytes.
 	CommandBodyLimit = 4 << 20
-	// FileBodyLimit is the size of a body that names files.
+	// FileBodyLimit is the largest size of the body of a request that names files, in bytes.
 	FileBodyLimit = 32 << 20
 )
 
-// DefaultBodyLimit is how long one read of a body may take, unless its connection says otherwise.
-const DefaultBodyLimit = time.Minute // between two reads of a body, where the connection has no limit of its own
+// DefaultBodyLimit is the time limit for one read of a body on a connection without a limit of its own.
+const DefaultBodyLimit = time.Minute
 
-// Problem is an error that knows its HTTP answer.
+// Problem is an error with the HTTP answer that reports it.
 type Problem struct {
 	Status  int
 	Code    string
 	Message string
 }
 
-// NewProblem is an error with its answer.
+// NewProblem returns an error with its HTTP answer.
 func NewProblem(status int, code, message string) *Problem {
 	return &Problem{Status: status, Code: code, Message: message}
 }
 
 func (p *Problem) Error() string { return p.Message }
 
-// BadRequest is the error for a request with a fault.
+// BadRequest returns the error for an invalid request.
 func BadRequest(message string) *Problem {
 	return NewProblem(http.StatusBadRequest, CodeInvalidBody, message)
 }
 
-// ErrEmptyBody is a request whose body holds no value.
+// ErrEmptyBody is the error for a request whose body contains no JSON value.
 var ErrEmptyBody = BadRequest("request body is empty")
 
-// MissingQuery is a request without a parameter that it needs.
+// MissingQuery returns the error for a request without a required query parameter.
 func MissingQuery(name string) *Problem {
 	return NewProblem(http.StatusBadRequest, codeMissingQuery, "missing query parameter '"+name+"'")
 }
 
-// RuntimeError is a failure of the daemon or of the system below it.
+// RuntimeError returns the error for a failure of the daemon or of the operating system.
 func RuntimeError(err error) *Problem {
 	return NewProblem(http.StatusInternalServerError, CodeRuntime, sys.Explain(err))
 }
 
-// WriteError answers with a problem; any other error is a RUNTIME_ERROR.
+// WriteError answers with a problem. Any other error becomes a RUNTIME_ERROR.
 func WriteError(w http.ResponseWriter, err error) {
 	var p *Problem
 	if !errors.As(err, &p) {
@@ -113,7 +113,7 @@ func WriteEmpty(w http.ResponseWriter) {
 	w.WriteHeader(http.StatusOK)
 }
 
-// NotFound is the answer for an unassigned route.
+// NotFound answers a request that matches no route.
 func NotFound(w http.ResponseWriter) {
 	header := w.Header()
 	header.Set("Content-Type", "text/plain")
@@ -122,23 +122,23 @@ func NotFound(w http.ResponseWriter) {
 	_, _ = io.WriteString(w, "404 page not found")
 }
 
-// BoundBody starts the time limit of a body, also of one that no handler reads: the server itself
-// waits for the rest of it before it sends an answer.
+// BoundBody starts the time limit of a body. The limit also applies to a body that no handler reads, because the server
+// waits for the rest of such a body before it sends an answer.
 func BoundBody(w http.ResponseWriter, r *http.Request) {
 	if r.ContentLength != 0 {
 		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyLimit(r)))
 	}
 }
 
-// bodyLimitKey is the key of a request's context for its bodyLimit.
+// bodyLimitKey is the key of the body's time limit in a request's context.
 type bodyLimitKey struct{}
 
-// WithBodyLimit is for the requests of a connection that has a limit of its own.
+// WithBodyLimit returns a context for the requests of a connection that has its own time limit for one read of a body.
 func WithBodyLimit(ctx context.Context, limit time.Duration) context.Context {
 	return context.WithValue(ctx, bodyLimitKey{}, limit)
 }
 
-// bodyLimit is how long one read of the body of a request may take.
+// bodyLimit returns the time limit for one read of a request's body.
 func bodyLimit(r *http.Request) time.Duration {
 	limit, ok := r.Context().Value(bodyLimitKey{}).(time.Duration)
 	if !ok {
@@ -147,8 +147,8 @@ func bodyLimit(r *http.Request) time.Duration {
 	return limit
 }
 
-// idleBody moves the read deadline of the connection with each read. After the body,
-// only the end of the connection can come; it has no deadline.
+// idleBody sets the read deadline of the connection anew before each read. It removes the deadline at the end of the
+// body, because after that only the end of the connection is expected.
 type idleBody struct {
 	body       io.Reader
 	controller *http.ResponseController
@@ -164,13 +164,12 @@ func (b idleBody) Read(buffer []byte) (int, error) {
 	return n, err
 }
 
-// RequestBody is the body of a request, read within its time.
+// RequestBody returns the body of a request, with the time limit for each read.
 func RequestBody(w http.ResponseWriter, r *http.Request) io.Reader {
 	return idleBody{body: r.Body, controller: http.NewResponseController(w), limit: bodyLimit(r)}
 }
 
-// DecodeJSON reads the first JSON value of a body; unknown fields and what
-// follows the value are ignored.
+// DecodeJSON reads the first JSON value of a body. It ignores unknown fields and all data after the value.
 func DecodeJSON(w http.ResponseWriter, r *http.Request, limit int64, into any) error {
 	body := &io.LimitedReader{R: RequestBody(w, r), N: limit}
 	err := json.NewDecoder(body).Decode(into)
@@ -183,7 +182,7 @@ func DecodeJSON(w http.ResponseWriter, r *http.Request, limit int64, into any) e
 	if err != nil {
 		return BadRequest("error parsing request: " + JSONFault(err))
 	}
-	// Reading to the end lets the server notice when the client leaves.
+	// Read to the end of the body, because only then can the server detect that the client disconnects.
 	_, _ = io.Copy(io.Discard, body)
 	return nil
 }
@@ -208,8 +207,8 @@ func JSONFault(err error) string {
 // TokenHeader is the header that carries the access token.
 const TokenHeader = "X-Execd-Access-Token"
 
-// TimeLimit is a number of units as a request has it, 0 for none: any that a Duration can
-// hold, which is 292 years.
+// TimeLimit converts a number of units in a request to a time limit; 0 means no limit. It accepts every number that a
+// Duration can hold (up to 292 years).
 func TimeLimit(name string, number *int64, unit time.Duration) (time.Duration, error) {
 	if number == nil {
 		return 0, nil
@@ -221,16 +220,16 @@ func TimeLimit(name string, number *int64, unit time.Duration) (time.Duration, e
 }
 
 const (
-	// HeaderBytesLimit is the size of the header of a request.
+	// HeaderBytesLimit is the largest size of a request's header, in bytes.
 	HeaderBytesLimit = 64 << 10
 )
 
 var (
-	// ErrLeft ends a wait whose client has left.
+	// ErrLeft is the error of a wait that ended because its client has disconnected.
 	ErrLeft = errors.New("the client left")
 )
 
-// ContextNotFound is the answer about a session or a code context that is not there.
+// ContextNotFound returns the error for a session or code context that does not exist.
 func ContextNotFound(id string) *Problem {
 	return NewProblem(http.StatusInternalServerError, CodeRuntime, "context not found: "+id)
 }

@@ -1,6 +1,6 @@
 package httpx
 
-// Names that are drawn at random.
+// Random identifiers.
 
 import (
 	"crypto/rand"
@@ -8,14 +8,14 @@ import (
 	"fmt"
 )
 
-// ID is 128 random bits as 32 hex digits.
+// ID returns 128 random bits as 32 hexadecimal digits.
 func ID() string {
 	var raw [16]byte
 	rand.Read(raw[:])
 	return hex.EncodeToString(raw[:])
 }
 
-// UUID is a random UUID as text.
+// UUID returns a random UUID as text.
 func UUID() string {
 	var raw [16]byte
 	rand.Read(raw[:])

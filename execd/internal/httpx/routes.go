@@ -1,12 +1,12 @@
 package httpx
 
-// Routes and the paths that they match.
+// Routes, and how a path is compared with them.
 //
 // Invariants
-//   - A route is a method and the segments of a path; each must be equal.
-//   - A path is split at its slashes as it was sent, then each segment is decoded once: an
-//     encoded slash is part of a segment and never separates two.
-//   - One slash at the end does not count; an id is never empty.
+//   - A route consists of a method and the segments of a path. It matches if the method and each segment are equal.
+//   - A path is first split at its slashes, then each segment is decoded once. So an encoded slash is part of a segment
+//     and does not separate two segments.
+//   - One slash at the end is ignored. An id is never empty.
 
 import (
 	"net/http"
@@ -15,10 +15,10 @@ import (
 	"strings"
 )
 
-// Path is a path by its segments, which are decoded.
+// Path is a path as a list of decoded segments.
 type Path []string
 
-// SplitPath cuts a path as it was sent. One that does not begin with a slash has no segments.
+// SplitPath splits a path that is still encoded. A path that does not begin with a slash has no segments.
 func SplitPath(raw string) (Path, error) {
 	rest, ok := strings.CutPrefix(raw, "/")
 	if !ok {
@@ -37,7 +37,7 @@ func SplitPath(raw string) (Path, error) {
 // Is reports whether a path has these segments and no others.
 func (p Path) Is(segments ...string) bool { return slices.Equal(p, segments) }
 
-// WithoutLastSlash is the path without a slash at its end.
+// WithoutLastSlash returns the path without one slash at its end.
 func (p Path) WithoutLastSlash() Path {
 	if last := len(p) - 1; last > 0 && p[last] == "" {
 		return p[:last]
@@ -45,8 +45,8 @@ func (p Path) WithoutLastSlash() Path {
 	return p
 }
 
-// Below returns the text of the path behind some segments, which begins with a slash if there
-// is more; ok is false where they are others, or where a segment holds a slash itself.
+// Below returns the text of the path after the given first segments. The text begins with a slash unless it is empty.
+// ok is false if the path begins with other segments, or if a later segment contains a slash.
 func (p Path) Below(segments ...string) (rest string, ok bool) {
 	if len(p) < len(segments) || !p[:len(segments)].Is(segments...) {
 		return "", false
@@ -61,18 +61,18 @@ func (p Path) Below(segments ...string) (rest string, ok bool) {
 	return text.String(), true
 }
 
-// Route is a route; {} is a segment of its path that is an id.
+// Route is a route. The segment {} of its path matches any id.
 type Route struct {
 	Method, Path string
 	Handler      func(id string) http.HandlerFunc
 }
 
-// Always is the handler of a route without an id.
+// Always returns the handler of a route without an id.
 func Always(handler http.HandlerFunc) func(string) http.HandlerFunc {
 	return func(string) http.HandlerFunc { return handler }
 }
 
-// matches compares a path with that of the route, and returns the id in it.
+// matches compares a path with the path of the route, and returns the id in it.
 func (r Route) matches(path Path) (id string, ok bool) {
 	wanted := strings.Split(r.Path, "/")[1:]
 	if len(wanted) != len(path) {
@@ -89,7 +89,7 @@ func (r Route) matches(path Path) (id string, ok bool) {
 	return id, true
 }
 
-// FindRoute finds the handler of a request; nil where there is none.
+// FindRoute returns the handler for a request, or nil if no route matches.
 func FindRoute(routes []Route, method string, path Path) http.HandlerFunc {
 	for _, each := range routes {
 		if each.Method != method {

@@ -1,16 +1,16 @@
 package httpx
 
-// Passing on a request with a body: the body goes to the service while the answer comes back.
+// Forwarding a request with a body: the carrier sends the body to the service while it receives the answer.
 //
-// http.Transport is not enough for that: it ends an upload 50 ms after a complete answer, and
-// loses an answer if the service closes the connection during the upload.
+// http.Transport is not sufficient for that. It ends an upload 50 ms after a complete answer, and it loses an answer if
+// the service closes the connection during the upload.
 //
 // Invariants
-//   - A service receives the whole body, or its connection is reset before the end of it.
-//   - Headers, pieces of the body and the answer are passed on when they arrive. An answer
-//     does not end the upload; a pause after a complete answer does.
-//   - A connection to a service is used again only after a complete request and a complete answer.
-//   - A connection of a client is used again only after the end of the body was read.
+//   - A service receives the whole body, or its connection is reset before the end of the body.
+//   - Headers, pieces of the body and the answer are forwarded as soon as they arrive. An answer does not end the
+//     upload. A pause of the upload after a complete answer ends it.
+//   - A connection to a service is reused only after a complete request and a complete answer.
+//   - A connection of a client is reused only after the end of the body was read.
 
 import (
 	"bufio"
@@ -35,26 +35,26 @@ import (
 const (
 	carrierIdle     = 64 // idle connections of one carrier
 	carrierIdleTime = 90 * time.Second
-	// AnswerHeadLimit is the size of the head of an answer.
+	// AnswerHeadLimit is the largest size of the head of an answer, in bytes.
 	AnswerHeadLimit = 1 << 20
-	interimLimit    = 16       // informational answers to one request
-	restLimit       = 64 << 10 // of a body that the service did not read
+	interimLimit    = 16       // informational answers to one request, at most
+	restLimit       = 64 << 10 // bytes of a body that are read although the service did not read them
 	settleAgain     = 10 * time.Millisecond
 )
 
 // UploadTimes are the time limits of uploads.
 type UploadTimes struct {
-	Expect time.Duration // how long a service may take for 100 Continue before it gets the body
-	Answer time.Duration // for the answer of a service that does not read on
-	Pause  time.Duration // without progress of an upload after the complete answer
-	Rest   time.Duration // for the rest of a body that the service did not read
+	Expect time.Duration // wait for 100 Continue before the body is sent anyway
+	Answer time.Duration // wait for the answer of a service that stopped reading the body
+	Pause  time.Duration // time without progress after which an upload with a complete answer ends
+	Rest   time.Duration // wait for the rest of a body that the service did not read
 }
 
 func defaultUploadTimes() UploadTimes {
 	return UploadTimes{Expect: time.Second, Answer: 5 * time.Second, Pause: 5 * time.Second, Rest: time.Second}
 }
 
-// Carrier passes requests on to services, over connections that it keeps.
+// Carrier forwards requests to services, over connections that it keeps open for reuse.
 type Carrier struct {
 	plain *http.Transport // for requests without a body
 	Times UploadTimes
@@ -63,12 +63,13 @@ type Carrier struct {
 	idle  []*serviceConn // oldest first
 }
 
-// NewCarrier takes the transport for requests without a body, which also says how to dial.
+// NewCarrier returns a Carrier. The transport handles requests without a body, and its dial function makes the
+// connections for all requests.
 func NewCarrier(plain *http.Transport) *Carrier {
 	return &Carrier{plain: plain, Times: defaultUploadTimes()}
 }
 
-// Pass serves a request with a reverse proxy, and reads its body from body.
+// Pass forwards a request with a reverse proxy, and reads its body from body.
 func (c *Carrier) Pass(reverse *httputil.ReverseProxy, w http.ResponseWriter, r *http.Request, body io.Reader) {
 	if r.ContentLength == 0 {
 		r.Body = http.NoBody
@@ -90,10 +91,10 @@ func (c *Carrier) Pass(reverse *httputil.ReverseProxy, w http.ResponseWriter, r 
 	own.ServeHTTP(w, r)
 }
 
-// RoundTrip is for requests without a body.
+// RoundTrip forwards a request without a body.
 func (c *Carrier) RoundTrip(r *http.Request) (*http.Response, error) { return c.plain.RoundTrip(r) }
 
-// CloseIdleConnections closes what is kept.
+// CloseIdleConnections closes all idle connections.
 func (c *Carrier) CloseIdleConnections() {
 	c.plain.CloseIdleConnections()
 	c.mutex.Lock()
@@ -109,12 +110,12 @@ func (c *Carrier) CloseIdleConnections() {
 type serviceConn struct {
 	net.Conn
 	address string
-	head    *io.LimitedReader // below reader
+	head    *io.LimitedReader // the source of reader; limits the head of an answer
 	reader  *bufio.Reader
-	expiry  *time.Timer // while it is idle
+	expiry  *time.Timer // closes the connection when it was idle too long; set only while it is idle
 }
 
-// take returns an idle connection, or a new one.
+// take returns an idle connection to an address, or a new connection if none is usable.
 func (c *Carrier) take(ctx context.Context, address string) (*serviceConn, error) {
 	for {
 		conn := c.takeIdle(address)
@@ -134,7 +135,7 @@ func (c *Carrier) take(ctx context.Context, address string) (*serviceConn, error
 	return &serviceConn{Conn: made, address: address, head: head, reader: bufio.NewReader(head)}, nil
 }
 
-// takeIdle takes the youngest idle connection to an address, nil if there is none.
+// takeIdle removes and returns the idle connection to an address that was used last. It returns nil if there is none.
 func (c *Carrier) takeIdle(address string) *serviceConn {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
@@ -148,7 +149,7 @@ func (c *Carrier) takeIdle(address string) *serviceConn {
 	return nil
 }
 
-// keep makes a connection idle.
+// keep adds a connection to the idle ones. It closes the oldest idle connection if there are too many.
 func (c *Carrier) keep(conn *serviceConn) {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
@@ -173,7 +174,8 @@ func (c *Carrier) expire(expired *serviceConn) {
 	}
 }
 
-// silent reports whether an idle connection is open and nothing has come that was not asked for.
+// silent reports whether an idle connection is open and has received no data. Data that arrives without a request would
+// be read as the answer to the next request.
 func (s *serviceConn) silent() bool {
 	system, ok := s.Conn.(syscall.Conn)
 	if !ok {
@@ -191,7 +193,7 @@ func (s *serviceConn) silent() bool {
 	return err == nil && errors.Is(peeked, syscall.EAGAIN)
 }
 
-// reset closes a connection such that the service does not take its end for the end of a body.
+// reset closes a connection with a TCP reset, so that the service cannot interpret the close as the end of a body.
 func (s *serviceConn) reset() {
 	if tcp, ok := s.Conn.(*net.TCPConn); ok {
 		_ = tcp.SetLinger(0)
@@ -199,7 +201,7 @@ func (s *serviceConn) reset() {
 	s.Close()
 }
 
-// pieceWriter makes bufio.Writer pass a body on piece by piece, instead of filling its buffer.
+// pieceWriter makes bufio.Writer forward each piece of a body at once, instead of waiting until its buffer is full.
 type pieceWriter struct{ net.Conn }
 
 func (p pieceWriter) ReadFrom(source io.Reader) (int64, error) {
@@ -207,37 +209,38 @@ func (p pieceWriter) ReadFrom(source io.Reader) (int64, error) {
 }
 
 var (
-	// ErrBrokenBody is a request whose body is not all there, or not well-formed.
+	// ErrBrokenBody is the error for a request whose body is incomplete or malformed.
 	ErrBrokenBody = BadRequest("the request's body broke off or is malformed")
 	errNotWanted  = errors.New("the service answered instead of asking for the body")
 )
 
-// upload is one request with a body; it is the http.RoundTripper of that request only.
+// upload is one request with a body. It is the http.RoundTripper for that request only.
 type upload struct {
 	carrier    *Carrier
 	w          http.ResponseWriter
 	controller *http.ResponseController
 	body       io.Reader
-	rest       io.Reader // the same body, without a limit of its own between two reads
+	rest       io.Reader // the same body, without the time limit for each read
 
-	conn     *serviceConn // nil: the service was not reached
-	unhook   func() bool  // of the end of the request's context
+	conn     *serviceConn // nil if the service was not reached
+	unhook   func() bool  // cancels the hook that resets conn at the end of the request's context
 	expected bool         // the client waits for 100 Continue
 	answered bool         // the answer is complete
-	reusable bool         // then: the service keeps the connection
+	reusable bool         // the service keeps the connection open after the complete answer
 
-	proceed chan struct{} // closed: send the body
-	refused chan struct{} // closed: do not send it
-	started bool          // of proceed and refused, one is closed
+	proceed chan struct{} // closed when the body is to be sent
+	refused chan struct{} // closed when the body is not to be sent
+	started bool          // proceed or refused is closed
 	moved   atomic.Int64  // number of pieces read
 	broken  atomic.Bool   // reading the body failed
 
-	sent    chan struct{} // closed when nothing more is sent; before that, the sender owns:
+	sent    chan struct{} // closed when the sender has ended; until then the sender owns the fields below
 	ended   bool          // the whole body was read
 	written bool          // the whole request was written
 }
 
-// RoundTrip sends the request and returns the head of the answer; the rest goes on.
+// RoundTrip sends the request and returns the head of the answer. Sending the body and receiving the answer continue
+// afterwards.
 func (u *upload) RoundTrip(r *http.Request) (*http.Response, error) {
 	conn, err := u.carrier.take(r.Context(), r.URL.Host)
 	if err != nil {
@@ -245,7 +248,7 @@ func (u *upload) RoundTrip(r *http.Request) (*http.Response, error) {
 	}
 	u.conn = conn
 	u.unhook = context.AfterFunc(r.Context(), conn.reset)
-	r.Header.Del("Connection") // a request with a body does not change the protocol
+	r.Header.Del("Connection") // a request with a body cannot switch the protocol
 	r.Header.Del("Upgrade")
 	u.expected = strings.EqualFold(r.Header.Get("Expect"), "100-continue")
 	if !u.expected {
@@ -266,7 +269,7 @@ func (u *upload) RoundTrip(r *http.Request) (*http.Response, error) {
 	return answer, nil
 }
 
-// start decides once whether the body is sent.
+// start decides, once, whether the body is sent: it closes proceed or refused.
 func (u *upload) start(decision chan struct{}) {
 	if !u.started {
 		u.started = true
@@ -274,7 +277,7 @@ func (u *upload) start(decision chan struct{}) {
 	}
 }
 
-// send writes the request.
+// send writes the request to the service.
 func (u *upload) send(r *http.Request) {
 	defer close(u.sent)
 	request := *r
@@ -289,12 +292,12 @@ func (u *upload) send(r *http.Request) {
 		u.written = true
 	case u.broken.Load():
 		u.conn.reset()
-	default: // what the service has sent can still be read
+	default: // the data that the service has sent can still be read
 		_ = u.conn.SetReadDeadline(time.Now().Add(u.carrier.Times.Answer))
 	}
 }
 
-// uploadBody is the body as the sender reads it.
+// uploadBody is the body for the sender. Its first read waits for the decision whether the body is sent.
 type uploadBody struct{ *upload }
 
 func (b uploadBody) Read(buffer []byte) (int, error) {
@@ -321,7 +324,7 @@ func (b uploadBody) Read(buffer []byte) (int, error) {
 	return n, err
 }
 
-// receive reads the head of the answer; those of informational answers go to the trace.
+// receive reads the head of the answer. It gives the heads of informational answers to the trace of the request.
 func (u *upload) receive(r *http.Request) (*http.Response, error) {
 	trace := httptrace.ContextClientTrace(r.Context())
 	u.conn.head.N = AnswerHeadLimit
@@ -338,7 +341,8 @@ func (u *upload) receive(r *http.Request) (*http.Response, error) {
 		}
 		wanted := answer.StatusCode == http.StatusContinue
 		if trace != nil && trace.Got1xxResponse != nil && (wanted || u.started) {
-			// Before that, reading the body may make the server write 100 Continue beside it.
+			// Before the decision about the body, forward 100 Continue only: the sender's first read of the body can
+			// make the server write 100 Continue at the same time as another informational answer.
 			if err := trace.Got1xxResponse(answer.StatusCode, textproto.MIMEHeader(answer.Header)); err != nil {
 				return nil, err
 			}
@@ -350,7 +354,7 @@ func (u *upload) receive(r *http.Request) (*http.Response, error) {
 	return nil, fmt.Errorf("more than %d informational answers", interimLimit)
 }
 
-// answerBody notes the end of the answer.
+// answerBody records the end of the answer.
 type answerBody struct {
 	io.ReadCloser
 	upload *upload
@@ -364,17 +368,17 @@ func (b *answerBody) Read(buffer []byte) (int, error) {
 	return n, err
 }
 
-// Close leaves the connection alone: finish decides about it.
+// Close does not close the connection, because finish decides whether it is reused.
 func (b *answerBody) Close() error { return nil }
 
-// stop ends the connection to the service, and by that the sending.
+// stop resets the connection to the service, which also ends the sender.
 func (u *upload) stop() {
 	u.conn.reset()
 	u.start(u.refused)
 }
 
-// settle waits until nothing more is sent. A client that sends nothing meanwhile is not
-// waited for: an interrupted read is the last one of its connection.
+// settle waits until the sender has ended. After the time limit Rest it interrupts a read that still waits for data of
+// the client. After an interrupted read the client's connection cannot be reused.
 func (u *upload) settle() {
 	rest := time.NewTimer(u.carrier.Times.Rest)
 	defer rest.Stop()
@@ -386,7 +390,8 @@ func (u *upload) settle() {
 	again := time.NewTicker(settleAgain)
 	defer again.Stop()
 	for {
-		_ = u.controller.SetReadDeadline(time.Now()) // the body may move it once more
+		// repeated, because a new read of the body can set a later deadline
+		_ = u.controller.SetReadDeadline(time.Now())
 		select {
 		case <-u.sent:
 			return
@@ -395,7 +400,7 @@ func (u *upload) settle() {
 	}
 }
 
-// linger lets the sending go on after the answer while it makes progress.
+// linger lets the upload continue after the answer while it makes progress.
 func (u *upload) linger() {
 	for {
 		before := u.moved.Load()
@@ -413,7 +418,7 @@ func (u *upload) linger() {
 	}
 }
 
-// finish ends the upload and decides about both connections.
+// finish ends the upload, and decides whether the connections to the service and to the client are reused.
 func (u *upload) finish() {
 	if u.conn != nil {
 		_ = u.controller.Flush()
@@ -438,8 +443,9 @@ func (u *upload) finish() {
 	}
 }
 
-// restRead reads what is left of a body if it is short and on its way. A client that waits
-// for 100 Continue is not asked for one. The server reads on after that, until the deadline.
+// restRead reads the rest of a body and returns whether it reached the end. It stops after restLimit bytes or at the
+// read deadline, up to which the server then continues reading. It does not read if the client still waits for 100
+// Continue, because a read would request the body.
 func (u *upload) restRead() bool {
 	_ = u.controller.Flush()
 	_ = u.controller.SetReadDeadline(time.Now().Add(u.carrier.Times.Rest))
@@ -450,9 +456,9 @@ func (u *upload) restRead() bool {
 	return errors.Is(err, io.EOF)
 }
 
-// CloseAfter makes the server close a connection after the answer, as http.MaxBytesReader
-// does. In full duplex it does not do so itself if reading the rest of a body fails, and would
-// take what comes later of the body for a request.
+// CloseAfter makes the server close a connection after the answer, in the same way as http.MaxBytesReader. In
+// full-duplex mode the server itself does not close a connection if reading the rest of a body fails. It would then
+// parse later bytes of the body as a request.
 func CloseAfter(w http.ResponseWriter) {
 	_, _ = http.MaxBytesReader(w, io.NopCloser(strings.NewReader("x")), 0).Read(make([]byte, 1))
 }
