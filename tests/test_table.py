@@ -1,4 +1,4 @@
-"""The tables of docs/tests.md: each module of product and front door has tests, each test module is where it belongs.
+"""The tables of docs/tests.md: each module of product and front door has tests and each test module is in its folder.
 
 Also a property of the whole suite: the fast tests start without the imports of the system tests.
 """

@@ -1,4 +1,4 @@
-"""A real auditd in a process of its own, and producers attached to it over real socket pairs."""
+"""Fixtures with a real auditd in its own process, and producers attached to it over real socket pairs."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ A, B = f"sbx-{'a' * 24}", f"sbx-{'b' * 24}"
 
 
 class Auditd:
-    """Starts, kills and restarts auditd on one directory."""
+    """An auditd on one directory that a test can start, kill and restart."""
 
     def __init__(self, base: Path, *, uid: int | None = None, **config: Any) -> None:
         self.uid = uid
@@ -45,7 +45,8 @@ class Auditd:
         if self.uid is None:
             return ("-m", "audit.auditd")
         drop = f"os.setgroups([]); os.setgid({self.uid}); os.setuid({self.uid})"
-        # The interpreter of a development machine may lie where that uid may not go: drop after the imports.
+        # The uid can lack access to the interpreter of a development machine, so the process drops root after the
+        # imports.
         return ("-c", f"import os, sys; from audit.auditd import main; {drop}; sys.exit(main(sys.argv[1:]))")
 
     def _open_stderr(self) -> BinaryIO:
@@ -69,7 +70,7 @@ class Auditd:
                 try:
                     self.control = await Client.connect(self.socket, os.getuid() if self.uid is None else self.uid)
                 except OSError:
-                    await asyncio.sleep(0.01)  # polling for a socket to appear, not synchronisation
+                    await asyncio.sleep(0.01)  # polls for another process's socket
             await self.control.ask(Ping())
         return self
 
@@ -123,7 +124,7 @@ def verify(directory: Path) -> Verifier:
 
 
 async def retired(daemon: Auditd, files: int) -> None:
-    """Wait until no more files are there as they were written."""
+    """Wait until at most this number of files is not retired."""
     async with asyncio.timeout(20):
         while len(daemon.files()) > files:  # noqa: ASYNC110 - it is another process's state
             await asyncio.sleep(0.01)
@@ -134,7 +135,7 @@ type NewAuditd = Callable[..., Auditd]
 
 @pytest.fixture
 async def new_auditd() -> AsyncIterator[NewAuditd]:
-    """Makes auditds; whatever a test leaves running is killed after it."""
+    """Return a function that makes auditds. Those that still run after the test are killed."""
     made: list[Auditd] = []
 
     def make(base: Path, **options: Any) -> Auditd:
@@ -154,7 +155,10 @@ async def auditd(tmp_path: Path, new_auditd: NewAuditd) -> Auditd:
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A log of two sandboxes and the control plane in three files, closed in order. Copy it before you change it."""
+    """Yield a closed log of two sandboxes and the control plane, with at least three files.
+
+    A test must copy it to change it.
+    """
     base = tmp_path_factory.mktemp("written")
 
     async def write() -> Path:

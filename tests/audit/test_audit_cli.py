@@ -1,4 +1,4 @@
-"""What a person and a SIEM see of the log."""
+"""The output of the audit commands for people and for a SIEM."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""auditd as a process: identity, ordering, kills, restarts, rotation, and what it does when it cannot write."""
+"""auditd as a process: identity, ordering, kills, restarts, rotation, and its behaviour when it cannot write."""
 
 import asyncio
 import contextlib
@@ -232,12 +232,12 @@ async def test_a_restart_continues_sequence_and_chain(auditd: Auditd, number: in
     await auditd.stop()
     assert [r["seq"] for r in auditd.said(chain=A)] == [1, 2]
     assert auditd.verify().findings == []
-    assert auditd.said(kind="gap") == []  # nothing was lost, so nothing is claimed to be
+    assert auditd.said(kind="gap") == []  # no record was lost, so there is no gap
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.extended)])
 async def test_no_accepted_record_is_lost_by_killing_auditd(tmp_path: Path, new_auditd: NewAuditd, kills: int) -> None:
-    """Killed in the middle of writing, rotation included; the log verifies after each."""
+    """auditd is killed while it writes or changes files. The log verifies after each kill."""
     auditd = await new_auditd(tmp_path, max_file_bytes=65536).start()
     acknowledged: set[str] = set()
     randomness = random.Random(8)
@@ -260,7 +260,7 @@ async def test_no_accepted_record_is_lost_by_killing_auditd(tmp_path: Path, new_
         async with asyncio.timeout(60):
             while len(acknowledged) < 20 * kill:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.005)
-        await asyncio.sleep(randomness.uniform(0.01, 0.06))  # a random moment is the point
+        await asyncio.sleep(randomness.uniform(0.01, 0.06))  # kills at a random moment
         assert auditd.process is not None
         auditd.process.kill()
         await auditd.process.wait()
@@ -308,7 +308,7 @@ async def test_a_log_changed_while_auditd_was_down_never_verifies_again(auditd: 
     await auditd.stop()
     attack(auditd.files()[-1])
     await auditd.start()
-    await (await auditd.attach(A)).accept("dns", "allow", host="later.example")  # it goes on recording
+    await (await auditd.attach(A)).accept("dns", "allow", host="later.example")  # auditd continues to record
     await auditd.restart()
     await auditd.stop()
     assert any("auditd found the log changed" in text for text in auditd.verify().findings)
@@ -335,7 +335,7 @@ def _entry(host: str) -> Line:
 
 
 def _snapshot(log: Log, directory: Path, copy: Path) -> Path:
-    """What a crash leaves: everything up to here synced and anchored."""
+    """Return a copy of the log after a crash: all lines until now are synced and anchored."""
     mark = log.mark()
     sync(mark)
     log.write_anchor(mark)
@@ -362,7 +362,10 @@ def test_a_crash_of_the_host_shows_as_a_gap(tmp_path: Path, garbage: bytes) -> N
 
 @pytest.fixture(name="signed")
 def _signed(tmp_path: Path) -> tuple[Path, SignedAnchor]:
-    """A log of several chains, one closed and one begun again, with an anchor and lines after it."""
+    """Return a log of several chains with an anchor and a line after it.
+
+    One chain is closed; another one was started again.
+    """
     log = _open(tmp_path / "log")
     for number in range(30):
         log.append([_entry(f"{number}.example")])
@@ -392,7 +395,7 @@ def _ring(log: Path) -> Ring:
 
 
 def _began(left: Path, anchor: SignedAnchor, lines: list[bytes]) -> Verifier:
-    """A verifier that has read the header."""
+    """Return a verifier that has read the header."""
     verifier = Verifier(_ring(left), anchor)
     verifier.begin_file(1)
     verifier.line(lines[0])
@@ -543,7 +546,7 @@ def ext4_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.system
 async def test_a_full_disk_refuses_records_and_recovers_by_itself(small_disk: Path, new_auditd: NewAuditd) -> None:
-    """RES-12: nothing goes unrecorded; afterwards the log says how many were refused, and verifies."""
+    """RES-12: no record is accepted that is not stored. Later the log has the number of refused ones, and verifies."""
     (small_disk / "ballast").write_bytes(b"x" * 400_000)
     auditd = await new_auditd(small_disk).start()
     client = await auditd.attach(A)
@@ -570,7 +573,7 @@ async def test_a_full_disk_refuses_records_and_recovers_by_itself(small_disk: Pa
 async def test_a_disk_that_fills_while_files_are_changed_and_auditd_is_killed_loses_nothing(
     small_disk: Path, new_auditd: NewAuditd
 ) -> None:
-    """Under load auditd can neither begin a file, nor sign a head, nor restart; with room it continues."""
+    """Without space auditd can neither start a file, nor sign a head, nor restart. With space it continues."""
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * 400_000)
     auditd = await new_auditd(small_disk, max_file_bytes=65536).start()
@@ -603,7 +606,7 @@ async def test_a_disk_that_fills_while_files_are_changed_and_auditd_is_killed_lo
 
 @pytest.mark.system
 async def test_a_disk_that_hangs_means_no_answer_and_recovers_by_itself(ext4_disk: Path, new_auditd: NewAuditd) -> None:
-    """RES-12: a frozen file system blocks write(2) itself; producers run into their time-out and deny."""
+    """RES-12: a frozen file system blocks write(2) itself. Producers reach their timeout and deny."""
     auditd = await new_auditd(ext4_disk).start()
     client = await auditd.attach(A, timeout=2)
     await client.accept("dns", "allow", durable=True, host="before.example")
@@ -626,7 +629,7 @@ async def test_a_disk_that_hangs_means_no_answer_and_recovers_by_itself(ext4_dis
 
 @pytest.mark.system
 async def test_a_file_system_that_went_read_only_refuses_records(ext4_disk: Path, new_auditd: NewAuditd) -> None:
-    """RES-12: ext4 after an error; it becomes writable again only by a new mount, so by a new auditd."""
+    """RES-12: ext4 after an error. Only a new mount, and so a new auditd, can write again."""
     auditd = await new_auditd(ext4_disk).start()
     client = await auditd.attach(A)
     await client.accept("dns", "allow", durable=True, host="before.example")
@@ -639,7 +642,7 @@ async def test_a_file_system_that_went_read_only_refuses_records(ext4_disk: Path
 
 @pytest.mark.system
 async def test_auditd_needs_no_privilege(tmp_path: Path, new_auditd: NewAuditd) -> None:
-    """As hostd starts it: own uid, a directory of its own, clients of other uids on a socket anybody may open."""
+    """auditd runs as hostd starts it: with its own uid and directory, and with a socket for clients of other uids."""
     uid = 700000003
     base = tmp_path / "base"
     base.mkdir()

@@ -1,4 +1,4 @@
-"""What is written together continues its chains, and nothing else changes."""
+"""Records that are written together continue their chains and change no other state."""
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

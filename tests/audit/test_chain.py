@@ -1,4 +1,4 @@
-"""One line and its chain: nothing in it can change unseen."""
+"""A change anywhere in a line of a chain is detected."""
 
 import json
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_signed_over_all_it_says() -> None:
         changed = {**parsed, name: "other"}
         assert not check_signature(KEY.public_key(), changed), name
     assert not check_signature(Ed25519PrivateKey.generate().public_key(), parsed)
-    for noise in (" ", "\n", "!"):  # a signature has one text
+    for noise in (" ", "\n", "!"):  # a signature has exactly one encoding
         assert not check_signature(KEY.public_key(), parsed | {"signature": parsed["signature"] + noise})
 
 

@@ -1,4 +1,4 @@
-"""A producer knows whether its record is in the log, and the log knows how many notes it never got."""
+"""A producer receives whether its record is in the log, and the log has the number of notes that were lost."""
 
 import asyncio
 import signal
@@ -13,7 +13,7 @@ from wire import Client, Code, Message, RequestError
 
 
 async def _pair(handler: object) -> tuple[AuditClient, Client]:
-    """A client whose other end is answered by `handler`, standing for an auditd in trouble."""
+    """Return a client whose peer is `handler`, in place of an auditd with a fault."""
     ours, theirs = socket.socketpair()
     peer = Client(theirs, handler)  # type: ignore[arg-type]
     peer.start()
@@ -92,7 +92,7 @@ async def test_notes_arrive_in_order(auditd: Auditd) -> None:
 
 async def test_overflowing_notes_are_counted_exactly_in_the_log(auditd: Auditd) -> None:
     client = await auditd.attach(A, queue=100)
-    for number in range(1000):  # without giving the sender a turn
+    for number in range(1000):  # the loop does not let the sender run
         client.note("request", status=number)
     assert await client.drain()
     assert len(auditd.said(kind="request")) == 100

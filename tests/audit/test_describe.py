@@ -1,4 +1,4 @@
-"""docs/audit-records.md and its table say what the code writes."""
+"""docs/audit-records.md and its table agree with the records that the code writes."""
 
 import ast
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def test_the_document_is_what_the_table_says() -> None:
 
 
 def functions(*paths: Path) -> Functions:
-    """The functions and methods of some modules by name."""
+    """Return the functions and methods of some modules by name."""
     found: Functions = {}
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -28,7 +28,7 @@ def functions(*paths: Path) -> Functions:
 
 
 def calls(package: str) -> Iterator[tuple[str, set[str]]]:
-    """Kind and fields of each call in a package that writes a record of a kind it names."""
+    """Yield kind and fields of each call in a package that writes a record with a constant kind."""
     paths = sorted((ROOT / package).rglob("*.py"))
     everywhere = functions(*paths)
     for path in paths:
@@ -42,7 +42,10 @@ def calls(package: str) -> Iterator[tuple[str, set[str]]]:
 
 
 def _fields(call: ast.Call, function: ast.AST, known: Functions) -> Iterator[str]:
-    """The keywords of a call, and the keys of what it expands: a dict of the function's, or of one that it calls."""
+    """Yield the keywords of a call and the keys of the dicts that it expands.
+
+    Such a dict is a variable of the function, or the result of a function that it calls.
+    """
     for keyword in call.keywords:
         if keyword.arg is not None:
             yield keyword.arg
@@ -57,7 +60,7 @@ def _fields(call: ast.Call, function: ast.AST, known: Functions) -> Iterator[str
 
 
 def _assigned(name: str, function: ast.AST, known: Functions) -> Iterator[str]:
-    """The keys of what a function assigns to a variable."""
+    """Yield the keys of the values that a function assigns to a variable."""
     for node in ast.walk(function):
         match node:
             case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
@@ -87,7 +90,7 @@ def test_each_field_that_is_written_is_described() -> None:
 
 
 def test_each_field_that_is_described_is_written() -> None:
-    """Some package of a producer names it: as a keyword, or as the key of a dict. auditd writes two itself."""
+    """Each field is a keyword or a dict key in the package of some producer. auditd itself writes two fields."""
     named = {
         name
         for package in PACKAGES[:-1]

@@ -1,4 +1,4 @@
-"""In one epoch auditd cannot sign for another: its keys, what a crash leaves of them, and what verification finds."""
+"""auditd cannot sign for a former epoch: its keys, their remains after a crash, and the findings of verification."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def private_keys(directory: Path) -> list[Ed25519PrivateKey]:
-    """Every private key that a process of auditd's user finds in the directory."""
+    """Return every private key that a process with auditd's uid can find in the directory."""
     found = []
     for path in directory.rglob("*"):
         if path.is_file():
@@ -74,7 +74,7 @@ def private_keys(directory: Path) -> list[Ed25519PrivateKey]:
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], None], sign: Ed25519PrivateKey) -> None:
-    """Do what auditd can do: change records, and make every hash and signature right as far as `sign` can."""
+    """Do what auditd can do: change records, and correct every hash and each signature that `sign` can make."""
     heads: dict[str, ChainHead] = {}
     state, out = ZERO, []
     for line in lines(directory):
@@ -134,7 +134,7 @@ def test_a_record_of_a_former_epoch_cannot_be_rewritten_with_the_key_that_is_lef
 
 
 def test_records_of_the_present_epoch_are_what_anchors_are_for(log: Path, tmp_path: Path) -> None:
-    """The limit of signatures: what the present key signed can be signed again. An anchor that was kept finds it."""
+    """The limit of signatures: the present key can sign its epoch's records again. A kept anchor detects the change."""
     kept = tmp_path / "anchor.json"
     assert 0 == cli.anchor(log, output=kept)
     assert 0 == cli.verify(log, anchors=[kept], out=StringIO())
@@ -194,7 +194,7 @@ def test_a_certificate_with_a_signature_of_another_key_is_found(log: Path) -> No
 
 
 class Crash(Exception):
-    """Stands for the death of the process."""
+    """An exception that simulates the end of the process."""
 
 
 STEPS = ("_create", "_append", "certificate", "_overwrite", "sync_directory")
@@ -337,7 +337,7 @@ def test_a_process_has_no_former_key_in_its_memory(tmp_path: Path) -> None:
 
 
 def _count(pid: int, needle: bytes) -> int:
-    """How often a text is in the memory of a process."""
+    """Return the number of occurrences of a text in the memory of a process."""
     found = 0
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in maps:

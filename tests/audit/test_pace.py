@@ -44,7 +44,7 @@ def test_the_control_chain_never_waits() -> None:
 
 async def test_a_flood_waits_and_its_neighbour_does_not(tmp_path: Path) -> None:
     commit = writer(tmp_path / "log", RATE)
-    count = RATE * BURST_SECONDS // 8192 + 128  # a burst, and sixteen seconds more
+    count = RATE * BURST_SECONDS // 8192 + 128  # a burst and sixteen more seconds at the rate
     flood = [asyncio.create_task(commit.submit("a", [entry("sbx-a")], durable=False)) for _ in range(count)]
     await asyncio.sleep(0.2)
     assert [1] == await commit.submit("b", [entry("sbx-b", 10)], durable=False)

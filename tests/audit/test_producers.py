@@ -1,4 +1,4 @@
-"""Each producer writes the kinds of its own: auditd refuses others, and verification finds them."""
+"""Each producer writes only its own kinds of records: auditd refuses others, and verification finds them."""
 
 import os
 import re
@@ -53,7 +53,7 @@ async def test_a_user_that_is_not_hostd_may_record_and_nothing_else(
         await daemon.control.ask(request_)
     await AuditClient(daemon.control).accept("lifecycle.create", "allow", sandbox=A)
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(ConnectionError):  # it may pass no descriptor either
+    with ours, theirs, pytest.raises(ConnectionError):  # the connection may not pass a descriptor either
         await daemon.control.ask(request_, fds=[theirs.fileno()])
     assert ["serve"] == [record["producer"] for record in daemon.said(kind="lifecycle.create")]
 
@@ -80,7 +80,7 @@ async def test_a_channel_is_of_a_gateway_or_of_vaultd(auditd: Auditd, sandbox: s
 def test_a_record_that_its_producer_cannot_have_written_is_found(
     tmp_path: Path, record: dict[str, str], why: str
 ) -> None:
-    """As auditd itself would write it, had it not refused."""
+    """The log is written without auditd's own check."""
     log = opened(tmp_path / "log")
     log.append([ChainEntry(A, {"decision": "allow", "sandbox": A, **record})])
     log.close()
@@ -89,10 +89,10 @@ def test_a_record_that_its_producer_cannot_have_written_is_found(
 
 @pytest.mark.parametrize("name", [GATEWAY, VAULT, SERVE, HOSTD])
 def test_the_kinds_of_a_producer_are_those_that_its_source_names(name: str) -> None:
-    """`lifecycle.pause` and `lifecycle.resume` are named by their ends."""
+    """The source has only the last parts of `lifecycle.pause` and `lifecycle.resume`."""
     source = "\n".join(path.read_text() for path in (ROOT / PLACES[name]).rglob("*.py"))
     named = set(re.findall(r'"([a-z]+(?:\.[a-z_]+)?)"', source))
     if name == SERVE:
         named |= {f"lifecycle.{op}" for op in ("pause", "resume") if f'"{op}"' in source}
-    elsewhere = {"gap"}  # written by the client of the log itself
+    elsewhere = {"gap"}  # the client of the log writes this kind
     assert set() == KINDS[name] - named - elsewhere

@@ -1,4 +1,4 @@
-"""What a record may say, and that no value from traffic can say more than itself."""
+"""The permitted contents of a record. No value from traffic can be read as more than one value."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from audit.records import (
     unescape,
 )
 
-ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))  # surrogates too
+ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))  # including surrogates
 
 
 @given(ANY_TEXT | st.text(alphabet="\\u{5c}x1b"))

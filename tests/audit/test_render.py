@@ -1,4 +1,4 @@
-"""What a person and a SIEM see of one record."""
+"""The rendering of one record for people and for a SIEM."""
 
 import shlex
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_line_has_sandbox_action_place_and_reason() -> None:
 
 @pytest.mark.parametrize("name", ["user_agent", "reason", "rule", "host", "path", "method"])
 def test_no_value_passes_for_further_fields(name: str) -> None:
-    """A sandbox may send text that looks like fields; a reader of words and quotes gets one word more."""
+    """A sandbox can send text that looks like fields. A parser that respects quotes reads it as one word."""
     honest = [word.partition("=")[0] for word in shlex.split(render.line({**RECORD, name: "x"}))]
     for forged in ('x" decision=allow rule="y', "x decision=allow rule=y"):
         names = [word.partition("=")[0] for word in shlex.split(render.line({**RECORD, name: forged}))]

@@ -1,4 +1,4 @@
-"""Each key of a log is certified by the one before it."""
+"""The former key certifies each key of a log."""
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -1,4 +1,4 @@
-"""What is kept of retired files: each chain its own share, verified, whatever the other chains write."""
+"""Retired files: each chain keeps its own verified share, independently of the amount that other chains write."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def shown(directory: Path, sandbox: str) -> list[str]:
 
 
 def flooded(directory: Path) -> Log:
-    """A log in which one sandbox wrote a few records, and another one then wrote thirty files full."""
+    """Return a log in which one sandbox wrote few records and another one then filled thirty files."""
     log = opened(directory)
     write(log, A, 0, 5)
     write(log, B, 0, 3000, 500)
@@ -124,7 +124,7 @@ def test_a_restarted_writer_goes_on_with_what_is_kept(tmp_path: Path) -> None:
 
 
 class Crash(Exception):
-    """Stands for the death of the process."""
+    """An exception that simulates the end of the process."""
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -188,7 +188,7 @@ def _swap(log: Path) -> None:
 
 
 def _disown(log: Path) -> None:
-    """Have `chains.json` say that the other sandbox's chain never was."""
+    """Remove the sandbox's chain from `chains.json`."""
     data = json.loads((log / "chains.json").read_bytes())
     del data["chains"][A]
     (log / "chains.json").write_text(json.dumps(data))
@@ -207,14 +207,14 @@ def test_what_is_kept_cannot_be_changed_unnoticed(tmp_path: Path, attack: Callab
 
 
 def _resigned(log: Path, change: Callable[[Kept], None]) -> None:
-    """Change what is kept as auditd itself could: its present key signs it again."""
+    """Change the statement about kept records as auditd could: its present key signs it again."""
     kept = shares.parse_kept((log / "chains.json").read_bytes())
     change(kept)
     shares.write_kept(log, private_keys(log)[0], kept)
 
 
 def _renamed(log: Path) -> None:
-    """File the records of one sandbox under the name of another one."""
+    """Store the records of one sandbox under the name of another one."""
 
     def change(kept: Kept) -> None:
         kept.chains[C] = kept.chains.pop(A)
@@ -241,7 +241,7 @@ def _without(chain: str) -> Callable[[Path], None]:
 def test_what_is_kept_has_each_chain_under_its_own_name(
     tmp_path: Path, attack: Callable[[Path], None], why: str | None
 ) -> None:
-    """Also if it is signed by the key of the log."""
+    """The check also applies to a statement that the key of the log has signed."""
     flooded(tmp_path / "log").close()
     attack(tmp_path / "log")
     findings = verify(tmp_path / "log").findings
@@ -254,7 +254,7 @@ NAMES = ["", "..", "../x", "a/b", "A", "-a", "a b", "a\n", "a\0", "é", "a" * 64
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_name_of_a_chain_is_read_from_no_statement(name: str) -> None:
-    """Names become paths."""
+    """The check is necessary because names become paths."""
     one = {"seq": 0, "hash": ZERO, "segments": [{"file": 1, "size": 1, "seq": 1, "hash": ZERO}]}
     said = {"file": 2, "began": 1, "expired": 0, "policy": {}}
     assert ["a" * 63] == list(shares.parse_kept(json.dumps({**said, "chains": {"a" * 63: one}}).encode()).chains)

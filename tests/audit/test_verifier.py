@@ -1,6 +1,6 @@
 """The verifier, fed line by line: signatures, places of epochs, shares, anchors and notes, one condition at a time.
 
-All hashes are right, and each chain is in order. So a finding has exactly the cause that its case names.
+All hashes are correct and each chain is in order, so a finding has exactly the cause that its case names.
 """
 
 import json
@@ -35,7 +35,7 @@ def epoch_of(key: int, present: int) -> str:
 
 @dataclass
 class Chain:
-    """The lines of one chain, each with its right hash."""
+    """The lines of one chain, each with its correct hash."""
 
     name: str
     head: ChainHead = field(default_factory=ChainHead)
@@ -58,7 +58,7 @@ class Chain:
         return self
 
     def forged(self) -> "Chain":
-        """A checkpoint that names the first key, with a signature of another one."""
+        """Append a checkpoint that names the first key and has a signature of another key."""
         record = json.loads(Chain(self.name, self.head).checkpoint(FOREIGN).lines[0])
         body = {name: value for name, value in record.items() if name not in ("seq", "prev", "hash")}
         line, self.head = seal({**body, "key": fingerprint(KEYS[0].public_key())}, self.head)
@@ -71,14 +71,14 @@ class Chain:
 
 
 def judged(chain: Chain, share: Share | None = None) -> Verifier:
-    """A verifier that has read one share."""
+    """Return a verifier that has read one share."""
     verifier = Verifier(ring())
     verifier.share(chain.name, share or chain.share, chain.lines)
     return verifier
 
 
 def found(verifier: Verifier) -> list[str]:
-    """The findings without their places."""
+    """Return the findings without their places."""
     return [text.partition(": ")[2] for text in verifier.findings]
 
 
@@ -160,7 +160,7 @@ def test_a_file_above_the_share_of_a_chain_is_cut_to_it(tmp_path: Path) -> None:
 
 
 def test_a_second_text_of_a_statements_signature_is_refused() -> None:
-    """Base64 has one text for a signature: a decoder that skips foreign characters would accept many."""
+    """Base64 must have one text for each signature. A decoder that skips foreign characters would accept many."""
     signed = json.loads(shares._written(KEYS[0], Kept()))
     assert shares.read_kept(ring(), json.dumps(signed).encode()) == Kept()
     text = signed["signature"]
@@ -172,12 +172,12 @@ def test_a_second_text_of_a_statements_signature_is_refused() -> None:
 
 
 def file(number: int, key: Ed25519PrivateKey, *, log: str = ZERO, heads: dict[str, list[Any]] | None = None) -> Chain:
-    """The first line of a file."""
+    """Return the first line of a file."""
     return Chain("control").checkpoint(key, file=number, log=log, heads=heads or {}, boot="one")
 
 
 def fed(number: int, chain: Chain, anchor: SignedAnchor | None = None) -> Verifier:
-    """A verifier that has read one file."""
+    """Return a verifier that has read one file."""
     verifier = Verifier(ring(), anchor)
     verifier.begin_file(number)
     verifier.lines(chain.lines)
@@ -224,7 +224,7 @@ def test_a_gap_is_a_note_with_its_number_and_reason(more: dict[str, Any], shown:
 
 
 def anchor_of(chain: Chain, **changed: Any) -> SignedAnchor:
-    """The anchor of a file's end."""
+    """Return the anchor at the end of a file."""
     log = ZERO
     for line in chain.lines:
         log = extend_log(log, line)

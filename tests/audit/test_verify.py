@@ -1,4 +1,4 @@
-"""Every way to change a finished log makes verification fail, and says why; the same log unchanged passes."""
+"""Every way to change a finished log makes verification fail with a reason. The unchanged log passes."""
 
 import hashlib
 import json
@@ -123,7 +123,7 @@ def _exchange(record: dict[str, Any]) -> None:
 
 
 def _swap_sandboxes(log: Path) -> None:
-    """Exchange two sandboxes' names in each line and make its own hash right again."""
+    """Exchange the names of two sandboxes in each line and compute its hash again."""
     for number in range(1, _newest(log) + 1):
         lines = []
         for line in _load(log, number):
@@ -142,7 +142,7 @@ def _rehash_line(line: bytes) -> bytes:
 
 
 def _rewrite(log: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change records and make everything consistent again, except what needs the key."""
+    """Change records and make all data consistent again, except the signatures, which need the key."""
     heads: dict[str, ChainHead] = {}
     state = ZERO
     for number in range(1, _newest(log) + 1):
@@ -172,7 +172,7 @@ def _rehash(log: Path) -> None:
 
 
 def _rehash_tail(log: Path) -> None:
-    """As `_rehash`, after the last checkpoint only, with the shutdown's checkpoint cut off."""
+    """Change the host of a record behind the last signed checkpoint, without the shutdown's checkpoint."""
     lines = _load(log, _newest(log))[:-1]
     record = json.loads(lines[-1])
     record["host"] = "other.example"
@@ -230,7 +230,7 @@ ATTACKS: list[tuple[Callable[[Path], None], str]] = [
 
 
 def test_the_untouched_log_passes(log_copy: Path) -> None:
-    """The control of every test below."""
+    """The control of all tests below."""
     out = StringIO()
     assert cli.verify(log_copy, out=out) == 0
     assert out.getvalue().startswith("ok: ")
@@ -270,7 +270,7 @@ def _misfiled(sandbox: str | None) -> Callable[[dict[str, Any]], None]:
 
 @pytest.mark.parametrize("sandbox", [B, f"{A}x", A.upper(), None])
 def test_a_record_in_the_chain_of_another_sandbox_is_found(log_copy: Path, sandbox: str | None) -> None:
-    """Whatever else is right about it: all hashes are computed again."""
+    """The record is otherwise consistent: all hashes are computed again."""
     assert f"chain {A} holds a record of sandbox" not in str(verify(log_copy).findings)
     _rewrite(log_copy, _misfiled(sandbox))
     assert f"chain {A} holds a record of sandbox {sandbox}" in str(verify(log_copy).findings)

@@ -1,4 +1,4 @@
-"""Names in the documents exist: a claim without its test is no claim."""
+"""Each file and test that a document names exists, and each claim of the threat model names a test."""
 
 import ast
 import re

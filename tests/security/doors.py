@@ -1,18 +1,25 @@
-"""The doors that `hardening_probe.py` tries, and what each place answers: the whole of it, nothing more is open.
+"""The table of the doors (interfaces of the kernel) that `hardening_probe.py` tries, with the answer at each place.
+
+The table is complete: no other door may be open. The places are:
 
 - `runc`, `runsc`: a sandbox.
-- `opened`: a container of runsc with every capability. Where that is refused, too, gVisor has no such door.
-- `host`: root on the host in namespaces of its own, without a filter. It is the control for runc.
+- `opened`: a container of runsc with every capability. If the door is refused there, too, gVisor does not have it.
+- `host`: root on the host in its own namespaces, without a filter. It is the control for runc.
 
-A door is `open`, or the answer is the name of the error. Those that are open in a sandbox on runsc are its own
-kernel's: its keyring, its priorities, its files. What they change ends at the sandbox, whose limits are set outside.
+An answer is `open` or the name of the error. A door that is open in a sandbox on runsc belongs to the sandbox's own
+kernel: its keyring, its priorities, its files. It changes nothing outside of the sandbox, whose limits are set outside.
 """
 
 from typing import NamedTuple
 
 
 class Door(NamedTuple):
-    """What is answered. `lacking`: the host's answer where its kernel was built without the door; `never`: why not."""
+    """The answers at one door.
+
+    Attributes:
+        lacking: the host's answer if its kernel was built without the door.
+        never: why the door is open at no place.
+    """
 
     runc: str
     runsc: str
@@ -20,11 +27,11 @@ class Door(NamedTuple):
     host: str = "open"
     lacking: str = ""
     without: str = ""
-    """What runc answers on a kernel without the door, if it is something else."""
+    """runc's answer on a kernel without the door, if it differs from `runc`."""
     never: str = ""
 
     def answer(self, place: str, host: str) -> str:
-        """What `place` must answer on a machine where the host answers `host`."""
+        """Return the expected answer at `place` on a machine where the host answers `host`."""
         if self.lacking and host == self.lacking:
             return {"host": self.lacking, "runc": self.without or self.runc}.get(place) or getattr(self, place)
         return str(getattr(self, place))
@@ -110,4 +117,4 @@ SESSION = {
     f"write /sys/fs/cgroup/{name}": "EROFS"
     for name in ("memory/memory.limit_in_bytes", "devices/devices.allow", "pids/pids.max")
 }
-"""What an isolated session on runsc answers instead."""
+"""The answers of an isolated session on runsc where they differ from those of its sandbox."""

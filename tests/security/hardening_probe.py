@@ -1,9 +1,10 @@
-"""What a process may do where it stands: which doors open to it, and what it is. Prints one JSON object.
+"""A probe of a process's environment: the doors (interfaces of the kernel) that are open to it, and its properties.
 
     python3 hardening_probe.py
 
-Standard library only. Each door is tried in a child of its own, so that what it changes ends with it; nothing is
-written through any that opens. A door maps to `open` or to the name of the error.
+It prints one JSON object and uses only the standard library. It tries each door in its own child process, so that
+changes end with the child. It writes nothing through an open door. The value of a door is `open` or the name of the
+error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-MARK = ctypes.create_string_buffer(8)  # at the same address in the parent of each child
+MARK = ctypes.create_string_buffer(8)  # the parent of each child has this buffer at the same address
 LIBC = ctypes.CDLL(None, use_errno=True)
 _X86 = platform.machine() == "x86_64"
 _COMMON = {"io_uring_setup": 425, "open_tree": 428, "fsopen": 430, "pidfd_getfd": 438}
@@ -96,9 +97,9 @@ def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char]) -> No
     """Make a system call by number.
 
     Raises:
-        OSError: it was refused.
+        OSError: the kernel refused it.
     """
-    # Whole words: as plain ints the last ones would leave the upper half of their place on the stack as it was.
+    # Pass whole words: with plain ints the upper half of an argument on the stack would be undefined.
     words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     if LIBC.syscall(NUMBERS[name], *words) < 0:
         raise OSError(ctypes.get_errno(), name)
@@ -120,7 +121,7 @@ def perf() -> None:
 
 
 def setns() -> None:
-    """Join one's own network namespace again."""
+    """Join this process's own network namespace again."""
     fd = os.open("/proc/self/ns/net", os.O_RDONLY)
     call("setns", fd, NAMESPACES["net"])
 
@@ -140,22 +141,22 @@ def take_a_descriptor() -> None:
 
 
 def by_handle() -> None:
-    """Open a file by a handle, past every mount."""
+    """Open a file by a handle, independently of mounts."""
     handle = struct.pack("<Ii", 8, 1) + struct.pack("<II", 2, 0) + bytes(120)
     try:
         call("open_by_handle_at", os.open("/etc/hosts", os.O_RDONLY), handle, os.O_RDONLY)
     except OSError as error:
         if error.errno not in (errno.ESTALE, errno.EINVAL):
-            raise  # a stale handle was looked at: the door is open
+            raise  # the kernel examined the stale handle: the door is open
 
 
 def load_module() -> None:
-    """Load a module of no bytes."""
+    """Load an empty module."""
     try:
         call("init_module", b"", 0, b"\0")
     except OSError as error:
         if error.errno != errno.ENOEXEC:
-            raise  # it was looked at: the door is open
+            raise  # the kernel examined the module: the door is open
 
 
 def a_node() -> None:
@@ -165,7 +166,7 @@ def a_node() -> None:
 
 
 def tun() -> None:
-    """Make an interface."""
+    """Make a network interface."""
     fd = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(fd, 0x400454CA, struct.pack("16sH22x", b"tun9", 0x1001))
 
@@ -183,7 +184,7 @@ def route_change() -> None:
 
 
 def past_a_user_namespace(door: Callable[[], None]) -> Callable[[], None]:
-    """Try a door with every capability of a user namespace of one's own."""
+    """Return a function that tries a door with every capability of its own user namespace."""
 
     def beyond() -> None:
         with contextlib.suppress(OSError):
@@ -200,7 +201,7 @@ def opened(path: str, flags: int) -> Callable[[], None]:
 def some_bytes(path: str) -> Callable[[], None]:
     def read() -> None:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with contextlib.suppress(BlockingIOError):  # it may be read, and there is nothing more just now
+        with contextlib.suppress(BlockingIOError):  # the file is readable but has no more data at the moment
             if not os.read(fd, 16):
                 raise OSError(errno.ENODATA, path)
 
@@ -251,7 +252,7 @@ DOORS: dict[str, Callable[[], None]] = {
 
 
 def tried(door: Callable[[], None]) -> str:
-    """Try a door in a child."""
+    """Try a door in a child process. Return `open` or the name of the error or signal."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -274,14 +275,14 @@ def tried(door: Callable[[], None]) -> str:
 
 
 def status_of(pid: str) -> dict[str, str]:
-    """Capabilities, NoNewPrivs and Seccomp of a process."""
+    """Return capabilities, NoNewPrivs, Seccomp and Groups of a process."""
     with open(f"/proc/{pid}/status") as file:
         fields = dict(line.rstrip("\n").split(":", 1) for line in file if ":" in line)
     return {key: value.strip() for key, value in fields.items() if re.match(r"Cap|NoNewPrivs|Seccomp$|Groups", key)}
 
 
 def descriptors() -> dict[str, str]:
-    """This process's own descriptors, and where they lead."""
+    """Return this process's own descriptors and their targets."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -290,7 +291,7 @@ def descriptors() -> dict[str, str]:
 
 
 def nodes() -> dict[str, str]:
-    """Device nodes below /dev, and whether they can be opened."""
+    """Return the device nodes below /dev with their major and minor numbers."""
     found = {}
     for directory, _, names in os.walk("/dev"):
         for name in names:
@@ -302,7 +303,7 @@ def nodes() -> dict[str, str]:
 
 
 def main() -> None:
-    """Try everything, tell everything."""
+    """Try all doors and print all results."""
     with open("/proc/self/mountinfo") as file:
         mounts = [line.split() for line in file]
     with open("/proc/1/cmdline") as file:

@@ -1,4 +1,4 @@
-"""A Sallyport whose daemons are started from another module than the product's: one of the tests'."""
+"""A Sallyport server whose daemons are started from a module of the tests instead of the product's modules."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ MAINS = {
 
 
 class SubstitutedStack(Stack):
-    """As `sallyport serve` starts it, but each daemon is `module`."""
+    """A server as `sallyport serve` starts it, except that the module of each daemon is `module`."""
 
     slots_ahead = 0
     module: ClassVar[str]
@@ -52,4 +52,4 @@ class SubstitutedStack(Stack):
             raise
 
     def prepare(self) -> None:
-        """Make what the substitutes need; the run directory is there, no daemon runs."""
+        """Make the resources that the substitutes need. The run directory exists and no daemon runs."""

@@ -1,7 +1,7 @@
-"""With all layers of a path taken away the far end does receive something: the denial tests are able to fail.
+"""Without any layer of a path, traffic does arrive at the far end. So the tests of denials are able to fail.
 
-From the workload itself where its kernel lets it, as the table of attempts says; else from a privileged container.
-Also the watch is taken away: it would cut such a sandbox off before most of this was tried.
+The traffic comes from the workload itself if its kernel permits it, as the table of attempts says; otherwise from a
+privileged container. The watch is off, too, because it would stop such a sandbox before the end of the tests.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def _open_sandbox(request: pytest.FixtureRequest, unwatched: Stack, values: Secr
 def _arrivals(
     attempt: Attempt, internet: Internet, sandbox: DemoSandbox, run: Callable[[], Report]
 ) -> tuple[int, Report]:
-    """How much of an attempt arrived, and what the probe saw."""
+    """Return how much of an attempt arrived, and the probe's own report."""
     counter = f"open-{sandbox.id}"
     with Capture(internet.path(internet.net), Ungated.far) as wire:
         host, gateway = internet.canary_hits("host"), internet.canary_hits(counter)
@@ -62,7 +62,7 @@ def _arrivals(
 def test_from_an_ungated_workload_it_arrives_where_its_kernel_lets_it(
     attempt: Attempt, unwatched: Stack, open_sandbox: DemoSandbox
 ) -> None:
-    """Where nothing arrives, the kernel has refused each try, and the table of attempts says so."""
+    """If nothing arrives, the kernel refused each try, and the table of attempts says so."""
     count, seen = _arrivals(attempt, unwatched.internet, open_sandbox, lambda: open_sandbox.attempt(attempt.probe))
 
     assert (count > 0) == (attempt.control(open_sandbox.runtime) is Control.WORKLOAD), seen
@@ -73,7 +73,7 @@ def test_from_an_ungated_workload_it_arrives_where_its_kernel_lets_it(
 def test_from_an_ungated_privileged_container_it_arrives(
     attempt: Attempt, unwatched: Stack, open_sandbox: DemoSandbox
 ) -> None:
-    """What needs capabilities the workload does not have: raw sockets, marks, addresses and rules of its own."""
+    """The attempt needs what the workload does not have: capabilities for raw sockets, marks, addresses and rules."""
     with (
         open_sandbox.address_restored(),
         PrivilegedContainer(unwatched.netns(open_sandbox.id, "sbx"), sandbox_targets(), "192.0.2.1") as container,
@@ -84,7 +84,7 @@ def test_from_an_ungated_privileged_container_it_arrives(
 
 
 def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, unwatched: Stack, values: Secrets) -> None:
-    """The workload by itself, and a privileged container beside it."""
+    """The traffic comes from the workload itself, and from a privileged container in its network."""
     stack = unwatched
     (attempt,) = (a for a in ATTEMPTS if a.far_end is FarEnd.NEIGHBOUR)
     one, other = DemoSandbox(stack, runtime, values), DemoSandbox(stack, runtime, values)
@@ -99,7 +99,8 @@ def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, unwatch
                 return wait_for(lambda: arrived(attempt.far_end, Evidence([], wire.since(mark), 0, 0, seen)))
 
             assert Control.WORKLOAD is attempt.control(runtime)
-            done = stack.docker("exec", "-e", environment, container, *probe)  # the way in is through the gateway
+            # docker exec, because execd is reached through the gateway
+            done = stack.docker("exec", "-e", environment, container, *probe)
             assert frames(0, report(attempt.probe, done.returncode, done.stdout + done.stderr)) > 0
             with (
                 one.address_restored(),

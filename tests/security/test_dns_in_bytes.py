@@ -1,7 +1,7 @@
-"""DNS in exact bytes, and names whose owners lie: nothing leaves but fresh questions for allowed names, and no answer
-of anybody opens an address.
+"""DNS attacks in exact bytes, and names whose owners answer with false addresses.
 
-It tests `gateway/dns/server.py`.
+Only rebuilt queries for allowed names leave, and no DNS answer makes an address reachable. The module tests
+`gateway/dns/server.py`.
 """
 
 import struct
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.system
 RESOLVER = "192.0.2.1"
 A, AAAA = 1, 28
 MSS = 1000
-"""Bytes that fit into one packet."""
+"""A number of bytes that fits into one packet."""
 
 
 def _name(name: str) -> str:
@@ -31,7 +31,7 @@ def _name(name: str) -> str:
 def _query(
     name: str, kind: int = A, *, raw: str | None = None, counts: tuple[int, ...] = (1, 0, 0, 0), **more: int | str
 ) -> str:
-    """One message; `raw` takes the place of the encoded name, `tail` comes behind the question."""
+    """Return one message. `raw` replaces the encoded name; `tail` follows the question."""
     flags, cls, ident = int(more.get("flags", 0x0100)), int(more.get("cls", 1)), int(more.get("ident", 0x4D4D))
     head = struct.pack("!HH4H", ident, flags, *counts).decode("latin-1")
     question = (_name(name) if raw is None else raw) + struct.pack("!HH", kind, cls).decode("latin-1")
@@ -47,7 +47,7 @@ def _option(code: int, data: str) -> str:
 
 
 def _dns(name: str, message: str, **options: object) -> Iterator[Attack]:
-    """The same message over UDP and, framed, over TCP."""
+    """Yield the same message over UDP and, with its length prefix, over TCP."""
     yield Attack(f"{name}, UDP", (message,), None, RESOLVER, 53, options={"udp": True, "quiet": 0.3, **options})
     framed = len(message).to_bytes(2).decode("latin-1") + message
     yield Attack(f"{name}, TCP", (framed,), None, RESOLVER, 53, options={"quiet": 0.3, **options})
@@ -134,7 +134,7 @@ def _nothing() -> Iterator[Attack]:
 
 NOTHING_LEAVES = tuple(_nothing())
 
-# Upper and lower case, options, an id, flags, a padded question: all of it could carry data.
+# Letter case, options, id, flags and padding of a query could all carry data.
 NOISY = _query(
     "aPi.BaNk.ExAmPlE",
     counts=(1, 0, 0, 1),
@@ -155,13 +155,13 @@ def _is_question(frame: Frame, protocol: int, server: str = DNS_ADDRESS) -> bool
 
 
 def _payload(frame: Frame) -> bytes:
-    """What a frame of UDP or TCP over IPv4 carries."""
+    """Return the payload of a frame of UDP or TCP over IPv4."""
     transport = frame.data[14 + (frame.data[14] & 15) * 4 : 14 + struct.unpack_from("!H", frame.data, 16)[0]]
     return transport[8 if frame.protocol == 17 else (transport[12] >> 4) * 4 :]
 
 
 def _questions(verdicts: Verdicts) -> list[bytes]:
-    """Payloads of the queries that came to the authoritative server, UDP."""
+    """Return the payloads of the UDP queries that arrived at the authoritative server."""
     return [_payload(frame) for frame in verdicts.frames if _is_question(frame, 17)]
 
 
@@ -185,19 +185,22 @@ def test_not_one_frame_leaves_for_questions_that_policy_does_not_allow(silent: V
     assert [] == silent.noted
     assert "dns.query_rate" not in {
         record.get("rule") for record in silent.records
-    }  # each was refused for its own sake
+    }  # each query was refused for its own reason
 
 
 @pytest.fixture(scope="module", name="open_questions")
 def _open_questions(internet: Internet) -> Verdicts:
-    """The control: the same messages from where no gate stands, to the attacker's port 53, which takes any bytes."""
+    """Send the same messages, as the control, from a network without a gateway to the attacker's port 53.
+
+    That port accepts any bytes.
+    """
     direct = (Attack(one.name, one.send, None, ATTACKER, 53, options=one.options) for one in NOTHING_LEAVES)
     return from_outside(tuple(direct), internet)
 
 
 @pytest.mark.parametrize("attack", NOTHING_LEAVES, ids=lambda attack: attack.name)
 def test_without_a_gate_it_reaches_the_attacker(attack: Attack, open_questions: Verdicts) -> None:
-    """What fits into one packet of it arrives there as it was sent."""
+    """The part of each message that fits into one packet arrives unchanged."""
     sent = str(attack.send[0]).encode("latin-1")[:MSS]
     protocol = 17 if attack.options.get("udp") else 6
 
@@ -233,7 +236,7 @@ def test_a_denied_name_has_one_answer_whether_it_exists_or_not(silent: Verdicts)
 
 
 def test_a_question_for_an_allowed_name_goes_out_rebuilt(internet: Internet, stack: Stack, victim: str) -> None:
-    """Neither letter case nor options, id or flags of the sandbox's question reach anybody."""
+    """Letter case, options, id and flags of the sandbox's query reach no server."""
     verdicts = from_sandbox(NOISY_ATTACKS, internet, stack, victim)
     (question,) = _questions(verdicts)
     ident, flags, *counts = struct.unpack_from("!6H", question)
@@ -248,7 +251,7 @@ def test_a_question_for_an_allowed_name_goes_out_rebuilt(internet: Internet, sta
 
 
 def test_a_flood_of_questions_ends_at_the_rate_limit(internet: Internet, stack: Stack) -> None:
-    """Of the flood only what is within the rate is answered, and none of it leaves."""
+    """The gateway answers only the part of the flood that is within the rate, and no query leaves."""
     sandbox = stack.create("runc")
     try:
         frame = "".join(
@@ -271,7 +274,10 @@ _LIARS = (*(f"{label}.bank.example" for label in REFUSED), "alias-inside.bank.ex
 
 
 def test_an_allowed_name_that_points_inside_is_not_dialled(internet: Internet, stack: Stack, victim: str) -> None:
-    """Metadata, loopback, private, shared, the host's own public address: by name, over HTTP and TLS, on 80 and 443."""
+    """The names have metadata, loopback, private and shared addresses, and the host's own public address.
+
+    The requests are HTTP on port 80 and TLS on port 443.
+    """
     attacks = tuple(
         Attack(
             f"{name} {port} {'TLS' if tls else 'HTTP'}",
@@ -301,11 +307,13 @@ def test_where_no_gate_stands_the_metadata_service_answers(internet: Internet) -
 
 
 def test_of_mixed_answers_only_the_public_address_is_used(internet: Internet, stack: Stack, victim: str) -> None:
-    """A name with a public and two inner addresses, one whose address changes with each question, one whose answer
-    also speaks about the API: what arrives, arrives at the public address."""
+    """Each name has mixed addresses, an address that changes, or an answer with a record for the API.
+
+    Each request that arrives does so at the public address.
+    """
 
     def ask(name: str, number: int) -> Attack:
-        """Every other one asks when the answer before is no longer kept."""
+        """Return a request. Every second one is sent after the former answer has left the cache."""
         request = f"GET /@@ HTTP/1.1\r\nHost: {name}.bank.example\r\n\r\n"
         return Attack(f"{name} {number}", (number % 2 * 5.5, request), None, ATTACKER, 80)
 
@@ -318,7 +326,7 @@ def test_of_mixed_answers_only_the_public_address_is_used(internet: Internet, st
 
 
 def test_an_address_that_changes_to_an_inner_one_is_judged_again(internet: Internet, stack: Stack, victim: str) -> None:
-    """Its first answer is public, its second the metadata service; the lifetime of both is zero."""
+    """The name's first answer is public, its second is the metadata service. Both have a lifetime of zero."""
     request = "GET /@@ HTTP/1.1\r\nHost: flip.bank.example\r\n\r\n"
     waits = (0.0, 5.5, 11.0)
     attacks = tuple(Attack(f"after {wait} s", (wait, request), None, ATTACKER, 80, options={}) for wait in waits)
@@ -331,7 +339,7 @@ def test_an_address_that_changes_to_an_inner_one_is_judged_again(internet: Inter
 
 
 def test_an_alias_to_the_attacker_does_not_make_him_the_name(internet: Internet, stack: Stack, victim: str) -> None:
-    """He is where the allowed name's owner says; without a certificate of that name he gets no request."""
+    """The name's owner points to the attacker. Without a certificate of that name the attacker gets no request."""
     request = "GET /@@ HTTP/1.1\r\nHost: alias-attacker.bank.example\r\n\r\n"
     attack = Attack("alias", (request,), "alias-attacker.bank.example", ATTACKER)
     verdicts = from_sandbox((attack,), internet, stack, victim)
@@ -342,7 +350,7 @@ def test_an_alias_to_the_attacker_does_not_make_him_the_name(internet: Internet,
 
 
 def test_what_a_liar_says_about_another_name_is_forgotten(internet: Internet, stack: Stack, victim: str) -> None:
-    """`foreign` answered with an address for the API; the API's requests still go to the API."""
+    """The answer for `foreign` contains an address for the API. The API's requests still arrive at the API."""
     attacks = (
         Attack(
             "ask the liar", (_query("foreign.bank.example"),), None, RESOLVER, 53, options={"udp": True, "quiet": 0.3}
@@ -356,7 +364,7 @@ def test_what_a_liar_says_about_another_name_is_forgotten(internet: Internet, st
 
 
 def test_a_resolved_name_opens_no_address(internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
-    """Resolved a hundred times, its address on other ports, and by itself, stays closed."""
+    """Even after a hundred resolutions, requests by address on any port are denied."""
     sandboxes["runc"].run(f"for i in $(seq 100); do getent hosts {STATUS} >/dev/null; done")
     attacks = tuple(
         Attack(f"port {port}", (f"GET /@@ HTTP/1.1\r\nHost: {ADDRESSES[STATUS]}\r\n\r\n",), None, STATUS, port)

@@ -1,6 +1,6 @@
-"""ClientHellos and first bytes of every kind: a flow goes where its one clean name is allowed to go, or nowhere.
+"""ClientHellos and first bytes of every kind: a flow reaches only its one valid name, if policy allows it.
 
-It tests `gateway/accept.py` and `gateway/refusal.py`.
+The module tests `gateway/accept.py` and `gateway/refusal.py`.
 """
 
 import pytest
@@ -19,13 +19,13 @@ def _get(host: str) -> str:
 
 
 def _odd(name: str, wire: str, host: str = API) -> Attack:
-    """A handshake for `host` with the bytes `wire`, as many, in the place of its name."""
+    """Return a handshake for `host` in which the bytes `wire`, of the same length, replace the name."""
     assert len(host) == len(wire)
     return Attack(name, (_get(host),), host, host, options={"hello": {"replace": [host, wire]}})
 
 
 ECH = "fe0d0012000001000107000461626364000461626364"
-"""An outer encrypted_client_hello."""
+"""An outer encrypted_client_hello extension."""
 
 NOTHING_ARRIVES = (
     Attack("no name, to an allowed host", (_get(API),), None, API, options={"sni": None}),
@@ -147,7 +147,7 @@ def test_every_refused_connection_is_in_the_log_with_its_port(denied: Verdicts) 
 
 
 def test_without_a_gate_they_all_reach_their_host(internet: Internet) -> None:
-    """The control. TLS clients that give up on an odd answer have sent their first flight by then."""
+    """This is the control. A TLS client that ends after an unexpected answer has already sent its first flight."""
     outside = from_outside(NOTHING_ARRIVES, internet)
     reached = {(frame.destination, frame.destination_port) for frame in outside.data_frames()}
 

@@ -1,6 +1,7 @@
-"""No single layer is load-bearing alone (I8): the matrix of docs/threat-model.md, run.
+"""No single layer is load-bearing alone (I8): this module runs the matrix of docs/threat-model.md.
 
-In each run: nothing arrives with all layers, and with all layers of each path off it does. One layer off, with `--all`.
+Each run checks that nothing arrives with all layers on, and that something arrives with all layers of a path off. With
+`--all` it also switches off each layer alone.
 """
 
 import ast
@@ -35,7 +36,7 @@ def test_the_document_has_a_row_for_each_defence_and_each_path() -> None:
 
 
 def switches(source: FilePath) -> set[str]:
-    """The names that the code of a substitute asks about: in `off(NAME)`, `replaced(_, _, NAME, _)`, `NAME in off`."""
+    """Return the names that a substitute's code checks: in `off(NAME)`, `replaced(_, _, NAME, _)` and `NAME in off`."""
     tree = ast.parse(source.read_text())
     constants = {
         target.id: node.value.value
@@ -61,7 +62,7 @@ def test_each_switch_has_a_row_and_a_path_and_each_defence_a_switch() -> None:
     here = FilePath(substitutes.__file__)
     found = switches(here) | switches(here.with_name("shim.py"))
 
-    # `replaced` itself asks about whichever it was given.
+    # `replaced` itself checks its argument, which has no constant name.
     assert found - {"None"} == set(DEFENCE_NAMES)
     assert {layer for path in PATHS for layer in path.layers} == set(DEFENCE_NAMES)
     assert len(DEFENCE_NAMES) == len(set(DEFENCE_NAMES))

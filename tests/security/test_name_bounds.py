@@ -1,9 +1,8 @@
-"""One name by every way of asking for it: one verdict, one budget, and beyond the bound no name reaches its server.
+"""Every way to ask for a name has the same decision and budget. Beyond a bound, no name reaches its server.
 
-The ways are DNS over UDP and TCP, the server name of a TLS flow, spliced and inspected, and the Host of an HTTP flow,
-an absolute target and a WebSocket upgrade included; and inside a flow of an allowed name, Host, absolute target and
-HTTP/2's `:authority`. The authoritative server notes each question.
-It tests `gateway/dns/server.py`.
+The ways are DNS over UDP and TCP, the server name of a TLS flow (spliced and inspected), and the Host of an HTTP flow,
+also with an absolute target and in a WebSocket upgrade. Inside a flow of an allowed name they are Host, absolute target
+and HTTP/2's `:authority`. The authoritative server records each query. The module tests `gateway/dns/server.py`.
 """
 
 import secrets
@@ -24,14 +23,14 @@ pytestmark = pytest.mark.system
 RESOLVER = "192.0.2.1"
 OPENED, SPLICED = "in.bank.example", "cdn.bank.example"
 BUDGET = 14
-"""`unique_names` of the policy."""
+"""The value of `unique_names` in the policy."""
 BEYOND = {
     "k3j9x0q8w7e6r5t4y3u2i1o0pz@": "dns.entropy",
     f"{'a' * 41}@": "dns.max_label",
     "a.b.c.d.e@": "dns.max_labels",
     f"{'b' * 36}@.{'c' * 36}.{'d' * 36}": "dns.max_name",
 }
-"""What stands in front of a zone, `@` for a tag, and the rule that refuses it."""
+"""The labels before a zone (`@` stands for a tag), with the rule that refuses them."""
 
 
 def _dns(name: str) -> str:
@@ -58,7 +57,7 @@ _UPGRADE = (
 
 
 def _ways(name: str, *, far: str | None = None) -> Iterator[Attack]:
-    """Every way of asking for `name`; `far` is where the packets go."""
+    """Yield every way to ask for `name`. `far` is the destination of the packets."""
     to, dns = far or API, far or RESOLVER
     message = _dns(name)
     framed = len(message).to_bytes(2).decode("latin-1") + message
@@ -72,19 +71,19 @@ def _ways(name: str, *, far: str | None = None) -> Iterator[Attack]:
 
 
 def _inside(front: str, name: str) -> Iterator[Attack]:
-    """`name` on a flow that was allowed for `front`."""
+    """Yield the ways to ask for `name` on a flow that was allowed for `front`."""
     yield Attack(f"{name} as Host behind {front}", (_get(name),), front, API, 443)
     yield Attack(f"{name} as target behind {front}", (_get(front, f"https://{name}/"),), front, API, 443)
     yield Attack(f"{name} as authority behind {front}", (_h2(name),), front, API, 443, options={"alpn": ["h2"]})
 
 
 def _asked(verdicts: Verdicts) -> set[str]:
-    """The names that the authoritative server was asked for."""
+    """Return the names in the queries at the authoritative server."""
     return {str(note["question"]) for note in verdicts.noted if note["host"] == DNS_ADDRESS and "question" in note}
 
 
 def _refused(verdicts: Verdicts, name: str) -> list[str]:
-    """The rules of the denials of a name by a bound, one for each time it was refused."""
+    """Return the rule of each denial of a name by a bound."""
     return [
         str(record["rule"])
         for record in verdicts.records
@@ -124,7 +123,10 @@ def test_a_name_beyond_a_bound_is_refused_by_every_way(internet: Internet, stack
 
 
 def test_all_ways_share_one_budget_of_distinct_names(internet: Internet, stack: Stack, victim: str) -> None:
-    """As many names as the budget has, each by another way, are asked for; the next one by none, the former by all."""
+    """The first names use up the budget, each by another way.
+
+    A new name is then denied by all ways, a former one by none.
+    """
     tag = secrets.token_hex(2)
     first = [f"n{number}-{tag}.{OPENED}" for number in range(BUDGET)]
     attacks = tuple(tuple(_ways(name))[number % 7] for number, name in enumerate(first))
@@ -142,7 +144,7 @@ def test_all_ways_share_one_budget_of_distinct_names(internet: Internet, stack: 
 
     sandbox = stack.connect(victim)
     try:
-        usual = tuple(_ways(f"usual-{tag}.{SPLICED}"))  # another wildcard has a budget of its own
+        usual = tuple(_ways(f"usual-{tag}.{SPLICED}"))  # another wildcard has its own budget
         verdicts = from_sandbox(usual, internet, stack, victim)
     finally:
         sandbox.close()
@@ -150,7 +152,7 @@ def test_all_ways_share_one_budget_of_distinct_names(internet: Internet, stack: 
 
 
 def test_where_no_gate_stands_such_names_reach_their_server(internet: Internet) -> None:
-    """The control."""
+    """This is the control."""
     name = f"{next(iter(BEYOND)).replace('@', 'ctl')}.{OPENED}"
     attacks = tuple(_ways(name, far=DNS_ADDRESS))[:2]
     assert {name} == _asked(from_outside(attacks, internet))

@@ -1,4 +1,7 @@
-"""Mode observe: what rules would deny passes, recorded with their reasons; nothing else passes, and no secret does."""
+"""In mode observe, requests that rules deny pass and are recorded with the reason.
+
+Nothing else passes, and no secret.
+"""
 
 import json
 import secrets
@@ -53,7 +56,7 @@ NEVER = (
     Attack("text on 443", ("hello @@\r\n",), None, STATUS),
     Attack("TLS on 80", ("GET /@@ HTTP/1.1\r\n\r\n",), API, API, 80),
 )
-"""What is no rule's matter: denied in both modes."""
+"""Requests that are denied in both modes, because the reason is not a rule."""
 
 
 def _request(method: str, host: str, path: str) -> str:
@@ -61,11 +64,11 @@ def _request(method: str, host: str, path: str) -> str:
 
 
 READ = (None, API, GIT, INDEX)
-"""Names in TLS of which the gateway reads the requests; None is without TLS."""
+"""Server names of flows in which the gateway reads the requests. None means a flow without TLS."""
 
 
 def _attack(method: str, host: str, path: str, *, tls: bool = True, port: int | None = None) -> Attack:
-    """One request; where the gateway reads it, the client waits for its answer until there is one."""
+    """Return one request. If the gateway reads it, the client waits until it has an answer."""
     name = f"{method} {'https' if tls else 'http'}://{host}:{port or ''}{path}"
     number, sni = port or (443 if tls else 80), host if tls else None
     options = {"patience": 120} if number in (80, 443) and sni in READ else {}
@@ -96,7 +99,7 @@ NAMES = (API, STATUS, ATTACKER, "nowhere.attacker.example", "t.attacker.example"
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """The same requests and names in both modes, with what the log says of them."""
+    """The results of the same requests and names in both modes, with their records."""
 
     enforced: Verdicts
     observed: Verdicts
@@ -111,7 +114,7 @@ def _runtime(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", name="stack")
 def _stack(governed: Governed) -> Governed:
-    """Its hostd can be given any policy."""
+    """Return the stack whose hostd accepts any policy."""
     return governed
 
 
@@ -169,7 +172,7 @@ def _verdicts(records: list[dict[str, Any]], decision: str, rule: str) -> set[tu
 
 
 def test_observe_tells_exactly_what_enforce_denies(both: Both) -> None:
-    """Same host, same rule, same reason; what is no rule's matter is a denial in both."""
+    """Host, rule and reason are equal. A denial whose reason is not a rule is a denial in both modes."""
     denied = _verdicts(both.enforced.records, "deny", "rule")
     observed = _verdicts(both.observed.records, "observe", "observed")
     still = _verdicts(both.observed.records, "deny", "rule")
@@ -200,7 +203,7 @@ def test_observe_tells_exactly_what_enforce_denies(both: Both) -> None:
 
 
 def test_what_is_observed_arrives_and_what_is_enforced_does_not(both: Both) -> None:
-    """The one list, judged by the servers: every well-formed request arrives in mode observe."""
+    """The servers are the judge: every well-formed request of the list arrives in mode observe."""
     arrived = {attack.name for attack in REQUESTS if both.observed.arrived(attack)}
     kept = {attack.name for attack in REQUESTS if both.enforced.arrived(attack)}
     unserved = {attack.name for attack in REQUESTS if attack.port == 8080 or (attack.host, attack.port) == (API, 8443)}
@@ -218,7 +221,7 @@ def test_what_is_observed_arrives_and_what_is_enforced_does_not(both: Both) -> N
 
 
 def test_no_secret_goes_where_no_rule_sends_it(both: Both, values: Secrets) -> None:
-    """With the request a rule allows, the secret; with all others, what the sandbox itself sent."""
+    """A request that a rule allows has the secret. All others have the field that the sandbox sent."""
     allowed = {(API, "GET"), (API, "POST"), (GIT, "GET"), (GIT, "POST"), (INDEX, "GET"), (INDEX, "HEAD")}
     carried: set[str] = set()
     for attack in REQUESTS:
@@ -240,7 +243,7 @@ def test_no_secret_goes_where_no_rule_sends_it(both: Both, values: Secrets) -> N
 
 
 def test_observe_lets_nothing_else_pass(both: Both) -> None:
-    """The operator's denials, addresses that are not public, broken requests: nothing of them arrives in any mode."""
+    """The operator's denials, requests to addresses that are not public, and malformed requests arrive in no mode."""
     for attack in NEVER:
         assert [] == both.observed.arrived(attack), attack.name
         assert not [note for note in both.observed.noted if both.observed.marks[attack.name] in json.dumps(note)]
@@ -253,7 +256,7 @@ def test_observe_lets_nothing_else_pass(both: Both) -> None:
 def test_answers_are_scrubbed_and_redirects_are_judged_again(
     stack: Governed, watchers: dict[str, Any], runtime: str, internet: Internet, values: Secrets
 ) -> None:
-    """A server that echoes the secret or sends the client elsewhere, on one connection with observed requests."""
+    """The server echoes the secret or redirects the client, on one connection with observed requests."""
     sandbox = watchers[runtime]
     stack.configure(str(sandbox.id), WATCHING)
     mark = f"r{secrets.token_hex(6)}"
@@ -292,7 +295,10 @@ def test_answers_are_scrubbed_and_redirects_are_judged_again(
 def test_a_binding_of_the_api_follows_the_rules_that_only_observe(
     stack: Governed, runtime: str, internet: Internet
 ) -> None:
-    """Named policy observes, the caller's own allows and binds: only what the named rules allow gets the secret."""
+    """The named policy observes; the caller's own policy allows and binds.
+
+    Only hosts that named rules allow get the secret.
+    """
     value = f"bound-{secrets.token_hex(20)}"
     rules = [NetworkRule(action="allow", target=host) for host in (STATUS, ATTACKER)]
     sandbox = stack.create(
@@ -334,7 +340,7 @@ def test_the_log_says_what_would_have_been_denied(both: Both, stack: Governed) -
 def test_explain_says_what_a_gateway_in_mode_observe_did(
     attack: Attack, outcomes: dict[str, Both], stack: Governed
 ) -> None:
-    """The words of the command line, against the log of the same request."""
+    """The output of the command must agree with the records of the same request."""
     scheme = "http" if attack.tls is None else "https"
     method, path = str(attack.send[0]).split()[:2]
     words = stack.sallyport(
@@ -357,7 +363,7 @@ def test_explain_says_what_a_gateway_in_mode_observe_did(
 def test_a_sandbox_that_only_observes_is_no_way_into_others(
     stack: Governed, watchers: dict[str, Any], values: Secrets, runtime: str
 ) -> None:
-    """The control: beside it, an enforced sandbox is denied what it would be let."""
+    """The control: next to an observing sandbox, an enforced sandbox is denied the same requests."""
     assert runtime in watchers
     enforced = DemoSandbox(stack, runtime, values)
     try:

@@ -1,6 +1,6 @@
-"""HTTP attacks in exact bytes: what arrives is what policy allows and the log says, and nothing else.
+"""HTTP attacks in exact bytes: only those requests arrive that policy allows, and the log has exactly these.
 
-It tests `gateway/exchange.py`, `gateway/engines/http1/flow.py` and `gateway/engines/http1/framing.py`.
+The module tests `gateway/exchange.py`, `gateway/engines/http1/flow.py` and `gateway/engines/http1/framing.py`.
 """
 
 import json
@@ -329,7 +329,7 @@ def _scopes() -> Iterator[Attack]:
 
 NOTHING_ARRIVES = (*_framing(), *_hosts(), *_lines(), *_scopes())
 
-_BODY = HIDDEN.replace("@@", "aaaaaaaaaaaa")  # as long as with its mark
+_BODY = HIDDEN.replace("@@", "aaaaaaaaaaaa")  # of the same length as with its mark
 _CHUNKED = "Transfer-Encoding: chunked"
 ONE = ("/v1/@@",)
 SOME_ARRIVES = (
@@ -398,7 +398,7 @@ SOME_ARRIVES = (
     Attack("hop-by-hop headers", (_get("Keep-Alive: 1", "TE: trailers", "Proxy-Connection: close"),), arrives=ONE),
     Attack("HTTP/1.0", (_head(f"Host: {API}", start="GET /v1/@@ HTTP/1.0"),), arrives=ONE),
 )
-"""Requests of which something may arrive, and exactly that."""
+"""Attacks of which some requests may arrive: exactly those in `arrives`."""
 
 _CHUNK_GRAMMAR = {
     "3\r\nabc\r\n0\r\n\r\n": True,
@@ -423,10 +423,10 @@ _CHUNK_GRAMMAR = {
     "3\r\nabc\r\n00\r\n\r\n": True,
     "3\r\nabc\r\n0\r\nGET": False,
 }
-"""Bodies, and whether the gateway reads the chunk in them: then it sends a body that is framed again.
+"""Bodies, and whether the gateway accepts their chunks. It then sends the body with its own framing.
 
-Each is refused at once, in the write that brings the head, or fits in the gateway's buffer of 256 KiB. A body that is
-refused later may be refused before or after the head is forwarded.
+Each refused body is refused in the write that brings the head, or fits in the gateway's buffer of 256 KiB. A body that
+is refused later can be refused before or after the head is forwarded.
 """
 
 CHUNKS = tuple(
@@ -463,7 +463,7 @@ def _chunks(internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox])
 
 @pytest.mark.parametrize("attack", NOTHING_ARRIVES, ids=lambda attack: attack.name)
 def test_nothing_arrives_of(attack: Attack, denied: Verdicts, denied_control: Verdicts, values: Secrets) -> None:
-    """The control: without a gate the same bytes do reach the server."""
+    """The control: without a gateway the same bytes do reach the server."""
     assert [] == denied.arrived(attack)
     assert not denied.heard(attack)
     assert denied_control.heard(attack)
@@ -473,7 +473,7 @@ def test_nothing_arrives_of(attack: Attack, denied: Verdicts, denied_control: Ve
 
 
 def test_of_requests_that_are_denied_not_one_frame_leaves(denied: Verdicts, denied_control: Verdicts) -> None:
-    """Not even a connection is opened for them."""
+    """The gateway opens no connection for such a request."""
     assert [] == denied.data_frames()
     assert [] != denied_control.data_frames()
 
@@ -496,7 +496,7 @@ def test_the_log_says_what_the_servers_received(mixed: Verdicts) -> None:
 
 
 def test_every_request_that_arrives_can_be_read_in_one_way_only(mixed: Verdicts, values: Secrets) -> None:
-    """One Host, one framing, one secret, and nothing in any header that another parser could take for one of them."""
+    """A request has one Host, one framing, one secret, and no header that another parser could read as one of them."""
     for note in mixed.noted:
         if "target" not in note:
             continue
@@ -514,7 +514,7 @@ def test_every_request_that_arrives_can_be_read_in_one_way_only(mixed: Verdicts,
 
 @pytest.mark.parametrize("attack", CHUNKS, ids=lambda attack: attack.name)
 def test_what_stands_behind_odd_chunks_is_no_request(attack: Attack, chunks: Verdicts) -> None:
-    """The upload arrives where it can be read in one way; the request behind it never does."""
+    """The upload arrives if it has only one reading. The request behind it never arrives."""
     assert chunks.expected(attack) == chunks.arrived(attack)
 
 
@@ -556,20 +556,23 @@ def _echoes_control(internet: Internet, values: Secrets) -> Verdicts:
 def test_no_byte_of_a_secret_comes_back(
     attack: Attack, echoes: Verdicts, echoes_control: Verdicts, values: Secrets
 ) -> None:
-    """In twelve characters in a row, that is. The control: a client that sends the secret itself gets it back."""
+    """A revealed byte means twelve characters in a row.
+
+    The control: a client that sends the secret itself gets it back.
+    """
     assert echoes.expected(attack) == echoes.arrived(attack)
     assert [] == _revealed(echoes.answer(attack), values.api)
     assert [] != _revealed(echoes_control.answer(attack), values.api)
 
 
 def test_after_all_responses_the_client_is_in_step(echoes: Verdicts) -> None:
-    """Each request got at most one final response, its own."""
+    """Each request gets at most one final response, its own."""
     for attack in ECHOES:
         assert len(re.findall(r"HTTP/1\.1 [2-5]\d\d", echoes.answer(attack))) <= 1, attack.name
 
 
 def _revealed(received: str, secret: str) -> list[str]:
-    """The views of a response in which a form of `secret`, or twelve of its characters in a row, can be read."""
+    """Return the views of a response that contain a form of `secret`, or twelve of its characters in a row."""
     raw = received.encode("latin-1")
     _, _, body = raw.partition(b"\r\n\r\n")
     views = {
@@ -604,8 +607,11 @@ def _mirror(name: str, body: str, first: int) -> Attack:
 
 
 def test_no_client_can_ask_how_a_secret_begins(internet: Internet, stack: Stack, values: Secrets) -> None:
-    """Of a server that sends back what it is sent: whether a guess is right shows neither in when its bytes come nor,
-    more than a few times, in what comes at the end; then the secret is not sent any more."""
+    """A server that mirrors its input does not reveal whether a guess of the secret is right.
+
+    The timing of the chunks never reveals it. The end of a response reveals it only a few times; then the secret is no
+    longer sent.
+    """
     sandbox = stack.create("runc")
     try:
         lengths = (1, 2, 3, 7, 20, 40)
@@ -620,7 +626,7 @@ def test_no_client_can_ask_how_a_secret_begins(internet: Internet, stack: Stack,
         assert [] == [attack.name for attack in timed.values() if not verdicts.arrived(attack)]
         sizes = {key: _sizes(verdicts, attack) for key, attack in timed.items()}
         whole = {(length, right): (length + 7, 0) for length, right in timed}
-        assert whole == sizes  # nothing of a line before its end, and then all of it
+        assert whole == sizes  # nothing of a line before its end, then the whole line
 
         guesses = "".join(
             str(_mirror(f"ends after {length}", values.api[:length], length).send[0]) for length in range(4, 34)
@@ -650,7 +656,7 @@ def test_no_client_can_ask_how_a_secret_begins(internet: Internet, stack: Stack,
 
 
 def _sizes(verdicts: Verdicts, attack: Attack) -> tuple[int, ...]:
-    """The sizes of the chunks of the response to it."""
+    """Return the sizes of the chunks of the response."""
     rest = verdicts.answer(attack).partition("\r\n\r\n")[2]
     sizes = []
     while (line := rest.partition("\r\n"))[0]:
@@ -662,7 +668,7 @@ def _sizes(verdicts: Verdicts, attack: Attack) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("to", REDIRECTS)
 def test_a_redirect_takes_no_secret_along(to: str, internet: Internet, sandboxes: dict[str, DemoSandbox]) -> None:
-    """A client's next request is judged again; the gateway itself follows no redirect."""
+    """The gateway follows no redirect; it judges the client's next request again."""
     before = len(internet.notes())
     urls = " ".join(f"'https://{API}/v1/redirect?to={to}&status={status}'" for status in (301, 302, 303, 307, 308))
     sandboxes["runc"].run(

@@ -1,6 +1,6 @@
-"""A client that speaks only HTTP/2, and breaks its rules: what arrives is what policy allows, and nothing else.
+"""Attacks by a client that speaks only HTTP/2: exactly those requests arrive that policy allows.
 
-It tests `gateway/engines/mitm/http2.py` and `gateway/engines/mitm/layers.py`.
+The module tests `gateway/engines/mitm/http2.py` and `gateway/engines/mitm/layers.py`.
 """
 
 import io
@@ -28,7 +28,10 @@ type Fields = list[list[str]]
 
 
 def _fields(*more: tuple[str, str], **pseudo: str | None) -> Fields:
-    """An honest request, with pseudo-headers replaced (None: left out) and fields added."""
+    """Return the fields of an honest request.
+
+    `pseudo` replaces or removes (None) pseudo-headers; `more` adds fields.
+    """
     given = {"method": "GET", "scheme": "https", "authority": API, "path": "/v1/@@", **pseudo}
     return [[f":{name}", value] for name, value in given.items() if value is not None] + [list(field) for field in more]
 
@@ -106,7 +109,7 @@ CASES = {**DENIED, **MALFORMED_BODY, **ALLOWED, **SECOND_STREAM}
 
 
 def _libraries() -> bytes:
-    """h2 and what it needs, as a zip that Python imports from."""
+    """Return h2 and its dependencies as a zip file from which Python can import."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for package in (h2, hpack, hyperframe):
@@ -118,7 +121,7 @@ def _libraries() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of all cases."""
+    """The results of all cases."""
 
     statuses: dict[str, list[str]]
     arrived: dict[str, list[dict[str, Any]]]
@@ -171,7 +174,7 @@ def test_nothing_arrives_of(name: str, outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_exactly_one_request_arrives_of(name: str, outcome: Outcome, values: Secrets) -> None:
-    """The control of the others, and one secret, one Host and one framing each."""
+    """An allowed request is the control of the others. It has one secret, one Host and one framing."""
     (note,) = outcome.arrived[name]
     names = [name.lower() for name, _ in note["headers"]]
 

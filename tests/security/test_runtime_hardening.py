@@ -1,7 +1,8 @@
-"""What a process inside a sandbox is, has and may do, against the documented table of each runtime.
+"""The properties and permissions of a process inside a sandbox, compared with the documented table of each runtime.
 
-The same probe runs inside and, as controls, as root on the host and in a container of runsc with every capability: a
-door that is shut in the sandbox but not there is one that can open. `doors.py` has what each place answers.
+The same probe runs in the sandbox and, as controls, as root on the host and in a container of runsc with every
+capability. A door that is closed in the sandbox and open in a control can be opened. `doors.py` has the answer at each
+place.
 """
 
 import contextlib
@@ -69,7 +70,10 @@ mount --bind "$1" "${1%/*}"
 python3 "$2"
 exit $?
 """
-"""Run by the first process of namespaces of its own; some files are in groups below the first one only."""
+"""The control's script.
+
+The first process of new namespaces runs it. Some files exist only in cgroups below the root group.
+"""
 NODES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx")}
 OURS = {
     *(EXECD, LAUNCH, CA_BUNDLE, "/etc/ssl/certs/ca-certificates.crt", JAVA_STORE, "/etc/ssl/certs/java/cacerts"),
@@ -110,7 +114,7 @@ def _reports(stack: Stack, sandboxes: dict[str, DemoSandbox]) -> dict[str, dict[
 
 @pytest.fixture(scope="module", name="answers")
 def _answers() -> dict[str, dict[str, str]]:
-    """The doors of the host, and those of a kernel of runsc with every capability, where nothing shuts them."""
+    """Return the answers of the controls: the host, and a container of runsc with every capability."""
     group = Path("/sys/fs/cgroup/pids")
     child = (group if group.exists() else group.parent) / f"sallyport-doors-{os.getpid()}"
     child.mkdir()
@@ -131,7 +135,7 @@ def _answers() -> dict[str, dict[str, str]]:
 
 
 def unexpected(place: str, doors: dict[str, str], answers: dict[str, dict[str, str]]) -> dict[str, tuple[str, str]]:
-    """The answers that are not those of the table, each with that one."""
+    """Return the answers that differ from the table, each with the expected one."""
     expected = {name: door.answer(place, answers["host"][name]) for name, door in DOORS.items()}
     assert list(doors) == list(expected)
     return {name: (answer, expected[name]) for name, answer in doors.items() if answer != expected[name]}
@@ -139,24 +143,24 @@ def unexpected(place: str, doors: dict[str, str], answers: dict[str, dict[str, s
 
 @contextlib.contextmanager
 def ended(sandbox: SandboxSync) -> Iterator[SandboxSync]:
-    """Remove a sandbox at the end, whatever runs in it."""
+    """Remove a sandbox at the end, independently of its processes."""
     try:
         yield sandbox
     finally:
-        with contextlib.suppress(SandboxException):  # a test may have done it
+        with contextlib.suppress(SandboxException):  # the test may have removed it already
             sandbox.kill()
         sandbox.close()
 
 
 @pytest.fixture(name="small")
 def _small(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
-    """A sandbox of its own, with little of everything."""
+    """Yield a new sandbox with low limits."""
     with ended(stack.create(runtime, resource={"memory": "256Mi", "cpu": "500m", "pids": "128"})) as sandbox:
         yield sandbox
 
 
 def host_pid(stack: Stack, sandbox: str) -> int:
-    """The sandbox's first process as the host sees it: PID 1 on runc, the kernel of it on runsc."""
+    """Return the host's pid of the sandbox's first process: PID 1 on runc, the sandbox's kernel on runsc."""
     container = stack.container(sandbox)
     return int(stack.docker("inspect", "-f", "{{.State.Pid}}", container).stdout)
 
@@ -167,7 +171,7 @@ def printed(sandbox: SandboxSync, command: str) -> str:
 
 
 def state_within(stack: Stack, sandbox: str, states: set[str], seconds: float = 60.0) -> str:
-    """The state that the API tells of a sandbox, once it is one of `states` or the time is over."""
+    """Return the sandbox's state in the API when it is one of `states` or the time is over."""
     deadline = time.monotonic() + seconds
     address, key = f"{stack.base}/v1/sandboxes/{sandbox}", {"OPEN-SANDBOX-API-KEY": stack.api_key}
     while True:
@@ -179,7 +183,7 @@ def state_within(stack: Stack, sandbox: str, states: set[str], seconds: float = 
 
 @pytest.mark.parametrize("place", ["host", "opened"])
 def test_the_probe_sees_each_door_open_where_it_is(place: str, answers: dict[str, dict[str, str]]) -> None:
-    """What a kernel does not have is in the table as its answer."""
+    """A door that a kernel lacks has its error in the table."""
     assert {} == unexpected(place, answers[place], answers)
 
 
@@ -201,7 +205,7 @@ def test_capabilities_are_the_documented_ones(who: str, runtime: str, reports: d
 
 
 def test_isolated_sessions_open_no_door(stack: Stack, answers: dict[str, dict[str, str]]) -> None:
-    """What execd may do for them, no command may; inside a session there is not more, either."""
+    """No command has the capability that execd has for isolated sessions, neither outside nor inside of a session."""
     extensions = {"sallyport.runtime": "runsc", "sallyport.policy": "agents", "bootstrap.execd.isolation": "enable"}
     with SandboxSync.create(IMAGE, connection_config=stack.connection, extensions=extensions) as sandbox:
         try:
@@ -220,14 +224,14 @@ def test_isolated_sessions_open_no_door(stack: Stack, answers: dict[str, dict[st
 
 
 def test_an_exec_of_docker_gains_nothing(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
-    """Not even root on the host gets a process with more than PID 1's privileges into a sandbox."""
+    """Even root on the host cannot start a process in a sandbox with more privileges than PID 1 has."""
     container = stack.container(sandboxes[runtime].id)
     plain = stack.docker("exec", container, "sh", "-c", "cat /proc/self/status; ls /proc/self/fd")
     privileged = stack.docker("exec", "--privileged", container, "true")
 
     assert re.search(rf"CapEff:\s+{MASK}\n", plain.stdout)
     assert re.search(r"NoNewPrivs:\s+1\n", plain.stdout)
-    assert ["0", "1", "2", "3"] == plain.stdout.split()[-4:]  # 3 is `ls` reading the directory
+    assert ["0", "1", "2", "3"] == plain.stdout.split()[-4:]  # descriptor 3 is the directory that `ls` reads
     assert 0 != privileged.returncode
     assert "capabilities" in privileged.stderr + privileged.stdout
 
@@ -252,7 +256,7 @@ def test_a_set_user_id_program_gives_nothing(runtime: str, sandboxes: dict[str, 
 
 
 def test_device_nodes_are_the_harmless_ones(runtime: str, reports: dict[str, dict[str, Any]]) -> None:
-    """runsc adds the nodes of its own fuse and tun; no process inside has the capability that they demand."""
+    """runsc adds its own nodes for fuse and tun. No process inside has the capability that they require."""
     allowed = NODES | ({"/dev/fuse", "/dev/net/tun"} if runtime == "runsc" else set())
 
     assert set() == reports[runtime]["nodes"].keys() - allowed
@@ -273,7 +277,10 @@ def test_mounts_are_ours_read_only_and_inert(runtime: str, reports: dict[str, di
 
 
 def test_no_descriptor_leads_out(runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]) -> None:
-    """A command has its three; PID 1 of runc has no directory, namespace or file of the host, only its own /proc."""
+    """A command has its three descriptors.
+
+    PID 1 of runc has no directory, namespace or file of the host, only its own /proc.
+    """
     _, text = sandboxes[runtime].run("ls /proc/self/fd | wc -l; ls -d /proc/self/fd/* /proc/self/cwd/..")
     assert "4" == text.split()[0]
     if runtime == "runc":
@@ -282,7 +289,7 @@ def test_no_descriptor_leads_out(runtime: str, stack: Stack, sandboxes: dict[str
         own = os.stat(f"/proc/{pid}/root/proc").st_dev
         assert own != os.stat("/proc").st_dev
         for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):  # a connection that was ending
+            with contextlib.suppress(FileNotFoundError):  # a connection that was just closed
                 path = os.readlink(f"/proc/{pid}/fd/{name}")
                 if path != "/proc" or os.stat(f"/proc/{pid}/fd/{name}").st_dev != own:
                     held.add(path)
@@ -307,7 +314,7 @@ def test_namespaces_belong_to_the_sandbox_alone(
 
 
 def test_only_the_sandboxs_own_processes_can_be_seen(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
-    """No pid beyond one's own answers to a signal, and none has a root directory to look into."""
+    """No pid other than the listed ones answers to a signal or has a root directory."""
     _, text = sandboxes[runtime].run(f"cat >/tmp/pids.py <<'END'\n{_STRANGERS}END\npython3 /tmp/pids.py")
 
     assert "[]" == text.strip()
@@ -316,7 +323,7 @@ def test_only_the_sandboxs_own_processes_can_be_seen(runtime: str, sandboxes: di
 def test_init_holds_nothing_worth_stealing(
     runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox], reports: dict[str, dict[str, Any]]
 ) -> None:
-    """Only the hash of the token is there, and nothing in any environment leads to the token."""
+    """Only the hash of the token is in the sandbox, and no environment contains the token."""
     sandbox = stack.connect(sandboxes[runtime].id)
     try:
         token = sandbox.get_endpoint(44772).headers["X-EXECD-ACCESS-TOKEN"]
@@ -337,7 +344,7 @@ def test_init_holds_nothing_worth_stealing(
 def test_execd_refuses_requests_without_its_token(
     runtime: str, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> None:
-    """401 from inside and through the proxy: with none, a wrong one, another sandbox's, and the hash itself."""
+    """The status is 401 without a token, with a wrong one, another sandbox's, and the hash; inside and by the proxy."""
     name, other = sandboxes[runtime].id, sandboxes[OTHER[runtime]].id
     theirs = stack.connect(other)
     try:
@@ -352,7 +359,7 @@ def test_execd_refuses_requests_without_its_token(
     assert [401] * len(given) == [httpx.get(address, headers=headers, timeout=60).status_code for headers in given]
     key = {"OPEN-SANDBOX-API-KEY": stack.api_key}
     assert 401 == httpx.get(address, headers=key, timeout=60).status_code
-    expected = {"127.0.0.1": "401 0", "192.0.2.2": "401 0", "[::1]": "000 7"}  # there is no IPv6 to connect over
+    expected = {"127.0.0.1": "401 0", "192.0.2.2": "401 0", "[::1]": "000 7"}  # the sandbox has no IPv6
     codes = {
         host: sandboxes[runtime].run(
             f"curl -s -o /dev/null --max-time 20 -w '%{{http_code}} %{{exitcode}}' -X POST "
@@ -364,12 +371,12 @@ def test_execd_refuses_requests_without_its_token(
 
 
 def test_execd_ended_from_inside_ends_the_sandbox(runtime: str, stack: Stack, small: SandboxSync) -> None:
-    """runc's PID 1 cannot be killed, only asked; either way the sandbox is then reported dead, and nothing answers."""
+    """runc's PID 1 can end only by a signal that it handles. On both runtimes the sandbox is then reported as ended."""
     if runtime == "runc":
         assert "alive" in printed(small, "kill -KILL 1; echo alive")
     endpoint = small.get_endpoint(44772)
     signal = "TERM" if runtime == "runc" else "KILL"
-    with contextlib.suppress(SandboxException):  # it may end before it has answered
+    with contextlib.suppress(SandboxException):  # it may end before its answer is sent
         small.commands.run(f"kill -{signal} 1", opts=RunCommandOpts(background=True))
 
     assert state_within(stack, str(small.id), ENDED) in ENDED
@@ -377,7 +384,7 @@ def test_execd_ended_from_inside_ends_the_sandbox(runtime: str, stack: Stack, sm
 
 
 def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> None:
-    """Over the limit runc loses the process and runsc the sandbox; the gateway is not touched."""
+    """Above the limit, runc kills the process and runsc ends the sandbox. The gateway is not affected."""
     worker = stack.worker_pid(str(small.id))
     assert "fits" in printed(small, "python3 -c 'bytearray(64 << 20)' && echo fits")
     command = "python3 -c 'bytearray(400 << 20)'"
@@ -392,8 +399,11 @@ def test_memory_is_limited(runtime: str, stack: Stack, small: SandboxSync) -> No
 
 
 def test_bombs_end_at_the_limit_of_processes_and_no_other_sandbox_notices(runtime: str, stack: Stack) -> None:
-    """Processes and threads that make more of themselves are refused; execd and a neighbour go on; removal ends all."""
-    # On runsc a hundred interpreters take half a GiB: with less the sandbox would end at that limit.
+    """Fork and thread bombs are refused at the limit.
+
+    execd and another sandbox continue. The removal ends all processes.
+    """
+    # On runsc a hundred interpreters need half a GiB; with less memory the sandbox would end at the memory limit.
     with ended(stack.create(runtime, resource={"memory": "1Gi", "cpu": "500m", "pids": "128"})) as hog:
         container = stack.container(str(hog.id))
         group = next(path for path in Path("/sys/fs/cgroup").glob(f"**/{container}/pids.max"))
@@ -406,7 +416,7 @@ def test_bombs_end_at_the_limit_of_processes_and_no_other_sandbox_notices(runtim
             time.sleep(0.1)
 
         assert {"process", "thread"} == refused
-        host = {"runc": 128, "runsc": 128 + 1024}[runtime]  # gVisor's own threads are the host's, too
+        host = {"runc": 128, "runsc": 128 + 1024}[runtime]  # gVisor's own threads count on the host, too
         assert host == int(group.read_text())
         assert 64 < int((group.parent / "pids.current").read_text()) <= host
         with httpx.Client(headers=endpoint.headers, timeout=60) as client:
@@ -422,7 +432,10 @@ def test_bombs_end_at_the_limit_of_processes_and_no_other_sandbox_notices(runtim
 
 
 def test_processor_time_is_limited(stack: Stack, small: SandboxSync) -> None:
-    """Half a processor is half a processor, by the host's account: runsc's own counts time in which it may not run."""
+    """The limit of half a processor holds by the host's account.
+
+    runsc's own account counts also time in which it is paused.
+    """
     container = stack.container(str(small.id))
     processor = Processor(Cgroups(str(stack.run)))
     began, before = time.monotonic(), processor.seconds(container)
@@ -450,7 +463,7 @@ def test_runsc_runs_with_the_stated_flags_and_writes_no_log(stack: Stack, sandbo
 
 @pytest.mark.parametrize("descriptor", [3, 7, 8])
 def test_a_work_directory_that_is_a_descriptor_starts_nothing(descriptor: int, stack: Stack) -> None:
-    """CVE-2024-21626: an image that wants to work in a directory of runc's is refused, and nothing is left of it."""
+    """CVE-2024-21626: an image whose work directory is one of runc's descriptors is refused without residue."""
     image = f"sallyport/workdir-{descriptor}"
     before = stack.sandboxes()
     work = f"WORKDIR /proc/self/fd/{descriptor}"
@@ -506,7 +519,7 @@ print("exchanged")
 
 
 def test_a_program_at_execds_path_is_not_started_by_execd(stack: Stack) -> None:
-    """Root moves the directory of execd's file away, and /proc: what is put there gets no right of execd."""
+    """Root moves away /proc and the directory of execd's file. A program put there gets no privilege of execd."""
     extensions = {"sallyport.runtime": "runsc", "sallyport.policy": "agents", "bootstrap.execd.isolation": "enable"}
     with SandboxSync.create(IMAGE, connection_config=stack.connection, extensions=extensions) as sandbox:
         try:
@@ -540,7 +553,7 @@ script -qc 'tty' /dev/null; echo end
 
 
 def test_isolated_sessions_change_nothing_around_them(stack: Stack) -> None:
-    """Not its devices, not its terminals, and no directory that was put in the place of a checked one."""
+    """A session cannot change the sandbox's devices or terminals, and cannot replace a directory after its check."""
     extensions = {"sallyport.runtime": "runsc", "sallyport.policy": "agents", "bootstrap.execd.isolation": "enable"}
     with SandboxSync.create(IMAGE, connection_config=stack.connection, extensions=extensions) as sandbox:
         try:
@@ -555,7 +568,7 @@ def test_isolated_sessions_change_nothing_around_them(stack: Stack) -> None:
             ) as session:
                 inside = "".join(message.text for message in session.run(_AROUND).logs.stdout)
             assert "end" in inside
-            assert "/dev/pts/" in inside  # it can have terminals
+            assert "/dev/pts/" in inside  # a session can have terminals
             assert "reached" not in inside
             assert before == printed(sandbox, devices)
 

@@ -1,6 +1,6 @@
-"""A spliced flow: what one end sends is what the other gets, it ends when it must, and the log has its exact size.
+"""A spliced flow relays all bytes unchanged, ends when it must, and its record has the exact number of bytes.
 
-It tests `gateway/flows.py`.
+The module tests `gateway/flows.py`.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.system
 
 MIB = 1 << 20
 OFFERED = 200 * MIB
-"""To a reader that reads nothing."""
+"""The number of bytes that are offered to a receiver that does not read."""
 DOCUMENT = load(POLICY)
 SPLICING = compile_named(DOCUMENT, "splicing")
 RAW = {"address": ADDRESSES[SPLICED], "port": 443, "sni": SPLICED}
@@ -47,7 +47,7 @@ type Case = dict[str, Any]
 
 
 def until[T](ask: Callable[[], T], seconds: float = 60.0) -> T:
-    """What `ask` says, once that is true; the last word when the time is over."""
+    """Call `ask` until its answer is true or the time is over. Return the last answer."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -63,7 +63,7 @@ def case(do: str = "exchange", *, down: int = 0, order: Case | None = None, **mo
 
 
 class Splicer:
-    """A sandbox under the policy `splicing`, and everything one may ask about its flows."""
+    """A sandbox under the policy `splicing`, with methods that run cases and read the results of its flows."""
 
     def __init__(self, stack: Governed, runtime: str, policy: str | None = "splicing", **options: Any) -> None:
         self.stack = stack
@@ -80,14 +80,14 @@ class Splicer:
         return "".join(message.text for message in (*done.logs.stdout, *done.logs.stderr))
 
     def run(self, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-        """Carry the cases out at once and return what the clients saw."""
+        """Run the cases concurrently. Return the results of the clients."""
         place = self._start(cases)
         assert until(lambda: "done" in self.shell(f"cat {place}.done 2>/dev/null"), 180), self.shell(f"cat {place}.err")
         result: dict[str, dict[str, Any]] = json.loads(self.sdk.files.read_file(f"{place}.out"))
         return result
 
     def begin(self, cases: dict[str, Case]) -> None:
-        """Start the cases and return when the far end has heard of each."""
+        """Start the cases. Return when the far end has a note of each."""
         place = self._start(cases)
         for one in cases.values():
             assert until(lambda one=one: self.far(one, "began")), self.shell(f"cat {place}.err {place}.out")
@@ -102,7 +102,7 @@ class Splicer:
         return place
 
     def far(self, one: Case, event: str = "ended") -> dict[str, Any]:
-        """What the far end noted of a case; empty when it noted nothing."""
+        """Return the far end's note of a case, or an empty map."""
         mark, notes = one["order"]["mark"], self.stack.internet.notes()
         return next((note for note in notes if note.get("raw") == mark and note.get("event") == event), {})
 
@@ -110,7 +110,7 @@ class Splicer:
         return [record for record in self.stack.audit_records() if record.get("sandbox") == self.id]
 
     def flows(self, host: str | None = SPLICED) -> list[list[dict[str, Any]]]:
-        """The records of each flow to `host`, in order."""
+        """Return the records of each flow to `host`, in order."""
         found: dict[str, list[dict[str, Any]]] = {}
         for record in self.records():
             if record["kind"] == "flow" and record.get("flow") and (host is None or record.get("host") == host):
@@ -129,7 +129,7 @@ def _runtime(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", name="stack")
 def _stack(governed: Governed) -> Governed:
-    """Its hostd can be given any policy."""
+    """Return the stack whose hostd accepts any policy."""
     return governed
 
 
@@ -152,14 +152,14 @@ def _splicers(stack: Governed, some_runtimes: tuple[str, ...]) -> Iterator[dict[
 
 @pytest.fixture(name="splicer")
 def _splicer(splicers: dict[str, Splicer], runtime: str) -> Iterator[Splicer]:
-    """The sandbox of the runtime, with the policy and the limits it was made with."""
+    """Yield the sandbox of the runtime, with its original policy and limits before and after the test."""
     splicers[runtime].stack.configure(splicers[runtime].id, SPLICING)
     yield splicers[runtime]
     splicers[runtime].stack.configure(splicers[runtime].id, SPLICING)
 
 
 def digest(one: Case) -> str:
-    """Of what the far end sends."""
+    """Return the digest of the bytes that the far end sends."""
     return hashlib.sha256(b"".join(stream(one["order"]["mark"], one["order"]["down"]))).hexdigest()
 
 
@@ -168,7 +168,10 @@ def sizes(records: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def test_every_byte_arrives_each_way_and_the_log_has_their_number(splicer: Splicer) -> None:
-    """Random chunks, both half closes, hellos in pieces; two records a flow, and the far end's own counts in one."""
+    """The cases have random chunks, both half-closes and fragmented ClientHellos. Each flow has two records.
+
+    The second record has the same counts as the far end.
+    """
     cases = {
         "both ways at once": case(down=24 * MIB + 17, up=24 * MIB + 5),
         "the client ends first": case(down=3 * MIB, up=2 * MIB, order={"wait": True}),
@@ -217,14 +220,18 @@ print(json.dumps(out))
 
 
 def test_tls_is_end_to_end(splicer: Splicer) -> None:
-    """The client has the server's own certificate (ours would not verify), its session tickets and its version."""
+    """The client sees the server's own certificate, TLS version and session tickets.
+
+    It would reject a gateway's certificate.
+    """
     splicer.sdk.files.write_file("/tmp/tls_client.py", TLS_CLIENT)
     splicer.sdk.files.write_file("/tmp/upstream.pem", splicer.stack.internet.roots.read_text())
     seen = json.loads(splicer.shell(f"python3 /tmp/tls_client.py {STATUS} /tmp/upstream.pem"))
 
     assert [["Demo Internet Root", "TLSv1.3", reused, "HTTP/1.1 200 OK"] for reused in (False, True)] == seen
     refused = splicer.shell(f"python3 /tmp/tls_client.py {API} /tmp/upstream.pem")
-    assert "CERTIFICATE_VERIFY_FAILED" in refused  # the control: an inspected host has a certificate of ours
+    # the control: an inspected host has a certificate of the sandbox's CA
+    assert "CERTIFICATE_VERIFY_FAILED" in refused
 
 
 def test_a_reset_of_either_side_resets_the_other(splicer: Splicer) -> None:
@@ -240,13 +247,16 @@ def test_a_reset_of_either_side_resets_the_other(splicer: Splicer) -> None:
     assert until(lambda: all(len(flow) == 2 for flow in splicer.flows()[before:]))
     flows = splicer.flows()[before:]
     assert ["reset", "reset"] == [last["reason"] for _, last in flows]
-    # Of a reset flow the far end may have less than was sent to it, never more than the log says.
+    # After a reset the far end can have fewer bytes than were sent to it, but never more than the record says.
     received = [splicer.far(one)["received"] for one in cases.values()]
     assert all(got <= up for got, (up, _) in zip(sorted(received), sorted(map(sizes, flows)), strict=True))
 
 
 def test_the_limits_end_a_flow_and_the_log_says_which(splicer: Splicer) -> None:
-    """Idle: no side sends, on an inspected flow too. Total: a byte now and then. Connect: no SYN is answered."""
+    """The idle limit ends flows in which no side sends, also inspected ones.
+
+    The total limit ends a flow that sends a byte now and then. The connect limit ends a dial without an answer.
+    """
     splicer.stack.configure(splicer.id, SPLICING, idle=2, total=5, connect=1)
     inspected = hang(splicer, API)
     cases = {
@@ -263,13 +273,13 @@ def test_the_limits_end_a_flow_and_the_log_says_which(splicer: Splicer) -> None:
     assert until(lambda: all(len(flow) == 2 for flow in splicer.flows()[before:]))
     ends = {last["bytes_down"] > 0: last["reason"] for _, last in splicer.flows()[before:]}
     assert {False: "idle", True: "total"} == ends
-    assert until(lambda: _over(splicer, inspected), 15)  # the server itself waits for twice as long
+    assert until(lambda: _over(splicer, inspected), 15)  # the server's own timeout is twice as long
     ((first, last),) = splicer.flows(SILENT)[-1:]
     assert ("allow", "deny", "connect") == (first["decision"], last["decision"], last["rule"])
 
 
 def test_a_client_that_does_not_read_stops_its_sender(splicer: Splicer) -> None:
-    """Back-pressure each way: the worker holds a chunk, not what is left to send."""
+    """Back-pressure works in both directions: the worker holds one chunk, not all the remaining bytes."""
     slow = case(down=6 * MIB, slow=0.02)
     deaf = case(down=OFFERED, deaf=60, hold=60)
     unheard = case("deaf", up=OFFERED)
@@ -286,12 +296,12 @@ def test_a_client_that_does_not_read_stops_its_sender(splicer: Splicer) -> None:
 
     assert {"reset"} == {until(lambda one=one: splicer.far(one)).get("how") for one in (deaf, unheard)}
     assert ("eof", 6 * MIB) == (splicer.far(slow)["how"], splicer.far(slow)["sent"])
-    assert splicer.far(deaf)["sent"] < OFFERED / 5  # what the kernels' buffers hold
+    assert splicer.far(deaf)["sent"] < OFFERED / 5  # the capacity of the kernels' buffers
     assert max(grown) < OFFERED / 25
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that are the process's own."""
+    """Return the resident anonymous memory of the process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -305,7 +315,7 @@ def _without(policy: CompiledPolicy, rule: str) -> CompiledPolicy:
 
 
 def _changed(**change: Any) -> CompiledPolicy:
-    """`splicing` with the rule of the raw host changed."""
+    """Return the policy `splicing` with a changed rule for the raw host."""
     (rules,) = SPLICING.lists
     changed = tuple(replace(one, **change) if one.id == "splicing/raw" else one for one in rules.rules)
     return replace(SPLICING, lists=(replace(rules, rules=changed),))
@@ -327,7 +337,10 @@ WITH = {
 
 
 def test_a_change_of_policy_cuts_exactly_what_it_no_longer_permits(splicer: Splicer) -> None:
-    """The cut is at the far end before the change is answered; a policy that still permits the flow leaves it be."""
+    """The far end sees the abort before the change is answered.
+
+    A policy that still permits the flow does not affect it.
+    """
     for reason, policy in WITHOUT.items():
         one = case("drip", hold=40)
         splicer.begin({"live": one})
@@ -344,7 +357,7 @@ def test_a_change_of_policy_cuts_exactly_what_it_no_longer_permits(splicer: Spli
 
 
 def test_names_that_are_not_spliced(splicer: Splicer) -> None:
-    """The name decides, not the address; what may be inspected is never spliced; other protocols get nowhere."""
+    """The name decides, not the address. An inspected name is never spliced. Other protocols are denied."""
     elsewhere = case(down=1000) | {"address": ADDRESSES[STATUS]}
     answers = splicer.run({"another's address": elsewhere})
     assert (1000, digest(elsewhere)) == (
@@ -406,14 +419,14 @@ def test_a_sandbox_has_only_so_many_flows_and_so_many_bytes(splicer: Splicer) ->
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Megabytes a second."""
+    """Speeds in megabytes per second."""
 
     spliced: float
     direct: float
 
 
 def test_a_large_download_is_whole(splicer: Splicer, internet: Internet) -> None:
-    """200 MB, with the figures of the same download without a gate for comparison; only the bytes are judged."""
+    """The download has 200 MB. The test prints the speed with and without a gateway, and judges only the bytes."""
     big = case(down=200 * 1000 * 1000)
     through = splicer.run({"big": big})["big"]
     environment = {"PATH": os.environ["PATH"], "SSL_CERT_FILE": str(internet.roots)}
@@ -431,7 +444,7 @@ def test_a_large_download_is_whole(splicer: Splicer, internet: Internet) -> None
 
 
 def hang(splicer: Splicer, host: str) -> str:
-    """Start a request whose body does not end; returns its mark once the secret was used for it."""
+    """Start a request whose body does not end. Return its mark when the secret was used for it."""
     name = mark()
     command = f"(printf x; sleep 300) | curl -sS -T - -X POST https://{host}/v1/{name}"
     splicer.sdk.commands.run(command, opts=RunCommandOpts(background=True))
@@ -446,12 +459,12 @@ def _on(splicer: Splicer, use: dict[str, Any], name: str) -> bool:
 
 
 def _over(splicer: Splicer, name: str) -> bool:
-    """Whether the server has seen the end of the connection that the mark was on."""
+    """Return whether the server has seen the end of the connection with this mark."""
     return any(name in note.get("heard", "") for note in splicer.stack.internet.notes())
 
 
 def test_a_revoked_secret_cuts_the_flow_that_used_it(splicer: Splicer, values: Secrets) -> None:
-    """Revocation at vaultd ends the inspected flow at the far end, and no spliced one."""
+    """A revocation at vaultd aborts the inspected flow, and no spliced flow."""
     name = hang(splicer, API)
     spliced = case("drip", hold=40)
     splicer.begin({"live": spliced})
@@ -459,14 +472,14 @@ def test_a_revoked_secret_cuts_the_flow_that_used_it(splicer: Splicer, values: S
     splicer.stack.sallyport("vault", "rotate", "api-token", stdin=values.api)
     began = time.monotonic()
 
-    assert until(lambda: _over(splicer, name), 15)  # the server itself waits for twice as long
+    assert until(lambda: _over(splicer, name), 15)  # the server's own timeout is twice as long
     print(f"cut {time.monotonic() - began:.3f} s after the answer")
     assert {} == splicer.far(spliced)
 
 
 @pytest.fixture(name="caller")
 def _caller(stack: Governed, runtime: str) -> Iterator[Splicer]:
-    """A sandbox whose creator allows the raw host and the status host, and may bind credentials."""
+    """Yield a sandbox whose creator allows the raw host and the status host, and can bind credentials."""
     rules = [NetworkRule(action="allow", target=host) for host in (SPLICED, STATUS)]
     policy = NetworkPolicy(defaultAction="deny", egress=rules)
     one = Splicer(stack, runtime, None, network_policy=policy, credential_proxy=CredentialProxyConfig(enabled=True))
@@ -484,7 +497,7 @@ def bind(caller: Splicer, host: str, value: str) -> None:
 
 
 def test_the_caller_changes_policy_and_secrets_and_live_flows_obey(caller: Splicer) -> None:
-    """Through the API: a binding ends splicing, a deleted vault ends what used it, a denial ends the rest."""
+    """Through the API, a binding ends splicing, a deleted vault aborts its flows, and a denial aborts the others."""
     one, value = case("drip", hold=40), f"bound-{secrets.token_hex(20)}"
     caller.begin({"live": one})
     bind(caller, SPLICED, value)
@@ -510,7 +523,7 @@ def test_the_caller_changes_policy_and_secrets_and_live_flows_obey(caller: Splic
 
 
 def test_a_killed_worker_ends_its_flows_and_their_records_stand_open(caller: Splicer) -> None:
-    """What was allowed is in the log; the closing record of a flow dies with its worker."""
+    """The log has the opening record of the flow. Its closing record is missing, because the worker ended."""
     one = case("drip", hold=40)
     caller.begin({"live": one})
 
@@ -522,7 +535,7 @@ def test_a_killed_worker_ends_its_flows_and_their_records_stand_open(caller: Spl
     def served() -> bool:
         try:
             return bool(caller.run({"again": again})["again"]["received"] == 10)
-        except (SandboxException, httpx.HTTPError):  # what reaches into the sandbox died with the worker, too
+        except (SandboxException, httpx.HTTPError):  # connections into the sandbox ended with the worker, too
             return False
 
     assert until(served)

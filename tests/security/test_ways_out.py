@@ -1,6 +1,6 @@
-"""Every way out of a sandbox, tried from inside and from a privileged container beside it: nothing arrives.
+"""Every way out of a sandbox, tried from inside and from a privileged container in its network: nothing arrives.
 
-It tests `lifecycle/posture/ways_out.py`.
+The module tests `lifecycle/posture/ways_out.py`.
 """
 
 import re
@@ -25,7 +25,7 @@ BROKEN = {
     "reports, then fails": "echo 'raise SystemExit(3)' >>ways_out.py",
     "leaves a try out": "sed -i 's/PROBES.name..values()/()/' ways_out.py",
 }
-"""What is done to the probes in a sandbox."""
+"""The commands that break the probe program in a sandbox."""
 PRIVILEGED = tuple(attempt for attempt in ATTEMPTS if attempt.privileged and not attempt.noticed)
 NOTICED = tuple(attempt for attempt in ATTEMPTS if attempt.noticed)
 
@@ -48,7 +48,7 @@ def test_the_document_has_the_control_of_each_attempt() -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.probe)
 def test_the_control_of_each_attempt_does_arrive(attempt: Attempt, runtime: str, controls: Controls) -> None:
-    """Without a gate each probe reaches its far end from every kernel that has the interface, and from no other."""
+    """Without a gateway a probe reaches its far end from exactly those kernels that have the interface."""
     assert (controls[runtime][attempt.probe] > 0) == (attempt.control(runtime) is not Control.ABSENT)
 
 
@@ -71,7 +71,7 @@ def test_nothing_arrives_from_the_workload(
 def test_a_probe_that_did_not_run_to_its_end_is_a_failure(
     how: str, sandboxes: dict[str, DemoSandbox], watches: dict[str, FarEndWatch], controls: Controls
 ) -> None:
-    """Nothing arrives from it, either."""
+    """The broken probe reaches nothing, either."""
     sandbox, attempt = sandboxes["runc"], next(attempt for attempt in ATTEMPTS if attempt.probe == "udp")
     assert (0, "") == sandbox.run(f"cd /tmp && cp ways_out.py kept && {BROKEN[how]}")
     try:
@@ -124,7 +124,7 @@ def test_nothing_arrives_from_one_that_changes_the_namespace_and_it_is_cut_off(
 
 @pytest.mark.system
 def test_no_form_of_a_secret_can_be_found_in_a_sandbox(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
-    """The search finds what was planted for it, and no secret."""
+    """The search finds the values that were planted for it, and no secret."""
     sandboxes[runtime].work()
     (row,) = sandboxes[runtime].leak_search()
 

@@ -1,8 +1,8 @@
-"""The agent inside a compromised process: it runs the Python that the test sends, on a thread of its own.
+"""The agent inside a compromised process: it runs the Python code that the test sends, on its own thread.
 
-A request is one line of JSON, the code; the answer is one line, `{"value": ...}` or `{"error": [type, errno, text]}`.
-The code assigns `value`, which JSON can hold. Its names last from one request to the next. `process` is a name for what
-the process gives the agent: the `Worker` in a gateway worker.
+A request is one line of JSON: the code. The answer is one line: `{"value": ...}` or `{"error": [type, errno, text]}`.
+The code assigns `value`, which must be serializable as JSON. Its names remain for the next request. `process` is the
+object that the process passes to the agent: the `Worker` in a gateway worker.
 """
 
 import json
@@ -15,7 +15,7 @@ SOCKET = "agents.sock"
 
 
 class Agent:
-    """One connection to the test. Make it before the process is confined; `obey` starts the thread."""
+    """A connection to the test. It must be made before the process is confined; `obey` starts the thread."""
 
     def __init__(self, run: Path, name: str) -> None:
         """Connect to the test's socket in `run` and introduce the process as `name`."""
@@ -24,7 +24,7 @@ class Agent:
         self._sock.sendall(name.encode() + b"\n")
 
     def obey(self, **names: Any) -> None:
-        """Run what the test sends from now on; the code sees `names`."""
+        """Start to run the code that the test sends; the code sees `names`."""
         threading.Thread(target=self._run, args=(names,), name="agent", daemon=True).start()
 
     def _run(self, names: dict[str, Any]) -> None:

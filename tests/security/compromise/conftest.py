@@ -1,4 +1,4 @@
-"""One compromised server for the tests of a file."""
+"""A fixture with one compromised server for the tests of a module."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,8 @@
 """`python -m tests.security.compromise.daemon CONFIG.json`: a daemon of the product with an agent in it.
 
-The daemon is named by its configuration file. Each worker that the zygote spawns has an agent, too: it connects while
-the worker is being confined and begins when the confinement is complete. The zygote has none: it must have no threads.
+The name of the configuration file selects the daemon. Each worker that the zygote forks has an agent, too: it connects
+while the worker is being confined and starts when the confinement is complete. The zygote has no agent, because it must
+have no threads.
 """
 
 import importlib

@@ -1,10 +1,10 @@
-"""The compromised daemons of one server, each for as many tests as want it."""
+"""The compromised daemons of one server, shared by several tests."""
 
 from tests.security.compromise.stack import CompromisedStack, Hostile
 
 
 class Held:
-    """Returns the same process for a name until that process is started again (`renewed`)."""
+    """A mapping from a name to its process, which stays the same until the process was restarted (`renewed`)."""
 
     def __init__(self, stack: CompromisedStack) -> None:
         self._stack = stack
@@ -16,11 +16,11 @@ class Held:
         return self._processes[name]
 
     def renewed(self, name: str) -> Hostile:
-        """Return the process that was started in place of the former one."""
+        """Return the process that replaced the former one."""
         self._processes.pop(name).close()
         return self[name]
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for process in self._processes.values():
             process.close()

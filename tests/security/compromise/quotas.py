@@ -1,7 +1,7 @@
-"""A hostile program for inside a sandbox, standard library only: takes the whole of one of the kernel's quotas.
+"""A hostile program that uses up one of the kernel's quotas. It runs inside a sandbox with the standard library only.
 
-`python3 quotas.py take NAME FILE` takes all it can of a quota, writes how much that was into FILE and holds it until it
-is ended; `python3 quotas.py try NAME` uses a little of it and prints `ok`, or how that fails.
+`python3 quotas.py take NAME FILE` takes as much of a quota as it can, writes the number of uses to FILE, and holds them
+until the program is ended. `python3 quotas.py try NAME` uses the quota once and prints `ok` or the name of the error.
 """
 
 import array
@@ -38,7 +38,7 @@ def inotify_instances() -> None:
 
 
 def _names() -> Iterator[str]:
-    """Many inodes that can be watched without making one."""
+    """Yield the paths of many existing inodes, so that the program can watch them without making any."""
     for directory, folders, files in os.walk("/usr"):
         for name in (*folders, *files):
             yield os.path.join(directory, name)
@@ -49,7 +49,7 @@ _paths: list[Iterator[str]] = []
 
 
 def inotify_watches() -> None:
-    """Watch another inode; with a new instance for each few thousand of them."""
+    """Watch another inode. Start a new instance when all paths have been used."""
     if not _paths:
         _inotify.append(_checked(_libc.inotify_init1(0)))
         _paths.append(_names())
@@ -57,7 +57,7 @@ def inotify_watches() -> None:
     if path is None:
         _paths.clear()
         return inotify_watches()
-    mask = 0x02000000 | 0x200  # not through links; IN_DELETE
+    mask = 0x02000000 | 0x200  # IN_DONT_FOLLOW and IN_DELETE
     with contextlib.suppress(PermissionError):
         _checked(_libc.inotify_add_watch(_inotify[-1], path.encode(), mask))
     return None
@@ -92,7 +92,11 @@ def descriptors_in_flight() -> None:
 
 
 def pipe_pages() -> None:
-    """A pipe holds 16 pages, unless its user has too many already. Taken, each is made as large as may be."""
+    """Open a pipe.
+
+    A pipe holds 16 pages, unless its user already has too many. To take the quota, each pipe gets the largest permitted
+    size.
+    """
     _, writer = os.pipe()
     if fcntl.fcntl(writer, _F_GETPIPE_SZ) < _PIPE:
         raise OSError(errno.ENOBUFS, "a pipe is smaller than it should be")
@@ -107,11 +111,11 @@ def locked_memory() -> None:
         _checked(_libc.shmctl(segment, _SHM_LOCK, None))
         _libc.shmat(segment, None, 0)
     finally:
-        _libc.shmctl(segment, _IPC_RMID, None)  # as soon as this process ends
+        _libc.shmctl(segment, _IPC_RMID, None)  # takes effect when this process ends
 
 
 def processes() -> None:
-    """Of a user that has a limit of its own."""
+    """Create a process as a user that has its own limit of processes."""
     if os.getuid() == 0:
         os.setresgid(_USER, _USER, _USER)
         os.setresuid(_USER, _USER, _USER)
@@ -157,15 +161,19 @@ QUOTAS: dict[str, tuple[Callable[[], None], int]] = {
     "fanotify_groups": (fanotify_groups, 200),
     "terminals": (terminals, 4200),
 }
-"""What uses each quota once, and how often at most it is taken: more than the kernel gives one user, by default."""
+"""For each quota, the function that uses it once, and the maximum number of uses.
+
+The maximum is more than the kernel's default gives one user.
+"""
 TAKING = sys.argv[1:2] == ["take"]
 _REFUSALS, _PAUSE_SECONDS = 10, 0.03
 
 
 def _take(name: str) -> int:
-    """Use a quota until it is used up; return how often.
+    """Use a quota until it is used up; return the number of uses.
 
-    It is used up when it is refused for a while: what other processes of the user had for a moment comes back.
+    A quota counts as used up after several failures in a row, because resources that other processes of the user held
+    for a moment become free again.
     """
     use, most = QUOTAS[name]
     taken = refused = 0

@@ -1,4 +1,4 @@
-"""A server with an agent in each of its daemons and workers, and what a test says to them."""
+"""A server with an agent in each of its daemons and workers, and the client side of these agents."""
 
 import json
 import queue
@@ -13,7 +13,7 @@ _SECONDS = 60.0
 
 
 class Refused(Exception):
-    """The hostile code ended with an error: its type, its errno (None if it has none) and its text."""
+    """An error that ended the hostile code: its type, its errno (None if it has none) and its text."""
 
     def __init__(self, kind: str, number: int | None, text: str) -> None:
         super().__init__(f"{kind} {number}: {text}")
@@ -21,7 +21,7 @@ class Refused(Exception):
 
 
 class Hostile:
-    """A compromised process: runs code in it. `pid` and `uid` are the kernel's word of it."""
+    """A compromised process in which a test runs code. `pid` and `uid` are those that the kernel reports."""
 
     def __init__(self, sock: socket.socket, pid: int, uid: int) -> None:
         self._sock, self.pid, self.uid = sock, pid, uid
@@ -31,19 +31,19 @@ class Hostile:
         """Run `code` in the process and return its `value`.
 
         Raises:
-            Refused: it ended with an exception.
-            TimeoutError: it did not end in time.
+            Refused: the code ended with an exception.
+            TimeoutError: the code did not end in time.
             ConnectionError: the process has ended.
         """
         self.begin(code)
         return self.finish(seconds)
 
     def begin(self, code: str) -> None:
-        """Have the process run `code`, and do not wait for it."""
+        """Start `code` in the process without waiting for its end."""
         self._sock.sendall(json.dumps(code).encode() + b"\n")
 
     def finish(self, seconds: float = _SECONDS) -> Any:
-        """Wait for the code that was begun, as `run` does."""
+        """Wait for the end of the code that `begin` started. Return and raise as `run` does."""
         self._sock.settimeout(seconds)
         line = self._file.readline()
         if not line:
@@ -54,19 +54,19 @@ class Hostile:
         return answer["value"]
 
     def close(self) -> None:
-        """End the connection; the process goes on."""
+        """Close the connection; the process continues."""
         self._file.close()
         self._sock.close()
 
 
 class CompromisedStack(SubstitutedStack):
-    """Every daemon but the zygote, and every worker, obeys the test."""
+    """A server in which every daemon but the zygote, and every worker, runs the code of the test."""
 
     module = "tests.security.compromise.daemon"
     _listener: socket.socket | None = None
 
     def prepare(self) -> None:
-        self._forget()  # of a life before this one
+        self._forget()  # closes what an earlier start of this stack opened
         path = self.run / SOCKET
         path.unlink(missing_ok=True)
         self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -80,10 +80,13 @@ class CompromisedStack(SubstitutedStack):
         self._thread.start()
 
     def hostile(self, name: str, seconds: float = _SECONDS) -> Hostile:
-        """Return the next process of this name that was not returned yet: a daemon's, or the id of a worker's sandbox.
+        """Return the next process of this name that was not returned yet.
+
+        `name` is that of a daemon, or the id of the sandbox of a worker.
 
         Raises:
-            TimeoutError: no such process was started in time; the text has what was, and the end of the log.
+            TimeoutError: no such process was started in time. The text lists the started processes and the end of the
+                log.
         """
         try:
             return self._of(name).get(timeout=seconds)
@@ -97,7 +100,7 @@ class CompromisedStack(SubstitutedStack):
         self._forget()
 
     def _forget(self) -> None:
-        """Close the listener and the agents that no test has asked for."""
+        """Close the listener and the agents for which no test has asked."""
         if self._listener is None:
             return
         # A thread that stays in `accept` could later accept from the socket that gets the same descriptor.
@@ -132,11 +135,11 @@ class CompromisedStack(SubstitutedStack):
 
 
 def _introduction(sock: socket.socket) -> str:
-    """Return the name that a process gives.
+    """Return the name that a process sends.
 
     Raises:
-        ValueError: it ended before its name was complete.
-        OSError: it did not say its name in time.
+        ValueError: the connection ended before the name was complete.
+        OSError: the process did not send its name in time.
     """
     sock.settimeout(_SECONDS / 4)
     name = b""

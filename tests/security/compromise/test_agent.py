@@ -1,4 +1,4 @@
-"""The agents are where they say they are: in the daemons and workers, under their users and confinement."""
+"""Each agent runs in the daemon or worker that it names, with that process's user and confinement."""
 
 from pathlib import Path
 

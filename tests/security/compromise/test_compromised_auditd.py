@@ -1,4 +1,4 @@
-"""A compromised auditd against the past, and other compromised components against the log."""
+"""A compromised auditd cannot change earlier records, and other compromised components cannot forge records."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 _SECONDS = 30.0
 
-# What a component tries at auditd's socket: the answers, by attempt.
+# Operations that a component tries at auditd's socket. The value is the answer to each.
 _ATTEMPTS = """
 import asyncio, socket, wire
 
@@ -169,7 +169,8 @@ def _ends(stack: CompromisedStack, sandbox: str) -> None:
     _until(lambda: _records(stack, chain=sandbox, kind="checkpoint", closed=True))
 
 
-# Forge, in a directory of auditd's own, a copy of the log: change a value in a record, and make right what keys can.
+# Forge a copy of the log in a directory of auditd's: change a value in one record, and repair all hashes and
+# signatures for which a key is available.
 _FORGE = """
 import json, shutil
 from pathlib import Path
@@ -238,14 +239,14 @@ def _verdict(directory: Path, *anchors: Path) -> tuple[int, str]:
 def test_a_compromised_auditd_cannot_rewrite_what_was_signed_or_anchored_before(
     compromised: CompromisedStack, serve: Hostile
 ) -> None:
-    """It has every key it can find, and may write every file of its user."""
+    """auditd has every key that it can find, and can write every file of its user."""
     log, kept = compromised.state / "audit", compromised.state / "hostd" / "anchors.jsonl"
     with closing(compromised.hostile("auditd")) as auditd:
         _say(compromised, serve, "of a former epoch")
         os.kill(auditd.pid, signal.SIGKILL)
     with closing(compromised.hostile("auditd")) as auditd:
         _rewrites_nothing(compromised, serve, auditd, log, kept)
-    said = compromised.sallyport("audit", "verify")  # the control; it uses hostd's anchors by itself
+    said = compromised.sallyport("audit", "verify")  # the control; the command uses hostd's anchors by default
     assert "ok: " in said
     assert " 0 anchors" not in said
 
@@ -259,7 +260,7 @@ def _rewrites_nothing(compromised: CompromisedStack, serve: Hostile, auditd: Hos
     assert 1 == code
     assert "checkpoint is signed by the key of epoch 2, in epoch 1" in said
     forged = _forge(compromised, auditd, "of this epoch")
-    assert 0 == _verdict(forged)[0]  # the limit of signatures
+    assert 0 == _verdict(forged)[0]  # the limit of signatures: the key of this epoch is available
     code, said = _verdict(forged, kept)
     assert 1 == code
     assert "is not as it was anchored" in said

@@ -1,7 +1,7 @@
-"""A compromised compiler: it decides what a policy allows, and nothing else.
+"""A compromised compiler decides what a policy allows, and has no other power.
 
-The hostile code runs in the compiler's process, with its user. The verdict is taken at the far end.
-It tests `policy/compiler.py`.
+The hostile code runs in the compiler's process, with its user. The tests judge the result at the far end. The module
+tests `policy/compiler.py`.
 """
 
 import secrets
@@ -47,7 +47,10 @@ def _compiler(compromised: CompromisedStack) -> Iterator[Hostile]:
 def test_a_compromised_compiler_moves_no_stored_secret(
     compromised: CompromisedStack, compiler: Hostile, runtime: str, values: Secrets
 ) -> None:
-    """It can allow the attacker's host, and inject where the secret's own binding and the grants allow it; no more."""
+    """The compiler can allow the attacker's host.
+
+    It can inject only where the secret's own binding and the grants allow it.
+    """
     mark = secrets.token_hex(8)
 
     def noted(host: str, part: str) -> list[dict[str, Any]]:
@@ -66,8 +69,9 @@ def test_a_compromised_compiler_moves_no_stored_secret(
         compiler.run(RESTORE)
     until(lambda: bool(noted(API, "v1")))
     (honest,) = noted(API, "v1")
-    assert values.api in str(honest["headers"])  # what a policy of its own may have all the same
-    assert noted(ATTACKER, "free") != []  # what falls
+    # the secret at its own host, which a compromised compiler can still select
+    assert values.api in str(honest["headers"])
+    assert noted(ATTACKER, "free") != []  # the control: the compromised compiler allows this host
     assert [] == noted(ATTACKER, "take")
     assert [] == [
         note for note in compromised.internet.notes() if note.get("host") == ATTACKER and values.api in str(note)
@@ -78,7 +82,7 @@ def test_a_compromised_compiler_moves_no_stored_secret(
 def test_a_compromised_compiler_has_no_file_and_no_socket(
     compromised: CompromisedStack, compiler: Hostile, path: str
 ) -> None:
-    """No secret, no log, no daemon but hostd, whose channel it was born with."""
+    """The compiler can open no secret and no log. It reaches no daemon but hostd, whose channel it got at its start."""
     top = compromised.state if path == "state_dir" else compromised.run
     files = [str(one) for one in top.rglob("*") if one.is_file() or one.is_socket()]
     assert files != []
@@ -102,5 +106,5 @@ for path in {files!r}:
 
 
 def _is_for_all(path: str) -> bool:
-    """Whether every user of the host may read it: what a sandbox is given, a runtime's wrapper."""
+    """Return whether every user of the host may read the file: a file of a sandbox, or the wrapper of a runtime."""
     return any(part in path for part in ("/sandboxes/", "/runtimes/"))

@@ -1,8 +1,10 @@
-"""A compromised `serve`: what it sends to hostd and vaultd selects and narrows, and is no word of the operator's.
+"""A compromised `serve` can only select and narrow by its messages to hostd and vaultd.
 
-The hostile code runs in the process of `serve`, with its user. The verdict is taken at the far end: a server of the
-attacker with an authority of its own, the demo internet's request log, and the log of what was put in force.
-It tests `lifecycle/serve.py`.
+It cannot set the operator's part.
+
+The hostile code runs in the process of `serve`, with its user. The tests judge the result at the far end: by a server
+of the attacker with its own certificate authority, by the request log of the demo's internet, and by the audit log. The
+module tests `lifecycle/serve.py`.
 """
 
 import json
@@ -43,14 +45,14 @@ def ask(path, op, parameters):
         return wire.receive(sock)[0]
 """
 OPERATOR = f"always_deny: [{STATUS}]\nceiling: {{hosts: [{API}, {STATUS}, {GIT}]}}\n"
-"""What the operator's file says beside the demo's policies."""
+"""The settings in the operator's file beside the demo's policies."""
 SANDBOXES = 3
 MEMORY = 1 << 30
 GRANT = vaultd.GrantForm("api-token", API, 443, "https")
 
 
 def until[T](ask: Callable[[], T], seconds: float = 60.0) -> T:
-    """What `ask` says, once that is true; the last word when the time is over."""
+    """Call `ask` until its answer is true or the time is over. Return the last answer."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -58,7 +60,7 @@ def until[T](ask: Callable[[], T], seconds: float = 60.0) -> T:
 
 
 class Operated(CompromisedStack):
-    """With a policy file of its own and maxima that can be reached."""
+    """A server with its own policy file and with maxima that a test can reach."""
 
     def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 0) -> None:
         super().__init__(internet, directory, directory / "policies.yaml", port)
@@ -85,7 +87,7 @@ def _compromised(values: Secrets) -> Iterator[Stack]:
 
 @dataclass
 class Rogue:
-    """A server of the attacker that says it is the API, under an authority of the attacker's."""
+    """A server of the attacker that claims to be the API, with a certificate of the attacker's own authority."""
 
     authority: Authority
     received: list[bytes] = field(default_factory=list)
@@ -113,7 +115,7 @@ class Rogue:
             sock.close()
 
     def ask(self, internet: Internet, mark: str) -> None:
-        """The control: a client that trusts the attacker's authority and dials its address is served."""
+        """Send the control's request: a client that trusts the attacker's authority and dials its address is served."""
         context = ssl.create_default_context(cadata=self.authority.pem)
         sock = internet.open_socket(internet.up, socket.AF_INET, socket.SOCK_STREAM)
         sock.settimeout(20)
@@ -145,7 +147,7 @@ def _rogue(compromised: CompromisedStack, tmp_path_factory: pytest.TempPathFacto
 
 @dataclass(frozen=True)
 class Answer:
-    """What hostd said to a launch; `refused` is the code, None if there is a sandbox."""
+    """hostd's answer to a launch. `refused` is the error code, or None if a sandbox was launched."""
 
     sandbox: str
     refused: str | None
@@ -153,7 +155,7 @@ class Answer:
 
 @dataclass
 class Taken:
-    """`serve`, obeying the test."""
+    """`serve`, which runs the code of the test."""
 
     stack: CompromisedStack
     process: Hostile
@@ -161,7 +163,7 @@ class Taken:
     secret: str
 
     def ask(self, daemon: str, op: str, **parameters: Any) -> dict[str, Any]:
-        """What hostd or vaultd answers to `serve`; hostd takes a selection as a JSON text."""
+        """Return the answer of hostd or vaultd to `serve`. hostd takes a selection as a JSON text."""
         if isinstance(selection := parameters.get("selection"), dict):
             parameters["selection"] = json.dumps(selection)
         code = f"value = ask({str(self.stack.run / daemon)!r}, {op!r}, json.loads({json.dumps(parameters)!r}))"
@@ -169,23 +171,23 @@ class Taken:
         return answer
 
     def launch(self, runtime: str, command: str, *, grants: Any = (GRANT,), inline: Any = None, **more: Any) -> Answer:
-        """Launch a sandbox that runs `command`, with everything that `more` says."""
+        """Launch a sandbox that runs `command`. The fields in `more` replace or extend the honest message."""
         sandbox = f"sbx-{secrets.token_hex(8)}"
         message = self.honest(sandbox, runtime, command, self.open(sandbox, grants, inline)) | more
         answer = self.ask("hostd.sock", "launch", **message)
         return Answer(sandbox, answer.get("error", {}).get("code"))
 
     def open(self, sandbox: str, grants: Any = (GRANT,), inline: Any = None) -> str:
-        """Register a sandbox with vaultd; returns its root certificate."""
+        """Register a sandbox with vaultd. Return its root certificate."""
         request = vaultd.OpenSandbox(sandbox, sandbox, tuple(grants), inline or {})
         return str(self.vault(request)["ok"]["root_pem"])
 
     def vault(self, request: Request[Any]) -> dict[str, Any]:
-        """What vaultd answers to `serve`."""
+        """Return vaultd's answer to `serve`."""
         return self.ask("vault.sock", operation(request), **parameters(request))
 
     def honest(self, sandbox: str, runtime: str, command: str, root: str) -> dict[str, Any]:
-        """What `serve` sends if it is not compromised."""
+        """Return the message that a `serve` that is not compromised sends."""
         return {
             "sandbox": sandbox,
             "runtime": runtime,
@@ -207,7 +209,10 @@ class Taken:
         self.vault(vaultd.CloseSandbox(sandbox))
 
     def judged(self, sandbox: str, host: str) -> list[dict[str, Any]]:
-        """The records of a sandbox's flows to `host`, once there is one: what is launched here asks at once."""
+        """Return the records of a sandbox's flows to `host`, when there is at least one.
+
+        Each sandbox that is launched here sends a request immediately.
+        """
 
         def flows() -> list[dict[str, Any]]:
             records = self.stack.audit_records()
@@ -216,7 +221,7 @@ class Taken:
         return until(flows)
 
     def works(self, runtime: str) -> None:
-        """The control: an honest launch after all, whose request arrives with the secret where it belongs."""
+        """Check that an honest launch still works and its request arrives with the secret at the bound host."""
         mark = secrets.token_hex(8)
         answer = self.launch(runtime, curl(API, mark))
         assert None is answer.refused
@@ -225,7 +230,7 @@ class Taken:
         self.remove(answer.sandbox)
 
     def noted(self, host: str, mark: str) -> list[dict[str, Any]]:
-        """The requests to `host` that arrived, by a mark in their path."""
+        """Return the requests that arrived at `host` with this mark in their path."""
         notes = self.stack.internet.notes()
         return [note for note in notes if note.get("host") == host and mark in str(note.get("target"))]
 
@@ -244,7 +249,7 @@ def _taken(compromised: CompromisedStack, serve_process: Hostile, rogue: Rogue, 
 
 
 def complete(taken: Taken, sandbox: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """A worker's whole configuration, as the attacker would have it."""
+    """Return a whole configuration of a worker with values of the attacker's choice."""
     return {
         "sandbox": sandbox,
         "generation": 1,
@@ -263,12 +268,15 @@ def curl(host: str, mark: str, scheme: str = "https") -> str:
 
 
 def arrived(taken: Taken, mark: str) -> list[bytes]:
-    """What the attacker's server received, and whatever has the secret besides."""
+    """Return the requests at the attacker's server that contain the mark or the secret."""
     return [head for head in taken.rogue.received if mark.encode() in head or taken.secret.encode() in head]
 
 
 def test_a_launch_that_brings_a_worker_s_configuration_brings_the_attacker_nothing(taken: Taken, runtime: str) -> None:
-    """Own authorities, and a fixed address for the host of a stored secret: the message of an earlier release."""
+    """The message has the attacker's authorities and a fixed address for the host of a stored secret.
+
+    An earlier release accepted such a message.
+    """
     policy = compile_named(load(taken.stack.policy), "agents").to_json()
     mark, sandbox = secrets.token_hex(8), f"sbx-{secrets.token_hex(8)}"
     root = taken.open(sandbox)
@@ -312,7 +320,7 @@ def test_a_new_policy_that_brings_a_worker_s_configuration_changes_nothing(taken
 
 
 def test_what_is_the_operator_s_is_refused_wherever_a_launch_has_it(taken: Taken, runtime: str) -> None:
-    """Authorities, resolvers, addresses and limits, a compiled policy, and more of anything than the maxima."""
+    """The launch has authorities, resolvers, addresses, limits, a compiled policy, or a resource above its maximum."""
     policy = compile_named(load(taken.stack.policy), "agents").to_json()
     whole = complete(taken, "sbx-any", policy)
     selection = taken.honest("", runtime, "", "")["selection"]
@@ -360,12 +368,15 @@ def test_there_are_no_more_sandboxes_than_the_operator_allows(taken: Taken, runt
 
 
 def test_a_selection_never_reaches_beyond_the_operator_s_file(taken: Taken, runtime: str) -> None:
-    """What is always denied, what is beyond the ceiling, and a named policy that is not there; then what is allowed."""
+    """A selection cannot allow a host that is always denied or beyond the ceiling, or use a policy that does not exist.
+
+    A host that the operator allows is the control.
+    """
     mark = secrets.token_hex(8)
     hosts = [STATUS, ATTACKER, API]
     rules = [{"action": "allow", "target": target} for target in hosts]
     everything = {"policy_name": None, "network_policy": {"defaultAction": "allow", "egress": rules}, "bindings": []}
-    command = "; ".join(curl(host, mark) for host in hosts)  # the last one is the control
+    command = "; ".join(curl(host, mark) for host in hosts)  # the last host is the control
     wide = taken.launch(runtime, command, selection=everything)
     unknown = taken.launch(runtime, curl(API, f"{mark}u"), selection=everything | {"policy_name": "mine"})
     assert [None, None] == [wide.refused, unknown.refused]
@@ -379,7 +390,7 @@ def test_a_selection_never_reaches_beyond_the_operator_s_file(taken: Taken, runt
 
 
 def test_a_binding_sends_a_value_only_as_the_operator_allows(taken: Taken, runtime: str) -> None:
-    """Not in plain text, not to a host of another policy's secret by that secret's name; over TLS it is sent."""
+    """A value is sent over TLS, but not in plain text. A binding that names a stored secret sends no secret."""
     value, mark = f"inline-{secrets.token_hex(16)}", secrets.token_hex(8)
     match = {"hosts": [API, GIT], "schemes": ["http", "https"]}
     rules = [{"action": "allow", "target": target} for target in (API, GIT)]

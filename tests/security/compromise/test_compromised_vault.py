@@ -1,6 +1,6 @@
-"""The vault, asked by a `serve` and by workers that are taken over, and with files that were put back under it.
+"""The vault under requests of a compromised `serve` and of compromised workers, and with older copies of its files.
 
-It tests `vault/hardening.py`.
+The module tests `vault/hardening.py`.
 """
 
 import json
@@ -84,7 +84,7 @@ def _serve(compromised: CompromisedStack) -> Iterator[Hostile]:
 
 @pytest.fixture(name="caller")
 def _caller(compromised: CompromisedStack) -> Iterator[Any]:
-    """A sandbox whose creator allows two hosts and may bind credentials."""
+    """Yield a sandbox whose creator allows two hosts and can bind credentials."""
     rules = [NetworkRule(action="allow", target=host) for host in (STATUS, ATTACKER)]
     sandbox = compromised.create(
         "runc",
@@ -98,18 +98,21 @@ def _caller(compromised: CompromisedStack) -> Iterator[Any]:
 
 
 def asked(hostile: Hostile, stack: CompromisedStack, request: Request[Any]) -> str:
-    """What vaultd answers a compromised process: `ok` or the code of its refusal."""
+    """Return vaultd's answer to a compromised process: `ok` or the error code."""
     path = str(stack.run / "vault.sock")
     return str(hostile.run(CALL.format(path=path, op=operation(request), parameters=parameters(request))))
 
 
 def released(worker: Hostile, secret: str, host: str, purpose: str | None = None) -> str:
-    """What a compromised worker is given: the value or the code of the refusal."""
+    """Return vaultd's answer to a compromised worker: the value or the error code."""
     return str(worker.run(RELEASE.format(secret=secret, host=host, purpose=purpose)))
 
 
 def sent(internet: Internet, sandbox: Any, host: str) -> str | None:
-    """The Authorization that arrives with a request of the sandbox; None if none does, `nothing` if no request does."""
+    """Return the Authorization field of a request of the sandbox as it arrived at `host`.
+
+    The result is None if the request has no such field, and `nothing` if no request arrived.
+    """
     mark = f"m{secrets.token_hex(8)}"
     print(sandbox.commands.run(f"curl -sS --max-time 20 'https://{host}/{mark}'"))
     for note in internet.notes():
@@ -121,7 +124,7 @@ def sent(internet: Internet, sandbox: Any, host: str) -> str | None:
 def test_serve_moves_no_inline_secret_to_another_host(
     compromised: CompromisedStack, serve: Hostile, caller: Any
 ) -> None:
-    """It relayed the value before it was taken over. With a value of its own it may do so: the control."""
+    """`serve` relayed the value before it was compromised. As the control, it can move a value that it sets itself."""
     value, own, name = f"bound-{secrets.token_hex(20)}", f"own-{secrets.token_hex(20)}", "inline:1/own"
     caller.credential_vault.create(
         credentials=[{"name": "own", "source": {"type": "inline", "value": value}}],
@@ -153,7 +156,10 @@ def test_serve_moves_no_inline_secret_to_another_host(
 
 
 def test_a_worker_is_given_what_its_own_sandbox_was_granted_and_no_more(compromised: CompromisedStack) -> None:
-    """Not another sandbox's secrets, not its own at another host; what it was granted falls with it: the control."""
+    """A worker gets no secret of another sandbox, and none of its own for another host.
+
+    The control is a granted secret.
+    """
     with compromised.create("runc") as mine, compromised.create("runc", policy="rotating") as other:
         workers = [compromised.hostile(sandbox.id) for sandbox in (mine, other)]
         try:
@@ -173,7 +179,10 @@ def test_a_worker_is_given_what_its_own_sandbox_was_granted_and_no_more(compromi
 def test_a_rotated_secret_does_not_come_back_with_the_files_it_was_in(
     compromised: CompromisedStack, tmp_path: Path, whole: bool
 ) -> None:
-    """Nothing is sent then, and the log says why; with the newest files it is as before."""
+    """vaultd uses no older copy of a file: nothing is sent, and the log has the reason.
+
+    The newest files work again.
+    """
     name, value = ROTATING, f"rotated-{secrets.token_hex(16)}"
     vault = compromised.state / "vault"
     place = vault if whole else vault / "secrets" / f"={name}.sealed"
@@ -194,7 +203,7 @@ def test_a_rotated_secret_does_not_come_back_with_the_files_it_was_in(
             assert until(lambda: reason in compromised.log.read_bytes()[said:])
             assert "nothing" == sent(internet, sandbox, STATUS)
             _put_back(tmp_path / "latest", place)
-            if not whole:  # else there is none: hostd tries again and again
+            if not whole:  # with the whole directory vaultd does not run: hostd tries to start it repeatedly
                 _kill_vaultd(compromised)
             assert until(lambda: f"Bearer {value}" == sent(internet, sandbox, STATUS), 30)
         finally:
@@ -204,7 +213,7 @@ def test_a_rotated_secret_does_not_come_back_with_the_files_it_was_in(
 
 
 def test_a_workers_authority_signs_for_the_inspected_names_only(compromised: CompromisedStack) -> None:
-    """As curl in its sandbox sees it, which trusts the sandbox's root. A name that policy inspects is the control."""
+    """curl in the sandbox, which trusts the sandbox's root, is the judge. An inspected name is the control."""
     with compromised.create("runc") as sandbox:
         worker = compromised.hostile(sandbox.id)
         try:
@@ -225,7 +234,7 @@ def test_a_workers_authority_signs_for_the_inspected_names_only(compromised: Com
 
 
 def _leaf(chain: str, key_pem: str, host: str) -> str:
-    """A certificate for `host` with its chain and key, as a thief of a worker's authority makes it."""
+    """Return a certificate for `host` with its chain and key, as an attacker with a worker's CA key would make it."""
     issuer = x509.load_pem_x509_certificates(chain.encode())[0]
     issuer_key = load_pem_private_key(key_pem.encode(), None)
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
@@ -250,7 +259,7 @@ def _leaf(chain: str, key_pem: str, host: str) -> str:
 
 
 def _kill_vaultd(stack: CompromisedStack) -> None:
-    """End the vaultd that runs."""
+    """Kill the vaultd that runs."""
     pid = int((stack.run / "config" / "vaultd.pid").read_text().split()[0])
     os.kill(pid, signal.SIGKILL)
 
@@ -261,7 +270,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _put_back(source: Path, target: Path) -> None:
-    """As root: in place, so that owner and mode stay those of what was there."""
+    """Copy the files back as root, in place, so that owner and mode do not change."""
     if not source.is_dir():
         target.write_bytes(source.read_bytes())
         return

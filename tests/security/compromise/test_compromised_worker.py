@@ -1,8 +1,8 @@
-"""A gateway worker that is taken over dials outward, under the guard's rules, and does nothing else.
+"""A compromised gateway worker can dial outward, under the guard's rules, and has no other access.
 
-The doors of its filter one by one, with controls, are in `tests/gateway/test_confine.py`; each of the kernel's tables
-alone is in `tests/system/test_runtimes_guard.py`.
-It tests `gateway/calls.py` and `gateway/worker.py`.
+`tests/gateway/test_confine.py` tests each call that its filter refuses, with controls.
+`tests/system/test_runtimes_guard.py` tests each of the kernel's tables alone. This module tests `gateway/calls.py` and
+`gateway/worker.py`.
 """
 
 import os
@@ -79,21 +79,21 @@ value = None
 
 @contextmanager
 def taken_over(stack: CompromisedStack) -> Iterator[Hostile]:
-    """A worker of a sandbox that does nothing."""
+    """Yield the worker of a sandbox that does nothing."""
     with stack.create("runc", EMPTY_IMAGE, entrypoint=_IDLE) as sandbox:
         worker = stack.hostile(sandbox.id)
         try:
             yield worker
         finally:
             worker.close()
-            with suppress(SandboxException):  # the test may have left no server
+            with suppress(SandboxException):  # the test can end with a stopped server
                 sandbox.kill()
 
 
 def arrives(stack: CompromisedStack, worker: Hostile) -> tuple[str, bool]:
-    """What the worker says of a dial to the API, and whether the API's network has seen any packet of it.
+    """Return the result of the worker's dial to the API, and whether a packet of it arrived in the API's network.
 
-    A dial of root's comes behind it: the capture has heard all that was sent before.
+    root dials after the worker, so that the capture has all packets that were sent before.
     """
     up = Path(stack.internet.path(stack.internet.up))
     with Capture(stack.internet.path(stack.internet.net), "net0") as wire:
@@ -125,7 +125,7 @@ def test_it_has_no_door_but_a_dial(compromised: CompromisedStack) -> None:
 
 
 def test_what_it_tried_to_serve_is_reached_by_no_client(compromised: CompromisedStack) -> None:
-    """Judged in the upstream namespace; the control serves there under root."""
+    """Judged in the upstream namespace. The control is a server of root's there."""
     upstream = Path(compromised.internet.path(compromised.internet.up))
     serve = "import socket; held = socket.create_server(('127.0.0.1', 0)); value = held.getsockname()[1]"
     with netns.inside(upstream, lambda: socket.create_server(("127.0.0.1", 0))) as control:
@@ -138,7 +138,7 @@ def test_what_it_tried_to_serve_is_reached_by_no_client(compromised: Compromised
 
 
 def _listening(upstream: Path) -> list[str]:
-    """The sockets that wait for a client or a datagram in the upstream namespace, as the kernel lists them."""
+    """Return the sockets of the upstream namespace that wait for a client or a datagram, as the kernel lists them."""
 
     def read() -> list[str]:
         rows = [
@@ -152,7 +152,7 @@ def _listening(upstream: Path) -> list[str]:
 
 
 def without_guard(stack: CompromisedStack) -> None:
-    """Kill the guard's process, and wait until its table is gone."""
+    """Kill the guard's process and wait until its table was removed."""
     pid = int((stack.run / "config" / "guard.pid").read_text().split()[0])
     os.kill(pid, signal.SIGKILL)
     assert until(lambda: not _has(stack, GUARD_TABLE))
@@ -182,7 +182,7 @@ def stops(pid: int) -> Callable[[], None]:
 
 
 def test_it_dials_nothing_while_the_guard_is_dead(compromised: CompromisedStack) -> None:
-    """hostd is stopped, so that the guard stays away; the worker does not care for its pidfd."""
+    """hostd is stopped, so that the guard does not restart. The compromised worker ignores the guard's pidfd."""
     with taken_over(compromised) as worker:
         said, arrived = arrives(compromised, worker)
         assert ("connected", True) == (said, arrived)
@@ -198,7 +198,7 @@ def test_it_dials_nothing_while_the_guard_is_dead(compromised: CompromisedStack)
 
 
 def test_without_the_floor_it_dials_while_the_guard_is_dead(compromised: CompromisedStack) -> None:
-    """The control: it is the floor that holds."""
+    """The control: the floor is the layer that drops the packets."""
     upstream = Path(compromised.internet.path(compromised.internet.up))
     with taken_over(compromised) as worker:
         go_on = stops(hostd(compromised))
@@ -212,7 +212,10 @@ def test_without_the_floor_it_dials_while_the_guard_is_dead(compromised: Comprom
 
 
 def test_it_dials_nothing_after_the_death_of_hostd_and_the_keeper_ends_it(compromised: CompromisedStack) -> None:
-    """It stays although its channel has ended, and no hostd comes back; what a watchdog does before the next one."""
+    """The worker continues after its channel has ended, and hostd is not restarted.
+
+    The test then calls the function with which a watchdog ends workers before it starts the next hostd.
+    """
     host = compromised.run / "launch" / "host.json"
     with taken_over(compromised) as worker:
         worker.run(_STAYS)

@@ -1,6 +1,6 @@
-"""A compromised worker can neither stop nor exhaust a daemon, and cannot keep its sandbox from being removed.
+"""A compromised worker can neither stop nor exhaust a daemon, and cannot prevent the removal of its sandbox.
 
-It tests `runtimes/workers.py`.
+The module tests `runtimes/workers.py`.
 """
 
 import errno
@@ -25,7 +25,7 @@ from wire.operations import Ping
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 GROWTH = 48 << 20
-"""Bytes that a daemon may grow by; one channel was good for 6 GB."""
+"""The number of bytes by which a daemon may grow. Without a limit, one channel made it grow by 6 GB."""
 CHANNELS = {
     "hostd": "process._control._sock",
     "auditd": "process._audit._client._sock",
@@ -35,7 +35,7 @@ FIND = """
 import json, os, socket, struct, threading, time
 sock = socket.socket(fileno=os.dup({channel}.fileno()))
 """
-# The worker's own loop stands still: it reads no answers.
+# The worker's own event loop is blocked, so the worker reads no answers.
 FLOOD = """
 process._control._reader.get_loop().call_soon_threadsafe(time.sleep, 3600)
 time.sleep(0.5)
@@ -76,7 +76,7 @@ except OSError as error:
 
 @pytest.fixture(scope="module", name="daemons")
 def _daemons(compromised: CompromisedStack) -> dict[str, int]:
-    """The process ids of the daemons that a worker speaks to."""
+    """Return the process ids of the daemons to which a worker has a channel."""
     found = {}
     for name, called in (("hostd", "host"), ("auditd", "auditd"), ("vaultd", "vaultd")):
         agent = compromised.hostile(called)
@@ -95,16 +95,16 @@ class Taken:
         self.worker: Hostile = compromised.hostile(self.id)
 
     def record(self) -> dict[str, Any]:
-        """What hostd has written down of it."""
+        """Return hostd's record of the sandbox."""
         record: dict[str, Any] = json.loads((self.stack.run / "records" / f"{self.id}.json").read_text())
         return record
 
     def configure(self, *, decided: bool = False) -> None:
-        """Have hostd give it again what it has."""
+        """Let hostd configure the sandbox again with its present selection."""
         self.stack.ask(Configure(self.id, self.record()["selection"], decided))
 
     def removed(self) -> None:
-        """Remove it, past `serve`; nothing is left."""
+        """Remove the sandbox without `serve`, and check that nothing is left."""
         assert Removed(()) == self.stack.ask(Remove(self.id))
         assert self.id not in [item.sandbox for item in self.stack.sandboxes()]
         assert not Path(f"/proc/{self.worker.pid}").exists()
@@ -128,7 +128,10 @@ def _other(compromised: CompromisedStack) -> Iterator[SandboxSync]:
 
 
 def works(sandbox: SandboxSync) -> None:
-    """A request is decided, recorded, given its secret and answered: this server's API knows another secret."""
+    """Check that a request is decided, recorded, gets its secret and is answered.
+
+    The answer is 401, because the API of this server knows another secret.
+    """
     done = sandbox.commands.run(f"curl -sS -o /dev/null -w '%{{http_code}}' https://{API}/v1/balance")
     assert "401" == "".join(line.text for line in done.logs.stdout).strip()
 
@@ -140,7 +143,7 @@ def peak(pid: int) -> int:
 
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_a_worker_passes_no_descriptor_to_a_daemon(taken: Taken, other: SandboxSync, channel: str) -> None:
-    """With one whose closing blocks it would stop the daemon; the kernel refuses it at the sender."""
+    """A descriptor whose close blocks would stop the daemon. The kernel refuses it at the sender."""
     taken.worker.run(FIND.format(channel=CHANNELS[channel]))
     with pytest.raises(Refused) as refused:
         taken.worker.run("socket.send_fds(sock, [b'x'], [0])")
@@ -219,7 +222,7 @@ loop.call_soon_threadsafe(spin)
 
 @pytest.mark.parametrize("code", [SILENT, SPINNING])
 def test_a_worker_that_pretends_to_work_does_not_outlive_a_decision(taken: Taken, code: str) -> None:
-    """Its page changes all the time. hostd answers within the time that its caller waits, and the worker is dead."""
+    """The worker changes its ledger constantly. hostd answers within its caller's timeout and kills the worker."""
     taken.worker.run(code)
     with pytest.raises(StackError, match="did not confirm"):
         taken.configure(decided=True)
@@ -230,7 +233,7 @@ def test_a_worker_that_pretends_to_work_does_not_outlive_a_decision(taken: Taken
 
 
 def test_a_removal_does_not_wait_for_a_worker_that_holds_up_a_configuration(taken: Taken) -> None:
-    """The removal ends what waits for the worker, and not the other way round."""
+    """The removal ends the configuration that waits for the worker; it does not wait for the configuration."""
     ends: list[str] = []
     taken.worker.run(SILENT)
 
@@ -249,7 +252,7 @@ def test_a_removal_does_not_wait_for_a_worker_that_holds_up_a_configuration(take
 
 def test_an_answer_of_a_worker_to_nothing_costs_it_its_life(taken: Taken, other: SandboxSync) -> None:
     former = taken.worker
-    former.begin(  # its own answer may no longer come
+    former.begin(  # the agent's own answer may no longer arrive
         FIND.format(channel=CHANNELS["hostd"])
         + """
 body = b'{"id":123456,"ok":{}}'
@@ -264,7 +267,7 @@ sock.sendall(struct.pack("!I", len(body)) + body)
 
 @pytest.mark.parametrize(("channel", "ended"), [("audit", "_audit._client"), ("vault", "_state.vault._wire")])
 def test_a_worker_whose_channel_was_ended_gets_a_new_one(taken: Taken, channel: str, ended: str) -> None:
-    """By the daemon, for a revocation that was confirmed too late, say: the sandbox is not closed for good."""
+    """A daemon ends a channel, for example after a late confirmation of a revocation. The sandbox works again."""
     works(taken.sandbox)
     taken.worker.run(f"former = process.{ended}; former._reader.get_loop().call_soon_threadsafe(former._shut)")
     deadline = time.monotonic() + 30
@@ -275,7 +278,7 @@ def test_a_worker_whose_channel_was_ended_gets_a_new_one(taken: Taken, channel: 
 
 
 def test_a_serve_that_hangs_is_replaced(compromised: CompromisedStack) -> None:
-    """Its process is not dead and its connections are open; calls are answered again."""
+    """The stopped process is alive and its connections are open. A new process answers calls again."""
     serve = compromised.hostile("serve")
     assert compromised.healthy()
     compromised.ask(Ping())

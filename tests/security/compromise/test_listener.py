@@ -1,4 +1,4 @@
-"""The API's port while `serve` is down: no other process can have it, and no request is lost."""
+"""While `serve` is down, no other process can take the API's port, and no request is lost."""
 
 import http.client
 import os
@@ -51,7 +51,7 @@ while True:
 
 @contextmanager
 def _thief(port: int, uid: int = WORKER) -> Iterator[subprocess.Popen[str]]:
-    """A process with a worker's uid, in the namespace that the API listens in, without a worker's other bounds."""
+    """Start a process with a worker's uid in the API's namespace, without a worker's other restrictions."""
     command = [sys.executable, "-c", _THIEF, str(port), str(uid)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -61,7 +61,7 @@ def _thief(port: int, uid: int = WORKER) -> Iterator[subprocess.Popen[str]]:
 
 
 def _took(thief: subprocess.Popen[str]) -> list[str]:
-    """End the attempts, one whole round at least; return those that had the port."""
+    """End the attempts after at least one whole round. Return those that took the port."""
     assert thief.stdin is not None and thief.stdout is not None
     lines = []
     while (line := thief.stdout.readline()) != "tried\n":
@@ -126,7 +126,7 @@ def test_the_port_is_never_free_while_serve_is_started_again(second: Stack) -> N
 
 
 def test_the_port_is_never_free_while_hostd_and_serve_are_started_again(second: Stack) -> None:
-    """The watchdog has it; it is stopped meanwhile."""
+    """The watchdog holds the port; it is stopped meanwhile."""
     assert second._process is not None
     watchdog = second._process.pid
     serve, hostd = _of(second, "serve"), _hostd(watchdog)
@@ -141,7 +141,7 @@ def test_the_port_is_never_free_while_hostd_and_serve_are_started_again(second: 
 
 
 def test_the_port_is_never_free_while_a_killed_server_is_started_again(second: Stack) -> None:
-    """`serve` alone has it; the next server takes it from there, and has it when that `serve` is killed, too."""
+    """Only `serve` holds the port. The next server takes it over, and keeps it when that `serve` is killed, too."""
     serve = _of(second, "serve")
     with _thief(second.port) as thief:
         second.kill()

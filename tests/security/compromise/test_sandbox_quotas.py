@@ -1,7 +1,7 @@
-"""A hostile sandbox takes all it can of what the kernel counts by user; another one and the host still have theirs.
+"""A hostile sandbox uses up each quota that the kernel counts by user; another sandbox and the host still have theirs.
 
-The control is the same program twice on the host, under one user that nothing else has: there the second finds nothing.
-It tests `runtimes/process/cgroups.py`.
+The control runs the same program twice on the host, under one user that no other process has: the second run finds the
+quota used up. The module tests `runtimes/process/cgroups.py`.
 """
 
 import os
@@ -23,9 +23,12 @@ pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 PROGRAM = Path(quotas.__file__)
 REFUSED = {"asynchronous_io": "ENOSYS", "keys": "EPERM", "fanotify_groups": "EPERM"}
-"""On runc. Those of the whole host, which no user namespace divides, and doors that no honest program needs."""
+"""Quotas that a sandbox on runc cannot use, with the error.
+
+They are quotas of the whole host, which no user namespace divides, and interfaces that no honest program needs.
+"""
 OF_THE_HOST = {"asynchronous_io", "terminals"}
-"""One quota for everybody: a control must not take it away from this machine."""
+"""Quotas that the whole host shares. The control must not use them up on this machine."""
 STRANGER = 700009999
 _TAKE = """
 rm -f /tmp/taken; setsid python3 /tmp/quotas.py take {quota} /tmp/taken </dev/null >/dev/null 2>&1 &
@@ -58,7 +61,7 @@ def tried(sandbox: SandboxSync, quota: str) -> str:
 
 
 def tried_here(quota: str) -> str:
-    """Try it on the host, as root without the rights that go beyond quotas."""
+    """Try the quota on the host, as root without the capabilities that override quotas."""
     bounded = ["setpriv", "--inh-caps=-all", "--bounding-set=-sys_admin,-sys_resource"]
     return subprocess.run(
         [*bounded, sys.executable, str(PROGRAM), "try", quota], capture_output=True, text=True, check=True
@@ -97,13 +100,13 @@ def test_what_a_sandbox_takes_of_a_quota_is_still_there_for_another_and_for_the_
     if runtime == "runc":
         assert (refused or "ok") == after
         assert (refused is None) == (taken > 0)
-        assert "ok" != own  # it had taken all that there is for it
+        assert "ok" != own  # the sandbox has used up its own quota
 
 
 def test_terminals_are_bounded_for_each_sandbox(pair: tuple[SandboxSync, SandboxSync, str]) -> None:
-    """`kernel.pty.max` is one for the host."""
+    """The limit `kernel.pty.max` applies to the whole host."""
     hostile, _, runtime = pair
-    if runtime == "runsc":  # its terminals are its own kernel's
+    if runtime == "runsc":  # its terminals belong to its own kernel
         assert "ok" == tried(hostile, "terminals")
         return
     taken = int(said(hostile, _TAKE.format(quota="terminals")))

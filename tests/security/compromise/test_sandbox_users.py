@@ -1,4 +1,4 @@
-"""What root in a sandbox on runc is to the host, and to other sandboxes: a user that nothing else has."""
+"""To the host and to other sandboxes, root of a sandbox on runc is a user that no other process has."""
 
 import os
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def test_a_lock_on_a_device_is_not_seen_by_a_neighbour(pair: tuple[SandboxSync, 
     one, other = pair
     said(one, _HOLD)
     try:
-        assert "BlockingIOError" in said(one, _LOCK)  # the control: it is a lock
+        assert "BlockingIOError" in said(one, _LOCK)  # the control: the first lock is held
         assert "locked" == said(other, _LOCK)
     finally:
         said(one, "kill -KILL $(cat /tmp/holder)")

@@ -1,6 +1,6 @@
-"""The names of the daemons' sockets: no daemon and no worker can take one, also while its daemon is started again.
+"""No daemon and no worker can take the name of a daemon's socket, also while that daemon restarts.
 
-It tests `wire/rpc.py`.
+The module tests `wire/rpc.py`.
 """
 
 import os
@@ -77,7 +77,7 @@ value = received
 
 
 def _names(run: Path) -> dict[str, tuple[int, int, int, int]]:
-    """What lies in the run directory, by path: inode, mode and owner."""
+    """Return inode, mode and owner of each path in the run directory."""
     found = {}
     for path in (run, *run.iterdir(), *(run / "ingress").iterdir(), *(run / "config").iterdir()):
         status = path.lstat()
@@ -94,7 +94,7 @@ def _held(compromised: CompromisedStack) -> Iterator[Held]:
 
 @pytest.fixture(name="own")
 def _own(compromised: CompromisedStack) -> Iterator[str]:
-    """A directory that every user may write, in the file system of the run directory."""
+    """Yield a directory that every user can write, in the file system of the run directory."""
     with tempfile.TemporaryDirectory(prefix="sallyport-own-", dir=compromised.run.parent) as name:
         os.chmod(name, 0o1777)  # noqa: S103 - hostile code needs a place of its own
         yield name
@@ -116,7 +116,7 @@ def _process(stack: CompromisedStack, held: Held, name: str) -> Iterator[Hostile
 def test_no_process_but_roots_can_change_a_name_in_the_run_directory(
     compromised: CompromisedStack, held: Held, own: str, name: str
 ) -> None:
-    """Each name there is, and some that there are not."""
+    """The process tries every name that exists, and some that do not."""
     with _process(compromised, held, name) as process:
         before = _names(compromised.run)
         names = [path.removeprefix(f"{compromised.run}/") for path in before if path != str(compromised.run)]
@@ -130,7 +130,7 @@ def test_no_process_but_roots_can_change_a_name_in_the_run_directory(
 def test_a_secret_that_is_put_while_vaultd_is_started_again_reaches_vaultd_only(
     compromised: CompromisedStack, held: Held, name: str
 ) -> None:
-    """Sent in the moment after vaultd's death: it waits in the socket that hostd has kept, and is stored."""
+    """The secret is sent just after vaultd's death. It waits in the socket that hostd keeps open, then it is stored."""
     stop = compromised.directory / f"stop-{name}"
     path = compromised.run / "vault.sock"
     secret = f"put-{name}"
@@ -149,7 +149,7 @@ def test_a_secret_that_is_put_while_vaultd_is_started_again_reaches_vaultd_only(
 
 
 def test_a_secret_is_not_sent_to_a_server_of_another_user(compromised: CompromisedStack, held: Held) -> None:
-    """The name leads to a socket of auditd's, by an error of the operator's: the command sends nothing."""
+    """The path leads to a socket of auditd's, by an error of the operator: the command sends nothing."""
     path, kept, fake = (compromised.run / name for name in ("vault.sock", "kept.sock", "fake.sock"))
     auditd = held["auditd"]
     with bind_unix(fake) as listener:
@@ -173,7 +173,7 @@ def test_a_secret_is_not_sent_to_a_server_of_another_user(compromised: Compromis
 
 
 def test_each_daemon_is_the_server_that_the_kernel_names(compromised: CompromisedStack) -> None:
-    """Each listens itself: the credentials that clients see are its own, not those of hostd, which has bound them."""
+    """Each daemon calls `listen` itself. So clients see its credentials, not those of hostd, which bound the socket."""
     for name, uid in (("hostd", 0), ("vault", 700000002), ("audit", 700000003)):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(compromised.run / f"{name}.sock"))

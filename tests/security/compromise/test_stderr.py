@@ -1,6 +1,6 @@
-"""What a compromised process writes to its standard error: it is bounded, escaped, and nothing of hostd's.
+"""The standard error of a compromised process is bounded and escaped, and is not a descriptor of hostd's.
 
-It tests `runtimes/process/output.py`.
+The module tests `runtimes/process/output.py`.
 """
 
 import os
@@ -34,7 +34,10 @@ for fd in (1, 2):
 """
 
 _MOST = 120_000
-"""Bytes that hostd logs of a worker: 50 lines at once, and then one in two seconds, of 1000 characters each."""
+"""The maximum number of bytes that hostd logs of a worker.
+
+A worker may log 50 lines at once and then one line in two seconds, of 1000 characters each.
+"""
 
 
 @pytest.fixture(scope="module", name="held")
@@ -54,7 +57,7 @@ def _flags(pid: int, fd: int) -> str:
 
 
 def _shared(stack: CompromisedStack, process: Hostile) -> list[int]:
-    """Which of hostd's standard streams a process has, too."""
+    """Return those of hostd's standard streams that the process has, too."""
     files = {os.stat(f"/proc/{_hostd(stack)}/fd/{fd}").st_ino for fd in (1, 2)}
     return [fd for fd in (1, 2) if os.stat(f"/proc/{process.pid}/fd/{fd}").st_ino in files]
 

@@ -1,6 +1,6 @@
-"""Each defence switched off, alone and with all of its path, by substitution at its seam; judged at the far end.
+"""Tests that switch off each defence, alone and together with all layers of its path, and judge at the far end.
 
-The daemons of one Sallyport are started from `daemon`, which puts a function of its own in the place of each of those
-named in `substitutes` and then runs the real main. Which of them are in force is written in a file of the run
-directory by `state`. Nothing of this is in the product.
+A defence is switched off by a substitute for the function that implements it. The daemons of one Sallyport are started
+from `daemon`, which replaces the functions named in `substitutes` and then runs the real main function. `state` writes
+into a file of the run directory which substitutes are in force. The product contains none of this.
 """

@@ -1,6 +1,6 @@
-"""`python -m tests.security.layers.daemon CONFIG.json`: a daemon of the product with its seams substituted.
+"""`python -m tests.security.layers.daemon CONFIG.json`: a daemon of the product with substituted functions.
 
-Which daemon it is follows from the configuration file's name, as hostd hands it over.
+The name of the configuration file, which hostd passes, selects the daemon.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The defences, the paths they stand on, and what each row of the matrix says. Pure; the runs are `matrix`'s."""
+"""The defences, the paths that they protect, and the expected rows of the matrix. Pure; `matrix` runs the tests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,13 +28,14 @@ class Defence:
     """One layer.
 
     Attributes:
-        name: as the substitutes know it.
-        what: one sentence.
-        process: where it acts.
-        check: what its own check looks at.
-        behind: layers that stand before it: its own check has those off too, else nothing would ever come to it.
-        provoked: what is provoked while it is off.
-        cell: what the far end says without it, on each runtime.
+        name: the name that the substitutes use.
+        what: a description in one sentence.
+        process: where the layer acts.
+        check: what the layer's own check observes.
+        behind: layers that act before this one. They are also off for its own check, because otherwise nothing reaches
+            this layer.
+        provoked: what is provoked while the layer is off.
+        cell: the expected result at the far end without the layer, on each runtime.
     """
 
     name: str
@@ -48,9 +49,10 @@ class Defence:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Layers that stand behind one another; with all of them off, all of `leaks` arrive from the runtimes in `fails`.
+    """Layers that protect the same path one behind the other.
 
-    A path of one layer says that nothing stands behind it.
+    With all of them off, all of `leaks` arrive from the runtimes in `fails`. A path of one layer states that no other
+    layer stands behind it.
     """
 
     name: str
@@ -60,19 +62,19 @@ class Path:
     provoked: tuple[str, ...] = ()
 
     def cell(self, runtime: str) -> str:
-        """What the far end must say with all layers off."""
+        """Return the expected result at the far end with all layers off."""
         verdict = "fails" if runtime in self.fails else HELD
         return f"{verdict}; {CLOSED}" if closed(self.layers) else verdict
 
     @property
     def title(self) -> str:
-        """The first cell of its row."""
+        """The first cell of the path's row."""
         alone = " (no layer stands behind it)" if len(self.layers) == 1 else ""
         return f"{self.name}: {', '.join(self.layers)}{alone}"
 
 
 def closed(off: Iterable[str]) -> bool:
-    """Whether honest requests cannot come through with these layers off."""
+    """Return whether honest requests cannot arrive with these layers off."""
     return any(one.cell.endswith(CLOSED) for one in DEFENCES if one.name in off)
 
 
@@ -239,12 +241,12 @@ PATH_HEAD = ("| All off | Far end, runc | Far end, runsc |", "|---|---|---|")
 
 
 def cells(line: str) -> list[str]:
-    """A table row's cells."""
+    """Return the cells of a table row."""
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
 def tables(document: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The rows between the markers, by their first cell: those of defences, those of paths."""
+    """Return the rows between the markers, by their first cell: those of defences and those of paths."""
     rows = [cells(line) for line in document.partition(BEGIN)[2].partition(END)[0].splitlines() if line.startswith("|")]
     skipped = {cells(HEAD[0])[0], cells(PATH_HEAD[0])[0], "---"}
     rows = [row for row in rows if row[0] not in skipped]

@@ -1,4 +1,4 @@
-"""Runs the rows: a pair of sandboxes under some switches, the far-end suite, and each layer's own check."""
+"""The runs of the matrix: a pair of sandboxes with some layers off, the far-end suite, and each layer's own check."""
 
 import os
 import secrets
@@ -42,7 +42,7 @@ from tests.security.layers.suite import (
 GUARD = "upstream-namespace table"
 WORKER_UID = 700001000
 NOT_SOFTER = "sallyport: no seccomp allowlist"
-"""What the shim says of an open profile."""
+"""The shim's message about a profile that allows every call."""
 DENIED_NAME = "asked.attacker.example"
 NOERROR, NXDOMAIN = 0, 3
 DIAL = f"""
@@ -54,14 +54,14 @@ socket.create_connection(("{UP_ADDRESS}", 80), timeout=10)
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one pair brought to light; `acts` has, for each layer with a check, whether that check found it at work."""
+    """The result of one pair. `acts` has, for each layer with a check, whether that check found the layer effective."""
 
     seen: dict[str, Seen]
     acts: dict[str, bool]
 
 
 class Matrix:
-    """Remembers each combination of switches it was asked for."""
+    """The runs of the matrix, with the result of each combination of switches kept for reuse."""
 
     def __init__(self, internet: Internet, stack: LayeredStack, secret: str) -> None:
         self.internet, self._stack, self._secret = internet, stack, secret
@@ -69,7 +69,7 @@ class Matrix:
         self._closing = ThreadPoolExecutor(2)
 
     def observe(self, off: tuple[str, ...], provoked: tuple[str, ...] = (), *, whole: bool = True) -> Observation:
-        """Run the suite with these layers off: the whole of it, or what shows that something arrives."""
+        """Run the suite with these layers off: all of it, or only the attempts that can show an arrival."""
         layers = tuple(sorted(off))
         known = self._known.get((layers, provoked, True)) or self._known.get((layers, provoked, whole))
         if known is None:
@@ -99,7 +99,7 @@ class Matrix:
         self._closing.shutdown()
 
     def row(self, defence: Defence) -> list[str]:
-        """The defence's row of the table."""
+        """Return the defence's row of the table."""
         off = (*defence.behind, defence.name)
         before = self.observe(defence.behind, whole=len(defence.behind) < 2)
         after = self.observe(off, defence.provoked, whole=not defence.behind)
@@ -108,7 +108,7 @@ class Matrix:
         return [defence.name, defence.what, defence.process, check, *(told(alone.seen[one]) for one in RUNTIMES)]
 
     def path(self, path: Layers) -> list[str]:
-        """The path's row of the table."""
+        """Return the path's row of the table."""
         seen = self.observe(path.layers, path.provoked, whole=False).seen
         return [path.title, *(told_of(path, seen[one]) for one in RUNTIMES)]
 
@@ -118,20 +118,23 @@ def _path_of(off: tuple[str, ...]) -> Layers | None:
 
 
 def shortened(off: tuple[str, ...]) -> Attempts:
-    """What can show that something arrives with these off; what a request shows needs no ways out."""
+    """Return the attempts that can show an arrival with these layers off. A leak by a request needs no ways out."""
     path = _path_of(off)
     ways = path is None or bool(set(path.leaks) & {one.value for one in FarEnd})
     return Attempts(ways, beside=False, unplanned=path is None or UNPLANNED in path.leaks, apart=True)
 
 
 def checked(off: tuple[str, ...]) -> set[str]:
-    """Whose own check is worth a look with these off: theirs, and those they stood before; with all on, everybody's."""
+    """Return the names of the layers whose own checks run with these layers off.
+
+    They are these layers, and each layer whose `behind` layers are all off. With no layer off, they are all layers.
+    """
     behind = {one.name for one in defences.DEFENCES if one.behind and set(one.behind) <= set(off)}
     return {*off, *behind} if off else {one.name for one in defences.DEFENCES}
 
 
 def _word(observation: Observation, off: tuple[str, ...], defence: Defence) -> str:
-    """Whether the defence's own check found it at work; a sandbox that does not work shows neither."""
+    """Return the result of the defence's own check. There is none for a sandbox that does not work."""
     cell = told(observation.seen["runc"])
     if defence.name not in observation.acts or cell.endswith(CLOSED) != closed(off):
         return f"not seen ({cell})"
@@ -139,7 +142,10 @@ def _word(observation: Observation, off: tuple[str, ...], defence: Defence) -> s
 
 
 def told(seen: Seen) -> str:
-    """What the far end says, and whether that means anything: of a sandbox that does not work nothing is expected."""
+    """Return the result at the far end, and whether honest requests still arrive.
+
+    A result without leaks proves nothing if the sandbox does not work.
+    """
     if seen.refused:
         return REFUSED if NOT_SOFTER in seen.refused else f"not made: {seen.refused[:80]}"
     if not seen.alive:
@@ -149,13 +155,13 @@ def told(seen: Seen) -> str:
 
 
 def told_of(path: Layers, seen: Seen) -> str:
-    """The same with all layers of a path off, where it is enough that what the path is about arrives."""
+    """Return the result with all layers of a path off: it fails if all of the path's leaks arrive."""
     arrives = seen.alive and set(path.leaks) <= set(seen.leaks)
     return ("fails" if seen.honest else f"fails; {CLOSED}") if arrives else told(seen)
 
 
 def acts(internet: Internet, stack: LayeredStack, pair: Pair, wanted: set[str]) -> dict[str, bool]:
-    """Look at each layer itself, on runc; where there is no sandbox, only at what refused it."""
+    """Run each layer's own check on runc. If no sandbox was made, check only which layer refused it."""
     seen = pair.seen["runc"]
     if seen.refused:
         by_shim = NOT_SOFTER in seen.refused
@@ -216,7 +222,7 @@ def _runs(netns: str, *command: str) -> bool:
 
 
 def _delivered(sandbox: str, gateway: str) -> bool:
-    """Whether a datagram to no service of ours gets through the gateway namespace's rules."""
+    """Return whether the gateway namespace's rules let through a datagram to a port without a service."""
     with in_namespace(gateway, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as listener:
         listener.bind(("192.0.2.1", 9999))
         listener.settimeout(1)
@@ -239,7 +245,7 @@ def _connects(sandbox: str) -> bool:
 
 
 def _dns(sandbox: str, name: str) -> tuple[int, int] | None:
-    """Code and number of addresses of the gateway's answer; None when there is none."""
+    """Return the response code and the number of addresses in the gateway's answer, or None without an answer."""
     with in_namespace(sandbox, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
         sock.settimeout(20)
         sock.sendto(query(name), ("192.0.2.1", 53))
@@ -251,7 +257,7 @@ def _dns(sandbox: str, name: str) -> tuple[int, int] | None:
 
 
 def _heard(sandbox: str, mac: str) -> bool:
-    """Whether a question in a hand-made frame of that sender is answered before one that is asked after it."""
+    """Return whether a query in a raw frame with that source MAC is answered before a later ordinary query."""
     with in_namespace(sandbox, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
         sock.bind(("192.0.2.2", 0))
         sock.setblocking(False)
@@ -278,7 +284,10 @@ def _send_frame(sandbox: str, mac: str, port: int, message: bytes) -> None:
 
 
 def _by_hand(stack: LayeredStack) -> int:
-    """Start a container under our runtime without a plan, as hard as a sandbox otherwise; its exit status."""
+    """Start a container on Sallyport's runtime without a plan. Return its exit status.
+
+    Apart from the missing plan it is as restricted as a sandbox.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".json") as profile:
         profile.write(seccomp.profile_json())
         profile.flush()
@@ -288,7 +297,7 @@ def _by_hand(stack: LayeredStack) -> int:
 
 
 def _filtered(stack: LayeredStack, sandbox: str) -> bool:
-    """Whether the container's first process has a seccomp filter."""
+    """Return whether the container's first process has a seccomp filter."""
     container = stack.container(sandbox)
     pid = stack.docker("inspect", "--format", "{{.State.Pid}}", container).stdout.strip()
     return "Seccomp:\t2" in Path(f"/proc/{pid}/status").read_text()
@@ -296,7 +305,7 @@ def _filtered(stack: LayeredStack, sandbox: str) -> bool:
 
 @contextmanager
 def running(prefix: str) -> Iterator[Matrix]:
-    """An internet and a Sallyport for the matrix alone."""
+    """Run an internet and a Sallyport for the matrix alone."""
     value = secrets.token_urlsafe(40)
     run = f"{os.environ['SALLYPORT_RUN_DIR']}-layers"
     former = {name: os.environ[name] for name in ("SALLYPORT_HOME", "SALLYPORT_RUN_DIR")}
@@ -324,7 +333,7 @@ def running(prefix: str) -> Iterator[Matrix]:
 
 
 def document(matrix: Matrix) -> str:
-    """Both tables, run now."""
+    """Run the matrix and return both tables."""
     lines = [*defences.HEAD, *(f"| {' | '.join(matrix.row(defence))} |" for defence in defences.DEFENCES), ""]
     lines += [*defences.PATH_HEAD, *(f"| {' | '.join(matrix.path(path))} |" for path in defences.PATHS)]
     return "\n".join(lines)

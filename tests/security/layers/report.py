@@ -1,6 +1,6 @@
 """`python -m tests.security.layers.report`: runs the matrix and writes it into docs/threat-model.md.
 
-As root, with the variables that `run` sets for the system tests.
+It runs as root, with the environment variables that `run` sets for the system tests.
 """
 
 import logging

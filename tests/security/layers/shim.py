@@ -1,4 +1,7 @@
-"""The OCI shim with its checks replaced where they are off. Started as the real one is: `python -IS`, no site."""
+"""The OCI shim without the checks that are off.
+
+It is started like the real shim: `python -IS`, without site-packages.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ if "shim's plan check" in off:
     real_prepare = shim.prepare
 
     def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
-        """A container without a plan runs as Docker made it, if its bundle is as hard as a sandbox's."""
+        """Let a container without a plan run as Docker made it, if its bundle is as restricted as a sandbox's."""
         container, bundle = shim.create_target(rest)
         if os.path.exists(os.path.join(plans, f"{container}.json")):
             return real_prepare(kind, plans, rest)

@@ -1,4 +1,4 @@
-"""A Sallyport whose daemons have the substitutes in them, on an internet of its own."""
+"""A Sallyport whose daemons have the substitutes, with its own internet."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ POLICY = "hostile-names"
 
 
 class LayeredStack(SubstitutedStack):
-    """As `sallyport serve` starts it, but for the modules of the daemons; with the empty image only."""
+    """A server as `sallyport serve` starts it, except for the daemons' modules and without the empty image."""
 
     module = "tests.security.layers.daemon"
 
@@ -32,7 +32,7 @@ class LayeredStack(SubstitutedStack):
         return head + tail.partition("\n\n")[2]
 
     def switch(self, off: tuple[str, ...] = (), provoked: tuple[str, ...] = ()) -> None:
-        """Say which defences are off from now on: for slots, workers and containers that are made from now on."""
+        """Set which defences are off for slots, workers and containers that are made later."""
         places = {
             "net": self.internet.path(self.internet.net),
             "attacker": ADDRESSES[ATTACKER],
@@ -41,7 +41,7 @@ class LayeredStack(SubstitutedStack):
         state.write(self.run, off, provoked, places)
 
     def new_guard(self) -> None:
-        """End the guard; hostd starts another, with the rules that are due now."""
+        """Kill the guard, so that hostd starts another one with the rules of the present switches."""
         former = self._guards()
         for pid in former:
             os.kill(pid, 9)
@@ -66,18 +66,18 @@ class LayeredStack(SubstitutedStack):
         return found
 
     def guard_table(self) -> str:
-        """The guard's rules as the kernel has them; empty when there are none."""
+        """Return the guard's rules as the kernel lists them, or an empty text if there are none."""
         netns = self.internet.path(self.internet.up)
         command = ["nsenter", f"--net={netns}", "nft", "list", "table", "inet", "sallyport_guard"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     def rules(self, sandbox: str) -> str:
-        """The rules of a sandbox's gateway namespace, with their counters."""
+        """Return the rules of a sandbox's gateway namespace, with their counters."""
         command = ["nsenter", f"--net={self.netns(sandbox, 'gw')}", "nft", "list", "ruleset"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def worker_status(self, sandbox: str) -> dict[str, str]:
-        """What the kernel says of a sandbox's worker."""
+        """Return the kernel's status fields of a sandbox's worker."""
         pid = self.worker_pid(sandbox)
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
@@ -96,6 +96,6 @@ def wait_until(condition: Any, seconds: float = 60.0) -> None:
 
 
 def store_secret(stack: Stack, value: str) -> None:
-    """The one secret: for one host, two methods, one tree of paths."""
+    """Store the only secret. It is bound to one host, two methods and one tree of paths."""
     limits = ("--path", "/v1/*", "--method", "GET", "--method", "POST")
     stack.sallyport("vault", "put", "api-token", "--host", API, *limits, stdin=value)

@@ -1,4 +1,7 @@
-"""Which defences are off, and what is provoked: a file that root writes and every substituted process reads."""
+"""The file that says which defences are off and what is provoked.
+
+Root writes it; every substituted process reads it.
+"""
 
 import json
 from collections.abc import Iterable
@@ -8,7 +11,7 @@ NAME = "layers.json"
 
 
 class State:
-    """Read at each question, or frozen (a worker cannot open a file)."""
+    """The switches, read from the file at each question, or frozen, because a worker cannot open a file."""
 
     path: Path | None = None
     frozen: dict[str, list[str]] | None = None
@@ -28,7 +31,7 @@ class State:
         return what in self._read().get("provoked", [])
 
     def place(self, name: str) -> str:
-        """A path or address that the substitutes need."""
+        """Return a path or address that the substitutes need."""
         return self._read()["places"][name]  # type: ignore[index,return-value]
 
     def freeze(self) -> None:

@@ -1,7 +1,7 @@
-"""The substitutions, by the process they are made in. Each weak form is the worst that a failing layer could be.
+"""The substitutes, by the process in which they are installed. Each acts like the worst possible failure of its layer.
 
-`replaced` keeps the real function and asks the state at each call, so one running server serves every row of the
-matrix: hostd, vaultd and auditd read the state as they go, a worker once, when it is forked.
+`replaced` keeps the real function and reads the state at each call, so that one running server serves every row of the
+matrix. hostd, vaultd and auditd read the state at each call; a worker reads it once, when it is forked.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from tests.security.layers.state import STATE
 
 UNJUDGED, FAILING = "/v1/unjudged", "/v1/failing"
-"""Provoked in every worker: its judge forgets requests for the first, and raises over those for the other."""
+"""Provoked in every worker: its judge skips requests for the first path and raises for requests for the second."""
 UNRECORDED = "/v1/unrecorded"
 """Provoked in auditd: no record of a request for this path is accepted."""
 TAKEN_OVER = "a worker that is taken over"
@@ -26,7 +26,7 @@ PLANTED = "planted-for-a-worker-that-was-taken-over"
 
 
 def replaced(owner: Any, name: str, defence: str, weak: Callable[..., Any]) -> None:
-    """Put `weak(real, ...)` in the place of `owner.name` wherever `defence` is off."""
+    """Replace `owner.name` by `weak(real, ...)` while `defence` is off."""
     real = getattr(owner, name)
 
     @wraps(real)
@@ -37,7 +37,10 @@ def replaced(owner: Any, name: str, defence: str, weak: Callable[..., Any]) -> N
 
 
 def in_hostd() -> None:
-    """No route, the rules of a slot, the guard, the seccomp profile, the shim. No watch: it would end slots."""
+    """Substitute the route, the rules of a slot, the guard, the seccomp profile and the shim.
+
+    The watch is off, because it would remove the changed slots.
+    """
     from runtimes import hostd
     from runtimes.engine import containers, wrappers
     from runtimes.net import guard, nft, slots
@@ -61,7 +64,7 @@ def in_hostd() -> None:
         )
 
     def kept(chain: str, line: str) -> bool:
-        if chain == "dropped":  # reached by the verdicts of other chains only
+        if chain == "dropped":  # only verdicts of other chains lead here
             return True
         verdict = line.strip().endswith((" drop", "goto dropped", "reject with tcp reset"))
         if "redirect to" in line or (chain == "steer" and verdict and STATE.off("redirect")):
@@ -82,7 +85,7 @@ def in_hostd() -> None:
         elif "goto worker" not in text:
             text = text.replace("goto passed\n\t}\n}", "goto worker\n\t}\n}")
         self.rules_file.write_text(text)
-        self.tables = ""  # as a first guard's: another table than the one before is meant here
+        self.tables = ""  # as for a first guard, because the table differs from the former one on purpose
         await spawn(self)
 
     def wrapped(directory: Path, *arguments: Any) -> Any:
@@ -100,17 +103,18 @@ def in_hostd() -> None:
 
 
 def in_vaultd() -> None:
-    """What the owner of a secret and the sandbox's grants allow."""
+    """Substitute the decision by the secret's binding and the sandbox's grants."""
     from vault.custody import MAX_LEASE, Consent, Custody
 
     def consent(real: Any, custody: Any, sandbox: str, wanted: Any, *_: Any, **_named: Any) -> Any:
-        return Consent(MAX_LEASE, custody.store.info(wanted.secret).binding.scope)  # what a lease says stays true
+        # the scope of the lease stays the true one
+        return Consent(MAX_LEASE, custody.store.info(wanted.secret).binding.scope)
 
     replaced(Custody, "decide", "vaultd's grant check", consent)
 
 
 def in_auditd() -> None:
-    """Provoked: no record about `UNRECORDED` is accepted."""
+    """Provoke a failure: no record about `UNRECORDED` is accepted."""
     from audit.auditd import ChannelOwner
     from wire import Code, RequestError
 
@@ -125,7 +129,7 @@ def in_auditd() -> None:
 
 
 def in_workers() -> None:
-    """Everything of a worker, before the zygote forks the first one."""
+    """Install all substitutes of a worker before the zygote forks the first one."""
     from gateway import spawn
 
     become = spawn.become_worker
@@ -156,7 +160,7 @@ def _jail(birth: Any) -> None:
             taken_over()
 
     def taken_over() -> None:
-        """A compromised worker: it reads what it finds and sends it to the attacker."""
+        """Act as a compromised worker: read the planted file and send it to the attacker."""
         found = b""
         try:
             with open(STATE.place("planted"), "rb") as file:
@@ -192,7 +196,7 @@ def _by_a_program() -> bytes:
 
 
 def _names() -> None:
-    """Names and addresses."""
+    """Substitute the decisions about names and addresses."""
     from gateway import accept, upstream, worker
     from gateway.dns import queries, server
     from policy import destination
@@ -205,7 +209,7 @@ def _names() -> None:
         return AllowFlow("off", treatment) if isinstance(answer, Deny) else answer
 
     def any_name(real: Any, *arguments: Any) -> Any:
-        """The address class is still judged: it is a defence of its own."""
+        """Allow any name. The address class is still judged, because it is a separate defence."""
         answer = real(*arguments)
         named = isinstance(answer, Deny) and not answer.rule.startswith("address-class:")
         return AllowAddress("off") if named else answer
@@ -222,7 +226,7 @@ def _names() -> None:
 
 
 def _requests() -> None:
-    """One request: its form, its judgement, its record, its secret."""
+    """Substitute the checks of one request: its form, its decision, its record and its secret."""
     from audit.client import AuditClient
     from gateway import exchange, ports, translate
     from gateway.tls import hello
@@ -265,7 +269,7 @@ def _requests() -> None:
 
 
 def _forwarding(exchange: Any) -> None:
-    """What of a judged request is written as it was judged, not as it came."""
+    """Forward the target or Host as received, instead of the form that was judged."""
 
     def same_target(real: Any, self: Any, parts: Any, *arguments: Any) -> Any:
         return replace(real(self, parts, *arguments), target=parts.target)
@@ -280,7 +284,7 @@ def _forwarding(exchange: Any) -> None:
 
 
 def _engine() -> None:
-    """The own checks of the engine and of its HTTP/1.1 framing, which all these attacks meet."""
+    """Substitute the checks of the engine and of its HTTP/1.1 framing, through which all these attacks go."""
     from OpenSSL import SSL
 
     from gateway import exchange
@@ -297,11 +301,11 @@ def _engine() -> None:
         return made
 
     def unjudged(parts: Any) -> Forward:
-        """As if a part of the engine had forgotten to judge a request: it is sent as it came."""
+        """Forward a request as received, as if a part of the engine had skipped its decision."""
         return Forward(ForwardHead(parts.target, b"", parts.headers), False)
 
     async def swallowed(real: Any, self: Any, parts: Any, destination: Any) -> Any:
-        """As hosts of add-ons do: an exception of a judge is a line in a log, and the flow goes on."""
+        """Log an exception of the judge and continue the flow, as hosts of add-ons do."""
         try:
             return await real(self, parts, destination)
         except Exception:  # noqa: BLE001 - the point of this substitute

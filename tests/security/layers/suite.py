@@ -1,7 +1,7 @@
-"""The far-end suite: every attempt of the demo and every way to mislead a secret, from one sandbox, all at once.
+"""The far-end suite: from one sandbox, concurrently, every attempt of the demo and every attempt to misdirect a secret.
 
-What counts is what arrived outside: frames at the attacker, tunnelled names, connections to the host or the gateway,
-frames in the neighbour, kernel doors, and the secret anywhere but where its owner bound it.
+The suite counts what arrived outside: frames at the attacker, tunnelled names, connections to the host or the gateway,
+frames in the neighbour, open kernel doors, and the secret at any place other than its binding's.
 """
 
 import json
@@ -46,17 +46,17 @@ AMBIGUOUS = "a request with two framings"
 UNRECORDED_ARRIVES = "a request without a record"
 UNPLANNED = "a question of a container without a plan"
 HONEST = (f"/v1/honest?{MARK}", f"/v1/honest-last?{MARK}")
-"""The first request with a secret, and the last of the sandbox's own: each must be answered, of each sandbox."""
+"""The first request with a secret, and the last request of the sandbox. Each sandbox must get an answer to both."""
 OWN_HOST, OWN_TARGET, OTHER_SERVER = "/v1/own-host", "/v1/own-target", "/v1/other-server"
 FRAMING, SMUGGLED = "/v1/framing", "/admin/smuggled"
 LIAR = "foreign.bank.example"
-"""Its owner says that it is at another host's server, which has no certificate for it."""
+"""The owner of this name resolves it to another host's server, which has no certificate for it."""
 FIRST, DELETED = "/v1/first", "/v1/deleted"
-"""Where the forbidden method goes: before any secret was released to the worker, and after."""
+"""The targets of the forbidden method: before any secret was released to the worker, and after that."""
 
 
 def _get(path: str, host: str = API, method: str = "GET") -> str:
-    """A request that ends its connection."""
+    """Return a request that closes its connection."""
     return "\r\n".join((f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close")) + "\r\n\r\n"
 
 
@@ -73,7 +73,7 @@ def _attacks() -> Iterator[Attack]:
     yield Attack("another spelling of its Host", (_get(OWN_HOST, f"{API.upper()}:443"),))
     yield Attack("the server of another name", (_get(OTHER_SERVER, LIAR),), LIAR, STATUS)
     yield Attack("a redirect", (_get("/v1/redirect?to=attacker&status=302"),))
-    # Read in chunks it is one request, and two by its length.
+    # Read as chunks the bytes are one request; read by their length they are two.
     smuggled = _get(SMUGGLED)
     size = f"{len(smuggled):x}\r\n"
     framings = f"Content-Length: {len(size)}\r\nTransfer-Encoding: chunked\r\n"
@@ -95,30 +95,30 @@ BATCHES = (
     tuple(_attacks()),
     (Attack(HONEST[1], (_get(HONEST[1]),)),),
 )
-"""One batch after the other; the attacks of one at the same time."""
+"""The batches, run one after the other. The attacks of one batch run concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One that a server received; `hosts` are its Host headers."""
+    """A request that a server received; `hosts` are its Host headers."""
 
     server: str
     method: str
     target: str
     hosts: tuple[str, ...]
     framings: int
-    """How many of the two ways to say where its body ends it has."""
+    """The number of the fields present that define the end of the body (Content-Length, Transfer-Encoding)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one sandbox's suite brought to light.
+    """The result of one sandbox's suite.
 
     Attributes:
-        refused: why there was no sandbox at all.
-        alive: the worker that was there at the beginning was there at the end.
-        honest: all honest requests came to their server with the secret, and were answered in the sandbox.
-        requests: what servers received.
+        refused: why no sandbox was made.
+        alive: the worker of the beginning was still running at the end.
+        honest: all honest requests arrived at their server with the secret, and were answered in the sandbox.
+        requests: the requests that servers received.
         outside: targets of the requests that had the secret outside of its binding.
     """
 
@@ -133,14 +133,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """What is tried beside the exact bytes.
+    """The attempts besides the attacks in exact bytes.
 
     Attributes:
         ways: the ways out, by the workload.
         beside: the ways out, by a privileged container in the sandbox's network.
-        unplanned: a container that no plan is for, in the sandbox's network.
-        apart: from one runtime after another: many are expected to arrive, each attributed to its runtime.
-        answers: the worker is there to answer connections; where it cannot be reached, each would wait for its time.
+        unplanned: a container without a plan, in the sandbox's network.
+        apart: run the runtimes one after the other, because many arrivals are expected and each must be attributed to
+            its runtime.
+        answers: the worker can answer connections. If it cannot be reached, each attack would wait until its timeout.
     """
 
     ways: bool = True
@@ -169,7 +170,10 @@ class Pair:
             return self._refusals(known) or str(error)
 
     def _refusals(self, known: int) -> str:
-        """What the server's log says of creations that failed since it had `known` bytes: clients read no details."""
+        """Return the lines of the server's log, after its first `known` bytes, about creations that failed.
+
+        Clients do not receive these details.
+        """
         lines = self.stack.log.read_bytes()[known:].decode("utf-8", "replace").splitlines()
         return "; ".join(line for line in lines if "creation failed" in line)
 
@@ -183,7 +187,10 @@ class Pair:
                 sandbox.close()
 
     def attack(self) -> dict[str, Seen]:
-        """Run the suite from both sandboxes at once; when anything arrives, again from each, to tell whose it was."""
+        """Run the suite from both sandboxes concurrently.
+
+        If anything arrives, run it again from each sandbox alone, to attribute the arrivals.
+        """
         made = [runtime for runtime, sandbox in self.sandboxes.items() if not isinstance(sandbox, str)]
         apart = self._attempts.apart
         seen = self._attack(made) if made and not apart else {}
@@ -222,7 +229,7 @@ class Pair:
                 evidence = Evidence(frames, neighbours, hits, reached, saw)
                 counts = {far_end.value: arrived(far_end, evidence) for far_end in FarEnd}
                 outside = self._outside(noted[first:])
-                # Both are at it at once: what the gate answers the neighbour itself is not what we look for.
+                # Both runtimes attack at the same time, and the gateway's answers to the neighbour itself do not count.
                 counts[FarEnd.NEIGHBOUR.value] = sum(_marker(runtime) in frame.data for frame in neighbours)
                 counts |= {OUTSIDE: len(outside)} | self._returned(noted[first:], answers)
                 counts[PLANTED_ARRIVES] = sum(PLANTED in json.dumps(note) for note in noted[self.first_note :])
@@ -239,7 +246,7 @@ class Pair:
         return found
 
     def _worker(self, sandbox: str) -> int | None:
-        """The process that is the sandbox's worker now."""
+        """Return the process id of the sandbox's present worker, or None."""
         pid = self.stack.worker_pid(sandbox)
         return int(pid) if pid and Path(f"/proc/{pid}/exe").exists() else None
 
@@ -251,9 +258,9 @@ class Pair:
         )
 
     def _run(self, runtime: str) -> tuple[Report, dict[str, str]]:
-        """The workload's attempts and the exact bytes, all at once; then those of containers beside it.
+        """Run the workload's attempts and the attacks in exact bytes concurrently; then those of containers beside it.
 
-        What a sandbox whose worker dies cannot say any more is missing.
+        Results that a sandbox cannot report because its worker ended are missing.
         """
         netns, worker = self.stack.netns(self.id(runtime), "sbx"), self._worker(self.id(runtime))
         with ExitStack() as resources:
@@ -263,9 +270,11 @@ class Pair:
             try:
                 saw, answers = self._workload(runtime)
             except (SandboxException, ProbeError):
-                wait_until(lambda: self._worker(self.id(runtime)) != worker, 10)  # only its worker's death excuses it
+                # an error is accepted only if the worker ended
+                wait_until(lambda: self._worker(self.id(runtime)) != worker, 10)
                 saw, answers = {}, {}
-            # Not before: on runsc the address that the containers need makes the host answer for the sandbox.
+            # This comes last: on runsc the address that the containers need makes the host answer instead of the
+            # sandbox.
             resources.enter_context(_address_restored(netns))
             pool = resources.enter_context(ThreadPoolExecutor(1))
             unplanned = pool.submit(self._unplanned, self.id(runtime)) if self._attempts.unplanned else None
@@ -276,7 +285,7 @@ class Pair:
         return saw, answers
 
     def _unplanned(self, sandbox: str) -> None:
-        """Start a container without a plan in the sandbox's network, as root on the host may: it asks for a name."""
+        """Start a container without a plan in the sandbox's network, as root on the host. It sends a DNS query."""
         network = f"container:{self.stack.container(sandbox)}"
         message = ways_out.query(_unplanned_name(sandbox))
         code = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto({message!r}, ('192.0.2.1', 53))"
@@ -321,7 +330,8 @@ class Pair:
 
 
 def _marker(runtime: str) -> bytes:
-    return f"{MARKER.decode()}-{runtime:->5}".encode()  # as long as one another, and even: a checksum is made of it
+    # both runtimes' markers have one even length, because a checksum covers them
+    return f"{MARKER.decode()}-{runtime:->5}".encode()
 
 
 def _targets(runtime: str) -> dict[str, object]:
@@ -334,7 +344,7 @@ def _bound(note: dict[str, Any]) -> bool:
 
 
 def _unplanned_name(sandbox: str) -> str:
-    """A name below the zone that the policy allows."""
+    """Return a name below the zone that the policy allows."""
     return f"{sandbox.replace('-', '')[:12]}.cdn.bank.example"
 
 
@@ -346,7 +356,7 @@ def _request(note: dict[str, Any]) -> Request:
 
 
 def misread(requests: Iterable[Request]) -> dict[str, int]:
-    """How many requests came to their server as something else than what was judged."""
+    """Return how many requests arrived in a form other than the one that was judged."""
     at_api = [one for one in requests if one.server == API]
     named = [urlsplit(one.target).hostname for one in at_api]
     return {
@@ -363,7 +373,7 @@ def _host_hits(internet: Internet) -> int:
 
 
 def settle(internet: Internet, wires: Sequence[Capture]) -> None:
-    """Until nothing has come anywhere for a moment, neither a frame nor a note; not for ever."""
+    """Wait until no frame and no note has arrived for a moment, with a time limit."""
     deadline, before = time.monotonic() + SETTLED_AT_MOST, [-1]
     while before != (before := [internet.request_log.stat().st_size, *(wire.mark() for wire in wires)]):
         if time.monotonic() > deadline:
@@ -372,13 +382,13 @@ def settle(internet: Internet, wires: Sequence[Capture]) -> None:
 
 
 def notes(internet: Internet) -> list[dict[str, Any]]:
-    """What the servers noted; questions to the name server are none of it."""
+    """Return the notes of the servers, without the queries at the name server."""
     return [note for note in internet.notes() if note["host"] != DNS_ADDRESS]
 
 
 @contextmanager
 def _address_restored(netns: str) -> Iterator[None]:
-    """See `DemoSandbox.address_restored`."""
+    """Restore the sandbox's address as `DemoSandbox.address_restored` does."""
     added = _nsenter(netns, "addr", "add", "192.0.2.2/30", "dev", "eth0")
     _nsenter(netns, "route", "add", "default", "via", "192.0.2.1", "dev", "eth0")
     try:
@@ -389,7 +399,7 @@ def _address_restored(netns: str) -> Iterator[None]:
 
 
 def control(internet: Internet) -> set[FarEnd]:
-    """The far ends that see the same probes, all at once, from where no gate stands."""
+    """Return the far ends that receive the same probes from a network without a gateway."""
     net = internet.path(internet.net)
     canary = internet.start_canary(net, "control-gateway", *GATEWAY_CANARY_PORTS)
     try:
