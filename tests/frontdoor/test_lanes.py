@@ -48,7 +48,7 @@ def test_the_fast_tests_are_those_without_the_marker_system() -> None:
 
 
 def test_a_fuzz_test_is_named_by_package_and_function() -> None:
-    assert "-fuzz ^FuzzPaths$ -fuzztime 1s ./internal/server" == " ".join(fuzz_arguments("server.FuzzPaths")[3:])
+    assert "-fuzz ^FuzzPaths$ -fuzztime 5000x ./internal/server" == " ".join(fuzz_arguments("server.FuzzPaths")[3:])
 
 
 @pytest.mark.parametrize(("code", "status"), [("", 0), ("raise SystemExit(1)", 1), ("import os; os.abort()", 134)])
