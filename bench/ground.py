@@ -21,8 +21,13 @@ CLIENT = Path(__file__).with_name("load.py")
 _INSIDE = "/tmp/load.py"  # noqa: S108 - inside a sandbox
 POLICY = Path(__file__).with_name("policy.yaml")
 SPLICED, INSPECTED, INJECTED = (f"{name}.bank.example" for name in ("spliced", "inspected", "injected"))
+PAGES = {
+    f"{way}-page.bank.example": address
+    for way, address in (("spliced", "93.184.216.51"), ("inspected", "93.184.216.52"), ("injected", "93.184.216.54"))
+}
+"""The hosts of the benchmark `gateway`, which nginx serves."""
 HOSTS = {SPLICED: "93.184.216.41", INSPECTED: "93.184.216.42", INJECTED: "93.184.216.43"}
-SECRET = "bench-token"  # noqa: S105 - its name
+SECRET, PAGE_SECRET = "bench-token", "bench-page-token"
 
 
 class BenchError(Exception):
@@ -30,12 +35,13 @@ class BenchError(Exception):
 
 
 class BenchStack(Stack):
-    """The demo's server, with the addresses of the benchmarks' hosts."""
+    """The demo's server, with the addresses of the benchmarks' hosts, and limits that 256 connections do not reach."""
 
     @property
     def settings(self) -> str:
-        known = ", ".join(f'"{host}" = ["{address}"]' for host, address in HOSTS.items())
-        return super().settings.replace("dns_upstreams =", f"host_addresses = {{ {known} }}\ndns_upstreams =", 1)
+        known = ", ".join(f'"{host}" = ["{address}"]' for host, address in (HOSTS | PAGES).items())
+        more = f"host_addresses = {{ {known} }}\ngateway_limits = {{ connections = 2048, dial_rate = 10000 }}\n"
+        return super().settings.replace("dns_upstreams =", f"{more}dns_upstreams =", 1)
 
 
 class CodeStack(BenchStack):
@@ -78,6 +84,7 @@ def ground(directory: Path, prefix: str, *, code: bool) -> Iterator[Ground]:
         (CodeStack if code else BenchStack)(internet, directory / "sallyport", policy=POLICY) as stack,
     ):
         stack.sallyport("vault", "put", SECRET, "--host", INJECTED, stdin=token)
+        stack.sallyport("vault", "put", PAGE_SECRET, "--host", list(PAGES)[-1], stdin=token)
         yield Ground(internet, stack, token)
 
 
@@ -108,13 +115,13 @@ def put_client(sandbox: SandboxSync) -> None:
     sandbox.files.write_file(_INSIDE, CLIENT.read_text())
 
 
-def run_client(sandbox: SandboxSync, plan: dict[str, Any]) -> Any:
+def run_client(sandbox: SandboxSync, hosts: list[str]) -> Any:
     """Run the client inside; return its result.
 
     Raises:
         BenchError: it failed.
     """
-    command = f"python3 {_INSIDE} '{json.dumps(plan)}'"
+    command = f"python3 {_INSIDE} {' '.join(hosts)}"
     execution = sandbox.commands.run(command)
     printed = "".join(message.text for message in execution.logs.stdout)
     if execution.exit_code != 0:

@@ -1,16 +1,12 @@
-"""A load client that needs only the standard library: it also runs inside sandboxes, on their Python.
+"""A client that keeps flows open. It needs only the standard library, because it runs inside sandboxes.
 
-    python3 load.py '{"host": ..., "connections": 8, "seconds": 1.0, "address": null, "proxy": null, "roots": null}'
-    python3 load.py '{"hold": [HOST, ...]}'
+    python3 load.py HOST...
 
-The first form sends one GET after another on each of `connections` kept connections, one thread each; with `proxy`
-([address, port]) it first requests a tunnel to `address`. The second form opens one flow to each host, uses it once,
-and prints when it was aborted: times of the monotonic clock, which a runc sandbox shares with its host. Both print
-one JSON object.
+It opens one flow to each host, uses it once, and prints when it was aborted: times of the monotonic clock, which a runc
+sandbox shares with its host. It prints one JSON object.
 """
 
 import json
-import os
 import socket
 import ssl
 import sys
@@ -35,69 +31,15 @@ def read_answer(reader: IO[bytes]) -> None:
         raise OSError(f"answered {status[:40]!r}")
 
 
-def connect(plan: dict[str, Any]) -> ssl.SSLSocket:
+def connect(host: str, address: str) -> ssl.SSLSocket:
     """Open one connection with TLS."""
-    address = plan.get("address") or plan["host"]
-    sock = socket.create_connection(tuple(plan.get("proxy") or (address, 443)), 20)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if plan.get("proxy"):
-        sock.sendall(f"CONNECT {address}:443 HTTP/1.1\r\nHost: {address}:443\r\n\r\n".encode())
-        head = b""
-        while not head.endswith(b"\r\n\r\n"):
-            byte = sock.recv(1)
-            if not byte:
-                raise OSError("the proxy hung up")
-            head += byte
-        if b" 200 " not in head.split(b"\r\n")[0]:
-            raise OSError("the proxy refused")
-    context = ssl.create_default_context(cafile=plan.get("roots") or os.environ.get("SSL_CERT_FILE"))
-    return context.wrap_socket(sock, server_hostname=plan["host"])
+    sock = socket.create_connection((address, 443), 20)
+    return ssl.create_default_context().wrap_socket(sock, server_hostname=host)
 
 
 def request(host: str) -> bytes:
-    """Return the request; all requests are equal."""
+    """Return a request."""
     return f"GET /v1/page HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\n\r\n".encode()
-
-
-class Load:
-    """Sends requests as fast as the answers arrive."""
-
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self._plan = plan
-        self._ready = threading.Barrier(plan["connections"])
-        self.latencies: list[float] = []
-        self.failures: list[str] = []
-
-    def drive(self) -> None:
-        """Send requests on one connection until the time is over."""
-        data = request(self._plan["host"])
-        try:
-            with connect(self._plan) as sock, sock.makefile("rb") as reader:
-                sock.sendall(data)  # not counted, because it makes the connection to the far end
-                read_answer(reader)
-                self._ready.wait()
-                deadline = time.monotonic() + self._plan["seconds"]
-                while time.monotonic() < deadline:
-                    began = time.perf_counter()
-                    sock.sendall(data)
-                    read_answer(reader)
-                    self.latencies.append(time.perf_counter() - began)
-        except (OSError, ValueError) as error:
-            self.failures.append(f"{type(error).__name__}: {error}")
-            self._ready.abort()
-        except threading.BrokenBarrierError:
-            return
-
-    def result(self) -> dict[str, Any]:
-        """Run all connections; return counts, failures and latencies."""
-        _all([threading.Thread(target=self.drive) for _ in range(self._plan["connections"])])
-        ordered = sorted(self.latencies)
-        count = len(ordered)
-        seen: dict[str, Any] = {"requests": count, "failures": self.failures[:3]}
-        if count:
-            seen["p50_ms"] = 1000 * ordered[count // 2]
-            seen["p99_ms"] = 1000 * ordered[min(count - 1, int(count * 0.99))]
-        return seen
 
 
 class Hold:
@@ -113,7 +55,7 @@ class Hold:
     def keep(self, host: str) -> None:
         """Open a flow, use it once, and wait for its end."""
         try:
-            with connect({"host": host, "address": self._addresses[host]}) as sock, sock.makefile("rb") as reader:
+            with connect(host, self._addresses[host]) as sock, sock.makefile("rb") as reader:
                 sock.settimeout(60)
                 sock.sendall(request(host))
                 read_answer(reader)
@@ -146,5 +88,4 @@ def _all(threads: list[threading.Thread]) -> None:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    print(json.dumps(Hold(asked["hold"]).result() if "hold" in asked else Load(asked).result()))
+    print(json.dumps(Hold(sys.argv[1:]).result()))

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from bench import create, execd, first_code, policy_change, requests
+from bench import create, execd, first_code, gateway, policy_change
+from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
 from bench.ground import BenchError, Ground, ground
 from testbed.internet import PREFIX, InternetError
@@ -20,7 +21,7 @@ from testbed.stack import StackError
 BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
     "create": create.measure,
     "execd": execd.measure,
-    "requests": requests.measure,
+    "gateway": gateway.measure,
     "policy_change": policy_change.measure,
     "code": first_code.measure,
 }
@@ -70,6 +71,9 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
     output.write_text(json.dumps({"machine": about, "rounds": options.rounds, "figures": described}, indent=1) + "\n")
     print(f"\nmachine: {about['cpus']} x {about['cpu']}, kernel {about['kernel']}; load {about['load'][0]:.1f} before")
     print(f"JSON: {output}")
+    if chart := draw(described):
+        output.with_suffix(".svg").write_text(chart)
+        print(f"SVG: {output.with_suffix('.svg')}")
     return 0
 
 

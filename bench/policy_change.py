@@ -44,8 +44,8 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
 def _cut(ground: Ground, sandbox: Any, client: httpx.Client, url: str) -> tuple[float, float, float]:
     mark = len(ground.notes())
     results: list[dict[str, Any]] = []
-    plan = {"hold": [SPLICED, INSPECTED] * (FLOWS // 2)}
-    flows = threading.Thread(target=lambda: results.append(run_client(sandbox, plan)))
+    hosts = [SPLICED, INSPECTED] * (FLOWS // 2)
+    flows = threading.Thread(target=lambda: results.append(run_client(sandbox, hosts)))
     flows.start()
     wait_until(lambda: _count(ground, mark, "first") == FLOWS, "all flows are open")
     began = time.monotonic()

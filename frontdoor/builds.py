@@ -71,6 +71,34 @@ def for_tests(places: Places) -> None:
         step(title, "tests/clients/install.sh", clients, places.uv, places.python)
 
 
+def for_bench(places: Places) -> None:
+    """Install the clients and the server of the benchmarks, and export the server's path."""
+    packages.install(packages.BENCH_PACKAGES)
+    os.environ["SALLYPORT_NGINX"] = shutil.which("nginx") or _nginx(f"{places.cache}/nginx")
+
+
+def _nginx(directory: str) -> str:
+    """Return the program of Debian's package `nginx`, which is unpacked and not installed."""
+    program = f"{directory}/usr/sbin/nginx"
+    if not os.access(program, os.X_OK):
+        shutil.rmtree(directory, ignore_errors=True)
+        os.makedirs(directory)
+        step("apt-get update", "apt-get", "update", "-q")
+        step(
+            "nginx (Debian package)",
+            "apt-get",
+            "download",
+            "-q",
+            "-o",
+            "APT::Sandbox::User=root",
+            "nginx",
+            cwd=directory,
+        )
+        (package,) = Path(directory).glob("nginx_*.deb")
+        step("unpack nginx", "dpkg-deb", "--extract", str(package), directory)
+    return program
+
+
 def go(places: Places) -> tuple[str, ...]:
     """Return the command `go`: that of the host, otherwise that of the PyPI wheel. Its builds are static."""
     os.environ["CGO_ENABLED"] = "0"

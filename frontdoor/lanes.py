@@ -85,6 +85,8 @@ def run(places: Places, arguments: list[str]) -> int:
     suite = Suite(places.python, f"{places.home}/reports", selected, kept=(lock.DESCRIPTOR,))
     os.makedirs(suite.reports, exist_ok=True)
     builds.for_tests(places)
+    if arguments:
+        builds.for_bench(places)
     go = builds.go(places)
     if options:
         return suite.lane("selected", *options)

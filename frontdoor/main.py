@@ -41,19 +41,26 @@ def usage() -> str:
         return file.read()
 
 
-def _program(module: str, with_code: bool = False) -> Command:
+def _program(module: str) -> Command:
     """Return a command that sets up everything and becomes a Python program of the checkout."""
 
     def run(places: Places, arguments: list[str]) -> int:
         from frontdoor import builds, lock, steps
 
-        built = builds.set_up(places)
-        if with_code:
-            builds.code_image(places, built)
+        builds.set_up(places)
         lock.only_one(places)
         steps.become(places.python, "-m", module, *arguments)
 
     return run
+
+
+def _bench(places: Places, arguments: list[str]) -> int:
+    from frontdoor import builds, lock, steps
+
+    builds.code_image(places, builds.set_up(places))
+    builds.for_bench(places)
+    lock.only_one(places)
+    steps.become(places.python, "-m", "bench.main", *arguments)
 
 
 def _test(places: Places, arguments: list[str]) -> int:
@@ -112,7 +119,7 @@ COMMANDS: dict[str, Command] = {
     "chaos": _program("demo.chaos"),
     "test": _test,
     "mutation": _mutation,
-    "bench": _program("bench.main", with_code=True),
+    "bench": _bench,
     "serve": _serve,
     "images": _images,
     "doctor": _doctor,

@@ -9,6 +9,8 @@ from frontdoor.steps import say, step
 PACKAGES = tuple(Path(__file__).with_name("packages.txt").read_text().split())
 TEST_PACKAGES = ("gcc", "libc6-dev")
 """The race detector of Go is a C library."""
+BENCH_PACKAGES = ("nghttp2-client", "wrk")
+"""The clients of the benchmarks. `builds` takes nginx from its package, because its installation would start it."""
 
 
 def install(names: tuple[str, ...]) -> None:

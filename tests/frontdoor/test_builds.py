@@ -15,11 +15,12 @@ RUNSC = "runsc-v0.0.0-20260905035102-160fafc42237"
 PROGRAM = """
 import json, os
 from frontdoor import builds, packages, places
-packages.PACKAGES = packages.TEST_PACKAGES = ()
+packages.PACKAGES = packages.TEST_PACKAGES = packages.BENCH_PACKAGES = ()
 here = places.enter(os.environ)
 built = builds.set_up(here)
 builds.code_image(here, built)
 builds.for_tests(here)
+builds.for_bench(here)
 print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("SALLYPORT_")}))
 """
 
@@ -47,6 +48,9 @@ def _home(tmp_path: Path) -> Path:
         (cache / name).touch(mode=0o755)
     (cache / names.clients(ROOT)).mkdir()
     (cache / names.clients(ROOT) / "complete").touch()
+    nginx = cache / "nginx" / "usr" / "sbin" / "nginx"
+    nginx.parent.mkdir(parents=True)
+    nginx.touch(mode=0o755)
     return tmp_path
 
 
@@ -58,6 +62,7 @@ def test_what_is_in_the_cache_is_exported_and_not_built(home: Path) -> None:
         "SALLYPORT_HOME": str(home),
         "SALLYPORT_RUN_DIR": "/r",
         "SALLYPORT_RUNSC": f"{cache}/{RUNSC}",
+        "SALLYPORT_NGINX": f"{cache}/nginx/usr/sbin/nginx",
         "SALLYPORT_EXECD": f"{cache}/{names.execd(ROOT)}",
         "SALLYPORT_BASE_IMAGE": f"{cache}/{names.image(ROOT, 'base')}",
         "SALLYPORT_EMPTY_IMAGE": f"{cache}/empty.tar",

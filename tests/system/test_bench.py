@@ -13,11 +13,11 @@ from bench.figures import Figure, Goal, describe, quantile, table
 from tests.stacks import INTERNET
 
 _PROGRAM = """
-import sys, bench.execd, bench.main, bench.requests
-bench.requests.SECONDS = 0.3
+import sys, bench.execd, bench.gateway, bench.main, bench.peers
+bench.gateway.SECONDS, bench.gateway.CONNECTIONS, bench.peers.BULK_BYTES = 1, (1, 4), 10_000_000
 bench.execd.OPERATIONS, bench.execd.TRANSFERS, bench.execd.TRANSFER_BYTES = 4, 1, 100_000
 bench.execd.SETTLE_SECONDS = 0.5
-arguments = ["create", "execd", "requests", "policy_change", "--rounds", "1"]
+arguments = ["create", "execd", "gateway", "policy_change", "--rounds", "1"]
 sys.exit(bench.main.main(arguments, prefix=sys.argv[1]))
 """
 
@@ -36,9 +36,13 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
         assert 0 == done.returncode, done.stderr[-2000:]
         (path,) = Path(home, "bench").glob("*.json")
         document = json.loads(path.read_text())
+        chart = path.with_suffix(".svg").read_text()
     figures = {row["name"]: row for row in document["figures"]}
     wanted = {f"create {runtime}: {what}" for runtime in ("runc", "runsc") for what in ("to the first result", "ours")}
-    wanted |= {f"requests: {way}" for way in ("spliced", "inspected", "injected", "mitmdump", "no gateway")}
+    ways = ("no gateway", "spliced", "inspected", "injected", "injected, each head new", "Envoy", "mitmproxy")
+    wanted |= {f"{what}, 4 connections: {way}" for way in ways for what in ("requests", "p50", "p99")}
+    wanted |= {f"{what}: {way}" for way in ways[1:] for what in ("memory", "processor time of a request, 1 connection")}
+    wanted |= {f"up: {way}" for way in ("no gateway", "spliced", "injected", "Envoy", "mitmproxy")}
     wanted |= {"policy change: last flow ended at the client", "policy change: last flow ended at the far end"}
     wanted |= {
         f"execd {runtime}: {what}" for runtime in ("runc", "runsc") for what in ("echo", "bash alone", "start to /ping")
@@ -52,6 +56,7 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     assert {"cpus", "kernel", "load", "versions"} <= set(document["machine"])
     assert [] == [name for name in figures if name not in done.stdout]
     assert str(path) in done.stdout
+    assert [] == [way for way in ways if f">{way}</text>" not in chart]
 
 
 def test_a_figure_is_read_beside_its_peer_and_its_goal() -> None:

@@ -1,0 +1,255 @@
+"""The server behind all proxies of the benchmark `gateway`, and the proxies beside ours: Envoy and mitmproxy.
+
+Each peer terminates TLS with its own certificate, sets the header with the token, verifies the server's certificate and
+writes an access log. Envoy also judges the method of each request.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.ground import PAGES, Ground, in_namespace, wait_until
+from testbed.internet import UP_ADDRESS, ip
+from testbed.pki import write_host_certificate
+from testbed.with_parent import with_parent
+
+SPLICED, INSPECTED, INJECTED = PAGES
+ENVOY_PORT, MITMPROXY_PORT = 8443, 8444
+BULK_BYTES = 1 << 30
+PROXY_CORE, OTHER_CORE = 0, 1
+_PAGE = "x" * 1024
+
+
+def pinned(core: int, *command: str) -> list[str]:
+    """Return the command that runs `command` on one processor, and ends it with this process."""
+    return with_parent("taskset", "--cpu-list", str(core), *command)
+
+
+@contextmanager
+def nginx(ground: Ground) -> Iterator[None]:
+    """Run the server of all pages, on the core that it shares with the client."""
+    directory = ground.internet.directory / "nginx"
+    directory.mkdir()
+    (directory / "bulk").touch()
+    os.truncate(directory / "bulk", BULK_BYTES)
+    with tempfile.TemporaryDirectory(prefix="sallyport-bench-", dir="/dev/shm") as bodies:
+        servers = "".join(_server(ground, directory, bodies, host, address) for host, address in PAGES.items())
+        configuration = directory / "nginx.conf"
+        configuration.write_text(
+            f"""
+daemon off; user root; worker_processes 1; pid {directory}/pid; error_log {directory}/error.log;
+worker_rlimit_nofile 8192;
+events {{ worker_connections 4096; }}
+http {{
+  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000000; keepalive_timeout 600;
+  client_body_temp_path {bodies}; proxy_temp_path {directory}/proxy; fastcgi_temp_path {directory}/fastcgi;
+  uwsgi_temp_path {directory}/uwsgi; scgi_temp_path {directory}/scgi;
+  {servers}
+}}
+"""
+        )
+        log = f"{directory}/error.log"
+        program = (os.environ["SALLYPORT_NGINX"], "-p", str(directory), "-e", log, "-c", str(configuration))
+        with _running(ground, in_namespace(ground.internet, ground.internet.net, *pinned(OTHER_CORE, *program))):
+            wait_until(lambda: all(_listens(ground, address, 443) for address in PAGES.values()), "nginx listens")
+            yield
+
+
+def _server(ground: Ground, directory: Path, bodies: str, host: str, address: str) -> str:
+    certificate = write_host_certificate(ground.internet.authority, host, ground.internet.directory)
+    ip("-n", ground.internet.net, "addr", "add", f"{address}/32", "dev", "lo")
+    return f"""
+  server {{
+    listen {address}:443 ssl; server_name {host};
+    ssl_certificate {certificate}; ssl_certificate_key {certificate};
+    root {directory};
+    location /page {{ default_type text/plain; return 200 {_PAGE}; }}
+    location /bulk {{ }}
+    location /upload {{ client_max_body_size 0; root {bodies}; dav_methods PUT; }}
+  }}
+"""
+
+
+@contextmanager
+def envoy(ground: Ground) -> Iterator[int]:
+    """Run Envoy in the namespace from which workers dial. Yield its process id."""
+    directory = ground.internet.directory
+    certificate = str(directory / f"{INJECTED}.pem")
+    configuration = directory / "envoy.json"
+    configuration.write_text(json.dumps(_envoy(ground, certificate)))
+    program = (
+        str(Path(sys.executable).with_name("envoy")),
+        "--config-path",
+        str(configuration),
+        "--concurrency",
+        "1",
+        "--disable-hot-restart",
+        "--log-level",
+        "error",
+    )
+    command = in_namespace(ground.internet, ground.internet.up, *pinned(PROXY_CORE, *program))
+    with _running(ground, command) as process:
+        wait_until(lambda: _listens(ground, UP_ADDRESS, ENVOY_PORT), "Envoy listens")
+        yield process
+
+
+def _envoy(ground: Ground, certificate: str) -> dict[str, object]:
+    """Return Envoy's configuration: a policy, a header and an access log, as the gateway has them."""
+    prefix = "type.googleapis.com/envoy.extensions"
+    chain = {"filename": certificate}
+    downstream = {
+        "@type": f"{prefix}.transport_sockets.tls.v3.DownstreamTlsContext",
+        "common_tls_context": {
+            "alpn_protocols": ["http/1.1"],
+            "tls_certificates": [{"certificate_chain": chain, "private_key": chain}],
+        },
+    }
+    upstream = {
+        "@type": f"{prefix}.transport_sockets.tls.v3.UpstreamTlsContext",
+        "sni": INJECTED,
+        "common_tls_context": {
+            "validation_context": {
+                "trusted_ca": {"filename": str(ground.internet.roots)},
+                "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": INJECTED}}],
+            }
+        },
+    }
+    allowed = {
+        "permissions": [
+            {"header": {"name": ":method", "string_match": {"exact": method}}} for method in ("GET", "PUT")
+        ],
+        "principals": [{"any": True}],
+    }
+    manager = {
+        "@type": f"{prefix}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "bench",
+        "codec_type": "HTTP1",
+        "access_log": [
+            {
+                "name": "file",
+                "typed_config": {
+                    "@type": f"{prefix}.access_loggers.file.v3.FileAccessLog",
+                    "path": str(ground.internet.directory / "envoy-access.log"),
+                },
+            }
+        ],
+        "http_filters": [
+            {
+                "name": "rbac",
+                "typed_config": {
+                    "@type": f"{prefix}.filters.http.rbac.v3.RBAC",
+                    "rules": {"action": "ALLOW", "policies": {"bench": allowed}},
+                },
+            },
+            {"name": "router", "typed_config": {"@type": f"{prefix}.filters.http.router.v3.Router"}},
+        ],
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "page",
+                    "domains": [INJECTED, f"{INJECTED}:*"],
+                    "routes": [
+                        {
+                            "match": {"prefix": "/"},
+                            "route": {"cluster": "page", "timeout": "0s"},
+                            "request_headers_to_add": [
+                                {
+                                    "header": {"key": "authorization", "value": f"Bearer {ground.token}"},
+                                    "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+                                }
+                            ],
+                        }
+                    ],
+                }
+            ]
+        },
+    }
+    return {
+        "static_resources": {
+            "listeners": [
+                {
+                    "name": "page",
+                    "address": {"socket_address": {"address": UP_ADDRESS, "port_value": ENVOY_PORT}},
+                    "filter_chains": [
+                        {
+                            "filters": [{"name": "http", "typed_config": manager}],
+                            "transport_socket": {"name": "tls", "typed_config": downstream},
+                        }
+                    ],
+                }
+            ],
+            "clusters": [
+                {
+                    "name": "page",
+                    "type": "STATIC",
+                    "connect_timeout": "5s",
+                    "circuit_breakers": {"thresholds": [{"max_connections": 4096, "max_pending_requests": 4096}]},
+                    "load_assignment": {
+                        "cluster_name": "page",
+                        "endpoints": [
+                            {
+                                "lb_endpoints": [
+                                    {
+                                        "endpoint": {
+                                            "address": {
+                                                "socket_address": {"address": PAGES[INJECTED], "port_value": 443}
+                                            }
+                                        }
+                                    }
+                                ]
+                            }
+                        ],
+                    },
+                    "transport_socket": {"name": "tls", "typed_config": upstream},
+                }
+            ],
+        }
+    }
+
+
+@contextmanager
+def mitmproxy(ground: Ground) -> Iterator[int]:
+    """Run the unmodified `mitmdump` as a reverse proxy, with an addon that sets the header. Yield its process id."""
+    directory = ground.internet.directory / "mitmdump"
+    program = (
+        str(Path(sys.executable).with_name("mitmdump")),
+        "--quiet",
+        f"--mode=reverse:https://{PAGES[INJECTED]}:443",
+        f"--listen-host={UP_ADDRESS}",
+        f"--listen-port={MITMPROXY_PORT}",
+        "--set=block_global=false",  # the internet of these benchmarks looks public
+        "--set=keep_host_header=true",
+        "--set=stream_large_bodies=1m",
+        f"--set=confdir={directory}",
+        f"--set=ssl_verify_upstream_trusted_ca={ground.internet.roots}",
+        f"--scripts={Path(__file__).with_name('set_header.py')}",
+    )
+    command = in_namespace(ground.internet, ground.internet.up, *pinned(PROXY_CORE, *program))
+    with _running(ground, command, BENCH_TOKEN=ground.token) as process:
+        wait_until(lambda: _listens(ground, UP_ADDRESS, MITMPROXY_PORT), "mitmdump listens")
+        yield process
+
+
+@contextmanager
+def _running(ground: Ground, command: list[str], **environment: str) -> Iterator[int]:
+    """Run a program; yield its process id. `nsenter`, `setpriv` and `taskset` become the program that they start."""
+    with (
+        (ground.internet.directory / "peers.log").open("ab") as log,
+        subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log) as process,
+    ):
+        try:
+            yield process.pid
+        finally:
+            process.terminate()
+
+
+def _listens(ground: Ground, address: str, port: int) -> bool:
+    with ground.internet.open_socket(ground.internet.control, socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((address, port)) == 0
