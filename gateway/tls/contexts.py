@@ -3,7 +3,12 @@
 - Upstream: TLS 1.2 or later. The server's chain is verified against the operator's roots only. Its name is verified
   against the host, without common names and partial wildcards. No setting turns this off.
 - Client: a leaf for the host of the flow. HTTP/1.1 if the client offers it, otherwise HTTP/2, otherwise no handshake.
-- No compression, renegotiation, session cache or tickets: no TLS state outlives a connection or is shared by flows.
+- A client can resume a session of TLS 1.3 by a ticket. The keys of tickets belong to one leaf, and exist only in the
+  worker's memory. So a session is resumed only for the same host in the same sandbox, and not after the leaf was
+  replaced. The name, the protocol and each request of a resumed session are judged like those of a new one. There is no
+  early data. TLS 1.2 has no tickets, because they would end its forward secrecy.
+- Upstream no session is resumed, so each connection verifies the server's certificate.
+- No compression, no renegotiation, no session cache.
 """
 
 from collections import OrderedDict
@@ -21,7 +26,8 @@ _CIPHERS = b"ECDHE+AESGCM:ECDHE+CHACHA20"
 _OP_NO_RENEGOTIATION = 1 << 30
 _X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS = 0x4
 _X509_CHECK_FLAG_NEVER_CHECK_SUBJECT = 0x20
-_OPTIONS = SSL.OP_NO_COMPRESSION | SSL.OP_NO_TICKET | SSL.OP_CIPHER_SERVER_PREFERENCE | _OP_NO_RENEGOTIATION
+_OPTIONS = SSL.OP_NO_COMPRESSION | SSL.OP_CIPHER_SERVER_PREFERENCE | _OP_NO_RENEGOTIATION
+_SESSION_ID_CONTEXT = b"sallyport"
 
 
 def choose_alpn(offered: tuple[bytes, ...] | list[bytes]) -> bytes | None:
@@ -37,6 +43,12 @@ def _select_alpn(_connection: SSL.Connection, offered: list[bytes]) -> bytes:
     if chosen is None:
         raise ValueError("the client offers neither http/1.1 nor h2")  # pyOpenSSL turns this into a fatal alert
     return chosen
+
+
+def _limit_tickets(connection: SSL.Connection) -> None:
+    """Issue no tickets below TLS 1.3. OpenSSL calls this when the version of a handshake is known."""
+    if connection.get_protocol_version() < SSL.TLS1_3_VERSION:
+        connection.set_options(SSL.OP_NO_TICKET)
 
 
 def _context(method: int) -> SSL.Context:
@@ -59,6 +71,8 @@ class ClientContexts:
         context = self._cache.get(leaf)
         if context is None:
             context = _context(SSL.TLS_SERVER_METHOD)
+            context.set_session_id(_SESSION_ID_CONTEXT)
+            context.set_tlsext_servername_callback(_limit_tickets)
             first, *others = x509.load_pem_x509_certificates(leaf.chain_pem)
             key: Any = serialization.load_pem_private_key(leaf.key_pem, password=None)
             context.use_certificate(first)
@@ -86,6 +100,7 @@ class UpstreamContext:
         """
         roots = x509.load_pem_x509_certificates(roots_pem.encode("ascii"))
         self._context = _context(SSL.TLS_CLIENT_METHOD)
+        self._context.set_options(SSL.OP_NO_TICKET)
         self._context.set_verify(SSL.VERIFY_PEER, None)
         store = self._context.get_cert_store()
         if store is None:

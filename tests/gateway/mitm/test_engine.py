@@ -527,23 +527,43 @@ async def test_a_server_without_forward_secrecy_is_refused(lab):
     assert b"" == rig.upstream.data
 
 
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_no_session_is_resumed(version, rig):
+def handshake(rig, context, host, session=None):
+    """Send one request on a new connection; return the answer, the session and whether it was resumed."""
+    with (
+        socket.create_connection(("127.0.0.1", rig.port), 10) as plain,
+        context.wrap_socket(plain, server_hostname=host, session=session) as wrapped,
+    ):
+        wrapped.sendall(b"GET /open HTTP/1.1\r\nHost: %s\r\n\r\n" % host.encode())
+        return wrapped.recv(100), wrapped.session, wrapped.session_reused
+
+
+async def test_a_client_resumes_its_session_and_its_requests_are_judged_again(rig):
     context = rig.client_context("http/1.1")
-    context.minimum_version = context.maximum_version = version
+    answer, session, reused = await asyncio.to_thread(handshake, rig, context, "good.test")
+    assert (True, False) == (answer.startswith(b"HTTP/1.1 200 "), reused)
 
-    def handshake(session):
-        with (
-            socket.create_connection(("127.0.0.1", rig.port), 10) as plain,
-            context.wrap_socket(plain, server_hostname="good.test", session=session) as wrapped,
-        ):
-            wrapped.sendall(GET % b"/open")
-            assert wrapped.recv(100).startswith(b"HTTP/1.1 200 ")
-            return wrapped.session, wrapped.session_reused
+    answer, _, reused = await asyncio.to_thread(handshake, rig, context, "good.test", session)
+    assert (True, True, 2) == (answer.startswith(b"HTTP/1.1 200 "), reused, rig.dials)
 
-    session, _ = await asyncio.to_thread(handshake, None)
-    _, reused = await asyncio.to_thread(handshake, session)
+    rig.decide = lambda _facts: Deny("new", "closed")
+    answer, _, reused = await asyncio.to_thread(handshake, rig, context, "good.test", session)
+    assert (True, True, 2) == (answer.startswith(b"HTTP/1.1 403 "), reused, rig.dials)
+
+
+async def test_a_session_is_not_resumed_for_another_host(rig):
+    context = rig.client_context("http/1.1")
+    context.check_hostname = False
+    _, session, _ = await asyncio.to_thread(handshake, rig, context, "good.test")
+    _, _, reused = await asyncio.to_thread(handshake, rig, context, "other.test", session)
     assert not reused
+
+
+async def test_no_session_of_tls_1_2_is_resumed(rig):
+    context = rig.client_context("http/1.1")
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    _, session, _ = await asyncio.to_thread(handshake, rig, context, "good.test")
+    answer, _, reused = await asyncio.to_thread(handshake, rig, context, "good.test", session)
+    assert (True, False) == (answer.startswith(b"HTTP/1.1 200 "), reused)
 
 
 async def test_an_old_tls_version_upstream_is_refused(lab):
