@@ -64,7 +64,7 @@ class Secrets(Protocol):
         """
         ...
 
-    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+    async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
         """Return the values to search for in responses of the host of `use`: the current one and former ones.
 
         Raises:

@@ -47,7 +47,7 @@ from gateway.response_head import (
 )
 from gateway.scrub.decode import decode
 from gateway.scrub.grpc import MessageScrubber
-from gateway.scrub.sought import KnownPatterns, Sought, too_short
+from gateway.scrub.searched import KnownPatterns, SearchedSecrets, too_short
 from gateway.scrub.stream import Scrubber, Withheld, scrub_header
 from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts, Translated, translate
@@ -71,7 +71,7 @@ class Session:
         self.facts = origin.facts
         self.effects = effects
         self.max_decoded = max_decoded
-        self.sought = Sought(origin.facts.host, effects, known)
+        self.searched = SearchedSecrets(origin.facts.host, effects, known)
         self.sensitive: set[bytes] = set()
         """Names, in lower case, of the headers that secrets were sent in."""
         self.active: dict[str, Exchange] = {}
@@ -91,7 +91,7 @@ class Session:
     @property
     def used(self) -> set[str]:
         """Names of the secrets that were sent on this flow, or may come back on it."""
-        return self.sought.names
+        return self.searched.names
 
     def may_connect(self) -> bool:
         """Whether an upstream connection has a reason to exist now."""
@@ -102,7 +102,7 @@ class Session:
         for exchange in self.active.values():
             if exchange.facts is None or isinstance(self.effects.decider.decide_request(exchange.facts), Deny):
                 return False
-            if exchange.begun and not self.sought.complete():
+            if exchange.begun and not self.searched.complete():
                 return False  # policy now permits a secret that this response is not searched for
         return True
 
@@ -215,23 +215,23 @@ class Exchange:
             # Policy changed during the waits for log and vault. The decision under the old policy is void.
             changed = Deny(decision.rule, "the policy changed while this request was waiting")
             return await self._deny(parts, translated, changed)
-        if not session.sought.covers(decision.injections):
+        if not session.searched.covers(decision.injections):
             raise RuntimeError("a secret would be sent that responses are not searched for")
         self._http2 = parts.version == HTTP2
         self._route = route
         self._started = effects.clock()
-        self.scrub = session.sought.patterns is not None
+        self.scrub = session.searched.patterns is not None
         forward = Forward(self._head(parts, translated, headers), self.scrub)
         self._next({_Stage.JUDGING}, _Stage.FORWARDED)
         session.active[self.request_id] = self
         return forward
 
     def _decide(self, translated: Translated) -> AllowRequest | Deny:
-        sought = self.session.sought
+        searched = self.session.searched
         decision = self.session.effects.decider.decide_request(translated.facts)
-        if isinstance(decision, AllowRequest) and translated.websocket and sought.bound():
+        if isinstance(decision, AllowRequest) and translated.websocket and searched.bound():
             return Deny(decision.rule, "WebSocket is off for hosts that are sent secrets")
-        if isinstance(decision, AllowRequest) and (reason := sought.refusal()) is not None:
+        if isinstance(decision, AllowRequest) and (reason := searched.refusal()) is not None:
             return Deny("reflection", reason)
         if not isinstance(decision, AllowRequest | Deny):
             raise TypeError("a decision is AllowRequest or Deny")
@@ -274,7 +274,7 @@ class Exchange:
                 used = self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
                 await effects.recorder.accept("secret.use", "allow", **used)
             headers = inject(translated.headers, rendered)
-            await session.sought.learn()
+            await session.searched.learn()
             if session.over:
                 raise ConnectionAbortedError
         except SecretRefused as error:
@@ -383,7 +383,7 @@ class Exchange:
         if reason is not None:
             return self._withhold(reason)
         self.begun = True
-        patterns = self.session.sought.patterns
+        patterns = self.session.searched.patterns
         self._relayed = (*self._without_secrets(end_to_end(head)), *own_fields(head))
         buffered = patterns is not None and encodings(self._relayed) not in ([], ["identity"])
         self._next({_Stage.HEADED}, _Stage.BUFFERED if buffered else _Stage.STREAMED)
@@ -396,18 +396,18 @@ class Exchange:
         """Return why the response cannot be searched for secrets; None if it can, or has no need to be."""
         session = self.session
         try:
-            await session.sought.learn()
+            await session.searched.learn()
         except Exception:  # noqa: BLE001 - fails closed: an unknown secret cannot be removed
             return "the gateway does not know which secrets to remove from it"
         if session.over:
             raise ConnectionAbortedError
-        if session.sought.patterns is None:
+        if session.searched.patterns is None:
             return None
         if head.status == 101:
             raise RuntimeError("a tunnel to a host that can be sent secrets")
         if not self.scrub and head.status == 206:
             return "a part of a document cannot be searched for secrets"
-        return unsearchable(head) or session.sought.refusal()
+        return unsearchable(head) or session.searched.refusal()
 
     def _withhold(self, reason: str) -> Answer:
         """Answer 502 in place of the server; the rest of its response is discarded."""
@@ -451,7 +451,7 @@ class Exchange:
         if not body:
             return self._relayed, body
         decoded = decode(encodings(self._relayed), body, self.session.max_decoded)
-        patterns = self.session.sought.patterns
+        patterns = self.session.searched.patterns
         if decoded is None or patterns is None:
             self._status = 502
             fields, page = pages.failure(502)
@@ -494,19 +494,19 @@ class Exchange:
 
     def _without_secrets(self, fields: Headers) -> Headers:
         """Headers or trailers with values scrubbed; those with a secret in their name are left out."""
-        patterns = self.session.sought.patterns
+        patterns = self.session.searched.patterns
         if patterns is None:
             return fields
         kept = tuple((name, scrub_header(patterns, value)) for name, value in fields if not patterns.spans(name))
         if kept != fields:
-            self.session.sought.match(self.session.where)
+            self.session.searched.match(self.session.where)
         return kept
 
     def _scrubbed(self, scrubber: Scrubber | MessageScrubber, data: bytes) -> bytes:
         """Scrub a chunk; an empty one is the end of the body."""
         session = self.session
         try:
-            return session.sought.counted(
+            return session.searched.counted(
                 scrubber, lambda: scrubber.feed(data) if data else scrubber.finish(), session.where
             )
         except Withheld as error:

@@ -128,7 +128,7 @@ class LeasedSecrets:
                 raise SecretRefused(refusal.reason)
             return held.value
 
-    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+    async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
         """What is looked for in responses of the host of `use`.
 
         A lease for looking is no lease for sending: vaultd did not judge it by methods and paths.

@@ -67,7 +67,7 @@ class Compiler:
 
     def __init__(self, file: OperatorFile) -> None:
         self._file = file
-        self._told: PolicyDocument = CLOSED
+        self._announced: PolicyDocument = CLOSED
 
     async def handle(self, _client: wire.Client, request: Compile, fds: list[int]) -> CompiledText:
         """Answer one request."""
@@ -78,8 +78,8 @@ class Compiler:
         """Tell hostd of each document that comes into force, the one of the start too, until cancelled."""
         while True:
             self._file.reload()
-            if self._file.document is not self._told:
-                self._told = self._file.document
+            if self._file.document is not self._announced:
+                self._announced = self._file.document
                 await client.tell(Changed())
             await asyncio.sleep(_LOOK_SECONDS)
 

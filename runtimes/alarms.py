@@ -75,7 +75,7 @@ class Alarms:
         for alarm in self._pending:
             _log.error("not in the audit log: %s: %s", alarm.finding.rule, alarm.finding.reason)
 
-    def tell(self, finding: Breach, sandbox: str | None = None) -> None:
+    def report(self, finding: Breach, sandbox: str | None = None) -> None:
         """Report a finding. Never waits, never fails."""
         _log.error("alarm: %s: %s: %s", sandbox or "host", finding.rule, finding.reason)
         if len(self._pending) >= _MOST_PENDING:

@@ -41,13 +41,13 @@ class Chains:
         daemons: Daemons,
         path: Path,
         known: Callable[[], Container[str]],
-        tell: Callable[[Breach], None],
+        report: Callable[[Breach], None],
     ) -> None:
-        """Keep anchors in `path`; `known` returns the sandboxes that exist, `tell` raises an alarm."""
+        """Keep anchors in `path`; `known` returns the sandboxes that exist, `report` raises an alarm."""
         self._daemons = daemons
         self._kept = BoundedLog(path, MAX_BYTES)
         self._known = known
-        self._tell = tell
+        self._report = report
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._last: Anchor | None = None
@@ -104,10 +104,10 @@ class Chains:
             self._last = await asyncio.to_thread(_newest, self._kept)
         last = self._last
         if last is not None and last.identity != anchor.identity:
-            self._tell(Breach("audit.replaced", "the audit log is not the one that was anchored before"))
+            self._report(Breach("audit.replaced", "the audit log is not the one that was anchored before"))
             last = None
         elif last is not None and (anchor.file, anchor.offset) < (last.file, last.offset):
-            self._tell(Breach("audit.shortened", "the audit log is shorter than it was when it was anchored"))
+            self._report(Breach("audit.shortened", "the audit log is shorter than it was when it was anchored"))
             last = None
         if last is not None and last.log == anchor.log:
             return

@@ -219,7 +219,7 @@ class Host:
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
         self._sandboxes.document_changed()  # it may have changed since their records
-        self._chains = Chains(self._daemons, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.tell)
+        self._chains = Chains(self._daemons, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.report)
         self._sandboxes.gone = self._chains.wake
         self._chains.start()
         self._cpu_weight = CpuWeight(Processor(self._cgroups), self._sandboxes.computing)

@@ -124,7 +124,7 @@ _CODES: tuple[tuple[type[BaseException], wire.Code, Callable[[BaseException], st
 )
 
 
-def told(error: BaseException) -> BaseException:
+def as_refusal(error: BaseException) -> BaseException:
     """Return the error of a launch for its caller."""
     for kind, code, text in _CODES:
         if isinstance(error, kind):

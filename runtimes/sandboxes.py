@@ -46,7 +46,7 @@ from runtimes.process.cpu_weight import Computing
 from runtimes.process.finish import ShieldedTasks, both, finished, taken
 from runtimes.process.liveness import within
 from runtimes.records import RecordStore, SandboxRecord
-from runtimes.sandbox import HostSandbox, describe, told
+from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
 from wire.api.hostd import HostSandboxState, Inspected, Launch, SlotDescription
@@ -131,7 +131,7 @@ class Sandboxes:
                 residue = await self._unmake(sandbox)
                 if residue:
                     _log.error("launch of %s left: %s", spec.sandbox, "; ".join(residue))
-                raise told(error) from error
+                raise as_refusal(error) from error
 
     def adopt(self, record: SandboxRecord, slot: slots.Slot) -> None:
         """Adopt a sandbox that runs. It gets a worker as soon as possible, with the policy that was in force.

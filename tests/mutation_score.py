@@ -58,7 +58,7 @@ AREAS = {
             "ports.py",
             "response_head.py",
             "scrub/stream.py",
-            "scrub/sought.py",
+            "scrub/searched.py",
             "translate.py",
         ),
     ),

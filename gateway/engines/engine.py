@@ -23,7 +23,7 @@ from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets
 from gateway.engines.port import Dialler, EngineLimits, InspectedFlow, LeafIssuer, describe
 from gateway.exchange import Session
 from gateway.ledger import Ledger
-from gateway.scrub.sought import KnownPatterns
+from gateway.scrub.searched import KnownPatterns
 from gateway.tls.contexts import ClientContexts, UpstreamContext, choose_alpn
 from policy.facts import Scheme
 

@@ -139,7 +139,7 @@ class Egress:
         """Return whether a part of the registry's state is possibly not in force everywhere."""
         return not row.policy_digest or row.id in self._unsettled or row.id in self._doubted
 
-    def doubt(self, sandbox: str) -> None:
+    def mark_outdated(self, sandbox: str) -> None:
         """Note that the operator's document changed, so that policies in force can differ from their rows."""
         self._doubted.add(sandbox)
 
@@ -204,7 +204,7 @@ class Egress:
         changed, change = replace(row, network_policy=policy.to_wire()), None
         compiled = await self._enforced(changed)
         if not force:
-            if refused := _brought(row, changed, await self._enforced(row), compiled):
+            if refused := _newly_dropped(row, changed, await self._enforced(row), compiled):
                 raise EgressError(400, f"credential vault policy validation: {refused[0].reason}")
         elif uncovered := {item.name for item in compiled.dropped if item.part is Part.BINDING}:
             vault = stored(row).vault
@@ -270,7 +270,7 @@ class Egress:
             await self._revoke(row, changed)
             return change.vault
         compiled = await self._enforced(changed)
-        if refused := _brought(row, changed, await self._enforced(row), compiled):
+        if refused := _newly_dropped(row, changed, await self._enforced(row), compiled):
             raise VaultText(400, refused[0].reason)
         if max(len(compiled.grants), len(change.vault.places())) > credential_vault.MAX_GRANTS:
             raise VaultText(400, f"at most {credential_vault.MAX_GRANTS} pairs of a credential and a host")
@@ -335,7 +335,7 @@ class Egress:
         values = {} if change is None else change.values
         both = _union(former, compiled)
         # The state of vaultd and the log is unknown for an unsettled row. So both get the whole of it.
-        unsure = self.unsettled(row) or not self.shortfall.is_told(row.id, compiled.dropped)
+        unsure = self.unsettled(row) or not self.shortfall.is_recorded(row.id, compiled.dropped)
         stale = unsure or bool(set(secrets(row) or ()) - set(secrets(changed) or ()))
         before, after = places(row), places(changed)
         stale = stale or not set(before or ()) <= set(after or ())
@@ -354,7 +354,7 @@ class Egress:
         if narrowed:
             try:
                 await self._grant(changed, compiled, all_values=not stale)
-                await self.shortfall.tell(changed, compiled)
+                await self.shortfall.record(changed, compiled)
                 changed = await self._persist(changed, settled)
             except (ApiError, Unreachable, wire.RemoteError, RegistryError) as error:
                 _log.warning("the change of %s is not yet complete: %s", row.id, _brief(error))
@@ -394,9 +394,9 @@ class Egress:
             if not _too_large(error):
                 raise
             too_large = Dropped(Part.POLICY, row.policy_name or "", "the policy is too large for a gateway")
-            compiled = replace(await self._policies.nothing(), dropped=(too_large,))
+            compiled = replace(await self._policies.always_allowed(), dropped=(too_large,))
             agreed = await self._put_in_force(row, compiled)
-        await self.shortfall.tell(row, compiled)
+        await self.shortfall.record(row, compiled)
         if agreed:
             await self._persist(row, compiled.digest)
             self._unsettled.discard(row.id)
@@ -486,7 +486,7 @@ class Egress:
         return row
 
 
-def _brought(row: Sandbox, changed: Sandbox, before: Compiled, after: Compiled) -> list[Dropped]:
+def _newly_dropped(row: Sandbox, changed: Sandbox, before: Compiled, after: Compiled) -> list[Dropped]:
     """Return the parts that the change would put out of force, but not unchanged parts that already are."""
     old, new = _bindings(row), _bindings(changed)
     known = {

@@ -91,7 +91,7 @@ class Policies:
         """Compile the policy of a sandbox, without the parts that the operator's document refuses."""
         return await asyncio.to_thread(_enforce, self._file.document, selection)
 
-    async def nothing(self) -> Compiled:
+    async def always_allowed(self) -> Compiled:
         """Compile the policy of a sandbox that gets no access of its own: only what the operator always allows."""
         return await self.enforce(NOTHING)
 

@@ -23,30 +23,30 @@ class Shortfall:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._told: dict[str, tuple[Dropped, ...]] = {}
+        self._recorded: dict[str, tuple[Dropped, ...]] = {}
 
     def forget(self, sandbox: str) -> None:
         """Drop all data about a removed sandbox."""
-        self._told.pop(sandbox, None)
+        self._recorded.pop(sandbox, None)
 
-    def is_told(self, sandbox: str, dropped: tuple[Dropped, ...]) -> bool:
+    def is_recorded(self, sandbox: str, dropped: tuple[Dropped, ...]) -> bool:
         """Return whether the log names exactly these parts."""
-        return self._told.get(sandbox, ()) == dropped
+        return self._recorded.get(sandbox, ()) == dropped
 
     def reason(self, sandbox: str) -> str | None:
         """Describe which parts of a sandbox's policy are not in force, and why; None if all are in force."""
-        dropped = self._told.get(sandbox, ())
+        dropped = self._recorded.get(sandbox, ())
         return f"not in force: {'; '.join(item.reason for item in dropped)}"[:MAX_REASON] if dropped else None
 
-    async def tell(self, row: Sandbox, compiled: Compiled) -> None:
+    async def record(self, row: Sandbox, compiled: Compiled) -> None:
         """Record which parts of a row are now out of force, and which are in force again.
 
         Raises:
             ApiError: auditd did not accept the record.
         """
-        if self.is_told(row.id, compiled.dropped):
+        if self.is_recorded(row.id, compiled.dropped):
             return
-        before, now = self._told.get(row.id, ()), compiled.dropped
+        before, now = self._recorded.get(row.id, ()), compiled.dropped
         out = {(item.part, item.name) for item in now}
         bound = {binding.name for binding in compiled.policy.bindings}
         lost = [item for item in now if item not in before]
@@ -57,7 +57,7 @@ class Shortfall:
         ]
         await self._record("gateway.dropped", "deny", row, compiled, lost)
         await self._record("gateway.restored", "info", row, compiled, back)
-        self._told[row.id] = now
+        self._recorded[row.id] = now
 
     async def _record(self, kind: str, decision: str, row: Sandbox, compiled: Compiled, items: list[Dropped]) -> None:
         for number, item in enumerate(items[:MAX_RECORDS], start=1):

@@ -139,11 +139,11 @@ class Ground:
         script = 'mount --bind "$1" /etc/resolv.conf && exec "$2" -I "$3" one "$4"'
         values = (str(resolver), sys.executable, str(ways_out.__file__), probe)
         command = ["nsenter", f"--net={self.path(self.control)}", "unshare", "-m", "sh", "-c", script, "sh", *values]
-        told = targets(resolver=RESOLVER, gateway=_CONTROL_FAR, inside=_CONTROL, interface="ctl0", gateway_mac="")
+        given = targets(resolver=RESOLVER, gateway=_CONTROL_FAR, inside=_CONTROL, interface="ctl0", gateway_mac="")
         try:
             done = subprocess.run(
                 command,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PROBE_TARGETS": json.dumps(told)},
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PROBE_TARGETS": json.dumps(given)},
                 capture_output=True,
                 text=True,
                 timeout=_TRY_SECONDS,

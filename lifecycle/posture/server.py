@@ -169,14 +169,14 @@ class ProbeSandbox:
             ServerError: no command can be run in the sandbox.
             ProbeError: it was not tried to its end.
         """
-        told = targets(
+        given = targets(
             resolver="192.0.2.1",
             gateway="192.0.2.1",
             inside="192.0.2.2",
             interface="eth0",
             gateway_mac="02:53:50:00:00:01",
         )
-        return report(probe, *self.run(f"python3 {_SCRIPT} one {probe}", PROBE_TARGETS=json.dumps(told)))
+        return report(probe, *self.run(f"python3 {_SCRIPT} one {probe}", PROBE_TARGETS=json.dumps(given)))
 
     def run(self, command: str, **environment: str) -> tuple[int, str]:
         """Run a shell command. Return its exit status and its output.

@@ -143,7 +143,7 @@ def _check_extensions(extensions: Mapping[str, str], limits: SandboxLimits) -> s
     if renew is not None and not (re.fullmatch(r"[0-9]{1,6}", renew, re.ASCII) and 300 <= int(renew) <= 86400):
         raise invalid(f"extensions: {RENEW_EXTENSION} must be a number of seconds from 300 to 86400.")
     for key in extensions:
-        if key not in _EXTENSIONS and _resembles_ours(key):
+        if key not in _EXTENSIONS and _is_misspelt(key):
             raise invalid(f"{unknown(('extensions', key))}; known are {', '.join(_EXTENSIONS)}.")
     runtime = extensions.get(RUNTIME_EXTENSION, limits.default_runtime)
     if runtime not in limits.runtimes:
@@ -154,7 +154,7 @@ def _check_extensions(extensions: Mapping[str, str], limits: SandboxLimits) -> s
     return runtime
 
 
-def _resembles_ours(key: str) -> bool:
+def _is_misspelt(key: str) -> bool:
     """Return whether a key is in our namespace, or differs from a known key by one or two letters."""
     folded = key.strip().lower()
     return folded.startswith("sallyport") or (

@@ -243,7 +243,7 @@ class Observer:
         """
         live = [row.id for row in await self._registry.all() if row.state in _LIVE]
         for sandbox in live:
-            self._egress.doubt(sandbox)
+            self._egress.mark_outdated(sandbox)
         await self._apply(dict.fromkeys(live, self._egress.reapply))
 
     async def _apply(self, work: Mapping[str, Callable[[str], Awaitable[None]]]) -> None:

@@ -179,7 +179,7 @@ class Watch:
         for result in await asyncio.gather(*map(one, checks), return_exceptions=True):
             if isinstance(result, BaseException):
                 _log.error("a check of the watch failed", exc_info=result)
-        await self._drops.tell()
+        await self._drops.report()
 
     def _forget(self, watched: Iterable[tuple[str, slots.Slot, str]]) -> None:
         items = tuple(watched)
@@ -203,7 +203,7 @@ class Watch:
             elif (found := by_container.get(deviation.container)) is not None:
                 self._cut(*found, finding)
         for finding in sorted(standing - self._standing, key=lambda item: item.reason):
-            self._alarms.tell(finding)
+            self._alarms.report(finding)
         self._standing = frozenset(standing)
 
     # -- the guard
@@ -213,7 +213,7 @@ class Watch:
         if guard.restarts != self._guard_restarts:
             self._guard_restarts = guard.restarts
             self._guard_generation = _NEVER
-            self._alarms.tell(Breach("isolation.guard", "the guard's process ended; workers do not dial without one"))
+            self._alarms.report(Breach("isolation.guard", "the guard's process ended; workers do not dial without one"))
         if not guard.in_force:
             return
         restarts = guard.restarts
@@ -229,7 +229,7 @@ class Watch:
         if not wrong:
             self._guard_generation = generation
             return
-        self._alarms.tell(Breach("isolation.guard", f"the guard's table or the floor {wrong}; both are renewed"))
+        self._alarms.report(Breach("isolation.guard", f"the guard's table or the floor {wrong}; both are renewed"))
         self._guard_restarts = guard.restarts + 1
         self._guard_generation = _NEVER
         await guard.renew()
@@ -295,7 +295,7 @@ class Watch:
         else:
             if finding is None:
                 return seen.generation
-        self._alarms.tell(Breach(finding.rule, f"a slot made ahead is not used: {finding.reason}"[:400]))
+        self._alarms.report(Breach(finding.rule, f"a slot made ahead is not used: {finding.reason}"[:400]))
         return None
 
     async def _first_process(self, slot: slots.Slot, container: str) -> Breach | None:
@@ -327,4 +327,4 @@ class Watch:
         task = asyncio.create_task(self._sandboxes.cut(name, slot, f"{finding.rule}: {finding.reason}"))
         self._cuts.add(task)
         task.add_done_callback(self._cuts.discard)
-        self._alarms.tell(finding, name)
+        self._alarms.report(finding, name)

@@ -26,7 +26,7 @@ class Drops:
     def __init__(self, daemons: Daemons) -> None:
         self._daemons = daemons
         self._seen: dict[tuple[str, str], int] = {}
-        self._told: dict[tuple[str, str], int] = {}
+        self._reported: dict[tuple[str, str], int] = {}
 
     def seen(self, sandbox: str, counters: Mapping[str, int]) -> None:
         """Store the counters of a sandbox's slot."""
@@ -36,13 +36,13 @@ class Drops:
 
     def forget(self, remaining: Container[str]) -> None:
         """Remove the counters of sandboxes that were removed."""
-        for known in (self._seen, self._told):
+        for known in (self._seen, self._reported):
             for key in [key for key in known if key[0] not in remaining]:
                 del known[key]
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         """Send records of the counters that have grown to auditd. Never fails."""
-        grown = [item for item in self._seen.items() if self._told.get(item[0]) != item[1]][:_MOST]
+        grown = [item for item in self._seen.items() if self._reported.get(item[0]) != item[1]][:_MOST]
         if not grown:
             return
         records = tuple(_record(sandbox, name, count) for (sandbox, name), count in grown)
@@ -51,7 +51,7 @@ class Drops:
         except (OSError, wire.FrameError, wire.RemoteError) as error:
             _log.warning("auditd did not take what was dropped: %s", error or type(error).__name__)
             return
-        self._told.update(grown)
+        self._reported.update(grown)
 
 
 def _record(sandbox: str, name: str, count: int) -> Entry:

@@ -140,8 +140,8 @@ def policy_fact(payload: bytes) -> str:
     """Describe one routing rule of a dump."""
     family, *rest = struct.unpack_from("=BBBBBBBB", payload)
     found = attributes(payload[12:])
-    told = " ".join(f"{kind}:{value.hex()}" for kind, value in sorted(found.items()))
-    return f"policy of family {family}: {bytes(rest).hex()} {told}"
+    properties = " ".join(f"{kind}:{value.hex()}" for kind, value in sorted(found.items()))
+    return f"policy of family {family}: {bytes(rest).hex()} {properties}"
 
 
 def queue_fact(payload: bytes) -> str:

@@ -87,9 +87,9 @@ class Watchdog:
 
     def _one_life(self) -> int:
         """Start hostd and wait for its end; return its status, negative for a signal."""
-        ready, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        pid = self._start(told)
-        os.close(told)
+        ready, given = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        pid = self._start(given)
+        os.close(given)
         liveness, beats = Liveness(self._tick, *self._hangs), 0
         if self._stopping:  # the signal came while there was no hostd: this one adopts what is left, to remove it
             os.kill(pid, signal.SIGTERM)
@@ -112,7 +112,7 @@ class Watchdog:
             self._was_ready = self._was_ready or _read(ready) != b""
             os.close(ready)
 
-    def _start(self, told: int) -> int:
+    def _start(self, given: int) -> int:
         ours = os.getpid()
         pid = os.fork()
         if pid != 0:
@@ -122,10 +122,10 @@ class Watchdog:
             if os.getppid() == ours:  # otherwise the watchdog ended before the prctl call
                 os.setsid()  # a Ctrl-C in the terminal reaches only the watchdog, which passes it on
                 outrank(os.getpid())
-                os.set_inheritable(told, True)
+                os.set_inheritable(given, True)
                 # SIGINT and SIGTERM stay blocked, and so pending, until hostd has its handlers.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))
-                environment = {**os.environ, READY_FD: str(told)}
+                environment = {**os.environ, READY_FD: str(given)}
                 os.execve(self._command[0], self._command, environment)  # noqa: S606 - no shell is meant
         finally:
             os._exit(_CANNOT_START)

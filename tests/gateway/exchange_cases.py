@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gateway.effects import Over, SecretRefused
 from gateway.ledger import Ledger
-from gateway.scrub.sought import MAX_PARTIAL
+from gateway.scrub.searched import MAX_PARTIAL
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
@@ -29,7 +29,7 @@ OPEN = AllowRequest("r")
 MAX_DECODED = 4096
 """The limit of the bytes of an encoded body that are searched, and of the decoded ones."""
 
-ORDER = ["decide", "count", "request allow", "lease", "secret.use allow", "sought", "decide"]
+ORDER = ["decide", "count", "request allow", "lease", "secret.use allow", "searched", "decide"]
 """The steps of a request with a secret. `connect info` follows."""
 PLAIN = ["decide", "count", "request allow", "decide"]
 """The steps of a request to a host that gets no secret."""
@@ -83,8 +83,8 @@ class Ports:
             raise SecretRefused(self.refused)
         return Secret(self.secret)
 
-    async def sought(self, _use: SecretAt) -> tuple[Secret, ...]:
-        self._step("sought")
+    async def searched(self, _use: SecretAt) -> tuple[Secret, ...]:
+        self._step("searched")
         return (Secret(self.secret),)
 
     async def accept(self, kind: str, decision: str, **fields: object) -> None:
@@ -451,7 +451,7 @@ UPGRADES = [
     ),
     Case(
         "a secret is bound after the handshake was sent",
-        [*PLAIN_CONNECTED, "sought"],
+        [*PLAIN_CONNECTED, "searched"],
         None,
         decision=OPEN,
         uses=(),
@@ -493,7 +493,7 @@ RESPONSES = [
     _response("a secret over HTTP/2", http2=True, pieces=split(BODY, 7), got=(), text=MASKED),
     Case(
         "a secret that this request was not sent",
-        ["decide", "count", "request allow", "sought", "decide", "connect info"],
+        ["decide", "count", "request allow", "searched", "decide", "connect info"],
         200,
         decision=OPEN,
         pieces=split(BODY, 7),
@@ -502,7 +502,7 @@ RESPONSES = [
     ),
     Case(
         "a secret that was bound after the request was sent",
-        [*PLAIN_CONNECTED, "sought"],
+        [*PLAIN_CONNECTED, "searched"],
         200,
         decision=OPEN,
         uses=(),
@@ -547,7 +547,7 @@ RESPONSES = [
     ),
     Case(
         "a part of a document",
-        [*PLAIN_CONNECTED, "sought"],
+        [*PLAIN_CONNECTED, "searched"],
         502,
         decision=OPEN,
         uses=(),
@@ -560,7 +560,7 @@ RESPONSES = [
     ),
     Case(
         "what to take out is not known",
-        [*PLAIN_CONNECTED, "sought"],
+        [*PLAIN_CONNECTED, "searched"],
         502,
         decision=OPEN,
         uses=(),
@@ -572,7 +572,7 @@ RESPONSES = [
     ),
     Case(
         "revoked before the response begins",
-        [*PLAIN_CONNECTED, "sought"],
+        [*PLAIN_CONNECTED, "searched"],
         None,
         decision=OPEN,
         uses=(),

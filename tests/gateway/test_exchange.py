@@ -10,7 +10,7 @@ import pytest
 from gateway.admission import Admission
 from gateway.effects import Effects
 from gateway.exchange import MAX_RECORDED_PATH, Exchange, Session
-from gateway.scrub.sought import MATCHES_FORGOTTEN, MAX_MATCHES, KnownPatterns
+from gateway.scrub.searched import MATCHES_FORGOTTEN, MAX_MATCHES, KnownPatterns
 from gateway.scrub.stream import Withheld
 from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
@@ -376,7 +376,7 @@ def test_a_revocation_finds_the_session_before_its_secret_is_there() -> None:
     found: list[str] = []
     ports.on_step = lambda _number, step: found.append(step) if "api-token" in session.used else None
     ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
-    assert ["lease", "secret.use allow", "sought", "decide"] == found
+    assert ["lease", "secret.use allow", "searched", "decide"] == found
     assert {b"x-api-key"} == session.sensitive
 
 
@@ -403,7 +403,7 @@ def test_an_overloaded_worker_counts_and_asks_nothing() -> None:
     assert (["decide"], ["overload"]) == (ports.steps, ports.denials())
 
 
-@pytest.mark.parametrize("step", ["request allow", "lease", "secret.use allow", "sought"])
+@pytest.mark.parametrize("step", ["request allow", "lease", "secret.use allow", "searched"])
 def test_a_request_is_under_way_until_it_may_be_forwarded(step: str) -> None:
     ports, now, waits = Ports(), 0.0, []
     session = session_of(ports, lambda: now)

@@ -140,11 +140,11 @@ async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, 
         await secrets.lease(PLAN, other)
     use = SecretAt(PLAN, other.host, Endpoint(other.port, other.scheme))
     with pytest.raises(SecretRefused):
-        await secrets.sought(use)
+        await secrets.searched(use)
     far.refusal = None
     assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
     assert Secret("value 4") == await secrets.lease(PLAN, other)
-    assert (Secret("value 4"),) == await secrets.sought(use)
+    assert (Secret("value 4"),) == await secrets.searched(use)
     assert [(asked.host, asked.port, asked.scheme) for asked in far.asked] == [
         (each.host, each.port, each.scheme.value) for each in (UNUSUAL, other, other, other)
     ]
@@ -161,21 +161,21 @@ async def test_what_is_dropped_is_asked_for_again(
     far: Far, secrets: LeasedSecrets, dropped: frozenset[str] | None
 ) -> None:
     await secrets.lease(PLAN, request())
-    await secrets.sought(replace(USE, host="other.test"))
+    await secrets.searched(replace(USE, host="other.test"))
     far.refusal = wire.RequestError(wire.Code.NOT_GRANTED, "a sentence")
     absent = replace(USE, host="absent.test")
     with pytest.raises(SecretRefused):
-        await secrets.sought(absent)
+        await secrets.searched(absent)
     far.refusal = None
     secrets.drop(dropped)
     kept = dropped == frozenset({"other"})
     assert Secret("value 1" if kept else "value 4") == await secrets.lease(PLAN, request())
-    assert (Secret("value 2" if kept else "value 5"),) == await secrets.sought(replace(USE, host="other.test"))
+    assert (Secret("value 2" if kept else "value 5"),) == await secrets.searched(replace(USE, host="other.test"))
     if kept:
         with pytest.raises(SecretRefused):
-            await secrets.sought(absent)
+            await secrets.searched(absent)
     else:
-        assert (Secret("value 6"),) == await secrets.sought(absent)
+        assert (Secret("value 6"),) == await secrets.searched(absent)
 
 
 async def test_a_lease_ends_with_its_time_and_with_its_channel(far: Far, secrets: LeasedSecrets) -> None:
@@ -233,9 +233,9 @@ async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secr
     far.scope = Scope(("PUT",))
     far.former = ("yesterday's value",)
     for _ in range(3):
-        assert (Secret("value 1"), Secret("yesterday's value")) == await secrets.sought(USE)
+        assert (Secret("value 1"), Secret("yesterday's value")) == await secrets.searched(USE)
     assert Secret("value 2") == await secrets.lease(PLAN, request("PUT"))
-    assert (Secret("value 2"), Secret("yesterday's value")) == await secrets.sought(USE)
+    assert (Secret("value 2"), Secret("yesterday's value")) == await secrets.searched(USE)
     where = ("token", "good.test", 443, "https")
     assert [Release(*where, purpose=ReleasePurpose.SCRUB), Release(*where, "PUT", "/v1/x")] == far.asked
 
@@ -247,10 +247,10 @@ async def test_what_is_looked_for_is_asked_for_again_after_a_revocation_and_on_a
         server = await wire.serve_connection(other, handler(CHANNEL, far.handle))
         vault = VaultClient.from_fd(near.detach())
         secrets = LeasedSecrets(in_force(vault=vault))
-        assert (Secret(f"value {2 * values - 1}"),) == await secrets.sought(USE)
+        assert (Secret(f"value {2 * values - 1}"),) == await secrets.searched(USE)
         assert far.channel is not None
         await far.channel.ask(Revoke(("token",)))
-        assert (Secret(f"value {2 * values}"),) == await secrets.sought(USE)
+        assert (Secret(f"value {2 * values}"),) == await secrets.searched(USE)
         await vault.close()
         await server.close()
 
@@ -261,19 +261,19 @@ async def test_a_secret_the_sandbox_does_not_have_is_not_asked_for_with_each_req
     far.refusal = wire.RequestError(wire.Code.NOT_GRANTED, "a sentence")
     for _ in range(5):
         with pytest.raises(SecretRefused):
-            await secrets.sought(USE)
+            await secrets.searched(USE)
     assert 1 == len(far.asked)
     far.refusal = None
     far.lease_seconds = 0
     await secrets.lease(PLAN, request())
-    assert (Secret("value 3"),) == await secrets.sought(USE)  # the lease has ended, and the secret exists
+    assert (Secret("value 3"),) == await secrets.searched(USE)  # the lease has ended, and the secret exists
 
 
 async def test_what_is_not_known_is_no_absence(far: Far, secrets: LeasedSecrets) -> None:
     far.refusal = wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "a sentence")
     for _ in range(2):
         with pytest.raises(ReleaseRefusedError):
-            await secrets.sought(USE)
+            await secrets.searched(USE)
     assert 2 == len(far.asked)
 
 

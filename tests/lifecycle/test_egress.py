@@ -555,7 +555,7 @@ async def test_the_places_of_a_binding_out_of_force_go_with_it(vaulted: Still) -
     """Otherwise its value could be granted there again."""
     assert 2 == len(vaulted.world.vaultd.bounds[vaulted.sandbox])
     await vaulted.document(TIGHTER)
-    vaulted.egress.doubt(vaulted.sandbox)
+    vaulted.egress.mark_outdated(vaulted.sandbox)
     await vaulted.egress.reapply(vaulted.sandbox)
     assert (set(), 2) == (vaulted.grants, len(vaulted.world.vaultd.bounds[vaulted.sandbox]))
     body = {"credentials": {"add": [credential("three", "x")]}, "bindings": {"delete": ["a"]}}
@@ -568,7 +568,7 @@ async def test_a_value_given_while_its_binding_is_out_of_force_may_be_used_there
     await vaulted.egress.patch_vault(vaulted.sandbox, {"credentials": {"replace": [credential("one", "x")]}})
     assert set() == vaulted.grants
     await vaulted.document(OPERATOR)
-    vaulted.egress.doubt(vaulted.sandbox)
+    vaulted.egress.mark_outdated(vaulted.sandbox)
     await vaulted.egress.reapply(vaulted.sandbox)
     assert {("inline:2/one", "api.example.org"), ("inline:1/two", "api.example.org")} == vaulted.grants
 
@@ -661,7 +661,7 @@ async def test_what_is_settled_is_left_alone(vaulted: Still) -> None:
     """Also a row compiled under an earlier document, if the new document makes no difference to it."""
     before = await vaulted.row()
     await vaulted.egress.reapply(vaulted.sandbox)
-    vaulted.egress.doubt(vaulted.sandbox)
+    vaulted.egress.mark_outdated(vaulted.sandbox)
     assert vaulted.egress.unsettled(before)
     await vaulted.egress.reapply(vaulted.sandbox)
     assert ([], before) == (vaulted.calls(), await vaulted.row())
@@ -672,7 +672,7 @@ async def test_a_new_document_is_put_in_force_at_gateway_and_vault(vaulted: Stil
     await vaulted.document(TIGHTER)
     await vaulted.egress.reapply(vaulted.sandbox)
     assert [] == vaulted.calls()  # the document's change was not reported for it
-    vaulted.egress.doubt(vaulted.sandbox)
+    vaulted.egress.mark_outdated(vaulted.sandbox)
     await vaulted.egress.reapply(vaulted.sandbox)
     assert ("api.example.org",) == vaulted.gateway.always_deny
     assert (set(), {VALUE, "value-of-the-second"}) == (vaulted.grants, vaulted.values)
@@ -684,7 +684,7 @@ async def test_a_new_document_is_put_in_force_at_gateway_and_vault(vaulted: Stil
 async def test_a_mark_has_the_registrys_policy_put_in_force(vaulted: Still, mark: str) -> None:
     """For a mark in either of the two. The values without a row are dropped."""
     vaulted.world.vaultd.inline[vaulted.sandbox]["inline:left"] = "value-that-was-left"
-    nothing = (await vaulted.server.policies.nothing()).policy
+    nothing = (await vaulted.server.policies.always_allowed()).policy
     vaulted.world.hostd.policies[vaulted.sandbox] = nothing.to_json()
     if mark == "registry":
         await vaulted.put(policy_digest="")
@@ -701,7 +701,7 @@ async def test_a_mark_has_the_registrys_policy_put_in_force(vaulted: Still, mark
 async def test_gateway_and_vault_do_not_wait_for_each_other(vaulted: Still, away: str) -> None:
     """Each one becomes tighter even if the other refuses. The sandbox stays unsettled."""
     await vaulted.document(TIGHTER)
-    vaulted.egress.doubt(vaulted.sandbox)
+    vaulted.egress.mark_outdated(vaulted.sandbox)
     op = {"vaultd": "regrant", "hostd": "configure"}[away]
     getattr(vaulted.world, away).fail[op] = wire.RequestError(wire.Code.INTERNAL, "x")
     await vaulted.egress.reapply(vaulted.sandbox)
@@ -714,7 +714,7 @@ async def test_gateway_and_vault_do_not_wait_for_each_other(vaulted: Still, away
 async def test_a_database_that_takes_no_mark_keeps_nothing_from_being_settled(vaulted: Still) -> None:
     """The mark is then in memory, and stays until the database has the digest."""
     await vaulted.document(TIGHTER)
-    vaulted.egress.doubt(vaulted.sandbox)
+    vaulted.egress.mark_outdated(vaulted.sandbox)
     path = vaulted.world.config.state_dir / "sallyport.db"
     with contextlib.closing(sqlite3.connect(path, autocommit=True)) as database:
         database.execute("CREATE TRIGGER full BEFORE INSERT ON sandboxes BEGIN SELECT RAISE(ABORT, 'full'); END")
@@ -733,7 +733,7 @@ async def test_a_vaultd_that_grants_nothing_keeps_what_is_still_granted(still: S
     other = {**binding("b", "two"), "match": {"hosts": ["other.example.org"]}}
     await still.egress.create_vault(still.sandbox, {**VAULT, "bindings": [binding("a", "one"), other]})
     await still.document(TIGHTER)
-    still.egress.doubt(still.sandbox)
+    still.egress.mark_outdated(still.sandbox)
     still.world.vaultd.fail["regrant"] = wire.RequestError(wire.Code.INTERNAL, "x")
     await still.egress.reapply(still.sandbox)
     assert {("inline:1/two", "other.example.org")} == still.grants
@@ -768,13 +768,13 @@ async def test_a_policy_that_fits_into_no_gateway_is_deny_all(vaulted: Still, mo
 
 async def test_reapplying_raises_nothing_and_forgets_what_is_gone(still: Still) -> None:
     still.world.hostd.fail["configure"] = wire.RequestError(wire.Code.UNAVAILABLE, "x")
-    still.egress.doubt(still.sandbox)
+    still.egress.mark_outdated(still.sandbox)
     await still.put(policy_digest="")
     await still.egress.reapply(still.sandbox)
     assert still.egress.unsettled(await still.row())
     row = await still.row()
     await still.server.registry.delete(still.sandbox)
-    still.egress.doubt(still.sandbox)
+    still.egress.mark_outdated(still.sandbox)
     await still.egress.reapply(still.sandbox)
     assert not still.egress.unsettled(replace(row, policy_digest="x"))
 

@@ -91,7 +91,7 @@ async def test_alarms_wait_for_auditd_in_their_order_and_what_did_not_fit_is_cou
     alarms = Alarms(cast(Daemons, SimpleNamespace(client=lambda _name: auditd)))
     alarms.start()
     for number in range(300):
-        alarms.tell(Breach("isolation.link", str(number)), f"sandbox-{number}")
+        alarms.report(Breach("isolation.link", str(number)), f"sandbox-{number}")
     await asyncio.sleep(0.05)
     assert [] == auditd.taken
     auditd.up = True

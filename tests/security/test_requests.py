@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from demo.sandboxes import DemoSandbox, Secrets
-from gateway.scrub.sought import MAX_PARTIAL
+from gateway.scrub.searched import MAX_PARTIAL
 from testbed.attacks import Attack, Verdicts, from_outside, from_sandbox
 from testbed.echoes import REDIRECTS, forms
 from testbed.internet import ADDRESSES, API, ATTACKER, GIT, METADATA_ADDRESS, STATUS, Internet, received_field

@@ -256,7 +256,7 @@ class Rig:
         bound = self.decide is None if self.bound is None else self.bound
         return (SecretAt(self.plan, host, Endpoint(443, Scheme.HTTPS)),) if bound else ()
 
-    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+    async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
         if self.broken_sought:
             raise ConnectionError("the vault is gone")
         self.sought_for.append(use)

@@ -44,8 +44,8 @@ class CaseRig(Rig):
     async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
         return await self.ports.lease(plan, facts)
 
-    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
-        return await self.ports.sought(use)
+    async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
+        return await self.ports.searched(use)
 
 
 def fields(headers: object) -> Fields:

@@ -24,7 +24,7 @@ from gateway.engines.mitm.gate import STAMP, Gate, Sentinel
 from gateway.engines.port import EngineLimits, InspectedFlow
 from gateway.exchange import Exchange
 from gateway.ledger import Ledger
-from gateway.scrub.sought import MATCHES_FORGOTTEN, MAX_MATCHES, MAX_PARTIAL, KnownPatterns
+from gateway.scrub.searched import MATCHES_FORGOTTEN, MAX_MATCHES, MAX_PARTIAL, KnownPatterns
 from gateway.scrub.stream import Withheld
 from gateway.tls.contexts import ClientContexts
 from gateway.tls.hello import Refused
@@ -177,7 +177,7 @@ async def test_a_request_without_a_secret_is_counted_and_recorded(bench: Bench) 
     assert goes_on(bench, flow)
 
 
-STATUS = {"request allow": 503, "lease": 503, "secret.use allow": 503, "sought": 503}
+STATUS = {"request allow": 503, "lease": 503, "secret.use allow": 503, "searched": 503}
 """The status of a request in which that step raises; None: the flow ends."""
 
 
@@ -243,7 +243,7 @@ async def test_a_revocation_finds_a_flow_that_waits_for_its_secret(bench: Bench)
     found: list[bool] = []
 
     def look(_number: int, step: str) -> None:
-        if step in ("lease", "sought"):
+        if step in ("lease", "searched"):
             found.append("api-token" in bench.gate.used)
 
     bench.ports.on_step = look
@@ -350,7 +350,7 @@ async def test_a_worker_with_too_many_requests_under_way_counts_and_asks_nothing
     assert not goes_on(bench, flow)
 
 
-@pytest.mark.parametrize("step", ["request allow", "lease", "secret.use allow", "sought"])
+@pytest.mark.parametrize("step", ["request allow", "lease", "secret.use allow", "searched"])
 async def test_a_request_is_under_way_until_it_may_be_forwarded(bench: Bench, step: str) -> None:
     waits: list[int | None] = []
 
@@ -632,7 +632,7 @@ async def test_an_answer_of_which_it_is_not_known_what_to_take_out_does_not_begi
     ports.uses = (USE,)
 
     def late(_number: int, step: str) -> None:
-        if step != "sought":
+        if step != "searched":
             return
         if failure == "unknown":
             raise ConnectionError("gone")

@@ -13,7 +13,7 @@ import h2.events
 import pytest
 
 from gateway.ledger import Ledger
-from gateway.scrub.sought import MAX_MATCHES, MAX_PARTIAL
+from gateway.scrub.searched import MAX_MATCHES, MAX_PARTIAL
 from policy.decision import AllowRequest
 
 from .conftest import Lab, Rig, only, read_all

@@ -11,7 +11,7 @@ from gateway.effects import Effects, Over, SecretRefused
 from gateway.ledger import Ledger
 from gateway.scrub.charsets import searchable
 from gateway.scrub.grpc import MessageScrubber
-from gateway.scrub.sought import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, Sought, texts_of, too_short
+from gateway.scrub.searched import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, SearchedSecrets, texts_of, too_short
 from gateway.scrub.stream import Withheld
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
@@ -116,7 +116,7 @@ class Vault:
     async def lease(self, _plan: InjectionPlan, _facts: RequestFacts) -> Secret:
         raise SecretRefused("not asked here")
 
-    async def sought(self, use: SecretAt) -> tuple[Secret, ...]:
+    async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
         self.asked.append(use.plan.secret)
         self.on_ask()
         values = self.values[use.plan.secret]
@@ -144,7 +144,7 @@ HOST = "good.test"
 FIRST, SECOND = use("first"), use("second")
 
 
-def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) -> Sought:
+def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) -> SearchedSecrets:
     effects = Effects(
         decider=vault,
         allowance=vault,
@@ -154,73 +154,73 @@ def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) 
         admission=Admission(lambda: 0.0),
         clock=lambda: 0.0,
     )
-    return Sought(HOST, effects, KnownPatterns())
+    return SearchedSecrets(HOST, effects, KnownPatterns())
 
 
 async def test_all_values_of_all_secrets_of_the_host_are_looked_for_and_asked_for_once() -> None:
     vault = Vault((FIRST, SECOND), {"first": ("value-of-today", "value-of-yesterday"), "second": ("another-value",)})
-    sought = looking(vault)
-    assert (True, False, None) == (sought.bound(), sought.complete(), sought.patterns)
+    searched = looking(vault)
+    assert (True, False, None) == (searched.bound(), searched.complete(), searched.patterns)
     for _ in range(2):
-        await sought.learn()
-    assert sought.patterns is not None and sought.complete()
+        await searched.learn()
+    assert searched.patterns is not None and searched.complete()
     for text in (b"value-of-today", b"value-of-yesterday", b"another-value"):
-        assert sought.patterns.spans(text)
-    assert (["first", "second"], {"first", "second"}) == (vault.asked, sought.names)
-    assert sought.covers([FIRST.plan, SECOND.plan]) and not sought.covers([use("third").plan])
+        assert searched.patterns.spans(text)
+    assert (["first", "second"], {"first", "second"}) == (vault.asked, searched.names)
+    assert searched.covers([FIRST.plan, SECOND.plan]) and not searched.covers([use("third").plan])
 
     vault.uses = ()  # it can still come back
-    await sought.learn()
-    assert sought.patterns.spans(b"another-value")
+    await searched.learn()
+    assert searched.patterns.spans(b"another-value")
 
 
 async def test_a_secret_that_the_sandbox_does_not_have_is_passed_over_and_covers_nothing() -> None:
     vault = Vault((FIRST, SECOND), {"first": SecretRefused("no"), "second": ("another-value",)})
-    sought = looking(vault)
-    await sought.learn()
-    assert sought.patterns is not None and sought.patterns.spans(b"another-value")
-    assert sought.complete() and sought.covers([SECOND.plan]) and not sought.covers([FIRST.plan])
+    searched = looking(vault)
+    await searched.learn()
+    assert searched.patterns is not None and searched.patterns.spans(b"another-value")
+    assert searched.complete() and searched.covers([SECOND.plan]) and not searched.covers([FIRST.plan])
     vault.values["first"] = ("it-is-there-now",)
-    await sought.learn()
-    assert sought.patterns.spans(b"it-is-there-now") and sought.covers([FIRST.plan])
+    await searched.learn()
+    assert searched.patterns.spans(b"it-is-there-now") and searched.covers([FIRST.plan])
 
 
 async def test_a_secret_that_is_not_known_is_an_error_and_its_flow_is_within_reach() -> None:
     vault = Vault((FIRST,), {"first": ConnectionError("gone")})
-    sought = looking(vault)
-    vault.on_ask = lambda: found.append(set(sought.names))
+    searched = looking(vault)
+    vault.on_ask = lambda: found.append(set(searched.names))
     found: list[set[str]] = []
     with pytest.raises(ConnectionError):
-        await sought.learn()
+        await searched.learn()
     assert [{"first"}] == found
-    assert not sought.covers([FIRST.plan])
+    assert not searched.covers([FIRST.plan])
 
 
 async def test_what_is_looked_for_once_is_bounded_also_when_policy_binds_it_no_more() -> None:
     vault, ledger = Vault((FIRST,), {"first": ("value-of-today",)}), Ledger.fresh()
-    sought = looking(vault, ledger)
-    await sought.learn()
+    searched = looking(vault, ledger)
+    await searched.learn()
     ledger.reflections = MAX_PARTIAL
     vault.uses = ()
-    assert sought.refusal() is not None
+    assert searched.refusal() is not None
     assert looking(vault, ledger).refusal() is None  # for a host that never had a secret
 
 
 async def test_each_end_that_looks_like_a_secret_is_counted_before_it_is_shown() -> None:
     """Also several in one piece."""
     ledger, log = Ledger.fresh(), Log()
-    sought = looking(Vault((FIRST,), {"first": ("value-of-today",)}), ledger, log)
-    await sought.learn()
-    assert sought.patterns is not None
+    searched = looking(Vault((FIRST,), {"first": ("value-of-today",)}), ledger, log)
+    await searched.learn()
+    assert searched.patterns is not None
     message = b"\0\0\0\0\7value-o"
-    scrubber = MessageScrubber(sought.patterns)
-    out = sought.counted(scrubber, lambda: scrubber.feed(message * 3), {"host": HOST})
+    scrubber = MessageScrubber(searched.patterns)
+    out = searched.counted(scrubber, lambda: scrubber.feed(message * 3), {"host": HOST})
     assert (3 * message.replace(b"value-o", b"*" * 7), 3) == (out, ledger.reflections)
     assert [("reflection", HOST)] * 3 == [(note["rule"], note["host"]) for note in log.notes]
     for _ in range(MAX_PARTIAL - 3):
-        sought.counted(scrubber, lambda: scrubber.feed(message), {})
+        searched.counted(scrubber, lambda: scrubber.feed(message), {})
     with pytest.raises(Withheld):
-        sought.counted(scrubber, lambda: scrubber.feed(message), {})
+        searched.counted(scrubber, lambda: scrubber.feed(message), {})
     assert MAX_PARTIAL == ledger.reflections
 
 

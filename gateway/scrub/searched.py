@@ -56,7 +56,7 @@ class KnownPatterns:
         return f"KnownPatterns({len(self._known)})"
 
 
-class Sought:
+class SearchedSecrets:
     """The values to search for in the responses of one flow."""
 
     def __init__(self, host: str, effects: Effects, known: KnownPatterns) -> None:
@@ -99,7 +99,7 @@ class Sought:
             self._considered.add(use)
             self.names.add(use.plan.secret)  # set before the wait: a revocation during the wait then finds this flow
             try:
-                values = await self._secrets.sought(use)
+                values = await self._secrets.searched(use)
             except SecretRefused:
                 continue
             texts = {text for value in values for text in texts_of(use.plan, value)}
