@@ -270,7 +270,7 @@ def check_readable(path: Path) -> None:
     if not path.is_file():
         raise SettingsError(f"{path}: there is no such file")
     if not path.stat().st_mode & 0o004:
-        raise SettingsError(f"{path}: must be readable by everybody (chmod o+r); it holds no secret")
+        raise SettingsError(f"{path}: must be readable by every user (chmod o+r); it holds no secret")
 
 
 def _write(path: Path, text: str) -> None:

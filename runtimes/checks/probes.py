@@ -219,10 +219,10 @@ def execd(path: str) -> str:
     """A static program that every user can execute and only its owner can write."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o555 != 0o555 or status.st_mode & 0o022:
-        raise CheckError(f"{path} must be a program that everybody can run and only its owner can write")
+        raise CheckError(f"{path} must be a program that every user can run and only its owner can write")
     with open(path, "rb") as file:
         if not is_static(file.read(65536)):
-            raise CheckError(f"{path} is not a static 64-bit ELF program: it could not run in anybody's image")
+            raise CheckError(f"{path} is not a static 64-bit ELF program: it could not run in every image")
     return f"{path}: static"
 
 
@@ -251,7 +251,7 @@ def images(config: HostConfig) -> str:
 def roots(path: str) -> str:
     """The certificate authorities by which upstream servers are verified."""
     if not os.stat(path).st_mode & 0o004:
-        raise CheckError(f"{path} is not readable by everybody")
+        raise CheckError(f"{path} is not readable by every user")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(cafile=path)

@@ -113,7 +113,7 @@ async def test_nothing_has_changed_while_the_moments_cannot_be_moved(
 
 
 @pytest.mark.parametrize("step", [DAY, -DAY], ids=["ahead", "back"])
-async def test_rows_and_clock_move_together_whoever_stops_waiting(
+async def test_rows_and_clock_move_together_when_callers_are_cancelled(
     server: World, step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert server.server is not None

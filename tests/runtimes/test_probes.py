@@ -88,7 +88,7 @@ def test_roots_must_be_certificates_and_readable(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match="no certificate"):
         probes.roots(str(path))
     path.chmod(0o600)
-    with pytest.raises(CheckError, match="readable by everybody"):
+    with pytest.raises(CheckError, match="readable by every user"):
         probes.roots(str(path))
 
 

@@ -119,7 +119,7 @@ def test_a_hostd_that_was_killed_is_started_once_more_to_remove_what_is_left(kee
     assert kept.process.wait(timeout=30) in (0, 1)
 
 
-def test_a_killed_keeper_leaves_no_hostd(keep: Callable[[str], Kept]) -> None:
+def test_a_killed_watchdog_leaves_no_hostd(keep: Callable[[str], Kept]) -> None:
     kept = keep(_READY + _STAY)
     hostd = int(kept.lines(1)[0])
     assert alive(hostd)
@@ -169,7 +169,7 @@ def test_a_worker_that_stays_is_killed_before_the_next_hostd(
 
 
 @pytest.mark.system
-def test_a_keeper_that_starts_beside_another_server_leaves_its_workers_alone(
+def test_a_watchdog_that_starts_beside_another_server_leaves_its_workers_alone(
     keep: Callable[[str], Kept], tmp_path: Path
 ) -> None:
     groups = Cgroups(str(tmp_path))

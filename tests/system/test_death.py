@@ -230,7 +230,7 @@ def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: 
 @pytest.mark.parametrize(
     "victims", [*ALONE, PAIRS[0], *(pytest.param(pair, marks=pytest.mark.extended) for pair in PAIRS[1:])]
 )
-def test_whoever_dies_nothing_escapes_and_everything_comes_back_by_itself(
+def test_after_any_death_nothing_escapes_and_everything_comes_back_by_itself(
     victims: str, stack: Stack, clients: list[Client], internet: Internet, record_property: Any
 ) -> None:
     took = recovery(stack, victims.split("+"), clients, internet)
@@ -306,7 +306,7 @@ def ways_in(stack: Stack, client: Client) -> int:
     return len([record for record in records if (record["kind"], record["decision"]) == ("ingress", "allow")])
 
 
-def test_a_killed_keeper_takes_hostd_with_it_and_the_next_start_adopts(
+def test_a_killed_watchdog_takes_hostd_with_it_and_the_next_start_adopts(
     stack: Stack, clients: list[Client], internet: Internet
 ) -> None:
     """No hostd without a watchdog; without both the sandboxes are cut off; the next `serve` finds them as they were."""

@@ -139,7 +139,7 @@ func TestAMoveAcrossDevicesKeepsModesAndTimesOfReadOnlyDirectoriesToo(t *testing
 	}
 }
 
-func TestAMoveAcrossDevicesGivesNobodyAnothersSetIDProgram(t *testing.T) {
+func TestAMoveAcrossDevicesMakesNoSetIDProgramOfAnotherOwner(t *testing.T) {
 	f := newFixture(t)
 	base, target := testkit.Opened(t), elsewhere(t)
 	given(t, base+"/program", []byte("#!"), 0o755)

@@ -54,7 +54,7 @@ func TestNoHelperStartsWithoutAProgram(t *testing.T) {
 	testkit.Equal(t, true, err != nil)
 }
 
-func TestAStoppedHelperHoldsNobodyUp(t *testing.T) {
+func TestAStoppedHelperDelaysNoOther(t *testing.T) {
 	ours, theirs, err := sys.SocketPair()
 	if err != nil {
 		t.Fatal(err)

@@ -24,7 +24,7 @@ type Auth struct {
 	open bool // operator switch --insecure-no-token
 }
 
-var errNoToken = errors.New("no access token: give --access-token-sha256, or --insecure-no-token to serve everybody")
+var errNoToken = errors.New("no access token: give --access-token-sha256, or --insecure-no-token to serve every client")
 
 // NewAuth makes an Auth from a hash in hexadecimal digits. An empty hash is an error unless insecure is set; then the
 // Auth allows every request.

@@ -269,7 +269,7 @@ func TestSlowClientsAreLeft(t *testing.T) {
 	waiting.Wait()
 }
 
-func TestWhoDoesNotReadHoldsNobodyUp(t *testing.T) {
+func TestAClientThatDoesNotReadDelaysNoOther(t *testing.T) {
 	f := newFixture(t)
 	testkit.Shorten(t, &f.server.connections.answerLimit)
 	dial := f.serve()
@@ -325,7 +325,7 @@ func holds(t *testing.T, path string) bool {
 	})
 }
 
-func TestWhoReadsSlowlyGetsAll(t *testing.T) {
+func TestASlowReaderGetsAll(t *testing.T) {
 	f := newFixture(t)
 	testkit.Shorten(t, &f.server.connections.answerLimit)
 	connection := f.serve()()

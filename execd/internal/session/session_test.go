@@ -292,7 +292,7 @@ func TestThousandsOfSessionsEndInALimit(t *testing.T) {
 	f.NewSession("{}")
 }
 
-func TestASessionThatNobodyUsedForADayMakesRoom(t *testing.T) {
+func TestASessionUnusedForADayMakesRoom(t *testing.T) {
 	f := newFixture(t)
 	sessions := f.sessions
 	waited, idle := f.NewSession("{}"), f.NewSession("{}")

@@ -211,7 +211,7 @@ def test_without_the_floor_it_dials_while_the_guard_is_dead(compromised: Comprom
             go_on()
 
 
-def test_it_dials_nothing_after_the_death_of_hostd_and_the_keeper_ends_it(compromised: CompromisedStack) -> None:
+def test_it_dials_nothing_after_the_death_of_hostd_and_the_watchdog_ends_it(compromised: CompromisedStack) -> None:
     """The worker continues after its channel has ended, and hostd is not restarted.
 
     The test then calls the function with which a watchdog ends workers before it starts the next hostd.
