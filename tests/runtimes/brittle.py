@@ -1,4 +1,5 @@
-"""auditd and vaultd as they are; but while there is a file NAME.brittle, one ends when a channel is attached to it.
+"""The real auditd and vaultd, with a switch: while a file NAME.brittle exists, one ends when a channel is attached to
+it.
 
 `python -m tests.runtimes.brittle RUN/config/NAME.json`; the file is expected beside RUN. NAME is auditd or vaultd.
 """

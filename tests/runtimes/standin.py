@@ -1,8 +1,8 @@
 """Small stand-ins for compiler, zygote and worker: `python -m tests.runtimes.standin CONFIG.json`.
 
-The configuration's `kind` says which. They speak the same operations as the real ones, with which
-`tests/contracts/daemons.py` compares them, and do nothing else; what hostd's tests need to see, they see at the far end
-(a listener in the gateway namespace, a kernel, Docker).
+The configuration's `kind` selects one. They implement the same operations as the real processes, and nothing else.
+`tests/contracts/daemons.py` compares both. hostd's tests observe effects at the far end (a listener in the gateway
+namespace, a kernel, Docker).
 """
 
 import asyncio
@@ -28,12 +28,12 @@ def _inherited(name: str) -> socket.socket:
 
 
 def digest(selection: dict[str, Any]) -> str:
-    """Of the policy that a selection is here."""
+    """The digest of the policy of a selection."""
     return hashlib.sha256(json.dumps(selection, sort_keys=True).encode()).hexdigest()
 
 
 async def _compiler() -> None:
-    """Compiles nothing: any object and its digest are the policy; or, with `answer`, that text."""
+    """A compiler that does not compile: any object and its digest are the policy, or with `answer` that text."""
 
     async def handle(_client: wire.Client, request: compiler.Compile, fds: list[int]) -> compiler.CompiledText:
         close_all(fds)
@@ -84,7 +84,7 @@ async def _zygote() -> None:
     serve = handler(zygote.OPERATIONS, handle)
     control = await wire.serve_connection(_inherited("SALLYPORT_CONTROL_FD"), serve, descriptors=True)
     await control.closed.wait()
-    os._exit(0)  # as the real one ends: its workers live on; an orderly end of asyncio would kill them
+    os._exit(0)  # It ends like the real one: its workers stay alive. An orderly end of asyncio would kill them.
 
 
 def _gateway_listener(netns_fd: int) -> socket.socket:

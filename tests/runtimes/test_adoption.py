@@ -1,4 +1,4 @@
-"""What is written down of a sandbox survives being cut short."""
+"""The record of a sandbox survives an incomplete write."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", record().model_dump_json()[:-2], '{"sandbox": "sbx-1"}'])
 def test_a_broken_record_is_none_and_is_removed(tmp_path: Path, text: str) -> None:
     (tmp_path / "sbx-1.json").write_text(text)
-    (tmp_path / "sbx-3.json").write_text(record().model_dump_json())  # under another's name
+    (tmp_path / "sbx-3.json").write_text(record().model_dump_json())  # It has the name of another sandbox.
     (tmp_path / "sbx-2.new").write_text(text)
     records = RecordStore(tmp_path)
     assert () == records.read_all()

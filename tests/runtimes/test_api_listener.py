@@ -1,4 +1,4 @@
-"""The API's socket: a port that is taken, and one that a killed server's `serve` still has."""
+"""The API's socket: a port that is taken, and one that the `serve` of a killed server still has."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def left(notes: Path, sock: socket.socket) -> Iterator[None]:
-    """A `serve` of a killed server, which was given `sock`; this process has it no longer."""
+    """A `serve` of a killed server that was given `sock`, which this process then closes."""
     with sock:
         process = subprocess.Popen(
             ["sh", "-c", "echo; read line"],
@@ -28,7 +28,7 @@ def left(notes: Path, sock: socket.socket) -> Iterator[None]:
             stdout=subprocess.PIPE,
         )
         assert process.stdout is not None
-        process.stdout.readline()  # its environment cannot be read before its program has begun
+        process.stdout.readline()  # Its environment cannot be read before its program has started.
     predecessor.note(notes, "serve", process.pid)
     try:
         yield
@@ -46,7 +46,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", [HOST, "localhost", "::1"])
 def test_the_socket_of_a_serve_that_was_left_is_taken_over(tmp_path: Path, host: str) -> None:
-    """A connection that waits in it is not lost, and at no moment is the port free."""
+    """A connection that waits in it is not lost, and the port is free at no moment."""
     listener = api_listener.bind(host, 0)
     port = listener.getsockname()[1]
     with left(tmp_path, listener), socket.create_connection((host, port)) as waiting:
@@ -59,7 +59,7 @@ def test_the_socket_of_a_serve_that_was_left_is_taken_over(tmp_path: Path, host:
 
 @pytest.mark.parametrize("kind", ["another port", "not listening", "no socket"])
 def test_what_does_not_listen_at_the_address_is_not_taken_over(tmp_path: Path, kind: str) -> None:
-    """A compromised `serve` may have put anything in its place."""
+    """A compromised `serve` can have replaced it with any object."""
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         match kind:
@@ -74,7 +74,9 @@ def test_what_does_not_listen_at_the_address_is_not_taken_over(tmp_path: Path, k
 
 
 def test_it_is_handed_to_the_program_that_is_executed_next() -> None:
-    """As `sallyport serve` becomes the watchdog. The program after that, which hostd starts, does not get it."""
+    """`sallyport serve` becomes the watchdog in this way. The program that hostd starts after that does not get the
+    descriptor.
+    """
     then = (
         "import socket; from runtimes.process import api_listener as a; s = a.inherited(); print(s.getsockname()[1], "
     )

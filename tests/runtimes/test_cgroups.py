@@ -1,4 +1,4 @@
-"""Where controllers are, and what is written there."""
+"""The places of controllers, and the values that are written there."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""hostd ends the chains of sandboxes that are gone, and keeps anchors of the log, against a real auditd."""
+"""hostd ends the chains of removed sandboxes, and keeps anchors of the log, with a real auditd."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from wire.api.auditd import Anchor
 
 
 class Host:
-    """What of hostd a `Chains` works with."""
+    """The parts of hostd that `Chains` uses."""
 
     def __init__(self, directory: Path) -> None:
         self.auditd = Auditd(directory)

@@ -1,4 +1,4 @@
-"""What a container is made of."""
+"""The parts of a container."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def test_gvisor_counts_the_sandboxs_processes_itself() -> None:
 
 
 def test_processes_that_name_a_removed_container_are_ended() -> None:
-    """And no other process: the id in its command line identifies a shim that stays behind."""
+    """No other process is found: the id in its command line identifies a shim that was left behind."""
     container, other = "c0ffee" * 10 + "aaaa", "c0ffee" * 10 + "bbbb"
     script = "import sys; print(flush=True); sys.stdin.read()"
     pair = [

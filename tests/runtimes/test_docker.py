@@ -1,4 +1,4 @@
-"""What hostd asks of Docker, beside a Docker that says what a test wants it to."""
+"""hostd's requests to Docker, with a Docker whose answers the test determines."""
 
 import asyncio
 import json
@@ -19,7 +19,9 @@ STATE = {"Status": "running", "ExitCode": 0, "OOMKilled": False, "Pid": 7, "Star
 
 
 class Daemon(socketserver.ThreadingUnixStreamServer):
-    """Answers what it has; about the container `stuck`, and if it is `frozen`, nothing before `release` is set."""
+    """A server that answers with its data. It answers nothing about the container `stuck`, and if it is `frozen`,
+    nothing at all, before `release` is set.
+    """
 
     daemon_threads = True
 
@@ -70,7 +72,7 @@ def _daemon(tmp_path: Path) -> Iterator[Daemon]:
 async def test_a_container_that_docker_cannot_inspect_delays_no_other(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it is asked for: Docker is asked once, and everybody else gets an answer."""
+    """Concurrent requests result in one request to Docker, and all of them get its answer."""
     monkeypatch.setattr("runtimes.engine.docker._LOOK_SECONDS", 0.2)
     docker = Docker(str(daemon.server_address))
     try:
@@ -107,7 +109,7 @@ async def test_a_docker_that_hangs_is_waited_for_for_seconds_only(
 
 
 async def test_labels_alone_make_no_container_ours(daemon: Daemon) -> None:
-    """The labels may be the image's: another user's container of that image is not removed."""
+    """The labels can come from the image. A container of another user with that image is not removed."""
     labels = {LABEL: "sbx-1", INSTANCE_LABEL: "here"}
     daemon.containers += [
         {"Id": "ours", "Names": ["/sallyport-sbx-1"], "Labels": labels},

@@ -1,4 +1,4 @@
-"""Two steps at once: whatever happens, both are over before anybody undoes them."""
+"""Two concurrent steps: both have ended before either is undone, in every case."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from runtimes.process.finish import both
 
 
 class Step:
-    """A step that is finished by the test."""
+    """A step that the test ends."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()

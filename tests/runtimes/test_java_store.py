@@ -23,7 +23,7 @@ def _sequence(content: bytes) -> bytes:
 
 
 def _entries(store: bytes) -> list[bytes]:
-    """Read a store back, as the format's description says, to its last byte."""
+    """Parse a store to its last byte, by the description of its format."""
     body, digest = store[:-20], store[-20:]
     assert hashlib.sha1("changeit".encode("utf-16-be") + b"Mighty Aphrodite" + body).digest() == digest  # noqa: S324
     place = 0
@@ -69,7 +69,7 @@ def test_what_is_no_certificate_is_left_out() -> None:
 
 
 def test_real_certificates_come_through(tmp_path: Path) -> None:
-    """As OpenSSL reads them."""
+    """OpenSSL's form of them."""
     roots = [make_authority(f"Root {number}").pem for number in range(3)]
     fingerprints = []
     for index, der in enumerate(_entries(java_store("".join(roots)))):

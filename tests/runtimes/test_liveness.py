@@ -1,4 +1,4 @@
-"""A process that hangs is found by what it does, and one that is only slow is left alone."""
+"""A process that hangs is detected by its use of the processor. A slow process is not ended."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ LONGEST = 1.0
 
 @dataclass(frozen=True)
 class Step:
-    """What a process did between two looks."""
+    """The activity of a process between two looks."""
 
     seconds: float
     cpu: float
@@ -53,7 +53,7 @@ def steps(**fixed: object) -> st.SearchStrategy[list[Step]]:
 
 @given(steps())
 def test_a_process_is_given_up_only_for_what_it_did_since_its_last_progress(taken: list[Step]) -> None:
-    """Whatever happens: enough processor time, or enough looks at which it did not want any."""
+    """A run without progress is either long enough in processor time, or long enough in looks without any use of it."""
     since: list[Step] = []
     for step, verdict in zip(taken, verdicts(taken)[1:], strict=True):
         since = [] if step.progress else [*since, step]
@@ -70,7 +70,7 @@ def test_a_process_that_is_given_no_processor_is_never_given_up(taken: list[Step
 
 @given(steps(cpu=0.001, progress=False), st.integers(1, 30))
 def test_a_process_that_makes_progress_now_and_then_is_never_given_up(taken: list[Step], every: int) -> None:
-    """However much time lies between two looks, as long as no run without progress is long in looks."""
+    """The time between two looks can be of any length, if no run without progress is long in looks."""
     most = min(every, int(IDLE_SECONDS / LONGEST) - 1)
     mixed = [
         step if number % most else Step(step.seconds, step.cpu, step.waits, True) for number, step in enumerate(taken)
@@ -80,7 +80,7 @@ def test_a_process_that_makes_progress_now_and_then_is_never_given_up(taken: lis
 
 @given(steps(cpu=1.0, progress=False))
 def test_a_loop_without_an_end_is_given_up_after_its_processor_time(taken: list[Step]) -> None:
-    """On a busy machine it only takes longer to get that."""
+    """On a busy machine a process only needs longer to get that time."""
     found = verdicts(taken)
     assert all(verdict is not None for verdict in found[int(CPU_SECONDS) :][1:])
 
@@ -90,7 +90,7 @@ def test_a_stopped_process_is_given_up_after_a_bounded_number_of_looks(pauses: l
     found = verdicts([Step(pause, 0.0, False, False) for pause in pauses])
     first = next(number for number, verdict in enumerate(found) if verdict is not None)
     looks = int(IDLE_SECONDS / LONGEST) + 1
-    assert first in (looks, looks + 1)  # the difference of two moments may be rounded to less than `LONGEST`
+    assert first in (looks, looks + 1)  # The difference of two times can be rounded to less than `LONGEST`.
 
 
 KINDS = {
@@ -101,7 +101,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_process_does_is_read_from_the_kernel(kind: str) -> None:
-    """A stopped process wants no processor, whatever it was doing."""
+    """A stopped process uses no processor time, in every state."""
     program, busy = KINDS[kind]
     command = with_parent(sys.executable, "-c", f"print(flush=True)\n{program}")
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -128,7 +128,7 @@ _SIBLING = "import threading\ndef spin():\n  while True: pass\nthreading.Thread(
 async def test_what_a_process_does_instead_of_answering_gains_it_no_time(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asleep or busy, with one thread or more: its own seconds go by."""
+    """The process's own seconds pass while it sleeps or works, with one thread or more."""
     monkeypatch.setattr(liveness, "MOST", 10**6)
     process = await asyncio.create_subprocess_exec(*with_parent(sys.executable, "-c", program))
     try:

@@ -1,4 +1,4 @@
-"""The rulesets, compared as a whole with reviewed files. To renew one: SALLYPORT_WRITE_GOLDEN=1."""
+"""The rulesets, compared as a whole with reviewed files. To write one again: SALLYPORT_WRITE_GOLDEN=1."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_the_gateway_ruleset_is_the_reviewed_one() -> None:
 
 
 def test_every_counter_of_a_slot_has_a_record_that_the_log_takes() -> None:
-    """And every drop is in a named counter, but for those that no frame of a sandbox can come to."""
+    """Every drop is also in a named counter, except those that no frame of a sandbox can reach."""
     text = render_gateway(PLAN)
     named = set(re.findall(r"counter (\w+) \{", text))
     assert named == DROPS.keys() - {MALFORMED}

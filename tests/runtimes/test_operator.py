@@ -1,4 +1,4 @@
-"""The operator's part of a launch: from hostd's configuration and the compiler, whatever was asked for."""
+"""The operator's part of a launch: it comes from hostd's configuration and the compiler, for every request."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from wire.api.zygote import Prepare
 
 
 class Daemons:
-    """Stands where `runtimes.daemons.Daemons` stands; `answer` is the compiler's."""
+    """A replacement for `runtimes.daemons.Daemons`; `answer` is the compiler's answer."""
 
     def __init__(self, answer: Callable[[], str]) -> None:
         self.answer = answer

@@ -1,4 +1,4 @@
-"""What child processes write: bounded, in one line each, under their names, also after hostd was killed."""
+"""The output of child processes: bounded, in one line each, with their names, also after hostd was killed."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ def _level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def _written(data: bytes) -> None:
-    """Have `data` written and the end closed."""
+    """Write `data` and close the end."""
     reading, writing = pipe()
     output = Output("child", reading, OutputPace(100, 0.0), lambda: 0.0)
     os.write(writing, data)
@@ -91,7 +91,7 @@ async def test_lines_beyond_the_pace_are_counted_and_said_once(caplog: pytest.Lo
 
 
 async def test_a_child_that_floods_is_not_held_up_and_its_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """100 MB, as fast as it can: it ends at once, and the log has the lines of its pace."""
+    """The program writes 100 MB without a pause. It ends at once, and the log has as many lines as the rate allows."""
     reading, writing = pipe()
     output = Output("child", reading, OutputPace(20, 0.0))
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", _FLOOD, stderr=writing)
@@ -114,7 +114,7 @@ async def test_the_end_of_a_child_ends_its_output(caplog: pytest.LogCaptureFixtu
 
 
 async def test_a_process_that_outlived_hostd_is_heard_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Meanwhile what it logs is lost, and does not end it."""
+    """The lines in between are lost, and the program does not end."""
     reading, writing = pipe()
     program = "import logging\nwhile line := input(): logging.error(line); print(line, flush=True)"
     process = await asyncio.create_subprocess_exec(
@@ -135,7 +135,7 @@ async def test_a_process_that_outlived_hostd_is_heard_again(caplog: pytest.LogCa
 
 @pytest.mark.parametrize("kind", ["file", "fifo", "null"])
 async def test_only_a_pipe_is_taken_for_output(tmp_path: Path, kind: str) -> None:
-    """A compromised daemon may have put anything in its place."""
+    """A compromised daemon can have replaced it with any object."""
     os.mkfifo(tmp_path / "fifo")
     path = Path("/dev/null") if kind == "null" else tmp_path / kind
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT), "wb") as file:

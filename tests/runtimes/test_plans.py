@@ -72,7 +72,7 @@ def test_the_claimed_plan_of_a_former_hostd_is_kept_as_it_is(directory: Path) ->
     plans.adopt(ONE)
     assert ["the launch plan is gone"] == [deviation.reason for deviation in plans.deviations()]
     plans.forget(ONE)
-    plans.forget(ONE)  # also without a plan
+    plans.forget(ONE)  # Also without a plan.
     assert () == plans.deviations()
 
 

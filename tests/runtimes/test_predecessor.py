@@ -1,4 +1,4 @@
-"""Leftovers are recognised by pid and start time; a run directory has one hostd."""
+"""Leftovers are identified by pid and start time. A run directory has one hostd."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the doctor judges from bytes and numbers alone."""
+"""The doctor's verdicts that need only bytes and numbers."""
 
 import struct
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_a_package_for_another_platform_is_not_asked_for(tmp_path: Path, monkeyp
 
 
 def test_runsc_says_its_version_though_its_build_does_not(tmp_path: Path) -> None:
-    """A build from the Go module says VERSION_MISSING, and holds the version among its build information."""
+    """A build from the Go module reports VERSION_MISSING, and has the version in its build information."""
     program = tmp_path / "runsc"
     for text, expected in (
         ("echo runsc version release-20260101.0", "release-20260101.0"),

@@ -1,4 +1,4 @@
-"""The profiles of the runtimes, and that nothing else knows one runtime from another."""
+"""The profiles of the runtimes. No other module distinguishes one runtime from another."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def compared(source: str) -> list[str]:
-    """The comparisons with the name of a runtime, match statements included."""
+    """Return the comparisons with the name of a runtime, match statements included."""
     found = []
     for node in ast.walk(ast.parse(source)):
         sides: list[ast.AST] = []
@@ -34,7 +34,7 @@ def test_each_runtime_that_can_be_asked_for_has_a_profile() -> None:
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
 def test_a_runtime_without_a_kernel_of_its_own_is_fenced_by_the_hosts(profile: RuntimeProfile) -> None:
-    """Rights over the host's kernel are never allowed, and its defences are all required."""
+    """Rights over the host's kernel are never allowed, and all of its defences are required."""
     assert profile.isolation or (profile.user_namespace and profile.seccomp and not profile.inner_limits)
     assert not profile.size_flag or profile.size_flag in profile.flags
 
@@ -57,7 +57,7 @@ def test_nothing_compares_with_the_name_of_a_runtime(package: str) -> None:
 
 
 def test_the_shim_starts_without_slow_modules() -> None:
-    """It starts for each container."""
+    """The shim starts for each container."""
     slow = "{'typing', 'dataclasses', 'pydantic'}"
     code = f"import sys; sys.path.append({str(ROOT)!r}); import runtimes.engine.shim; print({slow} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=True)

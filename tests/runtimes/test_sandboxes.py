@@ -1,4 +1,4 @@
-"""What hostd does with launches that come together, up to the compiler: everything behind it needs root."""
+"""hostd's treatment of concurrent launches, up to the compiler. Every later step needs root."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ from wire.api.compiler import Compile, CompiledText
 
 
 class Compiler:
-    """Stands where `runtimes.daemons.Daemons` stands: a compiler that refuses every policy once `released` is set.
+    """A replacement for `runtimes.daemons.Daemons`: a compiler that refuses every policy once `released` is set.
 
     `full` is set when `bound` calls are present.
     """
@@ -47,7 +47,7 @@ class Compiler:
 
 
 class NoContainers:
-    """Stands where `runtimes.engine.docker.Docker` stands, on a host without containers."""
+    """A replacement for `runtimes.engine.docker.Docker`, on a host without containers."""
 
     async def ours(self, _sandbox: str) -> list[tuple[str, str]]:
         return []
@@ -55,7 +55,7 @@ class NoContainers:
 
 @pytest.mark.parametrize("bound", [1, 3, 6])
 async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: Path, bound: int) -> None:
-    """A launch begins with its policy, so what is at the compiler at once is under way at once."""
+    """A launch begins with its policy, so the launches that are at the compiler at once are in progress at once."""
     for name in ("plans", "netns", "records"):
         (tmp_path / name).mkdir()
     (tmp_path / "roots.pem").write_text("roots\n")
@@ -72,7 +72,7 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
     launches = [asyncio.create_task(sandboxes.launch(spec)) for spec in specs]
     async with asyncio.timeout(10):
         await compiler.full.wait()
-        for _ in range(100):  # each of the others takes fewer turns to arrive
+        for _ in range(100):  # Each of the others needs fewer turns to arrive.
             await asyncio.sleep(0)
         compiler.released.set()
         outcomes = await asyncio.gather(*launches, return_exceptions=True)

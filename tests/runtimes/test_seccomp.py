@@ -1,4 +1,4 @@
-"""The profile, read as data; the system tests try it on a kernel."""
+"""The profile, read as data. The system tests try it on a kernel."""
 
 import errno
 import json
@@ -25,10 +25,10 @@ set_mempolicy set_mempolicy_home_node setdomainname sethostname setns settimeofd
 swapon sysfs syslog tuxcall umount umount2 unshare uselib uretprobe userfaultfd ustat vhangup vm86 vm86old vserver
 """
 DENIED = _DENIED.split()
-"""Every call of Linux up to 6.18 that a sandbox may not make, whatever its arguments."""
+"""Every call of Linux up to 6.18 that a sandbox is denied, with any arguments."""
 
 ALLOWED = (Path(__file__).parent / "golden" / "calls.txt").read_text().split()
-"""Every call that it may make, whatever its arguments."""
+"""Every call that a sandbox is allowed, with any arguments."""
 
 CONDITIONAL = ["clone", "personality", "socket", "socketpair"]
 
@@ -45,7 +45,7 @@ def _met(condition: Mapping[str, Any], values: Sequence[int]) -> bool:
 
 
 def outcome(name: str, *values: int) -> str | int:
-    """What the kernel does with a call under the profile: `allow`, or the error it returns."""
+    """Return the kernel's verdict on a call under the profile: `allow`, or the error that it returns."""
     arguments = (*values, *(0,) * (6 - len(values)))
     found = profile()
     rules = [
@@ -61,7 +61,7 @@ def outcome(name: str, *values: int) -> str | int:
 
 @pytest.mark.parametrize("name", DENIED)
 def test_a_call_that_is_a_door_is_refused_with_any_arguments(name: str) -> None:
-    """Nothing in the profile lets it through; two calls say that they do not exist, so that programs do without."""
+    """No rule of the profile allows it. Two calls report that they do not exist, so that programs use others."""
     expected = errno.ENOSYS if name in ("clone3", "io_setup") else errno.EPERM
     assert {expected} == {outcome(name, *(value,) * 6) for value in (0, 1, 2, 0xFFFFFFFF)}
     assert [] == [
@@ -70,7 +70,7 @@ def test_a_call_that_is_a_door_is_refused_with_any_arguments(name: str) -> None:
 
 
 def test_the_calls_that_are_allowed_are_these() -> None:
-    """A call that is added to the profile, or taken out, is a change of this table."""
+    """A call that is added to the profile, or removed, changes this table."""
     rules = profile()["syscalls"]
     plain = [
         name for rule in rules if rule["action"] == "SCMP_ACT_ALLOW" and not rule["args"] for name in rule["names"]
@@ -89,7 +89,7 @@ def test_what_is_not_named_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["socket", "socketpair"])
 def test_each_family_of_sockets_is_judged(name: str) -> None:
-    """Type and protocol do not matter but for AF_NETLINK, of which NETLINK_ROUTE (0) is open."""
+    """Type and protocol count only for AF_NETLINK, of which NETLINK_ROUTE (0) is allowed."""
     unix, inet, inet6, netlink = 1, 2, 10, 16
     for family in (*range(64), 1 << 32 | unix):
         for kind in (1, 2, 3, 5, 0x80801):
@@ -109,8 +109,8 @@ NAMESPACES = {
     "NEWPID": 0x20000000,
     "NEWNET": 0x40000000,
 }
-THREAD = 0x3D0F00  # as libc starts a thread
-FORK = 0x1200011  # and a child
+THREAD = 0x3D0F00  # The call with which libc starts a thread,
+FORK = 0x1200011  # and a child process.
 
 
 @pytest.mark.parametrize("flag", NAMESPACES.values(), ids=NAMESPACES)
@@ -125,7 +125,9 @@ def test_a_clone_that_makes_no_namespace_is_allowed() -> None:
 
 
 def test_only_personalities_without_a_weakness_are_allowed() -> None:
-    """PER_LINUX, PER_LINUX32, each with UNAME26, and the question which one it is; not READ_IMPLIES_EXEC, say."""
+    """PER_LINUX and PER_LINUX32, each with UNAME26, and the query of the present one. Not for example
+    READ_IMPLIES_EXEC.
+    """
     allowed = {0, 8, 0x20000, 0x20008, 0xFFFFFFFF}
     tried = {*range(32), *(1 << bit for bit in range(32)), *allowed, 0x20001, 0x40008, 0xFFFFFFFE}
     assert allowed == {value for value in tried if outcome("personality", value) == "allow"}

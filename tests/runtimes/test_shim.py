@@ -1,4 +1,4 @@
-"""The shim's judgement of arguments and bundles; the system tests run it under Docker."""
+"""The shim's verdicts on arguments and bundles. The system tests run it under Docker."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def plan(**changes: Any) -> dict[str, Any]:
 
 
 def bundle() -> dict[str, Any]:
-    """A bundle as Docker 20.10 writes it, abridged."""
+    """A bundle as Docker 20.10 writes it, shortened."""
     capabilities = ["CAP_CHOWN", "CAP_SETUID"]
     return {
         "process": {
@@ -150,7 +150,7 @@ def test_a_bundle_that_is_softer_than_ordered_is_refused(path: str, value: Any) 
 
 @pytest.mark.parametrize("word", ["shared", "rshared", "slave", "rslave"])
 def test_no_mount_propagates_in_either_direction(word: str) -> None:
-    """Also not as a slave: a mount that the host makes later would appear inside."""
+    """Slave propagation is refused too, because a mount that the host makes later would appear inside."""
     with pytest.raises(LaunchRefused, match="mount on /etc/hosts propagates"):
         harden(_changed("mounts/2/options", ["rbind", "ro", word]), plan(), "runc")
     with pytest.raises(LaunchRefused, match="root file system propagates"):
@@ -185,7 +185,7 @@ DOORS = _DOORS.split()
 
 @pytest.mark.parametrize("name", DOORS)
 def test_a_filter_that_allows_a_door_is_refused(name: str) -> None:
-    """Alone, among others, under any action that is no refusal, and behind a condition."""
+    """Alone, among others, under any action that is no refusal, and with a condition."""
     condition = {"index": 0, "value": 1, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
     for rule in (_allows(name), _allows("read", name), _allows(name, arguments=[condition])):
         for action in ("SCMP_ACT_ALLOW", "SCMP_ACT_LOG", "SCMP_ACT_TRACE", "SCMP_ACT_NOTIFY"):
@@ -200,7 +200,7 @@ def _equal(index: int, value: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["socket", "socketpair"])
 def test_a_filter_that_opens_another_family_is_refused(name: str) -> None:
-    """AF_UNIX, AF_INET, AF_INET6, and of AF_NETLINK protocol 0 are open; a family must be fixed by equality."""
+    """AF_UNIX, AF_INET, AF_INET6, and of AF_NETLINK protocol 0 are allowed. A rule must fix a family by equality."""
     open_ones = [[_equal(0, family)] for family in (1, 2, 10)] + [[_equal(0, 16), _equal(2, 0)]]
     for arguments in open_ones:
         _judged(_allows(name, arguments=arguments))
@@ -293,7 +293,7 @@ def test_create_needs_a_bundle_and_one_id(rest: list[str]) -> None:
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Collects what would be executed: the real runtime is the edge of this program."""
+    """Collect the calls of exec: the real runtime is outside of this program."""
     calls: list[list[str]] = []
     monkeypatch.setattr(shim.os, "execv", lambda _path, words: calls.append(words))
     return calls
@@ -391,7 +391,7 @@ def test_an_exec_with_more_privileges_is_refused(
         ["-c=CAP_SYS_ADMIN"],
         ["--preserve-fds", "3"],
         ["--preserve-fds=3"],
-        ["-preserve-fds=3"],  # Go's flag package takes one dash as well
+        ["-preserve-fds=3"],  # Go's flag package accepts one dash too.
         ["--no-new-privs=false"],
         ["-process", "/other"],
         ["--"],
@@ -403,10 +403,10 @@ def test_an_exec_with_more_privileges_is_refused(
 def test_an_exec_has_no_option_that_adds_to_its_process(
     tmp_path: Path, executed: list[list[str]], capsys: pytest.CaptureFixture[str], options: list[str], first: bool
 ) -> None:
-    """Before the process file and after it. What Docker itself adds passes."""
+    """Before the process file and after it. Docker's own options are allowed."""
     words = _exec(tmp_path, HARMLESS)
     place = 5 if first else len(words) - 1
-    if not (first and options[0] == "--process"):  # the last one counts
+    if not (first and options[0] == "--process"):  # The last one counts.
         assert main([*words[:place], *options, *words[place:]]) == 1
         assert executed == []
         assert re.search("unknown exec option|exec needs one container id", capsys.readouterr().err)
@@ -422,7 +422,7 @@ def test_an_exec_needs_a_process_file_and_one_id(tmp_path: Path, executed: list[
 
 
 def test_the_last_process_file_is_the_one_that_is_judged(tmp_path: Path, executed: list[list[str]]) -> None:
-    """As the runtime takes it."""
+    """The runtime's own reading."""
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"noNewPrivileges": False}))
     assert main(_exec(tmp_path, HARMLESS, "-p", str(other))) == 1

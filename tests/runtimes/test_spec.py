@@ -1,4 +1,4 @@
-"""What a launch message may say."""
+"""The allowed content of a launch message."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def launch_message(**changes: Any) -> dict[str, Any]:
 
 
 def launch_of(**changes: Any) -> Launch:
-    """The launch of a message, as hostd takes it."""
+    """Return the launch of a message, as hostd takes it."""
     launch = codec.decode(Launch, launch_message(**changes))
     check_launch(launch)
     return launch

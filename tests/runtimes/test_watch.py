@@ -1,4 +1,4 @@
-"""What counts as a change: pure comparison, no namespace."""
+"""The differences that count as a change: a pure comparison, without a namespace."""
 
 import asyncio
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def test_the_cause_is_named_before_its_consequences_and_the_reason_is_bounded() 
 
 
 class Auditd:
-    """Refuses until the test lets it accept; keeps what it accepted."""
+    """An audit log that refuses until the test allows records, and keeps those that it accepted."""
 
     def __init__(self) -> None:
         self.up = False

@@ -1,4 +1,4 @@
-"""The watchdog restarts a killed hostd, gives up one that cannot run, passes signals on, and leaves no hostd behind."""
+"""The watchdog restarts a killed hostd, stops if hostd cannot run, forwards signals, and leaves no hostd behind."""
 
 import json
 import os
@@ -31,7 +31,9 @@ _ORDERLY = (
 
 
 class Kept:
-    """A watchdog with a program in place of hostd; each life notes its pid. `judged` is given to the watchdog."""
+    """A watchdog with a program in place of hostd. Each life of the program records its pid. The watchdog gets
+    `judged`.
+    """
 
     def __init__(self, notes: Path, program: str, *judged: object) -> None:
         self.notes = notes
@@ -103,7 +105,7 @@ def test_a_signal_is_passed_on_and_the_removal_waited_for(keep: Callable[[str], 
 
 
 def test_a_signal_that_comes_before_hostd_can_take_it_is_not_lost(keep: Callable[[str], Kept]) -> None:
-    """It was started, and has not said yet what it does at SIGTERM: the signal waits for it."""
+    """The program has started and not yet set its reaction to SIGTERM. The signal waits for that."""
     kept = keep("time.sleep(0.7); " + _ORDERLY + _STAY)
     kept.lines(1)
     kept.process.send_signal(signal.SIGTERM)
@@ -128,7 +130,7 @@ def test_a_killed_watchdog_leaves_no_hostd(keep: Callable[[str], Kept]) -> None:
 
 
 def test_orphans_are_reaped(keep: Callable[[str], Kept]) -> None:
-    """What hostd's children leave behind comes to the watchdog, and does not stay as a zombie in a group."""
+    """The children that hostd leaves behind become the watchdog's, and do not stay as zombies in a group."""
     kept = keep("os.fork() or (os.fork() and os._exit(0)) or (time.sleep(1), os._exit(0)); " + _READY + _STAY)
     kept.lines(1)
     until(lambda: 2 == len(children(kept.process.pid)))
@@ -144,7 +146,7 @@ def children(pid: int) -> list[int]:
 def test_a_worker_that_stays_is_killed_before_the_next_hostd(
     keep: Callable[[str], Kept], tmp_path: Path, dies: str
 ) -> None:
-    """It ignores every signal that can be ignored, and that its parent has died."""
+    """It ignores every signal that can be ignored, and the death of its parent."""
     groups = Cgroups(str(tmp_path))
     stays = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
     worker = subprocess.Popen([sys.executable, "-c", stays], start_new_session=True)
@@ -174,7 +176,7 @@ def test_a_watchdog_that_starts_beside_another_server_leaves_its_workers_alone(
 ) -> None:
     groups = Cgroups(str(tmp_path))
     worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    lock = predecessor.lock(tmp_path)  # of the other server's hostd
+    lock = predecessor.lock(tmp_path)  # The hostd of the other server.
     try:
         for directory in groups.create("other.1", GroupLimits()):
             (directory / "cgroup.procs").write_text(str(worker.pid))
@@ -199,7 +201,7 @@ _BEATING = "exec('while True:\\n os.write(int(os.environ[\\'SALLYPORT_HOSTD_READ
 
 @pytest.mark.parametrize("hang", ["stopped", "asleep", "looping"])
 def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[..., Kept], hang: str) -> None:
-    """Once it was ready. It is not dead, so nothing but its silence tells."""
+    """It hangs after it was ready. It has not ended, so only its silence shows the fault."""
     hanging = {"stopped": _BEATING, "asleep": _STAY, "looping": "exec('while True: pass')"}[hang]
     kept = keep(_READY + "open(sys.argv[1], 'a').write('up\\n'); " + hanging, *_SOON)
     first = int(kept.lines(2)[0])
@@ -210,7 +212,7 @@ def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[..., Kept
 
 
 def test_a_hostd_that_beats_or_is_not_ready_yet_is_left_alone(keep: Callable[..., Kept], tmp_path: Path) -> None:
-    """Another one hangs beside it, and is killed: so long it had time."""
+    """Another hostd hangs at the same time, and is killed after its time limit."""
     slow, beating = keep(_STAY, *_SOON), Kept(tmp_path / "others", _BEATING, *_SOON)
     hanging = Kept(tmp_path / "hanging", _READY + _STAY, *_SOON)
     try:
