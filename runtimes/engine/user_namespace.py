@@ -175,7 +175,7 @@ def probe(directory: str, base: int) -> None:
 
 def _user_namespace(base: int) -> int:
     """Create a user namespace that is owned by user `base`; return a descriptor of it."""
-    ready, go = os.pipe()
+    ready, started = os.pipe()
     wait, go = os.pipe()
     child = os.fork()
     if child == 0:
@@ -187,12 +187,12 @@ def _user_namespace(base: int) -> int:
             os.setresgid(base, base, base)
             os.setresuid(base, base, base)
             os.unshare(os.CLONE_NEWUSER)
-            os.write(go, b"+")
+            os.write(started, b"+")
             os.read(wait, 1)
             status = 0
         finally:
             os._exit(status)
-    os.close(go)
+    os.close(started)
     os.close(wait)
     try:
         if os.read(ready, 1) != b"+":
