@@ -546,7 +546,7 @@ def ext4_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.system
 async def test_a_full_disk_refuses_records_and_recovers_by_itself(small_disk: Path, new_auditd: NewAuditd) -> None:
-    """RES-12: no record is accepted that is not stored. Later the log has the number of refused ones, and verifies."""
+    """No record is accepted that is not stored. Later the log has the number of refused ones, and verifies."""
     (small_disk / "ballast").write_bytes(b"x" * 400_000)
     auditd = await new_auditd(small_disk).start()
     client = await auditd.attach(A)
@@ -606,7 +606,7 @@ async def test_a_disk_that_fills_while_files_are_changed_and_auditd_is_killed_lo
 
 @pytest.mark.system
 async def test_a_disk_that_hangs_means_no_answer_and_recovers_by_itself(ext4_disk: Path, new_auditd: NewAuditd) -> None:
-    """RES-12: a frozen file system blocks write(2) itself. Producers reach their timeout and deny."""
+    """A frozen file system blocks write(2) itself. Producers reach their timeout and deny."""
     auditd = await new_auditd(ext4_disk).start()
     client = await auditd.attach(A, timeout=2)
     await client.accept("dns", "allow", durable=True, host="before.example")
@@ -629,7 +629,7 @@ async def test_a_disk_that_hangs_means_no_answer_and_recovers_by_itself(ext4_dis
 
 @pytest.mark.system
 async def test_a_file_system_that_went_read_only_refuses_records(ext4_disk: Path, new_auditd: NewAuditd) -> None:
-    """RES-12: ext4 after an error. Only a new mount, and so a new auditd, can write again."""
+    """ext4 after an error. Only a new mount, and so a new auditd, can write again."""
     auditd = await new_auditd(ext4_disk).start()
     client = await auditd.attach(A)
     await client.accept("dns", "allow", durable=True, host="before.example")

@@ -462,7 +462,7 @@ def test_deny_all_allows_nothing() -> None:
     assert "!default" == outcome(bare(DENY_ALL, "93.184.216.34", 443))
 
 
-# ---- reference models (security-cases NAM-26)
+# ---- reference models
 
 _HOSTS = ["good.test", "a.good.test", "b.a.good.test", "evil.test", "agood.test", "a.evil.test"]
 _PATTERNS = ["good.test", "a.good.test", "*.good.test", "*.a.good.test", "evil.test", "*.evil.test", "agood.test"]

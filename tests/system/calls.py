@@ -1,11 +1,11 @@
-"""A zygote whose workers' system calls are seen: `python -m tests.system.calls ZYGOTE.json NOTES MODE`.
+"""A zygote that records the system calls of its workers: `python -m tests.system.calls ZYGOTE.json NOTES MODE`.
 
-MODE `all` lets every call of a confined worker through and notes it: `gateway/calls.py` was derived from such notes.
-MODE `refused` keeps the filter and notes what it refuses: the notes of an honest worker have to be empty. Files that
-libraries look for are not noted then: in the empty root they are not there either. Nor is SO_LINGER, which
-`wire.descriptors` tries on what a peer has passed, and does without.
-The notes are lines of JSON: number and arguments. A process beside the zygote writes them; the kernel stops a worker at
-a call until it has been noted (seccomp_unotify(2)).
+MODE `all` allows and records every call of a confined worker. `gateway/calls.py` was derived from such notes. MODE
+`refused` keeps the filter and records the calls that it refuses: the notes of an honest worker must be empty. This mode
+does not record files that libraries search for, because the empty root does not have them either. Nor does it record
+SO_LINGER, which `wire.descriptors` tries on descriptors from a peer, and can do without. The notes are lines of JSON:
+number and arguments. A process beside the zygote writes them. The kernel stops a worker at a call until the call has
+been recorded (seccomp_unotify(2)).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def everything(*_arguments: object) -> bytes:
-    """A filter that asks about each call."""
+    """A filter that reports each call to the listener."""
     return struct.pack("HBBI", 6, 0, 0, _NOTIFY)
 
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     def install(pinned: int = -1) -> None:
         code = everything() if mode == "all" else calls.assemble(platform.machine(), os.getpid(), pinned, _NOTIFY)
         program = confine._Program(len(code) // 8, code)
-        os.close(expected := os.dup(0))  # the listener will have the lowest number
+        os.close(expected := os.dup(0))  # The listener gets the lowest free number.
         theirs.send(struct.pack("II", os.getpid(), expected))
         number = ctypes.c_long(calls.number("seccomp", platform.machine()))
         flags = ctypes.c_uint(_NEW_LISTENER | _TSYNC | _TSYNC_ESRCH)
@@ -82,7 +82,7 @@ def _listen(workers: socket.socket, notes: Path, *, lets_through: bool) -> None:
                         return
                     poll.register(_taken(*struct.unpack("II", packet)), select.POLLIN)
                 elif event & select.POLLIN:
-                    with contextlib.suppress(FileNotFoundError):  # the call was interrupted
+                    with contextlib.suppress(FileNotFoundError):  # The call was interrupted.
                         _note(fd, out.write, lets_through=lets_through)
                 else:
                     poll.unregister(fd)
@@ -90,7 +90,7 @@ def _listen(workers: socket.socket, notes: Path, *, lets_through: bool) -> None:
 
 
 def _taken(pid: int, fd: int) -> int:
-    """The worker's listener, as soon as it has one."""
+    """Return the worker's listener, as soon as the worker has one."""
     pidfd = os.pidfd_open(pid)
     while True:
         copy = _libc.syscall(ctypes.c_long(_GETFD), pidfd, fd, 0)

@@ -1,8 +1,8 @@
-"""hostd as it is, with a fault where a test asks for one, at any function a launch, removal or restart goes through.
+"""The real hostd, with a fault at any function of a launch, removal or restart that a test selects.
 
-A launch gets its fault from the variable FAULT (`label:number:mode`) of the sandbox's environment; the removal, the
-change or the restart of a sandbox by the operation `fault`. `faulted` tells the steps that were seen under a label, and
-`digest` what policy a sandbox's worker says it has. The steps are found by wrapping, not listed.
+The variable FAULT (`label:number:mode`) of a sandbox's environment gives a launch its fault. The operation `fault`
+gives one to the removal, the change or the restart of a sandbox. `faulted` returns the steps that were seen under a
+label, and `digest` the policy that a sandbox's worker reports. The steps are found by wrapping, not listed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from runtimes.process import supervisor
 from runtimes.process.cgroups import Cgroups
 from wire.api import worker
 
-# What drives the steps, or only reads: a fault there is one of a step inside it, or of none.
+# These functions only call the steps, or only read. A fault in them is a fault of a step inside, or of none.
 _DRIVERS = frozenset(
     [
         *("_launch", "_make", "_whole", "_ended", "_unmake", "_leave", "_watch", "_respawn", "_get", "_describe"),
@@ -33,7 +33,7 @@ _DRIVERS = frozenset(
 )
 _PLUMBING = frozenset(["in_thread", "inside", "inode", "list_rules", "unmount", "unmount_below", "processes"])
 
-# They make something and return it, and fail only by a step inside: "done, yet an error" is none of theirs.
+# These functions create and return something, and fail only in a step inside. So "done, but an error" is not possible.
 _WHOLE = frozenset(
     [
         "slots.make",
@@ -50,7 +50,9 @@ _WHOLE = frozenset(
 
 @dataclass
 class Fault:
-    """At step `number` (from 0; -1: none): refused, unanswered (done, yet an error), killed-before, killed-after."""
+    """A fault at step `number` (from 0; -1: none): refused, unanswered (done, but an error), killed-before,
+    killed-after.
+    """
 
     number: int
     mode: str
@@ -143,7 +145,7 @@ def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]
 def _install() -> None:
     # A process that is killed at each step would wait longer each time.
     supervisor._BACKOFF = sandboxes._RESPAWN_BACKOFF = (0.0,)  # type: ignore[assignment]
-    slot_pool.AHEAD = 0  # each launch makes its own, step by step
+    slot_pool.AHEAD = 0  # Each launch creates its own, step by step.
 
     def public(name: str) -> bool:
         return not name.startswith("_")

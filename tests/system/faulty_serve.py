@@ -1,6 +1,6 @@
-"""`serve` as it is, with a fault where a request asks for one: `X-Request-ID: fault.<number>.<mode>`.
+"""The real `serve`, with a fault in a request that asks for one: `X-Request-ID: fault.<number>.<mode>`.
 
-The steps it took come back in the header `X-Steps`. `X-Request-ID: lift` ends an outage.
+The answer has its steps in the header `X-Steps`. `X-Request-ID: lift` ends an outage.
 """
 
 import asyncio

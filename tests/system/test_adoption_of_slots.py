@@ -1,4 +1,4 @@
-"""A sandbox is adopted only if it is exactly as it was written down: with a real slot, and a process in it."""
+"""A sandbox is adopted only if it is exactly as recorded: with a real slot, and a process in it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmarks run and give whole figures; how large those are is no test's business."""
+"""The benchmarks run and give complete figures. The values of the figures are not tested."""
 
 import json
 import os
@@ -25,7 +25,7 @@ sys.exit(bench.main.main(arguments, prefix=sys.argv[1]))
 @pytest.mark.extended
 @pytest.mark.system
 def test_every_benchmark_gives_a_table_and_a_document() -> None:
-    """But that of code, which `test_code_interpreter.py` runs: its image takes long to import."""
+    """Except that of code, which `test_code_interpreter.py` runs, because the import of its image takes long."""
     run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-bench")
     with tempfile.TemporaryDirectory(prefix="sallyport-bench-home-") as home:
         Path(home).chmod(0o711)

@@ -1,7 +1,7 @@
-"""Policies and secrets that change while sandboxes work, and a storm of calls: each request sees one state, no other.
+"""Policies and secrets that change while sandboxes work, and a storm of calls: each request sees exactly one state.
 
-The client inside says when each of its questions began and ended, the test when each change began and was answered. A
-question that lies wholly between an answer and the next change was under exactly the state that was answered.
+The client inside records when each of its questions began and ended. The test records when each change began and was
+answered. A question between an answer and the next change was under exactly the answered state.
 It tests `runtimes/sandboxes.py`.
 """
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.system
 
 CHANGES = 30
 MARGIN = 0.02
-"""Seconds by which a sandbox's clock may differ from the host's."""
+"""The maximum difference of a sandbox's clock from the host's, in seconds."""
 _ASK = """
 import http.client, json, os, ssl, sys, threading, time
 context = ssl.create_default_context()
@@ -70,7 +70,7 @@ for thread in threads: thread.join()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question of the client inside; times are the epoch's seconds, `said` a status or the name of an error."""
+    """One question of the client inside. Times are the epoch's seconds, `said` is a status or the name of an error."""
 
     id: str
     host: str
@@ -81,7 +81,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What was in force from some moment after `began`, and for certain from `answered` on."""
+    """A state that was in force from some time after `began`, and certainly from `answered` on."""
 
     value: str
     began: float
@@ -89,7 +89,7 @@ class State:
 
 
 def possible(states: Sequence[State], asked: Asked) -> set[str]:
-    """The states under which a question may have been."""
+    """Return the states under which a question may have been."""
     ends = [after.answered for after in states[1:]] + [float("inf")]
     return {
         state.value
@@ -99,7 +99,7 @@ def possible(states: Sequence[State], asked: Asked) -> set[str]:
 
 
 class Asker:
-    """A sandbox whose three threads ask each host in turn."""
+    """A sandbox with three threads that ask each host in turn."""
 
     def __init__(self, stack: Stack, runtime: str, hosts: Sequence[str], **options: Any) -> None:
         self.mark = secrets.token_hex(8)
@@ -110,7 +110,7 @@ class Asker:
         self.sandbox.commands.run(command, opts=RunCommandOpts(background=True))
 
     def finish(self) -> list[Asked]:
-        """Stop asking, and tell what was asked."""
+        """Stop the questions, and return those that were asked."""
         self.sandbox.commands.run("touch /tmp/stop; while pgrep -f /tmp/ask.py >/dev/null; do sleep 0.1; done")
         return [Asked(**json.loads(line)) for line in self.sandbox.files.read_file("/tmp/asked").splitlines()]
 
@@ -121,7 +121,7 @@ class Asker:
 
 @contextmanager
 def askers(stack: Stack, hosts: Sequence[str], **options: Any) -> Iterator[list[Asker]]:
-    """One on each runtime."""
+    """One sandbox on each runtime."""
     made: list[Asker] = []
     try:
         for runtime in RUNTIMES:
@@ -133,7 +133,7 @@ def askers(stack: Stack, hosts: Sequence[str], **options: Any) -> Iterator[list[
 
 
 def arrivals(internet: Internet, mark: str) -> dict[str, list[dict[str, Any]]]:
-    """By id, what servers noted of each question: the client asks again where its connection is cut."""
+    """Return by id what servers recorded of each question. The client repeats a question after an abort."""
     found: dict[str, list[dict[str, Any]]] = {}
     for note in internet.notes():
         if mark in note.get("target", ""):
@@ -142,7 +142,7 @@ def arrivals(internet: Internet, mark: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def wait_for_questions(internet: Internet, mark: str, host: str) -> None:
-    """Until a dozen more have arrived at `host`: each thread asks both in turn, so the other was tried as well."""
+    """Wait until a dozen more have arrived at `host`. Each thread asks both in turn, so the other was tried as well."""
 
     def count() -> int:
         return sum(note["host"] == host and mark in note.get("target", "") for note in internet.notes())
@@ -154,7 +154,7 @@ def wait_for_questions(internet: Internet, mark: str, host: str) -> None:
 
 
 def test_each_connection_is_under_one_policy(stack: Stack, internet: Internet) -> None:
-    """The policy allows one host or the other, in turn: never a request to one that was not allowed meanwhile."""
+    """The policy allows one host or the other, in turn. No request reaches a host that was not allowed at that time."""
     allowing = {
         host: {"defaultAction": "deny", "egress": [{"action": "allow", "target": host}]} for host in (API, STATUS)
     }
@@ -183,7 +183,7 @@ def test_each_connection_is_under_one_policy(stack: Stack, internet: Internet) -
                 if question.id in arrived:
                     assert question.host in may, (question, states[one.id])
                 if len(may) == 1:
-                    # API's far end wants a token that none of these has: 401 is its answer.
+                    # The API's far end requires a token that none of these requests has, so it answers 401.
                     answered = question.said in ("200", "401")
                     assert answered == (question.host in may), (question, states[one.id])
                     judged[question.host, answered] += 1
@@ -201,7 +201,7 @@ def test_each_connection_is_under_one_policy(stack: Stack, internet: Internet) -
 
 
 async def test_each_request_holds_one_version_of_a_secret(stack: Stack, internet: Internet) -> None:
-    """After a rotation is answered nothing leaves with the former value; none leaves with two, or with none."""
+    """After a rotation is answered no request has the former value. No request has two values, or none."""
     values = [f"version-{number}-{secrets.token_hex(16)}" for number in range(CHANGES + 1)]
     pauses = random.Random(13)
     vault = await AdminClient.connect(stack.run / "vault.sock", 700000002)
@@ -233,7 +233,7 @@ async def test_each_request_holds_one_version_of_a_secret(stack: Stack, internet
 
 
 class Narrow(Second):
-    """A Sallyport that makes few sandboxes at once."""
+    """A Sallyport with a small limit of concurrent creations."""
 
     @property
     def settings(self) -> str:
@@ -241,7 +241,9 @@ class Narrow(Second):
 
 
 async def test_a_storm_of_calls_ends_in_refusals_and_leaves_nothing() -> None:
-    """500 creates at once, a third of them given up, what was made deleted twice over, while others ask and list."""
+    """500 concurrent creates, a third of which the client abandons. Each sandbox is deleted twice, while other clients
+    ask and list.
+    """
     with beside(Narrow, "narrow") as stack:
         before = take(stack)
         limits = httpx.Limits(max_connections=600)
@@ -279,5 +281,5 @@ async def test_a_storm_of_calls_ends_in_refusals_and_leaves_nothing() -> None:
             answered = await asyncio.gather(*polls)
 
         assert {0, 202, 429} >= set(statuses) and statuses[202] and statuses[429], statuses
-        assert min(answered) >= 2, answered  # no list waits until the storm is over
+        assert min(answered) >= 2, answered  # Each list is answered before the storm is over.
         assert {} == settled(stack, before, 120)

@@ -1,4 +1,4 @@
-"""A short chaos run, judged as `./run chaos` is; only the time everything takes to come back is left generous."""
+"""A short chaos run with the verdicts of `./run chaos`. Only the limit of the recovery time is higher."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from tests.stacks import INTERNET
 
 SECONDS = 40.0
 BOUND = 30.0
-"""Seconds. Other tests of other people may run beside this one."""
+"""Seconds. Other tests can run at the same time."""
 PARTS = tuple(Part)
 
 
@@ -32,7 +32,7 @@ def _token() -> str:
 
 @pytest.fixture(name="mortal")
 def _mortal(token: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    """A server of its own beside the session's, with its own Docker and internet, under the policy of a chaos run."""
+    """A separate server with its own Docker and internet, under the policy of a chaos run."""
     run_dir = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-chaos")
     with tempfile.TemporaryDirectory(prefix="sallyport-chaos-") as name:
         place = Path(name)

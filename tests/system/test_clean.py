@@ -1,9 +1,9 @@
-"""`./run clean` ends and removes what its home made, and nothing that only names a file of it.
+"""`./run clean` ends and removes what its home created, and nothing that only names one of its files.
 
 frontdoor/processes.py decides, frontdoor/clean.py carries out.
 
 Real processes, namespaces, mounts and tables. It runs in a copy of the front door without an environment, on Debian's
-own Python.
+Python.
 """
 
 import asyncio
@@ -70,12 +70,12 @@ def _place(directory: Path) -> Place:
 
 
 class Processes(ExitStack):
-    """Processes of the test; those that still run at its end are killed."""
+    """Processes of the test. Those that still run at its end are killed."""
 
     def start(
         self, *command: str | Path, first: str = "", cwd: Path | None = None, **environment: str
     ) -> subprocess.Popen[str]:
-        """Start a process; returns when it has printed the line `first`."""
+        """Start a process. Return when it has printed the line `first`."""
         process = subprocess.Popen(command, cwd=cwd, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
         self.enter_context(process)
         self.callback(process.kill)
@@ -91,7 +91,9 @@ def _processes() -> Iterator[Processes]:
 
 
 def test_an_operators_processes_survive(place: Place, processes: Processes) -> None:
-    """They have files of the home open, name them, or stand in it; the control is a process that the home noted."""
+    """They have files of the home open, name them, or have it as working directory. The control is a process that the
+    home recorded.
+    """
     log = place.home / "dockerd.log"
     log.write_text("a line\n")
     ours = str(place.home)
@@ -113,7 +115,7 @@ def test_an_operators_processes_survive(place: Place, processes: Processes) -> N
 
 
 def test_processes_of_a_second_home_survive(place: Place, processes: Processes) -> None:
-    """The same program, module and checkout; homes and run directories differ, one begins as the other."""
+    """The same program, module and checkout. Homes and run directories differ; one path is a prefix of the other."""
 
     def canary(home: Path, name: str, port: str) -> subprocess.Popen[str]:
         counter = place.checkout / name
@@ -128,7 +130,7 @@ def test_processes_of_a_second_home_survive(place: Place, processes: Processes) 
 
 
 def test_only_namespaces_that_the_home_noted_are_removed(place: Place) -> None:
-    """Not one of another home, not one of a name that the home noted for a former one."""
+    """No namespace of another home, and none of a name that the home recorded for a former one."""
     names = {part: f"{INTERNET}-c{part}" for part in ("own", "other", "again")}
     beside = place.home / "faults"
     try:
@@ -150,13 +152,13 @@ def test_only_namespaces_that_the_home_noted_are_removed(place: Place) -> None:
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_the_floor_is_removed_only_if_a_server_of_the_home_laid_it(place: Place, ours: bool) -> None:
-    """A real guard laid it in a namespace of the test, where the copy of the front door runs."""
+    """A real guard loaded it in a namespace of the test, where the copy of the front door runs."""
     name = f"{INTERNET}-cfloor"
     namespaces.make(name, place.checkout)
     try:
         path = Path("/run/netns", name)
         asyncio.run(_leave_floor(place.run / "config", path))
-        if not ours:  # as when another server comes up after ours was killed
+        if not ours:  # This happens when another server starts after the first one was killed.
             asyncio.run(_leave_floor(place.checkout, path))
         done = place.clean("nsenter", f"--net={path}", "--")
         assert ours == (nft.FLOOR_TABLE not in netns.list_rules(path, "tables"))
@@ -166,7 +168,7 @@ def test_the_floor_is_removed_only_if_a_server_of_the_home_laid_it(place: Place,
 
 
 async def _leave_floor(notes: Path, upstream: Path) -> None:
-    """Start a guard that notes in `notes`, and end it as a kill would: the floor stays."""
+    """Start a guard that records its process in `notes`, and kill it: the floor stays."""
 
     async def changed(pidfd: int) -> None:
         pass
@@ -177,7 +179,7 @@ async def _leave_floor(notes: Path, upstream: Path) -> None:
 
 
 def test_mounts_and_files_are_removed_and_packages_stay(place: Place) -> None:
-    """And what is mounted beside the home stays."""
+    """A mount beside the home stays too."""
     beside = place.checkout / "mounted"
     for point in (place.run / "netns", place.home / "a b", beside):
         point.mkdir()
@@ -192,12 +194,12 @@ def test_mounts_and_files_are_removed_and_packages_stay(place: Place) -> None:
 
 
 def living(traces: Traces) -> set[tuple[int, int]]:
-    """The processes of a sandbox that still run."""
+    """Return the processes of a sandbox that still run."""
     return {one for one in traces.processes if start_time(one[0]) == one[1]}
 
 
 def test_a_killed_server_goes_with_its_sandboxes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its containers, on both runtimes, ran on. The internet is another home's and stays."""
+    """Its containers, on both runtimes, are still running. The internet belongs to another home and stays."""
     place = Place(directory, Path(f"{os.environ['SALLYPORT_RUN_DIR']}-clean"))
     monkeypatch.setenv("SALLYPORT_HOME", str(place.home))
     monkeypatch.setenv("SALLYPORT_RUN_DIR", str(place.run))
@@ -208,7 +210,7 @@ def test_a_killed_server_goes_with_its_sandboxes(directory: Path, monkeypatch: p
                 made = [stack.create(runtime, image=EMPTY_IMAGE, policy=None) for runtime in ("runsc", "runc")]
                 traces = [stack.traces(sandbox.id) for sandbox in made]
                 for sandbox in made:
-                    sandbox.close()  # the client's connections
+                    sandbox.close()  # The client's connections.
                 stack.kill()
                 running = [living(trace) for trace in traces]
                 assert all(running), "the control: containers on both runtimes outlive their server"

@@ -1,6 +1,6 @@
-"""The code-interpreter image through its official SDK: documented examples, state, results, errors, and what breaks.
+"""The code-interpreter image with its official SDK: documented examples, state, results, errors, and faults.
 
-One sandbox on each runtime, made with the default policy (deny-all): all of it works without a network.
+One sandbox on each runtime, created with the default policy (deny-all): all of it works without a network.
 """
 
 import ast
@@ -46,7 +46,7 @@ FLOOD_MIB = 512
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A sandbox of the image, and its SDKs' views."""
+    """A sandbox of the image, and the SDK's objects for it."""
 
     stack: Stack
     sandbox: SandboxSync
@@ -78,7 +78,7 @@ def _box(request: pytest.FixtureRequest, stack: Stack, code_image: str) -> Itera
 
 @pytest.fixture(autouse=True, name="tidy")
 def _tidy(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test's own contexts end with it: each holds a kernel, and a sandbox has two gigabytes."""
+    """A test's own contexts end with it, because each has a kernel, and a sandbox has two gigabytes."""
     yield
     if "box" in request.fixturenames:
         box: Box = request.getfixturevalue("box")
@@ -100,7 +100,7 @@ def until(said: str, happened: Callable[[], bool], seconds: float = 120) -> None
 
 
 class Running:
-    """A run in the background; `begun` is set when its code has printed something."""
+    """A run in the background. `begun` is set when its code has printed something."""
 
     def __init__(self, box: Box, code: str, context: Any) -> None:
         self.begun = threading.Event()
@@ -118,7 +118,7 @@ class Running:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_documented_quick_starts_work_as_written(stack: Stack) -> None:
-    """The two programs of the package's README, with nothing but the address and the key put in."""
+    """The two programs of the package's README. Only the address and the key are inserted."""
     programs = [code for code in EXAMPLES if "api.opensandbox.io" in code]
     assert 2 == len(programs)
     for program in programs:
@@ -127,13 +127,13 @@ def test_the_documented_quick_starts_work_as_written(stack: Stack) -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(ours, "README", "exec"), {"__name__": "__main__"})  # noqa: S102 - a published example
         assert "4\n" == printed.getvalue()
-    gc.collect()  # the example closes no client: whatever warns of that is to do so here
+    gc.collect()  # The example closes no client. A warning about that is to appear here.
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("box", ["runsc"], indirect=True)
 def test_the_documented_usage_works_as_written(box: Box) -> None:
-    """Each snippet of the README, in the order it has there."""
+    """Each snippet of the README, in its order."""
     snippets = [code for code in EXAMPLES if "interpreter.codes" in code and "api.opensandbox.io" not in code]
     assert 6 == len(snippets)
 
@@ -163,7 +163,7 @@ def test_the_documented_usage_works_as_written(box: Box) -> None:
 
 
 def test_a_file_of_the_sdk_lies_where_code_looks_for_it(box: Box) -> None:
-    """The example of the SDK's own documentation: a relative name means the same place to both."""
+    """The example of the SDK's own documentation: a relative name is the same place for both."""
     box.sandbox.files.write_file("data.txt", "Hello")
 
     assert "Hello\n" == text(box.run("with open('data.txt') as f: print(f.read())"))
@@ -171,7 +171,7 @@ def test_a_file_of_the_sdk_lies_where_code_looks_for_it(box: Box) -> None:
 
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_another_version_is_said_to_be_missing_and_what_there_is_serves(box: Box) -> None:
-    """Asked for by the variables that the SDK documents."""
+    """Requested by the variables that the SDK documents."""
     command = f"PYTHON_VERSION=3.11 NODE_VERSION=20 JUPYTER_PORT=1 timeout 3 {CODE_ENTRYPOINT[0]} 2>&1"
     said = text(box.sandbox.commands.run(command))
 
@@ -181,7 +181,7 @@ def test_another_version_is_said_to_be_missing_and_what_there_is_serves(box: Box
 
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_packages_install_as_documented(box: Box) -> None:
-    """`pip install`, without further words, and a kernel that runs already imports what came."""
+    """`pip install` without options. A running kernel can import the package."""
     made = (
         "import zipfile\n"
         "with zipfile.ZipFile('/tmp/answer-1-py3-none-any.whl', 'w') as wheel:\n"
@@ -209,7 +209,7 @@ def test_packages_install_as_documented(box: Box) -> None:
     ],
 )
 def test_a_context_keeps_its_state(box: Box, language: str, first: str, second: str, expected: str) -> None:
-    """In each language of the image; the next context of the language knows nothing of it."""
+    """In each language of the image. The next context of the language does not see the state."""
     context = box.context(language)
     assert box.run(first, context=context).error is None
 
@@ -221,7 +221,7 @@ def test_a_context_keeps_its_state(box: Box, language: str, first: str, second: 
 
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_java_keeps_its_state(box: Box) -> None:
-    """On runc, too: its documented example runs on runsc above."""
+    """Also on runc. Its documented example runs on runsc above."""
     context = box.context("java")
     assert box.run("int x = 20;", context=context).error is None
     assert "21" == box.run("x + 1", context=context).result[0].text
@@ -242,7 +242,7 @@ def test_java_keeps_its_state(box: Box) -> None:
     ],
 )
 def test_errors_of_java_have_the_names_that_clients_expect(box: Box, code: str, name: str, value: str) -> None:
-    """An exception that the code did not catch, whatever its class, and what does not compile."""
+    """An exception of any class that the code did not catch, and code that does not compile."""
     failed = box.run(code, language="java")
 
     assert failed.error is not None and failed.complete is not None
@@ -250,7 +250,7 @@ def test_errors_of_java_have_the_names_that_clients_expect(box: Box, code: str, 
 
 
 def test_go_builds_and_runs_whole_programs(box: Box) -> None:
-    """Each in the context's directory; what the compiler or the program complains of is the error."""
+    """Each in the context's directory. The message of the compiler or the program is the error."""
     context = box.context("go")
 
     def program(body: str, *imports: str) -> str:
@@ -272,7 +272,7 @@ def test_go_builds_and_runs_whole_programs(box: Box) -> None:
 
 
 def test_contexts_run_beside_each_other_and_share_nothing(box: Box) -> None:
-    """Both wait for the other's file, so neither could end were they run in turn."""
+    """Each waits for the other's file, so neither could end if they ran one after the other."""
     code = (
         "import os, pathlib, time\n"
         "pathlib.Path('/tmp/{own}').touch()\n"
@@ -290,7 +290,7 @@ def test_contexts_run_beside_each_other_and_share_nothing(box: Box) -> None:
 
 
 def test_a_context_is_busy_while_its_code_runs(box: Box) -> None:
-    """In the words that clients wait for; what runs is not disturbed."""
+    """With the words that clients wait for. The present run is not disturbed."""
     context = box.context()
     wait = "while not os.path.exists('/tmp/go'): time.sleep(0.05)"
     code = f"import os, time\nprint('begun', flush=True)\n{wait}\nprint('done')"
@@ -303,7 +303,7 @@ def test_a_context_is_busy_while_its_code_runs(box: Box) -> None:
 
 
 def test_results_and_display_data_arrive(box: Box) -> None:
-    """The value of the last expression and whatever was displayed before it (the SDK keeps their text only)."""
+    """The value of the last expression and everything that was displayed before it (the SDK keeps only their text)."""
     shown = "from IPython.display import display, HTML\ndisplay(HTML('<b>bold</b>'))\n"
     done = box.run(f"{shown}import sys\nprint('e', end='', file=sys.stderr)\n[1]")
 
@@ -324,7 +324,7 @@ def test_results_and_display_data_arrive(box: Box) -> None:
     ],
 )
 def test_an_error_has_name_value_and_traceback(box: Box, language: str, code: str, name: str, value: str) -> None:
-    """And the context works on."""
+    """The context still works."""
     failed = box.run(code, language=language)
 
     assert failed.error is not None
@@ -336,7 +336,7 @@ def test_an_error_has_name_value_and_traceback(box: Box, language: str, code: st
 
 
 def test_an_endless_loop_is_interrupted(box: Box) -> None:
-    """The run ends with the kernel's own error; variables stay."""
+    """The run ends with the kernel's own error. Variables stay."""
     context = box.context()
     running = Running(box, "kept = 7\nprint('begun', flush=True)\nwhile True: pass", context)
 
@@ -349,7 +349,7 @@ def test_an_endless_loop_is_interrupted(box: Box) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Code in a language: without end, a sum, a variable set and read; and the name of the error of an interrupt."""
+    """Code in a language: an endless loop, a sum, a variable set and read. And the name of an interrupt's error."""
 
     endless: str
     sum: str
@@ -378,19 +378,19 @@ KINDS = {
         _program("for {}"), _program("fmt.Println(2)"), _program(""), _program("fmt.Println(42)"), "KeyboardInterrupt"
     ),
 }
-FRESH = {"java": 1}  # each of its kernels takes two seconds to start
+FRESH = {"java": 1}  # Each of its kernels takes two seconds to start.
 ROUNDS = 4
 
 
 def interrupted_at_init(box: Box, code: str, context: Any) -> Execution:
-    """Run code that is interrupted as soon as its first event is there."""
+    """Run code, and interrupt it as soon as its first event is there."""
     handlers = ExecutionHandlersSync(on_init=lambda _: box.interpreter.codes.interrupt(context.id))
     return box.run(code, context=context, handlers=handlers)
 
 
 @pytest.mark.parametrize("language", KINDS)
 def test_a_run_interrupted_at_its_init_keeps_its_context(box: Box, language: str) -> None:
-    """While the kernel starts, and at each moment of its first steps in a run; variables stay."""
+    """While the kernel starts, and at each moment of its first steps in a run. Variables stay."""
     kind = KINDS[language]
     for _ in range(FRESH.get(language, ROUNDS)):
         context = box.context(language)
@@ -411,7 +411,7 @@ def test_a_run_interrupted_at_its_init_keeps_its_context(box: Box, language: str
 
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_an_interrupt_of_a_context_in_which_nothing_runs_changes_nothing(box: Box) -> None:
-    """Not while its kernel starts, either."""
+    """Also while its kernel starts."""
     for language, kind in KINDS.items():
         context = box.context(language)
         box.interpreter.codes.interrupt(context.id)
@@ -422,9 +422,10 @@ def test_an_interrupt_of_a_context_in_which_nothing_runs_changes_nothing(box: Bo
 
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_a_kernel_deaf_to_interrupts_is_ended(box: Box) -> None:
-    """Code that ignores them, and Deno while it awaits: after the grace period the context is gone."""
+    """Code that ignores interrupts, and Deno in an await: after the grace period the context is removed."""
     runs = [
-        # The first use of setTimeout loads it, and an interrupt stops that: it comes before the sign to interrupt.
+        # The first use of setTimeout loads it, and an interrupt prevents that. So the use comes before the sign to
+        # interrupt.
         ("javascript", "const end = new Promise(done => setTimeout(done, 1e6)); console.log('begun'); await end"),
         ("python", "import signal\nsignal.signal(2, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"),
     ]
@@ -440,7 +441,7 @@ def test_a_kernel_deaf_to_interrupts_is_ended(box: Box) -> None:
 
 
 def test_contexts_are_listed_found_and_deleted(box: Box) -> None:
-    """By language and by id; one that is not there is a 404."""
+    """By language and by id. An unknown one is a 404."""
     codes = box.interpreter.codes
     codes.delete_contexts("bash")
     made = [str(box.context("bash").id) for _ in range(2)]
@@ -458,7 +459,7 @@ def test_contexts_are_listed_found_and_deleted(box: Box) -> None:
 
 
 def test_deleting_a_context_ends_what_runs_in_it(box: Box) -> None:
-    """With an error, soon."""
+    """With an error, without a long wait."""
     context = box.context()
     running = Running(box, "print('begun', flush=True)\nwhile True: pass", context)
 
@@ -469,7 +470,7 @@ def test_deleting_a_context_ends_what_runs_in_it(box: Box) -> None:
 
 @pytest.mark.parametrize("box", ["runsc"], indirect=True)
 def test_a_flood_arrives_whole_where_it_is_read(box: Box) -> None:
-    """Ten megabytes in lines; and a single message that no client should be sent is left out, and said to be."""
+    """Ten megabytes in lines. A single message that is too large for a client is left out, with a notice."""
     context = box.context()
     line = "x" * 999
     received = 0
@@ -484,13 +485,13 @@ def test_a_flood_arrives_whole_where_it_is_read(box: Box) -> None:
     done = box.run(f"print('x' * {40 * MIB})", context=context)
 
     assert "dropped" in text(done, "stderr")
-    assert "" == text(done).strip()  # the end of its line may be a message of its own
+    assert "" == text(done).strip()  # The end of its line can be a separate message.
     assert "1" == box.run("1", context=context).result[0].text
 
 
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_a_reader_that_stops_costs_bounded_memory(box: Box) -> None:
-    """Output without a reader is dropped on the way, while the sandbox answers; then the run ends."""
+    """Output without a reader is dropped, while the sandbox answers. Then the run ends."""
     context = box.context()
     code = (
         "import os, sys\n"
@@ -544,7 +545,7 @@ KERNELS = "grep -lsa 'deno.[j]upyter' /proc/[0-9]*/cmdline | wc -l"
     ],
 )
 def test_a_client_that_leaves_during_a_creation_leaves_no_kernel(box: Box, path: str, request_: dict[str, Any]) -> None:
-    """Of its own or a default one. The server is stopped as soon as the kernel has a process."""
+    """A context of its own or a default one. The server is stopped as soon as the kernel has a process."""
     endpoint = box.sandbox.get_endpoint(44772)
     host, _, prefix = endpoint.endpoint.partition("/")
     headers = {"Content-Type": "application/json", **endpoint.headers}
@@ -579,7 +580,7 @@ def test_a_client_that_leaves_during_a_creation_leaves_no_kernel(box: Box, path:
 
 
 def test_a_killed_kernel_is_an_error_and_its_context_is_gone(box: Box) -> None:
-    """While it runs, and while it idles: never a fresh kernel under the old name."""
+    """During a run, and while it is idle. The old name never gets a new kernel."""
     during, idle = box.context(), box.context()
     pid = text(box.run("import os; kept = 1; print(os.getpid())", context=idle)).strip()
     failed = box.run("import os; os.kill(os.getpid(), 9)", context=during)
@@ -593,7 +594,7 @@ def test_a_killed_kernel_is_an_error_and_its_context_is_gone(box: Box) -> None:
 
 
 def test_a_hostile_kernel_harms_its_own_run_only(box: Box) -> None:
-    """Malformed messages, foreign parents, raw frames and a false death, sent by the code itself."""
+    """Malformed messages, foreign parents, raw frames and a false death, all sent by the code itself."""
     context, other = box.context(), box.context()
     code = (
         "k = get_ipython().kernel\nparent = k.get_parent()\n"
@@ -613,7 +614,7 @@ def test_a_hostile_kernel_harms_its_own_run_only(box: Box) -> None:
 
 
 def test_a_killed_jupyter_server_comes_back(box: Box) -> None:
-    """What ran ends with an error, its kernels end too, and the same sandbox has new contexts."""
+    """The run ends with an error, its kernels end too, and the same sandbox gets new contexts."""
     context = box.context()
     script = box.context("javascript")
     server = text(box.run("import os; print(os.getppid())", context=context)).strip()
@@ -631,7 +632,7 @@ def test_a_killed_jupyter_server_comes_back(box: Box) -> None:
 
 
 def test_the_server_listens_inside_only(box: Box) -> None:
-    """On loopback: the sandbox's own address does not answer, so the token opens nothing to anybody else."""
+    """On loopback. The sandbox's own address does not answer, so the token gives no access to others."""
     probe = "bash -c 'exec 3<>/dev/tcp/{}/44771' 2>/dev/null && echo open || echo closed"
     answers = [text(box.sandbox.commands.run(probe.format(host))).strip() for host in ("127.0.0.1", "192.0.2.2")]
 
@@ -639,7 +640,7 @@ def test_the_server_listens_inside_only(box: Box) -> None:
 
 
 def test_the_benchmark_of_first_code_gives_whole_figures(stack: Stack, internet: Internet) -> None:
-    """On both runtimes. The only bound on the times is a generous one."""
+    """On both runtimes. The times have only a high limit."""
     figures = {figure.name: figure.values for figure in first_code.measure(Ground(internet, stack, ""), 1)}
 
     wanted = ("ready", "first print(1)", "a later print(1)")

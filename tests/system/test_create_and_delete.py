@@ -1,4 +1,4 @@
-"""A create or a delete happens wholly or not at all, also with failures, lost clients, races and kills meanwhile.
+"""A create or a delete happens completely or not at all, also with failures, disconnected clients, races and kills.
 
 It tests `lifecycle/sandboxes/transaction.py`.
 """
@@ -29,7 +29,9 @@ IDLE = ["tail", "-f", "/dev/null"]
 LOOPS = 20
 UNSTARTABLE = "sallyport/unstartable"
 SLACK = 8
-"""Descriptors a daemon may hold more than before: connections kept for the next call, as one per thread for Docker."""
+"""The number of descriptors that a daemon can have in addition: connections kept for the next call, for example one per
+thread for Docker.
+"""
 
 
 def client(stack: Stack) -> httpx.AsyncClient:
@@ -39,13 +41,13 @@ def client(stack: Stack) -> httpx.AsyncClient:
 
 
 def body(**changes: Any) -> dict[str, Any]:
-    """A create call: the empty image, without a policy."""
+    """Return a create call: the empty image, without a policy."""
     plain = {"image": {"uri": EMPTY_IMAGE}, "resourceLimits": {"memory": "256Mi"}, "entrypoint": IDLE, "timeout": 600}
     return plain | changes
 
 
 def settled(stack: Stack, before: Census, seconds: float = 60.0) -> dict[str, object]:
-    """What differs from `before`, once nothing does or the time is over."""
+    """Return the differences from `before`: none, or those that are left when the time is over."""
     deadline = time.monotonic() + seconds
     while (beyond := take(stack).beyond(before)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -53,7 +55,9 @@ def settled(stack: Stack, before: Census, seconds: float = 60.0) -> dict[str, ob
 
 
 def grown(stack: Stack, held: dict[str, int], seconds: float = 60.0) -> dict[str, tuple[int, int]]:
-    """Which daemons hold more descriptors than they `held`, slack aside, once none does or the time is over."""
+    """Return the daemons that have more descriptors than they `held` and the slack: none, or those that are left when
+    the time is over.
+    """
 
     def more() -> dict[str, tuple[int, int]]:
         return {name: (held[name], now) for name, now in descriptors(stack).items() if now > held[name] + SLACK}
@@ -63,7 +67,7 @@ def grown(stack: Stack, held: dict[str, int], seconds: float = 60.0) -> dict[str
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether `condition` became true in time."""
+    """Return whether `condition` became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -74,8 +78,8 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 @pytest.fixture(scope="module", autouse=True, name="warm")
 def _warm(stack: Stack) -> Iterator[None]:
-    """Fill what is kept once and for all: connections to Docker, runsc's own directory, an image for these tests."""
-    # Its work directory is a file: everything can be prepared, and only the start fails.
+    """Create what is created once and kept: connections to Docker, runsc's own directory, an image for these tests."""
+    # Its work directory is a file. So all steps succeed, and only the start fails.
     work = ("import", "-c", "WORKDIR /dev/null", os.environ["SALLYPORT_EMPTY_IMAGE"], UNSTARTABLE)
     assert 0 == stack.docker(*work).returncode
 
@@ -119,7 +123,7 @@ async def test_a_create_that_fails_leaves_nothing(change: dict[str, Any], runtim
 async def test_an_entrypoint_that_does_not_exist_ends_the_sandbox_and_not_its_removal(
     runtime: str, stack: Stack
 ) -> None:
-    """Only the image has the answer; the sandbox is reported Failed, and its removal leaves nothing."""
+    """Only Docker can detect the fault, in the image. The sandbox becomes Failed, and its removal leaves nothing."""
     before = take(stack)
     async with client(stack) as http:
         request = body(entrypoint=["/no/such/program"], extensions={"sallyport.runtime": runtime})
@@ -141,7 +145,7 @@ async def test_an_entrypoint_that_does_not_exist_ends_the_sandbox_and_not_its_re
 
 
 async def test_names_that_are_taken_are_passed_over(stack: Stack) -> None:
-    """What stands in the way of a slot is neither taken over nor an obstacle to the launches after it."""
+    """A leftover at the place of a slot is not taken over, and later launches succeed."""
     before = take(stack)
     used = {int(path.name.split("-")[0]) for path in (stack.run / "netns").glob("*-*")}
     taken = [number for number in range(64) if number not in used][:40]
@@ -163,7 +167,7 @@ async def test_names_that_are_taken_are_passed_over(stack: Stack) -> None:
 
 
 async def test_a_client_that_leaves_during_create_leaves_no_orphan(runtime: str, stack: Stack) -> None:
-    """What was started is finished and can be found, or is undone: nothing is there that the list does not show."""
+    """A started creation is completed and can be found, or is undone. The list shows every resource that exists."""
     before = take(stack)
     payload = httpx.Request(
         "POST",
@@ -194,12 +198,12 @@ async def test_a_client_that_leaves_during_create_leaves_no_orphan(runtime: str,
 
 
 def _named(census: Census) -> set[str]:
-    """The sandboxes that have a directory of mounted files."""
+    """Return the sandboxes that have a directory of mounted files."""
     return {Path(path).name for path in census.files if Path(path).parent.name == "sandboxes"}
 
 
 async def test_creates_and_deletes_that_meet_each_other(stack: Stack) -> None:
-    """Ten creates at once, then five deletes of each at once: one of them 204, the others 204 or 404."""
+    """Ten concurrent creates, then five concurrent deletes of each: one gets 204, the others 204 or 404."""
     before = take(stack)
     async with client(stack) as http:
         made = await asyncio.gather(*(http.post("/sandboxes", json=body()) for _ in range(10)))
@@ -232,12 +236,14 @@ async def test_twenty_lives_leave_everything_as_it_was(runtime: str, stack: Stac
 
 
 def test_a_delete_in_the_middle_of_work_leaves_nothing(runtime: str, stack: Stack, values: Secrets) -> None:
-    """A command runs, a flow is open and half answered, a secret is in use: all goes long before it ends by itself."""
+    """A command runs, a flow is open with half of its answer, a secret is in use. All of them end long before their own
+    end.
+    """
     before = take(stack)
     sandbox = DemoSandbox(stack, runtime, values)
     try:
         inside = stack.connect(sandbox.id)
-        # A request whose body never ends: the flow stays open through the gateway.
+        # A request whose body never ends, so the flow stays open through the gateway.
         hanging = f"(printf 'x'; sleep 300) | curl -sS -T - -X POST https://{API}/v1/slow"
         for command in (hanging, "while :; do :; done", "setsid sh -c 'trap \"\" TERM; sleep 300'"):
             inside.commands.run(command, opts=RunCommandOpts(background=True))
@@ -268,7 +274,7 @@ async def test_expiry_removes_all_the_same(runtime: str, stack: Stack) -> None:
 
 
 def test_a_killed_control_plane_comes_back_to_what_it_left(runtime: str, stack: Stack, values: Secrets) -> None:
-    """SIGKILL of `serve`: the sandbox goes on under its policy, is listed again, and its old token still opens it."""
+    """SIGKILL of `serve`: the sandbox continues under its policy, is listed again, and its token is still valid."""
     before = take(stack)
     sandbox = DemoSandbox(stack, runtime, values)
     inside = stack.connect(sandbox.id)
@@ -308,7 +314,7 @@ _LOOP = f"while :; do curl -sS -o /dev/null --max-time 5 https://{STATUS}/ && ec
 
 
 async def test_the_end_of_the_host_daemon_is_the_end_of_its_sandboxes(second: Stack) -> None:
-    """SIGTERM with live sandboxes on both runtimes: no process, namespace, mount, group or container is left."""
+    """SIGTERM with sandboxes on both runtimes: no process, namespace, mount, group or container is left."""
     async with client(second) as http:
         requests = [body(extensions={"sallyport.runtime": runtime}) for runtime in ("runc", "runsc")]
         made = await asyncio.gather(*(http.post("/sandboxes", json=request) for request in requests))
@@ -324,7 +330,7 @@ async def test_the_end_of_the_host_daemon_is_the_end_of_its_sandboxes(second: St
 
 
 async def test_a_launch_whose_docker_dies_leaves_nothing(second: Stack) -> None:
-    """Killed in the middle of launches, Docker comes back; what failed is gone, and the next create works."""
+    """Docker is killed during launches and restarts. Failed launches leave nothing, and the next create succeeds."""
     before = take(second)
     async with client(second) as http:
         launches = [asyncio.create_task(http.post("/sandboxes", json=body())) for _ in range(4)]

@@ -1,8 +1,8 @@
-"""kill -9 of each of Sallyport's processes, alone and in pairs, while sandboxes work; and a machine that loses power.
+"""kill -9 of each of Sallyport's processes, alone and in pairs, while sandboxes work, and a machine that loses power.
 
-What must hold is asked of the far end: nothing arrives at the attacker, every request that arrived has its record, and
-the programs that were started before the death get their answers again, from a gateway they trust, without
-help from outside. It tests `runtimes/process/watchdog.py`.
+The far end shows what holds: nothing arrives at the attacker, every request that arrived has its record, and the
+programs that were started before the death get answers again, from a gateway that they trust, without help from
+outside. It tests `runtimes/process/watchdog.py`.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from wire.operations import Done, Ping
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 PATIENCE = 60.0
-"""Seconds until everything serves again. How long it takes is measured elsewhere; here it must come."""
+"""Seconds until everything works again. The duration is measured elsewhere."""
 ALONE = ["worker", "zygote", "guard", "auditd", "vaultd", "compiler", "serve", "hostd", "dockerd", "containerd"]
 PAIRS = [
     "hostd+dockerd",
@@ -74,7 +74,7 @@ for number in range(1000000):
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """One round of the client inside: when it began, what the API answered, what else it received."""
+    """One round of the client inside: its start, the API's answer, and its other answers."""
 
     began: float
     said: str
@@ -83,7 +83,7 @@ class Poll:
 
 
 class Client:
-    """A sandbox with a program in it that keeps asking, from before any death to after it."""
+    """A sandbox with a program in it that sends requests all the time, from before any death to after it."""
 
     def __init__(self, stack: Stack, runtime: str, values: Secrets) -> None:
         self.sandbox = DemoSandbox(stack, runtime, values)
@@ -95,7 +95,7 @@ class Client:
         inside.close()
 
     def polls(self, last: int = 2000) -> list[Poll]:
-        """What it wrote down; nothing while the way in is closed."""
+        """Return its output, or nothing while the way in is closed."""
         try:
             _, text = self.sandbox.run(f"tail -n {last} /tmp/polls")
         except (SandboxException, httpx.HTTPError):
@@ -109,7 +109,7 @@ class Client:
 
 @pytest.fixture(scope="module", name="stack")
 def _stack(values: Secrets) -> Iterator[Stack]:
-    """A server of this module's own, whose processes may be killed."""
+    """A separate server for this module, whose processes can be killed."""
     with beside(Stack, "death", values) as stack:
         put_secrets(stack, values)
         yield stack
@@ -139,7 +139,7 @@ def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
 
 
 def processes(stack: Stack, role: str, clients: list[Client]) -> set[int]:
-    """The processes of a role, now."""
+    """Return the present processes of a role."""
     run = str(stack.run)
     match role:
         case "worker":
@@ -148,13 +148,13 @@ def processes(stack: Stack, role: str, clients: list[Client]) -> set[int]:
             return {pid} if (pid := daemons(stack).get("runtimes.hostd")) else set()
         case "containerd":
             return {pid for pid, line in command_lines().items() if "containerd --config" in line and run in line}
-        case _:  # by hostd's note, checked: a forked worker has the zygote's command line
+        case _:  # By hostd's note, with a check: a forked worker has the zygote's command line.
             pid, started = (stack.run / "config" / f"{role}.pid").read_text().split()[:2]
             return {int(pid)} if str(start_time(int(pid))) == started else set()
 
 
 def back(stack: Stack, roles: list[str], dead: set[int], clients: list[Client]) -> bool:
-    """Whether every role has its processes again and the API shows every sandbox running."""
+    """Return whether every role has its processes again and the API shows every sandbox as running."""
     try:
         for role in roles:
             now = processes(stack, role, clients)
@@ -176,12 +176,12 @@ def policies(stack: Stack, clients: list[Client]) -> list[str]:
 
 
 def arrived(internet: Internet) -> set[str]:
-    """The targets of the clients' requests that the API has received."""
+    """Return the targets of the clients' requests that the API has received."""
     return {str(note["target"]) for note in internet.notes() if "/v1/poll/" in str(note.get("target"))}
 
 
 def recorded(stack: Stack) -> set[str]:
-    """The targets of the requests that the audit log allows."""
+    """Return the targets of the requests that the audit log allows."""
     return {
         str(record.get("path"))
         for record in stack.audit_records()
@@ -190,12 +190,12 @@ def recorded(stack: Stack) -> set[str]:
 
 
 def attackers(frames: Any) -> list[Any]:
-    """What reached the attacker, or asked for its name."""
+    """Return what reached the attacker, or asked for its name."""
     return [frame for frame in frames if frame.destination == ADDRESSES[ATTACKER] or b"\x08attacker" in frame.data]
 
 
 def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: Internet) -> float:
-    """Kill; return after how many seconds everything served again. What must hold meanwhile is asserted here."""
+    """Kill the processes. Return the seconds until everything works again. The claims in between are asserted here."""
     before = policies(stack, clients)
     containers = [stack.container(one.id) for one in clients]
     since = time.time()
@@ -205,7 +205,7 @@ def recovery(stack: Stack, victims: list[str], clients: list[Client], internet: 
         assert dead and 0 not in dead
         killed = time.monotonic()
         for pid in dead:
-            with suppress(ProcessLookupError):  # dockerd takes its containerd with it
+            with suppress(ProcessLookupError):  # dockerd ends its containerd.
                 os.kill(pid, signal.SIGKILL)
         assert until(lambda: back(stack, ALONE, dead, clients)), stack.tail()
         again = time.time()
@@ -239,7 +239,7 @@ def test_after_any_death_nothing_escapes_and_everything_comes_back_by_itself(
 
 
 async def test_a_create_waits_for_a_dockerd_that_is_coming_back(stack: Stack) -> None:
-    """It was killed again and again, so it is away for half a second at least."""
+    """It was killed several times, so its restart takes half a second at least."""
     killed: set[int] = set()
     async with client(stack) as http:
         for _ in range(3):
@@ -255,7 +255,7 @@ async def test_a_create_waits_for_a_dockerd_that_is_coming_back(stack: Stack) ->
 def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_one(
     stack: Stack, clients: list[Client]
 ) -> None:
-    """Its spawn began with the guard that is gone: it gets the next one, as all other workers do."""
+    """Its spawn began with the guard that has ended. It gets the next guard, like all other workers."""
     one, other = clients
     (zygote,) = processes(stack, "zygote", clients)
     state = stack.inspect(one.id)
@@ -276,7 +276,7 @@ def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_on
 
 
 def test_calls_share_a_way_in_and_none_is_carried_out_twice_when_it_is_cut(stack: Stack, clients: list[Client]) -> None:
-    """One record for many commands; one that is lost with the worker is the caller's to repeat."""
+    """One record for many commands. The caller repeats a command that is lost with the worker."""
     for one in clients:
         before = ways_in(stack, one)
         for _ in range(10):
@@ -301,7 +301,7 @@ def test_calls_share_a_way_in_and_none_is_carried_out_twice_when_it_is_cut(stack
 
 
 def ways_in(stack: Stack, client: Client) -> int:
-    """How many connections into a sandbox the log has allowed."""
+    """Return the number of connections into a sandbox that the log has allowed."""
     records = (record for record in stack.audit_records() if record.get("sandbox") == client.id)
     return len([record for record in records if (record["kind"], record["decision"]) == ("ingress", "allow")])
 
@@ -309,7 +309,7 @@ def ways_in(stack: Stack, client: Client) -> int:
 def test_a_killed_watchdog_takes_hostd_with_it_and_the_next_start_adopts(
     stack: Stack, clients: list[Client], internet: Internet
 ) -> None:
-    """No hostd without a watchdog; without both the sandboxes are cut off; the next `serve` finds them as they were."""
+    """No hostd runs without a watchdog. Without both the sandboxes are disconnected. The next `serve` adopts them."""
     before = policies(stack, clients)
     containers = [stack.container(one.id) for one in clients]
     hostd = daemons(stack)["runtimes.hostd"]
@@ -318,7 +318,7 @@ def test_a_killed_watchdog_takes_hostd_with_it_and_the_next_start_adopts(
         assert until(lambda: hostd not in command_lines())
         assert "runtimes.hostd" not in daemons(stack)
         workers_gone = until(lambda: not any("gateway" in line for line in _of(stack)))
-        assert until(lambda: still(wire)), "the wire is not silent"  # the kernel may have had connections to end
+        assert until(lambda: still(wire)), "the wire is not silent"  # The kernel may have had connections to end.
         mark = wire.mark()
         time.sleep(1.0)
         frames = [frame for frame in wire.since(mark) if frame.destination in ADDRESSES.values()]
@@ -337,7 +337,7 @@ def test_a_killed_watchdog_takes_hostd_with_it_and_the_next_start_adopts(
 
 
 def still(wire: Capture) -> bool:
-    """Whether nothing came for a moment."""
+    """Return whether nothing came for a moment."""
     mark = wire.mark()
     time.sleep(0.5)
     return mark == wire.mark()
@@ -347,10 +347,10 @@ def _of(stack: Stack) -> list[str]:
     return [line for line in command_lines().values() if f"{stack.run}/" in line]
 
 
-@pytest.mark.usefixtures("clients")  # runsc's first start leaves a mount in its state, which stays
+@pytest.mark.usefixtures("clients")  # runsc's first start leaves a mount in its state, which stays.
 @pytest.mark.parametrize("op", ["create", "delete"])
 async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: Stack) -> None:
-    """What was answered is there, or gone; what was not is undone, or can be found and deleted."""
+    """An answered operation is complete. Any other one is undone, or its sandbox can be found and deleted."""
     before = take(stack)
     async with client(stack) as http:
         others = await listed(http)
@@ -385,7 +385,7 @@ async def listed(http: httpx.AsyncClient) -> set[str]:
 
 
 def hostd_answers(stack: Stack) -> bool:
-    """Whether hostd does."""
+    """Return whether hostd does."""
     try:
         return Done() == stack.ask(Ping())
     except OSError:
@@ -395,7 +395,7 @@ def hostd_answers(stack: Stack) -> bool:
 def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hostd that succeeds another gives running sandboxes their gates back whatever has become of an image's file."""
+    """An adopting hostd gives running sandboxes their gateways back, in any state of an image's file."""
     tar = Path(shutil.copy(os.environ["SALLYPORT_EMPTY_IMAGE"], tmp_path / "empty.tar"))
     monkeypatch.setenv("SALLYPORT_EMPTY_IMAGE", str(tar))
     with beside(Second, "second") as stack:
@@ -406,7 +406,7 @@ def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
 
             assert until(lambda: hostd_answers(stack) and sandbox.is_healthy()), stack.tail()
             assert 1 < stack.inspect(str(sandbox.id)).generation
-            assert until(lambda: str(tar) in stack.tail()), stack.tail()  # it is said
+            assert until(lambda: str(tar) in stack.tail()), stack.tail()  # The log has the reason.
             assert sandbox.is_healthy()
         finally:
             sandbox.kill()
@@ -438,8 +438,8 @@ def test_a_create_waits_for_an_image_that_hostd_imports_after_an_adoption(
 
 
 async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
-    """Every process killed, the run directory gone; the database, the log and Docker's data are as they were."""
-    take(second)  # until the slots made ahead of need stand
+    """Every process is killed, and the run directory removed. The database, the log and Docker's data are unchanged."""
+    take(second)  # Until the slots made ahead exist.
     own = len(list((second.run / "netns").iterdir()))
     async with client(second) as http:
         requests = [body(extensions={"sallyport.runtime": runtime}) for runtime in ("runc", "runsc")]
@@ -460,7 +460,8 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
     take(second)
     assert own == len(list((second.run / "netns").iterdir()))
     left = remaining(traces)
-    assert {True} == {str(second.state / "vault") in item for item in left}, left  # sealed, until the rows are deleted
+    # It is sealed, until the rows are deleted.
+    assert {True} == {str(second.state / "vault") in item for item in left}, left
     async with client(second) as http:
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -480,12 +481,12 @@ async def test_a_machine_that_lost_power_starts_clean(second: Stack) -> None:
 
 
 def remaining(traces: list[Traces]) -> list[str]:
-    """What is left of them."""
+    """Return what is left of them."""
     return [item for trace in traces for item in trace.remaining()]
 
 
 def lose_power(stack: Stack, traces: list[Traces]) -> None:
-    """Kill everything of `stack` at once and take away what a reboot would."""
+    """Kill everything of `stack` at once and remove what a reboot would remove."""
     stack.kill()
     doomed = {pid for pid, line in command_lines().items() if f"{stack.run}/" in line}
     doomed |= {pid for trace in traces for pid, _ in trace.processes}

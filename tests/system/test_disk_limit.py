@@ -1,4 +1,4 @@
-"""What a sandbox writes stays on a disk of its own: full is full inside, and nothing outside is touched."""
+"""A sandbox writes to its own disk only. A full disk is full inside, and nothing outside changes."""
 
 import subprocess
 from collections.abc import Iterator
@@ -69,23 +69,23 @@ def printed(sandbox: SandboxSync, command: str) -> str:
 
 
 def used(stack: Stack) -> int:
-    """Bytes allocated by this server and its Docker daemon, which do not share their file system with us alone."""
+    """Return the bytes that this server and its Docker daemon use. Their file system has other users too."""
     command = ["du", "--summarize", "--total", "--one-file-system", "--block-size=1", *map(str, stack.stores)]
-    # Files come and go: du says so, counts on and ends with 1.
+    # Files appear and disappear. du reports that, continues and ends with 1.
     return int(subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()[-1].split()[0])
 
 
 def inodes(stack: Stack) -> int:
-    """Files and directories of this server and its Docker daemon."""
+    """Return the files and directories of this server and its Docker daemon."""
     command = ["du", "--inodes", "--summarize", "--total", "--one-file-system", *map(str, stack.stores)]
     return int(subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()[-1].split()[0])
 
 
 def behind_loops() -> list[str]:
-    """The files behind this machine's loop devices."""
+    """Return the files behind this machine's loop devices."""
     found = []
     for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with suppress(OSError):  # another process's, and gone meanwhile
+        with suppress(OSError):  # It belongs to another process and disappeared in the meantime.
             found.append(path.read_text().strip())
     return found
 
@@ -117,7 +117,7 @@ def test_a_write_through_memory_ends_its_process_not_the_sandbox(small: SandboxS
 
 
 def test_inodes_run_out_for_the_sandbox_alone(stack: Stack, small: SandboxSync, runtime: str) -> None:
-    """On runc they are those of its disk. On runsc files are its own kernel's: its memory bounds them."""
+    """On runc the bytes are on its disk. On runsc files are in its own kernel's memory, whose limit applies."""
     before = inodes(stack)
     number, made, room = map(int, printed(small, f"python3 -c '{MANY}'").split())
     if runtime == "runc":
@@ -133,7 +133,7 @@ def test_inodes_run_out_for_the_sandbox_alone(stack: Stack, small: SandboxSync, 
 
 
 def test_root_cannot_grow_its_disk(small: SandboxSync, runtime: str) -> None:
-    """Every way to the device or to other room: none opens a block device, mounts, or finds another file system."""
+    """Every way to the device or to other space: none opens a block device, mounts, or finds another file system."""
     probe = """
 import os, stat
 found = []
@@ -177,7 +177,7 @@ def test_a_size_that_cannot_be_is_refused(stack: Stack, size: str) -> None:
 def test_the_doctors_disk_is_removed_although_another_process_copied_its_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another server's daemon, say, whose mount namespace was made at that moment."""
+    """For example the daemon of another server, whose mount namespace was created at that moment."""
     attach, copies = disk.Disks.attach, list[subprocess.Popen[bytes]]()
 
     def copied(self: disk.Disks, sandbox: str, layer: Path) -> int:

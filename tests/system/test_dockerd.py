@@ -1,4 +1,4 @@
-"""A dockerd of our own, killed at any moment: what it mounts is gone after the stop."""
+"""A managed dockerd that is killed at any moment: its mounts are removed after the stop."""
 
 import asyncio
 import os

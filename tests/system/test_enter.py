@@ -1,4 +1,4 @@
-"""A daemon's start beside other servers: namespaces that come and go while it leaves them behind.
+"""The start of a daemon beside other servers, whose namespaces appear and disappear while it leaves them.
 
 It tests `runtimes/process/enter.py`.
 """
@@ -31,7 +31,7 @@ print(len(enter._namespaces()), flush=True)
 
 
 def test_a_namespace_that_goes_meanwhile_does_not_stop_a_daemon(tmp_path: Path) -> None:
-    """Deleted by its owner between the look at the mount table and the unmounting: twenty daemons at once."""
+    """Its owner deletes it between the reading of the mount table and the unmount, for twenty daemons at once."""
     stop = threading.Event()
 
     def churn() -> None:
@@ -66,7 +66,7 @@ def test_a_namespace_that_goes_meanwhile_does_not_stop_a_daemon(tmp_path: Path) 
 
 
 async def test_a_daemon_that_takes_more_memory_than_it_may_is_ended_and_another_is_not(tmp_path: Path) -> None:
-    """By the kernel, from its first instruction on; and a group is taken again with another bound."""
+    """The kernel enforces the limit from the first instruction on. A group is used again with another limit."""
     groups = DaemonGroups(str(tmp_path))
     ends = []
     for memory in (512 << 20, 64 << 20, 512 << 20):

@@ -1,8 +1,8 @@
-"""execd in images that are small, empty, or set traps for a process that starts a program in them; 64 MiB each.
+"""execd in images that are small, empty, or have traps for a process that starts a program in them; 64 MiB each.
 
-The traps are a library that notes which program it was loaded into: by the environment, by the loader's own file, and
-as a module for names of users. That the image's programs do load it is the control. A hostile image has what a
-recipe of images can say, and a file system whose links lead to a directory of the host.
+The traps are a library that records the program into which it was loaded: by the environment, by the loader's own file,
+and as a module for names of users. The control is that the image's programs do load it. A hostile image has everything
+that an image's configuration can contain, and a file system whose links lead to a directory of the host.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ def test_nothing_of_an_image_runs_in_execd(runtime: str, stack: Stack, images: N
 
 @pytest.mark.parametrize("image", [SMALL, USER])
 def test_a_small_image_is_a_whole_sandbox(image: str, runtime: str, stack: Stack, images: None) -> None:
-    """Without bash, glibc and a /tmp that can be written; as root, and as a user of the image."""
+    """Without bash, glibc and a writable /tmp. As root, and as a user of the image."""
     home = "/home" if image == SMALL else "/work"
     with made(stack, runtime, image) as sandbox:
         assert "hello\n" == output(sandbox.commands.run("echo hello"))
@@ -168,7 +168,7 @@ def test_an_empty_image_is_a_sandbox(runtime: str, stack: Stack) -> None:
 
 
 def test_a_hostile_workload_ends_in_limits(runtime: str, stack: Stack, images: None) -> None:
-    """An endless line larger than the memory for a client that does not read, and a fork bomb: /ping answers."""
+    """An endless line, larger than the memory, for a client that does not read, and a fork bomb: /ping answers."""
     with made(stack, runtime, SMALL, memory="256Mi") as sandbox:
         endpoint = sandbox.get_endpoint(44772)
         base = f"http://{endpoint.endpoint}"
@@ -189,7 +189,7 @@ def test_a_hostile_workload_ends_in_limits(runtime: str, stack: Stack, images: N
 
 
 def _ended(client: httpx.Client, status: str) -> str:
-    """Wait for the end of a command whose client has left."""
+    """Wait for the end of a command whose client has disconnected."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         answer = client.get(status)
@@ -202,7 +202,7 @@ def _ended(client: httpx.Client, status: str) -> str:
 
 
 def _without_users(tar: Path) -> None:
-    """Write the small image, but for its file of users."""
+    """Write the small image, without its file of users."""
     with tarfile.open(os.environ["SALLYPORT_SMALL_IMAGE"]) as small, tarfile.open(tar, "w") as archive:
         for entry in small:
             if entry.name != "./etc/passwd":
@@ -211,7 +211,7 @@ def _without_users(tar: Path) -> None:
 
 @pytest.fixture(scope="module", name="host_directory")
 def _hostile(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Import the hostile image; the directory that its links lead to."""
+    """Import the hostile image. Return the directory to which its links lead."""
     work, target = tmp_path_factory.mktemp("hostile"), tmp_path_factory.mktemp("host")
     tar = work / "hostile.tar"
     _without_users(tar)
@@ -268,7 +268,8 @@ def test_what_an_image_says_and_where_its_links_lead_is_of_no_use_to_it(
         assert "nameserver 192.0.2.1" in output(sandbox.commands.run("cat /etc/resolv.conf"))
         assert "/opt/opensandbox/execd" in output(sandbox.commands.run("tr '\\0' ' ' </proc/1/cmdline"))
         tried = "for node in /nodes/*; do (exec 3<$node) 2>/dev/null && echo $node; done; echo end"
-        # On runsc these are gVisor's own; runc lets every user open a tun. No process here may make an interface of it.
+        # On runsc these are gVisor's own. runc lets every user open a tun, but no process here can create an interface
+        # with it.
         own = {"/nodes/tun", *(["/nodes/fuse"] if runtime == "runsc" else [])}
         assert {"end"} == set(output(sandbox.commands.run(tried)).split()) - own
         made_one = "tunctl -f /nodes/tun -t tun9 || echo refused; cut -d: -f1 /proc/net/dev | tr -d ' ' | tail -n +3"
@@ -289,7 +290,7 @@ def test_outside_of_a_sandbox_those_nodes_open(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a device"])
 def test_an_image_with_an_unreadable_users_file_is_refused_at_once(kind: str, stack: Stack, tmp_path: Path) -> None:
-    """Docker would wait for ever, or read for ever, with the container's lock in its hands."""
+    """Docker would wait or read without end, and hold the container's lock."""
     tar, image = tmp_path / "unreadable.tar", "unreadable"
     _without_users(tar)
     with tarfile.open(tar, "a") as archive:

@@ -1,8 +1,7 @@
-"""A fault at each step of a launch, a removal, a restart and a change, on the real system: nothing half is left.
+"""A fault at each step of a launch, a removal, a restart and a change, on the real system: nothing half-made is left.
 
-The steps of hostd come from `faulty_hostd`, those of the control plane from `faulty_serve`; both are the real programs
-with something in the way of their calls. All cases of the control plane, more quickly:
-tests/lifecycle/test_faults_at_each_step.py.
+The steps of hostd come from `faulty_hostd`, those of the control plane from `faulty_serve`. Both are the real programs
+with wrapped calls. tests/lifecycle/test_faults_at_each_step.py has all cases of the control plane, and is faster.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ sys.exit(watchdog.Watchdog(command, watchdog.ending(pathlib.Path(sys.argv[1]))).
 
 
 class Faulty(Stack):
-    """A Sallyport of its own whose hostd and serve have faults where a test asks for them."""
+    """A separate Sallyport whose hostd and serve have faults where a test asks for them."""
 
     slots_ahead = 0
 
@@ -99,7 +98,7 @@ class Faulty(Stack):
             yield http
 
     def hook(self, op: str, **parameters: Any) -> dict[str, Any]:
-        """Ask what only `faulty_hostd` answers.
+        """Send a request that only `faulty_hostd` answers.
 
         Raises:
             StackError: it refused.
@@ -115,7 +114,7 @@ class Faulty(Stack):
         return dict(received[0]["ok"])
 
     def disagreements(self) -> list[str]:
-        """What registry, hostd and the workers themselves do not agree on."""
+        """Return the differences between the registry, hostd and the workers themselves."""
         rows = self.rows()
         there = {item.sandbox: item for item in self.sandboxes()}
         found = [f"{name} is {row['state']}" for name, row in rows.items() if row["state"] != "Running"]
@@ -127,7 +126,9 @@ class Faulty(Stack):
         return found
 
     def wrong(self, before: Census | None = None) -> list[str]:
-        """What is still not as before (if that is given), or not agreed on, when all is or the time is over."""
+        """Return the differences from `before` (if given) and between the parts: none, or those that are left when the
+        time is over.
+        """
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -142,7 +143,7 @@ class Faulty(Stack):
         return {} if before is None else take(self).beyond(before)
 
     def state_of(self, sandbox: str) -> tuple[str, str]:
-        """State and reason, once it has ended or the time is over."""
+        """Return state and reason, after it has ended or the time is over."""
         deadline = time.monotonic() + PATIENCE
         while True:
             row = self.rows()[sandbox]
@@ -152,7 +153,7 @@ class Faulty(Stack):
 
     @property
     def serve(self) -> int:
-        """The process of the control plane."""
+        """Return the process of the control plane."""
         return next(pid for pid, line in command_lines().items() if f"-m tests.system.faulty_serve {self.run}/" in line)
 
 
@@ -176,7 +177,7 @@ def _faulty() -> Iterator[Faulty]:
 
 @pytest.fixture(autouse=True, name="clean")
 def _clean(faulty: Faulty) -> Iterator[None]:
-    """The next test does not report again what one test left behind."""
+    """So the next test does not report the same leftovers again."""
     yield
     headers = {"OPEN-SANDBOX-API-KEY": faulty.api_key}
     for name in faulty.rows():
@@ -227,13 +228,13 @@ async def _in_parallel(cases: list[Callable[[], Any]]) -> None:
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 @pytest.mark.parametrize("mode", ["refused", "unanswered"])
 async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty: Faulty, runtime: str) -> None:
-    """In hostd; the caller gets an error, or has a sandbox that is whole. The next launch works."""
+    """In hostd. The caller gets an error, or has a complete sandbox. The next launch succeeds."""
     before = take(faulty)
     async with faulty.client() as http:
         await deleted(http, await made(http, runtime, f"{runtime}-{mode}:-1:none"))
         steps = faulty.hook("faulted", label=f"{runtime}-{mode}")["seen"]
         assert len(steps) > 20
-        # Docker and the worker are what differs between the runtimes.
+        # The runtimes differ in Docker and the worker.
         numbers = [i for i, step in enumerate(steps) if runtime == "runc" or step.startswith(("Docker.", "Worker."))]
         told: dict[str, int] = {}
 
@@ -278,7 +279,7 @@ async def test_a_removal_that_fails_at_any_step_is_finished(mode: str, faulty: F
 
 
 async def test_a_gateway_whose_restart_fails_at_any_step_comes_back(faulty: Faulty) -> None:
-    """Its worker is killed; whatever fails on the way to the next one, there is a next one, with the same policy."""
+    """Its worker is killed. After any fault during its replacement there is a next worker, with the same policy."""
     before = take(faulty)
     async with faulty.client() as http:
         name = await made(http)
@@ -308,7 +309,7 @@ async def test_a_gateway_whose_restart_fails_at_any_step_comes_back(faulty: Faul
 
 @pytest.mark.parametrize("mode", ["killed-before", "killed-after"])
 async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, faulty: Faulty) -> None:
-    """SIGKILL of hostd at steps from the first to the last; what ran before goes on, what was half made is gone."""
+    """SIGKILL of hostd at steps from the first to the last. Existing sandboxes continue, half-made ones are removed."""
     async with faulty.client() as http:
         label = f"killed-{mode}"
         await deleted(http, await made(http, fault=f"{label}:-1:none"))
@@ -320,7 +321,7 @@ async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, 
                 answer = await http.post("/sandboxes", json=body(fault=f"{label}-{number}:{number}:{mode}"))
                 assert answer.status_code >= 500, answer.text
             except httpx.TransportError:
-                pass  # serve went with it
+                pass  # serve ended with it.
             await _serving(http)
             assert [] == faulty.wrong(before), steps[number]
             assert [kept] == list(faulty.rows())
@@ -328,7 +329,7 @@ async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, 
 
 
 async def _fault(http: httpx.AsyncClient, fault: str, method: str, path: str, content: Any) -> httpx.Response | None:
-    """A request with a fault of the control plane; None if it died or hung up."""
+    """Send a request with a fault of the control plane. Return None if it died or closed the connection."""
     try:
         return await http.request(method, path, json=content, headers={"X-Request-ID": fault})
     except httpx.TransportError:
@@ -343,12 +344,14 @@ async def _serving(http: httpx.AsyncClient) -> None:
                 return
         except httpx.TransportError:
             pass
-        await asyncio.sleep(0.1)  # it needs the processor to start
+        await asyncio.sleep(0.1)  # It needs the processor to start.
     raise AssertionError("serve does not come back")
 
 
 async def test_a_change_that_fails_or_loses_its_control_plane_leaves_one_policy(faulty: Faulty) -> None:
-    """SIGKILL of `serve` before and after each step of a PATCH, an error after each: all have the old or the new."""
+    """SIGKILL of `serve` before and after each step of a PATCH, and an error after each: all parts have the old or the
+    new.
+    """
     before = take(faulty)
     async with faulty.client() as http:
         name = await made(http)
@@ -363,7 +366,7 @@ async def test_a_change_that_fails_or_loses_its_control_plane_leaves_one_policy(
             assert [] == faulty.wrong(), (steps[number], mode)
             await _changed(http, name, number, mode)
             assert [] == faulty.disagreements()
-        # An error ends nothing: each step has a sandbox of its own, and all meet theirs at once.
+        # An error ends no process: each step has its own sandbox, and all faults happen at once.
         names = [name, *await asyncio.gather(*(made(http) for _ in steps[1:]))]
         answers = await asyncio.gather(*(_change(http, one, n, "unanswered") for n, one in enumerate(names)))
         assert None not in answers
@@ -388,7 +391,7 @@ async def _change(http: httpx.AsyncClient, name: str, number: int, mode: str) ->
 
 
 async def _changed(http: httpx.AsyncClient, name: str, number: int, mode: str) -> None:
-    """The same without: now at the latest it happens."""
+    """The same without a fault: at this point at the latest it happens."""
     again = await http.patch(_policy_of(name), json=[_rule(number, mode)])
     assert 200 == again.status_code, again.text
     assert f"s{number}-{mode}.bank.example" in [rule["target"] for rule in again.json()["policy"]["egress"]]
@@ -396,7 +399,7 @@ async def _changed(http: httpx.AsyncClient, name: str, number: int, mode: str) -
 
 @pytest.mark.parametrize("mode", ["killed-before", "left-before"])
 async def test_a_creation_that_loses_its_control_plane_leaves_nothing(mode: str, faulty: Faulty) -> None:
-    """At each step; a sandbox whose id no caller got is gone, and the workload never ran without its gateway."""
+    """At each step. A sandbox whose id no caller got is removed, and the workload never ran without its gateway."""
     before = take(faulty)
     async with faulty.client() as http:
         answer = await _fault(http, "fault.-1.none", "POST", "/sandboxes", body())
@@ -423,14 +426,14 @@ async def test_a_removal_that_loses_its_control_plane_is_finished(faulty: Faulty
             name = await made(http)
             assert await _fault(http, f"fault.{number}.killed-before", "DELETE", f"/sandboxes/{name}", None) is None
             await _serving(http)
-            if number == 0:  # nothing had happened yet
+            if number == 0:  # Nothing had happened yet.
                 assert [] == faulty.wrong()
                 await deleted(http, name)
             assert [] == faulty.wrong(before), steps[number]
 
 
 async def test_a_control_plane_killed_during_fifty_operations_comes_back_to_one_truth(faulty: Faulty) -> None:
-    """Creates, deletes and changes at once, and SIGKILL in the middle: what is listed is what runs (LIF-23)."""
+    """Concurrent creates, deletes and changes, and SIGKILL during them: the list shows what runs."""
     before = take(faulty)
     async with faulty.client() as http:
         names = list(await asyncio.gather(*(made(http) for _ in range(6))))
@@ -454,7 +457,7 @@ async def test_a_control_plane_killed_during_fifty_operations_comes_back_to_one_
 
 
 async def test_twenty_changes_at_once_are_all_there(faulty: Faulty) -> None:
-    """No lost update, and the worker has the last version (LIF-09)."""
+    """No update is lost, and the worker has the last version."""
     before = take(faulty)
     async with faulty.client() as http:
         name = await made(http)
@@ -473,7 +476,7 @@ async def test_twenty_changes_at_once_are_all_there(faulty: Faulty) -> None:
 
 @pytest.mark.parametrize("end", ["restart", "kill", "exit"])
 async def test_a_container_that_ends_does_not_come_back(end: str, faulty: Faulty, runtime: str) -> None:
-    """`docker restart`, its first process killed, or ended by itself: reported as ended, not started again (LIF-25)."""
+    """`docker restart`, its first process killed, or ended by itself: reported as ended, not started again."""
     before = take(faulty)
     async with faulty.client() as http:
         name = await made(http, runtime)

@@ -1,10 +1,10 @@
-"""One sandbox at its limits, another at work: the worker's, the host's and the log's own bounds hold.
+"""One sandbox at its limits, another at work: the bounds of the worker, the host and the log hold.
 
-`hog` does one thing after the other as hard as it can, in turns of a second with rests between them; `neighbour` makes
-requests through its own gateway all the while, and notes when each began and how long it took. So the machine of a
-moment, whatever else it does, is in both: a turn is compared with the rests around it, and the median of an attack's
-turns counts; where it is too much, more turns are taken. Where the machine has not half of its time to spare even
-while the hog rests, it is at its limits without one: then the bound is wide.
+`hog` makes one attack after the other as hard as it can, in turns of a second with rests between them. `neighbour`
+makes requests through its own gateway all the time, and records when each began and how long it took. So the machine's
+state of a moment, whatever else it does, affects both: a turn is compared with the rests around it, and the median of
+an attack's turns counts. If it is too high, more turns are made. If less than half of the machine's time is idle even
+during the rests, the machine is at its limits without the hog, and the bound is wide.
 """
 
 import json
@@ -39,19 +39,20 @@ pytestmark = [pytest.mark.system, pytest.mark.timed]
 
 ATTACKS = ("cpu", "disk", "dns", "bodies", "connections", "short", "denied")
 ROUNDS, TRIES, AGAIN = 2, 2, 3
-"""How often each has its turn; how often one that was too much is tried again, and in how many turns of its own."""
+"""The number of turns of each attack, of repetitions after a result that was too high, and of turns in a repetition."""
 TURN, REST, TOGETHER = 1.4, 0.8, 3.0
 """Seconds: of one attack, between two, and of all at once after the last."""
 SETTLED, ENDING = 0.3, 0.1
-"""Seconds after a change, and before one, that belong to neither side: what was begun before is still being done."""
-TRACKED = PLAN.syn_rate * 62 + PLAN.max_connections  # begun in a second, until the kernel sweeps its table; and alive
+"""Seconds after a change, and before one, that belong to neither side, because earlier work is still in progress."""
+# The connections that begin in a second, until the kernel sweeps its table, and those that are open.
+TRACKED = PLAN.syn_rate * 62 + PLAN.max_connections
 WAY_IN = 50
-"""How many times longer a call to a sandbox that floods may take, in the median."""
+"""The factor by which a call to a sandbox that floods may take longer, in the median."""
 LOOK = 2.0
 HELD = 4.0
-"""Seconds of connections that are begun without a pause, and say nothing or are never completed."""
+"""Seconds of connections that begin without a pause, and send nothing or are never completed."""
 OPEN = 512 + 64
-"""Descriptors of a worker: one for each connection it takes at once, and its own."""
+"""Descriptors of a worker: one for each concurrent connection, and its own."""
 GROWN = 32 << 20
 ELSEWHERE = "198.51.100.7"
 
@@ -178,7 +179,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of one pair. `idle` is when the machine had idled how long, in seconds of one processor."""
+    """The observations of one pair. `idle` has the machine's idle time so far, in seconds of one processor."""
 
     turns: Turns
     requests: Samples
@@ -188,7 +189,7 @@ class Seen:
     tracked: int
     alone: float
     ways_in: tuple[float, ...]
-    """Seconds of a call to the hog: before the floods, and in all of them at once."""
+    """Seconds of a call to the hog: before the floods, and during all of them at once."""
 
     def of(self, attack: str) -> list[Turn]:
         """Compare each turn of an attack with the rests before and after it."""
@@ -211,7 +212,7 @@ class Seen:
         return Turn(rest, most, statistics.median(map(self.spare, rests)))
 
     def spare(self, window: tuple[float, float]) -> float:
-        """The idle share of the machine's processor time, within about one window."""
+        """Return the idle share of the machine's processor time, within about one window."""
         inside = [item for item in self.idle if window[0] - LOOK / 10 <= item[0] <= window[1] + LOOK / 10]
         if len(inside) < 2:
             return 0.0
@@ -220,7 +221,7 @@ class Seen:
 
 
 def plan_turns(attacks: Sequence[str], begin: float, together: float) -> Turns:
-    """The attacks in turn, and then all of them at once for so many seconds."""
+    """Make the attacks in turn, and then all of them at once for so many seconds."""
     turns = []
     for name in attacks:
         begin += REST
@@ -234,19 +235,19 @@ def percentile(values: Sequence[float], share: int = 90) -> float:
 
 
 def within(samples: Samples, begin: float, end: float) -> list[float]:
-    """How long the requests took that began within a window, or else the one that was under way."""
+    """Return the durations of the requests that began within a window, or of the one that was in progress."""
     began = [took for at, took in samples if begin <= at < end]
     return began or [took for at, took in samples if at < end and at + took > begin]
 
 
 def idled() -> float:
-    """How long the machine's processors have had nothing to do, all together."""
+    """Return the idle time of all processors of the machine together."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
 def start(sandbox: SandboxSync, code: str, **environment: str) -> None:
-    """Start a program in the background; what it prints is in /tmp/printed."""
+    """Start a program in the background. Its output is in /tmp/printed."""
     options = RunCommandOpts(background=True, envs={"CODE": code, **environment})
     sandbox.commands.run('python3 -c "$CODE" >/tmp/printed 2>/tmp/complaints', opts=options)
 
@@ -258,26 +259,26 @@ def told(sandbox: SandboxSync, command: str, seconds: int = 60) -> str:
 
 
 def way_in(sandbox: SandboxSync) -> float:
-    """How many seconds a call to a sandbox takes, of which it gives the answer."""
+    """Call a sandbox, and return the seconds of the call and the answer."""
     began = time.monotonic()
     assert told(sandbox, "echo here").strip() == "here"
     return round(time.monotonic() - began, 3)
 
 
 def worker_bytes(stack: Stack, sandbox: SandboxSync) -> int:
-    """Resident memory of a sandbox's worker."""
+    """Return the resident memory of a sandbox's worker."""
     pid = stack.worker_pid(str(sandbox.id))
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def tracked(namespace: str) -> int:
-    """Connections that the kernel tracks in a namespace."""
+    """Return the number of connections that the kernel tracks in a namespace."""
     command = ["nsenter", f"--net={namespace}", "cat", "/proc/sys/net/netfilter/nf_conntrack_count"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def watch(stack: Stack, pair: Pair, attacks: Sequence[str], together: float = 0.0) -> Seen:
-    """Let the hog take its turns and the neighbour work; meanwhile look at both from outside."""
+    """Let the hog take its turns and the neighbour work. Observe both from outside meanwhile."""
     hog, neighbour, _ = pair
     namespace = stack.netns(str(hog.id), "gw")
     told(hog, "rm -f /tmp/counts")
@@ -302,7 +303,7 @@ def watch(stack: Stack, pair: Pair, attacks: Sequence[str], together: float = 0.
 
 
 class Most(NamedTuple):
-    """The most that was seen of a hog's gateway: connections tracked, the worker's descriptors and bytes."""
+    """The maxima of a hog's gateway: tracked connections, the worker's descriptors and bytes."""
 
     tracked: int
     descriptors: int
@@ -316,7 +317,9 @@ def look(stack: Stack, sandbox: SandboxSync) -> Most:
 
 
 def rested(stack: Stack, sandbox: SandboxSync) -> Most:
-    """Look at a gateway without what a flood before left: the kernel counts connections until it sweeps its table."""
+    """Observe a gateway without the leftovers of an earlier flood: the kernel counts connections until it sweeps its
+    table.
+    """
 
     def forget() -> None:
         with NFCTSocket() as conntrack:
@@ -327,7 +330,7 @@ def rested(stack: Stack, sandbox: SandboxSync) -> Most:
 
 
 def flooded(stack: Stack, pair: Pair, flood: Callable[[], int]) -> tuple[int, Most]:
-    """Run `flood`, and look at the hog's gateway; in its midst the ways in and the neighbour's way out are open."""
+    """Run `flood`, and observe the hog's gateway. During the flood the ways in and the neighbour's way out are open."""
     with ThreadPoolExecutor(1) as pool:
         running, most, midst = pool.submit(flood), look(stack, pair.hog), time.monotonic() + HELD / 2
         while not running.done():
@@ -341,12 +344,12 @@ def flooded(stack: Stack, pair: Pair, flood: Callable[[], int]) -> tuple[int, Mo
 
 
 def answered(sandbox: SandboxSync) -> str:
-    """The status of a request through a sandbox's gateway."""
+    """Return the status of a request through a sandbox's gateway."""
     return told(sandbox, f"curl -sS -o /dev/null -w '%{{http_code}}' --max-time 10 https://{STATUS}/")
 
 
 def half_open(namespace: Path) -> int:
-    """Begin connections in a sandbox's namespace as root may, and complete none; returns how many."""
+    """Begin connections in a sandbox's namespace, as root can, and complete none. Return their number."""
 
     def flood() -> int:
         until, number = time.monotonic() + HELD, 0
@@ -360,7 +363,8 @@ def half_open(namespace: Path) -> int:
         return number
 
     silence = f"chain in {{ type filter hook input priority 0; ip saddr {ELSEWHERE} drop\n}}"
-    netns.load_rules(namespace, f"table ip silence {{\n{silence}\n}}")  # else the kernel resets what it did not begin
+    # Otherwise the kernel resets connections that it did not begin.
+    netns.load_rules(namespace, f"table ip silence {{\n{silence}\n}}")
     try:
         return netns.inside(namespace, flood)
     finally:
@@ -368,7 +372,7 @@ def half_open(namespace: Path) -> int:
 
 
 def syn(port: int) -> bytes:
-    """A frame that begins a connection, from the inside's end of a slot to `ELSEWHERE`."""
+    """Return a frame that begins a connection, from the inside end of a slot to `ELSEWHERE`."""
     ends = PLAN.inside.packed + socket.inet_aton(ELSEWHERE)
     tcp = struct.pack("!HHIIBBHHH", port, 443, 1, 0, 5 << 4, 2, 65535, 0, 0)
     tcp = tcp[:16] + checksum(ends + struct.pack("!HH", socket.IPPROTO_TCP, len(tcp)) + tcp) + tcp[18:]
@@ -445,14 +449,14 @@ def test_connections_that_say_nothing_are_bounded(stack: Stack, pair: Pair) -> N
 
 
 def test_half_open_connections_are_bounded(stack: Stack, pair: Pair) -> None:
-    """A sender of raw frames, which no workload is, begins as many as the rate permits.
+    """A sender of raw frames, which no workload can be, begins as many as the rate allows.
 
-    runsc's own kernel resets what it did not begin, so there they are over sooner.
+    runsc's own kernel resets connections that it did not begin, so they end earlier there.
     """
     namespace, before = Path(stack.netns(str(pair.hog.id), "sbx")), rested(stack, pair.hog)
     begun, most = flooded(stack, pair, lambda: half_open(namespace))
     print(begun, before, most)
-    most_begun = PLAN.syn_rate * (int(HELD) + 2)  # twice the rate at once
+    most_begun = PLAN.syn_rate * (int(HELD) + 2)  # Twice the rate at once.
     assert begun > 2 * most_begun
     assert PLAN.syn_rate < most.tracked - before.tracked <= most_begun
     assert most.descriptors <= OPEN

@@ -1,4 +1,4 @@
-"""Resolvers with IPv6 addresses: from the settings to a name that a sandbox asks for, over UDP and over TCP.
+"""Resolvers with IPv6 addresses: from the settings to a name that a sandbox queries, over UDP and over TCP.
 
 It tests `gateway/dns/resolver.py`.
 """
@@ -22,7 +22,7 @@ RESOLVER = "2606:2800:222::53"
 UP, NET = "2606:2800:223::1", "2606:2800:223::2"
 ZONE = "cdn.bank.example"
 SHORT, LONG = f"short.{ZONE}", f"long.{ZONE}"
-"""Names of one server; the answer about the second is truncated over UDP."""
+"""Names of one server. The answer for the second is truncated over UDP."""
 
 
 class OverIpv6(Stack):
@@ -37,7 +37,7 @@ class OverIpv6(Stack):
 
 @dataclass
 class Resolver:
-    """A DNS server on an IPv6 address of the internet; notes each question, how it came, and from where."""
+    """A DNS server on an IPv6 address of the internet. It records each question with its transport and source."""
 
     internet: Internet
     asked: list[tuple[str, str, str]] = field(default_factory=list)
@@ -110,5 +110,5 @@ def test_a_resolver_with_an_ipv6_address_is_asked_over_udp_and_tcp() -> None:
         notes = stack.internet.notes()
 
     assert {("udp", SHORT, UP), ("udp", LONG, UP), ("tcp", LONG, UP)} == set(resolver.asked)
-    assert [] == [note for note in notes if "question" in note]  # no other resolver was asked
+    assert [] == [note for note in notes if "question" in note]  # No other resolver was asked.
     assert {f"/{runtime}" for runtime in ("runc", "runsc")} == {note["target"] for note in notes if "target" in note}

@@ -1,4 +1,4 @@
-"""The main job through the published SDK, and what happens when it is asked for wrongly or cut short."""
+"""The main job through the published SDK, and the results of wrong or interrupted calls."""
 
 import contextlib
 import secrets
@@ -22,17 +22,17 @@ _RUNNING = "{{.State.Running}} {{.State.Pid}} {{.State.StartedAt}}"
 
 
 def processes_of(container: str) -> list[int]:
-    """The processes in a container's control groups, and those that are named after it: its shim, its kernel."""
+    """Return the processes in a container's control groups, and those that are named after it: its shim, its kernel."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # It has ended.
             if container in (path / "cgroup").read_text() + (path / "cmdline").read_text():
                 found.append(int(path.name))
     return found
 
 
 def left_of(container: str) -> list[int]:
-    """The processes of a container that ends, once there are none or half a minute is over."""
+    """Return the processes of a container that ends: none, or those that are left after half a minute."""
     deadline = time.monotonic() + 30
     while (left := processes_of(container)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_the_audit_log_verifies_and_tells_of_the_secrets_use(
 
 
 def test_no_log_and_no_state_tells_a_token(stack: Stack) -> None:
-    """After calls with each kind of key, token and value, right ones and wrong ones: none is kept."""
+    """After calls with each kind of key, token and value, right ones and wrong ones, none is stored."""
     rules = {"defaultAction": "deny", "egress": [{"action": "allow", "target": API}]}
     request = {
         "image": {"uri": IMAGE},
@@ -177,7 +177,7 @@ def test_no_log_and_no_state_tells_a_token(stack: Stack) -> None:
                 ).status_code
                 for name in ("OPEN-SANDBOX-API-KEY", *tokens[44772], *tokens[18080])
             }
-            # The way to execd asks for execd's token only.
+            # The way to execd requires execd's token only.
             assert {name: 401 if name in tokens[44772] else 200 for name in wrong} == wrong
             texts = _kept(stack)
         finally:
@@ -186,7 +186,7 @@ def test_no_log_and_no_state_tells_a_token(stack: Stack) -> None:
     told["key"] = stack.api_key
     assert any(sandbox.encode() in text for text in texts.values())
     own = {record["kind"] for record in stack.audit_records() if record.get("sandbox") == sandbox}
-    assert "ingress" in own  # the control of the next line: execd sends nothing of its own accord
+    assert "ingress" in own  # The control of the next line: execd sends nothing by itself.
     assert set() == own & {"dns", "flow", "request"}
     assert [] == [
         (path, name) for path, text in texts.items() for name, value in told.items() if value.encode() in text
@@ -194,7 +194,9 @@ def test_no_log_and_no_state_tells_a_token(stack: Stack) -> None:
 
 
 def _kept(stack: Stack) -> dict[str, bytes]:
-    """What the server and its Docker have written, but for the file that the API key is in, and all command lines."""
+    """Return everything that the server and its Docker have written, except the file with the API key, and all command
+    lines.
+    """
     places = [stack.directory, stack.run, stack.stores[1] / "containers"]
     paths = [path for place in places for path in place.rglob("*") if path.name != "api-key"]
     texts = {}
@@ -206,7 +208,7 @@ def _kept(stack: Stack) -> dict[str, bytes]:
 
 
 def test_a_container_of_a_used_plan_cannot_be_started_again(stack: Stack, runtime: str, values: Secrets) -> None:
-    """No plan, no container: not even Docker's own start brings a sandbox back without its gate."""
+    """No container starts without a plan: even Docker's own start does not start a sandbox without its gateway."""
     sandbox = DemoSandbox(stack, runtime, values)
     try:
         container = stack.container(sandbox.id)

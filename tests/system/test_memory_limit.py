@@ -1,4 +1,4 @@
-"""What a workload takes beyond its sandbox's memory ends it, or the sandbox, which is then said so.
+"""A workload that exceeds its sandbox's memory is ended, or its sandbox is. The sandbox's state then has the reason.
 
 It tests `runtimes/process/cgroups.py`.
 """
@@ -35,7 +35,7 @@ def said(sandbox: SandboxSync, command: str) -> str:
 def test_beyond_its_memory_the_workload_ends_or_the_sandbox_is_failed_with_the_reason(
     small: SandboxSync, runtime: str
 ) -> None:
-    """runc's kernel ends the process; runsc is one process to the host, and ends as a whole."""
+    """runc's kernel ends the process. runsc is one process for the host, and ends as a whole."""
     assert "here" == said(small, "echo here")
     if runtime == "runc":
         assert "137" == said(small, f"{EAT}; echo $?")

@@ -1,8 +1,8 @@
-"""The operator's file changes while sandboxes work: what it forbids is forbidden within two seconds, at the far end.
+"""The operator's file changes while sandboxes work: what it forbids is denied within two seconds, at the far end.
 
-Each case takes something back that a sandbox's credential binding needs. The document applies all the same: the binding
-is out of force, the rest of the sandbox's policy stays in force under the new document, and the log names the binding.
-The compiler reads the file (`policy/operator_file.py`).
+Each case removes something that a sandbox's credential binding needs. The document applies in any case: the binding is
+out of force, the rest of the sandbox's policy stays in force under the new document, and the log names the binding. The
+compiler reads the file (`policy/operator_file.py`).
 """
 
 import json
@@ -26,14 +26,16 @@ from tests.system.test_create_and_delete import until
 pytestmark = pytest.mark.system
 
 LIMIT = 2.0
-"""Seconds in which a changed file is in force."""
+"""Seconds until a changed file is in force."""
 ENOUGH = 12
 """Questions at each host that are judged under each document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the file says more, before and after; what the sandbox has; and which hosts it still reaches afterwards."""
+    """The additional content of the file, before and after, the sandbox's own policy, and the hosts that it can still
+    reach afterwards.
+    """
 
     before: str
     after: str
@@ -55,7 +57,7 @@ CASES = {
 
 
 def write(stack: Stack, more: str) -> float:
-    """Put another file in the place of the operator's; tells when it was there."""
+    """Replace the operator's file. Return the time of the replacement."""
     new = stack.policy.with_suffix(".new")
     new.write_text(POLICY.read_text() + more)
     new.chmod(0o644)
@@ -79,13 +81,13 @@ def bind(asker: Asker, case: Case, value: str) -> None:
 
 
 def asked(asker: Asker) -> list[Asked]:
-    """What was asked so far."""
+    """Return the questions so far."""
     lines = asker.sandbox.files.read_file("/tmp/asked").splitlines(keepends=True)
     return [Asked(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def enough(asker: Asker, since: float) -> bool:
-    """Whether each host was asked often enough since a moment."""
+    """Return whether each host got enough questions since a time."""
     hosts = [question.host for question in asked(asker) if question.began > since]
     return min(hosts.count(API), hosts.count(STATUS)) >= ENOUGH
 
@@ -95,7 +97,7 @@ def records(stack: Stack, asker: Asker, kind: str) -> list[dict[str, Any]]:
 
 
 def reloads(stack: Stack) -> int:
-    """How often the server has put a changed file in force."""
+    """Return how often the server has put a changed file in force."""
     return sum(item["kind"] == "lifecycle.policies" for item in stack.audit_records())
 
 
@@ -117,7 +119,7 @@ def test_a_change_that_forbids_applies_whatever_a_sandbox_was_given(
 
     def used(asker: Asker, since: float) -> bool:
         arrived = arrivals(internet, asker.mark)
-        return bool(arrived) and any(  # the client has opened its file before its first question
+        return bool(arrived) and any(  # The client has opened its file before its first question.
             value in str(arrived[question.id])
             for question in asked(asker)
             if question.id in arrived and question.began > since
@@ -160,7 +162,7 @@ def test_a_change_that_forbids_applies_whatever_a_sandbox_was_given(
 
 
 def test_a_tighter_document_does_not_wait_for_serve(stack: Stack, internet: Internet) -> None:
-    """`serve` is stopped: hostd's compiler sees the file, and every gateway has the new policy all the same."""
+    """`serve` is stopped. hostd's compiler reads the file, and every gateway has the new policy."""
     rules = [NetworkRule(action="allow", target=target) for target in (API, STATUS)]
     everything = NetworkPolicy(defaultAction="deny", egress=rules)
     with askers(stack, (API, STATUS), policy=None, network_policy=everything) as made:

@@ -1,6 +1,6 @@
-"""A real worker with 400 streams that gets a small part of a processor: it is slow, and nothing else.
+"""A real worker with 400 streams that gets a small part of a processor is slow, and has no other fault.
 
-The load is a control group of the worker and some endless loops that together may use a quarter of a processor.
+The load is a control group of the worker and some endless loops. Together they can use a quarter of a processor.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ REQUEST = f"GET /x HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()
 
 @pytest.fixture(name="web")
 def _web(rig: Rig) -> Iterator[None]:  # noqa: F811
-    """A web server of the made-up internet that answers every request."""
+    """A web server of the test internet that answers every request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -85,7 +85,7 @@ def _web(rig: Rig) -> Iterator[None]:  # noqa: F811
 
 @contextlib.contextmanager
 def starved(pid: int, share: float = 0.25) -> Iterator[None]:
-    """The worker shares so much of a processor with endless loops while the block runs."""
+    """Let the worker share so much of a processor with endless loops during the block."""
     quota = str(int(100_000 * share))
     root = next((one for one in Cgroups("/none").hierarchies.roots if (one / "cpu.cfs_quota_us").exists()), None)
     version = 1 if root is not None or Path("/sys/fs/cgroup/cpu").is_dir() else 2
@@ -103,7 +103,7 @@ def starved(pid: int, share: float = 0.25) -> Iterator[None]:
             (group / "cgroup.procs").write_text(str(member))
         yield
     finally:
-        # First the limit goes: a process that is moved while it is throttled was seen never to run again.
+        # The limit is removed first, because a process that is moved while it is throttled can stay stopped.
         (group / ("cpu.cfs_quota_us" if version == 1 else "cpu.max")).write_text("-1" if version == 1 else "max 100000")
         for loop in loops:
             loop.kill()
@@ -117,7 +117,7 @@ def starved(pid: int, share: float = 0.25) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(gate: Gate) -> Iterator[threading.Event]:
-    """hostd's eye on the worker; the event is set when it would replace it."""
+    """hostd's liveness check of the worker. The event is set when it would replace the worker."""
     replaced, stop = threading.Event(), threading.Event()
 
     async def watch() -> None:
@@ -143,7 +143,7 @@ def watched(gate: Gate) -> Iterator[threading.Event]:
 
 
 def answers(streams: list[socket.socket]) -> Counter[str]:
-    """Send a request on each stream at once; return how many had each answer."""
+    """Send a request on each stream at once. Return the number of answers of each status."""
     for stream in streams:
         stream.sendall(REQUEST)
     return collected(streams)
@@ -195,7 +195,7 @@ def test_a_worker_that_gets_little_of_a_processor_is_kept_and_ends_what_it_accep
     web: None,
     tmp_path: Path,
 ) -> None:
-    """Each request is answered by the server, or turned away before it was accepted, with a time to come again."""
+    """Each request is answered by the server, or refused before it was accepted, with a time to retry."""
     with worker(rig, tmp_path, limits={"dial_rate": 1000}) as gate, contextlib.ExitStack() as stack:
         gate.configure(RULES)
         streams = [stack.enter_context(gate.dial(port=80)) for _ in range(STREAMS)]
@@ -214,7 +214,7 @@ def test_a_worker_that_gets_next_to_nothing_of_a_processor_is_kept(
     web: None,
     tmp_path: Path,
 ) -> None:
-    """It answers no ping for half a minute, and all its requests once it may run again."""
+    """It answers no ping for half a minute, and answers all its requests when it can run again."""
     with worker(rig, tmp_path, limits={"dial_rate": 1000}) as gate, contextlib.ExitStack() as stack:
         gate.configure(RULES)
         streams = [stack.enter_context(gate.dial(port=80)) for _ in range(STREAMS)]
@@ -231,7 +231,7 @@ def test_a_worker_that_gets_next_to_nothing_of_a_processor_is_kept(
 
 
 def test_a_worker_that_is_stopped_is_found(rig: Rig, tmp_path: Path) -> None:  # noqa: F811
-    """The control: what is kept above is not kept because nothing is found."""
+    """The control: the check does detect a worker that hangs."""
     with worker(rig, tmp_path) as gate:
         gate.configure(RULES)
         with watched(gate) as replaced:

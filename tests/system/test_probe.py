@@ -1,4 +1,4 @@
-"""`sallyport doctor --probe`: says what holds, says what does not, and leaves nothing on the machine."""
+"""`sallyport doctor --probe` reports what holds and what does not, and leaves nothing on the machine."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ allowed_runtimes = ["runc", "runsc"]
 
 
 def _left(place: Path) -> list[str]:
-    """What names a probe below `place`: directories, mounts, processes."""
+    """Return what names a probe below `place`: directories, mounts, processes."""
     mark = f"{place}/{MARK}"
     found = [str(path) for path in place.glob(f"{MARK}*")]
     found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if mark in line]
@@ -63,14 +63,15 @@ def _left(place: Path) -> list[str]:
 
 
 def _namespaces() -> set[str]:
-    """Those of every probe on this machine."""
+    """Return those of every probe on this machine."""
     return {path.name for path in Path("/run/netns").glob(f"{MARK}*")}
 
 
 @pytest.fixture(autouse=True, name="place")
 def _place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where probes have their directories: nothing is left there."""
-    tmp_path_factory.getbasetemp()  # made now, since it would be made in this place otherwise and go with it
+    """The directory of the probes. Nothing is left there."""
+    # Created now. Otherwise the first use would create it in this directory, and it would be removed with it.
+    tmp_path_factory.getbasetemp()
     before = _namespaces()
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o711)
@@ -79,7 +80,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
         yield Path(name)
         assert [] == _left(Path(name))
     deadline = time.monotonic() + 300
-    while left := _namespaces() - before:  # other processes' namespaces go with their probe
+    while left := _namespaces() - before:  # Namespaces of other processes end with their probe.
         assert time.monotonic() < deadline, left
         time.sleep(1)
 
@@ -100,9 +101,9 @@ def test_every_way_is_held_on_both_runtimes(tmp_path: Path) -> None:
 
 
 def test_a_slot_without_its_layers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slot of the first sandbox is opened and not watched: what gets out is said to have got out.
+    """The slot of the first sandbox is opened and not watched. The report names what gets out.
 
-    Two of its probes do not run to their end: they are said to be untried.
+    Two of its probes do not run to their end. The report says that they were not tried.
     """
     opened: list[Ungated] = []
     create = server.ProbeServer.create

@@ -1,4 +1,4 @@
-"""The README's example works as it is written, but for the names of hosts, which are the demo internet's."""
+"""The README's example works as written, except for the names of hosts, which are the test internet's."""
 
 import os
 import re
@@ -21,13 +21,13 @@ def _block(language: str, holding: str) -> str:
 
 
 def _shape(line: str) -> str:
-    """A line of `audit tail` without what differs in each run."""
+    """Return a line of `audit tail` without the parts that differ in each run."""
     line = re.sub(r"^\S+Z", "TIME", line)
     return re.sub(r"sbx-[0-9a-f]{24}#\d+", "SANDBOX", line)
 
 
 def test_the_example_installs_the_sdk_and_runs_to_a_denial_and_its_record(stack: Stack, tmp_path: Path) -> None:
-    """In an environment of its own, as Debian's Python wants it: one request is answered, one denied."""
+    """In a virtual environment, as Debian's Python requires: one request is answered, one denied."""
     install, *_, start = _block("console", "OPEN_SANDBOX_DOMAIN").splitlines()
     assert "pip install" in install
     (tmp_path / "example.py").write_text(_block("python", "opensandbox").replace("api.example.com", API))

@@ -1,8 +1,8 @@
 """execd after a pause, a checkpoint and a restore elsewhere, on the real runsc.
 
-One sandbox of the code-interpreter image, with whatever a daemon can have under way; it is checkpointed once and
-restored into two other slots, each with another name and launch file. What a container is made of comes from the
-product; only the shim, which refuses a restore, has no part in this.
+One sandbox of the code-interpreter image has every kind of daemon activity in progress. It is checkpointed once and
+restored into two other slots, each with another name and launch file. The product's code creates the containers. Only
+the shim, which refuses a restore, is not used.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def _digest(text: str) -> str:
 
 @dataclass
 class Box:
-    """A container of plain runsc in a slot of its own."""
+    """A container of plain runsc in its own slot."""
 
     name: str
     slot: slots.Slot
@@ -106,11 +106,9 @@ class Box:
     id: str = field(default_factory=lambda: secrets.token_hex(32))
 
     def runsc(self, *words: str) -> None:
-        flags = [
-            flag for flag in RUNSC.flags if not flag.startswith("--overlay2")
-        ]  # the image's files stay as they are
+        flags = [flag for flag in RUNSC.flags if not flag.startswith("--overlay2")]  # The image's files stay unchanged.
         command = [os.environ["SALLYPORT_RUNSC"], f"--root={self.bundle.parent / 'state'}", "--ignore-cgroups", *flags]
-        with (self.bundle / "output").open("ab") as output:  # a sandbox keeps these open: no pipe
+        with (self.bundle / "output").open("ab") as output:  # A sandbox keeps these open, so they are no pipe.
             done = subprocess.run(
                 [*command, "--overlay2=root:memory", *words],
                 stdin=subprocess.DEVNULL,
@@ -129,7 +127,7 @@ class Box:
         self.runsc("restore", "--detach", f"--image-path={image}", f"--bundle={self.bundle}", self.id)
 
     def delete(self) -> None:
-        with contextlib.suppress(AssertionError):  # it may never have begun
+        with contextlib.suppress(AssertionError):  # It may never have started.
             self.runsc("delete", "--force", self.id)
 
     def dial(self, seconds: float) -> socket.socket:
@@ -161,13 +159,13 @@ class Box:
         return json.loads(text) if text.startswith("{") and "\n" not in text.strip() else text
 
     def output(self, path: str, body: Any) -> str:
-        """What a run printed."""
+        """Return the output of a run."""
         events = [json.loads(event) for event in str(self.ask("POST", path, body)).split("\n\n") if event]
         assert not [event for event in events if event["type"] == "error"], events
         return "".join(event["text"] for event in events if event["type"] == "stdout")
 
     def open_run(self, body: Any) -> None:
-        """Begin to run code, and leave when it has printed something."""
+        """Start to run code, and return when it has printed something."""
         with self.connection() as connection:
             connection.request("POST", "/code", json.dumps(body), {"X-EXECD-ACCESS-TOKEN": self.token})
             answer = connection.getresponse()
@@ -207,7 +205,7 @@ class Box:
 
 @dataclass
 class Scene:
-    """The original, its copies, and what they have under way."""
+    """The original, its copies, and their activities."""
 
     source: Box
     copies: list[Box]
@@ -226,7 +224,7 @@ def until(happened: Callable[[], bool], said: str, seconds: float = 120) -> None
 
 @pytest.fixture(scope="module", name="scene")
 def _scene(stack: Stack, code_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Everything that happens, in its order; the tests say what was to be seen."""
+    """All steps, in their order. The tests judge the results."""
     place = tmp_path_factory.mktemp("restore")
     layer = stack.docker("image", "inspect", "-f", "{{.GraphDriver.Data.UpperDir}}", code_image)
     assert 0 == layer.returncode, layer.stderr
@@ -256,7 +254,7 @@ def _scene(stack: Stack, code_image: str, tmp_path_factory: pytest.TempPathFacto
 
 @contextlib.contextmanager
 def _box(place: Path, index: int, root: str, token: str) -> Iterator[Box]:
-    """Prepare a sandbox; the command line is that of the first, as gVisor asks of a restore."""
+    """Prepare a sandbox. The command line is that of the first, as gVisor requires for a restore."""
     name, secret = f"box-{index}", secrets.token_urlsafe()
     spec = launch_of(
         sandbox=name,
@@ -314,12 +312,12 @@ def _box(place: Path, index: int, root: str, token: str) -> Iterator[Box]:
 
 
 def _leave_nothing(state: Path) -> None:
-    """Runsc keeps an empty network namespace mounted in its state."""
+    """runsc keeps an empty network namespace mounted in its state."""
     subprocess.run(["umount", "-l", state / "null-netns"], check=False, stderr=subprocess.DEVNULL)
 
 
 def _furnish(scene: Scene) -> None:
-    """Begin one of each thing that must work on."""
+    """Start one of each activity that must continue."""
     box, ids = scene.source, scene.ids
     ids["ID"] = box.begin("python3", "-uc", COUNTER)
     ids["WATCHER"] = box.begin("python3", "-c", WATCHER, box.token)
@@ -340,7 +338,7 @@ def _furnish(scene: Scene) -> None:
 
 
 def _refused(scene: Scene, box: Box) -> dict[str, set[int]]:
-    """What each route answers to any caller."""
+    """Return the answer of each route to any caller."""
     answered: dict[str, set[int]] = {}
     until(lambda: _answers(box), "execd listens")
     with box.connection() as connection:
@@ -353,7 +351,7 @@ def _refused(scene: Scene, box: Box) -> dict[str, set[int]]:
                 answer = connection.getresponse()
                 answered.setdefault(route, set()).add(answer.status)
                 if answer.status != 503:
-                    return answered  # what is served may not end
+                    return answered  # The answer may not end.
                 answer.read()
     return answered
 
@@ -383,7 +381,7 @@ def test_after_a_restore_no_request_is_served_before_the_init(scene: Scene) -> N
 
 
 def test_a_connection_from_before_is_not_served_after_a_restore(scene: Scene) -> None:
-    """One of a process inside: those from outside do not survive."""
+    """Connections of a process inside. Those from outside do not survive."""
     for copy in scene.copies:
         launch = _digest(copy.secret)[:8]
         until(partial(_logged, copy, scene.ids["WATCHER"], f"stream ended {launch}"), "the stream ends")
@@ -414,7 +412,7 @@ def test_what_was_under_way_works_on_after_a_restore_elsewhere(scene: Scene) -> 
         assert "yes" == box.output("/code", {"code": "echo $kept", "context": {"id": ids["BASH"]}}).strip()
         made = box.ask("POST", "/v1/isolated/session", {"workspace": {"path": "/srv"}})
         assert "new" == box.output(f"/v1/isolated/session/{made['session_id']}/run", {"code": "echo new"}).strip()
-        for user in (1000, 1002):  # the helper of the first one was started before the checkpoint
+        for user in (1000, 1002):  # The helper of the first one was started before the checkpoint.
             found = box.ask("GET", f"/v1/filesystem/{user}/1000/files/info?path=/tmp/kept")
             assert "/tmp/kept" in str(found)
 
@@ -431,7 +429,7 @@ def test_a_restored_sandbox_has_a_name_and_an_id_of_its_own(scene: Scene) -> Non
 
 
 def test_two_restores_draw_different_random_numbers(scene: Scene) -> None:
-    """In a kernel that was idle, in one that was in the middle of a run, and in execd itself."""
+    """In a kernel that was idle, in one that was in a run, and in execd itself."""
     ids, drawn = scene.ids, []
     for box in (scene.source, *scene.copies):
         run = {"code": "print(random.random(), ssl.RAND_bytes(8).hex())", "context": {"id": ids["BUSY"]}}

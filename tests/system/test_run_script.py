@@ -1,4 +1,4 @@
-"""The front door says what it does and refuses what it cannot do."""
+"""The front door explains its commands and refuses invalid ones."""
 
 import asyncio
 import os
@@ -40,7 +40,9 @@ def test_an_unknown_command_is_an_error() -> None:
 
 
 def test_the_command_line_sees_what_was_built_and_files_of_the_callers_directory(tmp_path: Path) -> None:
-    """`./run sallyport` works on the server that `./run serve` runs; a relative name is one of the caller's."""
+    """`./run sallyport` works on the server that `./run serve` runs. A relative path is relative to the caller's
+    directory.
+    """
     for name in ("built", "own"):
         places = f'[sallyport]\nstate_dir = "{tmp_path}/{name}"\nrun_dir = "{tmp_path}/run"\n'
         (tmp_path / f"{name}.toml").write_text(places)
@@ -62,7 +64,7 @@ def test_the_command_line_sees_what_was_built_and_files_of_the_callers_directory
 
 @pytest.fixture(name="checkout", scope="module")
 def _checkout() -> Iterator[Path]:
-    """A copy that was never set up, as every user can read it and only root can write it."""
+    """A copy that was never set up. Every user can read it, and only root can write it."""
     with tempfile.TemporaryDirectory(prefix="sallyport-checkout-") as name:
         Path(name).chmod(0o755)
         copy = Path(name, "checkout")
@@ -72,7 +74,7 @@ def _checkout() -> Iterator[Path]:
 
 @pytest.mark.extended
 def test_every_user_checks_policies_in_a_copy_that_was_never_set_up(checkout: Path, tmp_path: Path) -> None:
-    """Without root, a runtime or a server; all that is made is made in the user's own cache."""
+    """Without root, a runtime or a server. Everything is created in the user's own cache."""
     home = Path(tempfile.mkdtemp(prefix="sallyport-anyone-"))
     try:
         home.chmod(0o755)
@@ -81,7 +83,7 @@ def test_every_user_checks_policies_in_a_copy_that_was_never_set_up(checkout: Pa
             path.chmod(0o755 if path.is_dir() else 0o644)
         cache = own_directory(home, "cache")
         places = {"XDG_CACHE_HOME": str(cache), "SALLYPORT_HOME": str(home / "none"), "HOME": "/nonexistent"}
-        places |= {"SALLYPORT_RUN_DIR": str(home / "run")}  # no server of another test runs there
+        places |= {"SALLYPORT_RUN_DIR": str(home / "run")}  # No server of another test runs there.
         places |= {
             name: os.environ[name] for name in ("SSL_CERT_FILE", "PIP_INDEX_URL", "UV_INDEX_URL") if name in os.environ
         }

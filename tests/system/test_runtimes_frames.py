@@ -1,7 +1,7 @@
-"""Frames that no honest stack sends, from a sender of raw frames at the sandbox's end of a slot's link.
+"""Frames that no honest network stack sends, from a sender of raw frames at the sandbox's end of a slot's link.
 
-Raw sockets in the gateway's namespace get a copy of whatever passed the rules, so they say what was delivered to the
-host's own stack there. The control is the same slot without its rules: there the kernel delivers what can be delivered.
+Raw sockets in the gateway's namespace get a copy of everything that passed the rules. So they show what was delivered
+to the host's own stack there. The control is the same slot without its rules: the kernel then delivers what it can.
 """
 
 import re
@@ -36,7 +36,7 @@ def ethernet(payload: bytes, kind: int = IPV4, to: bytes = GATEWAY_MAC, source: 
 
 
 def ipv4(payload: bytes, protocol: int, **more: object) -> bytes:
-    """A packet; `fragment` is the field with flags and offset, `options` come behind the header."""
+    """Return a packet. `fragment` is the field with flags and offset, `options` follow the header."""
     source, to = str(more.get("source", INSIDE)), str(more.get("to", GATEWAY))
     options, fragment, version = more.get("options", b""), more.get("fragment", 0), more.get("version", 4)
     assert isinstance(options, bytes) and isinstance(fragment, int) and isinstance(version, int)
@@ -216,7 +216,7 @@ def emit(slot: Slot, *frames: bytes) -> None:
 
 
 def delivered(heard: dict[int, socket.socket]) -> set[str]:
-    """The names that came through. The link hands a frame over before `send` returns."""
+    """Return the names that arrived. The link delivers a frame before `send` returns."""
     found = set()
     for sock in heard.values():
         while True:
@@ -252,7 +252,7 @@ def test_no_odd_frame_is_delivered_and_none_changes_the_gateway(slot: Slot) -> N
 
 
 def test_without_the_rules_the_kernel_delivers_them(slot: Slot) -> None:
-    """The control: what is not delivered above could be."""
+    """The control: the frames that are not delivered above can be delivered."""
     netns.load_rules(slot.gateway, "flush ruleset\n")
     with raw_sockets(slot) as heard:
         emit(slot, *(frame for _, frame, _ in FRAMES))
@@ -261,7 +261,7 @@ def test_without_the_rules_the_kernel_delivers_them(slot: Slot) -> None:
 
 @pytest.mark.parametrize("kind", ["acknowledgements", "fragments"])
 def test_what_begins_no_connection_takes_no_place_in_the_table(kind: str, slot: Slot) -> None:
-    """Neither what belongs to no connection, nor what begins one in pieces, past the rate of those that begin."""
+    """Neither frames of no connection, nor fragments that begin one, above the rate of new connections."""
     count = 4 * PLAN.syn_rate
     frames: list[bytes] = []
     for port in range(1024, 1024 + count):
@@ -287,7 +287,7 @@ def grown(slot: Slot, *frames: bytes) -> dict[str, int]:
 
 
 def test_every_frame_that_is_dropped_is_in_exactly_one_counter(slot: Slot) -> None:
-    """Also in the same order twice: no frame leaves a state behind that lets another pass uncounted."""
+    """Also twice in the same order: no frame leaves a state that lets another pass uncounted."""
     for name, frame, _ in (*FRAMES, *FRAMES):
         assert [1] == list(grown(slot, frame).values()), name
 
@@ -313,7 +313,7 @@ DROPPED = {
 
 @pytest.mark.parametrize("kind", DROPPED)
 def test_each_kind_has_its_own_counter(kind: str, slot: Slot) -> None:
-    """A thousand of them are a thousand, or over a rate that is counted, too."""
+    """A thousand frames count as a thousand, or are counted above a rate."""
     frame = DROPPED[kind]
     name = kind.partition(" ")[0]
     assert {name if name == "malformed" else f"drop_{name}": 1} == grown(slot, frame)

@@ -111,7 +111,7 @@ def _as(uid: int, code: str, *arguments: object) -> list[str]:
 
 
 def _serves(path: Path, uid: int) -> str:
-    """What a server under `uid` sees of a client that has a second."""
+    """Return the view of a server under `uid` of a client that has a second."""
     with netns.inside(path, lambda: subprocess.Popen(_as(uid, _SERVES), stdout=subprocess.PIPE, text=True)) as server:
         assert server.stdout is not None
         port = int(server.stdout.readline())
@@ -126,7 +126,7 @@ def _serves(path: Path, uid: int) -> str:
     ids=["neither", "guard", "floor", "both"],
 )
 def test_a_worker_that_listens_is_reached_by_no_client(upstream: Path, layers: tuple[str, ...], seen: str) -> None:
-    """Even where the operator opened the address: each table alone drops its answers."""
+    """Also if the operator allowed the address: each table alone drops its answers."""
     _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK), *layers)
     assert seen == _serves(upstream, _FIRST)
     assert "reached" == _serves(upstream, _LAST + 1)
@@ -138,7 +138,7 @@ def test_a_worker_that_listens_is_reached_by_no_client(upstream: Path, layers: t
     ids=["neither", "guard", "both", "floor"],
 )
 def test_a_worker_dials_with_the_guards_word_only(upstream: Path, layers: tuple[str, ...], dials: bool) -> None:
-    """Without the guard the floor lets nothing of it leave; others are not touched."""
+    """Without the guard the floor drops its packets. Other users are not affected."""
     _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK), *layers)
     with _listener(upstream) as listener:
         port = listener.getsockname()[1]
@@ -147,7 +147,7 @@ def test_a_worker_dials_with_the_guards_word_only(upstream: Path, layers: tuple[
 
 
 def test_no_mark_of_the_hosts_stands_for_the_guards_word(upstream: Path) -> None:
-    """A rule of the host sets all bits before the floor looks."""
+    """A rule of the host sets all bits before the floor's check."""
     rule = "table inet host { chain output { type filter hook output priority mangle; meta mark set 0xffffffff; }; }"
     netns.load_rules(upstream, rule)
     _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK), "floor")
@@ -179,7 +179,7 @@ table inet host {
     ("layers", "arrives"), [((), True), (("guard",), False), (("floor",), False)], ids=["neither", "guard", "floor"]
 )
 def test_a_worker_inherits_no_flow_of_another_process(upstream: Path, layers: tuple[str, ...], arrives: bool) -> None:
-    """A process of the host has asked a server at a private address; the worker takes over its port."""
+    """A process of the host has asked a server at a private address. The worker takes over its port."""
     _load(upstream, GuardPlan(_FIRST, _LAST), *layers)
 
     def flow() -> tuple[socket.socket, socket.socket]:
@@ -189,7 +189,7 @@ def test_a_worker_inherits_no_flow_of_another_process(upstream: Path, layers: tu
             sock.bind(("127.0.0.1", 0))
         return server, client
 
-    # The flow is tracked before the worker sends: the question has been answered.
+    # The flow is tracked before the worker sends, because the question was answered.
     netns.load_rules(
         upstream, "table inet tracked { chain output { type filter hook output priority 0; ct state new; }; }"
     )

@@ -64,13 +64,13 @@ NO_POLICY = ("", "null", "[]", "{", "nothing")
 
 
 class Hostd:
-    """A hostd of its own, driven over its socket."""
+    """A separate hostd, used through its socket."""
 
     def __init__(self, directory: Path, data_root: Path, tar: Path) -> None:
         self.run = directory / "run"
         self.upstream = directory / "upstream"
         self.directory = directory
-        """A daemon ends when a worker is attached to it while `NAME.brittle` is here."""
+        """A daemon ends when a worker is attached to it while `NAME.brittle` exists."""
         netns.create(self.upstream, {})
         state, uids = directory / "state", UIDS
         for part, owner in (("audit", uids.auditd), ("vault", uids.vaultd)):
@@ -157,7 +157,7 @@ class Hostd:
         return self._client.ask(request)
 
     def raw(self, op: str, **parameters: Any) -> None:
-        """Ask what no client of hostd's types can ask.
+        """Send a request that hostd's typed clients cannot send.
 
         Raises:
             wire.RemoteError: it was refused.
@@ -175,7 +175,7 @@ class Hostd:
         return self.ask(Configure(sandbox, json.dumps(selection), decided))
 
     def vault[Answer](self, request: Request[Answer]) -> Answer:
-        """A request to vaultd, as serve makes it; waits while vaultd is started again."""
+        """Send a request to vaultd, as serve does. Wait while vaultd restarts."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -219,7 +219,9 @@ class Hostd:
             time.sleep(0.05)
 
     def standing(self) -> dict[int, Path]:
-        """The numbers of the slots made ahead of need, once all have stood for a second, and their gateways' files."""
+        """Return the numbers of the slots made ahead, after all of them have existed for a second, and their gateways'
+        files.
+        """
         began = since = time.monotonic()
         former: dict[int, Path] = {}
         while len(former) != AHEAD or time.monotonic() < since + 1:
@@ -253,7 +255,7 @@ class Hostd:
 
 
 class Engine:
-    """Docker, as another program beside Sallyport would use it."""
+    """Use Docker as another program beside Sallyport."""
 
     def __init__(self, hostd: Hostd) -> None:
         self.api: Any = docker.APIClient(base_url=f"unix://{hostd.run}/docker.sock", version="auto", timeout=60)
@@ -354,7 +356,7 @@ def test_no_client_can_start_a_sandbox_again(hostd: Hostd, engine: Engine, sandb
 
 
 def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
-    """Each call is answered, as long as it takes; then all is as it was."""
+    """Each call is answered after a while. Then everything is as before."""
     sandbox = hostd.launch("runc")
     try:
         dockerd = int((hostd.run / "docker.pid").read_text())
@@ -362,7 +364,7 @@ def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
         try:
             wait_stopped(dockerd)
             said = []
-            for _ in range(2):  # a look that began before the stop may have the first answer
+            for _ in range(2):  # A look that began before the stop can have the first answer.
                 said.append(hostd.state(sandbox).state)
             assert "unknown" == said[-1]
         finally:
@@ -405,7 +407,9 @@ def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, e
 
 
 def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> None:
-    """A stopped one never ends by itself: its sandbox is closed until it is ended, which a look at it brings about."""
+    """A stopped worker never ends itself. Its sandbox is closed until the worker is ended, which the liveness check
+    causes.
+    """
     sandbox = hostd.launch("runc")
     stopped = hostd.state(sandbox).worker_pid
     os.kill(stopped, signal.SIGSTOP)
@@ -422,7 +426,7 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
 @pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
 @pytest.mark.parametrize("stopped", ["auditd", "vaultd", "compiler"])
 def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
-    """A stopped one never ends by itself; its sandbox's worker lives on, and gets a channel to the next one."""
+    """A stopped daemon never ends itself. Its sandbox's worker stays alive, and gets a channel to the next daemon."""
     worker = hostd.state(sandbox).worker_pid
     former = hostd.daemon(stopped)
     os.kill(former, signal.SIGSTOP)
@@ -452,7 +456,7 @@ def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, s
 def test_a_decided_configuration_is_in_force_though_the_worker_does_not_confirm_it(
     hostd: Hostd, engine: Engine
 ) -> None:
-    """The worker that replaces a silent one begins with it; without the word it begins with the former one."""
+    """The worker that replaces a silent one starts with it. Without `decided` it starts with the former one."""
     for decided, expected in ((True, "second"), (False, "first")):
         sandbox = hostd.launch("runc")
         os.kill(hostd.state(sandbox).worker_pid, signal.SIGSTOP)
@@ -464,7 +468,7 @@ def test_a_decided_configuration_is_in_force_though_the_worker_does_not_confirm_
 
 
 def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, engine: Engine, sandbox: str) -> None:
-    """What it has is over: the sandbox is closed until there is a configuration that a worker takes."""
+    """The former configuration has ended. The sandbox is closed until a worker accepts a configuration."""
     worker = hostd.state(sandbox).worker_pid
     with pytest.raises(wire.RemoteError, match="told to refuse"):
         hostd.configure(sandbox, {"refuse": True}, decided=True)
@@ -474,7 +478,7 @@ def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, en
         time.sleep(0.05)
     refused = "import socket; s = socket.create_connection(('1.2.3.4', 5), 10); s.settimeout(1); print(s.recv(1))"
     assert 0 != engine.execute(sandbox, "python3", "-c", refused)[0]
-    with contextlib.suppress(wire.RemoteError):  # there may be no worker yet
+    with contextlib.suppress(wire.RemoteError):  # There may be no worker yet.
         hostd.configure(sandbox, {"note": "third"}, decided=True)
     hostd.wait_generation(sandbox, 2)
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("third")
@@ -484,12 +488,12 @@ def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, en
 def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
     hostd: Hostd, engine: Engine, sandbox: str, killed: str, expected: str
 ) -> None:
-    """Without auditd vaultd ends, too. The worker's own word tells which channels it was given."""
+    """Without auditd vaultd ends too. The worker itself reports which channels it was given."""
     before = hostd.state(sandbox)
     os.kill(hostd.daemon(killed), signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE
     said = ""
-    while sorted(said.partition(" first ")[2].split(", ")) != expected.split(", "):  # they come back in either order
+    while sorted(said.partition(" first ")[2].split(", ")) != expected.split(", "):  # They come back in any order.
         assert time.monotonic() < deadline, said
         said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
     after = hostd.state(sandbox)
@@ -500,7 +504,7 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
 def test_a_worker_outlives_a_daemon_that_dies_again_and_again(
     hostd: Hostd, engine: Engine, sandbox: str, name: str
 ) -> None:
-    """Each new process answers, and ends when a worker is attached to it. The worker refuses meanwhile."""
+    """Each new process answers, and ends when a worker is attached to it. The worker refuses in the meantime."""
     before = hostd.state(sandbox)
     brittle = hostd.directory / f"{name}.brittle"
     brittle.touch()
@@ -522,7 +526,7 @@ def test_a_worker_outlives_a_daemon_that_dies_again_and_again(
 
 
 def _wait_for_channel(engine: Engine, sandbox: str, channel: str) -> None:
-    """Until the worker says that it was given one."""
+    """Until the worker reports that it was given one."""
     deadline, said = time.monotonic() + PATIENCE, ""
     while channel not in said.partition(" first ")[2].split(", "):
         assert time.monotonic() < deadline, said
@@ -538,12 +542,12 @@ def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: 
     said = ""
     while "1.2.3.4:5 first" not in said:
         assert time.monotonic() < deadline, said
-        with contextlib.suppress(AssertionError):  # refused until the new one listens
+        with contextlib.suppress(AssertionError):  # It is refused until the new one listens.
             said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
 
 
 def _namespaces(inspected: Inspected) -> dict[int, int]:
-    """A sandbox's network namespaces: inodes, which others may be given afterwards, and what tells them apart then."""
+    """A sandbox's network namespaces: inodes, which other namespaces can get later, and what distinguishes those."""
     return {
         os.stat(path).st_ino: cookie_of(path)
         for path in (inspected.network.sandbox_netns, inspected.network.gateway_netns)
@@ -558,7 +562,7 @@ def _left(hostd: Hostd, engine: Engine, inspected: Inspected, namespaces: dict[i
     sandbox = inspected.state.sandbox
     cgroups = Cgroups(str(hostd.run))
     found: list[Any] = [*_alive(namespaces), *(hostd.run / "plans").iterdir()]
-    hostd.standing()  # none is being made then
+    hostd.standing()  # None is being created then.
     found += [path for path in (hostd.run / "netns").iterdir() if not os.path.ismount(path)]
     found += [path for root in cgroups.hierarchies.roots for path in root.glob(f"**/*{sandbox}*")]
     found += [path for path in hostd.run.glob("**/*") if sandbox in path.name]
@@ -665,14 +669,14 @@ def test_the_doctor_finds_this_host_well(hostd: Hostd) -> None:
 
 
 def test_an_image_has_the_environment_it_was_given(hostd: Hostd) -> None:
-    """Beside the usual search path."""
+    """In addition to the usual search path."""
     env = hostd.ask(DescribeImage("sallyport/test:1")).env
     assert ["PATH", "PLACE"] == sorted(item.split("=")[0] for item in env)
     assert "PLACE=http://127.0.0.1:1/a b" in env
 
 
 def test_the_images_that_a_sandbox_may_have_are_listed(hostd: Hostd) -> None:
-    """As they are named in a create call."""
+    """With the names of a create call."""
     names = hostd.ask(Images()).images
     assert "sallyport/test:1" in names
     assert all(hostd.ask(DescribeImage(name)).id for name in names)
@@ -686,7 +690,7 @@ def test_what_hostd_does_not_know_is_refused(hostd: Hostd) -> None:
 
 
 def test_a_launch_takes_a_slot_that_stands(hostd: Hostd) -> None:
-    """One more than stand are launched; each slot is used once."""
+    """One more than exist are launched. Each slot is used once."""
     ready = hostd.standing()
     names = [hostd.launch("runc") for _ in range(AHEAD + 1)]
     try:
@@ -746,7 +750,7 @@ def _ip(*arguments: str) -> None:
 
 
 def test_a_stop_removes_everything(hostd: Hostd) -> None:
-    """Last in this file: it ends the hostd of the others."""
+    """The last test of this file, because it ends the hostd of the others."""
     inspected = [hostd.ask(Inspect(hostd.launch(runtime))) for runtime in ("runc", "runsc")]
     namespaces = {inode: cookie for one in inspected for inode, cookie in _namespaces(one).items()}
     assert 4 == len(_alive(namespaces))

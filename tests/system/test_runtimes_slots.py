@@ -60,7 +60,7 @@ def _send(slot: Slot, address: str, port: int, source: str | None = None) -> Non
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
             if source is not None:
-                sock.setsockopt(socket.SOL_IP, 19, 1)  # IP_TRANSPARENT: any source address
+                sock.setsockopt(socket.SOL_IP, 19, 1)  # IP_TRANSPARENT: any source address.
                 sock.bind((source, 0))
             sock.sendto(b"hello", (address, port))
 
@@ -75,7 +75,7 @@ def test_a_slot_has_one_link_and_no_way_out(slot: Slot) -> None:
         lambda: subprocess.run(["ip", "-json", "route"], capture_output=True, text=True, check=True).stdout,
     )
     (route,) = json.loads(listing)
-    route.pop("flags")  # the kernel can set the carrier of a new link later
+    route.pop("flags")  # The kernel can set the carrier of a new link later.
     wanted = {"dst": "192.0.2.0/30", "dev": "gw0", "protocol": "kernel", "scope": "link", "prefsrc": "192.0.2.1"}
     assert wanted == route
     for path in (slot.sandbox, slot.gateway):
@@ -114,7 +114,7 @@ def test_other_udp_spoofed_sources_and_broadcasts_arrive_nowhere(slot: Slot) -> 
         _send(slot, str(PLAN.gateway), 5353)
         _send(slot, "192.0.2.3", 5353)
         _send(slot, str(PLAN.gateway), 53, source="192.0.2.77")
-        _send(slot, str(PLAN.gateway), 53)  # the control: it is behind the others in the same queue
+        _send(slot, str(PLAN.gateway), 53)  # The control follows the others in the same queue.
         assert str(PLAN.inside) == resolver.recvfrom(64)[1][0]
         for sock in (other, resolver):
             sock.setblocking(False)

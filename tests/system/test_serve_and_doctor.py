@@ -1,7 +1,7 @@
 """`sallyport serve` and `sallyport doctor` on machines that lack something: refusals, remedies, nothing left behind.
 
-Each test has a server of its own (directories, port, upstream namespace), beside whatever else runs here. It takes what
-`./run test` names: SALLYPORT_RUNSC, SALLYPORT_EXECD, SALLYPORT_EMPTY_IMAGE.
+Each test has its own server (directories, port, upstream namespace), beside other programs of the machine. It uses the
+parts that `./run test` names: SALLYPORT_RUNSC, SALLYPORT_EXECD, SALLYPORT_EMPTY_IMAGE.
 It tests `lifecycle/doctor.py`.
 """
 
@@ -46,7 +46,7 @@ def _toml(value: object) -> str:
 
 
 class Machine:
-    """A place for one server, and what can be broken about it."""
+    """The directories and settings of one server, and ways to break them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -70,7 +70,7 @@ class Machine:
         netns.create(self.upstream, {})
 
     def without(self, *programs: str) -> None:
-        """Take programs off the PATH: a directory of links to all the others."""
+        """Remove programs from the PATH: return a directory of links to all the others."""
         bin_ = self.directory / "bin"
         bin_.mkdir()
         for directory in self.path.split(":"):
@@ -111,7 +111,7 @@ class Machine:
         )
 
     def refusal(self) -> str:
-        """Start the server, which must refuse; return the line that says why."""
+        """Start the server, which must refuse. Return the line with the reason."""
         done = self.sallyport("serve")
         assert 1 == done.returncode, done.stderr
         lines = [line for line in done.stderr.splitlines() if "cannot run" in line]
@@ -120,7 +120,7 @@ class Machine:
         return lines[-1]
 
     def doctor(self) -> tuple[int, dict[str, str]]:
-        """Run the doctor; return its status and each failed check's line."""
+        """Run the doctor. Return its status and each failed check's line."""
         done = self.sallyport("doctor")
         lines = done.stdout.splitlines()
         assert all(re.match(r"(ok    |FAIL  )[a-z]+: .", line) for line in lines), done.stdout + done.stderr
@@ -128,7 +128,7 @@ class Machine:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """The server, up and answering; ended as by Ctrl-C."""
+        """The server, which answers. It is ended like by Ctrl-C."""
         log = self.directory / "serve.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -159,7 +159,7 @@ class Machine:
         raise AssertionError(log.read_text())
 
     def left(self) -> list[str]:
-        """Everything of the server that is still there: processes, mounts, namespaces, rules, groups."""
+        """Return everything of the server that still exists: processes, mounts, namespaces, rules, groups."""
         found = [f"process {pid}" for pid in netns.processes(frozenset((netns.inode(self.upstream),)))]
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -190,7 +190,7 @@ def _machine() -> Iterator[Machine]:
 
 
 def test_a_whole_machine_serves_and_ctrl_c_leaves_nothing(machine: Machine) -> None:
-    """The control of every refusal below; the doctor finds nothing, before the start and while it runs."""
+    """The control of every refusal below: the doctor finds no fault, before the start and while it runs."""
     assert (0, {}) == machine.doctor()
     with machine.serving():
         assert [] != machine.left()
@@ -199,7 +199,7 @@ def test_a_whole_machine_serves_and_ctrl_c_leaves_nothing(machine: Machine) -> N
 
 
 def test_commands_without_settings_have_those_of_the_running_server(machine: Machine) -> None:
-    """Only its run directory is known to them. What needs root says so; what does not, every user may do."""
+    """Only its run directory is known to them. A check that needs root reports that. Every user can run the others."""
     policy = machine.directory / "policy.yaml"
     policy.write_text("version: 1\npolicies: {agents: {rules: [{id: api, host: api.example}]}}\n")
     policy.chmod(0o644)
@@ -248,7 +248,7 @@ def test_commands_without_settings_have_those_of_the_running_server(machine: Mac
 
 @pytest.mark.parametrize("reached", ["runtimes/sallyport-runsc", "docker.pid", "config/guard.nft", "config/vaultd.pid"])
 def test_ctrl_c_while_it_starts_leaves_nothing(machine: Machine, reached: str) -> None:
-    """At whatever it is: before dockerd, while dockerd starts, at the guard, at the daemons."""
+    """In every phase: before dockerd, while dockerd starts, at the guard, at the daemons."""
     log = machine.directory / "serve.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -285,7 +285,7 @@ def test_with_an_nft_that_fails_nothing_is_started(machine: Machine) -> None:
 
 @pytest.mark.parametrize("program", ["runc", "runsc"])
 def test_an_allowed_runtime_must_run(machine: Machine, program: str) -> None:
-    """Missing or failing; one that is not allowed may be as it likes."""
+    """Missing or failing. A runtime that is not allowed can have any fault."""
     machine.top[program] = "/nonexistent/program"
     assert f"{program}: /nonexistent/program is missing" in machine.refusal()
     machine.top[program] = str(machine.broken(program))
@@ -326,7 +326,7 @@ def test_a_port_in_use_is_reported_before_anything_is_made(machine: Machine) -> 
 
 
 def test_a_server_that_cannot_listen_after_all_takes_everything_down(machine: Machine) -> None:
-    """The port is taken between the check and the start: by then dockerd, guard and daemons run."""
+    """The port is taken between the check and the start. At that time dockerd, guard and daemons run."""
     written = machine.sallyport("serve", "--write-only")
     assert 0 == written.returncode, written.stderr
     with closing(socket.create_server(("127.0.0.1", machine.port))):
@@ -339,7 +339,7 @@ def test_a_server_that_cannot_listen_after_all_takes_everything_down(machine: Ma
 
 
 def test_a_second_server_in_the_same_place_refuses(machine: Machine) -> None:
-    """And the first one goes on."""
+    """The first server continues."""
     with machine.serving():
         port, machine.port = machine.port, free_port()
         assert f"another server runs in {machine.run}" in machine.refusal()
@@ -361,7 +361,7 @@ def test_a_policy_file_that_is_missing_or_wrong(machine: Machine) -> None:
 
 
 def test_the_doctor_finds_what_else_is_wrong(machine: Machine) -> None:
-    """Many things at once, each with its own line and remedy."""
+    """Many faults at once, each with its own line and remedy."""
     script = machine.broken("execd")
     machine.top |= {
         "execd": str(script),
@@ -379,7 +379,7 @@ def test_the_doctor_finds_what_else_is_wrong(machine: Machine) -> None:
 
 
 class Operator:
-    """A dockerd that was there before."""
+    """A dockerd that ran before."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = str(directory / "operator.sock")
@@ -416,7 +416,7 @@ class Operator:
 
 
 def test_an_operators_docker_is_used_once_it_has_the_entries_that_were_printed(machine: Machine) -> None:
-    """Refused before, with the exact text to add; only the operator edits the file."""
+    """Refused before, with the exact text to add. Only the operator edits the file."""
     operator = Operator(machine.directory)
     try:
         operator.wait("runc")

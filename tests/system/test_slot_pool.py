@@ -1,4 +1,4 @@
-"""Slots made ahead of need, with real slots: what a judge that fails does to them."""
+"""Slots made ahead, with real slots: the effects of a check that fails."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.system
 
 
 async def test_a_slot_that_cannot_be_judged_is_unmade_and_its_number_comes_back(tmp_path: Path) -> None:
-    """Whatever the judge raises: the launch goes on with a slot of its own, and no number is lost."""
+    """After any exception of the check the launch continues with a new slot, and no number is lost."""
     pool = slot_pool.SlotPool(tmp_path, slot_pool.AHEAD + 1)
     judged: list[slots.Slot] = []
 
@@ -32,6 +32,6 @@ async def test_a_slot_that_cannot_be_judged_is_unmade_and_its_number_comes_back(
         assert set(map(str, slots.paths(tmp_path, taken.index))) == {str(path) for path in tmp_path.iterdir()}
         assert slot_pool.AHEAD == taken.index
         for index in range(slot_pool.AHEAD):
-            pool.reserve(index)  # raises unless the number is free
+            pool.reserve(index)  # This raises unless the number is free.
     finally:
         assert () == slots.destroy(taken)

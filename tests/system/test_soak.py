@@ -1,4 +1,4 @@
-"""Sandboxes made and removed in a loop leave everything as it was. The thousand: `./run soak --creates 1000`."""
+"""Sandboxes created and removed in a loop leave everything as it was. For a thousand: `./run soak --creates 1000`."""
 
 import pytest
 
@@ -11,7 +11,7 @@ CREATES = 60
 
 
 def test_many_lives_leave_processes_files_descriptors_and_memory_as_they_were(stack: Stack) -> None:
-    """Both runtimes, four at once."""
+    """Both runtimes, four concurrently."""
     report = soak(stack, CREATES)
 
     assert [] == report.grown, "\n".join(report.lines())

@@ -1,8 +1,8 @@
 """Each common client trusts the sandbox's CA without an option of its own: as root, as another user, in any image.
 
-Each request goes to an inspected host, whose certificate the gateway makes, and is judged where it arrives: with the
-secret that the gateway has put in. The control runs the same client with other anchors, those of the far end itself:
-then nothing arrives.
+Each request goes to an inspected host, for which the gateway issues the certificate. It is judged where it arrives:
+with the secret that the gateway injected. The control runs the same client with other trust anchors, those of the far
+end itself: then nothing arrives.
 It tests `runtimes/engine/dockerd.py`.
 """
 
@@ -83,7 +83,7 @@ public class Trust {
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A command, what it prints when it worked, and the first path that it asks its host for."""
+    """A command, its output if it worked, and the first path that it requests from its host."""
 
     command: str
     printed: str = "200"
@@ -107,7 +107,7 @@ CLIENTS = {
     **{name: Client(f'python3 -c "{code}"') for name, code in _PYTHON.items()},
 }
 _OTHER_ANCHORS = dict.fromkeys(CA_VARIABLES, OTHER) | {
-    # Git and Go read the directory of the mounted bundle, too.
+    # Git and Go read the directory of the mounted bundle too.
     "GIT_SSL_CAPATH": "/tmp/none",
     "SSL_CERT_DIR": "/tmp/none",
     "JAVA_TOOL_OPTIONS": f"-Djavax.net.ssl.trustStore={OTHER_JAVA}",
@@ -118,7 +118,7 @@ _JAVA_CLIENTS = [Client(f"java /tmp/Trust.java {kind} {URL}") for kind in ("Http
 
 
 class Place:
-    """A sandbox, and what of it arrives at the far end."""
+    """A sandbox, and its requests that arrive at the far end."""
 
     def __init__(self, sandbox: SandboxSync, internet: Internet, values: Secrets) -> None:
         self._sandbox, self._internet, self._values = sandbox, internet, values
@@ -129,7 +129,7 @@ class Place:
             sandbox.files.write_file(path, content)
 
     def run(self, command: str, user: int | None = None, **envs: str) -> tuple[int | None, str]:
-        """Run a command in a new directory of its user's."""
+        """Run a command in a new directory of its user."""
         options = RunCommandOpts(timeout=timedelta(seconds=180), uid=user, gid=user, envs=envs or None)
         wrapped = f"HOME=$(mktemp -d 2>/dev/null || echo /) && export HOME && cd && {command}"
         execution = self._sandbox.commands.run(wrapped, opts=options)
@@ -137,7 +137,7 @@ class Place:
         return execution.exit_code, printed
 
     def judge(self, client: Client, user: int | None = None) -> None:
-        """The client's request arrives with its secret; with other anchors it fails, and nothing arrives."""
+        """The client's request arrives with its secret. With other anchors it fails, and nothing arrives."""
         code, printed, arrived = self._try(client, user)
         assert (0, True) == (code, client.printed in printed), printed
         assert {self._authorization(client.host)} == arrived
@@ -178,7 +178,7 @@ def _base(request: pytest.FixtureRequest, stack: Stack, internet: Internet, valu
 
 
 def _httpx() -> bytes:
-    """httpx and what it imports, from our own environment: pure Python."""
+    """httpx and its dependencies, from the tests' environment: pure Python."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in ("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "typing_extensions"):
@@ -202,7 +202,7 @@ def _go_program(stack: Stack, code_image: str, internet: Internet, values: Secre
 
 @pytest.fixture(scope="module", name="images")
 def _images(stack: Stack) -> Iterator[None]:
-    """Images of users: one without a single certificate, and one with Debian's Java that does not run as root."""
+    """Images of users: one without any certificate, and one with Debian's Java that does not run as root."""
     path = "ENV PATH=/usr/local/bin:/usr/bin:/bin"
     small, java = os.environ["SALLYPORT_SMALL_IMAGE"], os.environ["SALLYPORT_JAVA_IMAGE"]
     assert 0 == stack.docker("import", "-c", path, small, SMALL).returncode

@@ -1,6 +1,7 @@
-"""What changes around a sandbox is seen within ten seconds, recorded, and the sandbox is cut off.
+"""A change around a sandbox is detected within ten seconds and recorded, and the sandbox is disconnected.
 
-Every sandbox here tries to reach the attacker all the time: between the change and the cut nothing may leave either.
+Every sandbox here tries to reach the attacker all the time. Nothing leaves between the change and the disconnection
+either.
 It tests `runtimes/checks/watch.py`.
 """
 
@@ -43,7 +44,7 @@ _TRIES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sandbox lives."""
+    """The places of a sandbox on the host."""
 
     sandbox: Path
     gateway: Path
@@ -106,7 +107,7 @@ CHANGES: dict[str, tuple[str, Callable[[Place], object]]] = {
 
 @pytest.fixture(scope="module", name="stack")
 def _stack(values: Secrets) -> Iterator[Stack]:
-    """A server of this module's own: its alarms are those of these tests."""
+    """A separate server for this module: all of its alarms come from these tests."""
     with beside(Stack, "watch", values) as stack:
         put_secrets(stack, values)
         yield stack
@@ -122,7 +123,7 @@ def alarms(stack: Stack) -> list[dict[str, Any]]:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` became true in time."""
+    """Return whether `condition` became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -132,7 +133,7 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def settled(stack: Stack, before: Census, seconds: float = PATIENCE) -> dict[str, object]:
-    """What differs from `before`, once nothing does or the time is over."""
+    """Return the differences from `before`: none, or those that are left when the time is over."""
     until(lambda: not take(stack).beyond(before), seconds)
     return take(stack).beyond(before)
 
@@ -144,7 +145,7 @@ def client(stack: Stack) -> httpx.Client:
 
 
 def create(stack: Stack, runtime: str, **changes: Any) -> httpx.Response:
-    """Ask for a sandbox; nothing in it is waited for."""
+    """Request a sandbox. The test waits for nothing in it."""
     request = {
         "image": {"uri": EMPTY_IMAGE},
         "resourceLimits": {"memory": "256Mi"},
@@ -157,7 +158,7 @@ def create(stack: Stack, runtime: str, **changes: Any) -> httpx.Response:
 
 
 def created(stack: Stack, runtime: str, **changes: Any) -> str:
-    """A sandbox's id."""
+    """Return a sandbox's id."""
     answer = create(stack, runtime, **changes)
     assert 202 == answer.status_code, answer.text
     return str(answer.json()["id"])
@@ -189,7 +190,7 @@ def delete(stack: Stack, *names: str) -> None:
 def test_each_change_around_a_sandbox_is_an_alarm_and_cuts_it_off(
     runtime: str, stack: Stack, internet: Internet
 ) -> None:
-    delete(stack, created(stack, runtime))  # what a runtime makes once and for all is there before the census
+    delete(stack, created(stack, runtime))  # Resources that a runtime creates once exist before the census.
     before = take(stack)
     told = len(alarms(stack))
     busy = {
@@ -199,7 +200,7 @@ def test_each_change_around_a_sandbox_is_an_alarm_and_cuts_it_off(
     }
     began = time.monotonic()
     names = {change: created(stack, runtime, **busy) for change in (*CHANGES, "untouched")}
-    # Making a slot is the work of comparing one, and more: where ALIKE take longer, their time is the bound.
+    # To create a slot is the work of comparing one, and more. If ALIKE creations take longer, their time is the limit.
     bound = max(CUT_OFF_SECONDS, ALIKE * (time.monotonic() - began) / len(names))
     try:
         places = {change: place_of(stack, name) for change, name in names.items()}
@@ -243,7 +244,7 @@ def test_each_change_around_a_sandbox_is_an_alarm_and_cuts_it_off(
 
 
 def _cut(stack: Stack, names: dict[str, str]) -> set[str]:
-    """The changes whose sandbox has nothing left: hostd shows the alarm, no worker, no slot."""
+    """The changes after which nothing of the sandbox is left: hostd shows the alarm, no worker, no slot."""
     known = {item.sandbox: item for item in stack.sandboxes()}
     return {
         change
@@ -265,7 +266,7 @@ def test_a_file_that_is_not_ours_is_taken_out_of_the_plans(stack: Stack) -> None
 
 
 def guards(upstream: Path) -> list[int]:
-    """The owner of the table in a namespace; hostd itself has other processes list it now and then."""
+    """Return the owner of the table in a namespace. hostd itself lets other processes list the table at times."""
     pids = netns.processes(frozenset((netns.inode(upstream),)))
     lines = command_lines()
     return [pid for pid in pids if lines.get(pid, "").startswith("nft -i")]
@@ -282,7 +283,7 @@ def guards(upstream: Path) -> list[int]:
     ids=["removed", "rule", "flushed", "killed"],
 )
 def test_a_guard_without_its_table_is_renewed(change: str | None, stack: Stack, internet: Internet) -> None:
-    """What only the owner of the table can do, done through the owner."""
+    """An operation that only the owner of the table can do, done through the owner."""
     told = len(alarms(stack))
     upstream = Path(internet.path(internet.up))
     right = netns.list_rules(upstream, "-t", "table", "inet", "sallyport_guard")
@@ -328,7 +329,7 @@ def test_a_replaced_plan_directory_stops_launches_and_what_was_launched(second: 
 
 
 def test_an_alarm_is_kept_until_auditd_takes_it(second: Stack) -> None:
-    """The sandbox is cut off although auditd is down; the record follows when auditd is back."""
+    """The sandbox is disconnected although auditd does not run. The record follows when auditd is back."""
     name = created(second, "runsc")
     place = place_of(second, name)
     auditd = daemons(second)["audit.auditd"]
@@ -339,14 +340,14 @@ def test_an_alarm_is_kept_until_auditd_takes_it(second: Stack) -> None:
         assert until(lambda: not place.gateway.exists(), PATIENCE)
         assert [] == alarms(second)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # hostd ends one that hangs, sooner or later
+        with contextlib.suppress(ProcessLookupError):  # hostd ends a process that hangs, after some time.
             os.kill(auditd, signal.SIGCONT)
     assert until(lambda: name in {record.get("sandbox") for record in alarms(second)}, PATIENCE)
     delete(second, name)
 
 
 def test_ordinary_use_is_no_alarm(stack: Stack) -> None:
-    """Sandboxes come, work and go for twenty seconds."""
+    """Sandboxes are created, work and are removed for twenty seconds."""
     told = len(alarms(stack))
     end = time.monotonic() + 20
     failures: list[BaseException] = []

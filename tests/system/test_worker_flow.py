@@ -1,6 +1,6 @@
-"""A real worker between a real sandbox namespace and a made-up internet: what passes, judged at the far end.
+"""A real worker between a real sandbox namespace and a test internet. The verdict is made at the far end.
 
-Every namespace here is the test's own; 93.184.216.x are addresses on its loopback, no packet leaves the machine.
+Every namespace here is the test's own. 93.184.216.x are addresses on its loopback, and no packet leaves the machine.
 It tests `gateway/accept.py`, `gateway/ingress.py`, `gateway/inspection.py` and `gateway/worker.py`.
 """
 
@@ -63,7 +63,7 @@ TIMEOUT = 60.0
 
 
 def certificate(host: str = "good.example.com") -> tuple[str, str]:
-    """A self-signed certificate and its key, PEM."""
+    """Return a self-signed certificate and its key, PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
     now = datetime.datetime.now(datetime.UTC)
@@ -88,7 +88,7 @@ def run(*command: str, text: str | None = None) -> None:
 
 
 def within[T](namespace: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread of its own in a network namespace; sockets it makes stay there."""
+    """Run `work` on a separate thread in a network namespace. Sockets that it creates stay there."""
 
     def enter() -> T:
         with open(f"/run/netns/{namespace}", "rb") as handle:
@@ -101,7 +101,7 @@ def within[T](namespace: str, work: Callable[[], T]) -> T:
 
 @dataclass
 class Internet:
-    """A DNS server and a TCP server, each remembering what reached it."""
+    """A DNS server and a TCP server. Each records what reached it."""
 
     namespace: str
     dns: socket.socket
@@ -210,7 +210,7 @@ class Rig:
 
     @property
     def constants(self) -> zapi.Prepare:
-        """What workers have in common; WEB is on the loopback of the very namespace that is dialled from."""
+        """The constants of all workers. WEB is on the loopback of the same namespace that workers dial from."""
         return zapi.Prepare(self.roots, (f"{DNS}:53",), str(PLAN.inside), (f"{WEB}/32",))
 
     @property
@@ -226,7 +226,7 @@ class Rig:
 
 @dataclass
 class Gate:
-    """One worker. `root` is what its sandbox trusts."""
+    """One worker. `root` is the authority that its sandbox trusts."""
 
     rig: Rig
     pid: int
@@ -259,7 +259,7 @@ class Gate:
             kind = socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM
             with socket.socket(socket.AF_INET, kind) as sock:
                 sock.settimeout(TIMEOUT)
-                sock.connect((server, 53))  # only answers from that very address are received
+                sock.connect((server, 53))  # Only answers from that very address are received.
                 data = query.pack()
                 sock.sendall(struct.pack("!H", len(data)) + data if tcp else data)
                 if not tcp:
@@ -299,7 +299,8 @@ def namespaces() -> Iterator[None]:
         run("ip", "-n", gw, "link", "set", "gw0", "up")
         run("ip", "-n", sbx, "addr", "add", f"{PLAN.inside}/30", "dev", "eth0")
         run("ip", "-n", sbx, "link", "set", "eth0", "up")
-        # As in a slot: the gateway drops answers to its own ARP requests, so that an entry that ages would cut it off.
+        # Like in a slot: the gateway drops answers to its own ARP requests, so an entry that expires would disconnect
+        # it.
         for name, link, peer, mac in (
             (gw, "gw0", PLAN.inside, PLAN.inside_mac),
             (sbx, "eth0", PLAN.gateway, PLAN.gateway_mac),
@@ -347,7 +348,7 @@ def auditd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Channel, 
 
 @contextlib.contextmanager
 def daemon(module: str, config: Path, path: Path, **inherited: int) -> Iterator[Channel]:
-    """A daemon of ours, once it listens on `path`."""
+    """Return a daemon of the product, once it listens on `path`."""
     with bind_unix(path) as listener:
         fds = {LISTEN_FD: listener.fileno()} | inherited
         process = subprocess.Popen(
@@ -367,7 +368,7 @@ def daemon(module: str, config: Path, path: Path, **inherited: int) -> Iterator[
                 assert process.poll() is None and time.monotonic() < deadline, f"{module} did not start"
                 select.select([], [], [], 0.02)
         made = channel(sock)
-        made.call("ping")  # a daemon lets descriptors pass once it has accepted the connection
+        made.call("ping")  # A daemon accepts descriptors once it has accepted the connection.
         yield made
     finally:
         sock.close()
@@ -438,7 +439,7 @@ def rig(
         assert status == 0
     # No worker of these tests tried to import a module that the zygote had not imported.
     assert [] == [line for line in log.read_text().splitlines() if "is not preloaded" in line]
-    # Nor did any of them make a system call that it does not have.
+    # None of them made a system call that it is not allowed.
     assert "" == refused.read_text()
 
 
@@ -500,7 +501,7 @@ def hello(name: str | None) -> bytes:
 
 
 def ended(sock: socket.socket) -> bytes:
-    """What comes until the end, a reset included."""
+    """Return the bytes until the end, a reset included."""
     data = b""
     with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
         while part := sock.recv(65536):
@@ -562,9 +563,9 @@ def test_questions_beyond_the_rate_are_counted_together_and_end_their_connection
         began = time.monotonic()
         answers = list(pool.map(lambda _: gate.ask("bad.example.com").header.rcode, range(40)))
         lasted = time.monotonic() - began
-    assert 1 < lasted  # some waited for their turn
+    assert 1 < lasted  # Some waited for their turn.
     refused = answers.count(dnslib.RCODE.REFUSED)
-    assert 2 < 40 - refused <= 2 + lasted  # the burst, and one a second
+    assert 2 < 40 - refused <= 2 + lasted  # The burst, and one a second.
     question = dnslib.DNSRecord.question("bad.example.com").pack()
     with gate.dial(port=53) as client:
         client.sendall(100 * (struct.pack("!H", len(question)) + question))
@@ -644,7 +645,7 @@ def test_everything_is_refused_before_the_first_configuration(gate: Gate) -> Non
     with (
         contextlib.suppress(ConnectionResetError, BrokenPipeError),
         gate.dial() as client,
-    ):  # a reset may overtake the connect
+    ):  # A reset can overtake the connect.
         client.sendall(hello("good.example.com"))
         assert b"" == ended(client)
     assert 5 == gate.ask("good.example.com").header.rcode
@@ -670,7 +671,7 @@ def test_a_new_policy_cuts_the_live_flows_it_no_longer_permits_and_keeps_the_oth
 def test_a_new_policy_cuts_live_flows_to_an_address_that_it_denies_and_opens_no_other(
     rig: Rig, tmp_path: Path, mapped: dict[str, tuple[str, ...]]
 ) -> None:
-    """Wherever the address comes from."""
+    """For every source of the address."""
     rig.internet.forget()
     with worker(rig, tmp_path, host_addresses=mapped) as gate:
         gate.configure(policy("good.example.com"))
@@ -702,7 +703,7 @@ def test_a_dead_guard_cuts_live_flows_and_stops_dialling_until_a_new_one(gate: G
     assert 1 == len(gate.rig.internet.accepted)
     new_read, gate.guard = os.pipe()
     gate.control.tell(wapi.Guarded(), new_read)
-    gate.control.ask(Ping())  # its answer follows the notification
+    gate.control.ask(Ping())  # Its answer follows the notification.
     os.close(new_read)
     with gate.dial() as client:
         client.sendall(hello("good.example.com"))
@@ -780,7 +781,7 @@ def mounts_of(pid: int, thread: str) -> list[list[str]]:
 
 
 def test_no_thread_of_a_worker_sees_a_file_system(gate: Gate) -> None:
-    """One mount, read-only, closed and empty; the zygote it was forked from still has all of its own."""
+    """One mount, read-only, closed and empty. The zygote that forked it still has all of its own."""
     gate.configure(policy("good.example.com"))
     zygote = gate.rig.zygote.ask(zapi.Identify()).pid
     assert len(mounts_of(zygote, str(zygote))) > 1
@@ -809,7 +810,7 @@ def denials(gate: Gate, rule: str) -> list[tuple[str, str]]:
 
 
 def eventual_denials(gate: Gate, rule: str, count: int = 1) -> list[tuple[str, str]]:
-    """The denials of `rule` once there are `count`: a note reaches the log after what it notes."""
+    """Return the denials of `rule` once there are `count`, because a note can reach the log after the event."""
     deadline = time.monotonic() + TIMEOUT
     while len(found := denials(gate, rule)) < count:
         assert time.monotonic() < deadline, f"no denial by {rule}"
@@ -901,7 +902,7 @@ def _second_connection_is_refused(gate: Gate, of_policy: int) -> None:
     with gate.dial() as client:
         client.sendall(hello("good.example.com"))
         gate.rig.internet.next_connection()
-        with contextlib.suppress(ConnectionResetError), gate.dial() as second:  # the reset may overtake the connect
+        with contextlib.suppress(ConnectionResetError), gate.dial() as second:  # The reset can overtake the connect.
             assert b"" == ended(second)
     assert 1 == len(gate.rig.internet.accepted)
     assert [("flow", "too many connections at once")] == eventual_denials(gate, "connections")
@@ -915,9 +916,9 @@ def test_a_scoped_secret_goes_to_its_method_and_path_and_nowhere_else(rig: Rig, 
         gate.configure(CompiledPolicy("scoped", (RuleList("scoped", Precedence.DENY_WINS, rules=(scoped,)),)))
         trust = ssl.create_default_context(cadata=gate.root)
         for method, path, inside in (
-            ("POST", "/v1/x", False),  # refused by vaultd: nothing is leased yet
+            ("POST", "/v1/x", False),  # vaultd refuses: no lease exists yet.
             ("GET", "/v1/x", True),
-            ("GET", "/v2/x", False),  # refused by the lease
+            ("GET", "/v2/x", False),  # The lease refuses.
             ("GET", "/v1/y", True),
         ):
             request = f"{method} {path} HTTP/1.1\r\nHost: good.example.com\r\nConnection: close\r\n\r\n".encode()
@@ -1003,7 +1004,7 @@ INJECTING = CompiledPolicy(
 
 
 def converse(gate: Gate, request: bytes) -> tuple[bytes, bytes, bytes]:
-    """One inspected request: (what the upstream got, what the client got, the leaf the client saw)."""
+    """Make one inspected request. Return what the upstream got, what the client got, and the client's leaf."""
     trust = ssl.create_default_context(cadata=gate.root)
     upstream = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile("w") as pem:
@@ -1061,7 +1062,7 @@ def test_two_workers_never_make_the_same_key(rig: Rig, tmp_path: Path) -> None:
 def test_each_place_of_a_spliced_flow_has_its_own_name_in_the_log_when_the_worker_is_killed(
     rig: Rig, tmp_path: Path
 ) -> None:
-    """The worker ends as soon as the far end has a byte: whatever was on the wire is in the log already."""
+    """The worker ends as soon as the far end has a byte. Everything on the wire is in the log already."""
     rig.internet.forget()
     with worker(rig, tmp_path) as gate:
         gate.configure(policy("good.example.com"))
@@ -1083,7 +1084,7 @@ def test_each_place_of_a_spliced_flow_has_its_own_name_in_the_log_when_the_worke
 
 
 def test_the_entry_of_the_operator_that_denied_is_in_the_log(gate: Gate) -> None:
-    """Its text, in every record of its denials, whichever protocol asked."""
+    """Its text, in every record of its denials, for each protocol."""
     gate.configure(replace(policy("good.example.com"), always_deny=("other.example.com", "*.bad.example.com")))
     with gate.dial() as client:
         client.sendall(hello("a.bad.example.com"))

@@ -1,4 +1,4 @@
-"""A process in the empty root opens no path, as root or as a worker; before it did, and around it nothing changed.
+"""A process in the empty root opens no path, as root or as a worker. Before it did, and outside of it nothing changed.
 
 It tests `gateway/confine.py`.
 """
@@ -70,7 +70,7 @@ def probe(mode: str) -> dict[str, str]:
 
 
 def test_no_path_leads_anywhere_from_the_empty_root() -> None:
-    """What root still opens is the empty directory itself; the worker's user not even that."""
+    """Root can still open only the empty directory itself. The worker's user cannot open even that."""
     expected = {
         "control": "[]",
         "mounts": "True",

@@ -1,4 +1,4 @@
-"""Properties of `vault.authority`: TLS-22 and TLS-23 from the issuing side."""
+"""Properties of `vault.authority`, the issuing side of the sandboxes' certificates."""
 
 import subprocess
 from datetime import UTC, datetime, timedelta
@@ -68,7 +68,7 @@ def verify(root_pem: str, chain_pem: str, host: str = "good.test") -> None:
 
 
 def test_a_leaf_validates_against_its_own_lineage_and_no_other() -> None:
-    """TLS-22: two lineages never validate each other's leaves. The control is the same leaf against its own root."""
+    """Two lineages never validate each other's leaves. The control is the same leaf against its own root."""
     ours, other = Root.create(NOW), Root.create(NOW)
     leaf = issue(ours.issue_intermediate(NOW), "good.test", authority=False)
     verify(ours.certificate_pem, leaf.chain_pem)

@@ -160,7 +160,7 @@ async def test_a_replaced_channel_gets_neither_a_secret_nor_an_intermediate(
 async def test_other_destinations_are_refused_and_the_refusal_is_on_record(
     vault: Any, ask: tuple[Any, ...], code: str
 ) -> None:
-    """CRD-03, CRD-05, CRD-06 at the vault: host, port, scheme and name are each part of the grant."""
+    """Host, port, scheme and name are each part of the grant."""
     worker = await opened(vault)
     assert code == await refusal(worker.release(*ask))
     await vault.audit.drain()
@@ -187,7 +187,7 @@ async def test_a_grant_outside_of_a_binding_cannot_be_given(vault: Any, grants: 
 
 
 async def test_rotation_calls_leases_back_and_the_next_release_is_the_new_value(vault: Any) -> None:
-    """CRD-44: when `rotate` returns, the worker was notified and its lease is no longer current."""
+    """When `rotate` returns, the worker was notified and its lease is no longer current."""
     revoked: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
     await opened(vault)
     worker = await vault.worker(SANDBOX, 1, revoked.put)

@@ -122,7 +122,7 @@ def test_bindings_and_grants_survive_their_json_form() -> None:
     ],
 )
 def test_a_scope_refuses_what_it_cannot_be_sure_of(method: str | None, path: str | None, allowed: bool) -> None:
-    """CRD-07 and CRD-09: methods match exactly, paths are unambiguous, and a missing fact is refused."""
+    """Methods match exactly, paths are unambiguous, and a missing fact is refused."""
     scope = RequestScope(frozenset({"GET"}), ("/v1/*",))
     assert allowed == (scope.check(method, path) is None)
 

@@ -66,14 +66,14 @@ async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console
     ids=["none", "end of line", "space", "tab", "NUL", "not UTF-8", "short", "long"],
 )
 async def test_values_that_cannot_be_sent_are_refused(vault: Any, console: Console, value: bytes) -> None:
-    """CRD-27: nothing is stored, and the message does not quote the value."""
+    """Nothing is stored, and the message does not quote the value."""
     assert 2 == await console.run("put", "token", "--host", "good.test", stdin=value)
     assert [] == vault.vault.store.list_infos()
 
 
 @pytest.mark.parametrize("host", ["*.good.test", "*", "10.0.0.1", "a b"])
 async def test_a_secret_is_bound_to_exact_names(vault: Any, console: Console, host: str) -> None:
-    """CRD-37: wildcards and addresses are refused."""
+    """Wildcards and addresses are refused."""
     assert 2 == await console.run("put", "token", "--host", host, stdin=b"long-value")
     assert [] == vault.vault.store.list_infos()
 

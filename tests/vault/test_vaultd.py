@@ -48,7 +48,7 @@ def records(daemons: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.system
 async def test_a_release_is_in_the_log_and_the_value_nowhere_but_at_the_worker(daemons: Any) -> None:
-    """CRD-39: files, stderr, environment, command line and log of both daemons contain no secret in any form."""
+    """Files, stderr, environment, command line and log of both daemons contain no secret in any form."""
     await daemons.admin.put("token", Secret(CANARY), BINDING)
     await daemons.admin.open_sandbox(SANDBOX, "lin-1", [GRANT], {"inline:a": Secret(CANARY + "-inline")})
     client = await worker(daemons)
