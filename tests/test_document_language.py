@@ -24,6 +24,7 @@ FOLDERS = (
     "policy",
     "runtimes",
     "testbed",
+    "tests",
     "vault",
     "wire",
 )
@@ -32,7 +33,7 @@ FORBIDDEN = {
     r"who|whoever|nobody|somebody": "a component has a name; a person is the caller, the operator, the user",
     r"told|tells? (?:of|it|them)": "components send, report, record",
     r"anew|mend(?:s|ed|ing)?|whilst|farewell|birth|born": "again, repair, while, refusal, spawn",
-    r"keepers?|R\d{1,2}|section \d+": "watchdog; requirements and sections of documents outside of the repository",
+    r"keepers?|R\d{1,2}|section \d+|(?:CRD|LIF|NAM|RES|TLS)-\d+": "watchdog; requirements and sections of documents outside of the repository",
 }
 ALLOWED = {
     "the user who": "a person",
@@ -43,6 +44,7 @@ ALLOWED = {
 _CODE = re.compile(r"```.*?```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)", re.DOTALL)
 _QUOTED = re.compile(r'"[^"\n]*"|“[^”\n]*”')
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_GO_COMMENT = re.compile(r"(?:^|\s)//(?!go:|nolint|export )(.*)$", re.MULTILINE)
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -122,6 +124,13 @@ def test_the_comments_of_a_folder_are_in_plain_language(folder: str) -> None:
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / folder).rglob("*.py")}
     assert sources
     found = {name: code_problems(source) for name, source in sources.items()}
+    assert {} == {name: words for name, words in found.items() if words}
+
+
+def test_the_comments_of_execd_are_in_plain_language() -> None:
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "execd").rglob("*.go")}
+    assert sources
+    found = {name: problems("\n".join(_GO_COMMENT.findall(source))) for name, source in sources.items()}
     assert {} == {name: words for name, words in found.items() if words}
 
 

@@ -23,7 +23,7 @@ async def test_a_slot_that_cannot_be_judged_is_unmade_and_its_number_comes_back(
 
     pool.prepare(judge)
     async with asyncio.timeout(60):
-        while len(judged) < slot_pool.AHEAD:  # noqa: ASYNC110 - no event tells of it
+        while len(judged) < slot_pool.AHEAD:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)
     taken = await pool.take()

@@ -147,7 +147,7 @@ func bodyLimit(r *http.Request) time.Duration {
 	return limit
 }
 
-// idleBody sets the read deadline of the connection anew before each read. It removes the deadline at the end of the
+// idleBody sets the read deadline of the connection again before each read. It removes the deadline at the end of the
 // body, because after that only the end of the connection is expected.
 type idleBody struct {
 	body       io.Reader

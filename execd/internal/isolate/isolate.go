@@ -58,7 +58,7 @@ type Isolation struct {
 	starting int
 }
 
-// session is one session; the mutex of Isolation guards the fields after told.
+// session is one session; the mutex of Isolation guards the fields after `told`.
 type session struct {
 	id      string
 	request *request
