@@ -33,7 +33,8 @@ FORBIDDEN = {
     r"who|whoever|nobody|somebody": "a component has a name; a person is the caller, the operator, the user",
     r"told|tells? (?:of|it|them)": "components send, report, record",
     r"anew|mend(?:s|ed|ing)?|whilst|farewell|birth|born": "again, repair, while, refusal, spawn",
-    r"keepers?|R\d{1,2}|section \d+|(?:CRD|LIF|NAM|RES|TLS)-\d+": "watchdog; requirements and sections of documents outside of the repository",
+    r"keepers?": "watchdog",
+    r"R\d{1,2}|section \d+|(?:CRD|LIF|NAM|RES|TLS)-\d+": "requirements of documents outside of the repository",
 }
 ALLOWED = {
     "the user who": "a person",
